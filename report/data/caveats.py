@@ -1,4 +1,4 @@
-"""What limits numbers: marks beside them with footnotes, warnings of a page, and what a link emulates."""
+"""Limits of numbers: marks beside them with footnotes, warnings of a page, and what a link emulates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FOOTNOTES: Final = {
     "elements, all ranks computed at once when it was measured, or ranks do not begin a step together.",
     labels.INTERFACES: labels.INTERFACES_IN_WORDS,
 }
-_AT_FAULT: Final = {  # columns of what is wrong
+_FAULTS: Final = {  # by the column that describes one
     "miscounted": "The interfaces did not send what the ledger holds",
     "off_rate": "The link's rate after the trial is more than 5 % off what was asked for",
 }
@@ -49,143 +49,143 @@ def share(value: float) -> str:
     return f"{value:.2f}" + (f" {ABOVE}" if round(value, 2) > 1 else "")
 
 
-def rates(mine: pd.DataFrame) -> str:
-    """The mark of trials in cells whose links had different rates; empty for others, and for what is none."""
-    return f" {RATES}" if "rates_differ" in mine and mine["rates_differ"].any() else ""
+def rates(rows: pd.DataFrame) -> str:
+    """The mark of trials in cells with links of different rates; empty for others, and for other rows."""
+    return f" {RATES}" if "rates_differ" in rows and rows["rates_differ"].any() else ""
 
 
 def footnotes(cells: Iterable[str]) -> str:
     """Caption text for the marks that occur in these cells, after a space."""
-    found = "".join(cells)
-    return "".join(f" {told}" for mark, told in FOOTNOTES.items() if mark in found)
+    text = "".join(cells)
+    return "".join(f" {footnote}" for mark, footnote in FOOTNOTES.items() if mark in text)
 
 
 def alone_in_words(derived: Derived) -> str:
     """Caption text, after a space, on trials whose computation was not measured by itself; empty for none."""
-    older = int((~derived.trials["alone"].eq(other=True)).sum())
-    more = any(trial.workload == "rlhf" for trial in derived.frames.trial_of.values())
-    why = "whose steps do more than train" if more else "whose records are older"
-    said = (
-        f" Of {older} of {counted(len(derived.trials), 'trial')}, {why}, computation is what ranks "
+    unmeasured = int((~derived.trials["alone"].eq(other=True)).sum())
+    is_rlhf = any(trial.workload == "rlhf" for trial in derived.frames.trial_of.values())
+    why = "whose steps do more than train" if is_rlhf else "whose records are older"
+    sentence = (
+        f" Of {unmeasured} of {counted(len(derived.trials), 'trial')}, {why}, computation is what ranks "
         "did while they did not wait, and the engine's own stalls count as such."
     )
-    return said if older else ""
+    return sentence if unmeasured else ""
 
 
 def modelled_in_words(derived: Derived) -> str:
     """Caption text where the link of any trial was modelled, after a space; empty for none."""
-    ran = derived.finished
-    paced = int(ran["modelled"].sum())
-    which = "all trials" if paced == len(ran) else f"{paced} of {counted(len(ran), 'trial')}"
-    said = (
+    trials = derived.finished
+    paced = int(trials["modelled"].sum())
+    which = "all trials" if paced == len(trials) else f"{paced} of {counted(len(trials), 'trial')}"
+    sentence = (
         f" Modelled: of {which} the link between nodes was a pacer in the process, which holds back what our "
         "wire sends by its bytes; no network was slow."
     )
-    return said if paced else ""
+    return sentence if paced else ""
 
 
 def taken_fact(derived: Derived) -> str | None:
     """Largest part of the CPU time that others took in any trial, as text; None without trials."""
-    taken = derived.finished["taken_share"]
-    if not taken.notna().any():
-        return "not on record" if len(taken) else None
-    unknown = f"; not on record in {taken.isna().sum()}" if taken.hasnans else ""
-    return f"at most {taken.max():.1%} in a trial{unknown}"
+    shares = derived.finished["taken_share"]
+    if not shares.notna().any():
+        return "not on record" if len(shares) else None
+    unknown = f"; not on record in {shares.isna().sum()}" if shares.hasnans else ""
+    return f"at most {shares.max():.1%} in a trial{unknown}"
 
 
 def warnings(derived: Derived) -> list[str]:
-    """What stands at the head of a page, a sentence each, in the order in which they matter."""
-    frames, ran = derived.frames, derived.finished
-    found = [
+    """Sentences for the head of a page, in the order in which they matter."""
+    frames, trials = derived.frames, derived.finished
+    sentences = [
         f"{why}; PyTorch's reference did its work in {counted(len(group), 'trial')}, far more slowly."
-        for (why,), group in groups(ran[ran["kernels_warning"] != ""], ["kernels_warning"])
+        for (why,), group in groups(trials[trials["kernels_warning"] != ""], ["kernels_warning"])
     ]
-    first_ids = ran.drop_duplicates("contender").set_index("contender")["id"]
+    first_ids = trials.drop_duplicates("contender").set_index("contender")["id"]
     policies = {str(name): frames.trial_of[first].resolved_policy() for name, first in first_ids.items()}
-    if coded := [name for name, policy in policies.items() if policy is not None and policy.own_codecs]:
-        found.append(
-            f"{listed(coded)} {'encodes' if len(coded) == 1 else 'encode'} and decode by a Python function of "
-            "the suite: their seconds are those of Python, not of a kernel."
+    if names := [name for name, policy in policies.items() if policy is not None and policy.own_codecs]:
+        sentences.append(
+            f"{listed(names)} {'encodes' if len(names) == 1 else 'encode'} and decode by a Python function "
+            "of the suite: their seconds are those of Python, not of a kernel."
         )
-    if len(frames.pools) > 1:
-        found.append(f"Sweeps of {len(frames.pools)} machines stand beside one another (see Environment).")
+    if (pools := len(frames.pools)) > 1:
+        sentences.append(f"Sweeps of {pools} machines stand beside one another (see Environment).")
     if frames.left_out:
         failures = counted(frames.left_out, "failure")
-        found.append(f"Left out: {failures} of another machine or code, of which nothing was measured.")
+        sentences.append(f"Left out: {failures} of another machine or code, of which nothing was measured.")
     if frames.stale_traces:
         stale = counted(frames.stale_traces, "trace")
         why = "of other trials, another machine or code than the records; `zeropp trace` writes them again"
-        found.append(f"Not drawn: {stale} {why}.")
-    found += frames.journal
+        sentences.append(f"Not drawn: {stale} {why}.")
+    sentences += frames.journal
 
     def which(wrong: pd.DataFrame) -> str:
         return f"{counted(len(wrong), 'trial')}: {listed(sorted(wrong['id'])[:6])}"
 
-    if len(unequal := ran[ran["predicted_equal"].eq(other=False)]):
+    if len(unequal := trials[trials["predicted_equal"].eq(other=False)]):
         differs = f"The ledger differs from the prediction in {which(unequal)}"
-        found.append(f"{differs}; what was sent by them is not to be relied on.")
-    for column, what in _AT_FAULT.items():
-        if len(wrong := ran[ran[column].ne("")]):
-            found.append(f"{what} in {which(wrong)}; in {' '.join(wrong.iloc[0][['id', column]])}.")
-    contents = ran[ran["corpus_sha256"] != ""].groupby(["corpus", "cell"])["corpus_sha256"].nunique()
-    found += [
+        sentences.append(f"{differs}; what was sent by them is not to be relied on.")
+    for column, fault in _FAULTS.items():
+        if len(wrong := trials[trials[column].ne("")]):
+            sentences.append(f"{fault} in {which(wrong)}; in {' '.join(wrong.iloc[0][['id', column]])}.")
+    contents = trials[trials["corpus_sha256"] != ""].groupby(["corpus", "cell"])["corpus_sha256"].nunique()
+    sentences += [
         f"Corpus {corpus} changed between trials; losses are not of the same text (see Setting)."
         for corpus in sorted({str(corpus) for corpus, _ in contents[contents > 1].index})
     ]
-    where = ran.drop_duplicates("cell").set_index("cell")["where"]
-    found += [
+    where = trials.drop_duplicates("cell").set_index("cell")["where"]
+    sentences += [
         f"{where[cell]}: the rates that the contenders' links achieved differ by {spread:.0%}; their "
         f"comparison is marked ({RATES})."
         for cell, spread in derived.differing.items()
     ]
-    if taken := len(derived.disturbed):
-        found.append(
-            f"During {taken} of {counted(len(ran), 'trial')} other programs and the machine's host took more "
-            f"than {OTHERS_WITHIN:.0%} of the processors' time, at most {ran['taken_share'].max():.0%}; such "
-            f"trials are marked ({TAKEN})."
+    if disturbed := len(derived.disturbed):
+        sentences.append(
+            f"During {disturbed} of {counted(len(trials), 'trial')} other programs and the machine's host "
+            f"took more than {OTHERS_WITHIN:.0%} of the processors' time, at most "
+            f"{trials['taken_share'].max():.0%}; such trials are marked ({TAKEN})."
         )
-    if said := labels.padded_in_words(ran["padding_share"]):
-        padded = counted(int(ran["padding_share"].gt(MUCH_PADDING).sum()), "trial")
-        found.append(f"{said} It stands beside what was sent in {padded}.")
-    if bare := int((~ran["signed"].astype(bool)).sum()):
-        found.append(
-            f"Without digest: {bare} of {counted(len(ran), 'record')}, from before records had one; whether "
-            "their content was edited is not known."
+    if padding := labels.padded_in_words(trials["padding_share"]):
+        padded = counted(int(trials["padding_share"].gt(MUCH_PADDING).sum()), "trial")
+        sentences.append(f"{padding} It stands beside what was sent in {padded}.")
+    if unsigned := int((~trials["signed"].astype(bool)).sum()):
+        sentences.append(
+            f"Without digest: {unsigned} of {counted(len(trials), 'record')}, from before records had one; "
+            "whether their content was edited is not known."
         )
     if frames.interrupted:
         stopped = counted(frames.interrupted, "trial")
-        found.append(f"{stopped} interrupted, not yet run again: the same `zeropp run` does.")
-    found.append(modelled_in_words(derived).strip())
+        sentences.append(f"{stopped} interrupted, not yet run again: the same `zeropp run` does.")
+    sentences.append(modelled_in_words(derived).strip())
     if len(frames.failures):
-        found.append(f"{counted(len(frames.failures), 'trial')} failed; see Failed trials below.")
-    return [one for one in found if one]
+        sentences.append(f"{counted(len(frames.failures), 'trial')} failed; see Failed trials below.")
+    return list(filter(None, sentences))
 
 
 def emulated(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
-    """What links of these kinds emulate, with latencies asked for, one way; empty for a real network."""
+    """What links of these kinds emulate, with requested one-way latencies; empty for a real network."""
     kinds = set(kinds)
-    told, throttled = [_NODES[kind] for kind in _NODES if kind in kinds], _SHAPED * ("shaped" in kinds)
-    if not told:
+    nodes, throttled = [_NODES[kind] for kind in _NODES if kind in kinds], _SHAPED * ("shaped" in kinds)
+    if not nodes:
         return throttled
     added = " or ".join(f"{latency:g}" for latency in sorted({latency or 0.0 for latency in latencies_ms}))
     latency = "no latency" if added == "0" else f"{added} ms of latency one way"
     return (
-        f"Emulated: {'; or '.join(told)}. All ranks share one machine's processors, so that bytes cost "
+        f"Emulated: {'; or '.join(nodes)}. All ranks share one machine's processors, so that bytes cost "
         f"processor time beside the link's, a hop inside a node is a copy in its memory, and the link adds "
         f"{latency}. {throttled}"
     ).strip()
 
 
 def emulated_by_trials(frames: Frames) -> str:
-    """The sentence for trials' records; one node has no link."""
-    joined = frames.finished[frames.finished["nodes"] > 1]
-    latencies = [frames.trial_of[identity].cluster.latency for identity in joined["id"]]
-    held = joined["rate_mbit"].notna() | joined["link_kind"].ne("namespaces")
-    return emulated(joined["link_kind"].where(held, "open"), latencies)
+    """:func:`emulated` for trials of several nodes; one node has no link."""
+    trials = frames.finished[frames.finished["nodes"] > 1]
+    latencies = [frames.trial_of[identity].cluster.latency for identity in trials["id"]]
+    is_held = trials["rate_mbit"].notna() | trials["link_kind"].ne("namespaces")
+    return emulated(trials["link_kind"].where(is_held, "open"), latencies)
 
 
 def emulated_by_benches(benches: Iterable[Bench]) -> str:
-    """The sentence for benchmarks' samples, whose links are namespaces where they have a rate."""
+    """:func:`emulated` for samples of benchmarks: a link with a rate is one of namespaces."""
     places = {sample.place for bench in benches for sample in bench.samples}
     rates = [rate for nodes, _, rate in places if (nodes or 1) > 1]
     return emulated({"none" if rate is None else "namespaces" for rate in rates}, [None])
