@@ -21,8 +21,8 @@ def sweeps_in_words(sweeps: Collection[int]) -> str:
     if count < 2:
         return ""
     few = "" if count >= FEWEST_SWEEPS else f"; there is none of fewer than {FEWEST_SWEEPS}"
-    of = f" The suite ran {count} times: an interval is that of the means of its runs"
-    return f"{of}, and so includes how runs differ{few}."
+    means = f" The suite ran {count} times: an interval is that of the means of its runs"
+    return f"{means}, and so includes how runs differ{few}."
 
 
 def with_arguments(name: str, arguments: Mapping[str, object]) -> str:
@@ -34,7 +34,7 @@ def with_arguments(name: str, arguments: Mapping[str, object]) -> str:
 def number(digits: int = 3) -> Callable[[Any], str]:
     """Formatter with ``digits`` significant digits, in plain notation where that is short."""
 
-    def told(value: Any) -> str:
+    def formatted(value: Any) -> str:
         if value is None or (isinstance(value, float) and math.isnan(value)):
             return NOTHING
         if value != 0 and not 1e-4 <= abs(value) < 1e6:
@@ -43,11 +43,11 @@ def number(digits: int = 3) -> Callable[[Any], str]:
         decimals = digits - 1 - math.floor(math.log10(rounded)) if value != 0 else 0
         return f"{value:.{max(decimals, 0)}f}"
 
-    return told
+    return formatted
 
 
 def text(value: Any) -> str:
-    """Formatter: one line of text."""
+    """Format a value as one line of text."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return NOTHING
     return " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
@@ -55,13 +55,13 @@ def text(value: Any) -> str:
 
 def plain(text: object, limit: int = _LABEL_CHARACTERS) -> str:
     """One line of printable characters that the figures' font has, truncated at ``limit``."""
-    words = " ".join(str(text).split())
-    kept = "".join(c if ord(c) < 0x2000 and unicodedata.category(c)[0] != "C" else "?" for c in words)
-    return kept if len(kept) <= limit else kept[: limit - 1] + "…"
+    line = " ".join(str(text).split())
+    line = "".join(c if ord(c) < 0x2000 and unicodedata.category(c)[0] != "C" else "?" for c in line)
+    return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def span(counts: Collection[float], noun: str) -> str:
-    """The range of some counts with their noun: ``5 steps``, or ``5 to 40 steps``."""
+    """The range of counts, with their noun: ``5 steps``, or ``5 to 40 steps``."""
     low, high = int(min(counts)), int(max(counts))
     return counted(high, noun) if low == high else f"{low} to {high} {noun}s"
 
@@ -72,17 +72,18 @@ def byte_unit(largest: float) -> tuple[float, str]:
     return next((unit for unit in units if largest >= unit[0]), (1.0, "bytes"))
 
 
-def listed(words: Sequence[str]) -> str:
-    """Join words as ``a, b and c``."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""
+def listed(parts: Sequence[str]) -> str:
+    """Join parts of a sentence as ``a, b and c``."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}" if parts else ""
 
 
-def sentence(words: str) -> str:
-    """Words with a capital at the beginning, if that is a letter, and a dot at the end."""
-    return f"{words[:1].upper()}{words[1:]}."
+def sentence(clause: str) -> str:
+    """A clause with a capital letter at its beginning and a full stop at its end."""
+    return f"{clause[:1].upper()}{clause[1:]}."
 
 
-def with_interval(found: Interval, told: Callable[[float], str]) -> str:
+def with_interval(interval: Interval, format_number: Callable[[float], str]) -> str:
     """The estimate, with its interval in parentheses if it is known."""
-    text = told(found.estimate)
-    return f"{text} ({told(found.low)} to {told(found.high)})" if found.known else text
+    estimate = format_number(interval.estimate)
+    ends = f" ({format_number(interval.low)} to {format_number(interval.high)})" if interval.known else ""
+    return f"{estimate}{ends}"
