@@ -14,7 +14,7 @@ from harness.records.confidence_intervals import FEWEST, FEWEST_SWEEPS, Interval
 from harness.records.memory_parts import on_device
 from impl.codecs.codec import CodecError, parse
 from report.data import speedups
-from report.data.contender import NAMES, fields_of, told
+from report.data.contender import NAMES, field_text, fields_of
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import counted, listed, number, with_interval
@@ -241,7 +241,7 @@ def _word(key: str, value: str, bare: str) -> str:
     if key.endswith(_HOST):
         share = "" if value == "1" else "half the " if value == "0.5" else f"{value} of the "
         return f"{share}{key}"
-    return value if key == bare else spelled(f"({told(key, value)})")[1:-1]
+    return value if key == bare else spelled(f"({field_text(key, value)})")[1:-1]
 
 
 def _block(codecs: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import pandas as pd
 
@@ -41,7 +41,7 @@ with _FILE.open(encoding="utf-8", newline="") as _file:
     STRATEGIES: Final = {row.pop("strategy"): Strategy(**row) for row in csv.DictReader(_file)}
 """In the order in which figures and tables list strategies."""
 
-NAMES: Final = {strategy: one.name for strategy, one in STRATEGIES.items()}
+NAMES: Final = {key: strategy.name for key, strategy in STRATEGIES.items()}
 _SHORT: Final = {"weights": "w", "gradients": "g", "secondary": "groups of"}
 _LIMITS: Final = (
     "prefetch", "max_live", "max_reuse", "persist_below", "persist_most", "reduce_bucket", "largest_unit",
@@ -82,11 +82,12 @@ def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
 
 
 def with_baseline(
-    table: pd.DataFrame, is_base: pd.Series[bool], on: Sequence[str], how: Literal["inner", "left"], **of: str
+    table: pd.DataFrame, is_base: pd.Series[bool], on: Sequence[str], **columns: str
 ) -> pd.DataFrame:
-    """``table`` with what the baseline's row of equal ``on`` has: new columns ``of`` these of its own."""
+    """``table`` with new ``columns`` that hold named ones of the baseline's row of equal ``on``, else NaN."""
     base = table[is_base].drop_duplicates([*on])
-    return table.merge(base[[*on]].assign(**{new: base[old] for new, old in of.items()}), on=[*on], how=how)
+    base = base[[*on]].assign(**{new: base[old] for new, old in columns.items()})
+    return table.merge(base, on=[*on], how="left")
 
 
 def is_preset(table: pd.DataFrame, strategy: str) -> pd.Series[bool]:
@@ -98,9 +99,9 @@ def fields_of(policy: Policy | None, topology: Topology) -> dict[str, str]:
     """Fields of a policy that affect what is computed and sent, as text; empty without a policy."""
     if policy is None:
         return {}
-    found = {field.name: getattr(policy, field.name) for field in fields(policy)}
-    del found["align"], found["memory"], found["offload"]
-    found |= {
+    values = {field.name: getattr(policy, field.name) for field in fields(policy)}
+    del values["align"], values["memory"], values["offload"]
+    values |= {
         "group": policy.group_ranks(topology),
         "gradients": "/".join(dict.fromkeys(map(str, policy.gradients))),
         "secondary": policy.secondary_ranks(topology),
@@ -110,18 +111,18 @@ def fields_of(policy: Policy | None, topology: Topology) -> dict[str, str]:
         "optimizer on the host": f"{policy.offload.optimizer:g}",
         "weights on the host": f"{policy.offload.weights:g}",
     }
-    told = {"secondary_format": "hpZ copy", "order_every": "order checked every"}
+    names = {"secondary_format": "hpZ copy", "order_every": "order checked every"}
     return {
-        told.get(name, name.replace("_", " ")): "none" if value is None else str(value)
-        for name, value in found.items()
+        names.get(name, name.replace("_", " ")): "none" if value is None else str(value)
+        for name, value in values.items()
     }
 
 
 def changes_of(trial: Trial, base: Policy | None = None) -> dict[str, str]:
     """Fields of a trial's policy that differ from ``base``, else its strategy's preset, as text."""
     usual = fields_of(base or trial.base_policy(), trial.topology())
-    mine = fields_of(trial.resolved_policy(), trial.topology())
-    return {name: value for name, value in mine.items() if value != usual[name]}
+    values = fields_of(trial.resolved_policy(), trial.topology())
+    return {name: value for name, value in values.items() if value != usual[name]}
 
 
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
@@ -130,25 +131,25 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
     return {
         name: value
         for name, value in next(iter(of_policies), {}).items()
-        if name in _OF_EXECUTION and all(other.get(name) == value for other in of_policies)
+        if name in _OF_EXECUTION and all(changes.get(name) == value for changes in of_policies)
     }
 
 
 def label_of(trial: Trial, shared: Mapping[str, str]) -> str:
     """``ZeRO++``, or ``ZeRO++ (w int8:64)`` where a change distinguishes it."""
     name, changes = NAMES[trial.strategy], changes_of(trial)
-    if trial.strategy == RECIPE:  # told by its stage, and its policy's changes from the bare stage
+    if trial.strategy == RECIPE:  # its name has the stage, and its policy's changes from the bare stage
         stage = trial.recipe().policy.stage
         bare = recipe({"zero_optimization": {"stage": stage}}, topology=trial.topology()).policy
         changes = {"stage": str(stage)} | changes_of(trial, bare)
-    said = [told(*change) for change in changes.items() if change[0] not in shared]
-    said += [told(*change) for change in _of_peer(trial).items()]
+    changes = {field: value for field, value in changes.items() if field not in shared}
+    texts = [field_text(*change) for change in (*changes.items(), *_peer_settings(trial).items())]
     if trial.control is not None:
-        said.append(f"control: {trial.control.replace('_', ' ')}")
-    return f"{name} ({', '.join(said)})" if said else name
+        texts.append(f"control: {trial.control.replace('_', ' ')}")
+    return f"{name} ({', '.join(texts)})" if texts else name
 
 
-def told(field: str, value: str) -> str:
+def field_text(field: str, value: str) -> str:
     """Short text of a policy field: ``g int4:64``, ``groups of 2``, ``prefetch 0``."""
     if field == "secondary" and value == "0":
         return "no hpZ copy"
@@ -156,20 +157,20 @@ def told(field: str, value: str) -> str:
 
 
 def short_names_in_words(names: Iterable[str]) -> str:
-    """Caption text, after a space, for the codecs in these contenders' names; empty where none has any."""
-    said = " ".join(names)
-    words = [
+    """Caption text, after a space, that explains ``w`` and ``g`` where these names have them; else empty."""
+    text = " ".join(names)
+    clauses = [
         f"{_SHORT[field]} is the codec of {field}"
         for field in ("weights", "gradients")
-        if re.search(rf"[( ]{_SHORT[field]} \w", said)
+        if re.search(rf"[( ]{_SHORT[field]} \w", text)
     ]
-    return f" In names {' and '.join(words)}." if words else ""
+    return f" In names {' and '.join(clauses)}." if clauses else ""
 
 
-def _of_peer(trial: Trial) -> dict[str, str]:
-    """What a peer is told beside its name: a DeepSpeed configuration, but for stage 3, and a type."""
-    asked = trial.deepspeed_config if family_of(trial.strategy) == DEEPSPEED else None
-    settings = {path.rpartition(".")[2]: str(value) for path, value in flatten(json.loads(asked or "{}"))}
-    found = settings | {"compute": trial.peer.compute}
+def _peer_settings(trial: Trial) -> dict[str, str]:
+    """Settings of a peer without usual ones (stage 3, fp32): DeepSpeed's configuration, and the type."""
+    config = trial.deepspeed_config if family_of(trial.strategy) == DEEPSPEED else None
+    settings = {path.rpartition(".")[2]: str(value) for path, value in flatten(json.loads(config or "{}"))}
+    settings["compute"] = trial.peer.compute
     usual = {"stage": "3", "compute": "fp32"}
-    return {name: value for name, value in found.items() if value != usual.get(name)}
+    return {name: value for name, value in settings.items() if value != usual.get(name)}

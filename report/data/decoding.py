@@ -29,7 +29,7 @@ def generations(frames: Frames) -> pd.DataFrame:
     index = tokens.index.get_level_values("index")
     parts = (tokens, tokens[index == 0], tokens[index > 0])
     whole, first, later = (part.groupby(["id", "step"]) for part in parts)
-    found = pd.DataFrame(
+    sums = pd.DataFrame(
         {
             "tokens": whole["seconds"].size(),
             "seconds": whole["seconds"].sum(),
@@ -39,28 +39,28 @@ def generations(frames: Frames) -> pd.DataFrame:
             "later_bytes": later["bytes"].sum(min_count=1) / later["seconds"].size(),
         }
     ).reset_index()
-    table = frames.finished.merge(found, on="id")
+    table = frames.finished.merge(sums, on="id")
     table["sequences"] = table["tokens_per_rank"] // table["sequence"]
     table["tokens_per_second"] = table["sequences"] * table["tokens"] / table["seconds"]
     table["later_tokens_per_second"] = table["sequences"] * (table["tokens"] - 1) / table["later_seconds"]
-    of = {"baseline": "id", "baseline_tokens_per_second": "tokens_per_second"}
-    table = with_baseline(table, is_baseline(table), PAIR, "left", **of)
+    columns = {"baseline": "id", "baseline_tokens_per_second": "tokens_per_second"}
+    table = with_baseline(table, is_baseline(table), PAIR, **columns)
     return table.assign(speedup=table["tokens_per_second"] / table["baseline_tokens_per_second"])
 
 
 def speedup(group: pd.DataFrame) -> Interval:
-    """Geometric mean over trials of that of each one's generations' ratios; NaN without a baseline."""
+    """Geometric mean over trials of the mean ratio of each trial's generations; NaN without a baseline."""
     paired = group.dropna(subset=["baseline"])
     if paired.empty:
         return Interval(math.nan, math.nan, math.nan, 0)
     by_trial = paired.groupby(["seed", "repeat"])
     rates = ("tokens_per_second", "baseline_tokens_per_second")
-    ours, base = (by_trial[name].agg(geometric) for name in rates)
-    return paired_ratio_interval(ours.to_dict(), base.to_dict(), by_trial["sweep"].first().to_dict())
+    rate, base_rate = (by_trial[name].agg(geometric).to_dict() for name in rates)
+    return paired_ratio_interval(rate, base_rate, by_trial["sweep"].first().to_dict())
 
 
 def speed(group: pd.DataFrame) -> Interval:
-    """Tokens per second: geometric mean over trials of that of each one's generations, with its interval."""
+    """Tokens per second: geometric mean over trials of each trial's geometric mean, with its interval."""
     by_trial = group.groupby("id", sort=False)
     speeds = by_trial["tokens_per_second"].agg(geometric)
     return geometric_interval(list(speeds), list(by_trial["sweep"].first()))

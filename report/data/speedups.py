@@ -22,11 +22,11 @@ def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
     """Pairs of each trial with the baseline's (``is_base``) of its cell, seed and repeat, where there is one.
 
     Columns of ``table`` (:func:`report.data.metrics.trials`), ``baseline`` (its id), ``speedup`` (its step
-    over ours), ``allowed`` (over our best possible), ``bytes_ratio`` (ledger) and ``interface_ratio``.
+    over the trial's), ``allowed`` (over the trial's best), ``bytes_ratio`` (ledger) and ``interface_ratio``.
     """
-    of = {"baseline": "id", "baseline_contender": "contender", "baseline_seconds": "step_seconds"}
-    of |= {f"baseline_{name}": name for name in ("sent_bytes", "interface_bytes")}
-    joined = with_baseline(table, is_base, PAIR, "inner", **of)
+    columns = {"baseline": "id", "baseline_contender": "contender", "baseline_seconds": "step_seconds"}
+    columns |= {f"baseline_{name}": name for name in ("sent_bytes", "interface_bytes")}
+    joined = with_baseline(table, is_base, PAIR, **columns).dropna(subset=["baseline"], ignore_index=True)
     return joined.assign(
         speedup=joined["baseline_seconds"] / joined["step_seconds"],
         allowed=joined["baseline_seconds"] / joined["best_seconds"],

@@ -90,4 +90,4 @@ def by_phase(derived: Derived) -> pd.DataFrame:
     found = found.join(per_step.set_axis(["inter_bytes", "intra_bytes"], axis=1)).reset_index()
     table = derived.trials.merge(found, on="id")
     of = {"baseline_seconds": "seconds", "baseline_bytes": "inter_bytes"}
-    return with_baseline(table, is_baseline(table), [*PAIR, "phase"], "left", **of)
+    return with_baseline(table, is_baseline(table), [*PAIR, "phase"], **of)
