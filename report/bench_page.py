@@ -25,7 +25,7 @@ from report.data import caveats
 from report.data.frames import ReportError, groups, rate_text
 from report.data.text import listed, number
 from report.quantities import formula
-from report.tables.table import Column, Table, made
+from report.tables.table import Column, Table, table_of
 
 _TEXT_COLUMNS: Final = 98  # of text below a table
 _PAGE_ALONE: Final = (
@@ -224,7 +224,7 @@ def tables_of(benches: Sequence[Bench]) -> list[Table]:
             for key, mine in groups(here, labels)
         ]
         notes = f"Medians over rounds; ratios are formed inside a round. {kind.notes}"
-        tables.append(made(kind.name, kind.title, rows, *kind.columns, notes=notes))
+        tables.append(table_of(kind.name, kind.title, rows, *kind.columns, notes=notes))
     return tables
 
 

@@ -22,7 +22,7 @@ from report.draw.figure import style_of
 from report.figures import all_figures
 from report.tables import all_tables as tables
 from report.tables import latex
-from report.tables.table import Table, named
+from report.tables.table import Table, find_table
 
 PAGE: Final = "report.html"
 _FOLDERS: Final = ("figures", "tables")
@@ -54,7 +54,7 @@ def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -
     """Tables with the columns that are asked for alone, in that order, after places and contender."""
     found = {table.name: table for table in shown}
     for name, asked in columns.items():
-        table = named(shown, name)
+        table = find_table(shown, name)
         kept = [one for one in table.columns if one.place or one.key == "contender"]
         kept += [table.column(column) for column in asked]
         found[name] = replace(table, columns=tuple(dict.fromkeys(kept)))

@@ -180,7 +180,7 @@ def _cells(derived: Derived, *, text: str) -> str:
         table, words, column = match[1].split("|")
         shown = tables.MAKERS[table](derived)
         found = shown.column(column)
-        return found.told(shown.data.iloc[shown.row(words)][found.key])
+        return found.cell(shown.data.iloc[shown.row(words)][found.key])
 
     return re.sub(r"\{(.*?)\}", cell, text)
 

@@ -20,7 +20,7 @@ from report.tables.peers import peers
 from report.tables.phases import phases
 from report.tables.provenance import energy, environment, failures, links, setting
 from report.tables.summary import summary, time
-from report.tables.table import Table, named
+from report.tables.table import Table, find_table
 
 MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
     maker.__name__: maker
@@ -42,7 +42,7 @@ def all_tables(derived: Derived, names: Collection[str] = tuple(MAKERS)) -> list
 def explained(folder: Path, table: str, row: str, column: str) -> str:
     """What is behind a cell: table by name, row by words of its cells, column by title; or a Refusal."""
     derived = derive(load(folder))
-    shown = named(all_tables(derived), table)
+    shown = find_table(all_tables(derived), table)
     number, printed = shown.row(row), shown.column(column)
     cells = shown.rows()[number]
     ids = records_of(derived, shown.data.iloc[number])

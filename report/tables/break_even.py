@@ -14,7 +14,7 @@ from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import NOTHING, number
 from report.quantities import formula
-from report.tables.table import CONTENDER, RATIO, TRIALS, Column, Table, counted, made, rows_of
+from report.tables.table import CONTENDER, RATIO, TRIALS, Column, Table, rows_of, table_of, trial_count
 
 
 def parity(derived: Derived) -> Table:
@@ -54,7 +54,7 @@ def parity(derived: Derived) -> Table:
         }
         for row in theirs.itertuples()
     ]
-    return made(
+    return table_of(
         "parity",
         "Parity",
         rows,
@@ -81,7 +81,11 @@ def verdict(found: Interval) -> str:
 def _behind(derived: Derived, records: list[str]) -> dict[str, Any]:
     """The number of the trials with these ids, their marks, and the CPU time that others took."""
     behind = derived.trials[derived.trials["id"].isin(records)]
-    return {**counted(behind), "_rates": caveats.rates(behind), "taken_share": behind["taken_share"].max()}
+    return {
+        **trial_count(behind),
+        "_rates": caveats.rates(behind),
+        "taken_share": behind["taken_share"].max(),
+    }
 
 
 def break_even(derived: Derived) -> Table:
@@ -92,7 +96,7 @@ def break_even(derived: Derived) -> Table:
     def told(mbit: float) -> str:
         return number(3)(mbit) if math.isfinite(mbit) else "above" if mbit > 0 else "below"
 
-    return made(
+    return table_of(
         "break_even",
         "Break-even",
         found.assign(where=found["elsewhere"]).join(behind),
@@ -128,7 +132,7 @@ def generation(derived: Derived) -> Table:
     ]
     speed, ratio = formula("tokens per second of a rank"), formula("over ZeRO-3's")
     sent = formula("bytes between nodes")
-    return made(
+    return table_of(
         "generation",
         "Generation",
         rows,

@@ -15,7 +15,7 @@ from report.data.text import NOTHING, number
 from report.draw.names_of_rows import by_contender
 from report.figures.bytes_and_memory import VARIED
 from report.quantities import formula
-from report.tables.table import CONTENDER, TRIALS, Column, Table, made, rows_of
+from report.tables.table import CONTENDER, TRIALS, Column, Table, rows_of, table_of
 
 _COPY: Final = {"copy_frames_mib": "hpZ's copy as frames", "copy_halves_mib": "in 16 bits"}
 _SUMS: Final = ("engine_mib", "covered_mib", "formula_mib", "copied_step_mib", "copied_formula_step_mib")
@@ -40,7 +40,7 @@ def volume(derived: Derived) -> Table:
             "m_bytes": mine["m_bytes"].median(),
         })  # fmt: skip
     heads = ("Forward gather", "Backward gather", "Gradients", "Control", "Padding")
-    return made(
+    return table_of(
         "volume",
         "Volume between nodes",
         rows,
@@ -71,7 +71,7 @@ def checks(derived: Derived) -> Table:
         })  # fmt: skip
     stated_over = formula("interface / ledger", "interface / (ledger + headers)")
     deviation = formula("reference loss", "first-loss deviation")
-    return made(
+    return table_of(
         "checks",
         "Checks",
         rows,
@@ -110,7 +110,7 @@ def memory(derived: Derived) -> Table:
         "copied_step_mib": "Copied, a step",
         "copied_formula_step_mib": "Copied, formula",
     }
-    return made(
+    return table_of(
         "memory",
         "Memory per rank",
         rows,

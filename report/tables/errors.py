@@ -15,7 +15,7 @@ from report.data.metrics import Derived
 from report.data.text import NOTHING, listed, number, with_interval
 from report.draw.names_of_rows import by_cell_and_contender
 from report.quantities import formula
-from report.tables.table import CONTENDER, TRIALS, Column, Table, counted, made
+from report.tables.table import CONTENDER, TRIALS, Column, Table, table_of, trial_count
 
 _ENDS: Final = ["end_to_end", "repeated", "weights", "secondary"]
 
@@ -29,7 +29,7 @@ def sent_error(derived: Derived) -> Table:
             hops, ends = mine[mine["purpose"].eq("gradients") & mine["hop"].notna()], mine[mine["hop"].isna()]
             rows.append({
                 **mine.iloc[0][["where", "contender", "step"]],
-                **counted(derived.trials[derived.trials["id"].isin(mine["id"])]),
+                **trial_count(derived.trials[derived.trials["id"].isin(mine["id"])]),
                 "cosine": ends[ends["of"] == "end_to_end"]["cosine"].median(),
                 "hops": hops_told(hops),
                 "smallest_of_a_hop": float(hops["vnmse"].min()),
@@ -37,7 +37,7 @@ def sent_error(derived: Derived) -> Table:
                 **ends.groupby("of")["vnmse"].median().reindex(_ENDS),
             })  # fmt: skip
     times = ", ".join(str(count) for count in sorted(set(found["repeated"]) - {1}))
-    return made(
+    return table_of(
         "sent_error",
         "Error of what was sent",
         rows,
@@ -78,7 +78,7 @@ def chosen_codecs(derived: Derived) -> Table:
     def joined(codecs: pd.Series[str]) -> str:
         return "; ".join(codecs.dropna())
 
-    return made(
+    return table_of(
         "chosen_codecs",
         "Codecs chosen within a budget",
         rows.agg({"codecs": joined, "vnmse": "last"}).drop(columns="cell"),
@@ -114,7 +114,7 @@ def _tried(derived: Derived, name: str, title: str, value: str, says: str) -> Ta
     of: Literal["median", "max"] = "median" if value == "vnmse" else "max"
     wide = found.pivot_table(index=["purpose", "kind"], columns="block", values=value, aggfunc=of)
     blocks = sorted(wide.columns, key=lambda block: float(block) if block.isdecimal() else math.inf)
-    return made(
+    return table_of(
         name,
         title,
         wide[blocks].reset_index(),
@@ -144,7 +144,7 @@ def losses(derived: Derived) -> Table:
         f"{'training' if derived.frames.margin else 'loss'}{margin}; not inferior: the interval ends below "
         f"it; inferior: it begins above it; no power: below {ENOUGH_POWER:g}, and nothing is claimed."
     )
-    return made(
+    return table_of(
         "losses",
         "Losses",
         [told(row) for row in rows],

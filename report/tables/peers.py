@@ -11,7 +11,7 @@ from harness.suites.trial import Trial
 from report.data import speedups
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.tables.table import CONTENDER, RATIO, STEP, TRIALS, Column, Table, counted, made
+from report.tables.table import CONTENDER, RATIO, STEP, TRIALS, Column, Table, table_of, trial_count
 
 FAMILIES: Final = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 
@@ -32,7 +32,7 @@ def peers(derived: Derived) -> Table:
         if 0 < (here["family"] != "").sum() < len(here)
         for row in _rows(here)
     ]
-    return made(
+    return table_of(
         "peers",
         "Beside peers",
         rows,
@@ -66,7 +66,7 @@ def _rows(here: pd.DataFrame) -> list[dict[str, Any]]:
     ours = here[here["family"] == ""].sort_values("carried", kind="stable")  # gloo alone, nccl, shm
     rows, keys = [], ["where", "contender", "carried", "compute"]
     for key, mine in groups(pd.concat([theirs, ours]), keys):
-        row = dict(zip(keys, key, strict=True)) | counted(mine)
+        row = dict(zip(keys, key, strict=True)) | trial_count(mine)
         row["step_seconds"] = speedups.step_interval(mine)
         for family in FAMILIES:
             row |= _over(mine, theirs[theirs["family"] == family], family)

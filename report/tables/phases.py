@@ -12,7 +12,7 @@ from report.data.contender import is_baseline, with_baseline
 from report.data.metrics import Derived, slowest_steps, timed_steps
 from report.data.speedups import PAIR, speedup, step_interval
 from report.data.text import number
-from report.tables.table import CONTENDER, RATIO, TRIALS, Column, Table, made, rows_of
+from report.tables.table import CONTENDER, RATIO, TRIALS, Column, Table, rows_of, table_of
 
 PHASES: Final = ("generate", "score", "train")
 _PUBLISHED: Final = {"generation": "generate", "training": "train"}
@@ -43,7 +43,7 @@ def phases(derived: Derived) -> Table:
         for cells, row, name in published.rows_below(rows, *_PUBLISHED)
     ]
     base = derived.compared.baseline if rows else ""
-    return made(
+    return table_of(
         "phases",
         "RLHF by phase",
         rows,

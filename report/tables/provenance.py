@@ -15,7 +15,7 @@ from report.data.frames import Frames
 from report.data.metrics import Derived
 from report.data.text import counted, listed, number, with_arguments
 from report.quantities import formula
-from report.tables.table import CONTENDER, TRIALS, Column, Table, made, rows_of
+from report.tables.table import CONTENDER, TRIALS, Column, Table, rows_of, table_of
 
 HELD: Final = "¶"  # beside trials whose GPUs were held down, or shared
 _HELD_FROM: Final = 0.05  # share of samples
@@ -37,7 +37,7 @@ def energy(derived: Derived) -> Table:
         if len(known := mine.dropna(subset=["joules_per_token"])):
             row["joules_per_token"] = median_interval(list(known["joules_per_token"]), list(known["sweep"]))
         rows.append(row)
-    return made(
+    return table_of(
         "energy",
         "Energy",
         rows,
@@ -59,7 +59,7 @@ def links(derived: Derived) -> Table:
     """Table of requested and achieved rates of links."""
     rates = derived.frames.links.groupby(["kind", "requested_mbit", "when"], dropna=False)
     data = rates["achieved_mbit"].agg(["size", "median", "min", "max"]).reset_index()
-    return made(
+    return table_of(
         "links",
         "Links",
         data.assign(share=data["median"] / data["requested_mbit"]),
@@ -87,7 +87,7 @@ def failures(derived: Derived) -> Table:
 
 def setting(derived: Derived) -> Table:
     """Table of settings: model, data, options."""
-    return made(
+    return table_of(
         "setting",
         "Setting",
         pd.DataFrame(settings(derived.frames, derived.finished), columns=["setting", "value"]),
@@ -101,7 +101,7 @@ def setting(derived: Derived) -> Table:
 
 def environment(derived: Derived) -> Table:
     """Table of facts: machine, code, algorithms; a fact with several values has a row for each."""
-    return made(
+    return table_of(
         "environment",
         "Environment",
         derived.frames.facts.replace({"value": {"null": "none", "[]": "none"}}),

@@ -14,7 +14,7 @@ from report.data.contender import BASELINE, FLAT_FACTOR, NAMES, short_names_in_w
 from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, number, span, sweeps_in_words
 from report.quantities import formula
-from report.tables.table import CONTENDER, RATIO, STEP, TRIALS, Column, Table, made, rows_of
+from report.tables.table import CONTENDER, RATIO, STEP, TRIALS, Column, Table, rows_of, table_of
 
 _MEDIANS: Final = [
     "compute_seconds", "wire_seconds", "exposed_seconds", "schedule_seconds", "processor_seconds",
@@ -34,7 +34,7 @@ def summary(derived: Derived) -> Table:
         f"trial, {after}; less is better."
     )
     papers = formula("over the paper's baseline") + f" {FLAT_FACTOR}."
-    return made(
+    return table_of(
         "summary",
         "Summary",
         rows,
@@ -62,7 +62,7 @@ def time(derived: Derived) -> Table:
             f" {NOTHING}: not on record, for the system has no /proc/stat, ranks may have stood on several "
             "machines, or the record is older."
         )
-    return made(
+    return table_of(
         "time",
         "Time and processors",
         _rows(derived),

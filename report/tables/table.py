@@ -63,7 +63,7 @@ class Column:
         """Whether it is right-aligned."""
         return self.form is not text
 
-    def told(self, value: Any) -> str:
+    def cell(self, value: Any) -> str:
         """A value as printed."""
         if isinstance(value, Interval) and self.ends and value.known:
             return with_interval(value, self.form)
@@ -89,7 +89,7 @@ class Table:
     def rows(self) -> list[list[str]]:
         """Printed cells, row by row, not escaped."""
         return [
-            [one.told(row[one.key]) + (str(row[one.mark]) if one.mark else "") for one in self.columns]
+            [one.cell(row[one.key]) + (str(row[one.mark]) if one.mark else "") for one in self.columns]
             for row in self.data.astype(object).to_dict("records")
         ]
 
@@ -169,7 +169,7 @@ class Table:
             out.print(printed)
 
 
-def named(tables: Sequence[Table], name: str) -> Table:
+def find_table(tables: Sequence[Table], name: str) -> Table:
     """The table of a name; a Refusal names those there are."""
     there = {one.name: one for one in tables}
     if name not in there:
@@ -184,7 +184,7 @@ def markdown(value: str) -> str:
     return escaped.replace("<", "&lt;").replace(">", "&gt;")
 
 
-def made(
+def table_of(
     name: str, title: str, rows: list[dict[str, Any]] | pd.DataFrame, *columns: Column, notes: str = ""
 ) -> Table:
     """A table of rows, without columns that have no value; of rows with a ``where``, what ours share moves
@@ -219,10 +219,10 @@ def rows_of(table: pd.DataFrame, *keys: str) -> Iterator[tuple[dict[str, Any], p
     """Of each contender at each place (by ``keys``, else its cell): the columns above, and its rows."""
     for _, here in groups(table, list(keys or ("cell",))):
         for contender, mine in by_contender(here):
-            yield {"where": mine["where"].iloc[0], "contender": contender, **counted(mine)}, mine
+            yield {"where": mine["where"].iloc[0], "contender": contender, **trial_count(mine)}, mine
 
 
-def counted(mine: pd.DataFrame) -> dict[str, Any]:
+def trial_count(mine: pd.DataFrame) -> dict[str, Any]:
     """The number of trials, with that of those during which others had the processors."""
     taken = int(mine["taken_share"].gt(OTHERS_WITHIN).sum())
     return {"trials": len(mine), "_taken": f" ({taken} {caveats.TAKEN})" if taken else ""}
