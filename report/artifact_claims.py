@@ -14,7 +14,7 @@ from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.speedups import speedup
 from report.data.text import NOTHING
-from report.draw.names_of_rows import apart
+from report.draw.names_of_rows import common_and_rest
 from report.tables.table import markdown
 
 _STEPS: Final = ("where", "beside", "contender", "speed-up", "expected again", "pairs", "share of bytes")
@@ -68,7 +68,7 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     """A Markdown table; what all rows share stands in the line above it, a place in its first row alone."""
     found = pd.DataFrame(rows, columns=list(head))
     if "where" in found and len(set(found["where"])) > 1:
-        shared, places = apart(found["where"])
+        shared, places = common_and_rest(found["where"])
         title, found["where"] = ", ".join((title, *shared)), found["where"].map(places)
     common = [name for name in found if len(set(found[name])) == 1 and name != "contender"]
     told = [(name, found[name].iloc[0]) for name in common]

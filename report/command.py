@@ -73,9 +73,9 @@ def report(
             print("\n".join(map(str, pool.map(built, archives))))
         return
     if explain is not None:
-        from report.tables.all_tables import explained
+        from report.tables.all_tables import explanation
 
-        print(explained(folder, *explain))
+        print(explanation(folder, *explain))
         return
     build_report(folder, asked, width)
 

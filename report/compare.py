@@ -14,7 +14,7 @@ from harness.records.confidence_intervals import Interval, mean_interval
 from report.data.frames import ReportError, groups, load
 from report.data.metrics import trials
 from report.data.speedups import speedup
-from report.page import rendered
+from report.page import render_template
 from report.tables.table import Column, Table
 
 Verdict = Literal["better", "worse", "same", "cannot tell"]
@@ -95,7 +95,7 @@ def compare(first: Path, second: Path, margin: float) -> Comparison:
 
 def page(found: Comparison) -> str:
     """The comparison as a page of HTML."""
-    return rendered("compare.html", {"found": found})
+    return render_template("compare.html", {"found": found})
 
 
 def _row(group: pd.DataFrame, margin: float) -> dict[str, Any]:

@@ -66,10 +66,10 @@ def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) ->
 
 def fill(**parts: Any) -> str:
     """Fill the template, without the parts that are not given and that a page may lack."""
-    return rendered("page.html", {"full": theme.WIDTH} | dict.fromkeys(_OPTIONAL, ()) | parts)
+    return render_template("page.html", {"full": theme.WIDTH} | dict.fromkeys(_OPTIONAL, ()) | parts)
 
 
-def rendered(template: str, parts: Mapping[str, Any]) -> str:
+def render_template(template: str, parts: Mapping[str, Any]) -> str:
     """A page by one of the templates here, in the style of all."""
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,

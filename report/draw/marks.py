@@ -45,7 +45,7 @@ class Measure:
     line: float | None = None  # at which value a line is drawn
     stroke: str = ""  # column whose median is drawn as a stroke across
 
-    def of(self, group: pd.DataFrame) -> Interval:
+    def interval(self, group: pd.DataFrame) -> Interval:
         """The estimate of a contender's rows."""
         if self.estimate is not None:
             return self.estimate(group)
@@ -92,7 +92,7 @@ class Rows:
 def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: Sequence[Look]) -> None:
     """One measure of all rows."""
     places, column = np.arange(len(rows)), measure.column
-    found = pd.DataFrame([measure.of(mine) for mine in rows])
+    found = pd.DataFrame([measure.interval(mine) for mine in rows])
     found["stroke"] = [mine[measure.stroke].median() if measure.stroke else np.nan for mine in rows]
     colours = [look.colour for look in looks]
     common: dict[str, Any] = {"y": places, "hue": places, "palette": colours, "legend": False, "ax": ax}
@@ -162,7 +162,7 @@ class Lines:
         x, y, at = self.x, measure.column, self.points or self.x
         mine = mine.assign(line=mine[self.lines].astype(str))
         points = groups(mine, ["line", at])
-        rows = [(line, group[x].median(), measure.of(group).estimate) for (line, _), group in points]
+        rows = [(line, group[x].median(), measure.interval(group).estimate) for (line, _), group in points]
         found = pd.DataFrame(rows, columns=["line", "x", "y"])
         there = [name for name in looks if (found["line"] == name).any()]
         colours = {name: looks[name].colour for name in there}

@@ -11,7 +11,7 @@ from report.data.contender import NAMES
 from report.data.text import listed
 
 
-def apart(wheres: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+def common_and_rest(wheres: Iterable[str]) -> tuple[list[str], dict[str, str]]:
     """What descriptions of cells have in common, part by part; and by description, what else it has."""
     parts = {where: where.split(", ") for where in map(str, wheres)}
     common = [part for part in next(iter(parts.values()), []) if all(part in of for of in parts.values())]
@@ -22,13 +22,13 @@ def apart(wheres: Iterable[str]) -> tuple[list[str], dict[str, str]]:
 def titles_of(data: pd.DataFrame) -> dict[str, str]:
     """Short title of each cell: the fields in which it differs from the table's other cells."""
     where = data.drop_duplicates("cell").set_index("cell")["where"]
-    titles = apart(where)[1]
+    titles = common_and_rest(where)[1]
     return {str(cell): titles[str(text)] for cell, text in where.items()}
 
 
 def common_to(data: pd.DataFrame) -> str:
     """Last sentence of a caption, with what all cells have in common: ``All: 2x2 ranks.``"""
-    common = apart(data["where"].unique())[0]
+    common = common_and_rest(data["where"].unique())[0]
     return f"All: {', '.join(common)}." if common else ""
 
 

@@ -39,7 +39,7 @@ def all_tables(derived: Derived, names: Collection[str] = tuple(MAKERS)) -> list
     return [replace(table, caption=table.caption + note) for table in made if not table.data.empty]
 
 
-def explained(folder: Path, table: str, row: str, column: str) -> str:
+def explanation(folder: Path, table: str, row: str, column: str) -> str:
     """What is behind a cell: table by name, row by words of its cells, column by title; or a Refusal."""
     derived = derive(load(folder))
     shown = find_table(all_tables(derived), table)

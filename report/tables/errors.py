@@ -31,7 +31,7 @@ def sent_error(derived: Derived) -> Table:
                 **mine.iloc[0][["where", "contender", "step"]],
                 **trial_count(derived.trials[derived.trials["id"].isin(mine["id"])]),
                 "cosine": ends[ends["of"] == "end_to_end"]["cosine"].median(),
-                "hops": hops_told(hops),
+                "hops": hops_text(hops),
                 "smallest_of_a_hop": float(hops["vnmse"].min()),
                 "largest_of_a_hop": float(hops["vnmse"].max()),
                 **ends.groupby("of")["vnmse"].median().reindex(_ENDS),
@@ -55,7 +55,7 @@ def sent_error(derived: Derived) -> Table:
     )
 
 
-def hops_told(mine: pd.DataFrame) -> str:
+def hops_text(mine: pd.DataFrame) -> str:
     """``local int4:128 0.012; node int4:128 0.011``; of a ring the range and the number of its steps."""
     told = []
     for (axis, codec), group in mine.groupby(["axis", "codec"], sort=False):

@@ -206,7 +206,7 @@ def test_the_steps_of_a_ring_are_told_as_a_range() -> None:
     ring = [("world", "int4:64", hop, 0.01 * (hop + 1)) for hop in range(3)]
     hops = [("local", "int4:64", 0, 0.012), ("node", "int8:64", 1, 0.00034)]
     columns = ["axis", "codec", "hop", "vnmse"]
-    told = [errors.hops_told(pd.DataFrame(rows, columns=columns)) for rows in (ring, hops)]
+    told = [errors.hops_text(pd.DataFrame(rows, columns=columns)) for rows in (ring, hops)]
     assert told == ["world int4:64 0.010 to 0.030 in 3 steps", "local int4:64 0.012; node int8:64 0.00034"]
 
 

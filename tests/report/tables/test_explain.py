@@ -8,7 +8,7 @@ import pytest
 
 from harness.errors import Refusal
 from harness.records.record import write
-from report.tables.all_tables import explained
+from report.tables.all_tables import explanation
 from tests.report.records import records_of
 
 
@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_number_is_its_records_and_formula(folder: Path) -> None:
     """Trials of the contender and of what it is compared with, and the ends of its interval."""
-    told = explained(folder, "summary", "ZeRO++", "Speed-up over ZeRO-3")
+    told = explanation(folder, "summary", "ZeRO++", "Speed-up over ZeRO-3")
     records = records_of("quickstart", repeats=2)
     for strategy, words in (("zeropp", "records (2): "), ("zero3", "compared with (2): ")):
         ids = sorted(record.id for record in records if record.trial["strategy"] == strategy)
@@ -44,4 +44,4 @@ def test_a_number_is_its_records_and_formula(folder: Path) -> None:
 def test_what_is_not_there_is_refused(folder: Path, cell: tuple[str, str, str], words: str) -> None:
     """Naming what there is."""
     with pytest.raises(Refusal, match=words):
-        explained(folder, *cell)
+        explanation(folder, *cell)
