@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from docs.tables import COMPILED, DOCS, METRICS, PAGES, fresh
+from docs.tables import COMPILED, DOCS, METRICS, PAGES, current_page
 from tests.support.cubin import missing
 
 for name in (*PAGES, METRICS, *COMPILED):
@@ -13,6 +13,6 @@ for name in (*PAGES, METRICS, *COMPILED):
     if name in COMPILED and (without := missing()):
         sys.stdout.write(f"{path}: left as it is, tox -e compile has what it needs: {without}\n")
         continue
-    if (changed := fresh(name, page)) != page:
+    if (changed := current_page(name, page)) != page:
         path.write_text(changed, encoding="utf-8")
         sys.stdout.write(f"{path}\n")

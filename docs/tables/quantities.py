@@ -11,7 +11,7 @@ from report.quantities import QUANTITIES
 _TABLE: Final = re.compile(r"(\| quantity.*\n\| ---.*\n)(?:\|.*\n)+")
 
 
-def refreshed(page: str) -> str:
+def insert_rows(page: str) -> str:
     """``page`` with the rows of its tables of quantities, in their order; a head without unit has none.
 
     Raises:

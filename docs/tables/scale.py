@@ -37,7 +37,7 @@ _CAVEAT: Final = (
 )
 
 
-def planned(suite: str) -> pd.DataFrame:
+def forecast_table(suite: str) -> pd.DataFrame:
     """The forecast of a suite, one row a trial, with what the figures are drawn over."""
     machine = machine_file.read(SUITES / "machines" / "h100-dgx.toml")
     table = pd.DataFrame(rows(forecast(load(SUITES / f"{suite}.toml").trials, any_host()), machine))
@@ -184,7 +184,7 @@ def page(tables: Mapping[str, pd.DataFrame]) -> str:
 
 def main() -> int:
     """Write docs/scale.md and its figures."""
-    tables = {plot.suite: planned(plot.suite) for plot in PLOTS}
+    tables = {plot.suite: forecast_table(plot.suite) for plot in PLOTS}
     for plot in PLOTS:
         draw(plot, tables[plot.suite], DOCS / "figures" / f"{plot.suite}.svg")
     (DOCS / "scale.md").write_text(page(tables), encoding="utf-8")

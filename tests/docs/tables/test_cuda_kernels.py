@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from docs.tables import COMPILED, DOCS, refreshed
+from docs.tables import COMPILED, DOCS, insert
 
 
 @pytest.mark.xdist_group("cubins")
@@ -13,4 +13,4 @@ from docs.tables import COMPILED, DOCS, refreshed
 def test_no_page_is_stale(name: str) -> None:
     """The page holds what ``python -m docs.tables`` writes where CuPy, NVRTC and nvdisasm are."""
     page = (DOCS / name).read_text(encoding="utf-8")
-    assert refreshed(page, COMPILED[name]()) == page
+    assert insert(page, COMPILED[name]()) == page

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from docs.tables import BEGIN, DOCS, END, METRICS, PAGES, fresh, refreshed
-from docs.tables.scale import PLOTS, draw, needed_gbps, page, planned
+from docs.tables import BEGIN, DOCS, END, METRICS, PAGES, current_page, insert
+from docs.tables.scale import PLOTS, draw, forecast_table, needed_gbps, page
 from harness.suites.suite_file import _fields
 from harness.suites.trial import Cluster, Trial
 from impl.codecs.codec import parse
@@ -24,15 +24,15 @@ SUITES = (DOCS / "guide" / "suites.md").read_text(encoding="utf-8")
 def test_no_page_is_stale(name: str) -> None:
     """Every page holds what ``python -m docs.tables`` would write."""
     page = (DOCS / name).read_text(encoding="utf-8")
-    assert fresh(name, page) == page
+    assert current_page(name, page) == page
 
 
 def test_only_what_stands_between_the_marks_is_written() -> None:
     """Words around the marks stay, what stood between them goes, and a page without marks is refused."""
-    assert refreshed(f"a {BEGIN} old {END} b", "new\n") == f"a {BEGIN}\n\nnew\n\n{END} b"
+    assert insert(f"a {BEGIN} old {END} b", "new\n") == f"a {BEGIN}\n\nnew\n\n{END} b"
     for unmarked in ("a", f"a {BEGIN}", f"a {END}"):
         with pytest.raises(ValueError, match="without the marks"):
-            refreshed(unmarked, "new")
+            insert(unmarked, "new")
 
 
 def test_every_key_of_a_suite_stands_on_its_page() -> None:
@@ -54,7 +54,7 @@ def test_examples_of_keys_hold() -> None:
 @pytest.mark.long
 def test_scale_is_what_the_suites_say(tmp_path: Path) -> None:
     """The committed page and figures are those that come out now."""
-    tables = {plot.suite: planned(plot.suite) for plot in PLOTS}
+    tables = {plot.suite: forecast_table(plot.suite) for plot in PLOTS}
     assert page(tables) == (DOCS / "scale.md").read_text(encoding="utf-8")
     for plot in PLOTS:
         draw(plot, tables[plot.suite], tmp_path / "figure.svg")
