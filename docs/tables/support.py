@@ -59,14 +59,14 @@ def parts(weights: Codec, gradients: Codec, memory: MemoryLimits) -> dict[str, C
 PARTS: Final = parts(IntCodec(8, 2048), IntCodec(4, 256), MemoryLimits())
 
 
-def together(changes: Mapping[str, Changes], base: Policy) -> Iterator[tuple[str, str, Policy | str]]:
+def pairs(changes: Mapping[str, Changes], base: Policy) -> Iterator[tuple[str, str, Policy | str]]:
     """Every pair of parts that change different fields: (one, other, the policy or why it is refused)."""
     for one, other in itertools.combinations(changes, 2):
         if not changes[one].keys() & changes[other].keys():
-            yield one, other, combined(base, changes[one], changes[other])
+            yield one, other, combine(base, changes[one], changes[other])
 
 
-def combined(base: Policy, *changes: Changes) -> Policy | str:
+def combine(base: Policy, *changes: Changes) -> Policy | str:
     """``base`` with all ``changes``, or the text of its refusal."""
     try:
         policy = replace(base, **{name: value for each in changes for name, value in each.items()})
@@ -78,15 +78,15 @@ def combined(base: Policy, *changes: Changes) -> Policy | str:
 
 def render() -> str:
     """The parts, and tables of what is refused, in Markdown: pairs, and parts inside FSDP2 and DDP."""
-    pairs: dict[str, list[tuple[str, str, str]]] = {}
-    for one, other, found in together(PARTS, Policy()):
+    refused: dict[str, list[tuple[str, str, str]]] = {}
+    for one, other, found in pairs(PARTS, Policy()):
         if isinstance(found, str):
-            pairs.setdefault(re.sub("stage [0-2]", "stage n", found), []).append((one, other, found))
+            refused.setdefault(re.sub("stage [0-2]", "stage n", found), []).append((one, other, found))
     hosted: dict[tuple[str, str], list[str]] = {}
     for host, name in itertools.product(BASES, PARTS):
         if isinstance(found := _inside(host, name), str):
             hosted.setdefault((host, _without_names(found)), []).append(name)
-    between = table(("refused", "in these words"), (_told(why, found) for why, found in pairs.items()))
+    between = table(("refused", "in these words"), (_told(why, found) for why, found in refused.items()))
     inside = table(
         ("inside", "refused", "in these words"),
         ((host, ", ".join(names), why) for (host, why), names in hosted.items()),
@@ -110,7 +110,7 @@ def _without_names(refusal: str) -> str:
 
 def _inside(host: Host, name: str) -> Policy | str:
     """The policy of a part inside FSDP2 or DDP, or why it does not support the part."""
-    policy = combined(BASES[host], PARTS[name])
+    policy = combine(BASES[host], PARTS[name])
     try:
         if isinstance(policy, Policy):
             check_host(host, policy)

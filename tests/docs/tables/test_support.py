@@ -21,7 +21,7 @@ from tests.support.training import mean_losses, model, single, train
 INT8 = IntCodec(8, 32)
 PARTS = support.parts(INT8, INT8, ROOMY)
 FIVE = [Topology(1, 4), Topology(2, 2), Topology(2, 3), Topology(3, 2), Topology(4, 1)]
-PAIRS = list(support.together(PARTS, EXACT))
+PAIRS = list(support.pairs(PARTS, EXACT))
 STEPS, ACCUMULATION = 2, 2
 
 
@@ -52,7 +52,7 @@ def follows(topology: Topology, policy: Policy) -> None:
 
 
 def combined(*names: str) -> Policy | str:
-    return support.combined(EXACT, *(PARTS[name] for name in names))
+    return support.combine(EXACT, *(PARTS[name] for name in names))
 
 
 def covering() -> list[tuple[str, ...]]:
@@ -83,6 +83,6 @@ def test_drawn_combinations_train_everywhere(names: list[str], topology: Topolog
     """On any topology, so many parts as go together follow a single process."""
     policy = EXACT
     for name in names:
-        wider = support.combined(policy, PARTS[name])
+        wider = support.combine(policy, PARTS[name])
         policy = wider if isinstance(wider, Policy) else policy
     follows(topology, policy)
