@@ -56,9 +56,9 @@ def report(
         if not (ROOT / "docs" / "tables").is_dir():
             raise Refusal(f"--check is of a checkout's README and docs; {ROOT} is none")
         sys.path.insert(0, str(ROOT))
-        from docs.tables.from_records import wrong
+        from docs.tables.from_records import differences
 
-        if differing := wrong():
+        if differing := differences():
             print("\n".join(differing))
             raise typer.Exit(SOME_FAILED)
         return

@@ -77,7 +77,7 @@ This file is written from the records (`python -m docs.tables.from_records`), an
 """
 
 
-def wrong(root: Path = ROOT) -> list[str]:
+def differences(root: Path = ROOT) -> list[str]:
     """Why committed files do not follow from the committed records: one line each.
 
     Raises:
@@ -85,16 +85,16 @@ def wrong(root: Path = ROOT) -> list[str]:
     """
     return [
         f"{path}: {_first_difference(there, content)}"
-        for path, content in wanted(root, derived(root)).items()
+        for path, content in expected_files(root, derive_all(root)).items()
         if (there := (root / path).read_bytes() if (root / path).exists() else b"") != content
     ]
 
 
-def derived(root: Path = ROOT, where: Path = REFERENCE) -> dict[str, Derived]:
+def derive_all(root: Path = ROOT, where: Path = REFERENCE) -> dict[str, Derived]:
     """What the committed records of each suite say, by its name.
 
     Raises:
-        RecordError: as :func:`wrong`.
+        RecordError: as :func:`differences`.
     """
     with tempfile.TemporaryDirectory() as name:
         return {
@@ -103,7 +103,7 @@ def derived(root: Path = ROOT, where: Path = REFERENCE) -> dict[str, Derived]:
         }
 
 
-def wanted(root: Path, found: Mapping[str, Derived]) -> dict[Path, bytes]:
+def expected_files(root: Path, found: Mapping[str, Derived]) -> dict[Path, bytes]:
     """The files that follow from the records, as they must be, by their paths below ``root``."""
     with tempfile.TemporaryDirectory() as name:
         figures = {FIGURES / f"{suite}.svg": _figure(one, Path(name)) for suite, one in found.items()}
@@ -201,8 +201,8 @@ def _numbers(derived: Derived, suite: str) -> str:
     return f"**{shown.title}.**\n\n{shown.markdown_rows()}{rest}"
 
 
-def _first_difference(there: bytes, wanted_content: bytes) -> str:
-    ours, theirs = (content.decode(errors="replace").splitlines() for content in (there, wanted_content))
+def _first_difference(there: bytes, expected: bytes) -> str:
+    ours, theirs = (content.decode(errors="replace").splitlines() for content in (there, expected))
     for line, (one, other) in enumerate(zip(ours, theirs, strict=False), 1):
         if one != other:
             return f"line {line} is {one[:80]!r}, by the records {other[:80]!r}"
@@ -212,7 +212,7 @@ def _first_difference(there: bytes, wanted_content: bytes) -> str:
 def main() -> None:
     """Write the files that differ, and print their names."""
     (ROOT / FIGURES).mkdir(exist_ok=True)
-    for path, content in wanted(ROOT, derived()).items():
+    for path, content in expected_files(ROOT, derive_all()).items():
         if not (ROOT / path).exists() or (ROOT / path).read_bytes() != content:
             (ROOT / path).write_bytes(content)
             sys.stdout.write(f"{path}\n")

@@ -25,7 +25,7 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from docs.tables import markdown
-from docs.tables.from_records import derived
+from docs.tables.from_records import derive_all
 from impl.plan.step_time import FLOPS_PER_TOKEN, Machine, Work, flops, least_seconds, step_time
 from report.data import published
 from report.figures.predictions import measured_over, score, score_in_words
@@ -193,15 +193,15 @@ def _spread(errors: pd.Series) -> str:
     return f"{sizes.median():.1%} in the median, {sizes.quantile(0.9):.1%} at the 90th percentile"
 
 
-def measured() -> pd.DataFrame:
+def measured_trials() -> pd.DataFrame:
     """The trials of results/predicted, whose steps one calibration predicted before they ran, by suite."""
-    found = {suite: measured_over(one) for suite, one in derived(where=PREDICTED).items()}
+    found = {suite: measured_over(one) for suite, one in derive_all(where=PREDICTED).items()}
     named = [rows.assign(suite=suite, cell=f"{suite} " + rows["cell"]) for suite, rows in found.items()]
     return pd.concat(named, ignore_index=True)
 
 
 def measured_here(rows: pd.DataFrame) -> str:
-    """Returns the section on :func:`measured` as Markdown."""
+    """Returns the section on :func:`measured_trials` as Markdown."""
     lines = []
     for suite, mine in rows.groupby("suite"):
         found = score(mine)
@@ -271,7 +271,7 @@ def main(arguments: list[str]) -> int:
     """Writes docs/modelled.md, or prints the page of the file that is named; 2 if it cannot be read."""
     if not arguments:
         table = predict(read(published.FOLDER / "zeropp_throughput.csv"))
-        (DOCS / "modelled.md").write_text(page(table) + measured_here(measured()), encoding="utf-8")
+        (DOCS / "modelled.md").write_text(page(table) + measured_here(measured_trials()), encoding="utf-8")
         return 0
     try:
         sys.stdout.write(page(predict(read(Path(arguments[0])))))

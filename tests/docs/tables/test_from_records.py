@@ -36,10 +36,10 @@ def test_what_is_committed_follows_from_the_records_and_any_other_digit_is_found
     """What files say by the records, figures among them, follows from the records; with one digit of one
     number in a file changed, the check names the file and the line; and pages say one number for a step.
     """
-    found = from_records.derived()  # once for all: it takes half a minute
-    wanted = from_records.wanted(ROOT, found)
-    monkeypatch.setattr(from_records, "derived", lambda _: found)
-    monkeypatch.setattr(from_records, "wanted", lambda _, __: wanted)
+    found = from_records.derive_all()  # once for all: it takes half a minute
+    wanted = from_records.expected_files(ROOT, found)
+    monkeypatch.setattr(from_records, "derive_all", lambda _: found)
+    monkeypatch.setattr(from_records, "expected_files", lambda _, __: wanted)
     assert cli.main(["report", "--check"]) == cli.OK, capsys.readouterr().out
     expected = []
     for name in (*FILES, "docs/figures"):
@@ -54,7 +54,7 @@ def test_what_is_committed_follows_from_the_records_and_any_other_digit_is_found
         place = start + digit.start()
         path.write_text(text[:place] + other(text[place]) + text[place + 1 :], encoding="utf-8")
         expected.append(f"{name}: line {text[:place].count(chr(10)) + 1} is ")
-    lines = from_records.wrong(tmp_path)
+    lines = from_records.differences(tmp_path)
     assert [line[: len(begin)] for line, begin in zip(lines, expected, strict=True)] == expected
     check_one_number_for_a_step(found)
 

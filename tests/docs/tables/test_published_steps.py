@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from docs.tables import published_steps
-from docs.tables.published_steps import DOCS, PublishedError, measured, page, predict, read
+from docs.tables.published_steps import DOCS, PublishedError, measured_trials, page, predict, read
 from report.data import published
 
 SYSTEMS = {"zero3": 3.0, "zeropp": 0.75, "hpz": 2.0}
@@ -59,7 +59,7 @@ def test_the_blogs_bars_follow_from_four_of_them() -> None:
     assert len(table.rows) == 40
     assert len(table.held_out) == 36
     assert (DOCS / "modelled.md").read_text(encoding="utf-8") == page(table) + published_steps.measured_here(
-        measured()
+        measured_trials()
     )
     errors = table.held_out["error"].abs()
     assert errors.median() < table.held_out["naive_error"].abs().median()
