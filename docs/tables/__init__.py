@@ -40,9 +40,9 @@ def insert(page: str, generated: str) -> str:
 
 
 def current_page(name: str, page: str) -> str:
-    """``page`` as the code has it now.
+    """``page`` with its tables as the code has them now.
 
     Raises:
-        ValueError: if it has not the tables, or the markers, that it must have.
+        ValueError: if a table or a marker is missing.
     """
     return quantities.insert_rows(page) if name == METRICS else insert(page, (PAGES | COMPILED)[name]())

@@ -18,7 +18,7 @@ SHOWN: Final = (
     "mxfp4:stochastic",
     "int4:256:hadamard32", "mxfp4:hadamard32", "int4:256:hadamard32:stochastic",
 )  # fmt: skip
-_SHARD: Final = 1 << 20  # elements, for the bits of one
+_SHARD: Final = 1 << 20  # elements, over which the bits of scales are spread
 
 
 def render() -> str:

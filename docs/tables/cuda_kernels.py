@@ -19,7 +19,7 @@ _CODED: Final = (("encode", "Bf16"), ("decode", "Bf16"), ("decode", "Fp32"))
 
 
 def render() -> str:
-    """The tables, in Markdown; compiles every kernel, for which nothing may be ``missing``."""
+    """The tables, in Markdown; compiles every kernel, which needs all that ``missing`` looks for."""
     plain = [
         (kernel, (*_resources(cubin), *_accesses(mains[kernel])))
         for file, kernels in VARIANTS.items()
@@ -37,18 +37,22 @@ def render() -> str:
 
 
 def _shares() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Plain kernels with the shares that each device is predicted to reach."""
-    for kernel in filter(lambda each: not FORMAT.fullmatch(each), works(ARCHITECTURE)):
-        found = (works(architecture)[kernel].share(device) for architecture, device in DEVICES.items())
-        yield kernel, tuple("memory" if one[1] == "memory" else f"{one[0]:.0%} {one[1]}" for one in found)
+    """Plain kernels with their predicted share on each device."""
+    for kernel in filter(lambda name: not FORMAT.fullmatch(name), works(ARCHITECTURE)):
+        yield kernel, tuple(_share(kernel, architecture) for architecture in DEVICES)
 
 
 def _formats() -> Iterator[tuple[str, tuple[str, ...]]]:
     """Published formats with their predicted shares."""
     for text, name in FORMATS.items():
-        kernels = (f"{what}_format<{name.partition(':')[2]}, {kind}>" for what, kind in _CODED)
-        found = (works(ARCHITECTURE)[kernel].share(DEVICES[ARCHITECTURE]) for kernel in kernels)
-        yield text, tuple("memory" if one[1] == "memory" else f"{one[0]:.0%} {one[1]}" for one in found)
+        kernels = (f"{verb}_format<{name.partition(':')[2]}, {dtype}>" for verb, dtype in _CODED)
+        yield text, tuple(_share(kernel, ARCHITECTURE) for kernel in kernels)
+
+
+def _share(kernel: str, architecture: int) -> str:
+    """The share of a copy that a kernel is predicted to reach, and what limits it."""
+    share, limit = works(architecture)[kernel].share(DEVICES[architecture])
+    return limit if limit == "memory" else f"{share:.0%} {limit}"
 
 
 def _resources(cubin: Cubin) -> tuple[str, ...]:
@@ -67,15 +71,15 @@ def _accesses(main: Cubin) -> Iterator[str]:
 
 
 def _equal(rows: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, ...]]:
-    """Rows in which kernels of equal columns share one; all of a name, if there are several, as that."""
+    """Rows, one for all kernels of equal columns; all variants of a kernel stand as ``all `name```."""
     kernels: dict[tuple[str, ...], list[str]] = {}
     for kernel, columns in rows:
         kernels.setdefault(columns, []).append(kernel)
     every = Counter(kernel.partition("<")[0] for names in kernels.values() for kernel in names)
     for columns, names in kernels.items():
-        here = Counter(kernel.partition("<")[0] for kernel in names)
-        whole = {name for name, count in here.items() if count == every[name] > 1}
+        variants = Counter(kernel.partition("<")[0] for kernel in names)
+        whole = {base for base, count in variants.items() if count == every[base] > 1}
         shown = (
-            f"all `{each}`" if (each := name.partition("<")[0]) in whole else f"`{name}`" for name in names
+            f"all `{base}`" if (base := name.partition("<")[0]) in whole else f"`{name}`" for name in names
         )
         yield ", ".join(dict.fromkeys(shown)), *columns

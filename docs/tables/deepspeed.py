@@ -16,7 +16,7 @@ _ELSE: Final[tuple[tuple[Fate, str, str], ...]] = (
 
 
 def render() -> str:
-    """A table of the keys that are honoured, and of each other fate one of its reasons, in Markdown."""
+    """A table of the honoured keys, and one of reasons for each other fate, in Markdown."""
     honoured = table(
         ("key", "default", "what it means here"),
         ((f"`{key.path}`", _default(key), key.text) for key in KEYS.values() if key.fate == "honoured"),
@@ -26,16 +26,16 @@ def render() -> str:
 
 
 def _by_reason(fate: Fate, head: str) -> str:
-    """Keys of one fate, those of one reason in a row; one whose only value is no "off" stands with it."""
+    """Keys of one fate, a row for each reason; a key whose only value is not "off" stands with that value."""
     reasons: dict[str, list[str]] = {}
     for key in KEYS.values():
         if key.fate == fate:
             only = fate == "only the default" and key.default not in (None, False)
-            said = f"`{key.path}`: {_default(key)}" if only else f"`{key.path}`"
-            reasons.setdefault(f"`{key.means}`: {key.text}" if key.means else key.text, []).append(said)
-    return table(("keys", head), ((", ".join(keys), why) for why, keys in reasons.items()))
+            cell = f"`{key.path}`: {_default(key)}" if only else f"`{key.path}`"
+            reasons.setdefault(f"`{key.means}`: {key.text}" if key.means else key.text, []).append(cell)
+    return table(("keys", head), ((", ".join(keys), reason) for reason, keys in reasons.items()))
 
 
 def _default(key: Key) -> str:
-    words = {None: "none", NO_LIMIT: "no limit"}
-    return words[key.default] if key.default in words else f"`{json.dumps(key.default)}`"
+    names = {None: "none", NO_LIMIT: "no limit"}
+    return names[key.default] if key.default in names else f"`{json.dumps(key.default)}`"

@@ -12,10 +12,10 @@ _TABLE: Final = re.compile(r"(\| quantity.*\n\| ---.*\n)(?:\|.*\n)+")
 
 
 def insert_rows(page: str) -> str:
-    """``page`` with the rows of its tables of quantities, in their order; a head without unit has none.
+    """``page`` with the rows of its tables of quantities, in order; units only under a head that has them.
 
     Raises:
-        ValueError: if the page has another number of them than the file.
+        ValueError: if the page has another number of tables than the file.
     """
     tables = [list(rows) for _, rows in itertools.groupby(QUANTITIES.values(), lambda row: row["table"])]
     if len(heads := _TABLE.findall(page)) != len(tables):

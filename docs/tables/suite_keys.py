@@ -16,13 +16,13 @@ from harness.suites.suite import Kind
 from harness.suites.suite_file import MOST_TRIALS, _File, _Override
 from harness.suites.trial import Trial
 
-_WORDS: Final = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "table"}
+_TYPES: Final = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "table"}
 _OVERRIDE: Final = (
     f"`[[override]]` has {' and '.join(f'`{name}`' for name in _Override.model_fields)}. "
     f"A suite has at most {MOST_TRIALS} trials."
 )
-_BARE: Final = ("table", "list of tables")  # what the page says of these stands above the keys
-_MORE: Final = {
+_BARE: Final = ("table", "list of tables")  # types of keys that the page describes above the tables
+_VALUES: Final = {  # what the type does not say
     "repeats": "whole number, at least 1; or `until 2 %`, or `until 2 %, at most 30`",
     "on_failure": f"table: for any of {', '.join(f'`{k}`' for k in get_args(Kind))}, `skip`, `stop`, "
     "`retry 2`, or `retry 2, then stop`",
@@ -89,7 +89,7 @@ _MORE: Final = {
 
 
 def render() -> str:
-    """The tables, in Markdown; fields of a policy stand apart, since their default is the strategy's."""
+    """The tables, in Markdown; policies stand apart, since their defaults are the strategy's."""
     head = ("key", "value", "default")
     rows = [_row(name, field) for name, field in _File.model_fields.items()]
     top = table(head, (row for row in rows if row[1] not in _BARE))
@@ -128,13 +128,13 @@ def _row(path: str, field: Any) -> tuple[str, str, str]:
         for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
         if (bound := getattr(limit, name, None)) is not None and (sign, bound) != ("≥", 0)
     ]
-    value = ", ".join([_MORE.get(path) or _type(field.annotation), *limits])
+    value = ", ".join([_VALUES.get(path) or _type(field.annotation), *limits])
     return f"`{path}`", value, _default(path, field)
 
 
 def _type(annotation: Any) -> str:
-    if annotation in _WORDS:
-        return _WORDS[annotation]
+    if annotation in _TYPES:
+        return _TYPES[annotation]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "table"
     origin, parts = get_origin(annotation), [part for part in get_args(annotation) if part is not type(None)]
