@@ -1,4 +1,4 @@
-"""One sentence or number by the committed records for each question about the method and item of the paper.
+"""For each question about the method and each item of the paper, one sentence or number by the records.
 
 docs/questions.md and docs/paper.md hold them between marks (:mod:`docs.tables.from_records`).
 """
@@ -38,12 +38,12 @@ def verdicts(derived: Derived) -> str:
 
 
 def as_predicted(derived: Derived) -> str:
-    """In how many trials the ledger equals the prediction, and the bytes of each technique."""
+    """In how many trials the ledger equals the prediction, and what each technique sends."""
     equal = derived.trials["predicted_equal"].dropna().astype(bool)
     sent = [
-        f"{one.bytes_ratio:.3f} with {spelled(one.contender)}"
-        for one in effects.effects(derived)
-        if one.bytes_ratio < 1
+        f"{effect.bytes_ratio:.3f} with {spelled(effect.contender)}"
+        for effect in effects.effects(derived)
+        if effect.bytes_ratio < 1
     ]
     return (
         f"The ledger equals the prediction to the byte in {int(equal.sum())} of "
@@ -52,25 +52,25 @@ def as_predicted(derived: Derived) -> str:
 
 
 def hidden(derived: Derived) -> str:
-    """How much of a step is exposed communication, and how near it is to the shortest possible."""
-    told, near = [], []
+    """Seconds of exposed communication in a step, and the shortest possible step's share of it."""
+    waits, shares = [], []
     for strategy in ("zero3", "zeropp"):
-        mine = derived.trials[derived.trials["contender"] == NAMES[strategy]]
-        step = ratio(speedups.step_interval(mine))
-        told.append(f"{g3(mine['exposed_seconds'].median())} s of {NAMES[strategy]}'s step of {step} s")
-        near.append(f"{mine['share'].median():.2f}")
+        trials = derived.trials[derived.trials["contender"] == NAMES[strategy]]
+        step = ratio(speedups.step_interval(trials))
+        waits.append(f"{g3(trials['exposed_seconds'].median())} s of {NAMES[strategy]}'s step of {step} s")
+        shares.append(f"{trials['share'].median():.2f}")
     return (
-        f"Communication that no computation hides takes {listed(told)}; the shortest steps that schedule, "
-        f"link and processors allow are {listed(near)} of these steps."
+        f"Communication that no computation hides takes {listed(waits)}; the shortest steps that schedule, "
+        f"link and processors allow are {listed(shares)} of these steps."
     )
 
 
 def chunks(derived: Derived) -> str:
     """Two hops in four chunks beside whole ones."""
     names = [str(name) for name in derived.trials["contender"].unique()]
-    cut = next(name for name in names if "int4" in name and "chunks 4" in name)
-    whole = cut.replace(", chunks 4", "")
-    return by_seconds.faster(derived, effects.between(derived, whole, [cut])).first
+    chunked = next(name for name in names if "int4" in name and "chunks 4" in name)
+    whole = chunked.replace(", chunks 4", "")
+    return by_seconds.faster(derived, effects.between(derived, whole, [chunked])).first
 
 
 def blocks(derived: Derived) -> str:
@@ -86,42 +86,45 @@ def blocks(derived: Derived) -> str:
 
 def differing_by(derived: Derived, *, parts: tuple[str, ...], base: str = "") -> str:
     """Losses of contenders whose names hold one of ``parts``, less those of ``base`` or of the baseline."""
-    of, beside = _losses(derived), base or derived.compared.baseline
-    names = [name for name in of if name != beside and any(part in name for part in parts)]
-    shown = listed([f"{spelled(name)} {_minus(of, name, beside)}" for name in names])
-    seeds = counted(len(of[beside]), "seed")
-    return f"By validation loss minus {spelled(beside)}'s, in nats, {shown} (95 % intervals of {seeds})."
+    losses, base = _losses(derived), base or derived.compared.baseline
+    names = [name for name in losses if name != base and any(part in name for part in parts)]
+    differences = listed([f"{spelled(name)} {_minus(losses, name, base)}" for name in names])
+    seeds = counted(len(losses[base]), "seed")
+    return f"By validation loss minus {spelled(base)}'s, in nats, {differences} (95 % intervals of {seeds})."
 
 
 def budgeted(derived: Derived) -> str:
     """Losses of codecs chosen by unit, less those of the one codec whose bytes they may send."""
-    of, shown = _losses(derived), []
-    for name in of:
-        one, by_unit, _ = name.partition(", budget")
-        if by_unit:
-            shown.append(f"{_minus(of, name, f'{one})')} within the bytes of {one.rpartition(' ')[2]}")
-    seeds = counted(len(of[derived.compared.baseline]), "seed")
-    said = f"By validation loss minus that of one codec for all units, in nats, {listed(shown)}"
-    return f"{said} (95 % intervals of {seeds})."
+    losses, shown = _losses(derived), []
+    for name in losses:
+        base, budget, _ = name.partition(", budget")
+        if budget:
+            shown.append(f"{_minus(losses, name, f'{base})')} within the bytes of {base.rpartition(' ')[2]}")
+    seeds = counted(len(losses[derived.compared.baseline]), "seed")
+    return (
+        f"By validation loss minus that of one codec for all units, in nats, {listed(shown)} "
+        f"(95 % intervals of {seeds})."
+    )
 
 
 def _losses(derived: Derived) -> dict[str, pd.Series[float]]:
     """Validation losses by seed of each contender."""
     ends = derived.trials.dropna(subset=["validation_loss"])
-    return {str(name): loss_verdicts.by_seed(mine) for name, mine in ends.groupby("contender", sort=False)}
+    groups = ends.groupby("contender", sort=False)
+    return {str(name): loss_verdicts.by_seed(trials) for name, trials in groups}
 
 
-def _minus(of: Mapping[str, pd.Series[float]], name: str, base: str) -> str:
-    return with_interval(mean_interval(list((of[name] - of[base]).dropna())), "{:+.4f}".format)
+def _minus(losses: Mapping[str, pd.Series[float]], name: str, base: str) -> str:
+    return with_interval(mean_interval(list((losses[name] - losses[base]).dropna())), "{:+.4f}".format)
 
 
 def by_phase(derived: Derived) -> str:
     """How many times as fast ZeRO++ is in each phase of RLHF, and what it sends."""
     table, faster, sent = phases.by_phase(derived), [], []
     for phase, verb in zip(phases.PHASES, ("generates", "scores", "trains"), strict=True):
-        mine = table[table["phase"].eq(phase) & table["contender"].eq(NAMES["zeropp"])]
-        faster.append(f"{verb} {ratio(speedups.speedup(mine, below='seconds'))}")
-        sent.append(g3(float((mine["inter_bytes"] / mine["baseline_bytes"]).median())))
+        rows = table[table["phase"].eq(phase) & table["contender"].eq(NAMES["zeropp"])]
+        faster.append(f"{verb} {ratio(speedups.speedup(rows, below='seconds'))}")
+        sent.append(g3(float((rows["inter_bytes"] / rows["baseline_bytes"]).median())))
     return (
         f"ZeRO++ {listed(faster)} times as fast as ZeRO-3 (95 % intervals); "
         f"between nodes it sends {listed(sent)} of its bytes."
@@ -129,58 +132,58 @@ def by_phase(derived: Derived) -> str:
 
 
 def beside_zeropp(derived: Derived, *, strategy: str) -> str:
-    """A preset's step and bytes beside ZeRO++'s at each rate, of a suite with that baseline."""
-    found = [one for one in effects.effects(derived) if one.contender == NAMES[strategy]]
-    found.sort(key=lambda one: float(one.pairs["rate_mbit"].iloc[0]))
-    steps = [f"{ratio(one.ratio)} times as fast at {by_seconds.rate_of(one)}" for one in found]
+    """A preset's step and bytes beside ZeRO++'s at each rate, where ZeRO++ is the suite's baseline."""
+    by_rate = [effect for effect in effects.effects(derived) if effect.contender == NAMES[strategy]]
+    by_rate.sort(key=lambda effect: float(effect.pairs["rate_mbit"].iloc[0]))
+    steps = [f"{ratio(effect.ratio)} times as fast at {by_seconds.rate_of(effect)}" for effect in by_rate]
     return (
         f"A step of {NAMES[strategy]} is, beside ZeRO++'s, {listed(steps)}; it sends "
-        f"{found[0].bytes_ratio:.3f} of its bytes between nodes."
+        f"{by_rate[0].bytes_ratio:.3f} of its bytes between nodes."
     )
 
 
 def _shares(derived: Derived) -> str:
-    """Bytes between nodes of every contender, of the baseline's."""
-    found = {one.contender: one for one in effects.effects(derived)}
-    told = [f"{spelled(name)} {one.bytes_ratio:.3f}" for name, one in found.items()]
-    base = spelled(next(iter(found.values())).base)
-    return f"of {base}'s bytes between nodes {listed(told)}"
+    """Bytes between nodes of every contender, as shares of the baseline's."""
+    by_name = {effect.contender: effect for effect in effects.effects(derived)}
+    shares = [f"{spelled(name)} {effect.bytes_ratio:.3f}" for name, effect in by_name.items()]
+    base = spelled(next(iter(by_name.values())).base)
+    return f"of {base}'s bytes between nodes {listed(shares)}"
 
 
 def _error(derived: Derived, *parts: str) -> float:
     """The error of the first contender whose name holds all ``parts``."""
-    found = effects.errors(derived).groupby(level="contender", sort=False).first()
-    return float(next(one for name, one in found.items() if all(part in str(name) for part in parts)))
+    errors = effects.errors(derived).groupby(level="contender", sort=False).first()
+    return float(next(error for name, error in errors.items() if all(part in str(name) for part in parts)))
 
 
-def _errors(derived: Derived, *, of: tuple[str, ...]) -> str:
-    return "vNMSE " + listed([f"{g2(_error(derived, *label.split()))} ({label})" for label in of])
+def _errors(derived: Derived, *, labels: tuple[str, ...]) -> str:
+    return "vNMSE " + listed([f"{g2(_error(derived, *label.split()))} ({label})" for label in labels])
 
 
 def _accuracy(derived: Derived) -> str:
     shard = _error(derived, "shard")
-    less = " and ".join(
+    factors = " and ".join(
         f"{math.sqrt(shard / _error(derived, f'int4:{size})')):.1f} times with blocks of {size}"
         for size in (256, 2048)
     )
-    return f"the error is smaller than with one scale a shard {less} (root of vNMSE, int4)"
+    return f"the error is smaller than with one scale a shard {factors} (root of vNMSE, int4)"
 
 
 def _parity(derived: Derived) -> str:
     rows = speedups.parity(derived.trials)
-    found = [speedups.parity_interval(mine) for _, mine in rows.groupby(["cell", "full_rate"])]
-    low, high = min(found, key=lambda one: one.estimate), max(found, key=lambda one: one.estimate)
-    return f"{ratio(low)} to {ratio(high)} of ZeRO-3's tokens/s at the full rate"
+    intervals = [speedups.parity_interval(pairs) for _, pairs in rows.groupby(["cell", "full_rate"])]
+    intervals.sort(key=lambda interval: interval.estimate)
+    return f"{ratio(intervals[0])} to {ratio(intervals[-1])} of ZeRO-3's tokens/s at the full rate"
 
 
 def _cells(derived: Derived, *, text: str) -> str:
-    """A text with each ``{table|words of a row|column}`` in it as that table prints it, without marks."""
+    """A text with each ``{table|words of a row|column}`` replaced by that cell as printed, without marks."""
 
     def cell(match: re.Match[str]) -> str:
-        table, words, column = match[1].split("|")
-        shown = tables.MAKERS[table](derived)
-        found = shown.column(column)
-        return found.cell(shown.data.iloc[shown.row(words)][found.key])
+        name, row, title = match[1].split("|")
+        table = tables.MAKERS[name](derived)
+        column = table.column(title)
+        return column.cell(table.data.iloc[table.row(row)][column.key])
 
     return re.sub(r"\{(.*?)\}", cell, text)
 
@@ -211,7 +214,7 @@ QUESTIONS: Final[Mapping[int, tuple[str, Finding]]] = {
 """The suite and the finding of each question that records answer."""
 
 DRAWN: Final = (lead, blocks, verdicts)
-"""The findings that their suite's figure shows."""
+"""Findings beside which their suite's figure stands."""
 
 PAPER: Final[Mapping[str, tuple[str, Finding]]] = {
     "volume": _of_cells("quickstart", "{volume|ZeRO++|ledger} M against {volume|ZeRO-3|ledger} M"),
@@ -224,9 +227,9 @@ PAPER: Final[Mapping[str, tuple[str, Finding]]] = {
         "bandwidth",
         f"{_RATE.format(25)} and {_RATE.format(800)} (2x2 ranks, 256 tokens a rank)",
     ),
-    "blocks": ("block_size", partial(_errors, of=("int4:256", "int4:shard"))),
+    "blocks": ("block_size", partial(_errors, labels=("int4:256", "int4:shard"))),
     "backward": _of_cells("quickstart", "{volume|ZeRO++|gather in backward} M"),
-    "rings": ("algorithms", partial(_errors, of=("int4:128 one_hop", "int4:128 ring"))),
+    "rings": ("algorithms", partial(_errors, labels=("int4:128 one_hop", "int4:128 ring"))),
     "reordering": _of_cells(
         "reordering",
         "{losses|qgZ (control: unordered)|difference} nats without, {losses|qgZ|difference} with",
@@ -252,4 +255,4 @@ PAPER: Final[Mapping[str, tuple[str, Finding]]] = {
     "stages": ("stages", lead),
     "successors": ("successors", _shares),
 }
-"""The suite and the number of each item of the paper that records have one for."""
+"""The suite and the number of each item of the paper for which records have one."""
