@@ -1,6 +1,6 @@
 """Tables of ``docs/reference/support.md``: which options of a policy can be combined.
 
-Every pair is built as a policy and checked on a topology; refusals are quoted in the program's own words.
+Every pair is built as a policy and checked on a topology; refusals are quoted from the program.
 The tests train every pair that is not refused.
 """
 
@@ -23,8 +23,8 @@ Changes = Mapping[str, Any]
 
 
 def parts(weights: Codec, gradients: Codec, memory: MemoryLimits) -> dict[str, Changes]:
-    """Techniques and options of a policy by name, each as changes of ``Policy()``, with these codecs and with
-    ``memory`` for the limits that no part is about.
+    """Techniques and options of a policy by name, each as changes of ``Policy()``, with these codecs;
+    ``memory`` has the limits that no part sets.
     """
     both = (gradients, gradients)
     limited = replace(memory, persist_below=50, max_reuse=2000)
@@ -60,16 +60,16 @@ PARTS: Final = parts(IntCodec(8, 2048), IntCodec(4, 256), MemoryLimits())
 
 
 def pairs(changes: Mapping[str, Changes], base: Policy) -> Iterator[tuple[str, str, Policy | str]]:
-    """Every pair of parts that change different fields: (one, other, the policy or why it is refused)."""
-    for one, other in itertools.combinations(changes, 2):
-        if not changes[one].keys() & changes[other].keys():
-            yield one, other, combine(base, changes[one], changes[other])
+    """Every pair of parts that change different fields: (part, other part, the policy or its refusal)."""
+    for part, other in itertools.combinations(changes, 2):
+        if not changes[part].keys() & changes[other].keys():
+            yield part, other, combine(base, changes[part], changes[other])
 
 
 def combine(base: Policy, *changes: Changes) -> Policy | str:
     """``base`` with all ``changes``, or the text of its refusal."""
     try:
-        policy = replace(base, **{name: value for each in changes for name, value in each.items()})
+        policy = replace(base, **{name: value for part in changes for name, value in part.items()})
         policy.check(TOPOLOGY)
     except PolicyError as error:
         return str(error)
@@ -77,39 +77,39 @@ def combine(base: Policy, *changes: Changes) -> Policy | str:
 
 
 def render() -> str:
-    """The parts, and tables of what is refused, in Markdown: pairs, and parts inside FSDP2 and DDP."""
+    """The parts, and tables of refused pairs and of parts refused inside FSDP2 and DDP, in Markdown."""
     refused: dict[str, list[tuple[str, str, str]]] = {}
-    for one, other, found in pairs(PARTS, Policy()):
-        if isinstance(found, str):
-            refused.setdefault(re.sub("stage [0-2]", "stage n", found), []).append((one, other, found))
+    for part, other, outcome in pairs(PARTS, Policy()):
+        if isinstance(outcome, str):
+            refused.setdefault(re.sub("stage [0-2]", "stage n", outcome), []).append((part, other, outcome))
     hosted: dict[tuple[str, str], list[str]] = {}
     for host, name in itertools.product(BASES, PARTS):
-        if isinstance(found := _inside(host, name), str):
-            hosted.setdefault((host, _without_names(found)), []).append(name)
-    between = table(("refused", "in these words"), (_told(why, found) for why, found in refused.items()))
+        if isinstance(outcome := _inside(host, name), str):
+            hosted.setdefault((host, _without_names(outcome)), []).append(name)
+    between = table(("refused", "in these words"), (_row(*reason) for reason in refused.items()))
     inside = table(
         ("inside", "refused", "in these words"),
-        ((host, ", ".join(names), why) for (host, why), names in hosted.items()),
+        ((host, ", ".join(names), reason) for (host, reason), names in hosted.items()),
     )
     return f"The parts: {', '.join(PARTS)}.\n\n{between}\n{inside}"
 
 
-def _told(why: str, pairs: Sequence[tuple[str, str, str]]) -> tuple[str, str]:
-    """Pairs by name, and why they are refused; stage n stands for several."""
-    ones, others, words = (list(dict.fromkeys(column)) for column in zip(*pairs, strict=True))
-    names = "; ".join(f"{one} with {other}" for one, other, _ in pairs)
-    if len(pairs) == len(ones) * len(others):
-        names = f"{', '.join(ones)} with {', '.join(others)}"
-    return names, words[0] if len(words) == 1 else why
+def _row(reason: str, pairs: Sequence[tuple[str, str, str]]) -> tuple[str, str]:
+    """Names of the pairs (part, other part, refusal), and ``reason``, or their one refusal."""
+    parts, others, refusals = (list(dict.fromkeys(column)) for column in zip(*pairs, strict=True))
+    names = "; ".join(f"{part} with {other}" for part, other, _ in pairs)
+    if len(pairs) == len(parts) * len(others):
+        names = f"{', '.join(parts)} with {', '.join(others)}"
+    return names, refusals[0] if len(refusals) == 1 else reason
 
 
 def _without_names(refusal: str) -> str:
-    """What a refusal says after the part and the host that it names, and before what it expects instead."""
+    """A refusal without the names of part and host before it and what it expects after it."""
     return refusal.partition(": ")[2].partition("; expected")[0] if "; expected" in refusal else refusal
 
 
 def _inside(host: Host, name: str) -> Policy | str:
-    """The policy of a part inside FSDP2 or DDP, or why it does not support the part."""
+    """The policy of a part inside FSDP2 or DDP, or the text of its refusal."""
     policy = combine(BASES[host], PARTS[name])
     try:
         if isinstance(policy, Policy):

@@ -1,4 +1,4 @@
-"""Everything that docs/reference/support.md says goes together trains like one process."""
+"""Every combination that docs/reference/support.md allows trains like one process."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ PAIRS = list(support.pairs(PARTS, EXACT))
 STEPS, ACCUMULATION = 2, 2
 
 
-def net() -> Net:
-    made = model()
-    for block in made.blocks:
+def frozen_biases() -> Net:
+    net = model()
+    for block in net.blocks:
         block.up.bias.requires_grad_(requires_grad=False)
-    return made
+    return net
 
 
 def tolerance(policy: Policy) -> float:
@@ -42,30 +42,30 @@ def tolerance(policy: Policy) -> float:
 
 @functools.cache
 def alone(world: int) -> list[float]:
-    return single(net(), world, STEPS, ACCUMULATION)
+    return single(frozen_biases(), world, STEPS, ACCUMULATION)
 
 
 def follows(topology: Topology, policy: Policy) -> None:
     policy.check(topology)
-    results = on_threads(topology, train, net(), policy, STEPS, ACCUMULATION)
+    results = on_threads(topology, train, frozen_biases(), policy, STEPS, ACCUMULATION)
     assert mean_losses(results) == pytest.approx(alone(topology.world), rel=tolerance(policy))
 
 
-def combined(*names: str) -> Policy | str:
+def combine(*names: str) -> Policy | str:
     return support.combine(EXACT, *(PARTS[name] for name in names))
 
 
 def covering() -> list[tuple[str, ...]]:
     """Few combinations in which every accepted pair occurs: each grows from a pair that is missing."""
-    missing = {frozenset((one, other)) for one, other, found in PAIRS if isinstance(found, Policy)}
+    missing = {frozenset(pair) for *pair, policy in PAIRS if isinstance(policy, Policy)}
     chosen = []
-    for pair in [(one, other) for one, other, _ in PAIRS]:
+    for *pair, _ in PAIRS:
         if {*pair} in missing:
             names = [*pair]
             for name in PARTS:
-                fits = PARTS[name].keys().isdisjoint(field for each in names for field in PARTS[each])
-                new = any({name, each} in missing for each in names)
-                if fits and new and isinstance(combined(*names, name), Policy):
+                fits = PARTS[name].keys().isdisjoint(field for part in names for field in PARTS[part])
+                new = any({name, part} in missing for part in names)
+                if fits and new and isinstance(combine(*names, name), Policy):
                     names.append(name)
             missing -= set(map(frozenset, itertools.combinations(names, 2)))
             chosen.append(tuple(names))
@@ -75,12 +75,12 @@ def covering() -> list[tuple[str, ...]]:
 @pytest.mark.parametrize("names", covering(), ids=", ".join)
 def test_pairs_train(names: tuple[str, ...]) -> None:
     """Every pair that is accepted, in combinations with others, follows a single process."""
-    follows(Topology(2, 2), combined(*names))
+    follows(Topology(2, 2), combine(*names))
 
 
 @given(st.lists(st.sampled_from(list(PARTS)), min_size=3, unique=True), st.sampled_from(FIVE))
 def test_drawn_combinations_train_everywhere(names: list[str], topology: Topology) -> None:
-    """On any topology, so many parts as go together follow a single process."""
+    """On any topology, the drawn parts that go together follow a single process."""
     policy = EXACT
     for name in names:
         wider = support.combine(policy, PARTS[name])
