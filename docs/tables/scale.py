@@ -1,12 +1,11 @@
-"""Answers at scales that nobody here can run, modelled: ``python -m docs.tables.scale`` writes docs/scale.md.
+"""Models answers at scales that cannot run here: ``python -m docs.tables.scale`` writes docs/scale.md.
 
-Suites that are planned alone (``suites/scale_*.toml``) are forecast on ``suites/machines/h100-dgx.toml``,
-whose numbers are data sheets' and assumptions; each has a figure, and a caption that says what it rests on.
+Suites that are only planned (``suites/scale_*.toml``) are forecast on ``suites/machines/h100-dgx.toml``, from
+data sheets and assumptions; each has a sentence, a table and a figure.
 """
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +28,8 @@ from report.draw.theme import fonts
 ROOT: Final = Path(__file__).parents[2]
 SUITES: Final = ROOT / "suites"
 DOCS: Final = ROOT / "docs"
-PAYS: Final = 1.05  # a speed-up from which on we say that it pays
-GIB: Final = 80  # of a GPU
+PAYS: Final = 1.05  # the least speed-up that pays
+GIB: Final = 80  # memory of a GPU
 _CAVEAT: Final = (
     "Modelled, not measured: compute at a fixed share of the peak, links without contention between nodes, "
     "no stragglers, and activations not counted in memory."
@@ -38,7 +37,7 @@ _CAVEAT: Final = (
 
 
 def forecast_table(suite: str) -> pd.DataFrame:
-    """The forecast of a suite, one row a trial, with what the figures are drawn over."""
+    """The forecast of a suite, one row a trial, with the columns that figures need."""
     machine = machine_file.read(SUITES / "machines" / "h100-dgx.toml")
     table = pd.DataFrame(rows(forecast(load(SUITES / f"{suite}.toml").trials, any_host()), machine))
     table = table.assign(
@@ -56,13 +55,13 @@ def forecast_table(suite: str) -> pd.DataFrame:
 
 def rate_in_words(table: pd.DataFrame) -> tuple[str, str]:
     """Where ZeRO++ pays no more, and its speed-ups by setting and rate."""
-    ours = table[table["strategy"].eq("zeropp") & table["nodes"].eq(table["nodes"].max())]
-    wide = ours.pivot_table("modelled_speed_up", ["model", "tokens_per_rank", "nodes"], "gbit")
-    lines = [[f"{model}, {tokens:,}, {nodes}", *(f"{one:.2f}" for one in row)]
+    largest = table[table["strategy"].eq("zeropp") & table["nodes"].eq(table["nodes"].max())]
+    wide = largest.pivot_table("modelled_speed_up", ["model", "tokens_per_rank", "nodes"], "gbit")
+    lines = [[f"{model}, {tokens:,}, {nodes}", *(f"{speedup:.2f}" for speedup in row)]
              for (model, tokens, nodes), row in zip(wide.index, wide.to_numpy(), strict=True)]  # fmt: skip
     least = float(wide.to_numpy().min())
-    told = f"The least is {least:.2f}." if least >= PAYS else f"It pays ({PAYS} or more) not everywhere."
-    return told, markdown.table(["model, tokens, nodes", *(f"{rate:g} Gbit/s" for rate in wide)], lines)
+    text = f"The least is {least:.2f}." if least >= PAYS else f"It pays ({PAYS} or more) not everywhere."
+    return text, markdown.table(["model, tokens, nodes", *(f"{rate:g} Gbit/s" for rate in wide)], lines)
 
 
 def hpz_in_words(table: pd.DataFrame) -> tuple[str, str]:
@@ -71,10 +70,10 @@ def hpz_in_words(table: pd.DataFrame) -> tuple[str, str]:
         (row["policy.secondary"], f"{row['modelled_seconds']:.2f}", f"{row['memory_gib']:.1f}")
         for row in table.sort_values("policy.secondary").to_dict("records")
     ]
-    told = (
+    text = (
         "A group of one node or less spares the backward gathers between nodes, a larger one a part of them."
     )
-    return told, markdown.table(["ranks that share a copy", "s a step", "GiB a rank"], lines)
+    return text, markdown.table(["ranks that share a copy", "s a step", "GiB a rank"], lines)
 
 
 def trillion_in_words(table: pd.DataFrame) -> tuple[str, str]:
@@ -87,27 +86,27 @@ def trillion_in_words(table: pd.DataFrame) -> tuple[str, str]:
         )
         for row in table.sort_values(["gpus", "strategy"]).to_dict("records")
     ]  # fmt: skip
-    told = "One rank's schedule knows no congestion: beyond some hundred nodes these are bounds from below."
+    text = "One rank's schedule knows no congestion: beyond some hundred nodes these are bounds from below."
     head = ["GPUs", "strategy", "s a step", "TB out of a node", "GiB a rank", f"fits {GIB}"]
-    return told, markdown.table(head, lines)
+    return text, markdown.table(head, lines)
 
 
 def nodes_in_words(table: pd.DataFrame) -> tuple[str, str]:
     """Efficiency at the largest number of nodes; no table."""
-    told = []
+    kept = []
     for (batch, strategy), group in table.groupby(["batch", "strategy"]):
         ends = group.sort_values("nodes").iloc[[0, -1]]
         first, last = ends["modelled_tokens_per_second"] / ends["nodes"]
-        told.append(f"{strategy} keeps {last / first:.0%} with {batch}")
+        kept.append(f"{strategy} keeps {last / first:.0%} with {batch}")
     few, many = table["nodes"].min(), table["nodes"].max()
-    return f"Of the tokens/s a GPU that {few} nodes have, on {many:,} {listed(told)}.", ""
+    return f"Of the tokens/s a GPU that {few} nodes have, on {many:,} {listed(kept)}.", ""
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
     """One figure of a suite's forecast: ``y`` over a logarithmic ``x``, a line for each ``line``.
 
-    ``words`` gives the sentence and the table that stand above it.
+    ``text`` returns the sentence and the table above it.
     """
 
     suite: str
@@ -116,7 +115,7 @@ class Plot:
     line: Sequence[str]
     x_label: str
     y_label: str
-    words: Callable[[pd.DataFrame], tuple[str, str]]
+    text: Callable[[pd.DataFrame], tuple[str, str]]
 
 
 PLOTS: Final = (
@@ -150,10 +149,10 @@ def draw(plot: Plot, table: pd.DataFrame, path: Path) -> None:
 
 
 def needed_gbps(bits: float, rate: float, *, nodes: int = 64, ranks_per_node: int = 8) -> float:
-    """GB/s of fp32 elements that a codec must encode, and decode, to pay in a two-hop reduction at ``rate``.
+    """GB/s of fp32 elements at which a codec must encode and decode to pay in a two-hop reduction.
 
-    A node sends (2 - bits / 8) bytes an element less than in 16 bits, over ``rate`` bytes a second; each of
-    its ranks encodes and decodes 1 + 1 / ranks_per_node elements for it, not hidden.
+    A node sends (2 - bits / 8) bytes an element less than in 16 bits, at ``rate`` in B/s; each of its ranks
+    encodes and decodes 1 + 1 / ranks_per_node elements for it, with nothing hidden.
     """
     saved = (2 - bits / 8) * (nodes - 1) / nodes / rate
     return 4 * 2 * (1 + 1 / ranks_per_node) / saved / 1e9
@@ -168,8 +167,8 @@ def page(tables: Mapping[str, pd.DataFrame]) -> str:
     )
     parts = ["# Modelled at scale", textwrap.fill(about, 120)]
     for plot in PLOTS:
-        told, table = plot.words(tables[plot.suite])
-        parts += [f"## {load(SUITES / f'{plot.suite}.toml').question}", textwrap.fill(told, 120)]
+        text, table = plot.text(tables[plot.suite])
+        parts += [f"## {load(SUITES / f'{plot.suite}.toml').question}", textwrap.fill(text, 120)]
         parts += [table.rstrip()] if table else []
         parts += [f"![{plot.y_label} over {plot.x_label}](figures/{plot.suite}.svg)"]
     rates = (100, 400, 800)
@@ -182,14 +181,13 @@ def page(tables: Mapping[str, pd.DataFrame]) -> str:
     return "\n\n".join([*parts, markdown.table(["bits", *(f"{rate} Gbit/s" for rate in rates)], lines)])
 
 
-def main() -> int:
+def main() -> None:
     """Write docs/scale.md and its figures."""
     tables = {plot.suite: forecast_table(plot.suite) for plot in PLOTS}
     for plot in PLOTS:
         draw(plot, tables[plot.suite], DOCS / "figures" / f"{plot.suite}.svg")
     (DOCS / "scale.md").write_text(page(tables), encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

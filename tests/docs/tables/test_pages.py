@@ -1,4 +1,4 @@
-"""What the documentation says that the program knows is what the program says."""
+"""Generated pages and examples of the documentation agree with the program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_no_page_is_stale(name: str) -> None:
 
 
 def test_only_what_stands_between_the_marks_is_written() -> None:
-    """Words around the marks stay, what stood between them goes, and a page without marks is refused."""
+    """Text around the marks stays, text between them goes, and a page without marks is refused."""
     assert insert(f"a {BEGIN} old {END} b", "new\n") == f"a {BEGIN}\n\nnew\n\n{END} b"
     for unmarked in ("a", f"a {BEGIN}", f"a {END}"):
         with pytest.raises(ValueError, match="without the marks"):
@@ -53,7 +53,7 @@ def test_examples_of_keys_hold() -> None:
 
 @pytest.mark.long
 def test_scale_is_what_the_suites_say(tmp_path: Path) -> None:
-    """The committed page and figures are those that come out now."""
+    """The committed page is the one that comes out now, and every figure is drawn."""
     tables = {plot.suite: forecast_table(plot.suite) for plot in PLOTS}
     assert page(tables) == (DOCS / "scale.md").read_text(encoding="utf-8")
     for plot in PLOTS:
