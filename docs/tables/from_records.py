@@ -1,8 +1,8 @@
-"""What README.md and docs/ say of the committed records, written and checked here.
+"""Writes and checks what README.md and docs/ say of the committed records.
 
-``python -m docs.tables.from_records`` writes it anew and prints the files that changed; ``zeropp report
---check`` compares.  It is: docs/results.md, docs/claims.md, the figures in docs/figures, and what stands
-between marks in README.md, docs/questions.md and docs/paper.md.
+``python -m docs.tables.from_records`` writes docs/results.md, docs/claims.md, the figures in docs/figures and
+what stands between marks in README.md, docs/questions.md and docs/paper.md, and prints the files that
+changed; ``zeropp report --check`` compares.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LOSSES: Final = "convergence_long"  # whose answer README has
 _BLOCK: Final = re.compile(r"<!-- of the records -->\n.*?<!-- end -->", re.DOTALL)
 _FINDING: Final = re.compile(r"<!-- finding (\d+) -->\n.*?<!-- end -->", re.DOTALL)
 _NUMBER: Final = re.compile(r"<!-- by (\w+) -->.*?<!-- end -->")
-_MOST_ROWS: Final = 7  # of a suite's table; of a longer one only _FIRST
+_MOST_ROWS: Final = 7  # of a suite's table; a longer one has only _FIRST
 _FIRST: Final = 2
 _WIDE: Final = 120  # characters of a line
 _TABLES: Final[dict[Quantity, str]] = {"memory": "memory", "tokens": "generation"}
@@ -59,12 +59,11 @@ inside a node is a copy in its memory.  Ratios of seconds, break-evens, the best
 others where a node has an adapter and processors of its own; bytes, errors and losses are the same.
 This file is written from the records (`python -m docs.tables.from_records`), and CI compares.
 """
-_FACTS: Final = ("trials", "processor", "commit", "checkout")  # below a suite's table, of all
-_ON_THE_PAGE: Final = (  # alone: titles of columns
+_FACTS: Final = ("trials", "processor", "commit", "checkout")  # below a suite's table
+_ON_THE_PAGE: Final = {  # titles and keys of columns that only the page has; shares stand in claims.md
     "n", "Tokens/s", "over the paper's baseline", "Pairs", "Power", "Exposed share", "Process peak",
-    "in 16 bits", "Allowed step/step", "To the target, s",
-)  # fmt: skip
-_SAID_ELSEWHERE: Final = ("bytes_ratio", "_gain")  # keys likewise: docs/claims.md has shares of bytes
+    "in 16 bits", "Allowed step/step", "To the target, s", "bytes_ratio", "_gain",
+}  # fmt: skip
 _CLAIMS_HEAD: Final = """\
 # Claims
 
@@ -78,40 +77,40 @@ This file is written from the records (`python -m docs.tables.from_records`), an
 
 
 def differences(root: Path = ROOT) -> list[str]:
-    """Why committed files do not follow from the committed records: one line each.
+    """A line for each committed file that does not follow from the committed records.
 
     Raises:
-        RecordError: for a record that was edited, or an archive that is none.
+        RecordError: for an edited record, or a file that is no archive.
     """
     return [
-        f"{path}: {_first_difference(there, content)}"
-        for path, content in expected_files(root, derive_all(root)).items()
-        if (there := (root / path).read_bytes() if (root / path).exists() else b"") != content
+        f"{path}: {_first_difference(committed, expected)}"
+        for path, expected in expected_files(root, derive_all(root)).items()
+        if (committed := (root / path).read_bytes() if (root / path).exists() else b"") != expected
     ]
 
 
-def derive_all(root: Path = ROOT, where: Path = REFERENCE) -> dict[str, Derived]:
-    """What the committed records of each suite say, by its name.
+def derive_all(root: Path = ROOT, folder: Path = REFERENCE) -> dict[str, Derived]:
+    """What the committed records of a folder say, by the name of the suite.
 
     Raises:
         RecordError: as :func:`differences`.
     """
     with tempfile.TemporaryDirectory() as name:
         return {
-            one.name.removesuffix(archive.SUFFIX): derive(load(archive.unpack(one, Path(name))))
-            for one in sorted((root / where).glob(f"*{archive.SUFFIX}"))
+            packed.name.removesuffix(archive.SUFFIX): derive(load(archive.unpack(packed, Path(name))))
+            for packed in sorted((root / folder).glob(f"*{archive.SUFFIX}"))
         }
 
 
-def expected_files(root: Path, found: Mapping[str, Derived]) -> dict[Path, bytes]:
-    """The files that follow from the records, as they must be, by their paths below ``root``."""
+def expected_files(root: Path, suites: Mapping[str, Derived]) -> dict[Path, bytes]:
+    """The contents that follow from the records, by paths below ``root``."""
     with tempfile.TemporaryDirectory() as name:
-        figures = {FIGURES / f"{suite}.svg": _figure(one, Path(name)) for suite, one in found.items()}
+        svgs = {FIGURES / f"{suite}.svg": _figure(records, Path(name)) for suite, records in suites.items()}
     texts = {path: (root / path).read_text(encoding="utf-8") for path in _MARKED}
-    files = {path: _with_numbers(text, found) for path, text in texts.items()}
-    claims = [f"\n## {suite}\n\n{artifact_claims.table(derived)}" for suite, derived in found.items()]
-    files |= {DOCS / "results.md": _results(found), DOCS / "claims.md": "".join([_CLAIMS_HEAD, *claims])}
-    return {path: text.encode() for path, text in files.items()} | figures
+    files = {path: _with_numbers(text, suites) for path, text in texts.items()}
+    claims = [f"\n## {suite}\n\n{artifact_claims.table(derived)}" for suite, derived in suites.items()]
+    files |= {DOCS / "results.md": _results(suites), DOCS / "claims.md": "".join([_CLAIMS_HEAD, *claims])}
+    return {path: text.encode() for path, text in files.items()} | svgs
 
 
 def _figure(derived: Derived, folder: Path) -> bytes:
@@ -122,48 +121,50 @@ def _figure(derived: Derived, folder: Path) -> bytes:
 
 
 def _shows(derived: Derived) -> Figure:
-    """That figure; where records have nothing for it, the first of the page."""
-    ordered = sorted(DRAWINGS, key=lambda one: one.name != answer(derived).figure)
-    return next(one for one in ordered if not one.table(derived).empty)
+    """The figure of the answer; where records have no rows for it, the first of the page."""
+    ordered = sorted(DRAWINGS, key=lambda figure: figure.name != answer(derived).figure)
+    return next(figure for figure in ordered if not figure.table(derived).empty)
 
 
-def _with_numbers(text: str, found: Mapping[str, Derived]) -> str:
-    """A text with what stands between its marks by the records."""
+def _with_numbers(text: str, suites: Mapping[str, Derived]) -> str:
+    """A text in which the records have filled all that stands between marks."""
 
-    def finding(match: re.Match[str]) -> str:
-        suite, of = QUESTIONS[int(match[1])]
-        shows = f"\n![{_shows(found[suite]).title}](figures/{suite}.svg)\n" if of in DRAWN else ""
-        return f"<!-- finding {match[1]} -->\n{_wrapped(markdown(of(found[suite])))}{shows}<!-- end -->"
+    def sentence(match: re.Match[str]) -> str:
+        suite, finding = QUESTIONS[int(match[1])]
+        shows = f"\n![{_shows(suites[suite]).title}](figures/{suite}.svg)\n" if finding in DRAWN else ""
+        paragraph = _wrapped(markdown(finding(suites[suite])))
+        return f"<!-- finding {match[1]} -->\n{paragraph}{shows}<!-- end -->"
 
     def number(match: re.Match[str]) -> str:
-        suite, of = PAPER[match[1]]
-        return f"<!-- by {match[1]} -->{markdown(of(found[suite]))}<!-- end -->"
+        suite, finding = PAPER[match[1]]
+        return f"<!-- by {match[1]} -->{markdown(finding(suites[suite]))}<!-- end -->"
 
-    text = _BLOCK.sub(lambda _: f"<!-- of the records -->\n{_paragraph(found)}<!-- end -->", text)
-    return _NUMBER.sub(number, _FINDING.sub(finding, text))
+    text = _BLOCK.sub(lambda _: f"<!-- of the records -->\n{_paragraph(suites)}<!-- end -->", text)
+    return _NUMBER.sub(number, _FINDING.sub(sentence, text))
 
 
-def _paragraph(found: Mapping[str, Derived]) -> str:
+def _paragraph(suites: Mapping[str, Derived]) -> str:
     """README's sentences: seconds and bytes of ZeRO++ beside ZeRO-3's, what ran when, and losses."""
-    derived = found[_SUITE]
+    derived = suites[_SUITE]
     facts, count = dict(page.facts(derived)), derived.trials["sweep"].nunique()
-    main = next(one for one in effects.effects(derived) if one.contender == NAMES[PROPOSED])
+    main = next(effect for effect in effects.effects(derived) if effect.contender == NAMES[PROPOSED])
     runs = "one run of this suite" if count == 1 else f"{count} runs of this suite"
     if (machines := len(derived.frames.pools)) > 1:
         runs += f" on {machines} machines"
     faster = f"A step of {main.contender} is {ratio(main.ratio)} times as fast as {main.base}'s"
     again, alone = of_another_sweep(main.ratio, ratio=True), derived.trials["compute_seconds"].median()
     expected = f"another run is expected to find {again.low:.2f} to {again.high:.2f}"
-    told = [
+    sentences = [
         f"**{faster}** (95 % interval of {main.ratio.n} pairs of trials in {runs}).",
         f"Where computing by itself takes {alone:.2f} s a step, as here, {expected}.",
         seconds(main),
         sent([main]),
         f"These are the records of [{runs}](docs/results.md#{_SUITE}): {facts['trials']}, on {facts['ran']}.",
     ]
-    if lost := found.get(_LOSSES):
-        told += [f"Losses ([suite {_LOSSES}](docs/results.md#{_LOSSES})): {answer(lost).sentences[0]}"]
-    return "".join(map(_wrapped, told))
+    if losses := suites.get(_LOSSES):
+        lead = answer(losses).sentences[0]
+        sentences.append(f"Losses ([suite {_LOSSES}](docs/results.md#{_LOSSES})): {lead}")
+    return "".join(map(_wrapped, sentences))
 
 
 def _wrapped(sentence: str) -> str:
@@ -171,9 +172,9 @@ def _wrapped(sentence: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _results(found: Mapping[str, Derived]) -> str:
+def _results(suites: Mapping[str, Derived]) -> str:
     parts: list[str] = [_HEAD]
-    for suite, derived in found.items():
+    for suite, derived in suites.items():
         facts = "; ".join(f"{name}: {value}" for name, value in page.facts(derived) if name in _FACTS)
         first, *others = answer(derived).sentences
         parts.append(
@@ -186,27 +187,27 @@ def _results(found: Mapping[str, Derived]) -> str:
 
 
 def _numbers(derived: Derived, suite: str) -> str:
-    """The table of a suite's answer, else its Summary, without what is left to the page; of losses, where
-    docs/claims.md has them.
+    """The table of a suite's answer, else its Summary, without what only the page has; for losses, a link to
+    docs/claims.md.
     """
-    asked = answer(derived).quantity
-    if asked == "loss":
+    quantity = answer(derived).quantity
+    if quantity == "loss":
         return f"Losses: [claims.md](claims.md#{suite}).\n"
-    name = "peers" if asked == "step" else _TABLES.get(asked, "summary")
+    name = "peers" if quantity == "step" else _TABLES.get(quantity, "summary")
     (shown,) = tables.all_tables(derived, (name,)) or tables.all_tables(derived, ("summary",))
-    kept = [one for one in shown.columns if one.title not in _ON_THE_PAGE and one.key not in _SAID_ELSEWHERE]
+    kept = [column for column in shown.columns if not {column.title, column.key} & _ON_THE_PAGE]
     left = len(shown.data) - _FIRST if len(shown.data) > _MOST_ROWS else 0
     shown = replace(shown, columns=tuple(kept), data=shown.data[: len(shown.data) - left])
     rest = f"\n{counted(left, 'more row')} on the page.\n" if left else ""
     return f"**{shown.title}.**\n\n{shown.markdown_rows()}{rest}"
 
 
-def _first_difference(there: bytes, expected: bytes) -> str:
-    ours, theirs = (content.decode(errors="replace").splitlines() for content in (there, expected))
-    for line, (one, other) in enumerate(zip(ours, theirs, strict=False), 1):
-        if one != other:
-            return f"line {line} is {one[:80]!r}, by the records {other[:80]!r}"
-    return f"{len(ours)} lines, by the records {len(theirs)}"
+def _first_difference(committed: bytes, expected: bytes) -> str:
+    before, after = (content.decode(errors="replace").splitlines() for content in (committed, expected))
+    for number, (line, other) in enumerate(zip(before, after, strict=False), 1):
+        if line != other:
+            return f"line {number} is {line[:80]!r}, by the records {other[:80]!r}"
+    return f"{len(before)} lines, by the records {len(after)}"
 
 
 def main() -> None:

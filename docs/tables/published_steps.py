@@ -1,4 +1,4 @@
-"""Predicts published throughput from a few of its own numbers, and says how far off that is.
+"""Predicts published throughput from a few of its own numbers, with the errors of these predictions.
 
 ``python -m docs.tables.published_steps`` writes docs/modelled.md from
 ``report/published/zeropp_throughput.csv``; with a file of the same columns it prints the page for that one
@@ -6,9 +6,9 @@ instead.
 
 Columns: ``system`` (a row of ``zeropp_volume.csv``), ``model``, ``parameters_billion``, ``gpus``,
 ``gpus_per_node``, ``rate_gbps`` of one adapter, ``adapters`` of a node, ``tokens_per_gpu``, and ``seconds``
-of a step or ``tflops_per_gpu``; if there: ``source``, ``layers``, ``hidden``, ``volume_m`` (bytes between
+of a step or ``tflops_per_gpu``; optional: ``source``, ``layers``, ``hidden``, ``volume_m`` (bytes between
 nodes in units of M, where ``zeropp_volume.csv`` has no such system), ``overlap`` (``none`` or ``full``), and
-``fitted``: ``yes`` for the rows that the machine is fitted to.  Without a ``yes`` each row is predicted from
+``fitted``: ``yes`` for the rows to which the machine is fitted.  Without a ``yes`` each row is predicted from
 all others.
 """
 
@@ -37,7 +37,7 @@ NEEDED: Final = (
     "system", "model", "parameters_billion", "gpus", "gpus_per_node", "rate_gbps", "adapters",
     "tokens_per_gpu",
 )  # fmt: skip
-_MEASURED: Final = ("volume_m", "seconds", "tflops_per_gpu")  # if there
+_MEASURED: Final = ("volume_m", "seconds", "tflops_per_gpu")  # optional
 
 
 class PublishedError(ValueError):
@@ -45,7 +45,7 @@ class PublishedError(ValueError):
 
 
 def read(path: Path) -> pd.DataFrame:
-    """Returns the distinct rows of a table, with ``seconds``, ``work`` and ``fitted`` worked out.
+    """Returns the distinct rows of a table with ``seconds``, ``tflops``, ``work`` and ``fitted``.
 
     Raises:
         PublishedError: for a missing column, a number that is not above 0, or a system of unknown volume.
@@ -96,7 +96,7 @@ def fit(rows: pd.DataFrame) -> Machine:
     """Returns the machine whose steps are nearest to the rows', by least squares of relative errors.
 
     Raises:
-        PublishedError: for no rows, or rows that overlap differently, or neither not at all nor fully.
+        PublishedError: for no rows, or rows that do not all have overlap ``none``, or all ``full``.
     """
     if len(set(rows["overlap"])) != 1:
         raise PublishedError(f"a machine is fitted to rows of one overlap, not to {len(rows)} of several")
@@ -120,18 +120,18 @@ def fit(rows: pd.DataFrame) -> Machine:
         )
 
     def errors(values: np.ndarray) -> np.ndarray:
-        made = machine(values)
-        steps = [step_time(made, work).seconds for work in rows["work"]]
+        candidate = machine(values)
+        steps = [step_time(candidate, work).seconds for work in rows["work"]]
         return np.asarray(np.log(np.array(steps) / rows["seconds"].to_numpy()))
 
     start = [1.0, 1e13 * float((rows["seconds"] / (rows["parameters_billion"] * 1e9 * tokens)).min()), 0.8]
-    found = least_squares(errors, start, bounds=([0, 1e-9, 0.01], [np.inf, np.inf, 1]))
-    return machine(found.x)
+    bounds = ([0, 1e-9, 0.01], [np.inf, np.inf, 1])
+    return machine(least_squares(errors, start, bounds=bounds).x)
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """A table with predictions, and the machine behind them (None if each row has its own).
+    """A table with predictions, and the machine that they share (None if each row has its own).
 
     Rows are those of :func:`read` with ``predicted`` (seconds), ``predicted_tflops``, ``mark``, and errors.
     """
@@ -141,7 +141,7 @@ class Predicted:
 
     @property
     def held_out(self) -> pd.DataFrame:
-        """The rows that no fit has seen."""
+        """The rows to which no machine is fitted."""
         return self.rows[~self.rows["fitted"]]
 
     @property
@@ -160,19 +160,20 @@ class Predicted:
 def predict(rows: pd.DataFrame) -> Predicted:
     """Returns the predictions of a table: from its fitted rows, or each row from all others.
 
-    Beside them stand two things that need no model: ``naive_error`` of perfect overlap at the best throughput
-    that the fitted rows show, and ``constant_error`` of their median throughput.
+    ``naive_error`` is that of perfect overlap at the best throughput of the fitted rows, ``constant_error``
+    that of their median throughput.
     """
-    told = rows[rows["fitted"]]
-    shared = fit(told) if len(told) else None
-    found = []
+    known = rows[rows["fitted"]]
+    shared = fit(known) if len(known) else None
+    predictions = []
     for index, work, fitted in zip(rows.index, rows["work"], rows["fitted"], strict=True):
-        seen = told if len(told) else rows.drop(index=index)
+        seen = known if len(known) else rows.drop(index=index)
         step = step_time(shared or fit(seen), work)
         mark = "fitted" if fitted else "" if step.calibrated else "transferred"
         naive = least_seconds(work, seen["tflops"].max() * 1e12)
-        found.append((step.seconds, mark, naive, flops(work) / 1e12 / seen["tflops"].median()))
-    steps = pd.DataFrame(found, rows.index, ["predicted", "mark", "naive", "constant"])
+        constant = flops(work) / 1e12 / seen["tflops"].median()
+        predictions.append((step.seconds, mark, naive, constant))
+    steps = pd.DataFrame(predictions, rows.index, ["predicted", "mark", "naive", "constant"])
     # Of throughput, as it was published: the measured step over the predicted one.
     over = {name: rows["seconds"] / steps[name] for name in ("predicted", "naive", "constant")}
     return Predicted(
@@ -194,23 +195,23 @@ def _spread(errors: pd.Series) -> str:
 
 
 def measured_trials() -> pd.DataFrame:
-    """The trials of results/predicted, whose steps one calibration predicted before they ran, by suite."""
-    found = {suite: measured_over(one) for suite, one in derive_all(where=PREDICTED).items()}
-    named = [rows.assign(suite=suite, cell=f"{suite} " + rows["cell"]) for suite, rows in found.items()]
-    return pd.concat(named, ignore_index=True)
+    """The trials of results/predicted, by suite: one calibration predicted their steps before they ran."""
+    tables = {suite: measured_over(derived) for suite, derived in derive_all(folder=PREDICTED).items()}
+    parts = [rows.assign(suite=suite, cell=f"{suite} " + rows["cell"]) for suite, rows in tables.items()]
+    return pd.concat(parts, ignore_index=True)
 
 
 def measured_here(rows: pd.DataFrame) -> str:
     """Returns the section on :func:`measured_trials` as Markdown."""
     lines = []
-    for suite, mine in rows.groupby("suite"):
-        found = score(mine)
-        errors = [f"{found[name]:.1%}" for name in ("median", "ninth", "naive_median")]
-        ordered = f"{found['ordered']:.0%} of {found['pairs']:.0f}" if found["pairs"] else "-"
-        lines.append([suite, f"{found['cells']:.0f}", *errors, ordered])
-    told = f"{len(rows)} trials, predicted by results/predicted/here.toml. {score_in_words(rows)}"
+    for suite, trials in rows.groupby("suite"):
+        scores = score(trials)
+        errors = [f"{scores[name]:.1%}" for name in ("median", "ninth", "naive_median")]
+        ordered = f"{scores['ordered']:.0%} of {scores['pairs']:.0f}" if scores["pairs"] else "-"
+        lines.append([suite, f"{scores['cells']:.0f}", *errors, ordered])
+    text = f"{len(rows)} trials, predicted by results/predicted/here.toml. {score_in_words(rows)}"
     head = ["suite", "cells", "median error", "90th percentile", "computation + wire", "pairs in order"]
-    return f"\n## Measured here\n\n{textwrap.fill(told, 120)}\n\n{markdown.table(head, lines)}"
+    return f"\n## Measured here\n\n{textwrap.fill(text, 120)}\n\n{markdown.table(head, lines)}"
 
 
 def page(table: Predicted) -> str:
@@ -221,11 +222,8 @@ def page(table: Predicted) -> str:
         fitted = f"""The machine is fitted to {int(rows["fitted"].sum())} rows: a step takes
         {machine.fixed:.3g} s for each parameter and {machine.per_token:.3g} s for each parameter and token of
         a rank; adapters carry {machine.efficiency:.0%} of their rate; overlap: {machine.overlap}."""
-    distinct = len(
-        rows.round({"tflops": 3}).drop_duplicates(
-            ["tokens_per_gpu", "rate_gbps", "adapters", "system", "tflops"]
-        )
-    )
+    keys = ["tokens_per_gpu", "rate_gbps", "adapters", "system", "tflops"]
+    distinct = len(rows.round({"tflops": 3}).drop_duplicates(keys))
     speedups = ""
     if len(pairs):
         speedups = (
@@ -245,16 +243,16 @@ def page(table: Predicted) -> str:
     ]
     if len(held):
         worst = held.iloc[int(held["error"].abs().to_numpy().argmax())]
-        rate, more = worst["rate_gbps"] * worst["adapters"], "more" if worst["error"] < 0 else "less"
+        rate, change = worst["rate_gbps"] * worst["adapters"], "more" if worst["error"] < 0 else "less"
         paragraphs.append(
             f"""The worst is {worst["system"]} of {worst["model"]} at {rate:g} Gbit/s and
-            {worst["tokens_per_gpu"]:g} tokens, which achieved {more} than modelled: there one efficiency and
-            this overlap do not hold together."""
+            {worst["tokens_per_gpu"]:g} tokens, which achieved {change} than modelled: there one efficiency
+            and this overlap do not hold together."""
         )
     alike = rows.assign(gbps=rows["rate_gbps"] * rows["adapters"])
     alike = alike.round({"tflops": 6, "predicted_tflops": 6})
-    like = ["gbps", "tokens_per_gpu", "system", "tflops", "predicted_tflops", "mark"]
-    alike = alike.groupby(like, sort=False).agg({"model": ", ".join, "error": "first"}).reset_index()
+    keys = ["gbps", "tokens_per_gpu", "system", "tflops", "predicted_tflops", "mark"]
+    alike = alike.groupby(keys, sort=False).agg({"model": ", ".join, "error": "first"}).reset_index()
     lines = [
         [
             row["model"], f"{row['gbps']:g}", f"{row['tokens_per_gpu']:g}", row["system"],

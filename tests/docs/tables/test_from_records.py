@@ -16,7 +16,7 @@ from report.answer.lead import answer
 from report.data.metrics import Derived
 from report.tables import all_tables
 
-FILES = {  # and where in each the first number by the records stands
+FILES = {  # with the text before the first number by the records
     "README.md": "<!-- of the records -->",
     "docs/questions.md": "<!-- finding 1 -->",
     "docs/paper.md": "<!-- by volume -->",
@@ -33,13 +33,13 @@ def other(digit: str) -> str:
 def test_what_is_committed_follows_from_the_records_and_any_other_digit_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What files say by the records, figures among them, follows from the records; with one digit of one
-    number in a file changed, the check names the file and the line; and pages say one number for a step.
+    """Files and figures follow from the records; with one digit of a number changed, the check names
+    the file and the line; and pages say one number for a step.
     """
-    found = from_records.derive_all()  # once for all: it takes half a minute
-    wanted = from_records.expected_files(ROOT, found)
-    monkeypatch.setattr(from_records, "derive_all", lambda _: found)
-    monkeypatch.setattr(from_records, "expected_files", lambda _, __: wanted)
+    suites = from_records.derive_all()  # once for all: it takes half a minute
+    files = from_records.expected_files(ROOT, suites)
+    monkeypatch.setattr(from_records, "derive_all", lambda _: suites)
+    monkeypatch.setattr(from_records, "expected_files", lambda _, __: files)
     assert cli.main(["report", "--check"]) == cli.OK, capsys.readouterr().out
     expected = []
     for name in (*FILES, "docs/figures"):
@@ -56,25 +56,25 @@ def test_what_is_committed_follows_from_the_records_and_any_other_digit_is_found
         expected.append(f"{name}: line {text[:place].count(chr(10)) + 1} is ")
     lines = from_records.differences(tmp_path)
     assert [line[: len(begin)] for line, begin in zip(lines, expected, strict=True)] == expected
-    check_one_number_for_a_step(found)
+    check_one_number_for_a_step(suites)
 
 
-def check_one_number_for_a_step(found: Mapping[str, Derived]) -> None:
+def check_one_number_for_a_step(suites: Mapping[str, Derived]) -> None:
     """On every page of one setting that states steps, the lead's seconds and ratios are the Summary's."""
     compared = 0
-    told = re.compile(r"A step of (.+?) takes (\S+) s where (.+?)'s takes (\S+) s")
-    for suite, derived in found.items():
+    sentence = re.compile(r"A step of (.+?) takes (\S+) s where (.+?)'s takes (\S+) s")
+    for suite, derived in suites.items():
         if derived.trials.empty or derived.trials["cell"].nunique() > 1:
             continue
         summary, lead = all_tables.summary(derived), answer(derived).sentences
         rows = {row[0]: row for row in summary.rows()}
         titles = [column.title for column in summary.columns]
-        said = next((match for sentence in lead[1:] if (match := told.match(sentence))), None)
-        if said is None or said[1] not in rows or said[3] not in rows:
+        match = next(filter(None, map(sentence.match, lead[1:])), None)
+        if match is None or match[1] not in rows or match[3] not in rows:
             continue
         step = titles.index("Step, s")
         speedup = next(n for n, title in enumerate(titles) if "Speed-up" in title)
-        assert (rows[said[1]][step], rows[said[3]][step]) == (said[2], said[4]), suite
-        assert rows[said[1]][speedup].split(" (")[0] in lead[0], suite
+        assert (rows[match[1]][step], rows[match[3]][step]) == (match[2], match[4]), suite
+        assert rows[match[1]][speedup].split(" (")[0] in lead[0], suite
         compared += 1
     assert compared >= 2

@@ -17,8 +17,8 @@ from report.data import published
 SYSTEMS = {"zero3": 3.0, "zeropp": 0.75, "hpz": 2.0}
 
 
-def made(path: Path, fixed: float, per_token: float, efficiency: float, overlap: str = "none") -> Path:
-    """Writes a table of a machine that is known: seconds of three systems, two models, batches and rates."""
+def write_table(path: Path, fixed: float, per_token: float, efficiency: float, overlap: str = "none") -> Path:
+    """Writes the seconds that a known machine takes for three systems, two models, batches and rates."""
     rows = []
     for billions, tokens, adapters, (system, volume) in itertools.product(
         (1.5, 18.0), (512, 1024, 2048), (1, 4), SYSTEMS.items()
@@ -39,22 +39,22 @@ def made(path: Path, fixed: float, per_token: float, efficiency: float, overlap:
 def test_a_known_machine_is_found(
     tmp_path_factory: pytest.TempPathFactory, fixed: float, per_token: float, efficiency: float
 ) -> None:
-    """Rows that one machine without overlap made are predicted from the others within a thousandth."""
-    table = predict(read(made(tmp_path_factory.mktemp("made") / "t.csv", fixed, per_token, efficiency)))
+    """Rows of one machine without overlap are predicted from the others within a thousandth."""
+    table = predict(read(write_table(tmp_path_factory.mktemp("t") / "t.csv", fixed, per_token, efficiency)))
     assert table.machine is None
     assert table.rows["error"].abs().max() < 1e-3
 
 
 def test_overlap_is_the_systems_own(tmp_path: Path) -> None:
-    """A table whose systems overlap fully is predicted as such, and badly if it is called otherwise."""
-    path = made(tmp_path / "t.csv", 1e-10, 1e-13, 0.9, "full")
+    """A table of full overlap is predicted well as such, and badly as one without."""
+    path = write_table(tmp_path / "t.csv", 1e-10, 1e-13, 0.9, "full")
     rows = read(path)
     assert predict(rows).rows["error"].abs().max() < 0.02
     assert predict(rows.assign(overlap="none")).rows["error"].abs().max() > 0.05
 
 
 def test_the_blogs_bars_follow_from_four_of_them() -> None:
-    """Of the announcement's 40 bars four predict the others: as far off as docs/modelled.md says."""
+    """Four of the announcement's 40 bars predict the others, with the errors that docs/modelled.md has."""
     table = predict(read(published.FOLDER / "zeropp_throughput.csv"))
     assert len(table.rows) == 40
     assert len(table.held_out) == 36
@@ -67,7 +67,7 @@ def test_the_blogs_bars_follow_from_four_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"system": "zero9"}, "row 1: what zero9 sends is not known"),
         ({"adapters": 0}, "row 1: adapters is 0"),
@@ -77,15 +77,15 @@ def test_the_blogs_bars_follow_from_four_of_them() -> None:
     ],
 )
 def test_a_table_that_cannot_be_modelled_is_refused(
-    tmp_path: Path, change: dict[str, object], said: str
+    tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
     """The file, the row and the column are named."""
-    path = made(tmp_path / "t.csv", 1e-10, 1e-13, 0.9)
+    path = write_table(tmp_path / "t.csv", 1e-10, 1e-13, 0.9)
     table = pd.read_csv(path).astype(object)
     for column, value in change.items():
         table.loc[0, column] = value
     table.to_csv(path, index=False)
-    with pytest.raises(PublishedError, match=said):
+    with pytest.raises(PublishedError, match=message):
         read(path)
     assert published_steps.main([str(path)]) == published_steps.main([str(tmp_path / "none.csv")]) == 2
     table.drop(columns="adapters").to_csv(path, index=False)
@@ -95,7 +95,7 @@ def test_a_table_that_cannot_be_modelled_is_refused(
 
 def test_a_system_of_another_volume_is_named_by_its_bytes(tmp_path: Path) -> None:
     """``volume_m`` gives the bytes of a system that the committed volumes do not have."""
-    path = made(tmp_path / "t.csv", 1e-10, 1e-13, 0.9)
+    path = write_table(tmp_path / "t.csv", 1e-10, 1e-13, 0.9)
     table = pd.read_csv(path).query("system == 'hpz'")
     table.assign(system="mine", volume_m=2.0).to_csv(path, index=False)
     assert predict(read(path)).rows["error"].abs().max() < 1e-3
