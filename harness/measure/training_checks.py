@@ -1,7 +1,7 @@
 """Checks of training after its first step, outside of what is timed; of kernels, before it.
 
-:func:`harness.records.record_checks.training_fault` judges what all ranks noted: a few masters are replayed in
-float64 as AdamW; gradients are those of a rehearsal; batches are those that the seed gives this rank, by
+:func:`harness.records.record_checks.training_fault` judges what all ranks noted: a few masters are replayed
+in float64 as AdamW; gradients are those of a rehearsal; batches are those that the seed gives this rank, by
 hashes beside the next rank's draws, and validation is drawn again; norms are equal on all ranks; timed steps
 fill the time that passed, and a rank that waits for messages sleeps.
 """
