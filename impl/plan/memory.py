@@ -1,11 +1,12 @@
-"""Bytes of memory that a policy makes a rank hold, by part, from the policy alone.
+"""Predicts a rank's bytes of memory, by part, from the policy alone.
 
-Pure: no torch.  What the engine holds must equal :func:`memory`; tests demand it.
+Pure: no torch.  Tests demand that the engine holds the bytes of :func:`memory`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import operator
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -23,7 +24,7 @@ PARTS: Final = (
     "frames", "staging",
     "host_masters", "host_frozen", "host_gradients", "host_optimizer", "host_secondary", "host_frames",
 )  # fmt: skip
-"""What a rank's memory is divided into (:func:`memory`)."""
+"""The parts of a rank's memory (:func:`memory`)."""
 
 
 def memory(
@@ -36,18 +37,18 @@ def memory(
 ) -> dict[str, int]:
     """Bytes that one rank holds, by part, at the worst moment of a step; S is the sum of shards.
 
-    ``masters`` 4 S; ``frozen`` the codes of frozen weights, where the policy has a codec of them;
-    ``gradients`` 4 S of trainable units; ``optimizer`` 8 S (Adam); ``secondary`` hpZ's copy, of a budget in
+    ``masters`` 4 S; ``frozen`` the codes of frozen weights, where the policy has a codec for them;
+    ``gradients`` 4 S of trainable units; ``optimizer`` 8 S (Adam); ``secondary`` hpZ's copy, with a budget in
     the largest codec; ``feedback`` the kept errors; ``gathered`` in the compute type, unsharded: all below
-    stage 3, else what is in use around all blocks and the largest block or, if more, those that stay for
-    backward (without ``backward`` none); ``local_gradients``: all, in fp32, where several micro-batches are
-    added up locally, else the root's and the largest block's in the compute type.  Units gathered ahead come
-    on top: at most ``prefetch`` elements.
+    stage 3, else the outer units and the largest block or, if more, those that stay for backward (without
+    ``backward`` none); ``local_gradients``: all, in fp32, where several micro-batches are added up locally,
+    else the outer units' and the largest block's in the compute type.  Units gathered ahead come on top: at
+    most ``prefetch`` elements.
 
-    What lies in host memory has ``host_`` before its name.  For it the device holds ``frames``, those of
-    offloaded masters unless frames are offloaded too, and ``staging``, two of the largest mean gradients on
-    their way; the host holds ``host_frames``, those of all fp32 shards there, and its gradients twice where
-    several micro-batches are added up in shards.
+    Parts in host memory have the prefix ``host_``.  For them the device holds ``frames``, those of offloaded
+    masters unless frames are offloaded too, and ``staging``, two of the largest mean gradients on their way;
+    the host holds ``host_frames``, those of all fp32 shards there, and its gradients twice where several
+    micro-batches are added up in shards.
     """
     item = ITEM_BYTES[policy.compute]
     parts = dict.fromkeys(PARTS, 0)
@@ -57,23 +58,24 @@ def memory(
 
     landing = 1 if micro_batches == 1 or not policy.reduces_each_micro_batch else 2
     for unit, placement in zip(units, placements_of(policy.offload, units), strict=True):
-        own = policy.for_unit(unit)
-        frame, fp32 = own.weights.frame_bytes(unit.shard), MASTER_BYTES * unit.shard
+        unit_policy = policy.for_unit(unit)
+        frame, fp32 = unit_policy.weights.frame_bytes(unit.shard), MASTER_BYTES * unit.shard
         coded = not unit.trainable and policy.frozen is not None
         add("frozen" if coded else "masters", frame if coded else fp32, host=placement.shard)
-        owns = [own.with_choice("weights", codec) for codec in own.candidates.get("weights", ())] or [own]
-        add("secondary", max(secondary_bytes(one, topology, unit) for one in owns), host=placement.frames)
+        codecs = unit_policy.candidates.get("weights", (unit_policy.weights,))
+        choices = [unit_policy.with_choice("weights", codec) for codec in codecs]
+        add("secondary", max(secondary_bytes(p, topology, unit) for p in choices), host=placement.frames)
         if placement.shard and not coded:
             parts["host_frames"] += frame
             parts["frames"] += 0 if placement.frames else frame
         if unit.trainable:
             add("gradients", fp32 * (landing if placement.shard else 1), host=placement.shard)
             add("optimizer", ADAM_BYTES * unit.shard, host=placement.shard)
-            if own.feedback is not None:  # the errors that its reductions carry
-                hops = reduction_hops(own, topology, unit.piece, own.grain)
-                kept = zip(hops, own.feedback_hops(topology), strict=True)
-                rows = sum(axis.size * slices for (axis, _, slices, _), keeps in kept if keeps)
-                parts["feedback"] += ITEM_BYTES[own.feedback.state] * rows * unit.piece
+            if (feedback := unit_policy.feedback) is not None:
+                hops = reduction_hops(unit_policy, topology, unit.piece, unit_policy.grain)
+                pairs = zip(hops, unit_policy.feedback_hops(topology), strict=True)
+                rows = sum(axis.size * slices for (axis, _, slices, _), keeps in pairs if keeps)
+                parts["feedback"] += ITEM_BYTES[feedback.state] * rows * unit.piece
             if placement.shard:
                 parts["staging"] = max(parts["staging"], STAGED * fp32)
     parts["gathered"] = item * _gathered(policy, units, backward=backward)
@@ -85,34 +87,32 @@ def memory(
 
 
 def _gathered(policy: Policy, units: Sequence[UnitGeometry], *, backward: bool) -> int:
-    """Most elements of weights that are gathered at once, unless ahead of their use."""
+    """Most elements of weights that are gathered at once, without those gathered ahead of their use."""
     if policy.stage < 3:
         return sum(unit.padded for unit in units)
-    # A block's units, and in a backward pass with them the frozen ones of the block after it: those go when
-    # the gradients of its inputs have arrived, which also calls the block before.
-    whole: dict[str, int] = defaultdict(int)
-    frozen: dict[str, int] = defaultdict(int)
+    # A block's units and, in backward, the frozen ones of the next block: these are resharded when the
+    # gradients of its inputs arrive, which also start the block before it.
+    whole, frozen = Counter[str](), Counter[str]()
     for unit in units:
         if not unit.outer:
             whole[unit.block] += unit.padded
             frozen[unit.block] += unit.padded if backward and not unit.trainable else 0
-    after = [*list(frozen.values())[1:], 0]
-    together = [size + more for size, more in zip(whole.values(), after, strict=False)]
+    together = map(operator.add, whole.values(), [*list(frozen.values())[1:], 0])
     kept = sum(units[index].padded for index in kept_units(policy, units) if not units[index].outer)
     return _around_and_most(units, [*together, kept if backward else 0])
 
 
 def _around_and_most(units: Sequence[UnitGeometry], sizes: Sequence[int]) -> int:
-    """Elements of the units that are in use around all blocks, and the largest of ``sizes``."""
+    """Elements of the outer units, plus the largest of ``sizes``."""
     return sum(unit.padded for unit in units if unit.outer) + max(sizes, default=0)
 
 
 def secondary_either_way(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry]
 ) -> tuple[int, int] | None:
-    """Bytes of hpZ's copy on one rank kept as frames, and in 16 bits; None for a policy that keeps none."""
+    """Bytes of hpZ's copy on one rank, kept as frames and in 16 bits; None for a policy without one."""
     if policy.secondary == 0:
         return None
     pairs = [(policy.for_unit(unit), unit) for unit in units]
-    frames = sum(secondary_bytes(own, topology, unit, own.weights) for own, unit in pairs)
-    return frames, sum(secondary_bytes(own, topology, unit, BF16) for own, unit in pairs)
+    frames = sum(secondary_bytes(rules, topology, unit, rules.weights) for rules, unit in pairs)
+    return frames, sum(secondary_bytes(rules, topology, unit, BF16) for rules, unit in pairs)
