@@ -11,11 +11,11 @@ Decay = Literal["none", "linear", "cosine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What an optimizer's rate is multiplied by in each of ``steps`` steps.
+    """The factor of an optimizer's rate in each of ``steps`` steps.
 
-    Step s (from 0) of a warm-up of w steps has ``start + (1 - start) (s + 1) / w``; the decay that follows,
-    of the share ``p = (s + 1 - w) / (steps - w)`` of it, ``floor + (1 - floor) (1 - p)``, or
-    ``floor + (1 - floor) (1 + cos(pi p)) / 2``: the last step has ``floor``, and so have later ones.
+    Step s (from 0) of a warm-up of w steps has ``start + (1 - start) (s + 1) / w``.  The decay follows; with
+    ``p = (s + 1 - w) / (steps - w)`` it is ``floor + (1 - floor) (1 - p)``, or with a cosine
+    ``floor + (1 - floor) (1 + cos(pi p)) / 2``: the last step, and all later ones, have ``floor``.
     """
 
     steps: int
@@ -24,8 +24,8 @@ class Schedule:
     shape: Literal["linear", "log"] = "linear"
     decay: Decay = "none"
     floor: float = 0.0  # factor at the end of the decay
-    # count steps as DeepSpeed's schedules do: the first step is before their zeroth, and has ``start``, or 0
-    # with a cosine; ``log`` warm-ups are theirs
+    # count steps as DeepSpeed's schedules do: the first step precedes their step 0, and has ``start``, or 0
+    # with a cosine; only DeepSpeed has ``log`` warm-ups
     as_deepspeed: bool = False
 
     def __post_init__(self) -> None:
@@ -35,7 +35,7 @@ class Schedule:
             raise ValueError(f"start = {self.start:g} and floor = {self.floor:g}: expected 0 to 1")
 
     def factor(self, step: int) -> float:
-        """Of step ``step``, from 0: what ``torch.optim.lr_scheduler.LambdaLR`` multiplies the rate by."""
+        """The factor of step ``step``, from 0, for ``torch.optim.lr_scheduler.LambdaLR``."""
         if self.as_deepspeed:
             return self._as_deepspeed(step - 1)
         if step < self.warmup:

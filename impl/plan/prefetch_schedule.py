@@ -1,6 +1,6 @@
 """Schedule: which units to gather ahead and to keep, and in which order gradients are reduced.
 
-Pure: no torch.  Units ask it at the events of a pass (:mod:`impl.unit.unit`); it names them by index.
+Pure: no torch.  Units ask it at the events of a pass (:mod:`impl.unit.unit`); it knows them by index.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry
 
-MOST_AHEAD: Final = 4  # units under way at most: each holds a slot of the shared arena
+MOST_AHEAD: Final = 4  # units under way; each holds a slot of the shared arena
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,17 @@ class Schedule:
     """Order of units in a forward pass, and how far to gather ahead."""
 
     sizes: Sequence[int]  # padded elements of each unit, by index
-    order: tuple[int, ...]  # the units that run one after the other, in forward order
-    outer: tuple[int, ...]  # the units that are in use around all others (the root's)
+    order: tuple[int, ...]  # units that run one after the other, in forward order
+    outer: tuple[int, ...]  # units in use around all others (the root's)
     prefetch: int  # elements that may be gathered ahead of the unit in use
     max_live: int = 1 << 62  # elements that may be gathered at once; nothing is gathered ahead beyond it
     kept: frozenset[int] = frozenset()  # units that stay gathered from a forward pass to its backward pass
-    # Gradients are reduced in model order, whatever ran; else in forward's, so that none waits for its turn.
+    # Whether gradients are reduced in model order; else in forward order, so that none waits for its turn.
     in_model_order: bool = False
 
     @classmethod
     def for_units(cls, policy: Policy, units: Sequence[UnitGeometry]) -> Schedule:
-        """The schedule of a model's units, given in model order."""
+        """The schedule of a model's ``units``, in model order."""
         return cls(
             sizes=[unit.padded for unit in units],
             order=tuple(index for index, unit in enumerate(units) if not unit.outer),
@@ -46,22 +46,22 @@ class Schedule:
 
     @cached_property
     def reduction_order(self) -> tuple[int, ...]:
-        """The one order in which all ranks issue gradient reductions."""
+        """The order in which all ranks start gradient reductions."""
         order = sorted(self.order) if self.in_model_order else self.order
         return (*reversed(order), *self.outer)
 
     def after(self, seen: Sequence[int]) -> Schedule:
-        """The schedule of units that were ``seen`` to run in this order; those that did not come last."""
+        """The schedule of units ``seen`` to run in this order; units that did not run come last."""
         return replace(self, order=(*seen, *(index for index in self.order if index not in seen)))
 
     @cached_property
     def ahead_in_forward(self) -> Sequence[Sequence[int]]:
-        """By unit, those to gather ahead when it is about to run, in order."""
+        """For each unit, those to gather ahead before it runs, in order."""
         return [self._ahead(unit, self.order) for unit in range(len(self.sizes))]
 
     @cached_property
     def ahead_in_backward(self) -> Sequence[Sequence[int]]:
-        """By unit, those to gather ahead when the gradient reaches it, in order."""
+        """For each unit, those to gather ahead when its output's gradient arrives, in order."""
         return [self._ahead(unit, self.order[::-1]) for unit in range(len(self.sizes))]
 
     def _ahead(self, unit: int, order: tuple[int, ...]) -> list[int]:
@@ -70,22 +70,22 @@ class Schedule:
         ahead: list[int] = []
         stays = sum(self.sizes[index] for index in {*self.outer, *self.kept, unit})
         left = min(self.prefetch, self.max_live - stays)
-        for other in order[start : start + MOST_AHEAD]:
-            left -= self.sizes[other]
+        for index in order[start : start + MOST_AHEAD]:
+            left -= self.sizes[index]
             if left < 0:
                 break
-            ahead.append(other)
+            ahead.append(index)
         return ahead
 
 
 def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
     """Indices of the units that stay gathered from a forward pass to its backward pass.
 
-    What lies outside all blocks ends the one and begins the other, so it stays unless ``max_reuse`` is 0.  On
-    one rank everything does: gathering again would cast the masters again, 6 bytes a parameter, to save 2.
-    Blocks, as a whole, stay from the last one on while fewer than ``max_reuse`` elements run between their
-    forward and their backward, and all that is gathered at once stays within ``max_live``.  Of two planes
-    none stays: backward computes with another than forward.  ``units`` are in model order.
+    Outer units end forward and begin backward, so they stay unless ``max_reuse`` is 0.  On one rank all units
+    stay: gathering again would cast the masters again, 6 bytes a parameter, to save 2.  Whole blocks stay,
+    from the last one on, while fewer than ``max_reuse`` elements run between their forward and their
+    backward, and all that is gathered at once is within ``max_live``.  With two planes none stays: backward
+    computes with the other one.  ``units`` are in model order.
     """
     if policy.planes > 1:
         return frozenset()

@@ -12,18 +12,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-FROZEN: Final = ".frozen"  # ends the name of a block's second unit, of its frozen parameters
+FROZEN: Final = ".frozen"  # suffix of the name of a block's second unit, of its frozen parameters
 PERSISTENT: Final = "persistent"  # the unit of parameters too small to be worth a gather each time
 ROOT: Final = "root"  # the unit of parameters outside all blocks
-MUCH_PADDING: Final = 0.05  # of a model's elements: beyond it bytes and memory are marked where shown
+MUCH_PADDING: Final = 0.05  # share of a model's elements beyond which its bytes and memory are marked
 
 
 class GeometryError(ValueError):
-    """A unit cannot be laid out as asked; the message names it and the numbers."""
+    """A unit cannot be laid out; the message names it and the numbers."""
 
 
 class PaddingError(GeometryError):
-    """More of a unit would be padding than allowed; ``needed`` is the least ``max_padding`` to allow it."""
+    """A unit would have too much padding; ``needed`` is the least ``max_padding`` that allows it."""
 
     def __init__(self, message: str, needed: float) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class ParameterSpec:
 
     name: str
     shape: tuple[int, ...]
-    group: int = 0  # the optimizer group (weight decay, learning rate) that it belongs to
+    group: int = 0  # its optimizer group (weight decay, learning rate)
 
     @property
     def numel(self) -> int:
@@ -45,10 +45,10 @@ class ParameterSpec:
 
 
 class Band(NamedTuple):
-    """Bands of a matrix's rows side by side in a shard: ``many`` of them from element ``start`` on."""
+    """``bands`` of a matrix's rows side by side in a shard, from element ``start`` on."""
 
     start: int
-    many: int
+    bands: int
     columns: int
 
 
@@ -69,7 +69,7 @@ class Slot:
 class UnitGeometry:
     """A unit's layout for one world size."""
 
-    name: str  # of the block, and :data:`FROZEN` where it is not trainable
+    name: str  # of the block, with the suffix :data:`FROZEN` if not trainable
     slots: tuple[Slot, ...]  # parameters, ordered by optimizer group
     padded: int  # elements of the flat buffer, a multiple of ``world * grain``
     world: int  # all ranks; each ends a gradient's reduction with ``piece = padded / world`` elements
@@ -80,7 +80,7 @@ class UnitGeometry:
 
     @property
     def block(self) -> str:
-        """The block whose parameters it holds; its units are gathered together."""
+        """The name of its block, whose units are gathered together."""
         return self.name if self.trainable else self.name.removesuffix(FROZEN)
 
     @property
@@ -114,7 +114,7 @@ class UnitGeometry:
         return self.padded // self.world
 
     def piece_stride(self, stride: int) -> int:
-        """Pieces, in the order of the unit, from one rank's to that of the rank an axis's ``stride`` further.
+        """Distance in pieces, in unit order, between the pieces of ranks an axis's ``stride`` apart.
 
         The pieces of a shard lie together: rank ``k * group + i`` has piece ``i * (world / group) + k``.
         """
@@ -132,27 +132,27 @@ class UnitGeometry:
         return low + start, low + end
 
     def part(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """(start, end) of the elements of ``slot`` inside ``rank``'s shard, shard-relative; maybe empty."""
+        """(start, end) of ``slot``'s elements in ``rank``'s shard, relative to the shard; maybe empty."""
         return self._clipped(slot.offset, slot.end, rank)
 
     def _clipped(self, start: int, end: int, rank: int) -> tuple[int, int]:
-        """What of elements [start, end) of the unit is in ``rank``'s shard, shard-relative; maybe empty."""
+        """Elements [start, end) of the unit cut to ``rank``'s shard, relative to the shard; maybe empty."""
         low, high = self.bounds(rank)
         return min(max(start, low), high) - low, min(max(end, low), high) - low
 
     def own_piece(self, rank: int) -> tuple[int, int]:
-        """(first, end) elements of the shard that ``rank`` alone reduces: they number every element once."""
+        """(first, end) elements of the shard that ``rank`` alone reduces: all ranks' count each once."""
         replica = rank // self.shards
         return replica * self.piece, (replica + 1) * self.piece
 
     def received_piece(self, rank: int) -> tuple[int, int]:
-        """(first, end) elements of the unit: a piece of the mean that ``rank`` holds; all ranks' fill it."""
+        """(first, end) elements of the unit: a piece of the mean on ``rank``; all ranks' pieces fill it."""
         low, _ = self.bounds(rank)
         first, end = self.own_piece((rank + self.shards) % self.world)
         return low + first, low + end
 
     def spans(self, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """(group, start, end) of each optimizer group, with padding after it, shard-relative; maybe empty."""
+        """(group, start, end) of an optimizer group with its padding, relative to the shard, maybe empty."""
         starts: dict[int, int] = {}  # by group, its first element in the unit
         for slot in self.slots:
             starts.setdefault(slot.spec.group, slot.offset)
@@ -167,21 +167,21 @@ class UnitGeometry:
         return tuple((start, end) for start, end in zip(starts, ends, strict=True) if start < end)
 
     def pads(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """(start, end) of the padding inside ``rank``'s shard, shard-relative, none empty."""
+        """(start, end) of the padding inside ``rank``'s shard, relative to the shard, none empty."""
         clipped = (self._clipped(start, end, rank) for start, end in self.gaps)
         return tuple((start, end) for start, end in clipped if start < end)
 
     def bands(self, rank: int, rows: int) -> tuple[Band, ...]:
-        """Bands of ``rows`` whole rows of those matrices in ``rank``'s shard whose columns they divide."""
-        found = []
+        """Bands of ``rows`` whole rows in ``rank``'s shard, of matrices whose columns ``rows`` divides."""
+        bands = []
         low, _ = self.bounds(rank)
         for slot in self.slots:
             start, end = self.part(slot, rank)
             columns = math.prod(slot.spec.shape[1:])
             if len(slot.spec.shape) > 1 and columns and columns % rows == 0:
                 start += (slot.offset - low - start) % columns
-                found.append(Band(start, max(0, end - start) // (rows * columns), columns))
-        return tuple(band for band in found if band.many)
+                bands.append(Band(start, max(0, end - start) // (rows * columns), columns))
+        return tuple(band for band in bands if band.bands)
 
 
 def lay_out(
@@ -195,7 +195,7 @@ def lay_out(
     group: int = 0,
     grain_in_words: str = "",
 ) -> UnitGeometry:
-    """Place parameters one after the other, ordered by group and then as given, each on the grain.
+    """Place parameters one after the other, ordered by group and then in their order, each on the grain.
 
     ``max_padding`` is a share of the unit's elements; all else is as in :class:`UnitGeometry`.
 
@@ -209,29 +209,29 @@ def lay_out(
     padding = padded - unit.numel
     if padding > max_padding * unit.numel:
         needed = -(-100 * padding // unit.numel) / 100
-        whose = f" ({grain_in_words})" if grain_in_words else ""
+        codecs = f" ({grain_in_words})" if grain_in_words else ""
         share = f"{padding / unit.numel:.1%} of {unit.numel}, allowed {max_padding:.1%} by max_padding"
         raise PaddingError(
             f"unit {name!r}: {padding} of {padded} elements would be padding ({share}) for blocks of "
-            f"{grain}{whose} on {world} ranks; use smaller blocks or raise max_padding to {needed:.2f}",
+            f"{grain}{codecs} on {world} ranks; use smaller blocks or raise max_padding to {needed:.2f}",
             needed,
         )
     return unit
 
 
 def padding_share(units: Iterable[tuple[int, int]]) -> float:
-    """Padding over elements of a model of ``units``, (elements, elements with padding) each; 0 of none."""
+    """Padding over elements of ``units``, (elements, elements with padding) each; 0 without elements."""
     sizes = list(units)
-    numel = sum(own for own, _ in sizes)
+    numel = sum(elements for elements, _ in sizes)
     return (sum(padded for _, padded in sizes) - numel) / numel if numel else 0.0
 
 
 def chunked(piece: int, chunks: int, grain: int) -> tuple[tuple[int, int], ...]:
     """(start, end) of the chunks of a piece, in their order, none empty.
 
-    From three chunks on the first and the last weigh 1 and those between them 3, as near as multiples of
-    ``grain`` allow: of ``n`` equal chunks at most ``1 - 1 / n`` of the shorter hop is hidden behind the
-    longer; of 1:3:3:1 seven eighths.  There are at most ``chunks``, which start on ``grain`` elements.
+    There are at most ``chunks``, which start on ``grain`` elements.  From three on they are as 1:3:...:3:1 as
+    ``grain`` allows: ``n`` equal chunks hide at most ``1 - 1 / n`` of the shorter hop behind the
+    longer, 1:3:3:1 seven eighths.
     """
     whole = max(1, piece // grain)
     weights = [1] * chunks if chunks < 3 else [1, *[3] * (chunks - 2), 1]

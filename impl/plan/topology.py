@@ -1,7 +1,7 @@
 """Topology: nodes, ranks per node, and the axes along which collectives hop.
 
-Pure: no torch.  A topology is a *value* chosen by the caller, so that two-node algorithms run and are tested
-on one machine.  ``rank = node * ranks_per_node + local``.
+Pure: no torch.  A topology is a *value* that the caller chooses, so that two-node algorithms run and are
+tested on one machine.  ``rank = node * ranks_per_node + local``.
 """
 
 from __future__ import annotations
@@ -70,24 +70,24 @@ class Topology:
         """Whether groups along ``axis`` have ranks on more than one node."""
         return axis.size > 1 and axis.stride * axis.size > self.ranks_per_node
 
-    def check_group(self, what: str, ranks: int) -> None:
-        """Refuse a group size, of ``what``, that this topology cannot hold; 0 is no group.
+    def check_group(self, name: str, ranks: int) -> None:
+        """Refuse a size of the group ``name`` that this topology cannot hold; 0 is no group.
 
         Raises ValueError: unless it divides a node's ranks, or is a multiple of them that divides the world.
         """
-        inside = ranks > 0 and self.ranks_per_node % ranks == 0
-        across = ranks > 0 and ranks % self.ranks_per_node == 0 and self.world % ranks == 0
-        if not (ranks == 0 or inside or across):
-            here, most = self.ranks_per_node, self.world
-            does = f"{what} of {ranks} ranks does not fit {self.nodes} nodes x {here} ranks"
-            raise ValueError(f"{does}: it must divide {here}, or be a multiple of it that divides {most}")
+        per_node, world = self.ranks_per_node, self.world
+        if ranks < 0 or (ranks and per_node % ranks and (ranks % per_node or world % ranks)):
+            raise ValueError(
+                f"{name} of {ranks} ranks does not fit {self.nodes} nodes x {per_node} ranks: it must divide "
+                f"{per_node}, or be a multiple of it that divides {world}"
+            )
 
     def gather_axes(self, secondary: int) -> tuple[tuple[Axis, ...], int]:
-        """Hops of the hierarchical gather, first hop first, and how many come before hpZ's copy.
+        """Hops of the hierarchical gather, first hop first, and the number of hops before hpZ's copy.
 
-        What a rank holds after the returned number of hops is the secondary shard, which ``secondary`` ranks
-        share, 0 for none, a size that :meth:`check_group` lets pass: a backward gather repeats the later hops
-        alone.  The product of the sizes is the world; a hop of size 1 sends nothing.
+        After these a rank holds the secondary shard, which ``secondary`` ranks share: 0 for none, else a size
+        that :meth:`check_group` lets pass.  A backward gather repeats the later hops alone.  The product of
+        the sizes is the world; a hop of size 1 sends nothing.
         """
         per_node = self.ranks_per_node
         if secondary in (0, per_node):
