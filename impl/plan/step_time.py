@@ -2,9 +2,9 @@
 
 Pure: no torch.  A :class:`Machine` says what a cluster achieves, as measured or as published, and how the
 system overlaps: ``none`` (``step = compute + wire``), ``full`` (``max(compute, wire)``, which no schedule
-surpasses), or ``schedule``, this engine's own, unit by unit and hop by hop (:mod:`impl.plan.timeline`).
+surpasses), or ``schedule``, that of this engine, unit by unit and hop by hop (:mod:`impl.plan.timeline`).
 
-The first two need only sums (:class:`Work`), so that systems of which little is known are modelled, too:
+The first two need only sums (:class:`Work`), so that systems that little is known about are modelled, too:
 ``parameters * (fixed + tokens * per_token)`` seconds of computation a rank, and the bytes that leave one node
 over what its adapters carry together.
 """
@@ -25,8 +25,8 @@ from impl.plan.timeline import Collective, Hop, Load, pass_time
 from impl.plan.topology import Axis, Topology
 from impl.plan.traffic import destinations, gather_hops, reduction_hops
 
-BACKWARD: Final = 2.0  # a backward pass computes so many times what a forward pass does
-FLOPS_PER_TOKEN: Final = 8  # of each parameter: forward 2, again for activation checkpointing 2, backward 4
+BACKWARD: Final = 2.0  # operations of a backward pass over those of a forward pass
+FLOPS_PER_TOKEN: Final = 8  # for each parameter: forward 2, again for activation checkpointing 2, backward 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,9 @@ class CodecCost:
 class Machine:
     """What one cluster achieves in training.
 
-    Seconds are of one processor (a core, or a GPU); where more ranks than processors share a host, each takes
-    so many times longer.
+    Seconds are of one processor (a core, or a GPU), and longer where more ranks than processors share a host.
 
-    Raises ValueError: naming the field that is negative, not finite, or out of its range.
+    Raises ValueError: naming a field that is negative, not finite, or out of its range.
     """
 
     name: str
@@ -54,16 +53,16 @@ class Machine:
     efficiency: float  # share of an adapter's nominal rate that messages achieve, above 0 and at most 1
     fewest: float  # tokens of a rank between which ``fixed`` and ``per_token`` were measured
     most: float
-    smallest: float = 0.0  # parameters of models that they were measured with; 0 for any
+    smallest: float = 0.0  # parameters of the measured models; 0 for any
     largest: float = 0.0
     overlap: Literal["none", "full", "schedule"] = "none"  # how the system hides messages
     latency: float = 0.0  # seconds from the end of sending a message to its arrival
     inside: float = 0.0  # bytes a second that a rank sends inside its node; 0 for any number
     launch: float = 0.0  # further seconds for each unit of the model
     unit: float = 0.0  # the engine's seconds for each unit in each half of a pass
-    element: float = 0.0  # the engine's for each element of a unit in each half of a pass
-    message: float = 0.0  # the engine's for each message that a rank sends
-    sent: float = 0.0  # further seconds for each of its bytes that goes to another node
+    element: float = 0.0  # for each element of a unit in each half of a pass
+    message: float = 0.0  # for each message that a rank sends
+    sent: float = 0.0  # further seconds for each byte to another node
     optimizer: float = 0.0  # seconds for each element that a rank's optimizer steps
     processors: int = 0  # of a host; 0 for one for each rank
     emulated: bool = False  # all nodes are one host, whose processors they share
@@ -89,38 +88,38 @@ class Machine:
         return units * self.launch + parameters * (self.fixed + tokens * self.per_token)
 
     def knows(self, parameters: float, tokens: float) -> bool:
-        """Whether a model and a batch lie where the machine was measured."""
+        """Whether a model and a batch are within the measured range."""
         sizes = self.largest == 0 or self.smallest <= parameters <= self.largest
         return sizes and self.fewest <= tokens <= self.most
 
     def times(self, codec: Codec) -> bool:
-        """Whether a codec of this type and these bits was measured; true of machines without codecs."""
-        word = str(codec).split(":")[0]
-        return not self.codecs or any(known.split(":")[0] == word for known in self.codecs)
+        """Whether a codec of this type and these bits was measured; true for machines without codecs."""
+        family = str(codec).split(":")[0]
+        return not self.codecs or any(text.split(":")[0] == family for text in self.codecs)
 
     def stretch(self, nodes: int, ranks_per_node: int) -> float:
-        """How many times longer a rank takes because others share its host's processors."""
+        """The factor of a rank's seconds because others share its host's processors."""
         ranks = nodes * ranks_per_node if self.emulated else ranks_per_node
         return max(1.0, ranks / self.processors) if self.processors else 1.0
 
     def cost(self, codec: Codec) -> CodecCost:
-        """Of a codec, or of the measured one whose text is most alike: first its type, then its options."""
+        """The cost of a codec, or of the measured codec most like it: first by type, then by options."""
         if not self.codecs:
             return CodecCost(encode=0.0, decode=0.0)
-        return self.codecs[max(sorted(self.codecs), key=lambda known: _alikeness(known, str(codec)))]
+        return self.codecs[max(sorted(self.codecs), key=lambda text: _likeness(text, str(codec)))]
 
 
-def _alikeness(known: str, text: str) -> tuple[bool, bool, int]:
-    """How alike two codecs' texts are: type with bits, type, and how many options they share."""
-    mine, theirs = known.split(":"), text.split(":")
-    family = [re.sub(r"[0-9].*", "", words[0]) for words in (mine, theirs)]
-    options = [{word for word in words[1:] if not word.isdigit()} for words in (mine, theirs)]
-    return mine[0] == theirs[0], family[0] == family[1], -len(options[0] ^ options[1])
+def _likeness(text: str, other: str) -> tuple[bool, bool, int]:
+    """Whether two codecs' texts agree in type and bits, and in type; minus the options of only one."""
+    (head, *options), (other_head, *other_options) = text.split(":"), other.split(":")
+    same_type = re.sub(r"[0-9].*", "", head) == re.sub(r"[0-9].*", "", other_head)
+    differing = {option for option in {*options} ^ {*other_options} if not option.isdigit()}
+    return head == other_head, same_type, -len(differing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one step asks of a machine."""
+    """What one step computes and sends."""
 
     parameters: float  # of the model, without padding
     tokens: float  # of one rank in a step
@@ -147,7 +146,7 @@ class StepTime:
 
 
 def step_time(machine: Machine, work: Work) -> StepTime:
-    """Returns the predicted step of a system of which only sums are known."""
+    """Returns the predicted step of a system, from sums alone."""
     compute = machine.compute(work.parameters, work.tokens)
     wire = work.egress_bytes / (work.rate * machine.efficiency)
     return StepTime(
@@ -160,7 +159,7 @@ def step_time(machine: Machine, work: Work) -> StepTime:
 
 
 def least_seconds(work: Work, peak_flops: float) -> float:
-    """Returns what no step undercuts: the wire at its nominal rate, and operations at ``peak_flops``."""
+    """Returns a lower bound of any step: the wire at its nominal rate, or operations at ``peak_flops``."""
     return max(work.egress_bytes / work.rate, flops(work) / peak_flops)
 
 
@@ -197,14 +196,14 @@ def step_of(machine: Machine, step: Step) -> StepTime:
         reduces = index == step.micro_batches - 1 or policy.reduces_each_micro_batch
         loads = []
         for unit in units:
-            own, share = policy.for_unit(unit), unit.padded / elements
-            regather = seconds.gather(own, unit, again=True) if own.stage == 3 else Collective()
+            rules, share = policy.for_unit(unit), unit.padded / elements
+            regather = seconds.gather(rules, unit, again=True) if rules.stage == 3 else Collective()
             load = Load(
                 forward=forward * share,
                 backward=backward * share,
-                gather=seconds.gather(own, unit, again=False) if index == 0 else regather,
+                gather=seconds.gather(rules, unit, again=False) if index == 0 else regather,
                 regather=regather,
-                reduce=seconds.reduction(own, unit) if reduces and unit.trainable else Collective(),
+                reduce=seconds.reduction(rules, unit) if reduces and unit.trainable else Collective(),
                 engine=seconds.stretch * (machine.unit + machine.element * unit.padded),
             )
             loads.append(load)
@@ -212,10 +211,10 @@ def step_of(machine: Machine, step: Step) -> StepTime:
     optimizer = machine.optimizer * seconds.stretch * sum(unit.shard for unit in units if unit.trainable)
     return StepTime(
         compute=(forward + backward) * step.micro_batches + optimizer,
-        wire=sum(one.adapter for one in passes),
-        seconds=sum(float(one.seconds) for one in passes) + optimizer,
+        wire=sum(run.adapter for run in passes),
+        seconds=sum(float(run.seconds) for run in passes) + optimizer,
         calibrated=machine.knows(step.parameters, step.tokens) and all(map(machine.times, policy.codecs)),
-        exposed=sum(float(one.exposed) for one in passes),
+        exposed=sum(float(run.exposed) for run in passes),
         spread=machine.spread,
     )
 
@@ -228,7 +227,7 @@ class _Seconds:
         self.stretch = machine.stretch(topology.nodes, topology.ranks_per_node)
 
     def gather(self, policy: Policy, unit: UnitGeometry, *, again: bool) -> Collective:
-        """Of a unit's weights; ``again`` from hpZ's copy, if there is one."""
+        """The gather of a unit's weights; ``again`` from hpZ's copy, if there is one."""
         again = again and policy.gather_axes(self._topology)[1] > 0
         codec = (
             policy.copy_codec if again else policy.differences or policy.weights
@@ -246,7 +245,7 @@ class _Seconds:
         return Collective(hops=tuple(hops), after=self._coding(codec, unit.padded, "decode"))
 
     def reduction(self, policy: Policy, unit: UnitGeometry) -> Collective:
-        """Of a unit's gradient, and of its mean between groups that hold copies."""
+        """The reduction of a unit's gradient, and the gather of its mean between groups."""
         hops, summed, ring = list[Hop](), 0.0, policy.reduce == "ring"
         for axis, codec, slices, sizes in reduction_hops(policy, self._topology, unit.piece, policy.grain):
             elements = slices * axis.size * unit.piece

@@ -1,13 +1,12 @@
 """The timeline of a step: what a rank computes, encodes and waits for, in the order of the schedule.
 
-Pure: no torch.  All ranks do the same at the same time, so one of them is followed.  It asks the
-:class:`~impl.plan.prefetch_schedule.Schedule` that the engine asks, and posts messages when the engine
-(:mod:`impl.unit.unit`) posts them: a gather's first hop when it starts and each further one when the weights
-are waited for; a reduction's first hop when the unit's last gradient is there, each further one when the next
-unit's first gradient is.
+Pure: no torch.  All ranks do the same at the same time, so this follows one of them.  It asks the engine's
+:class:`~impl.plan.prefetch_schedule.Schedule`, and posts messages when the engine (:mod:`impl.unit.unit`)
+does: a gather's first hop when it starts and each further one in the wait for the weights; a reduction's
+first hop at the unit's last gradient, each further one at the next unit's first gradient.
 
-Three resources carry one thing at a time, in the order in which they are asked: the rank's *processor* (or
-GPU stream), the node's *adapter* to other nodes, and what connects the ranks *inside* the node.
+Three resources serve one request at a time, in order: the rank's *processor* (or GPU stream), the node's
+*adapter* to other nodes, and the connection of ranks *inside* the node.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ FIRST_GRADIENT: Final = 1 / 3  # of a unit's backward pass has run when the firs
 class Hop:
     """One exchange of a collective, in seconds."""
 
-    adapter: float  # that all messages of a node take on its adapter
-    inside: float = 0.0  # that all messages of a rank take inside its node
+    adapter: float  # of all messages of a node on its adapter
+    inside: float = 0.0  # of all messages of a rank inside its node
     latency: float = 0.0  # from the end of sending to the arrival, beside other messages
-    before: float = 0.0  # of the processor, to encode what is sent, or to copy it
+    before: float = 0.0  # of the processor, to encode or copy the message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +45,14 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What one unit asks for in a pass."""
+    """What one unit computes and sends in a pass."""
 
-    forward: Seconds  # of computation; or (n,) of n passes, that are walked together
+    forward: Seconds  # of computation; or (n,) of n passes at once
     backward: Seconds
     gather: Collective = Collective()  # of its weights, before its forward pass
     regather: Collective = Collective()  # before its backward pass
     reduce: Collective = Collective()  # of its gradient
-    engine: float = 0.0  # seconds of the processor in each of the two, for whatever else the engine does
+    engine: float = 0.0  # further seconds of the processor in each of forward and backward
 
 
 def pass_time(
@@ -64,10 +63,10 @@ def pass_time(
     first_gradient: float = FIRST_GRADIENT,
     least_forward: Seconds = 0.0,
 ) -> Pass:
-    """One forward and backward pass, of loads by index, ``bucket`` elements being reduced at once.
+    """One forward and backward pass of ``loads``, by unit, with ``bucket`` elements in reduction at most.
 
-    Of the units around all others (embedding, head) the computation lies where the most of it is done: after
-    the blocks in forward, before them in backward, which does not begin before ``least_forward``.
+    Outer units (embedding, head) compute where most of their computation is done: after the blocks in
+    forward, before them in backward, which does not begin before ``least_forward``.
     """
     run, outer = Pass(schedule, loads, bucket), [loads[unit] for unit in schedule.outer]
     for unit in schedule.outer:
@@ -94,10 +93,10 @@ def pass_time(
 
 
 def least_pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> Seconds:
-    """Least seconds of one forward and backward pass, of loads that take computation and the adapter alone.
+    """Least seconds of one forward and backward pass, of loads with computation and adapter times alone.
 
-    The units around all others are taken to compute in whatever time the adapter leaves free, and gradients
-    to arrive when backward begins.  Never above what :func:`pass_time` predicts for the same and more.
+    Outer units compute while the adapter is free, and gradients arrive when backward begins.  Never above the
+    prediction of :func:`pass_time` for the same loads or larger ones.
     """
     inner = [
         replace(load, forward=0.0, backward=0.0) if unit in schedule.outer else load
@@ -110,7 +109,7 @@ def least_pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> Seconds:
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A collective under way: hops that are left, seconds after them, and when the last posted arrives."""
+    """A collective under way: hops left, seconds after them, and the arrival of the last posted hop."""
 
     left: list[Hop]
     after: float
@@ -122,14 +121,14 @@ class Pass:
 
     def __init__(self, schedule: Schedule, loads: Sequence[Load], bucket: float) -> None:
         self.seconds: Seconds = 0.0  # until now; in the end, until the last gradient is reduced
-        self.forward: Seconds = 0.0  # of them, until it turned back
-        self.exposed: Seconds = 0.0  # of them, waited for messages
-        self.adapter = 0.0  # of them, the node's adapter was busy
+        self.forward: Seconds = 0.0  # of the forward pass
+        self.exposed: Seconds = 0.0  # of waits for messages
+        self.adapter = 0.0  # of the node's busy adapter
         self._schedule, self._loads, self._bucket = schedule, loads, bucket
         self._backward = False
-        self._adapter_free: Seconds = 0.0  # when each will have sent what was posted
+        self._adapter_free: Seconds = 0.0  # when all posted messages will have been sent
         self._inside_free: Seconds = 0.0
-        self._gathers: dict[int, _UnderWay | None] = {}  # of units that are gathered (None), or on their way
+        self._gathers: dict[int, _UnderWay | None] = {}  # by unit, under way or finished (None)
         self._reductions: dict[int, _UnderWay] = {}  # under way, as they were started
 
     def compute(self, seconds: Seconds) -> None:
@@ -137,13 +136,13 @@ class Pass:
         self.seconds = self.seconds + seconds
 
     def turn(self, least: Seconds) -> None:
-        """The forward pass is over: of what is gathered only what the schedule keeps is used again."""
+        """End the forward pass: only units that the schedule keeps stay gathered."""
         self.seconds = self.forward = np.maximum(self.seconds, least)
-        self._gathers = {unit: one for unit, one in self._gathers.items() if unit in self._schedule.kept}
+        self._gathers = {unit: self._gathers[unit] for unit in self._gathers.keys() & self._schedule.kept}
         self._backward = True
 
     def gather(self, unit: int, ahead: Sequence[int]) -> None:
-        """Gather ``unit`` and those ahead of it, unless they are gathered or on their way; wait for it."""
+        """Gather ``unit`` and those ``ahead`` of it, unless gathered or under way; wait for ``unit``."""
         for index in (unit, *ahead):
             if index not in self._gathers:
                 load = self._loads[index]
@@ -153,7 +152,7 @@ class Pass:
             self._gathers[unit] = None
 
     def reduce(self, unit: int) -> None:
-        """All gradients of ``unit`` are there: its weights go, its gradient is sent."""
+        """All gradients of ``unit`` have arrived: drop its weights, and reduce its gradient."""
         del self._gathers[unit]
         self.post_next_hops()
         for earlier in list(self._reductions):
@@ -163,7 +162,7 @@ class Pass:
         self._reductions[unit] = self._start(self._loads[unit].reduce)
 
     def post_next_hops(self) -> None:
-        """Every reduction under way posts its next hop, once what it needs has arrived."""
+        """Every reduction under way posts its next hop, once the hop before has arrived."""
         for under_way in self._reductions.values():
             self._post(under_way)
 
@@ -184,7 +183,7 @@ class Pass:
         self.compute(under_way.after)
 
     def _post(self, under_way: _UnderWay) -> None:
-        """Wait for the hop that was posted last, and post the next, if there is one."""
+        """Wait for the hop posted last, and post the next, if there is one."""
         if not under_way.left:
             return
         self._wait(under_way.arrival)
