@@ -1,7 +1,7 @@
-"""Bytes that a policy sends, from the policy alone.
+"""Predicts the bytes that a policy sends, from the policy alone.
 
 Pure: no torch.  The engine's ledger must equal :func:`predict` to the byte.  A message counts once per
-destination, self excluded; a ring counts what it sends to its neighbour.
+destination, self excluded; in a ring the neighbour is the only one.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Event = Literal[
     "forward", "accumulate", "backward", "evaluate", "norm", "step", "changed", "forgotten", "dropped"
 ]
 
-ORDER_BYTES: Final = 16  # of a fingerprint on its way: how many exchanges, and the hash of their order
+ORDER_BYTES: Final = 16  # of a fingerprint message: the count of exchanges, and the hash of their order
 NORM_BYTES: Final = 8  # one fp64 per rank: its sum of squares
 SQUARES_BYTES: Final = 8  # one fp64 per rank, unit and codec of a budget: its sum of squared errors
 MASTER_BYTES: Final = 4  # fp32
 
 
 class Tag(NamedTuple):
-    """What a message is for; a ledger adds axis and link."""
+    """The purpose of a message; a ledger adds axis and link."""
 
     phase: Phase
     purpose: Purpose
@@ -44,7 +44,7 @@ class Tag(NamedTuple):
 
 
 class LedgerKey(NamedTuple):
-    """What a byte was for and over which kind of link it went."""
+    """The purpose of a byte, its hop and the kind of its link."""
 
     phase: Phase
     purpose: Purpose
@@ -61,7 +61,7 @@ class Sent(NamedTuple):
 
 
 class CopyKey(NamedTuple):
-    """What was copied between host and device, which way, and of which unit."""
+    """The direction of a copy between host and device, its purpose and its unit."""
 
     direction: Direction
     purpose: Copied
@@ -69,14 +69,14 @@ class CopyKey(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A codec that a budget chose for what a unit sends, from the gathers and reductions of a step on."""
+    """A codec that a budget chose for a unit's messages, from a step's gathers and reductions on."""
 
     step: int  # optimizer steps before it
     purpose: Budgeted
     unit: str
-    hop: str  # name of the axis; empty of weights
+    hop: str  # name of the axis; empty for weights
     codec: Codec
-    vnmse: float  # in the step before: sum((decoded - x)^2) / sum(x^2) on all ranks; 0 of zeros
+    vnmse: float  # in the step before: sum((decoded - x)^2) / sum(x^2) on all ranks; 0 for zeros
 
 
 def passes(policy: Policy, *, micro_batches: int = 1, norms: int = 0) -> list[Event]:
@@ -88,9 +88,9 @@ def passes(policy: Policy, *, micro_batches: int = 1, norms: int = 0) -> list[Ev
 
 @functools.cache
 def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Mapping[Link, int]:
-    """How many messages ``rank`` sends over each kind of link in one exchange along ``axis``.
+    """The number of messages that ``rank`` sends over each kind of link in one exchange along ``axis``.
 
-    In a ``ring`` all size-1 messages go to the next rank of the group, instead of one to each.
+    In a ``ring`` all size - 1 messages go to the next rank of the group, else one to each.
     """
     group, me = axis.group(rank), axis.digit(rank)
     targets = [group[(me + 1) % axis.size]] * (axis.size - 1) if ring else [r for r in group if r != rank]
@@ -116,19 +116,17 @@ class Book:
             self.sent[key] = Sent(nbytes + count * size, messages + count)
 
     def control(self, size: int, purpose: Purpose = "control") -> None:
-        """What every rank tells all others."""
+        """One message of ``size`` from every rank to all others."""
         self.exchange(Tag("step", purpose), self.topology.world_axis, size)
 
     def gather(self, tag: Tag, axes: Iterable[Axis], size: int, *, ring: bool = False) -> None:
-        """Hops along ``axes``, each of which forwards all that those before it have made of ``size``."""
+        """Hops along ``axes``; each forwards all that the hops before it gathered of messages of ``size``."""
         for axis in axes:
             self.exchange(tag, axis, size, ring=ring)
             size *= axis.size
 
     def reduction(self, policy: Policy, unit: str, piece: int, grain: int) -> None:
-        """A reduction of which every rank ends with ``piece`` elements, in chunks from ``grain`` on, and the
-        mean's way to the ranks that hold copies.
-        """
+        """A reduction to ``piece`` elements a rank, in chunks on ``grain``, and the gather of copies."""
         tag = Tag("backward", "gradients", unit)
         for axis, _, _, sizes in reduction_hops(policy, self.topology, piece, grain):
             for size in sizes:
@@ -140,10 +138,10 @@ class Book:
 def gather_hops(
     policy: Policy, topology: Topology, unit: UnitGeometry, codec: Codec, *, again: bool
 ) -> Iterator[tuple[Axis, Codec, int, int]]:
-    """Each hop of a unit's weight gather, whose own policy it is.
+    """Each hop of the weight gather of a ``unit`` with its own ``policy``.
 
-    Its axis; the codec, the elements and the bytes of a rank's message.  ``codec`` is that of the hops before
-    an hpZ group; a gather ``again`` goes on from hpZ's copy.
+    Yields its axis, and the codec, elements and bytes of a rank's message.  ``codec`` is that of the hops
+    before an hpZ group; a gather ``again`` starts from hpZ's copy.
     """
     axes, spared = policy.gather_axes(topology)
     frames = 1
@@ -158,9 +156,9 @@ def gather_hops(
 def reduction_hops(
     policy: Policy, topology: Topology, piece: int, grain: int
 ) -> Iterator[tuple[Axis, Codec, int, list[int]]]:
-    """Each hop of a reduction of which every rank ends with ``piece`` elements, in chunks from ``grain`` on.
+    """Each hop of a reduction to ``piece`` elements a rank, in chunks on ``grain``.
 
-    Its axis and codec; the pieces in a rank's message to another; bytes of such a message of each chunk.
+    Yields its axis and codec, the pieces in a rank's message to another, and that message's bytes by chunk.
     """
     slices = topology.world
     lengths = [end - start for start, end in chunked(piece, policy.chunks, grain)]
@@ -179,15 +177,15 @@ def predict(
     buffer_bytes: int = 0,
     decisions: Collection[Decision] = (),
 ) -> Book:
-    """Everything that ``rank`` sends in ``events``, and copies between host and device for what is offloaded.
+    """Everything that ``rank`` sends in ``events``, and its copies between host and device for offload.
 
-    Of offloaded masters 4 S go to the host per reduction, and the frame to the device once after a step, or,
-    where frames are offloaded, whenever it is sent; of offloaded secondary frames what the spared hops
-    brought, to the host when it is kept and to the device when it is used again.
+    For an offloaded master 4 S bytes go to the host per reduction, and its frame to the device once a step
+    or, where frames are offloaded, whenever it is sent.  Offloaded secondary frames go to the host when they
+    are kept and to the device when they are used again.
 
     ``units`` are in model order, laid out for ``topology.world`` ranks.  A ``step`` changes the trained
     weights, ``changed`` (``Zero.weights_changed``) all; after ``forgotten`` (``Zero.forget_gathered``) all
-    are gathered anew; after ``dropped`` (``Zero.drop_gradients``) what is gathered next is no difference.
+    are gathered anew; after ``dropped`` (``Zero.drop_gradients``) the next gather sends no differences.
     ``buffer_bytes`` are of the model's persistent buffers; ``decisions`` of a budget count steps.
 
     Raises PolicyError: if the policy does not fit the topology.
@@ -214,10 +212,9 @@ def predict(
                         sums = sum(1 + len(codecs) for codecs in policy.candidates.values())
                         book.control(SQUARES_BYTES * chosen * sums)
                     steps += 1
-                    now = [one for one in decisions if one.step == steps]
-                    for one, sender in itertools.product(now, senders):
-                        if one.unit == sender.unit.name:
-                            sender.policy = sender.policy.with_choice(one.purpose, one.codec)
+                    for choice, sender in itertools.product(decisions, senders):
+                        if (choice.step, choice.unit) == (steps, sender.unit.name):
+                            sender.policy = sender.policy.with_choice(choice.purpose, choice.codec)
             case "dropped":
                 for sender in senders:
                     sender.steps = None
@@ -239,32 +236,32 @@ def predict(
 
 
 class Placement(NamedTuple):
-    """What of one unit lies in host memory."""
+    """The parts of one unit in host memory."""
 
     shard: bool = False  # the master with its mean gradient and optimizer state, or the frozen shard
-    frames: bool = False  # what is sent of the weights: the encoded shard, and hpZ's secondary frames
+    frames: bool = False  # the encoded shard, and hpZ's secondary frames
 
 
 ON_DEVICE = Placement()
 
 
 def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Placement]:
-    """Where every unit's states lie; ``units`` are in model order, shares are of padded elements."""
+    """The placement of each unit's states; ``units`` are in model order, shares are of padded elements."""
     stepped = _chosen([unit.padded if unit.trainable else 0 for unit in units], offload.optimizer)
     framed = _chosen([unit.padded for unit in units], offload.weights)
-    found = zip(units, stepped, framed, strict=True)
-    return [Placement(step if unit.trainable else frames, frames) for unit, step, frames in found]
+    rows = zip(units, stepped, framed, strict=True)
+    return [Placement(step if unit.trainable else frames, frames) for unit, step, frames in rows]
 
 
 def _chosen(sizes: Sequence[int], share: float) -> list[bool]:
-    """Whether each is of the first that hold at least ``share`` of the sum of ``sizes``; none of no size."""
+    """For each size whether it is needed, from the first on, to reach ``share`` of the sum; never for 0."""
     wanted, before = share * sum(sizes), itertools.accumulate(sizes, initial=0)
     return [size > 0 and held < wanted for size, held in zip(sizes, before, strict=False)]
 
 
 @dataclass(slots=True)
 class _Sender:
-    """One unit on one rank: what it sends next depends on what is still true there."""
+    """One unit on one rank, with the state that its next messages depend on."""
 
     book: Book
     policy: Policy
@@ -273,10 +270,10 @@ class _Sender:
     gathered: bool = False  # its weights stayed from the pass before
     current: bool = False  # hpZ's secondary holds these weights
     uploaded: bool = False  # the device holds the frame of an offloaded master
-    steps: int | None = None  # optimizer steps since the weights themselves were sent; None: they are to be
+    steps: int | None = None  # optimizer steps since the weights themselves were sent; None: they are next
 
     def weights_changed(self, event: Event) -> None:
-        """Nothing that was kept is true, but differences begin with it after an optimizer step."""
+        """All kept copies are stale; after an optimizer step differences may still start from them."""
         self.gathered = self.current = self.uploaded = False
         if event == "changed":
             self.steps = None
@@ -284,7 +281,7 @@ class _Sender:
             self.steps += 1
 
     def gather(self, phase: Phase, *, keep: bool) -> None:
-        """The weights are needed; afterwards they stay, or go."""
+        """Gather the weights, unless gathered; ``keep`` them, or reshard."""
         policy, book, placement, unit = self.policy, self.book, self.placement, self.unit
         if not self.gathered:
             if placement.shard and not self.current and (placement.frames or not self.uploaded):
@@ -302,7 +299,7 @@ class _Sender:
         self.gathered = keep or policy.stage < 3
 
     def _sent(self) -> Codec:
-        """What the hops before an hpZ group send next: weights, or how they differ from its copy."""
+        """The codec of the hops before an hpZ group: of weights, or of differences from its copy."""
         policy = self.policy
         if policy.differences is not None and not self.current:
             if self.steps is not None and not (policy.refresh and self.steps >= policy.refresh):
@@ -311,7 +308,7 @@ class _Sender:
         return policy.weights
 
     def reduce(self) -> None:
-        """The gradient of a trained unit is there."""
+        """Reduce the gradient of a trained unit."""
         policy, unit, book = self.policy, self.unit, self.book
         if self.placement.shard:
             book.copied[CopyKey("to_host", "gradients", unit.name)] += MASTER_BYTES * unit.shard
@@ -319,7 +316,7 @@ class _Sender:
 
 
 def secondary_bytes(policy: Policy, topology: Topology, unit: UnitGeometry, kept: Codec | None = None) -> int:
-    """Bytes on one rank of hpZ's copy of a unit, whose own policy it is, as it is or would be ``kept``."""
+    """Bytes on one rank of hpZ's copy of a unit with its own ``policy``, or with codec ``kept``."""
     axes, spared = policy.gather_axes(topology)
     copies = math.prod(axis.size for axis in axes[:spared]) if spared else 0
     return copies * (kept or policy.copy_codec).frame_bytes(unit.shard)
