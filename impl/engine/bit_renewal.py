@@ -1,8 +1,8 @@
 """Chooses the codecs of an engine's units anew every few steps, within the policy's budget.
 
-In the passes before a choice, what the hop between nodes encodes goes through every candidate, too, and the
-squared errors are added up.  After the optimizer's step the same is done with the masters; one exchange adds
-all ranks' sums in their order, and all choose from the same bits.
+In the passes before a choice, every candidate also encodes what the hop between nodes encodes, and the
+squared errors are added up.  After the optimizer's step the same is done with the masters.  One exchange adds
+all ranks' sums in rank order, so all ranks choose from the same bits.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from impl.unit.unit import Unit
 
 @dataclass(slots=True)
 class _Choice:
-    """What of one share is chosen, and what was measured for the next choice."""
+    """The codecs chosen for one share, and the errors measured for the next choice."""
 
     share: Share
-    chosen: list[int]  # by unit, the number of its codec
+    chosen: list[int]  # by unit, the index of its codec
     squares: Tensor  # (units, 1 + codecs) fp64 sums of squared values, and of each codec's squared errors
 
 
@@ -56,46 +56,47 @@ class Renewal(Observer):
         due = self._clock.step % self._every == 0
         if due or self._measuring:
             self.forget()
-            of_gradients = any(one.share.purpose == "gradients" for one in self._choices)
-            self._wire.observer = self if due and of_gradients else None
+            gradients = any(choice.share.purpose == "gradients" for choice in self._choices)
+            self._wire.observer = self if due and gradients else None
         self._measuring = due
 
     def encoded(self, unit: str, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
-        """Add up the errors that every candidate makes of what the hop between nodes encodes."""
+        """Add up the errors of every candidate on what the hop between nodes encodes."""
         del frames
-        for one in self._choices:
-            if one.share.hop == hop.axis and unit in one.share.units:
+        for choice in self._choices:
+            share = choice.share
+            if share.hop == hop.axis and unit in share.units:
                 key = replace(self._clock.gradients(unit, self._wire.mesh.rank), hop=hop.number)
-                one.squares[one.share.units.index(unit)] += squares_of(one.share.codecs, values, key)
+                choice.squares[share.units.index(unit)] += squares_of(share.codecs, values, key)
 
     def forget(self) -> None:
-        """Drop what was measured: of gradients that are not used."""
+        """Drop the measured errors: their gradients are not used."""
         self._squares.zero_()
 
     def stepped(self) -> None:
-        """Choose anew, if the step that is over was measured; all ranks must call it."""
+        """Choose anew, if the last step was measured; all ranks must call it."""
         if self._measuring:
             self._choose()
         self._observe()
 
     def _choose(self) -> None:
-        for one in self._choices:
-            if one.share.purpose == "weights":
-                for name, row in zip(one.share.units, one.squares, strict=True):
+        for choice in self._choices:
+            if choice.share.purpose == "weights":
+                for name, row in zip(choice.share.units, choice.squares, strict=True):
                     unit = self._units[name]
                     first, _ = unit.geometry.bounds(self._wire.mesh.rank)
                     key = self._clock.weights(name)
-                    row.copy_(squares_of(one.share.codecs, unit.master_shard.master, key, first))
+                    row.copy_(squares_of(choice.share.codecs, unit.master_shard.master, key, first))
         total = torch.zeros(self._squares.shape, dtype=torch.float64)
         for row in self._wire.all_gather_small(self._squares).cpu():  # in ranks' order; SQUARES_BYTES of each
             total += row
-        for one, part in zip(self._choices, torch.split(total, self._sizes), strict=True):
-            rows, share = part.view(one.squares.shape).tolist(), one.share
+        for choice, part in zip(self._choices, torch.split(total, self._sizes), strict=True):
+            rows, share = part.view(choice.squares.shape).tolist(), choice.share
             if not any(row[0] for row in rows) or not math.isfinite(math.fsum(map(math.fsum, rows))):
                 continue  # nothing was reduced, or it overflowed: the codecs stay
-            self._adopt(one, share.chosen([row[1:] for row in rows]))
-            for name, number, row in zip(share.units, one.chosen, rows, strict=True):
-                error, codec = row[1 + number] / row[0] if row[0] else 0.0, share.codecs[number]
+            self._adopt(choice, share.chosen([row[1:] for row in rows]))
+            for name, index, row in zip(share.units, choice.chosen, rows, strict=True):
+                error, codec = row[1 + index] / row[0] if row[0] else 0.0, share.codecs[index]
                 self.decisions.append(
                     Decision(self._clock.step, share.purpose, name, share.hop, codec, error)
                 )
@@ -103,23 +104,23 @@ class Renewal(Observer):
     def _adopt(self, choice: _Choice, chosen: list[int]) -> None:
         """Send in these codecs from here on."""
         share = choice.share
-        for name, before, codec in zip(share.units, choice.chosen, chosen, strict=True):
-            if codec != before:
+        for name, before, index in zip(share.units, choice.chosen, chosen, strict=True):
+            if index != before:
                 unit = self._units[name]
-                unit.follow(unit.policy.with_choice(share.purpose, share.codecs[codec]))
+                unit.follow(unit.policy.with_choice(share.purpose, share.codecs[index]))
         choice.chosen = chosen
 
     def state(self) -> Tensor:
-        """(n,) fp64 the numbers of the codecs and what was measured, to be loaded again."""
-        numbers = [float(codec) for one in self._choices for codec in one.chosen]
-        return torch.cat([torch.tensor(numbers, dtype=torch.float64), self._squares.cpu()])
+        """(n,) fp64 the codecs' indices and the measured errors, to be loaded again."""
+        indices = [float(index) for choice in self._choices for index in choice.chosen]
+        return torch.cat([torch.tensor(indices, dtype=torch.float64), self._squares.cpu()])
 
-    def load(self, given: Tensor) -> None:
-        """Take over what :meth:`state` gave on the same rank, once the clock has its step."""
-        sizes = [*(len(one.chosen) for one in self._choices), self._squares.numel()]
-        *numbers, squares = torch.split(given, sizes)
-        for one, chosen in zip(self._choices, numbers, strict=True):
-            self._adopt(one, list(map(int, chosen)))
+    def load(self, state: Tensor) -> None:
+        """Take over the :meth:`state` of the same rank, once the clock has its step."""
+        sizes = [*(len(choice.chosen) for choice in self._choices), self._squares.numel()]
+        *indices, squares = torch.split(state, sizes)
+        for choice, chosen in zip(self._choices, indices, strict=True):
+            self._adopt(choice, list(map(int, chosen)))
         self._observe()
         self._squares.copy_(squares)
 
