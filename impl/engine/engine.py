@@ -1,9 +1,10 @@
-"""The engine of a sharded model: what a training loop calls; :mod:`impl.engine.hooks` run by themselves."""
+"""The engine of a sharded model, as a training loop calls it; :mod:`impl.engine.hooks` run by themselves."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ class Zero:
         self._meter, self._host, self._passes = context.meter, context.host, context.passes
         budget = context.policy.budget
         self.renewal = None if budget is None else Renewal(budget, self.units, context)
-        # What the model holds of the engine: it lives as long as the model, though nobody keeps it.
+        # By these the model holds the engine, which lives as long, even if nobody else keeps it.
         model.zero_grad = self._zero_grad  # type: ignore[method-assign]
         model.load_state_dict = self._load_state_dict  # type: ignore[method-assign]
         watch_optimizers(self)
@@ -50,14 +51,14 @@ class Zero:
         """The fp32 masters of this rank, for any elementwise ``torch.optim`` optimizer.
 
         One dict per group with elements on any rank: ``params``, 1-D fp32 tensors (possibly none here), and
-        its ``options``, by the number that ``group_of`` gave; anything else is a ZeroError.  Of a group that
-        is partly offloaded on a GPU two dicts, one a device, as torch's fused and foreach kernels need it.
+        its ``options``, by the number from ``group_of``; anything else is a ZeroError.  A group partly
+        offloaded on a GPU has two dicts, one a device, as torch's fused and foreach kernels need.
         """
         return self.masters.groups(options)
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Backward passes inside add their gradients up locally, in fp32; the next one reduces the sum.
+        """Backward passes inside add gradients up locally, in fp32; the next one outside reduces the sum.
 
         A ZeroError if the policy reduces every micro-batch.
         """
@@ -79,25 +80,25 @@ class Zero:
         self._passes.accumulating = on
 
     def unsharded(self) -> contextlib.AbstractContextManager[None]:
-        """A forward pass of the model, whatever is called and computed inside; all ranks must enter it.
+        """Context that is a forward pass of the model, whatever runs inside; all ranks must enter it.
 
-        Modules show the root's parameters, as long as it lasts, and others where they are used; inputs are
-        not cast.  Run backward after the context, or several backward passes under :meth:`accumulating`.
+        Inside, modules show the root's parameters, and others where they are used; inputs are not cast.  Run
+        backward after the context, or several backward passes under :meth:`accumulating`.
         """
         return self.hooks.unsharded()
 
     def finish_backward(self) -> None:
-        """End a backward pass that failed on this rank: send what the other ranks wait for.
+        """End a backward pass that failed on this rank: send the messages that the other ranks wait for.
 
-        That is zeros after :meth:`drop_gradients`, and inside :meth:`accumulating` nothing.  Autograd ends
-        other backward passes by itself.  Afterwards the masters' gradients hold the mean over ranks, added to
-        what they held, zero of a parameter that no loss reached, for another rank's may have.
+        These are zeros after :meth:`drop_gradients`; inside :meth:`accumulating` there are none.  Autograd
+        ends other backward passes by itself.  Afterwards the mean over ranks has been added to the masters'
+        gradients; a parameter that no loss reached here counts as zero.
         """
         self.hooks.finish_backward()
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Passes inside leave no trace: they are run for what is sent; the next ones are as without them.
+        """Passes inside leave no trace: they run for their messages; later passes are as without them.
 
         Gradients are dropped, and weights gathered anew.  A ZeroError while there are gradients.
         """
@@ -117,8 +118,8 @@ class Zero:
     def drop_gradients(self) -> None:
         """Forget local gradients that have not been reduced: of a failed pass, or of :meth:`accumulating`.
 
-        So are errors that gradient codecs carry, and what differences of weights begin with, where ranks may
-        differ.  After a pass that KeyboardInterrupt left the engine is outside of passes again.
+        Carried errors of gradient codecs are forgotten too, and weights are sent next, not differences.
+        After a pass that KeyboardInterrupt ended the engine is outside of passes again.
         """
         for unit in self.units:
             unit.weight_gather.secondary.distrust()
@@ -129,12 +130,12 @@ class Zero:
     def step(
         self, *optimizers: torch.optim.Optimizer, max_norm: float | None = None, norm_type: float = 2.0
     ) -> Stepped:
-        """Unscale the loss's scale away, clip, and step; or skip the step on all ranks after an overflow.
+        """Undo the loss scale, clip, and step; or skip the step on all ranks after an overflow.
 
         For losses that were multiplied by ``scaler.scaled(loss)``.
 
-        With a loss scale ``optimizers`` are all that hold masters with gradients.  The mean gradient's
-        global norm (:meth:`grad_norm`) is at most ``max_norm`` then; None does not clip.  Raises
+        With a loss scale ``optimizers`` must be all that hold masters with gradients.  Clipping limits the
+        mean gradient's global norm (:meth:`grad_norm`) to ``max_norm``; None does not clip.  Raises
         LossScaleError: for an overflow at the smallest dynamic scale; ZeroError: with a loss scale, if an
         optimizer is missing or a loss was not scaled.
         """
@@ -163,7 +164,7 @@ class Zero:
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """() fp64 global norm of the mean gradient; NaN and infinity included.
 
-        All ranks must call it, and have the same bits.  ``norm_type`` is p of the p-norm, above 0 and at most
+        All ranks must call it, and get the same bits.  ``norm_type`` is p of the p-norm, above 0 and at most
         8, or ``inf``; a ZeroError for another one, or after a backward pass that failed.
         """
         self.hooks.check_finished("grad_norm()")
@@ -172,30 +173,30 @@ class Zero:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm (:meth:`grad_norm`) is at most ``max_norm``.
 
-        Returns () fp64, the norm before.  One that is not finite makes the gradients NaN, as
-        ``torch.nn.utils.clip_grad_norm_`` does.  A ZeroError with a loss scale: :meth:`step` clips then.
+        Returns () fp64, the norm before.  A norm that is not finite makes the gradients NaN, as in
+        ``torch.nn.utils.clip_grad_norm_``.  A ZeroError with a loss scale: :meth:`step` clips then.
         """
         if self.policy.loss_scale is not None:
             raise ZeroError("clip_grad_norm_() of scaled gradients: give max_norm to step() instead")
         norm = self.grad_norm(norm_type)
-        if self.policy.feedback is not None and not norm.isfinite():  # looking waits for the device
+        if self.policy.feedback is not None and not norm.isfinite():  # isfinite() waits for the device
             self._forget_overflow()
         self.masters.scale_gradients(clip_factor(norm, max_norm).float())
         return norm
 
     def _forget_overflow(self) -> None:
-        """Drop the errors that codecs carry: they are of gradients that are not used."""
+        """Drop the errors that codecs carry: their gradients are not used."""
         for unit in self.units:
             unit.reduction.clear_feedback()
         self._forget_measured()
 
     def _forget_measured(self) -> None:
-        """Drop what a budget measured of gradients that are not used."""
+        """Drop the errors that a budget measured: their gradients are not used."""
         if self.renewal is not None:
             self.renewal.forget()
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        """What ``model.zero_grad()`` means: the gradients are the masters'."""
+        """``model.zero_grad()``: clears the masters' gradients."""
         for master in self.masters:
             if set_to_none:
                 master.grad = None
@@ -207,7 +208,7 @@ class Zero:
     # State
 
     def weights_changed(self) -> None:
-        """Call after writing masters by hand: what was gathered of them is no longer true."""
+        """Call after writing masters by hand: gathered weights are stale."""
         for unit in self.units:
             unit.weights_changed()
 
@@ -217,7 +218,7 @@ class Zero:
             unit.weights_changed("unchanged")
 
     def optimizer_stepped(self, held: set[int]) -> None:
-        """An optimizer that holds these tensors has stepped; several after one backward pass are one step."""
+        """An optimizer of tensors ``held`` has stepped; several after one backward pass are one step."""
         first = self.clock.micro_batch > 0
         if first:
             self.clock.step, self.clock.micro_batch = self.clock.step + 1, 0
@@ -229,8 +230,8 @@ class Zero:
             self.renewal.stepped()
 
     def communication_state(self) -> dict[str, Tensor]:
-        """What this rank's codecs depend on beside weights: step, micro-batch, errors carried over, copies
-        that differences of weights begin with, codecs that a budget chose.
+        """The state of this rank's codecs beside weights: step, micro-batch, carried errors, the copies that
+        differences of weights start from, codecs that a budget chose.
 
         With masters and optimizer state it resumes a run, on the same topology and policy, bit for bit.
         """
@@ -242,40 +243,40 @@ class Zero:
             state |= {f"{unit.geometry.name}/{name}": value for name, value in held.items()}
         return state
 
-    def load_communication_state(self, given: Mapping[str, Tensor]) -> None:
-        """Take it over, on the same rank, topology and policy; what a ZeroError refuses changes nothing."""
-        states = []
+    def load_communication_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take it over, on the same rank, topology and policy; a ZeroError leaves the engine unchanged."""
+        unit_states: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for key, tensor in state.items():
+            name, _, entry = key.rpartition("/")
+            unit_states[name][entry] = tensor
         for unit in self.units:
-            prefix = f"{unit.geometry.name}/"
-            own = {name.removeprefix(prefix): one for name, one in given.items() if name.startswith(prefix)}
-            states.append(own)
-            unit.check_communication_state(own)
-        found = given["budget"].numel() if "budget" in given else 0
-        wanted = 0 if self.renewal is None else self.renewal.state().numel()
-        if found != wanted:
-            raise ZeroError(f"state of a budget: {found} numbers, expected {wanted}")
-        self.clock.step, self.clock.micro_batch = int(given["step"]), int(given["micro_batch"])
-        for unit, own in zip(self.units, states, strict=True):
-            unit.load_communication_state(own)
+            unit.check_communication_state(unit_states[unit.geometry.name])
+        numel = state["budget"].numel() if "budget" in state else 0
+        expected = 0 if self.renewal is None else self.renewal.state().numel()
+        if numel != expected:
+            raise ZeroError(f"state of a budget: {numel} numbers, expected {expected}")
+        self.clock.step, self.clock.micro_batch = int(state["step"]), int(state["micro_batch"])
+        for unit in self.units:
+            unit.load_communication_state(unit_states[unit.geometry.name])
         if self.renewal is not None:
-            self.renewal.load(given["budget"])
+            self.renewal.load(state["budget"])
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The unsharded model's state: fp32 parameters and buffers by name; all ranks must call it."""
         self.buffers.make_equal()
         return state_dict.full_state_dict(self.model, self.units)
 
-    def load_full_state_dict(self, given: Mapping[str, Tensor]) -> None:
-        """Overwrite weights and buffers with the unsharded model's; a ZeroError for what does not fit."""
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Overwrite weights and buffers with the unsharded model's; a ZeroError for entries that differ."""
         self.check_hidden("load_full_state_dict()")
         for unit in self.units:
             unit.reshard()
-        state_dict.load_full_state_dict(self.model, self.units, given)
+        state_dict.load_full_state_dict(self.model, self.units, state)
 
     def _load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """What ``model.load_state_dict()`` means: :meth:`load_full_state_dict`, but of values seen whole."""
+        """``model.load_state_dict()``: :meth:`load_full_state_dict`, or torch's, of values seen whole."""
         if all(len(unit.flat.shown) == len(unit.members) for unit in self.units):
             return type(self.model).load_state_dict(self.model, state_dict, strict, assign)
         if not strict or assign:
@@ -293,17 +294,17 @@ class Zero:
 
     # Refusals
 
-    def check_hidden(self, what: str) -> None:
-        """Refuse ``what``, which writes weights, while parameters are seen whole: leaving would undo it."""
+    def check_hidden(self, call: str) -> None:
+        """Refuse a ``call`` that writes weights while parameters are seen whole: leaving would undo it."""
         for unit in self.units:
             if unit.flat.shown:
-                unit.check_hidden(f"{what} under")
+                unit.check_hidden(f"{call} under")
 
 
 def describe(zero: Zero) -> dict[str, Any]:
     """Algorithms, transports and kernels that ran, for the record."""
     policy, device, units = zero.policy, zero.wire.mesh.device, zero.units
-    said = {
+    facts = {
         "stage": policy.stage,
         "group": policy.group_ranks(zero.wire.mesh.topology),
         "gather": policy.gather,
@@ -312,16 +313,16 @@ def describe(zero: Zero) -> dict[str, Any]:
         "kernels": ops.backend_of(device),
     }
     if (warning := ops.warning_of(device)) is not None:
-        said["kernels_warning"] = warning
+        facts["kernels_warning"] = warning
     if policy.offload != Offload():
-        said["offload"] = {"memory": units[0].host.nature}  # what the host's memory is here
+        facts["offload"] = {"memory": units[0].host.nature}  # what the host's memory is here
     if policy.loss_scale is not None:
-        said["loss_scale"] = zero.scaler.state_dict()
-    return said
+        facts["loss_scale"] = zero.scaler.state_dict()
+    return facts
 
 
 class Owner(NamedTuple):
-    """Whose a parameter is: its engine, its unit and its number there."""
+    """The engine of a parameter, its unit and its number there."""
 
     engine: Zero
     unit: Unit
@@ -329,7 +330,7 @@ class Owner(NamedTuple):
 
 
 def find(parameter: Tensor) -> Owner | None:
-    """Whose ``parameter`` is, if it is one of a sharded model; a ZeroError if its engine is gone."""
+    """The owner of a sharded ``parameter``, None of others; a ZeroError if its engine is gone."""
     if not isinstance(keeper := keeper_of(parameter), InUnit):
         return None
     for engine in engines():

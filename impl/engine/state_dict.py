@@ -14,27 +14,27 @@ from impl.unit.master_shard import sliced
 from impl.unit.unit import Unit
 from impl.unit.whole_values import WholeValues
 
-EXTRA: Final = "_extra_state"  # ends the name of what a module's get_extra_state() returned
+EXTRA: Final = "_extra_state"  # suffix of the entry of a module's get_extra_state()
 
 
 def parameter_names(model: nn.Module, units: Sequence[Unit]) -> dict[str, str]:
-    """For each name of a sharded parameter in the state dict, the parameter's own; tied ones have several."""
-    own = {
+    """Maps names of sharded parameters in the state dict to the units' names; tied ones have several."""
+    names = {
         id(visible): slot.spec.name
         for unit in units
         for visible, slot in zip(unit.visible, unit.geometry.slots, strict=True)
     }
     held = model.state_dict(keep_vars=True)
-    return {name: own[id(value)] for name, value in held.items() if id(value) in own}
+    return {key: names[id(tensor)] for key, tensor in held.items() if id(tensor) in names}
 
 
 def is_extra(name: str) -> bool:
-    """Whether an entry of a state dict is what a module's ``get_extra_state()`` returned."""
+    """Whether an entry of a state dict is a module's ``get_extra_state()``."""
     return name.rpartition(".")[2] == EXTRA
 
 
 def load_entry(model: nn.Module, name: str, held: object, value: Any) -> None:
-    """Give a buffer ``held``, or a module's extra state, its value."""
+    """Write ``value`` to a buffer ``held``, or to a module's extra state."""
     if is_extra(name):
         model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
     elif isinstance(held, Tensor):
@@ -58,20 +58,19 @@ def full_state_dict(model: nn.Module, units: Sequence[Unit]) -> dict[str, Tensor
 
 def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping[str, Tensor]) -> None:
     """:meth:`impl.engine.engine.Zero.load_full_state_dict`; of tied parameters one name is enough."""
-    own = dict(model.state_dict(keep_vars=True))
-    given = {id(own[name]): value for name, value in state.items() if name in own}
-    state = {name: given[id(value)] for name, value in own.items() if id(value) in given} | dict(state)
-    if own.keys() != state.keys():
-        odd = sorted(own.keys() ^ state.keys())
+    held = dict(model.state_dict(keep_vars=True))
+    values = {id(held[name]): value for name, value in state.items() if name in held}
+    state = {name: values[id(tensor)] for name, tensor in held.items() if id(tensor) in values} | dict(state)
+    if odd := sorted(held.keys() ^ state.keys()):
         raise ZeroError(f"state does not match the model: {len(odd)} names differ, first {odd[0]!r}")
-    for name, value in own.items():
-        if isinstance(value, Tensor) and not is_extra(name) and value.shape != state[name].shape:
-            raise ZeroError(f"state {name!r} is {tuple(state[name].shape)}, expected {tuple(value.shape)}")
-    names = {id(value): name for name, value in own.items()}
+    for name, tensor in held.items():
+        if isinstance(tensor, Tensor) and not is_extra(name) and tensor.shape != state[name].shape:
+            raise ZeroError(f"state {name!r} is {tuple(state[name].shape)}, expected {tuple(tensor.shape)}")
+    names = {id(tensor): name for name, tensor in held.items()}
     for unit in units:
-        values = [state[names.pop(id(parameter))] for parameter in unit.visible]
+        whole = [state[names.pop(id(parameter))] for parameter in unit.visible]
         device = unit.master_shard.held.device
-        WholeValues(unit).load_shard(sliced(unit.geometry, unit.wire.mesh.rank, values, device))
-    for name, value in own.items():
-        if id(value) in names:  # not sharded
-            load_entry(model, name, value, state[name])
+        WholeValues(unit).load_shard(sliced(unit.geometry, unit.wire.mesh.rank, whole, device))
+    for name, tensor in held.items():
+        if id(tensor) in names:  # not sharded
+            load_entry(model, name, tensor, state[name])
