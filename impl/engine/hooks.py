@@ -1,7 +1,7 @@
 """Hooks on modules and gradients, which tell units, buffers, scaler and reductions of the events of a step.
 
-What a unit does then is told in :mod:`impl.unit.unit`.  Hooks of autograd hold the engine weakly: torch keeps
-them where Python's garbage collector cannot look.
+:mod:`impl.unit.unit` says what a unit does then.  Hooks of autograd hold the engine weakly: torch keeps them
+out of reach of Python's garbage collector.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from impl.unit.unit import Unit
 
 
 class Hooks:
-    """The passes of one sharded model on one rank; ``finished`` are its backward passes so far.
+    """The passes of one sharded model on one rank; ``finished`` counts its backward passes.
 
-    ``units`` are the root's first, then in model order; ``modules`` those that they travel with.
+    ``units`` are the root's first, then in model order, each with its module in ``modules``.
     """
 
     def __init__(
@@ -48,19 +48,21 @@ class Hooks:
         self._check_every, self.finished = context.policy.order_every, 0
         self.masters, self.buffers = Masters(units), ModuleBuffers(model, context.wire)
         self.scaler = LossScaler(context.policy.loss_scale)
-        self._inputs = DTYPES[context.policy.compute] if casts_inputs else None  # what inputs are cast to
+        self._inputs = (
+            DTYPES[context.policy.compute] if casts_inputs else None
+        )  # type that inputs are cast to
         self._units_of: dict[nn.Module, list[Unit]] = {}
         for unit, module in zip(units, modules, strict=True):
             self._units_of.setdefault(module, []).append(unit)
-        self._inputs_left: dict[nn.Module, int] = {}  # of calls under way, those without a gradient yet
+        self._inputs_left: dict[nn.Module, int] = {}  # by called module, inputs without a gradient yet
         self.saved = SavedTensors(units, passes.weights_at)
         self._follow_order()
-        # Units in the order they ran; None once it is known, and where it is the model's.
+        # Units in the order they ran; None once it is known, or where model order counts.
         self._seen: list[int] | None = None if passes.schedule.in_model_order else []
         self._called_alone: nn.Module | None = None
         self._parts = _parts(model)
         for module in dict.fromkeys((model, *self._units_of)):
-            # A compiler computes what lies between the hooks; traced, they would be what they did once.
+            # Compilers must compile between the hooks only: traced, hooks would repeat their first call.
             before = torch.compiler.disable(self._pre_forward)  # type: ignore[no-untyped-call]
             after = torch.compiler.disable(self._post_forward)  # type: ignore[no-untyped-call]
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
@@ -82,7 +84,7 @@ class Hooks:
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         passes, again = self._passes, torch._C._current_graph_task_id() != -1  # noqa: SLF001  # recomputing()
         first = not passes.running and not again
-        passes.running += 1  # first: the hook after this call takes it back, whatever is refused here
+        passes.running += 1  # first: the hook after the module decrements it, whatever is refused here
         if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001  # there is no public one
             raise ZeroError(
                 f"{type(module).__name__} of a sharded model under a transform of torch.func (vmap, grad), "
@@ -97,7 +99,7 @@ class Hooks:
         changed = None
         if self._inputs is not None:
             changed = args, kwargs = cast_tensors(args, self._inputs), cast_tensors(kwargs, self._inputs)
-        if again:  # a block is computed again: gather what was resharded, and look no further
+        if again:  # a block is computed again: only gather resharded weights
             for unit in units:
                 if unit.policy.planes > 1:
                     raise ZeroError(
@@ -108,7 +110,7 @@ class Hooks:
             return changed
         training = torch.is_grad_enabled()
         if training and not self.saved.active:
-            self.saved.begin()  # a block that is called by itself, outside the model's forward pass
+            self.saved.begin()  # for a block called by itself, outside the model's forward pass
             self._called_alone = module
         for unit in units:
             if self._seen is not None and not unit.geometry.outer and unit.index not in self._seen:
@@ -121,7 +123,7 @@ class Hooks:
     def _begin_forward(self) -> None:
         """A forward pass of the model begins."""
         passes = self._passes
-        passes.in_forward = False  # until nothing is refused any more
+        passes.in_forward = False  # until all checks have passed
         training = torch.is_grad_enabled()
         if training and passes.in_backward:
             raise ZeroError(
@@ -189,7 +191,7 @@ class Hooks:
                     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _backward_follows(self, outputs: Sequence[Tensor], units: Sequence[Unit]) -> bool:
-        """Whether a backward pass can follow: none does if weights that stay for it were written."""
+        """Whether a backward pass can follow: not if weights that stay for it were written."""
         if not torch.is_grad_enabled():
             return False
         kept = self._passes.schedule.kept
@@ -204,7 +206,7 @@ class Hooks:
         return True
 
     def _end_forward(self, outputs: Collection[int], *, backward: bool) -> None:
-        """The model has run: units that were gathered ahead and not used are in use no more."""
+        """The model has run: end the use of units that were gathered ahead and not used."""
         passes = self._passes
         passes.in_forward = False
         passes.escaped.clear()
@@ -218,7 +220,7 @@ class Hooks:
         passes.escaped.clear()
 
     def _gather_unused(self) -> None:
-        """Below stage 3 all ranks gather all units, also those that this rank's pass did not use."""
+        """Below stage 3 gather units that this rank's pass did not use, as all ranks gather all units."""
         if self._passes.schedule.in_model_order and self._passes.in_forward:
             for unit in self._units[-1:]:  # and all before it
                 if not unit.in_use:
@@ -232,26 +234,26 @@ class Hooks:
 
     # Backward
 
-    def _weakly(self, event: Callable[..., None], *what: Any, needed: bool = False) -> Callable[[Any], None]:
-        """A hook of autograd that tells the engine of ``event``; a ``needed`` one that is gone raises."""
-        engine = weakref.ref(self)
+    def _weakly(self, event: Callable[..., None], *args: Any, needed: bool = False) -> Callable[[Any], None]:
+        """A hook of autograd that calls ``event`` while the engine lives; ``needed`` ones raise after."""
+        reference = weakref.ref(self)
 
-        def arrived(_: Any) -> None:
-            if (there := engine()) is not None:
-                event(there, *what)
+        def hook(_: Any) -> None:
+            if (hooks := reference()) is not None:
+                event(hooks, *args)
             elif needed:
                 raise ZeroError("a gradient arrived for a sharded model whose engine is gone")
 
-        return arrived
+        return hook
 
     def _reshard_after(self, module: nn.Module, inputs: Sequence[Any]) -> None:
-        """Reshard a block, whose parameters may be frozen or unused, once its inputs' gradients are there."""
+        """Reshard a block, with parameters frozen or unused, once its inputs' gradients have arrived."""
         tensors: list[Tensor] = []
         for value in inputs:
             tensors += (value,) if isinstance(value, Tensor) else tensors_in(value)
         # Leaves are left out: they outlive the pass, and so would the hook.
         tensors = [tensor for tensor in tensors if tensor.grad_fn is not None]
-        # One that never comes for a call without any: its backward may be yet to come.
+        # A call without such inputs counts one that never arrives: its backward may be yet to come.
         self._inputs_left[module] = self._inputs_left.get(module, 0) + (len(tensors) or 1)
         # torch's own register_multi_grad_hook() would keep the graph alive, and so the engine.
         hook = self._weakly(Hooks.reshard_unused, module)
@@ -259,7 +261,7 @@ class Hooks:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def pre_backward(self, module: nn.Module) -> None:
-        """The gradient of one of ``module``'s outputs is there."""
+        """The gradient of an output of ``module`` has arrived."""
         if torch.is_grad_enabled():
             raise ZeroError("create_graph=True: gradients of gradients are not supported")
         if not self._passes.in_backward:
@@ -268,14 +270,14 @@ class Hooks:
             unit.pre_backward()
 
     def collect_gradient(self, unit: int, number: int) -> None:
-        """The gradient of a parameter is there."""
+        """The gradient of a parameter has arrived."""
         if not self._passes.in_backward:
             self._begin_backward()
         if self._units[unit].reduction.collect(number):
             self._units[unit].post_backward()
 
     def collect_outside(self, index: int, number: int) -> None:
-        """A gradient is there at the placeholder of a parameter."""
+        """A gradient has arrived at the placeholder of a parameter."""
         unit = self._units[index]
         if number in unit.flat.shown:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
@@ -290,14 +292,14 @@ class Hooks:
             self._begin_backward()
 
     def reshard_unused(self, module: nn.Module) -> None:
-        """The gradient of an input of a call of ``module`` is there."""
+        """The gradient of an input of a call of ``module`` has arrived."""
         left = self._inputs_left[module] = self._inputs_left.get(module, 1) - 1
         if not left:
             for unit in self._units_of[module]:
                 unit.reshard()
 
     def _begin_backward(self) -> None:
-        """Have autograd end the pass once it is through: this is its first gradient."""
+        """At a pass's first gradient, have autograd call :meth:`_end_backward` after it."""
         passes = self._passes
         if passes.running:
             raise ZeroError(
@@ -305,11 +307,11 @@ class Hooks:
                 "interrupted: call drop_gradients())"
             )
         passes.in_backward = True
-        # As FSDP2 and DDP do; there is no public one.
+        # As FSDP2 and DDP do; there is no public way.
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # noqa: SLF001
 
     def _end_backward(self) -> None:
-        """Called by autograd once a backward pass is through: start all reductions, wait, reshard."""
+        """Called by autograd after a backward pass: start all reductions, wait for them, reshard."""
         passes, context = self._passes, self._context
         self._reductions.finish(start=not passes.accumulating)
         for unit in self._units:
@@ -334,21 +336,21 @@ class Hooks:
         if self._passes.in_backward:
             self._end_backward()
 
-    def check_finished(self, what: str) -> None:
-        """Refuse ``what``, with a ZeroError, in or after a backward pass that was not finished."""
+    def check_finished(self, call: str) -> None:
+        """Refuse ``call``, with a ZeroError, in or after a backward pass that was not finished."""
         if self._passes.in_backward:
-            raise ZeroError(f"{what} after a backward pass that failed: call finish_backward() first")
+            raise ZeroError(f"{call} after a backward pass that failed: call finish_backward() first")
         for unit in self._units:
             if unit.reduction.local is not None:
                 raise ZeroError(
-                    f"{what} while gradients of accumulating() wait to be reduced: run the last micro-batch "
+                    f"{call} while gradients of accumulating() wait to be reduced: run the last micro-batch "
                     "outside of it, or call drop_gradients()"
                 )
 
     # Other ways to run
 
     def run(self, module: nn.Module, entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What ``entry`` returns, called as the forward pass of ``module``, which is the model or a block."""
+        """Call ``entry`` as the forward pass of ``module``, the model or a block; returns its output."""
         if module is not self._model and module not in self._units_of:
             raise ZeroError(
                 f"{type(module).__name__} is neither the sharded model nor one of its blocks, whose weights "
@@ -373,7 +375,7 @@ class Hooks:
             self._post_forward(self._model, (), {}, None)
 
     def drop(self) -> None:
-        """Lead out of a pass that failed: :meth:`impl.engine.engine.Zero.drop_gradients`."""
+        """Leave a pass that failed: :meth:`impl.engine.engine.Zero.drop_gradients`."""
         self._passes.running = 0
         self._passes.written.clear()
         self.saved.end()
@@ -382,11 +384,11 @@ class Hooks:
         for unit in self._units:
             unit.drop_gradients()
 
-    def check_idle(self, what: str) -> None:
-        """Refuse ``what``, with a ZeroError, inside a forward or backward pass."""
+    def check_idle(self, call: str) -> None:
+        """Refuse ``call``, with a ZeroError, inside a forward or backward pass."""
         if self._passes.running or recomputing():
             raise ZeroError(
-                f"{what} inside a forward or backward pass, which gathers what it uses itself (a pass that "
+                f"{call} inside a forward or backward pass, which gathers what it uses itself (a pass that "
                 "was interrupted: call drop_gradients())"
             )
 
