@@ -1,8 +1,8 @@
 """This rank's fp32 masters and mean gradients as an optimizer sees them, their norm, and fp16's loss scale.
 
-With a loss scale the mean gradients are unscaled where they are smallest, in the fp32 shards, and a step
-whose gradients overflowed is skipped on all ranks.  Whether they did is read off their global norm, which all
-ranks compute from the same bits; a NaN or infinity reaches it through every codec.
+With a loss scale the mean gradients are unscaled in the fp32 shards, and a step whose gradients overflowed is
+skipped on all ranks.  Overflow shows in their global norm, which all ranks compute from the same bits; a NaN
+or infinity reaches it through every codec.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from impl.plan.policy import LARGEST_SCALE, LossScale
 from impl.unit.unit import Unit
 
 LARGEST_POWER: Final = 8  # of a norm: fp32 gradients to this power stay within fp64
-_LEAST: Final = 1e-6  # beside the norm, which may be 0; as torch's own clipping has it
+_LEAST: Final = 1e-6  # added to the norm, which may be 0, as in torch's clipping
 
 
 class Masters:
-    """Those of one sharded model on one rank; ``numbers`` are their :func:`id`."""
+    """The masters of one sharded model on one rank; ``numbers`` are their :func:`id`."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self._all = [master for unit in units for _, master in unit.master_shard.masters]
         self.numbers = frozenset(map(id, self._all))
-        self.unused: set[int] = set()  # of these, those that no optimizer has stepped since a gradient came
+        self.unused: set[int] = set()  # of these, not stepped by an optimizer since a gradient arrived
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._all)
 
     def groups(self, options: Mapping[int, Mapping[str, Any]] | None) -> list[dict[str, Any]]:
         """For an optimizer: :meth:`impl.engine.engine.Zero.param_groups`."""
-        given: Any = {} if options is None else options
-        if not isinstance(given, Mapping) or not all(isinstance(one, Mapping) for one in given.values()):
+        tables: Any = {} if options is None else options
+        if not isinstance(tables, Mapping) or not all(isinstance(t, Mapping) for t in tables.values()):
             raise ZeroError(
                 "param_groups(options=...): expected a table of each group's options by its number, as "
                 '{0: {"lr": 1e-3}}'
             )
         numbers = sorted({slot.spec.group for unit in self._units for slot in unit.geometry.slots})
-        found: dict[int, dict[torch.device, list[Tensor]]] = {number: {} for number in numbers}
+        groups: dict[int, dict[torch.device, list[Tensor]]] = {number: {} for number in numbers}
         for unit in self._units:
             for number, master in unit.master_shard.masters:
-                found[number].setdefault(master.device, []).append(master)
+                groups[number].setdefault(master.device, []).append(master)
         return [
-            {"params": masters, **given.get(number, {})}
-            for number, of_device in found.items()
-            for masters in of_device.values() or ([],)
+            {"params": masters, **tables.get(number, {})}
+            for number, by_device in groups.items()
+            for masters in by_device.values() or ([],)
         ]
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply the gradients, where they are there."""
+        """Multiply all gradients."""
         factors: dict[torch.device, float | Tensor] = {}  # a tensor is read from its device once
         for gradient in (master.grad for master in self if master.grad is not None):
             device = gradient.device
@@ -93,40 +93,40 @@ class Masters:
 
     def check_complete(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Refuse, with a ZeroError that counts them, optimizers that lack masters with gradients."""
-        held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
-        given = [master for master in self if master.grad is not None]
-        missing = sum(id(master) not in held for master in given)
-        if missing:
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        masters = [id(master) for master in self if master.grad is not None]
+        if missing := sum(number not in held for number in masters):
             raise ZeroError(
-                f"step() of optimizers that lack {missing} of {len(given)} masters with gradients: "
+                f"step() of optimizers that lack {missing} of {len(masters)} masters with gradients: "
                 "with a loss scale, give all optimizers to one step()"
             )
 
     @property
     def unused_gradients(self) -> int:
-        """Those whose gradient waits for its optimizer's step."""
+        """The number of masters with a gradient that no optimizer has stepped."""
         return sum(master.grad is not None and id(master) in self.unused for master in self)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """() what gradients of ``norm`` are multiplied by to have ``max_norm`` at most; NaN if not finite."""
+    """() factor that limits gradients of ``norm`` to ``max_norm``; NaN if the norm is not finite."""
     factor = (max_norm / (norm + _LEAST)).clamp(max=1.0)
     return torch.where(norm.isfinite(), factor, math.nan)
 
 
 class Stepped(NamedTuple):
-    """What became of a step."""
+    """The outcome of a step."""
 
-    norm: float | None  # global, of the unscaled mean gradient, before clipping; None if nothing asked for it
+    norm: float | None  # global, of the unscaled mean gradient, before clipping; None if not computed
     done: bool  # whether the optimizer stepped; False after an overflow, on all ranks alike
 
 
 class LossScaleError(ArithmeticError):
-    """Gradients overflow at the smallest loss scale: the scale is not what is wrong."""
+    """Gradients overflow at the smallest loss scale: the cause is elsewhere."""
 
 
 class LossScaler:
-    """The loss scale of one run; without a ``setting`` it stays at 1, and all steps are taken."""
+    """The loss scale of one run; without a ``setting`` it stays at 1, and no step is skipped."""
 
     def __init__(self, setting: LossScale | None) -> None:
         self._setting = setting
@@ -137,7 +137,7 @@ class LossScaler:
         self._unscaled = 0  # backward passes since the last step
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss whose backward pass is to be run."""
+        """The scaled loss, for ``backward()``."""
         if self.scale == 1.0:
             return loss
         scaled = loss * self.scale
@@ -167,7 +167,7 @@ class LossScaler:
             )
 
     def factor(self, norm: float, max_norm: float | None) -> float | None:
-        """By what gradients of this unscaled norm are multiplied; None if the step is to be skipped."""
+        """The factor for gradients of this unscaled norm; None if the step is to be skipped."""
         if (setting := self._setting) is not None and not math.isfinite(norm):
             self.skipped += 1
             if setting.window:  # a fixed scale stays, and every overflow is a skipped step
@@ -189,9 +189,9 @@ class LossScaler:
             self.scale, self._since = min(self.scale * 2.0, LARGEST_SCALE), 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on with."""
+        """The state that a resumed run continues from."""
         return {"scale": self.scale, "skipped": self.skipped, "since": self._since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Take over a :meth:`state_dict`."""
         self.scale, self.skipped, self._since = float(state["scale"]), state["skipped"], state["since"]

@@ -1,4 +1,4 @@
-"""A sharded model's persistent buffers, which are kept equal on all ranks."""
+"""Keeps a sharded model's persistent buffers equal on all ranks."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _AVERAGED = (torch.float32, torch.float16, torch.bfloat16)  # sums of these are 
 class ModuleBuffers:
     """The persistent buffers (running means, counters) of one model, which each rank's passes change.
 
-    All ranks take the mean of floating-point ones, and rank 0's values of others (DDP: rank 0's of all).
+    All ranks take the mean of floating-point buffers, and rank 0's values of others (DDP: of all).
     """
 
     def __init__(self, model: nn.Module, wire: Wire) -> None:
         self._model, self._wire = model, wire
         self.nbytes = sum(buffer.nbytes for buffer in self._persistent())  # of a rank's message
-        self.differ = True  # whether a training pass may have changed them; at first nobody knows
+        self.differ = True  # whether a training pass may have changed them; at first unknown
 
     def _persistent(self) -> list[Tensor]:
-        """Those with elements, each once, in the model's order."""
-        found = {
+        """Persistent buffers with elements, each once, in the model's order."""
+        buffers = {
             id(buffer): buffer
             for module in self._model.modules()
             for name, buffer in module._buffers.items()  # noqa: SLF001  # as state_dict() does
             if buffer is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001
         }
-        return [buffer for buffer in found.values() if buffer.numel()]
+        return [buffer for buffer in buffers.values() if buffer.numel()]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """After the body all buffers, those that are not persistent too, are as they were before it."""
+        """Context that restores all buffers, also those that are not persistent."""
         differ, kept = self.differ, [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         try:
             yield
@@ -53,8 +53,8 @@ class ModuleBuffers:
             return
         self.differ = False
         buffers = self._persistent()
-        mine = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers])
-        rows = self._wire.all_gather_small(mine, "buffers")  # (ranks, bytes)
+        local = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers])
+        rows = self._wire.all_gather_small(local, "buffers")  # (ranks, bytes)
         start = 0
         for buffer in buffers:
             part = rows[:, start : start + buffer.nbytes].clone().view(buffer.dtype)  # (ranks, elements)

@@ -1,4 +1,4 @@
-"""Watches the optimizers of this process: a step changes weights, and some would train something else.
+"""Watches the optimizers of this process: a step changes weights, and some optimizers are refused.
 
 No version counter shows that masters were stepped (fused AdamW leaves it alone), so every step is watched;
 the masters that an optimizer holds tell whose weights it changes.
@@ -37,35 +37,35 @@ def watch_optimizers(engine: Any) -> None:
 
 
 def engines() -> list[Any]:
-    """Those that are there."""
+    """All live engines."""
     with _lock:
         return list(_engines)
 
 
 @functools.cache
 def _watch() -> None:
-    """Have torch call this file's hooks, and refuse its own gradient norms of masters: they are of shards."""
+    """Have torch call this file's hooks, and refuse torch's gradient norms of masters, which are shards."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     # clip_grad_norm_() looks it up when called; torch has no hook there, and optimizers see it too late.
-    own = clip_grad._get_total_norm  # noqa: SLF001
+    torch_norm = clip_grad._get_total_norm  # noqa: SLF001
 
-    @functools.wraps(own)
+    @functools.wraps(torch_norm)
     def total_norm(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         held = {id(master.grad) for engine in engines() for master in engine.masters}
-        if any(id(one) in held for one in given):
+        if not held.isdisjoint(map(id, gradients)):
             raise ZeroError(
                 "torch.nn.utils.clip_grad_norm_() of masters, which are this rank's shards: their norm is "
                 "not the model's; use zero.step(max_norm=) or zero.clip_grad_norm_()"
             )
-        return own(given, *args, **kwargs)
+        return torch_norm(gradients, *args, **kwargs)
 
     clip_grad._get_total_norm = total_norm  # noqa: SLF001
 
 
 def _held(optimizer: Optimizer) -> tuple[set[int], list[Any]]:
-    """What an optimizer holds, by :func:`id`, and the engines whose masters are among it."""
+    """The tensors of an optimizer, by :func:`id`, and the engines with masters among them."""
     held = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
