@@ -2,10 +2,10 @@
 
 [Note: saved tensors]
 Events of modules say when a unit is gathered and resharded, but a use of weights can escape them: a block
-applied twice in a row, outputs that hide tensors, a detached copy.  So during a forward pass, of a tensor
-that lies in a unit's flat buffer (P,) only its :data:`~impl.unit.flat_buffer.View` and the version of the
-weights are saved; unpacking it in backward gathers the unit if need be: a missed event costs time, never a
-crash.  The hooks switch torch's check of in-place changes off, so it is made here.
+applied twice in a row, outputs that hide tensors, a detached copy.  So during a forward pass a tensor in a
+unit's flat buffer (P,) is saved as its :data:`~impl.unit.flat_buffer.View` and the version of the weights;
+unpacking it in backward gathers the unit if need be: a missed event costs time, never a crash.  Saved-tensor
+hooks switch off torch's check of in-place changes, so it is made here.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from impl.unit.unit import Unit
 
 def register(module: nn.Module, unit: Unit) -> None:
     """Gather ``unit`` ahead of each forward pass of ``module``, and reshard it after."""
-    gathered: list[bool] = []  # by each call under way, the last one's last
+    gathered: list[bool] = []  # by call under way, the innermost last
 
     def before(*_: Any) -> None:
-        gathered.append(not recomputing() and not unit.in_use)  # computed again, uses bring what they need
+        gathered.append(not recomputing() and not unit.in_use)  # computed again, uses gather what they need
         if gathered[-1]:
             unit.gather_outside()
 
@@ -44,14 +44,14 @@ def register(module: nn.Module, unit: Unit) -> None:
     module.register_forward_hook(after, always_call=True)
 
 
-# Tuples, as every tensor that a forward pass saves becomes one: a dataclass takes five times as long to make.
-_Kept = tuple[Tensor, int]  # a tensor that autograd keeps, and its version then
-_Found = tuple[Unit, View, Version]  # a view of a unit's weights, of a version: not kept, but found again
+# Tuples, one for every tensor that a forward pass saves: a dataclass takes five times as long to make.
+_Saved = tuple[Tensor, int]  # a tensor that autograd keeps, and its version
+_SavedView = tuple[Unit, View, Version]  # a view of a unit's weights, of a version: gathered again
 
 
-def _unpack(saved: _Kept | _Found) -> Tensor:
-    """The tensor that was saved, if it is what it was; of weights, gathered again if need be."""
-    if len(saved) == 2:  # mypy tells the two apart by it
+def _unpack(saved: _Saved | _SavedView) -> Tensor:
+    """The saved tensor, if unchanged; weights are gathered again if need be."""
+    if len(saved) == 2:  # mypy narrows the union by it
         tensor, version = saved
         if tensor._version != version:  # noqa: SLF001
             raise ZeroError(
@@ -59,12 +59,12 @@ def _unpack(saved: _Kept | _Found) -> Tensor:
                 "operation"
             )
         return tensor
-    unit, view, stood = saved
-    if stood != unit.master_shard.version:
+    unit, view, weights_version = saved
+    if weights_version != unit.master_shard.version:
         raise ZeroError(
             f"the weights of unit {unit.geometry.name!r} changed between its forward and its backward pass"
         )
-    unit.all_gather("backward")  # if its event has not
+    unit.all_gather("backward")  # unless gathered
     return unit.flat.attach().as_strided(*view)
 
 
@@ -72,12 +72,12 @@ class SavedTensors:
     """The hooks of one engine, active from :meth:`begin` to :meth:`end` of a forward pass."""
 
     def __init__(self, units: Sequence[Unit], weights_at: Mapping[int, int]) -> None:
-        self._units, self._weights_at = units, weights_at  # by address, the index of a unit: see Passes
+        self._units, self._weights_at = units, weights_at  # unit index by address: see Passes
         self._active = contextlib.ExitStack()
         self.active = False
 
     def begin(self) -> None:
-        """Take over what autograd saves."""
+        """Take over the saving of tensors by autograd."""
         self.active = True
         self._active.enter_context(saved_tensors_hooks(self._pack, _unpack))
 
@@ -86,8 +86,8 @@ class SavedTensors:
         self._active.close()
         self.active = False
 
-    def _pack(self, tensor: Tensor) -> _Kept | _Found:
-        """What autograd keeps of a tensor: of a view of a unit's weights, where to find it again."""
+    def _pack(self, tensor: Tensor) -> _Saved | _SavedView:
+        """Autograd keeps this in place of a tensor: of a view of a unit's weights, its place there."""
         if type(tensor) is Placeholder:  # an argument of an autograd.Function, which asks for no values
             tensor = values_of(tensor)
         address = memory_of(tensor)
@@ -100,13 +100,12 @@ class SavedTensors:
                 else:
                     view = tensor.shape, tensor.stride(), int(tensor.storage_offset())
                     return unit, view, unit.master_shard.version
-        # Detached, since an output kept as it is would keep its graph and so itself; with its
-        # version, since hooks switch torch's own check off.
+        # Detached, since an output kept with its graph would keep itself; see [Note: saved tensors].
         return tensor.detach(), tensor._version  # noqa: SLF001
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Address of the memory that ``tensor`` is a view of; 0 if it has none, or several: sparse, wrappers."""
+    """Address of the memory of ``tensor``; 0 if it has none, or several: sparse, wrappers."""
     if tensor.layout is not torch.strided or (tensor.numel() and not tensor.data_ptr()):
         return 0
     return tensor.untyped_storage().data_ptr()

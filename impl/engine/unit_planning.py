@@ -21,7 +21,7 @@ GroupOf = Callable[[str, nn.Parameter], int]
 
 
 class Draft(NamedTuple):
-    """A unit before it is laid out: a module, and the parameters that travel with it, in slot order."""
+    """A unit before it is laid out: a module, and the parameters gathered for it, in slot order."""
 
     name: str
     module: nn.Module
@@ -34,8 +34,8 @@ class Draft(NamedTuple):
 def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
     """Children of the outermost ``ModuleList`` and ``Sequential`` containers, in model order.
 
-    A block, or what lies outside all blocks, of more elements than ``most`` (0: no limit) is replaced by its
-    parts, and they by theirs, until they fit or have none.
+    A block of more elements than ``most`` (0: no limit) is replaced by its parts, and they by theirs, until
+    they fit or have none; so is the rest of the model.
     """
     blocks = list(dict.fromkeys(_contained(model)))
     if not most:
@@ -47,7 +47,7 @@ def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
 
 
 def _contained(module: nn.Module) -> Iterator[nn.Module]:
-    """What the outermost containers inside ``module`` hold, if it has parameters and may be called."""
+    """Children of the outermost containers inside ``module`` that have parameters and may be called."""
     contains = isinstance(module, nn.ModuleList | nn.Sequential)
     for child in module.children():
         if contains and not isinstance(child, nn.ModuleList | nn.ModuleDict) and _has_parameters(child):
@@ -71,7 +71,7 @@ def _with_neighbours(module: nn.Module, blocks: frozenset[nn.Module]) -> Iterato
 
 def _cut(module: nn.Module, most: int) -> list[nn.Module]:
     """The module, or its parts where it has more than ``most`` elements and parts that fit."""
-    # Attention computes with its output projection's weight without calling it: it is whole.
+    # Attention computes with its output projection's weight without calling it, so it stays whole.
     parts = [] if isinstance(module, nn.MultiheadAttention) else list(_called(module))
     if not parts or sum(parameter.numel() for parameter in module.parameters()) <= most:
         return [module]
@@ -79,7 +79,7 @@ def _cut(module: nn.Module, most: int) -> list[nn.Module]:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """Children with parameters that are called themselves: those of lists, not the lists."""
+    """Children with parameters that are called themselves: elements of lists, not the lists."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _called(child)
@@ -102,8 +102,8 @@ def drafts_of(
 ) -> list[Draft]:
     """Every parameter in exactly one draft: the root's if it is shared between blocks or outside them.
 
-    Small parameters form a draft of their own, the root's neighbour, as far as ``persist_most`` allows.  A
-    ZeroError refuses blocks, units larger than ``largest_unit``, and types that cannot be.
+    Small parameters form a draft of their own, next to the root's, as far as ``persist_most`` allows.  A
+    ZeroError refuses bad blocks or types, and units larger than ``largest_unit``.
     """
     check_shapes(model)
     if blocks is None:
@@ -129,25 +129,25 @@ def drafts_of(
         (name, trainable): [] for name in modules for trainable in (True, False)
     }
     limits, persist = policy.memory, 0
-    for parameter, found in holders.items():
-        full = f"{names[found[0].module]}.{found[0].name}".removeprefix(".")
+    for parameter, places in holders.items():
+        full = f"{names[places[0].module]}.{places[0].name}".removeprefix(".")
         if parameter.dtype not in (torch.float32, DTYPES[policy.compute]):
             raise ZeroError(
                 f"parameter {full!r} is {parameter.dtype}, but the policy computes in {policy.compute}: give "
                 "the model in that type or in fp32, or set the policy's compute"
             )
-        homes = {names[owner.get(one.module, model)] for one in found}
+        homes = {names[owner.get(place.module, model)] for place in places}
         home = homes.pop() if len(homes) == 1 else ""
         if parameter.numel() < limits.persist_below and persist + parameter.numel() <= limits.persist_most:
             home, persist = PERSISTENT, persist + parameter.numel()
         group = group_of(full, parameter) if group_of is not None else 0
         spec = ParameterSpec(full, tuple(parameter.shape), group)
-        entries[home or ROOT, parameter.requires_grad].append((spec, parameter, found))
+        entries[home or ROOT, parameter.requires_grad].append((spec, parameter, places))
     held = [key for key, inside in entries.items() if any(spec.numel for spec, _, _ in inside)]
-    for key, inside in entries.items():  # what has no elements travels with what has, so that it is known
-        with_some = next((one for one in held if one[1] == key[1]), None)
-        if with_some is not None and key not in held:
-            entries[with_some] += inside
+    for key, inside in entries.items():  # parameters without elements join a unit with elements
+        host = next((other for other in held if other[1] == key[1]), None)
+        if host is not None and key not in held:
+            entries[host] += inside
     drafts = []
     for name, trainable in held:
         in_slots = sorted(entries[name, trainable], key=lambda entry: entry[0].group)  # as geometry does
@@ -156,37 +156,37 @@ def drafts_of(
         numel, most = sum(spec.numel for spec in drafts[-1].specs), limits.largest_unit
         if most and numel > most and name != PERSISTENT:
             kind = type(modules[name]).__name__
-            what = "holds what lies outside all blocks" if name == ROOT else f"is one {kind}"
+            contents = "holds what lies outside all blocks" if name == ROOT else f"is one {kind}"
             raise ZeroError(
-                f"unit {unit!r} {what}, with {numel:,} elements, but memory.largest_unit = {most:,} (of a "
-                f"DeepSpeed configuration, stage3_max_live_parameters): it cannot be cut further; allow "
+                f"unit {unit!r} {contents}, with {numel:,} elements, but memory.largest_unit = {most:,} (of "
+                f"a DeepSpeed configuration, stage3_max_live_parameters): it cannot be cut further; allow "
                 f"{numel:,}"
             )
     return drafts
 
 
 def geometries_of(drafts: Sequence[Draft], topology: Topology, policy: Policy) -> list[UnitGeometry]:
-    """The layout of all units; a PaddingError names the one that would be padded most, if too much."""
+    """The layout of all units; a PaddingError names the most padded one, if it is padded too much."""
 
     def laid_out(draft: Draft, max_padding: float) -> UnitGeometry:
-        own = policy.by_shape([spec.shape for spec in draft.specs], topology.world)
+        shaped = policy.by_shape([spec.shape for spec in draft.specs], topology.world)
         return lay_out(
             draft.name,
             draft.specs,
-            grain=own.grain,
+            grain=shaped.grain,
             world=topology.world,
             max_padding=max_padding,
             trainable=draft.trainable,
             group=policy.group_ranks(topology),
-            grain_in_words=own.grain_in_words,
+            grain_in_words=shaped.grain_in_words,
         )
 
-    found = [laid_out(draft, math.inf) for draft in drafts]
-    judged = [pair for pair in zip(found, drafts, strict=True) if not pair[0].persistent]
+    geometries = [laid_out(draft, math.inf) for draft in drafts]
+    judged = [pair for pair in zip(geometries, drafts, strict=True) if not pair[0].persistent]
     if judged:
         _, worst = max(judged, key=lambda pair: pair[0].padded / pair[0].numel)
         laid_out(worst, policy.memory.max_padding)
-    return found
+    return geometries
 
 
 def plan_units(
@@ -197,6 +197,6 @@ def plan_units(
     blocks: Sequence[nn.Module] | None = None,
     group_of: GroupOf | None = None,
 ) -> list[UnitGeometry]:
-    """The units that :func:`impl.zero.shard` would make, as it raises; the root's come first."""
+    """The units that :func:`impl.zero.shard` would make, with its errors; the root's come first."""
     policy.check(topology)
     return geometries_of(drafts_of(model, blocks, group_of, policy), topology, policy)
