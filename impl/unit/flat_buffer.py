@@ -1,14 +1,14 @@
 """The memory of one unit's gathered weights, and the parameters that are views of it.
 
 [Note: flat buffer]
-A gathered unit is one tensor (P,), P its padded elements, in the type that is computed in.  Each parameter
-is a leaf of its own whose ``data`` is a view of it: so each counts its own versions, and filling the buffer
-again for backward is no in-place change of what autograd saved.  The memory comes from a pool.  While the
-unit is sharded there is no such tensor, and modules hold placeholders.
+A gathered unit is one tensor (P,), P its padded elements, in the compute type.  Each parameter is a leaf of
+its own whose ``data`` is a view of it: so each counts its own versions, and filling the buffer again for
+backward is no in-place change of saved tensors.  The memory comes from a pool.  While the unit is sharded
+there is no such tensor, and modules hold placeholders.
 
 Autograd may still hold views when the unit is resharded: of weights that were used outside a forward pass,
-or in a block that is computed again.  Such memory is not given away, for it would show another unit's
-weights.  Who looks is told by the count of handles that torch keeps of the storage.
+or in a block that is computed again.  Such memory is not reused, or the views would show another unit's
+weights.  Torch's count of the storage's handles shows whether there are views.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Holder(NamedTuple):
 
     @property
     def held(self) -> nn.Parameter | None:
-        """What the module sees now."""
+        """The parameter that the module holds now."""
         return self.module._parameters.get(self.name)  # noqa: SLF001
 
 
@@ -48,15 +48,15 @@ View = tuple[torch.Size, tuple[int, ...], int]  # of a unit's flat buffer: shape
 class Member:
     """A parameter of a unit."""
 
-    # the leaf view of the flat buffer; without values, as the placeholder, while it is sharded
+    # the leaf view of the flat buffer; without values, like the placeholder, while sharded
     parameter: nn.Parameter
-    placeholder: nn.Parameter  # what modules see outside of their passes: same shape and type, no values
-    holders: Sequence[Holder]  # where modules hold it
+    placeholder: nn.Parameter  # held by modules outside of their passes: same shape and type, no values
+    holders: Sequence[Holder]
     view: View  # of the flat buffer
-    no_values: Tensor  # its values while there is no flat buffer: one NaN, seen everywhere
+    no_values: Tensor  # its values while there is no flat buffer: one NaN, expanded
 
-    def put(self, shown: nn.Parameter) -> None:
-        """Let all modules that hold it see ``shown``: the parameter or the placeholder."""
+    def place(self, shown: nn.Parameter) -> None:
+        """Let all its holders hold ``shown``: the parameter or the placeholder."""
         for module, name in self.holders:
             module._parameters[name] = shown  # noqa: SLF001  # setattr would re-register
 
@@ -73,30 +73,28 @@ class FlatBuffer:
     ) -> None:
         self._geometry, self._reserve = geometry, context.weights
         self.dtype = DTYPES[context.policy.compute]
-        nowhere = torch.full((), math.nan, dtype=self.dtype, device=context.wire.mesh.device)
+        nan = torch.full((), math.nan, dtype=self.dtype, device=context.wire.mesh.device)
         self.members: list[Member] = []
-        for slot, original, where in zip(geometry.slots, originals, holders, strict=True):
-            name, shape, no_values = slot.spec.name, original.shape, nowhere.expand(original.shape)
+        for slot, original, places in zip(geometry.slots, originals, holders, strict=True):
+            name, shape, no_values = slot.spec.name, original.shape, nan.expand(original.shape)
             parameter = nn.Parameter(no_values.data, requires_grad=geometry.trainable)
             placeholder = nn.Parameter(no_values.data, requires_grad=geometry.trainable)
-            parameter.__dict__ = placeholder.__dict__ = original.__dict__  # what users say of it
-            for one in (parameter, placeholder):
-                keep(one, InUnit(self, name, len(self.members)))
+            parameter.__dict__ = placeholder.__dict__ = original.__dict__  # users' attributes
+            for leaf in (parameter, placeholder):
+                keep(leaf, InUnit(self, name, len(self.members)))
             view = shape, torch.empty(shape, device="meta").stride(), slot.offset
-            self.members.append(Member(parameter, placeholder, where, view, no_values))
-            self.members[-1].put(placeholder)
+            self.members.append(Member(parameter, placeholder, places, view, no_values))
+            self.members[-1].place(placeholder)
             release(original, Taken(name))
         self.address = 0  # of the gathered weights, while there is memory
         self.shown: dict[int, Tensor] = {}  # by member, the values (shape) that GatheredParameters shows
-        self.used_outside: Callable[
-            [str], None
-        ]  # of a parameter by name: the unit's, which gathers or refuses
+        self.used_outside: Callable[[str], None]  # the unit's, of a parameter's name: gathers or refuses
         self._flat: Tensor | None = None  # (P,) the gathered weights, while there is memory for them
-        self._own_views = 0  # handles of that memory that are this object's and the parameters'
+        self._own_views = 0  # handles of that memory by this object and the parameters
         self._marks: list[tuple[int, int]] = []  # of the members, when they were gathered
 
     def attach(self) -> Tensor:
-        """(P,) memory for the gathered weights, of which the parameters become views."""
+        """(P,) memory for the gathered weights; the parameters become views of it."""
         if self._flat is None:
             flat = self._flat = self._reserve.take(self._geometry.padded)
             self.lay()
@@ -104,7 +102,7 @@ class FlatBuffer:
         return self._flat
 
     def detach(self) -> None:
-        """Give the memory back, unless somebody looks at it ([Note: flat buffer])."""
+        """Give the memory back, unless there are other views of it ([Note: flat buffer])."""
         flat = self._flat
         if flat is None or self.shown or _handles(flat) != self._own_views:
             return
@@ -115,7 +113,7 @@ class FlatBuffer:
         self._reserve.give_back(flat)
 
     def lay(self) -> None:
-        """Let the parameters that are not seen whole be views of the flat buffer; somebody may move them."""
+        """Make the parameters that are not seen whole views of the flat buffer; users may have moved them."""
         if (flat := self._flat) is None:
             return
         with torch.inference_mode(mode=False), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
@@ -124,17 +122,17 @@ class FlatBuffer:
                     member.parameter.data = flat.as_strided(*member.view)
 
     def expose(self) -> None:
-        """Let modules hold the parameters, with their values: what is written from here on is noticed."""
+        """Let modules hold the parameters with their values; :meth:`written` notices writes from here on."""
         self._marks = marks = []
         for member in self.members:
             parameter = member.parameter
             parameter.__class__ = nn.Parameter
             marks.append((parameter._version, parameter.data_ptr()))  # noqa: SLF001  # the public way warns
             for module, name in member.holders:
-                module._parameters[name] = parameter  # noqa: SLF001  # as Member.put() does, in fewer calls
+                module._parameters[name] = parameter  # noqa: SLF001  # as Member.place() does, in fewer calls
 
     def conceal(self, *, sharded: bool) -> None:
-        """Let modules hold placeholders; once ``sharded``, who took a parameter asks for its values, too."""
+        """Let modules hold placeholders; once ``sharded``, taken parameters are placeholders too."""
         self._marks = []
         for member in self.members:
             if sharded:
@@ -143,7 +141,7 @@ class FlatBuffer:
                 module._parameters[name] = member.placeholder  # noqa: SLF001
 
     def written(self) -> list[str]:
-        """Names of the parameters that were written since :meth:`expose`, as their version counter says."""
+        """Names of the parameters written since :meth:`expose`, by their version counters."""
         names = []
         for slot, member, mark in zip(self._geometry.slots, self.members, self._marks, strict=False):
             if (member.parameter._version, member.parameter.data_ptr()) != mark:  # noqa: SLF001
@@ -152,7 +150,7 @@ class FlatBuffer:
 
 
 class InUnit:
-    """Keeper of a placeholder: the flat buffer, held weakly, whose member it stands for."""
+    """Keeper of a member's placeholder; holds the flat buffer weakly."""
 
     def __init__(self, flat: FlatBuffer, name: str, number: int) -> None:
         self.name, self.flat, self.number = name, weakref.ref(flat), number
@@ -166,7 +164,7 @@ class InUnit:
 
 
 class Taken:
-    """Keeper of what a model held before it was sharded: a use of it would train nothing."""
+    """Keeper of a parameter taken from a model before it was sharded: a use of it would train nothing."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -179,10 +177,10 @@ class Taken:
         )
 
 
-def check_hooks(name: str, parameter: nn.Parameter, *, own: bool = False) -> None:
-    """Refuse, with a ZeroError, hooks of a parameter but the engine's; where torch's functions are off."""
+def check_hooks(name: str, parameter: nn.Parameter, *, allowed: int = 0) -> None:
+    """Refuse, with a ZeroError, gradient hooks beyond those ``allowed``, the engine's; no values are used."""
     after = parameter._post_accumulate_grad_hooks or ()  # noqa: SLF001  # there is no public way
-    hooks = parameter._backward_hooks or (after if len(after) > own else ())  # noqa: SLF001
+    hooks = parameter._backward_hooks or (after if len(after) > allowed else ())  # noqa: SLF001
     if hooks:
         hook = list(hooks.values())[-1]
         raise ZeroError(
@@ -192,7 +190,7 @@ def check_hooks(name: str, parameter: nn.Parameter, *, own: bool = False) -> Non
 
 
 def check_plain(model: nn.Module) -> None:
-    """Refuse, with a ZeroError, a model of which a part is sharded, has hooks, or is of another class."""
+    """Refuse, with a ZeroError, a model with parameters that are sharded, have hooks, or are subclasses."""
     for name, parameter in model.named_parameters():
         if isinstance(keeper_of(parameter), InUnit):
             raise ZeroError(
@@ -207,5 +205,5 @@ def check_plain(model: nn.Module) -> None:
 
 
 def _handles(tensor: Tensor) -> int:
-    """Tensors that share the memory of ``tensor``, and handles of it."""
+    """The number of tensors that share the memory of ``tensor``, and handles of it."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # noqa: SLF001

@@ -1,18 +1,19 @@
-"""hpZ's secondary shard: what the hops between nodes brought, kept for the backward all-gather.
+"""hpZ's secondary shard: the frames from the hops between nodes, kept for the backward all-gather.
 
 [Note: lifetime of the secondary]
-The frames (node, F) that the hops between nodes brought are this rank's copy of weights of one version, kept
-as they came or decoded and cast to 16 bits (paper section 3.2).
+The frames (node, F) from the hops between nodes are this rank's copy of weights of one version, kept as they
+arrived or decoded and cast to 16 bits (paper section 3.2).
 They are CURRENT until the weights change: by a step, a load, or a write under GatheredParameters or by hand,
 which :meth:`SecondaryShard.holds` notices by the version.  Then they are STALE and never used as weights
-again.  All of that is decided here: DeepSpeed, where many places do, trained on stale copies in eight ways.
+again.  All of this is decided here: DeepSpeed decides it in many places, and trained on stale copies in eight
+ways.
 
 [Note: differences]
-Stale copies are equal on all ranks that hold them, so what the next all-gather sends may be how far the
-masters have gone from them (SDP4Bit, 2410.15526).  Every rank, the owner too, adds what it decodes, in fp32,
-and rounds the sum to the type of the copy: copies stay equal to the bit, and what encoding and rounding lost
-is part of the next difference.  After a load, or a master written by hand, the weights themselves are sent;
-weights that were gathered and are gathered anew unchanged differ by nothing, so evaluations leave no trace.
+Stale copies are equal on all ranks that hold them, so the next all-gather may send the masters' differences
+from them (SDP4Bit, 2410.15526).  Every rank, the owner too, adds the decoded difference in fp32 and rounds
+the sum to the type of the copy: copies stay equal to the bit, and errors of encoding and rounding are part of
+the next difference.  After a load, or a master written by hand, the weights themselves are sent; unchanged
+weights that are gathered again differ by zero, so evaluations leave no trace.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ Change = Literal["stepped", "loaded", "unchanged"]
 class SecondaryShard:
     """One unit's secondary shard on one rank, which spares the hops along ``axes``, between nodes.
 
-    An ``offloaded`` one lies on the host; the policy of ``context`` is the unit's own.  F below is a frame's
-    bytes, K those of what is kept of it, in ``codec``.
+    An ``offloaded`` one lies on the host; the policy of ``context`` is the unit's own.  F below is the bytes
+    of a frame, K those of a copy in ``codec``.
     """
 
     def __init__(
@@ -48,26 +49,26 @@ class SecondaryShard:
         self._policy, self.codec = context.policy, context.policy.copy_codec
         self._unit, self._numel, self._offloaded = geometry.name, geometry.shard, offloaded
         self._host, self._meter = context.host, context.meter
-        self.copies, self._own = 1, 0  # of shards of S elements, and which of them is of this rank's own
+        self.copies, self._index = 1, 0  # of shards of S elements, and the index of this rank's shard
         for axis in axes:
-            self._own += axis.digit(context.wire.mesh.rank) * self.copies
+            self._index += axis.digit(context.wire.mesh.rank) * self.copies
             self.copies *= axis.size
         self._frames: Tensor | None = None  # (copies * K,) uint8
         self._version: Version | None = None  # of the weights they are of, while CURRENT
-        # optimizer steps before the weights themselves were gathered last; None if they are to be
+        # optimizer steps before the last gather of the weights themselves; None if they are sent next
         self.begun: int | None = None
-        self._settled: int | None = None  # torch's count of the master whose values the copies are of
+        self._settled: int | None = None  # torch's version of the master that the copies have the values of
 
     def holds(self, version: Version) -> bool:
-        """Whether the frames are those of the weights' ``version``, which never comes again."""
+        """Whether the frames are of the weights' ``version``; no version occurs twice."""
         return self._version == version
 
-    def end(self, why: Change) -> None:
-        """The weights are not to be used any more; see :data:`Change`."""
+    def end(self, change: Change) -> None:
+        """Make the frames stale after a ``change``."""
         self._version = None
-        if why == "loaded":
+        if change == "loaded":
             self.distrust()
-        if why != "unchanged":
+        if change != "unchanged":
             self._settled = None
 
     def distrust(self) -> None:
@@ -77,14 +78,14 @@ class SecondaryShard:
     def keep(self, received: Tensor, version: Version, *, step: int = 0) -> None:
         """Keep the frames (..., F) uint8 that the spared hops brought of the weights' ``version``."""
         cast = self._cast(received) if self.codec != self._policy.weights else received
-        kept = self._room().view(cast.shape)
+        kept = self._memory().view(cast.shape)
         if self._offloaded:
             self._host.copy("to_host", cast, kept, "secondary", self._unit)
         else:
             kept.copy_(cast)
         self._version, self.begun, self._settled = version, step, version[1]
 
-    def _room(self) -> Tensor:
+    def _memory(self) -> Tensor:
         """(copies * K,) uint8, the memory of the frames."""
         if self._frames is None:
             nbytes = self.copies * self.codec.frame_bytes(self._numel)
@@ -92,13 +93,13 @@ class SecondaryShard:
         return self._frames
 
     def let_go(self) -> None:
-        """Give the frames' memory back: a gather in another codec takes their place."""
+        """Give the frames' memory back, before gathers in another codec."""
         if self._frames is not None:
             self._meter.add("secondary", -self._frames.nbytes, host=self._offloaded)
             self._frames = None
 
     def _cast(self, received: Tensor) -> Tensor:
-        """(..., K) uint8: the frames (..., F), decoded and encoded again as they are kept."""
+        """(..., K) uint8: the frames (..., F), decoded and encoded again in the copy's codec."""
         codec, ranks = self.codec, received.shape[:-1]
         dtype = DTYPES[codec.dtype] if isinstance(codec, Raw) else torch.float32
         values = torch.empty((*ranks, self._numel), dtype=dtype, device=received.device)
@@ -110,7 +111,7 @@ class SecondaryShard:
         return kept
 
     def write(self, message: Tensor) -> None:
-        """Write the frames to a message of as many bytes."""
+        """Write the frames to a message of equal size."""
         assert self._frames is not None  # noqa: S101  # current
         if self._offloaded:
             self._host.copy("to_device", self._frames, message, "secondary", self._unit)
@@ -127,17 +128,17 @@ class SecondaryShard:
         return not refresh or step - self.begun < refresh
 
     def settled(self, version: Version) -> bool:
-        """Whether the copies are of the master's values already, though it is of another ``version``."""
+        """Whether the copies have the master's values already, though of another ``version``."""
         return self._settled == version[1]
 
     def _values(self) -> Tensor:
-        """(copies, S) the weights that are kept."""
+        """(copies, S) the kept weights."""
         assert isinstance(self.codec, Raw)  # noqa: S101  # a policy adds differences to nothing else
-        return self._room().view(DTYPES[self.codec.dtype]).view(self.copies, -1)[:, : self._numel]
+        return self._memory().view(DTYPES[self.codec.dtype]).view(self.copies, -1)[:, : self._numel]
 
-    def own(self) -> Tensor:
-        """(S,) the copy of this rank's own shard, as all ranks that hold it have it."""
-        return self._values()[self._own]
+    def copy_of_shard(self) -> Tensor:
+        """(S,) the copy of this rank's shard, equal on all ranks that hold it."""
+        return self._values()[self._index]
 
     def add(self, received: Tensor, version: Version) -> None:
         """Add the differences (copies, D) uint8 that the spared hops brought of the weights' ``version``."""
@@ -149,14 +150,14 @@ class SecondaryShard:
         self._version, self._settled = version, version[1]
 
     def state(self, version: Version) -> dict[str, Tensor]:
-        """The copies, to be loaded again, of a master of ``version``; nothing where no difference is sent."""
+        """The copies of a master of ``version``, to be loaded again; empty without differences."""
         if self._policy.differences is None:
             return {}
         begun = torch.tensor([-1 if self.begun is None else self.begun, self.settled(version)])
         return {"copy": self._values().clone(), "begun": begun}
 
     def load(self, state: Mapping[str, Tensor], version: Version) -> None:
-        """Take over what :meth:`state` gave on the same rank of the weights that are now of ``version``."""
+        """Take over the :meth:`state` of the same rank, for weights that are now of ``version``."""
         self._version = self.begun = self._settled = None
         if "copy" in state:
             self._values().copy_(state["copy"])

@@ -1,10 +1,10 @@
-"""A unit: one block of the model, of whose weights and gradients each rank owns a shard.
+"""A unit: one block of the model, with its weights and gradients in one shard a rank.
 
-A step meets it in four events: :meth:`Unit.pre_forward`, :meth:`Unit.post_forward`,
-:meth:`Unit.pre_backward` and :meth:`Unit.post_backward`.  What they do to memory and messages is told in the
-order in which a step meets it in :mod:`~impl.unit.master_shard`, :mod:`~impl.unit.weight_gather`,
-:mod:`~impl.unit.secondary_shard`, :mod:`~impl.unit.flat_buffer` and :mod:`~impl.unit.gradient_reduction`.
-Outside of passes :mod:`~impl.unit.whole_values` shows and writes its values.
+A step calls four events: :meth:`Unit.pre_forward`, :meth:`Unit.post_forward`, :meth:`Unit.pre_backward` and
+:meth:`Unit.post_backward`.  Their memory and messages are described, in the order of a step, in
+:mod:`~impl.unit.master_shard`, :mod:`~impl.unit.weight_gather`, :mod:`~impl.unit.secondary_shard`,
+:mod:`~impl.unit.flat_buffer` and :mod:`~impl.unit.gradient_reduction`.  Outside of passes
+:mod:`~impl.unit.whole_values` shows and writes its values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from impl.unit.weight_gather import WeightGather
 
 
 class State(enum.Enum):
-    """Of a unit's weights on this rank."""
+    """State of a unit's weights on this rank."""
 
     SHARDED = enum.auto()  # this rank has its shard; modules hold placeholders
     GATHERING = enum.auto()  # an all-gather is under way
@@ -45,33 +45,33 @@ class Unit:
         self,
         geometry: UnitGeometry,
         originals: Sequence[nn.Parameter],  # the model's, in slot order, with their values
-        holders: Sequence[Sequence[Holder]],  # for each of them, the modules that hold it
+        holders: Sequence[Sequence[Holder]],  # by original, the modules that hold it
         context: UnitContext,
         placement: Placement = ON_DEVICE,
         *,
-        siblings: Sequence[Unit],  # all of the model in their order, this one the next
+        siblings: Sequence[Unit],  # the model's units in order, to which this one will be appended
         queue: ReductionQueue,
-        cut: Tensor | None = None,  # (S,) fp32 this rank's slice, if the originals are without values already
+        cut: Tensor | None = None,  # (S,) fp32 this rank's slice, if the originals have no values
     ) -> None:
         self.index, self._siblings, self._passes = len(siblings), siblings, context.passes
         self.geometry, self.wire, self.host, self.meter = geometry, context.wire, context.host, context.meter
         self.policy = context.policy.for_unit(geometry)
-        own = self._context = replace(context, policy=self.policy)
+        context = self._context = replace(context, policy=self.policy)
         mesh = self.wire.mesh
         device = MEMORY if placement.shard else mesh.device
         shard = sliced(geometry, mesh.rank, originals, device) if cut is None else cut
-        self.master_shard = MasterShard(geometry, own, placement, shard)
-        self.flat = FlatBuffer(geometry, own, originals, holders)
+        self.master_shard = MasterShard(geometry, context, placement, shard)
+        self.flat = FlatBuffer(geometry, context, originals, holders)
         self.flat.used_outside = self._used_outside
         self.members: Sequence[Member] = self.flat.members  # its parameters, in slot order
-        self.weight_gather = WeightGather(geometry, own, self.master_shard, self.flat)
-        self.reduction = GradientReduction(geometry, own, self.master_shard, self.members, queue)
+        self.weight_gather = WeightGather(geometry, context, self.master_shard, self.flat)
+        self.reduction = GradientReduction(geometry, context, self.master_shard, self.members, queue)
         self.state = State.SHARDED
         self._persists = self.policy.stage < 3  # gathered until the weights change
 
     @property
     def visible(self) -> list[nn.Parameter]:
-        """What modules show now, in slot order."""
+        """The parameters that modules hold now, in slot order."""
         shown = self.state is State.UNSHARDED
         return [member.parameter if shown else member.placeholder for member in self.members]
 
@@ -87,18 +87,18 @@ class Unit:
             self.end_use()
 
     def used_after(self, outputs: Collection[int], *, backward: bool) -> bool:
-        """Whether the weights are used after a module has run, whose ``outputs`` lie at these addresses."""
+        """Whether the weights are used after their module has run; ``outputs`` are memory addresses."""
         passes = self._passes
         if self.gathered and self.flat.address in outputs:  # a parameter is returned, as Megatron's bias is
             passes.escaped.add(self.index)
         return (backward and self.index in passes.schedule.kept) or self.index in passes.escaped
 
     def pre_backward(self) -> None:
-        """All-gather the weights again when the gradient of an output arrives; start the unit before it."""
+        """All-gather the weights again when an output's gradient arrives; start gathering those ahead."""
         self.all_gather("backward", self._passes.schedule.ahead_in_backward[self.index])
 
     def post_backward(self) -> None:
-        """Reshard the weights once the last gradient is there, and hand it over for reduction in its turn."""
+        """Reshard the weights at the last gradient, and hand the gradients to the queue."""
         self.reshard()
         if not self._passes.accumulating:
             self.reduction.queue.start_ready()
@@ -107,12 +107,12 @@ class Unit:
 
     @property
     def gathered(self) -> bool:
-        """Whether the weights are here, shown or hidden."""
+        """Whether the weights are gathered, shown or hidden."""
         return self.state is State.UNSHARDED or self.state is State.HIDDEN
 
     @property
     def in_use(self) -> bool:
-        """Whether they are here, or on their way."""
+        """Whether the weights are gathered, or being gathered."""
         return self.state is not State.SHARDED
 
     def all_gather(self, phase: Phase, ahead: Sequence[int] = ()) -> None:
@@ -122,13 +122,13 @@ class Unit:
             self.start_gather(phase)  # this one first: all ranks post in one order
         for index in ahead:
             unit = self._siblings[index]
-            if unit.state is State.SHARDED and len(self._passes.gathering) <= MOST_AHEAD:  # or they pile up
+            if unit.state is State.SHARDED and len(self._passes.gathering) <= MOST_AHEAD:
                 unit.start_gather(phase)  # travels while this one computes
         if not current:
             self.wait()
 
     def start_gather(self, phase: Phase) -> None:
-        """Start the all-gather, unless the weights are here, on their way, or, a ZeroError, seen whole."""
+        """Start the all-gather, unless gathered or under way; a ZeroError while values are seen whole."""
         if self.flat.shown:
             self.check_hidden("a pass inside")
         if self.state is State.GATHERING:
@@ -138,7 +138,7 @@ class Unit:
                 return
             self._become_sharded()  # a master was written by hand
         if self._passes.in_forward and self._passes.schedule.in_model_order:
-            # Below stage 3 all ranks gather all units in one order, whichever of them each rank's pass calls.
+            # Below stage 3 all ranks gather all units in one order, whichever units a rank's pass calls.
             for unit in self._siblings[: self.index]:
                 if not unit.in_use:
                     unit.start_gather(phase)
@@ -153,12 +153,12 @@ class Unit:
         self._passes.gathering.add(self.index)
 
     def wait(self) -> None:
-        """Finish gathering: modules hold the parameters, with their values, when this returns."""
+        """Finish gathering: afterwards modules hold the parameters with their values."""
         if self.state is State.GATHERING:
             try:
                 if self.master_shard.crosses:
                     self.master_shard.arrival.join()
-                self.state = State.SHARDED  # one that is interrupted brings nothing
+                self.state = State.SHARDED  # if the gather is interrupted
                 self.weight_gather.finish()
             finally:
                 self._passes.gathering.discard(self.index)
@@ -169,7 +169,7 @@ class Unit:
         self.state = State.UNSHARDED
 
     def end_use(self) -> None:
-        """End the use of the weights, and note in the passes which parameters were written meanwhile."""
+        """End the use of the weights, and note parameters that were written meanwhile."""
         if self.state is State.GATHERING:
             self.wait()  # its bytes are sent
         if self._persists or self.state is State.SHARDED:
@@ -182,24 +182,24 @@ class Unit:
         self.flat.detach()
 
     def reshard(self) -> None:
-        """:meth:`end_use`, which raises a WrittenError if parameters were written."""
+        """:meth:`end_use`, and raise a WrittenError if parameters were written."""
         self.end_use()
         if self._passes.written:
             self.refuse_written()
 
     def refuse_written(self) -> None:
-        """Raise a WrittenError of what was noted and, as who writes one often writes all, of other units."""
+        """Raise a WrittenError with the noted parameters and those written in other units."""
         names = (*self._passes.written, *(name for unit in self._siblings for name in unit.written()))
         self._passes.written.clear()
         raise WrittenError(names)
 
     def gather_outside(self) -> None:
-        """All-gather the weights for a use outside of the unit's module; they stay to the forward's end."""
+        """All-gather the weights for a use outside of the unit's module; they stay to the end of forward."""
         self._passes.escaped.add(self.index)
         self.all_gather("forward" if torch.is_grad_enabled() else "evaluate")
 
     def end_use_outside(self, outputs: Collection[int]) -> None:
-        """End what :meth:`gather_outside` began, unless they are :meth:`used_after`."""
+        """End the use that :meth:`gather_outside` began, unless they are :meth:`used_after`."""
         self._passes.escaped.discard(self.index)
         if not self.used_after(outputs, backward=torch.is_grad_enabled()):
             self.reshard()
@@ -218,20 +218,20 @@ class Unit:
             )
 
     def hide(self) -> None:
-        """Let modules hold placeholders from here on."""
+        """Let modules hold placeholders."""
         if self.state is State.UNSHARDED:
             self.flat.conceal(sharded=False)
             self.state = State.HIDDEN
 
     def written(self) -> Sequence[str]:
-        """The parameters that were written since they were gathered; none below stage 3, where they stay."""
+        """Parameters written since they were gathered; none below stage 3, where they stay."""
         return () if self._persists else self.flat.written()
 
-    def weights_changed(self, why: Change = "loaded") -> None:
-        """The weights have new values: what was kept of the old ones is stale."""
+    def weights_changed(self, change: Change = "loaded") -> None:
+        """The weights have new values: make all copies stale."""
         self.master_shard.changes += 1
         if self.weight_gather.spared:
-            self.weight_gather.secondary.end(why)
+            self.weight_gather.secondary.end(change)
         if self.state is State.GATHERING:
             self.wait()
         if self.state is not State.SHARDED:
@@ -240,60 +240,60 @@ class Unit:
             self.flat.detach()
 
     def _become_sharded(self) -> None:
-        """The gathered weights are not to be used any more; their memory may be kept for the next ones."""
+        """End the use of gathered weights; their memory may be kept for the next ones."""
         self.flat.conceal(sharded=True)
         self.state = State.SHARDED
 
     def follow(self, policy: Policy) -> None:
-        """Send in the codecs of another ``policy`` from here on; nothing is being reduced."""
+        """Send in the codecs of another ``policy`` from here on; no reduction is under way."""
         if policy.weights != self.policy.weights:
             self.weights_changed("unchanged")
             self.weight_gather.secondary.let_go()
             self.master_shard.encode_as(policy.weights)
-            own = replace(self._context, policy=policy)
-            self.weight_gather = WeightGather(self.geometry, own, self.master_shard, self.flat)
+            context = replace(self._context, policy=policy)
+            self.weight_gather = WeightGather(self.geometry, context, self.master_shard, self.flat)
         self.policy = policy
         self.reduction.follow(policy)
 
     # Gradients
 
     def drop_gradients(self) -> None:
-        """Forget what was collected and not reduced, and what a pass that failed left at the parameters."""
+        """Forget collected gradients that were not reduced, and those that a failed pass left at leaves."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values
             for member in self.members:
                 member.parameter.grad = member.placeholder.grad = None
         self.reduction.drop()
 
-    # What its codecs depend on beside weights: carried errors by hop, and copies that differences begin with
+    # State of codecs beside weights: carried errors by hop, and the copies that differences start from
 
     def communication_state(self) -> dict[str, Tensor]:
-        """This rank's, to be loaded again."""
+        """This rank's state, to be loaded again."""
         errors = self.reduction.feedback()
         copies = self.weight_gather.secondary.state(self.master_shard.version)
         return copies if errors is None else copies | errors.state()
 
-    def check_communication_state(self, given: Mapping[str, Tensor]) -> None:
+    def check_communication_state(self, state: Mapping[str, Tensor]) -> None:
         """Refuse, with a ZeroError that names this unit, a state of other hops, shapes or types."""
-        shapes, found = (
-            {name: (tuple(one.shape), one.dtype) for name, one in state.items()}
-            for state in (self.communication_state(), given)
+        expected, shapes = (
+            {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+            for tensors in (self.communication_state(), state)
         )
-        if shapes != found:
-            raise ZeroError(f"state of unit {self.geometry.name!r} is {found}, expected {shapes}")
+        if shapes != expected:
+            raise ZeroError(f"state of unit {self.geometry.name!r} is {shapes}, expected {expected}")
 
-    def load_communication_state(self, given: Mapping[str, Tensor]) -> None:
-        """Take over what was found to fit."""
+    def load_communication_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a checked state."""
         if (errors := self.reduction.feedback()) is not None:
-            errors.load(given)
-        self.weight_gather.secondary.load(given, self.master_shard.version)
+            errors.load(state)
+        self.weight_gather.secondary.load(state, self.master_shard.version)
 
     # Refusals
 
-    def check_hidden(self, what: str) -> None:
-        """Refuse ``what``, with a ZeroError, while parameters are seen whole."""
+    def check_hidden(self, place: str) -> None:
+        """Refuse ``place``, with a ZeroError, while parameters are seen whole."""
         for number in self.flat.shown:
             name = self.geometry.slots[number].spec.name
-            raise ZeroError(f"{what} GatheredParameters of {name!r}: leave its context first")
+            raise ZeroError(f"{place} GatheredParameters of {name!r}: leave its context first")
 
     def check_unchanged(self, *, training: bool) -> None:
         """Refuse, with a ZeroError, parameters that were replaced, frozen or unfrozen, or given hooks."""
@@ -312,7 +312,7 @@ class Unit:
                     continue
                 after = parameter._post_accumulate_grad_hooks  # noqa: SLF001  # there is no public way
                 if parameter._backward_hooks or len(after or ()) > trainable:  # noqa: SLF001
-                    check_hooks(slot.spec.name, parameter, own=trainable)
+                    check_hooks(slot.spec.name, parameter, allowed=trainable)
                 if not parameter.requires_grad is trainable is placeholder.requires_grad:
                     was, now = ("trained", "frozen") if trainable else ("frozen", "trained")
                     raise ZeroError(

@@ -1,4 +1,4 @@
-"""One unit's values seen whole, outside of passes: for state dicts, GatheredParameters and access by name."""
+"""Gathers one unit's values outside of passes: for state dicts, GatheredParameters and access by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from impl.unit.unit import Unit
 
 
 class WholeValues:
-    """Reads, shows and overwrites the values of one unit; what overwrites weights ends hpZ's secondary."""
+    """Reads, shows and overwrites the values of one unit; overwriting makes hpZ's secondary stale."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit, self._geometry, self._wire = unit, unit.geometry, unit.wire
@@ -38,40 +38,40 @@ class WholeValues:
         return [whole[slot.offset : slot.end].view(slot.spec.shape).clone() for slot in self._geometry.slots]
 
     def gather_member(self, number: int, part: Tensor) -> Tensor:
-        """(shape) fp32 member ``number``, of which each rank gives its part; all must call it."""
-        here = part.to(self._wire.mesh.device)
-        return assembled(self._geometry, number, here, self._axes, wire=self._wire, tag=self._tag)
+        """(shape) fp32 member ``number``, assembled from all ranks' parts; all must call it."""
+        part = part.to(self._wire.mesh.device)
+        return assembled(self._geometry, number, part, self._axes, wire=self._wire, tag=self._tag)
 
     def part(self, number: int) -> tuple[int, int]:
         """(start, end) of member ``number`` in this rank's shard; maybe empty."""
         return self._geometry.part(self._geometry.slots[number], self._wire.mesh.rank)
 
     def show(self, number: int, values: Tensor) -> nn.Parameter:
-        """Let who holds member ``number`` see ``values`` (shape), and write; returns what modules hold."""
+        """Show ``values`` (shape) as member ``number``, to read and write; returns the modules' parameter."""
         unit, member = self._unit, self._unit.members[number]
         unit.wait()
         unit.hide()
         unit.flat.shown[number] = values
         unit.meter.add("gathered", values.nbytes)
-        for one in (member.placeholder, member.parameter):  # whoever took that during a pass
-            one.__class__ = nn.Parameter
-            one.data = values
+        for leaf in (member.placeholder, member.parameter):  # users may have taken the latter in a pass
+            leaf.__class__ = nn.Parameter
+            leaf.data = values
         return member.placeholder
 
     def end_showing(self, number: int) -> None:
-        """End what :meth:`show` began; nothing is written back."""
+        """Undo :meth:`show`; nothing is written back."""
         unit, member = self._unit, self._unit.members[number]
-        member.put(member.placeholder)  # in place of what may have replaced it
+        member.place(member.placeholder)  # users may have replaced it
         unit.meter.add("gathered", -unit.flat.shown.pop(number).nbytes)
         member.parameter.data = member.no_values
         unit.flat.lay()
-        torch.autograd.graph.increment_version(member.placeholder)  # what backward would need of it is gone
+        torch.autograd.graph.increment_version(member.placeholder)  # backward may not use its values
         release(member.placeholder, InUnit(unit.flat, self._geometry.slots[number].spec.name, number))
         if not unit.gathered:
             member.parameter.__class__ = Placeholder
 
     def write_part(self, number: int, part: Tensor) -> None:
-        """Overwrite this rank's part of member ``number`` with ``part`` (elements here,) fp32."""
+        """Overwrite this rank's part of member ``number`` with ``part`` (n,) fp32."""
         self._master_shard.load_part(*self.part(number), part)
         self._unit.weights_changed()
 
@@ -89,7 +89,7 @@ class WholeValues:
 def assembled(
     geometry: UnitGeometry, number: int, part: Tensor, axes: Sequence[Axis], *, wire: Wire, tag: Tag
 ) -> Tensor:
-    """(shape) fp32: slot ``number``, of which each rank along ``axes`` gives its part (elements here,)."""
+    """(shape) fp32: slot ``number``, assembled from the parts (n,) of all ranks along ``axes``."""
     slot = geometry.slots[number]
     bounds = [geometry.overlap(slot, rank) for rank in range(geometry.shards)]
     longest = torch.zeros(max(end - first for first, end in bounds), device=part.device)

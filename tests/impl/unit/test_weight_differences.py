@@ -141,7 +141,7 @@ def test_the_drift_of_a_copy_is_bounded_by_one_encoding(mesh: Mesh, differences:
 
 
 def _own(unit: Unit) -> Tensor:
-    return unit.weight_gather.secondary.own().float()
+    return unit.weight_gather.secondary.copy_of_shard().float()
 
 
 def _bound(codec: Any, difference: Tensor, copied: Tensor) -> Tensor:
