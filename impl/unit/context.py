@@ -1,7 +1,7 @@
-"""What the units of one engine share: wire, policy, counters, memory and host memory, and the pass under way.
+"""The units' context in one engine: wire, policy, counters, memory and host memory, and the pass under way.
 
-On CUDA host memory is pinned, and copies run on two streams of their own, one each way.  Where the device is
-the CPU the same copies run at once, so that what they would move is counted and tested (:data:`ACCOUNTING`).
+On CUDA host memory is pinned, and copies run on two streams of their own, one each way.  On a CPU the same
+copies run at once, so that their bytes are counted and tested (:data:`ACCOUNTING`).
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ ACCOUNTING: Final = "accounting only: on this device host and device are one mem
 
 @dataclass(slots=True, eq=False)
 class Meter:
-    """Bytes that the engine holds now and held at most, by part (keys of :func:`impl.plan.memory.memory`)."""
+    """Bytes of the engine now and at most, by part (keys of :func:`impl.plan.memory.memory`)."""
 
     now: dict[str, int] = field(default_factory=dict)
     peak: dict[str, int] = field(default_factory=dict)
 
     def add(self, part: str, nbytes: int, *, host: bool = False) -> None:
-        """Count an allocation, on the ``host`` or the device, or a release when negative."""
+        """Count an allocation on the ``host`` or the device, or a release if negative."""
         part = f"host_{part}" if host else part
         self.now[part] = self.now.get(part, 0) + nbytes
         self.peak[part] = max(self.peak.get(part, 0), self.now[part])
 
 
 class Reserve:
-    """Flat buffers of one type, by exact size, counted as ``part``: at most what was in use at once."""
+    """Flat buffers of one type, by exact size, counted as ``part``: no more than were in use at once."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, meter: Meter, part: str) -> None:
         self._dtype, self._device, self._meter, self._part = dtype, device, meter, part
         self._free: dict[int, list[Tensor]] = {}  # by elements
         self._held = self._used = 0  # elements: free and in use, in use
-        self._most = self._lately = 0  # in use: to which free ones may fill up, and since the last trim()
+        self._most = self._lately = 0  # in use at most: the limit of those held, and since the last trim()
 
     def take(self, numel: int) -> Tensor:
         """(numel,) of any content."""
@@ -62,12 +62,12 @@ class Reserve:
             return torch.empty(numel, dtype=self._dtype, device=self._device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """What :meth:`take` handed out is free again; nothing else may look at it."""
+        """Free a buffer from :meth:`take`; nothing may use it any more."""
         self._used -= buffer.numel()
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def trim(self) -> None:
-        """A pass is over: let go of what it did not need, as after a first one that used more."""
+        """After a pass, drop buffers that it did not need; the first one may use more."""
         self._most, self._lately = self._lately, self._used
         self._shrink(self._most)
 
@@ -98,19 +98,19 @@ class HostMemory:
 
     @property
     def nature(self) -> str:
-        """What the host's memory is here, for the record."""
+        """Kind of the host's memory, for the record."""
         return ACCOUNTING if self._up is None else PINNED
 
     def empty(self, part: str, numel: int, dtype: torch.dtype = torch.uint8, *, host: bool = True) -> Tensor:
         """(numel,) of any content, counted as ``part``, on the host, pinned for a GPU, or on the device."""
         device, pinned = (MEMORY, self._up is not None) if host else (self._device, False)
         with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
-            found = torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
-        self._meter.add(part, found.nbytes, host=host)
-        return found
+            memory = torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
+        self._meter.add(part, memory.nbytes, host=host)
+        return memory
 
     def ahead(self) -> contextlib.AbstractContextManager[Arrival]:
-        """What the body enqueues comes after all that was enqueued before, and beside what comes later."""
+        """The body's work comes after all that was enqueued before, and beside what is enqueued later."""
         return contextlib.nullcontext(Arrival()) if self._up is None else self._up.beside()
 
     def copy(self, way: Direction, source: Tensor, target: Tensor, purpose: Copied, unit: str) -> None:
@@ -119,7 +119,7 @@ class HostMemory:
         self.copied[CopyKey(way, purpose, unit)] += source.nbytes
 
     def stage(self, numel: int) -> Tensor:
-        """(numel,) fp32 on the device for what :meth:`download` takes next: a row whose last copy is done."""
+        """(numel,) fp32 on the device for the next :meth:`download`: a row whose last copy is done."""
         if self._staging is None or self._staging.shape[1] < numel:
             if self._staging is not None:
                 self._meter.add("staging", -self._staging.nbytes)
@@ -130,11 +130,11 @@ class HostMemory:
         return self._staging[self._turn, :numel]
 
     def download(self, staged: Tensor, target: Tensor, purpose: Copied, unit: str) -> Arrival:
-        """Copy the row that :meth:`stage` gave last to the host, beside the computation."""
+        """Copy the row of the last :meth:`stage` to the host, beside the computation."""
         self.copied[CopyKey("to_host", purpose, unit)] += staged.nbytes
         with contextlib.nullcontext(Arrival()) if self._down is None else self._down.beside() as arrival:
             target.copy_(staged, non_blocking=True)
-            if staged.is_cuda:  # rows that larger ones replace stay until they are read
+            if staged.is_cuda:  # replaced rows stay until they are read
                 staged.record_stream(torch.cuda.current_stream(self._device))
         self._left[self._turn] = arrival
         return arrival
@@ -142,20 +142,18 @@ class HostMemory:
 
 @dataclass(slots=True, eq=False)
 class Passes:
-    """How far the passes of one model are on this rank."""
+    """The progress of one model's passes on this rank; units are known by index."""
 
-    # what is gathered ahead, what stays gathered, and in which order gradients are reduced
     schedule: Schedule
     running: int = 0  # forward calls of hooked modules under way
-    in_forward: bool = False  # whether the model's forward pass is under way, and nothing was refused
+    in_forward: bool = False  # whether the model's forward pass is under way, and all checks passed
     in_backward: bool = False  # whether a backward pass is under way, or failed and was not finished
     accumulating: bool = False  # whether backward passes add to local gradients, and reduce nothing
-    gathering: set[int] = field(default_factory=set)  # indices of the units whose all-gather is under way
-    # indices of the units in use outside of their modules, in this forward pass
-    escaped: set[int] = field(default_factory=set)
-    # by address of memory, the index of the unit whose gathered weights came there last
+    gathering: set[int] = field(default_factory=set)  # units with an all-gather under way
+    escaped: set[int] = field(default_factory=set)  # units used outside of their modules, in this forward
+    # by address of memory, the unit whose weights were last gathered there
     weights_at: dict[int, int] = field(default_factory=dict)
-    # names of parameters of units that were resharded, which were written before: not refused yet
+    # parameters that were written before their unit was resharded, and not refused yet
     written: list[str] = field(default_factory=list)
 
 
@@ -166,13 +164,13 @@ def recomputing() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class UnitContext:
-    """What the units of one engine share."""
+    """The objects that the units of one engine share."""
 
     wire: Wire
-    policy: Policy  # the model's; to the parts of a unit, the unit's own
+    policy: Policy  # the model's; in the parts of a unit, the unit's own
     meter: Meter
-    clock: Clock  # what stochastic codecs and feedback go by
-    gradients: Reserve  # where buffers of local gradients come from
-    weights: Reserve  # and of gathered weights
+    clock: Clock  # of stochastic codecs and feedback
+    gradients: Reserve  # of local gradients
+    weights: Reserve  # of gathered weights
     host: HostMemory
-    passes: Passes  # how far the model's passes are
+    passes: Passes

@@ -1,23 +1,23 @@
 """The reduce-scatter of one unit's gradient: the mirror of :mod:`impl.unit.weight_gather`.
 
-The way of a gradient through a ZeRO++ step, for two nodes of two ranks, in the order in which its files are
-met.  A unit's P padded elements end as shards of S = P / 4; F is the bytes of a frame of S elements.
+The path of a gradient through a ZeRO++ step, on two nodes of two ranks, file by file.  A unit's P padded
+elements end as shards of S = P / 4; F is the bytes of a frame of S elements.
 
 1. *Autograd accumulates a parameter's gradient*; :mod:`impl.engine.hooks` calls
    :meth:`GradientReduction.collect`, which moves it to its place in one flat buffer (P,), in the type of the
    pass; where frames are elements, that buffer is the message of hop 1 itself.  Passes that accumulate
    without reducing add there, in fp32.
-2. *The last of the unit's gradients starts the reduction*, in the turn that the :class:`ReductionQueue` has
-   for it, which is the same on all ranks.
+2. *The unit's last gradient starts the reduction*, in its turn in the :class:`ReductionQueue`, which is the
+   same on all ranks.
 3. *Hop 1 stays inside the node*: :class:`impl.comm.reduce_scatter.Reduction` encodes the slices in the order
-   (local, node, S), INT4 with qgZ (paper section 3.3), and sends each rank of the node its own,
+   (local, node, S), INT4 with qgZ (paper section 3.3), and sends each rank of the node its slices,
    (node, F) = (2, F) uint8.
-4. *The sum is encoded again*, decoded, added in fp32 and encoded by one kernel, when the first gradient of
-   the next unit arrives: by then hop 1 has.
+4. *The sum is encoded again*: one kernel decodes, adds in fp32 and encodes, when the next unit's first
+   gradient arrives; by then hop 1 has arrived.
 5. *Hop 2 crosses the link*, among the ranks of equal local index: one frame (F,) to each of the two nodes.
 6. *The mean is decoded* when the bucket is full, or the pass over: (S,) fp32, the sum over 4.
-7. *The master's gradient takes it*: :mod:`impl.unit.master_shard` stores it, or adds it to that of the
-   micro-batches before.
+7. *The master's gradient takes it*: :mod:`impl.unit.master_shard` stores it, or adds it to that of earlier
+   micro-batches.
 8. *The optimizer steps the masters* and clears their gradients.
 
 On a GPU steps 4 to 7 are queued on a side stream as soon as hop 1 is posted, and
@@ -48,9 +48,9 @@ from impl.unit.master_shard import MasterShard
 
 
 class Progress(enum.IntEnum):
-    """Of a unit's reduction, in one backward pass."""
+    """Progress of a unit's reduction in one backward pass."""
 
-    COLLECTING = 0  # gradients of this pass are missing, if only all
+    COLLECTING = 0  # some or all gradients of this pass are missing
     READY = 1  # none is missing; it waits for its turn
     REDUCING = 2  # hops are under way
     REDUCED = 3  # the mean is in this rank's shard
@@ -75,15 +75,15 @@ class GradientReduction:
         self.progress, self.queue = Progress.COLLECTING, queue
         self.missing = set[int]()  # members whose gradient has not arrived, once another one has
         self.local: Tensor | None = None  # (P,) the local gradients, while any wait to be reduced
-        self._buffer: Tensor | None = None  # of the reserve, in which they lie,
+        self._buffer: Tensor | None = None  # of the reserve, their memory,
         self._opened: Exchange | None = None  # or the message
-        self._written: set[int] = set()  # members whose part of it holds something
-        self._arrival: Arrival | None = None  # of what follows the first hop, beside a GPU's computation
+        self._written: set[int] = set()  # members with a gradient there
+        self._arrival: Arrival | None = None  # of the hops after the first, beside a GPU's computation
         self._errors: Errors | None = None  # of the gradient codecs, from the first reduction on
         self.follow(context.policy)
 
     def follow(self, policy: Policy) -> None:
-        """Reduce as ``policy`` says from here on; what error feedback carries stays."""
+        """Reduce as ``policy`` says from here on; carried errors stay."""
         self._policy = policy
         geometry, wire = self._geometry, self._wire
         topology, rank = wire.mesh.topology, wire.mesh.rank
@@ -104,16 +104,16 @@ class GradientReduction:
         plain = policy.reduce != "ring" and policy.feedback is None and geometry.trainable
         self._collects = plain and self.collective.collects(DTYPES[policy.compute])
         self._draws = any(codec.stochastic for codec in policy.gradients)
-        # An offset, or a rotation, makes something of padding's zeros; it must not reach norms or weights.
+        # An offset, or a rotation, changes padding's zeros; the change must not reach norms or weights.
         self._pads = () if all(map(_keeps_zeros, policy.gradients)) else geometry.pads(rank)
 
     # Collecting
 
     def collect(self, number: int) -> bool:
-        """Take the gradient that has just arrived at member ``number``; True when none is missing."""
+        """Take the gradient that has just arrived at member ``number``; True if none is missing."""
         if not self.missing:
             self._begin()
-        if len(self.missing) == len(self._members):  # the first of its unit: all ranks' reductions are here
+        if len(self.missing) == len(self._members):  # the unit's first: post at the same event on all ranks
             self.queue.post_next_hops()
         self._add(number, self._members[number].parameter)
         self.missing.discard(number)
@@ -123,7 +123,7 @@ class GradientReduction:
 
     def collect_outside(self, number: int) -> None:
         """Take the gradient that an ``autograd.Function`` brought to the placeholder of member ``number``."""
-        self._begin()  # others may be yet to come: it stays missing, to the end of the pass if none comes
+        self._begin()  # more may arrive: it stays missing, if none does to the end of the pass
         self._add(number, self._members[number].placeholder)
 
     def _begin(self) -> None:
@@ -138,7 +138,7 @@ class GradientReduction:
             self.missing = set(range(len(self._members)))
 
     def _add(self, number: int, leaf: nn.Parameter) -> None:
-        """Move the gradient of ``leaf`` to the part of member ``number``; nothing need be cleared before."""
+        """Move the gradient of ``leaf`` to the part of member ``number``, cleared or not."""
         flat = self._open() if self.local is None else self.local
         shape, strides, offset = self._members[number].view
         part = flat.as_strided(shape, strides, flat.storage_offset() + offset)
@@ -155,7 +155,7 @@ class GradientReduction:
             leaf.grad = None
 
     def _open(self) -> Tensor:
-        """(P,) to collect in: what the optimizer reads, the message that is sent, or else of the reserve."""
+        """(P,) to collect in: the masters' gradients, the message of hop 1, or a buffer of the reserve."""
         reduces = not self._passes.accumulating
         if reduces and not self.collective.hops and self._in_place:  # one rank: its gradient is the mean
             self.local = self._master_shard.gradient()
@@ -170,7 +170,7 @@ class GradientReduction:
         return self.local
 
     def _completed(self) -> Tensor:
-        """(P,) all of them, with zeros in padding and where none arrived: other ranks may have one."""
+        """(P,) all gradients, with zeros in padding and where none arrived: other ranks may have one."""
         flat = self._open() if self.local is None else self.local
         for start, end in self._gaps:
             flat[start:end].zero_()
@@ -180,7 +180,7 @@ class GradientReduction:
         return flat
 
     def _forget(self) -> None:
-        """They have been encoded, or belong to the message."""
+        """Let the buffer go: the gradients are encoded, or in the message."""
         if self.local is not None and self._opened is not None:
             self._meter.add("local_gradients", -self.local.nbytes)
         if self._buffer is not None:
@@ -189,7 +189,7 @@ class GradientReduction:
         self._written.clear()
 
     def end_pass(self) -> None:
-        """The backward pass is over: what it reduced is there, and what it only collected stays."""
+        """End a backward pass: land its means; gradients that it only collected stay."""
         self.missing.clear()
         self.progress = Progress.COLLECTING
         if self._master_shard.placement.shard:
@@ -199,14 +199,14 @@ class GradientReduction:
 
     @property
     def _in_place(self) -> bool:
-        """Whether the mean may be written where the masters' gradients lie."""
+        """Whether the mean may be written to the masters' gradients."""
         shard = self._master_shard
         return not self.collective.replicas and not shard.placement.shard and shard.fresh
 
     def start(self) -> None:
-        """Hand the gradient over, whatever of it has arrived, and post its first hop."""
+        """Hand over the gradients that have arrived, and post the first hop."""
         self.missing.clear()
-        self.progress = Progress.FAILED  # unless it gets through this
+        self.progress = Progress.FAILED  # unless this returns
         reduction = self.collective
         reduction.start(
             self._completed(),
@@ -227,8 +227,8 @@ class GradientReduction:
     def post_next_hop(self, *, finish: bool = False) -> None:
         """Post the next hop's message, or ``finish``: wait until the mean is in this rank's shard.
 
-        When the mean is taken is in [Note: deferred last hop] of :mod:`impl.comm.reduce_scatter`.  A
-        ZeroError if it was interrupted.
+        [Note: deferred last hop] of :mod:`impl.comm.reduce_scatter` says when the mean is taken.  A ZeroError
+        if the reduction was interrupted.
         """
         if self.progress is Progress.FAILED:
             raise ZeroError(
@@ -238,7 +238,7 @@ class GradientReduction:
         arrival, reduction = self._arrival, self.collective
         if self.progress is not Progress.REDUCING or (arrival is not None and not finish):
             return
-        self.progress = Progress.FAILED  # unless it gets through this
+        self.progress = Progress.FAILED  # unless this returns
         if arrival is not None:
             self._wire.join(arrival)
         else:
@@ -262,8 +262,8 @@ class GradientReduction:
         self._master_shard.take(mean)
 
     def drop(self) -> None:
-        """Forget what was collected and not reduced, and the errors that codecs carry."""
-        if self._opened is not None and self.progress is not Progress.FAILED:  # the other ranks count on it
+        """Forget gradients that were collected and not reduced, and carried errors."""
+        if self._opened is not None and self.progress is not Progress.FAILED:  # the other ranks wait for it
             self._opened.post()
             self._opened.wait()
             self._opened.close()
@@ -274,7 +274,7 @@ class GradientReduction:
         self.clear_feedback()
 
     def feedback(self) -> Errors | None:
-        """The errors that this step's reduction starts with; None without feedback, or frozen."""
+        """The errors that this step's reduction starts with; None without feedback, or if frozen."""
         if self._policy.feedback is None or not self._geometry.trainable:
             return None
         if self._errors is None:
@@ -285,37 +285,37 @@ class GradientReduction:
         return self._errors
 
     def clear_feedback(self) -> None:
-        """Forget the errors of the gradient codecs: the gradients they belong to are not used."""
+        """Forget the carried errors: their gradients are not used."""
         if self._errors is not None:
             self._errors.clear()
 
 
 def _keeps_zeros(codec: Codec) -> bool:
-    """Whether a zero decodes to zero whatever else is in its block; of a user's own nobody knows."""
+    """Whether a zero decodes to zero in any block; unknown of users' codecs."""
     return isinstance(codec, Raw) or (isinstance(codec, Blocked) and not (codec.asymmetric or codec.hadamard))
 
 
 class ReductionQueue:
-    """The reductions of one backward pass after the other, at most ``bucket`` elements under way at once."""
+    """A backward pass's reductions in one order, with at most ``bucket`` elements under way."""
 
     def __init__(self, bucket: int) -> None:
         self.order: Sequence[GradientReduction] = ()  # of the trained units, equal on all ranks
         self._bucket = bucket
-        self._position = 0  # in the order, of the next to be started
-        self._under_way: list[GradientReduction] = []  # as they were started
+        self._position = 0  # of the next to start, in the order
+        self._under_way: list[GradientReduction] = []  # in their order
         self._behind = False  # whether one was started since those under way last posted
 
     def is_next(self, reduction: GradientReduction) -> bool:
-        """Whether ``reduction`` is the next to be started."""
+        """Whether ``reduction`` is the next to start."""
         return self._position < len(self.order) and self.order[self._position] is reduction
 
     def start_ready(self) -> None:
-        """Start what has all its gradients, as far as everything before it in the order has been started."""
+        """Start reductions with all gradients, up to the first in the order that lacks one."""
         while self._position < len(self.order) and self.order[self._position].progress is Progress.READY:
             self._start()
 
     def finish(self, *, start: bool) -> None:
-        """Wait for all that are under way, after the start of all others, whether gradients came or not."""
+        """Wait for all under way; with ``start`` start all others first, whether gradients arrived or not."""
         while start and self._position < len(self.order):
             self._start()
         for reduction in self._under_way:
@@ -324,30 +324,30 @@ class ReductionQueue:
         self._position, self._behind = 0, False
 
     def post_next_hops(self) -> None:
-        """Let every reduction under way post its next message, once for each that was started."""
-        if self._behind:  # ranks post in one order, whichever units bring gradients, and no link idles
+        """Let every reduction under way post its next message, once for each reduction started."""
+        if self._behind:  # so ranks post in one order, whichever units have gradients, and no link idles
             self._behind = False
             for reduction in self._under_way:
                 reduction.post_next_hop()
 
     def drop_failed(self) -> None:
-        """Forget those that were interrupted: their gradients are lost."""
-        self._under_way = [one for one in self._under_way if one.progress is not Progress.FAILED]
+        """Forget interrupted reductions: their gradients are lost."""
+        self._under_way = [r for r in self._under_way if r.progress is not Progress.FAILED]
 
     @property
     def elements_under_way(self) -> int:
-        """Of the gradients whose reduction has begun and not ended."""
-        return sum(one.elements for one in self._under_way if one.progress is Progress.REDUCING)
+        """Elements of all gradients in reduction."""
+        return sum(r.elements for r in self._under_way if r.progress is Progress.REDUCING)
 
     def _start(self) -> None:
-        """Start the next, after the others have posted a message, within the limit on those under way."""
+        """Start the next, after the others have posted a message, within the bucket."""
         self.post_next_hops()
         reduction = self.order[self._position]
         for earlier in self._under_way:
             if self.elements_under_way + reduction.elements <= self._bucket:
                 break
             earlier.post_next_hop(finish=True)
-        self._under_way = [one for one in self._under_way if one.progress is not Progress.REDUCED]
+        self._under_way = [r for r in self._under_way if r.progress is not Progress.REDUCED]
         self._under_way.append(reduction)
         self._position, self._behind = self._position + 1, True
         reduction.start()

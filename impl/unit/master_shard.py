@@ -1,7 +1,7 @@
 """A rank's master shard of a unit: (S,) fp32 weights, with the mean gradient that steps them.
 
-Frozen weights may be held as codes instead, and an offloaded shard lies in host memory with its gradient,
-from where its encoded frame comes to the device.
+Frozen weights may be held as codes instead.  An offloaded shard lies in host memory with its gradient, and
+its encoded frame is copied to the device.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def sliced(geometry: UnitGeometry, rank: int, values: Iterable[Tensor], device: 
 
 
 def part_of(value: Tensor, geometry: UnitGeometry, slot: Slot, rank: int) -> Tensor:
-    """(elements here,) what of the whole ``value`` of ``slot`` lies in ``rank``'s shard."""
+    """(n,) the elements of ``rank``'s shard from the whole ``value`` of ``slot``."""
     first, end = geometry.overlap(slot, rank)
     return value.detach().reshape(-1)[first - slot.offset : end - slot.offset]
 
 
-Version = tuple[int, int]  # of weights: changes that were told of, and what torch counts
+Version = tuple[int, int]  # of weights: changes reported to the engine, and changes counted by torch
 
 
 class MasterShard:
@@ -50,13 +50,13 @@ class MasterShard:
         self._geometry, self._mesh, self._host = geometry, mesh, context.host
         self._clock = context.clock
         self.encode_as(policy.weights)
-        self.changes = 0  # of the weights, as far as the engine was told
-        self._encoded: Tensor | None = None  # (F,) on the host: of an offloaded master
+        self.changes = 0  # of the weights, reported to the engine
+        self._encoded: Tensor | None = None  # (F,) on the host: the frame of an offloaded master
         self._sent: Tensor | None = None  # (F,) the same on the device, unless frames are offloaded too
-        self._encoded_of: tuple[Version, int] | None = None  # which master, and noise, it is of
+        self._encoded_of: tuple[Version, int] | None = None  # its master's version, and noise
         self._sent_of: tuple[Version, int] | None = None
-        self.arrival = Arrival()  # of what the last gather brought from the host, if it crosses from there
-        # (S,) fp32 masters, or of weights that are held as codes their frame (F,) uint8
+        self.arrival = Arrival()  # of the last gather's copies from the host
+        # (S,) fp32 masters, or the frame (F,) uint8 of weights held as codes
         self.held, self.codes = shard.to(MEMORY if placement.shard else mesh.device), None
         if not geometry.trainable and policy.frozen is not None:
             codes = self._host.empty("frozen", self._frame, host=placement.shard)
@@ -64,27 +64,27 @@ class MasterShard:
             self.held = self.codes = codes
         else:
             context.meter.add("masters", self.held.nbytes, host=placement.shard)
-        # (group, leaf view of the master), empty where the group has no elements here: all ranks have as many
+        # (group, leaf view of the master), empty where the group has no elements here; as many on all ranks
         self.masters: list[tuple[int, nn.Parameter]] = []
-        self._spans: list[tuple[nn.Parameter, int, int]] = []  # the same, and where in the shard they lie
+        self._spans: list[tuple[nn.Parameter, int, int]] = []  # the same, with their bounds in the shard
         for group, start, end in geometry.spans(mesh.rank) if geometry.trainable else ():
             master = nn.Parameter(self.held[start:end], requires_grad=True)
             self.masters.append((group, master))
             self._spans.append((master, start, end))
         self._mean: Tensor | None = None  # (S,) fp32, accumulated mean gradient
         self._landing: tuple[Arrival, Tensor] | None = None  # (S,) a mean on its way to the host
-        self._landed: Tensor | None = None  # (S,) where it arrives if it is to be added to another
+        self._landed: Tensor | None = None  # (S,) where it arrives if added to another
 
     # Weights
 
     @property
     def version(self) -> Version:
-        """Differs whenever the weights do: as often as told of, or written in place where torch counts it."""
+        """Changes whenever the weights do, by a report or a write that torch counts."""
         return self.changes, self.held._version  # noqa: SLF001  # the public way warns
 
     @property
     def master(self) -> Tensor:
-        """(S,) fp32 this rank's shard of the weights, on the host if offloaded; decoded of codes."""
+        """(S,) fp32 this rank's shard of the weights, on the host if offloaded; codes are decoded."""
         if self.codes is None:
             return self.held
         master = torch.empty(self._geometry.shard, dtype=torch.float32, device=self.codes.device)
@@ -102,7 +102,7 @@ class MasterShard:
 
     def load_codes(self, frame: Tensor) -> None:
         """Overwrite weights that are held as codes, in the same layout."""
-        assert self.codes is not None  # noqa: S101  # a checkpoint's are given to no other unit
+        assert self.codes is not None  # noqa: S101  # checkpoints have codes for no other unit
         self.arrival.finish()  # of a copy from them to the device
         self.codes.copy_(frame)
 
@@ -132,9 +132,9 @@ class MasterShard:
         frame.copy_(self._sent)
 
     def _kept_frame(self) -> Tensor:
-        """(F,) uint8 on the host: the frame of an offloaded master, encoded anew when that or noise is."""
-        ages = self._codec.stochastic and self._geometry.trainable
-        now = (self.version, self._clock.step if ages else 0)
+        """(F,) uint8 on the host: the frame of an offloaded master, encoded anew if master or noise is."""
+        varies = self._codec.stochastic and self._geometry.trainable
+        now = (self.version, self._clock.step if varies else 0)
         if self._encoded is None:
             self._encoded = self._host.empty("frames", self._frame)
         if self._encoded_of != now:
@@ -144,7 +144,7 @@ class MasterShard:
         return self._encoded
 
     def noise(self, codec: Codec) -> Noise | None:
-        """The random bits of this rank's shard, where ``codec`` rounds at random."""
+        """The random bits of this rank's shard for a stochastic ``codec``."""
         if not codec.stochastic:
             return None
         key = self._clock.weights(self._geometry.name, frozen=not self._geometry.trainable)
@@ -176,7 +176,7 @@ class MasterShard:
         self._landing = arrival, target
 
     def land(self) -> None:
-        """Wait for a mean gradient that is on its way to the host, and accumulate it."""
+        """Wait for a mean gradient on its way to the host, and accumulate it."""
         if self._landing is not None:
             arrival, mean = self._landing
             arrival.finish()
@@ -184,18 +184,18 @@ class MasterShard:
             self._accumulate(mean)
 
     def _accumulate(self, mean: Tensor) -> None:
-        """Add ``mean`` (S,) to the masters' gradients, where they lie."""
-        kept = self.gradient()
+        """Add ``mean`` (S,) to the masters' gradients."""
+        gradient = self.gradient()
         for master, start, end in self._spans:
             if master.grad is not None:
                 master.grad.add_(mean[start:end])
                 continue
-            master.grad = kept[start:end]
-            if mean is not kept:
+            master.grad = gradient[start:end]
+            if mean is not gradient:
                 master.grad.copy_(mean[start:end])
 
     def gradient(self) -> Tensor:
-        """(S,) fp32 where the masters' gradients lie."""
+        """(S,) fp32 the memory of the masters' gradients."""
         if self._mean is None:
             numel, host = self._geometry.shard, self.placement.shard
             self._mean = self._host.empty("gradients", numel, torch.float32, host=host).zero_()
@@ -206,7 +206,7 @@ class MasterShard:
         return None if self.fresh else self._mean
 
     def own_gradients(self) -> Iterator[Tensor]:
-        """Parts of the masters' gradients that no other rank counts, in a norm over all ranks."""
+        """Parts of the masters' gradients that this rank alone counts in a norm over all ranks."""
         low, high = self._geometry.own_piece(self._mesh.rank)
         for master, start, end in self._spans:
             first, last = max(start, low), min(end, high)
@@ -215,8 +215,8 @@ class MasterShard:
 
     def load_gradient(self, start: int, end: int, values: Tensor) -> None:
         """Overwrite elements [start, end) of the mean gradient with ``values`` (end - start,) fp32."""
-        kept = self.gradient()
+        gradient = self.gradient()
         for master, first, last in self._spans:
             if master.grad is None:
-                master.grad = kept[first:last].zero_()
-        kept[start:end] = values
+                master.grad = gradient[first:last].zero_()
+        gradient[start:end] = values

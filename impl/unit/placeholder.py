@@ -1,7 +1,7 @@
 """Placeholder: a parameter with a shape, a type and a device, whose values are sharded.
 
-It stands where torch expects a parameter: each use that needs values asks its keeper, who brings them or says
-why there are none.  Values that are there are plain parameters, so that computing pays nothing for this.
+It stands where torch expects a parameter: each use that needs values asks its keeper, which returns them or
+raises an error.  Gathered parameters are plain, so that computing pays nothing for this.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from impl.errors import ZeroError
 
 
 class Keeper(Protocol):
-    """Who knows where a released parameter's values are."""
+    """Returns, or refuses, the values of a released parameter."""
 
     name: str
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
-        """What to compute with in its place, beside all released ones of the operation, ``together``."""
+        """The tensor to compute with in its place; ``together`` are all released ones of the operation."""
 
 
 # Keyed by identity; a keeper holds its parameters weakly, or it would live for ever.
@@ -38,7 +38,7 @@ _METHODS: Final = (
     "size dim numel nelement element_size is_floating_point is_complex __len__ __hash__ "
     "requires_grad_ _fix_weakref new_empty new_zeros new_ones new_full"
 )
-# What asks for no value, or sets a flag.
+# Functions that need no values, or set a flag.
 _HARMLESS: Final = frozenset(
     [
         *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES.split()),
@@ -57,7 +57,7 @@ _HARMLESS: Final = frozenset(
 )
 
 
-# Values are brought contiguous; the one NaN in their place is not, so these answer from the shape.
+# Gathered values are contiguous; the one NaN in their place is not, so these answer from the shape.
 _OF_LAYOUT: Final = frozenset([torch.Tensor.stride, torch.Tensor.is_contiguous])
 _OF_GRADIENTS: Final = frozenset(
     [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook]
@@ -71,7 +71,7 @@ class Placeholder(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run ``func`` with the values that keepers bring."""
+        """Run ``func`` with the keepers' values."""
         kwargs = kwargs or {}
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # how torch's own subclasses do it
@@ -85,8 +85,9 @@ class Placeholder(nn.Parameter):
             return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
         leaves, structure = tree_flatten((tuple(args), kwargs))
         together = [leaf for leaf in leaves if isinstance(leaf, Placeholder)]
-        keepers = [_keepers[one] for one in together]  # those that are brought lose theirs
-        values = {id(one): keeper.use(one, together) for one, keeper in zip(together, keepers, strict=True)}
+        keepers = [_keepers[leaf] for leaf in together]  # restored ones lose theirs
+        uses = zip(together, keepers, strict=True)
+        values = {id(leaf): keeper.use(leaf, together) for leaf, keeper in uses}
         args, kwargs = tree_unflatten([values.get(id(leaf), leaf) for leaf in leaves], structure)
         return func(*args, **kwargs)
 
@@ -94,25 +95,25 @@ class Placeholder(nn.Parameter):
         return f"Placeholder({_keepers[self].name!r}, {tuple(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.clone()  # of its values, if the keeper brings them
+        return self.clone()  # of its values, or the keeper's error
 
 
 def values_of(parameter: Placeholder) -> Tensor:
-    """What to compute with in place of ``parameter``, as its keeper brings it."""
+    """The keeper's tensor to compute with in place of ``parameter``."""
     return _keepers[parameter].use(parameter, [parameter])
 
 
 def keep(parameter: nn.Parameter, keeper: Keeper) -> None:
-    """Hide the values of ``parameter``, by its class: from here on ``keeper`` is asked for them."""
+    """Hide the values of ``parameter``, by its class: from here on uses ask ``keeper``."""
     _keepers[parameter] = keeper
     parameter.__class__ = Placeholder
 
 
 def release(parameter: nn.Parameter, keeper: Keeper) -> None:
-    """Take the values of ``parameter`` away: from here on ``keeper`` is asked for them."""
+    """Take the values of ``parameter`` away: from here on uses ask ``keeper``."""
     shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-        # One NaN, seen everywhere: what reads past the keeper is loud, what writes is refused by torch.
+        # One NaN, expanded: reads past the keeper show NaN, and torch refuses writes.
         parameter.data = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
     keep(parameter, keeper)
 
@@ -125,5 +126,5 @@ def restore(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 def keeper_of(parameter: Tensor) -> Keeper | None:
-    """Who keeps the values of ``parameter``; None of a plain one."""
+    """The keeper of ``parameter``'s values; None for a plain one."""
     return _keepers.get(parameter)
