@@ -258,7 +258,7 @@ def _unbiased(subject: Subject, case: Case) -> None:
     x = _representable(subject, case)[:DRAWN]
     numel = x.numel()
     rows = x.expand(DRAWS, numel).contiguous()
-    noise = Noise(case.noise.words, case.noise.start, (-(-numel // OCTET) * OCTET,))
+    noise = Noise(case.noise.philox, case.noise.start, (-(-numel // OCTET) * OCTET,))
     trips = _through(subject, rows, noise)
     errors = trips.decoded.double() - x.double()
     mean, variance = errors.mean(dim=0), errors.var(dim=0)

@@ -27,7 +27,7 @@ def by_rows(function: Callable[..., None], *, stochastic: bool = False) -> Calla
             random: tuple[Noise, ...] = ()
             if noise is not None and stochastic:
                 start = noise.start + sum(i * stride for i, stride in zip(row, noise.strides, strict=True))
-                random = (Noise(noise.words, start),)
+                random = (Noise(noise.philox, start),)
             read, written = source[row], target[row]
             before = tuple(read.shape), tuple(written.shape)
             function(read, written, *random)

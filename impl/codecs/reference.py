@@ -316,8 +316,8 @@ def random_bits(noise: Noise, lead: torch.Size, numel: int, device: torch.device
     octets = (starts // OCTET).unsqueeze(-1) + torch.arange(-(-numel // OCTET), device=device)
     mask = 0xFFFFFFFF
     a, b = octets & mask, octets >> 32
-    c, d = (torch.full_like(a, word) for word in noise.words[:2])
-    left, right = noise.words[2:]
+    c, d = (torch.full_like(a, word) for word in noise.philox[:2])
+    left, right = noise.philox[2:]
     for _ in range(ROUNDS):
         first, second = MULTIPLIERS[0] * a, MULTIPLIERS[1] * c  # of which int64 keeps all 64 bits
         a, b = (second >> 32) & mask ^ b ^ left, second & mask

@@ -37,7 +37,7 @@ def apart(numel: int) -> int:
 class Noise:
     """Random bits for the rows of a tensor (..., S); starts and strides are multiples of 8, from 0."""
 
-    words: Words  # of 32 bits: the upper half of Philox's counter, then its key
+    philox: Words  # 4 words of 32 bits: the upper half of the counter, then the key
     start: int = 0  # number of the first row's first element
     strides: tuple[int, ...] = ()  # elements from one row to the next, by leading dimension
 

@@ -153,7 +153,7 @@ class Kernels(Operations):
         job.dims, job.sizes = len(rows), _Dims(*(size for size, _ in rows))
         starts = {plane: tensor.data_ptr() for plane, tensor in planes.items()}
         if noise is not None:
-            starts["random"], job.key[:] = noise.start, noise.words
+            starts["random"], job.key[:] = noise.start, noise.philox
         for index, (plane, start) in enumerate(starts.items()):
             setattr(job, plane, _Plane(start, _Dims(*(steps[index] for _, steps in rows))))
         again = partial(_run_job, getattr(self._library, name), bytes(job), tuple(tensors))

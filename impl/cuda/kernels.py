@@ -101,7 +101,7 @@ class _Call:
                 self.aligned = self.aligned and inside
         if noise is not None:
             octets = [steps[-1] // OCTET for _, steps in merged]
-            self.set(noise=(noise.start // OCTET, octets, noise.words, 1, 0))
+            self.set(noise=(noise.start // OCTET, octets, noise.philox, 1, 0))
         if carried is not None:
             self.set(decay=(carried.decay, 1.0 - carried.decay))  # each rounded to fp32, once
 

@@ -124,8 +124,8 @@ def _ring_draws(mesh: Mesh) -> None:
     drawn, encode, world = [], ops.encode, mesh.topology.world
 
     def note(codec: Codec, x: torch.Tensor, frames: torch.Tensor, *, noise: Noise | None = None) -> None:
-        keys = [replace(KEY, hop=hop, source=mesh.rank).noise().words for hop in range(4)]
-        drawn.append((keys.index(noise.words), noise.start))
+        keys = [replace(KEY, hop=hop, source=mesh.rank).noise().philox for hop in range(4)]
+        drawn.append((keys.index(noise.philox), noise.start))
         encode(codec, x, frames, noise=noise)
 
     with pytest.MonkeyPatch.context() as patch:

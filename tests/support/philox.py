@@ -19,6 +19,6 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
 def bits_of(noise: Noise, element: int) -> int:
     """The 16 random bits of one element, by its number in the unit."""
     octet, lane = divmod(element, OCTET)
-    counter = (octet & 0xFFFFFFFF, octet >> 32, noise.words[0], noise.words[1])
-    word = philox(counter, (noise.words[2], noise.words[3]))[lane // 2]
+    counter = (octet & 0xFFFFFFFF, octet >> 32, noise.philox[0], noise.philox[1])
+    word = philox(counter, (noise.philox[2], noise.philox[3]))[lane // 2]
     return word >> BITS * (lane % 2) & 0xFFFF

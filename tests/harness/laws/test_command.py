@@ -122,7 +122,7 @@ class Kernel:
 
 class Deaf(Kernel):
     def encode(self, x, frame, noise):
-        super().encode(x, frame, type(noise)(noise.words))
+        super().encode(x, frame, type(noise)(noise.philox))
 
 kernel = Kernel()
 

@@ -129,7 +129,7 @@ class Random(Toy):
 
     def rounded(self, quotients: Tensor, noise: Noise | None) -> Tensor:
         assert noise is not None
-        generator = torch.Generator().manual_seed(noise.words[0] ^ noise.start)
+        generator = torch.Generator().manual_seed(noise.philox[0] ^ noise.start)
         return (quotients + torch.rand(quotients.shape, generator=generator) - 0.5).round()
 
 

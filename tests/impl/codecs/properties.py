@@ -256,7 +256,7 @@ def test_every_edge_between_two_levels_is_rounded_as_the_reference_does(
     for index, (kind, dtype) in enumerate(reference.DTYPES.items()):
         codec = parse(head.format((64, "shard", 100)[index]) + option)
         assert not isinstance(codec, Raw)
-        noise = Noise(KEY.noise(0).words)
+        noise = Noise(KEY.noise(0).philox)
         for row in edge_rows(codec, kind, noise):
             check(backend, codec, row, dtype, noise=noise if option else None)
 

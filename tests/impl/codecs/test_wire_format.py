@@ -71,7 +71,7 @@ def test_random_bits_are_those_of_the_page() -> None:
     said = dict(lines)
     digest = hashlib.blake2b(said["text"].encode(), digest_size=16).digest()
     words = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)]
-    assert tuple(words) == KEY.noise().words
+    assert tuple(words) == KEY.noise().philox
     assert " ".join(f"{word:08x}" for word in words) == said["words"]
     output = philox((0, 0, words[0], words[1]), (words[2], words[3]))
     assert " ".join(f"{word:08x}" for word in output) == said["octet 0"]
