@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.cluster.rank import Progress, Rank
+from harness.cluster.rank_processes import kind_of
+from harness.errors import Refusal
 from harness.measure import communication_error, quantisation_error
 from harness.measure.communication_error import Place, SumsByPlace
 from harness.measure.gradient_bounds import (
@@ -50,6 +52,7 @@ from impl.adapters.joined import fsdp2_groups
 from impl.adapters.traffic import GroupGeometry
 from impl.codecs.codec import Dtype
 from impl.codecs.rounding_noise import Clock
+from impl.errors import raised
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Event
 from impl.zero import Zero, find_blocks, plan_units
@@ -165,7 +168,12 @@ class Comparison:
         ``clock`` says how weights are rounded at random; by default the first step's.
         """
         trial, topology, policy = self.trial, self.rank.topology, self.trial.resolved_policy()
-        reference = mean_loss(model, batches_of(self.data, step))
+        try:
+            reference = mean_loss(model, batches_of(self.data, step))
+        except Exception as error:  # by a user's own model, unless memory is lacking
+            if ":" not in trial.model.name or kind_of(error) != "crashed":
+                raise
+            raise Refusal(f"model {trial.model.name!r}: raised {raised(error)}") from error
         layouts: Sequence[Layout] | None = None  # DeepSpeed keeps its reduced gradients to itself
         family, columns = trial.host or family_of(trial.strategy), dict[str, Tensor]()
         with contextlib.ExitStack() as gathered:

@@ -95,6 +95,8 @@ def flat(sequence, vocab):
         def forward(self, tokens, targets):
             return super().forward(tokens).square().mean()
     return Flat(vocab, 4)
+
+def one_input(sequence, vocab): return torch.nn.Embedding(vocab, 4)
 """
 HEAD = 'name = "q"\nquestion = "Does one\'s own run?"\n'
 BODY = """
@@ -340,12 +342,13 @@ def test_what_does_not_fit_is_refused_before_the_first_trial(
     [
         (("mine:tokens", "mine:other"), "of the corpus than the process that started it"),
         (("'zero3'", "'qwz'"), "codec mine:Apart decodes the same elements on rank 1 to others"),
+        (("gpt-tiny", "mine:one_input"), "model 'mine:one_input': raised TypeError: Embedding.forward()"),
     ],
 )
-def test_ranks_that_have_other_inputs_fail(
+def test_a_users_code_that_fails_on_a_rank_is_named(
     folder: Path, change: tuple[str, str], words: str, zeropp: Callable[..., Done]
 ) -> None:
-    """Data that differ each time, and a codec that decodes differently on another rank, make no record."""
+    """Data that differ each time, a codec that decodes differently on another rank, a model that raises."""
     body = BODY + "[matrix]\nstrategy = ['zero3']\n"
     body = body.replace(*change) + ("policy.weights = ['mine:Apart']\n" if "qwz" in change[1] else "")
     done = zeropp("run", "--no-report", write(folder, body))
