@@ -184,7 +184,7 @@ def run(
         told = f"{len(asked)} trials; at most {MOST_TRIALS} are allowed in one folder"
         raise Refusal(f"--sweeps {sweeps}: {told}")
     if only is not None:
-        asked = [suite.beginning(only, sweeps)]
+        asked = [suite.trial_by_prefix(only, sweeps)]
     if (waiting := launchers.slurm_cluster(suite.trials)) is not None:
         check_feasible(file, forecast(asked, feasibility.any_host()))
         more = ["--sweeps", str(sweeps), *(["--only", only] if only is not None else [])]
@@ -238,7 +238,7 @@ def trace(
     They are written beside the records of the suite, whose report shows the first rank's step.
     """
     suite = load(file)
-    trial = suite.beginning(identity)
+    trial = suite.trial_by_prefix(identity)
     check_feasible(file, forecast([trial], this_host()))
 
     from harness.bench.trace import summary, write_trace

@@ -97,7 +97,7 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console, machine: Ma
     peers = (one.trial.strategy for one in shown if one.trial.strategy in PEERS)
     said = (f"{name}: {PEERS[name].says.replace('`', '')}" for name in peers)
     other = (str(finding) for one in shown for finding in one.findings if finding.kind != "honoured")
-    for line in dict.fromkeys([*suite.kept, *said, *other]):
+    for line in dict.fromkeys([*suite.left_out, *said, *other]):
         say(line)
     notes = list(dict.fromkeys(why for one in shown for why in one.reasons))
     named = [Column(path, always=True) for path in varying or ["strategy"]]

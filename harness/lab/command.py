@@ -35,7 +35,7 @@ def snapshot(
     """Keep a trial's weights and every rank's gradients before chosen steps, for bench formats."""
     from harness.lab.snapshot import take
 
-    trial = load(file).beginning(identity)
+    trial = load(file).trial_by_prefix(identity)
     path = Path(f"{trial.id}.safetensors") if out == Path() else out
     if not path.absolute().parent.is_dir():
         raise Refusal(f"{path}: there is no folder {path.absolute().parent}")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from harness.records.confidence_intervals import FEWEST, paired_ratio_interval
 from harness.records.record import Record, path_of, read, slowest_seconds
-from harness.suites.repeat_order import BASELINE, BEYOND, compared, contender_of, interleaved
+from harness.suites.repeat_order import BASELINE, BEYOND, comparable_groups, contender_of, interleave
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 
@@ -35,13 +35,13 @@ def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None])
         yield Batch(sweep, suite.sweep(sweep))
         if (within := suite.repeats.within) is None:
             continue
-        first, cells = sweep * suite.repeats.most, compared(suite.cells, "repeat", "seed")
+        first, cells = sweep * suite.repeats.most, comparable_groups(suite.cells, "repeat", "seed")
         for repeat in range(first + suite.repeats.least, first + suite.repeats.most):
             done = range(first, repeat)
             cells = [wide for cell in cells if (wide := _too_wide(cell, within, done, seconds))]
             if not cells:
                 break
-            yield Batch(sweep, tuple(interleaved([trial for cell in cells for trial in cell], repeat)))
+            yield Batch(sweep, tuple(interleave([trial for cell in cells for trial in cell], repeat)))
 
 
 def seconds_of(record: Record | None) -> float | None:

@@ -9,7 +9,7 @@ from impl.adapters.traffic import carries
 from impl.codecs.codec import Codec, Raw, parse
 
 
-def foreign(trial: Trial) -> dict[str, str]:
+def unfitting_changes(trial: Trial) -> dict[str, str]:
     """Why policy changes do not fit the trial's preset, by path: words that its name follows."""
     try:
         base = trial.base_policy()

@@ -48,7 +48,7 @@ class Repeats:
         return f"{self.least} to {self.most} repeats, until {100 * self.within:g} %"
 
 
-def compared(trials: Sequence[Trial], *also: str) -> list[list[Trial]]:
+def comparable_groups(trials: Sequence[Trial], *also: str) -> list[list[Trial]]:
     """Trials that differ in strategy, policy and ``also`` alone, together, in the order of the first."""
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
@@ -68,9 +68,9 @@ def contender_of(trial: Trial) -> str:
     return json.dumps({name: data.get(name) for name in CONTENDER}, sort_keys=True)
 
 
-def interleaved(cells: Sequence[Trial], repeat: int) -> Iterator[Trial]:
+def interleave(cells: Sequence[Trial], repeat: int) -> Iterator[Trial]:
     """Every trial with one number of repeat; compared ones adjacent, in an order that no drift can favour."""
-    for index, block in enumerate(_rotated(compared(cells, "repeat"), repeat)):
+    for index, block in enumerate(_rotated(comparable_groups(cells, "repeat"), repeat)):
         turned = _rotated(block, repeat + index)
         for trial in turned if repeat % 2 == 0 else reversed(turned):
             yield trial.model_copy(update={"repeat": repeat})

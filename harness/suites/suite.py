@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from harness.errors import Refusal
 from harness.suites.answering_quantity import ChosenQuantity
-from harness.suites.repeat_order import Repeats, interleaved
+from harness.suites.repeat_order import Repeats, interleave
 from harness.suites.trial import Trial
 
 NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
@@ -54,7 +54,7 @@ class Suite(SuiteKeys):
 
     cells: tuple[Trial, ...] = ()  # each trial once
     merged: tuple[str, ...] = ()  # cells dropped as duplicates, by what the axes say of each
-    kept: tuple[str, ...] = ()  # fields that are left out of strategies, and why, one line each
+    left_out: tuple[str, ...] = ()  # fields that are left out of strategies, and why, one line each
     roles: dict[str, str] = {}  # by the id of a trial's first repeat
     file: str = ""  # its name, if it is of one
     text: str = ""  # what its file holds
@@ -73,7 +73,7 @@ class Suite(SuiteKeys):
         """The trials that a sweep asks for at first, in the order in which they run: repeat by repeat."""
         first = number * self.repeats.most
         repeats = range(first, first + self.repeats.least)
-        return tuple(trial for repeat in repeats for trial in interleaved(self.cells, repeat))
+        return tuple(trial for repeat in repeats for trial in interleave(self.cells, repeat))
 
     def all_repeats(self, sweeps: int) -> dict[str, Trial]:
         """All trials for which so many sweeps may ask, by id."""
@@ -81,7 +81,7 @@ class Suite(SuiteKeys):
         made = (one.model_copy(update={"repeat": repeat}) for one in self.cells for repeat in repeats)
         return {trial.id: trial for trial in made}
 
-    def beginning(self, identity: str, sweeps: int = 1) -> Trial:
+    def trial_by_prefix(self, identity: str, sweeps: int = 1) -> Trial:
         """The one trial of so many sweeps whose id begins so; a Refusal if none or several do."""
         found = [one for name, one in self.all_repeats(sweeps).items() if name.startswith(identity)]
         if len(found) != 1:

@@ -27,8 +27,8 @@ from harness.errors import suggestion
 from harness.suites import folder
 from harness.suites.contradictions import check
 from harness.suites.peers import PEERS
-from harness.suites.policy_scope import foreign
-from harness.suites.repeat_order import BASELINE, Repeats, compared, setting_of
+from harness.suites.policy_scope import unfitting_changes
+from harness.suites.repeat_order import BASELINE, Repeats, comparable_groups, setting_of
 from harness.suites.suite import Suite, SuiteKeys
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial, configuration_text, following_model
 from impl.codecs.codec import CodecError
@@ -188,7 +188,7 @@ def _expanded(file: _File) -> Suite:
         **{name: getattr(file, name) for name in SuiteKeys.model_fields},
         cells=tuple(unique),
         merged=tuple(cell for trial, cell in zip(trials, told, strict=True) if id(trial) not in once),
-        kept=tuple(left_out),
+        left_out=tuple(left_out),
         roles=_roles(file, cells, trials),
         configurations=_configurations(file),
     )
@@ -320,7 +320,7 @@ def _fitting(cells: list[_Cell], file: _File) -> tuple[list[_Cell], list[str]]:
     left_out: dict[tuple[str, str, str], list[tuple[str, str]]] = defaultdict(list)
     fitting = [dict(cell) for cell in cells]
     for cell, trial in zip(fitting, trials, strict=True):
-        others = foreign(trial) if several else {}
+        others = unfitting_changes(trial) if several else {}
         for path, (value, table) in list(cell.items()):
             why = "" if table in named else others.get(path, "")
             if trial.strategy in PEERS and path.startswith("policy.") and table == "[matrix]":
@@ -384,7 +384,7 @@ def _run_key(trial: Trial) -> str:
 
 def _check_baselines(repeats: Repeats, trials: Sequence[Trial]) -> None:
     """Refuse to repeat until ratios are known where there is nothing that they would be over."""
-    for cell in compared(trials, "repeat", "seed") if repeats.within is not None else ():
+    for cell in comparable_groups(trials, "repeat", "seed") if repeats.within is not None else ():
         if all(trial.strategy != BASELINE for trial in cell):
             there = ", ".join(dict.fromkeys(trial.strategy for trial in cell))
             told = f"of ratios over {BASELINE}, which does not stand beside {there}"

@@ -101,7 +101,7 @@ def test_peers_run_once(suite: Read) -> None:
     found = suite('[matrix]\nstrategy = ["zero3", "ddp"]\npolicy.weights = ["int8:64", "bf16"]\n')
     assert Counter(trial.strategy for trial in found.trials) == {"zero3": 2, "ddp": 1}
     assert found.merged == ('strategy = "ddp", policy.weights = "bf16"',)
-    (line,) = found.kept
+    (line,) = found.left_out
     assert line.startswith(
         'policy.weights ("int8:64", "bf16" of [matrix]) is left out of ddp: there is no policy'
     )
@@ -132,15 +132,15 @@ def test_a_strategy_stays_what_it_is(suite: Read) -> None:
     ]
     assert len(found.merged) == 3
     assert 'strategy = "zero3", policy.weights = "int6:64"' in found.merged
-    assert len(found.kept) == 2, "one line for each key"
+    assert len(found.left_out) == 2, "one line for each key"
     assert any(
         'policy.weights ("int8:64", "int6:64" of [matrix]) is left out of exact, zero3, qgz' in line
-        for line in found.kept
+        for line in found.left_out
     )
-    assert not any("zeropp" in line for line in found.kept)
+    assert not any("zeropp" in line for line in found.left_out)
     found = suite('[matrix]\nstrategy = ["zero0", "zero2"]\npolicy.reduce_every = ["micro_batch", "step"]\n')
     assert Counter(trial.strategy for trial in found.trials) == {"zero0": 1, "zero2": 2}
-    assert any("is left out of zero0: it would make another strategy of" in line for line in found.kept)
+    assert any("is left out of zero0: it would make another strategy of" in line for line in found.left_out)
 
 
 def test_what_is_said_of_a_strategy_holds(suite: Read) -> None:
@@ -152,7 +152,7 @@ def test_what_is_said_of_a_strategy_holds(suite: Read) -> None:
     assert [row[2] for row in resolved(overridden)] == ["bf16", "int8:64"]
     alone = suite('[defaults]\nstrategy = "zero3"\n[matrix]\npolicy.weights = ["int8:64", "bf16"]\n')
     assert [row[1] for row in resolved(alone)] == ["bf16", "int8:64"]
-    assert not zipped.kept + overridden.kept + alone.kept
+    assert not zipped.left_out + overridden.left_out + alone.left_out
 
 
 def test_one_policy_of_two_names_runs_once(suite: Read) -> None:
@@ -182,7 +182,7 @@ def test_the_papers_baseline_keeps_its_flat_rings(suite: Read) -> None:
     flat, best = sorted(found.trials, key=lambda trial: trial.strategy, reverse=True)
     assert flat.resolved_policy() == replace(PRESETS["zero3-flat"], align=flat.policy.align)
     assert best.resolved_policy().chunks == 2  # type: ignore[union-attr]
-    assert sum("is left out of zero3-flat: " in line for line in found.kept) == 3
+    assert sum("is left out of zero3-flat: " in line for line in found.left_out) == 3
 
 
 CELLS = {
@@ -205,7 +205,7 @@ def test_shipped_suites_ask_what_they_say(path: Path) -> None:
     assert found.time != "not stated"
     assert len({trial.model_copy(update={"repeat": 0}).id for trial in found.trials}) == CELLS[path.stem]
     assert found.merged == ()
-    assert found.kept == ()
+    assert found.left_out == ()
 
 
 def test_data_follow_from_a_model_of_images(suite: Read) -> None:
