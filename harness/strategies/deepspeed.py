@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any, Final
 
 from harness.errors import Refusal
-from harness.suites.peers import DEEPSPEED, family_of, quantised
+from harness.suites.peers import DEEPSPEED, family_of, quantising_keys
 from impl.errors import raising
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def why_not(trial: Trial) -> str | None:
         return None
     if (reason := why_missing()) is not None:
         return reason
-    switches = quantised(trial.peer_configuration())
+    switches = quantising_keys(trial.peer_configuration())
     if switches and trial.cluster.device == "cpu":
         return f"DeepSpeed {version()} has no quantising kernels for CPUs: {', '.join(switches)} need a GPU"
     return None

@@ -41,7 +41,7 @@ def _parsed(value: object, units: Mapping[str, float], least: float, most: float
     return found
 
 
-def written(parse_text: Callable[[object], object]) -> BeforeValidator:
+def text_or_number(parse_text: Callable[[object], object]) -> BeforeValidator:
     """Parses a value as people write it; in a trial's canonical JSON it is the number itself."""
 
     def read(value: object, info: ValidationInfo) -> object:

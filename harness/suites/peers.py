@@ -78,7 +78,7 @@ def _zero(table: dict[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def quantised(table: dict[str, Any]) -> list[str]:
+def quantising_keys(table: dict[str, Any]) -> list[str]:
     """The switches of a DeepSpeed configuration that ask for its quantising kernels, which need a GPU."""
     return [name for name in QUANTISERS if _zero(table).get(name)]
 

@@ -15,7 +15,7 @@ from harness.errors import suggestion
 from harness.suites import folder
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.model_sizes import ViTShape
-from harness.suites.parse_quantity import CANONICAL, parse_latency, parse_rate, parse_size, written
+from harness.suites.parse_quantity import CANONICAL, parse_latency, parse_rate, parse_size, text_or_number
 from harness.suites.peers import PEERS, Compute, configuration
 from impl.adapters.traffic import HOSTED, Host
 from impl.codecs.codec import Codec, parse
@@ -84,10 +84,10 @@ class Cluster(_Frozen):
     nodes: int = Field(2, ge=1, le=4096)
     ranks_per_node: int = Field(2, ge=1, le=64)
     link: Literal["auto", "namespaces", "paced", "none", "real", "shaped"] = "auto"
-    rate: Annotated[float | None, written(parse_rate)] = None
-    latency: Annotated[float | None, written(parse_latency)] = None
+    rate: Annotated[float | None, text_or_number(parse_rate)] = None
+    latency: Annotated[float | None, text_or_number(parse_latency)] = None
     slow: float = Field(1.0, gt=0, le=1)
-    inner_rate: Annotated[float | None, written(parse_rate)] = None
+    inner_rate: Annotated[float | None, text_or_number(parse_rate)] = None
     hcas: (
         Annotated[int, Field(ge=1, strict=True)] | Annotated[tuple[_Hca, ...], Field(min_length=1)] | None
     ) = None
@@ -269,7 +269,7 @@ class Trial(_Frozen):
     threads: int | None = Field(None, ge=1)
     timeout_seconds: float = Field(600, gt=0, le=_LONGEST_SECONDS)
     measure_quantisation: bool = False
-    memory_limit: Annotated[int | None, written(parse_size)] = None
+    memory_limit: Annotated[int | None, text_or_number(parse_size)] = None
     control: Literal["stale_secondary", "late_secondary", "half_batch", "unordered"] | None = None
 
     @field_validator("strategy")

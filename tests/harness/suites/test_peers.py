@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.suites.peers import PEERS, configuration, quantised, zero_stage
+from harness.suites.peers import PEERS, configuration, quantising_keys, zero_stage
 from harness.suites.trial import Trial
 
 
@@ -35,7 +35,7 @@ def test_what_travels(name: str, fp32: str, bf16: str) -> None:
 def test_what_deepspeed_is_asked(zero: dict[str, object], stage: int, switches: list[str]) -> None:
     """Stage and quantisers are read off the configuration."""
     table = {"zero_optimization": zero}
-    assert (zero_stage(table), quantised(table)) == (stage, switches)
+    assert (zero_stage(table), quantising_keys(table)) == (stage, switches)
     assert zero_stage(Trial(strategy="deepspeed").peer_configuration()) == 3
 
 
