@@ -26,7 +26,7 @@ from harness.cluster.rank_processes import run_ranks, start_server
 from harness.errors import Refusal
 from harness.measure import machine
 from harness.records.record import write_whole
-from harness.records.trace_record import CODING, COMPUTE, LANES, hidden, path_of
+from harness.records.trace_record import CODING, COMPUTE, LANES, overlap, path_of
 from harness.runs.rank_trial import Assignment, TrialRun
 from harness.runs.trial_on_cluster import TrialRunner, cluster_of
 from harness.suites.trial import Trial
@@ -131,7 +131,7 @@ def summary(ranks: Sequence[RankTrace]) -> str:
     step = (
         f"a step of {seconds:.3f} s ({seconds / before - 1:+.0%} against the one before, which nothing noted)"
     )
-    total, behind = map(statistics.fmean, zip(*(hidden(rank.spans) for rank in ranks), strict=True))
+    total, behind = map(statistics.fmean, zip(*(overlap(rank.spans) for rank in ranks), strict=True))
     if not total:
         return f"{step}; nothing was sent between nodes"
     return (

@@ -85,7 +85,7 @@ def read_traces(folder: Path) -> list[Trace]:
     return found
 
 
-def hidden(spans: Sequence[Span]) -> tuple[float, float]:
+def overlap(spans: Sequence[Span]) -> tuple[float, float]:
     """Seconds in which messages between nodes were under way on a rank, and those without waiting for one."""
     under_way = [span for span in spans if span.lane == BETWEEN]
     waited = [span for span in spans if (span.lane, span.name) == (WAITING, ACROSS)]

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from harness.errors import CorpusError
 from harness.suites import folder
 from harness.workloads.dataset import Dataset, Pair
-from harness.workloads.masked_text import masked
+from harness.workloads.masked_text import mask
 from harness.workloads.own_pairs import OwnPairs, are_pairs
 from impl.errors import raising
 from impl.named_object import NamedObjectError, import_object, is_name
@@ -68,7 +68,7 @@ class Text(Dataset):
         """The windows that start at these offsets; ``keys`` decide what is masked."""
         offsets = np.asarray(numbers)[:, None] + np.arange(self.length + 1)
         windows = part[offsets].astype(np.int64)
-        return masked(windows[:, :-1], keys, self.vocab) if self.masks else (windows[:, :-1], windows[:, 1:])
+        return mask(windows[:, :-1], keys, self.vocab) if self.masks else (windows[:, :-1], windows[:, 1:])
 
 
 def _check_room(source: str, size: int, length: int) -> None:

@@ -16,7 +16,7 @@ _SHOWN_AS_MASK: Final = 205  # of 256: eight in ten
 _SHOWN_AT_RANDOM: Final = 231  # up to here, of 256: one in ten
 
 
-def masked(text: Tokens, keys: list[str], vocab: int) -> tuple[Tokens, Tokens]:
+def mask(text: Tokens, keys: list[str], vocab: int) -> tuple[Tokens, Tokens]:
     """(B, T) int64 masked tokens, and targets or ``NO_TARGET``, by the B ``keys``; ``vocab`` is the mask."""
     length = text.shape[1]
     shown, targets = text.copy(), np.full_like(text, NO_TARGET)

@@ -10,7 +10,7 @@ from typing import Final
 import pandas as pd
 
 from harness.records.record import write_whole
-from harness.records.trace_record import LANES, Trace, hidden
+from harness.records.trace_record import LANES, Trace, overlap
 from impl.comm.ledger import Span
 from report.data.metrics import KEPT, Derived
 from report.draw.figure import Figure
@@ -28,7 +28,7 @@ def _traced(derived: Derived) -> pd.DataFrame:
     parts = []
     for name, _, group in by_cell_and_contender(table):
         for identity, mine in group.groupby("id", sort=False):
-            total, apart = hidden([Span(*row) for row in mine[["lane", "name", "begin", "end"]].to_numpy()])
+            total, apart = overlap([Span(*row) for row in mine[["lane", "name", "begin", "end"]].to_numpy()])
             share, first = apart / total if total else 0.0, mine.iloc[0]
             told = (
                 f"{name} ({identity}): {total:.3g} s under way, {share:.0%} of it hidden, in a step of "

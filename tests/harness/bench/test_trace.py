@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from harness import cli
 from harness.bench.trace import computing, refusal
-from harness.records.trace_record import CODING, COMPUTE, LANES, hidden
+from harness.records.trace_record import CODING, COMPUTE, LANES, overlap
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Trial
 from impl.comm.ledger import ACROSS, BETWEEN, INSIDE, WAITING, WITHIN, Span, Timeline
@@ -131,7 +131,7 @@ def test_hidden_is_what_was_under_way_without_waiting(
     spans = [Span(WAITING, ACROSS, *span) for span in waits] + [Span(BETWEEN, "", *span) for span in messages]
     under_way = {second for begin, end in messages for second in range(begin, end)}
     waited = {second for begin, end in waits for second in range(begin, end)}
-    spans += [Span(INSIDE, "", 0, 100), Span(WAITING, WITHIN, 0, 100)]
+    spans += overlap([Span(INSIDE, "", 0, 100), Span(WAITING, WITHIN, 0, 100)]
     assert hidden(spans) == (len(under_way), len(under_way - waited))
 
 
