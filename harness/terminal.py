@@ -44,7 +44,7 @@ _PLANNED: Final = (
     Column("modelled_tokens_per_second", "tokens", ",.0f", "/s", rank=3),
     Column("modelled_tflops", "speed", ".3g", "TFLOPS/rank", rank=4),
     Column("modelled_basis", "basis", rank=2),
-    Column("parameters", form=",d", rank=3, mark=lambda row: labels.padded(row["padding"])),
+    Column("parameters", form=",d", rank=3, mark=lambda row: labels.pad_mark(row["padding"])),
     Column("inter_bytes", "between nodes", BYTES, "/step"),
     Column("intra_bytes", "inside nodes", BYTES, "/step", rank=4),
     Column("egress_bytes", "out of a node", BYTES, "/step", rank=5),
@@ -58,7 +58,7 @@ _PLANNED: Final = (
 
 
 def _mark(row: Mapping[str, Any]) -> str:
-    return labels.padded(row["padding"]) + (f" {labels.INTERFACES}" if row["counted_by_interfaces"] else "")
+    return labels.pad_mark(row["padding"]) + (f" {labels.INTERFACES}" if row["counted_by_interfaces"] else "")
 
 
 _MEASURED: Final = (
@@ -109,7 +109,7 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console, machine: Ma
     terminal_table.show(table, columns, out, whole=_WHOLE)
     say(_NOTES)
     say("" if machine is None else f"On {machine.name} ({machine.source}): {_MODELLED}")
-    say(labels.padded_in_words(one.padding for one in shown))
+    say(labels.pad_note(one.padding for one in shown))
     for number, why in enumerate(notes, 1):
         of_it = [one for one in shown if why in one.reasons]
         what = "cannot run here" if of_it[0].problems else _outcome(of_it[0])
@@ -152,7 +152,7 @@ def records(found: Sequence[Record], out: Console, folder: Path) -> None:
     table, tells = of_records(found), [Column(path, always=True) for path in varying]
     columns = [Column("id", always=True, whole=True), Column("strategy"), *tells, *_MEASURED]
     terminal_table.show(table, columns, out, whole=_WHOLE)
-    terminal_table.say(labels.padded_in_words(record.padding for record in found), out)
+    terminal_table.say(labels.pad_note(record.padding for record in found), out)
     by_interfaces = any(row["counted_by_interfaces"] for row in table)
     terminal_table.say(labels.INTERFACES_IN_WORDS if by_interfaces else "", out)
     for record in found:

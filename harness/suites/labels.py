@@ -29,12 +29,12 @@ def varying_paths(trials: Sequence[Mapping[str, Any]]) -> list[str]:
     return [path for path in differing(trials) if path not in _FOLLOWS]
 
 
-def padded(share: float) -> str:
+def pad_mark(share: float) -> str:
     """The mark of a model whose units are padded by this share of its elements; nothing for little."""
     return f" {PADDED}" if share > MUCH_PADDING else ""
 
 
-def padded_in_words(shares: Iterable[float]) -> str:
+def pad_note(shares: Iterable[float]) -> str:
     """What the mark says, for tables in which it stands; empty for others."""
     most = max(shares, default=0.0)
     told = f"more than {MUCH_PADDING:.0%} of the model's elements, at most {most:.1%}, is added to them"

@@ -144,7 +144,7 @@ def warnings(derived: Derived) -> list[str]:
             f"took more than {OTHERS_WITHIN:.0%} of the processors' time, at most "
             f"{trials['taken_share'].max():.0%}; such trials are marked ({TAKEN})."
         )
-    if padding := labels.padded_in_words(trials["padding_share"]):
+    if padding := labels.pad_note(trials["padding_share"]):
         padded = counted(int(trials["padding_share"].gt(MUCH_PADDING).sum()), "trial")
         sentences.append(f"{padding} It stands beside what was sent in {padded}.")
     if unsigned := int((~trials["signed"].astype(bool)).sum()):

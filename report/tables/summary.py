@@ -96,7 +96,7 @@ def _row(derived: Derived, mine: pd.DataFrame) -> dict[str, Any]:
         **{key: (mine[key] * mine["step_seconds"]).median() / step.estimate for key in _PER_SECOND},
         **{key: mine[key].max() for key in ("others_share", "steal_share", "taken_share")},
         "sent_mb": interface if by_interfaces else ledger,
-        "_sent": mark + labels.padded(float(mine["padding_share"].max())),
+        "_sent": mark + labels.pad_mark(float(mine["padding_share"].max())),
         "speedup": speedup,
         "_rates": caveats.rates(mine),
         "pairs": len(paired),
