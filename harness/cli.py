@@ -40,7 +40,7 @@ from harness.measure import machine as machine_facts
 from harness.measure import machine_file, run_environment
 from harness.print_once import speaks
 from harness.records import bench_record, reproduce, run_record
-from harness.records.record import RecordError, path_of, read, readable
+from harness.records.record import RecordError, path_of, read, read_valid
 from harness.runs import feasibility, launchers, slurm
 from harness.runs.feasibility import check_feasible, forecast, this_host
 from harness.suites.labels import counted
@@ -289,7 +289,7 @@ def show(
 
         show_bench(bench_record.read_all(folder), out)
     else:
-        found, broken = readable(folder)
+        found, broken = read_valid(folder)
         if not found and not broken:
             raise Refusal(f"{folder}: no records in it; `zeropp run` writes them")
         if found and not _print_rows(plan_rows.of_records(found), as_json=as_json, as_csv=as_csv):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from harness.errors import Refusal
 from harness.records.archive import SUFFIX, unpack
-from harness.records.record import Record, readable
+from harness.records.record import Record, read_valid
 from harness.suites.trial import Trial
 from impl import ops
 from impl.codecs.codec import Codec, common_grain, parse
@@ -212,7 +212,7 @@ def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
     errors = codecs[codecs["kind"] == "gradients"].set_index("codec")["vnmse"]
     with TemporaryDirectory() as folder:
         unpacked = unpack(results, Path(folder)) if results.name.endswith(SUFFIX) else results
-        losses = pd.DataFrame(_losses(readable(unpacked)[0]), columns=["set", "codec", "seed", "loss"])
+        losses = pd.DataFrame(_losses(read_valid(unpacked)[0]), columns=["set", "codec", "seed", "loss"])
     tables = [  # (codecs, seeds) each
         group.pivot_table("loss", "codec", "seed", "last").dropna(axis=1)
         for _, group in losses[losses["codec"].isin(errors.index)].groupby("set")

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, model_validator
 
-from harness.records.record import RecordError, path_of, read_as, signed, write_whole
+from harness.records.record import RecordError, path_of, read_as, with_digest, write_whole
 
 Subject = Literal["codecs", "collectives", "overlap"]
 Kind = Literal["codec", "collective", "step", "hops"]
@@ -92,7 +92,7 @@ class Bench(BaseModel, extra="forbid", frozen=True):
 def write(folder: Path, bench: Bench) -> Path:
     """Write ``bench`` whole, or raise a RecordError; returns where."""
     target = path_of(folder, bench.id)
-    write_whole(target, signed(bench).model_dump_json(indent=1))
+    write_whole(target, with_digest(bench).model_dump_json(indent=1))
     return target
 
 

@@ -364,7 +364,7 @@ def path_of(results: Path, record_id: str) -> Path:
 def write(results: Path, record: Record) -> Path:
     """Write ``record`` atomically, or raise a RecordError; returns its path."""
     target = path_of(results, record.id)
-    write_whole(target, signed(record).model_dump_json(indent=1))
+    write_whole(target, with_digest(record).model_dump_json(indent=1))
     return target
 
 
@@ -374,7 +374,7 @@ def digest_of(data: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def signed(record: Model) -> Model:
+def with_digest(record: Model) -> Model:
     """``record`` with the digest of what it holds now, which tells of edits and of damage, not of forgery."""
     return record.model_copy(update={"digest": digest_of(json.loads(record.model_dump_json()))})
 
@@ -430,13 +430,13 @@ def wrong_field(error: ValidationError) -> str:
 
 def read_all(results: Path) -> list[Record]:
     """Read all records of a folder, in the order in which they ran; raises as :func:`read_as`."""
-    found, broken = readable(results)
+    found, broken = read_valid(results)
     if broken:
         raise broken[0]
     return found
 
 
-def readable(results: Path) -> tuple[list[Record], list[RecordError]]:
+def read_valid(results: Path) -> tuple[list[Record], list[RecordError]]:
     """The records of a folder, in the order in which they ran, and what is wrong with its other files."""
     found: list[Record] = []
     broken: list[RecordError] = []

@@ -35,7 +35,7 @@ from harness.records.record import (
     Step,
     Validation,
     read_all,
-    signed,
+    with_digest,
 )
 from harness.suites.trial import Cluster, Model, Trial
 from impl.plan.memory import memory
@@ -89,7 +89,7 @@ def record_of(
         "id": trial.id, "suite": "quickstart", "trial": trial.canonical(), "started": at, "finished": at,
         "order": order, "machine": MACHINE, "code": CODE, "pool": POOL, "failure": failure,
     }  # fmt: skip
-    return signed(Record(**{**usual, **found, **fields}))
+    return with_digest(Record(**{**usual, **found, **fields}))
 
 
 def changed(record: Record, **fields: Any) -> Record:

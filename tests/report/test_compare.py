@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from harness import cli
 from harness.records.confidence_intervals import Interval
-from harness.records.record import signed, write
+from harness.records.record import with_digest, write
 from harness.suites.trial import Cluster, Trial
 from report.compare import compare, judge, page
 from report.data.frames import ReportError
@@ -28,7 +28,7 @@ def folder(
     for name, repeat in product(strategies, range(repeats)):
         one = record_of(Trial(strategy=name, cluster=SHAPED, repeat=repeat))
         if name == "zeropp":
-            one = signed(changed_steps(one, lambda step: {"total": step.total * factor}))
+            one = with_digest(changed_steps(one, lambda step: {"total": step.total * factor}))
         write(path, one)
     return path
 

@@ -9,7 +9,7 @@ import pytest
 
 from harness.records import archive, chained_journal, record
 from harness.records.chained_journal import JOURNAL
-from harness.records.record import Failure, Record, signed
+from harness.records.record import Failure, Record, with_digest
 from harness.suites.trial import Trial
 from tests.report.records import changed_steps, record_of
 
@@ -50,7 +50,7 @@ def rerun(folder: Path) -> None:
 def scale_times(folder: Path) -> None:
     there = record.read(record.path_of(folder, MADE[1].id))
     faster = changed_steps(there, lambda step: {"total": step.total / 2})
-    record.write(folder, signed(faster))
+    record.write(folder, with_digest(faster))
 
 
 def keep(*numbers: int) -> Callable[[Path], None]:

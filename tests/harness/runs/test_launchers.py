@@ -23,7 +23,7 @@ import pytest
 
 from harness.cluster.control_channel import Place
 from harness.errors import Refusal
-from harness.records.record import LinkRecord, Record, read_all, readable
+from harness.records.record import LinkRecord, Record, read_all, read_valid
 from harness.runs.launchers import place_under_torchrun
 from tests.harness.cluster.test_rank_processes import until
 from tests.support.hosts import ROOT, hosts, lines_of, sshd, type_lines
@@ -280,7 +280,7 @@ def test_a_suite_with_failing_ranks_finishes_under_slurm(tmp_path: Path) -> None
         assert submitted.returncode == 0, submitted.stderr
         assert re.search(r"Slurm job \d+: 2 trials into results/walk", submitted.stderr)
         job, first = re.findall(r"job (\d+)", submitted.stderr)[0], tmp_path / "results" / "walk"
-        until(lambda: first.exists() and readable(first)[0])  # other trials are still to be run
+        until(lambda: first.exists() and read_valid(first)[0])  # other trials are still to be run
         finished = {path: path.read_bytes() for path in first.glob("*.json")}
         command(["scancel", "--signal=USR2", job], environment)
         until(lambda: command(["squeue", "-h", "-o", "%T", "-j", job], environment) == "PENDING")
