@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 from harness.suites.trial import Trial
 
-LEAST_STEPS: Final = 100  # of training, before which losses hardly depend on what is compared
+LEAST_STEPS: Final = 100  # of training; the losses of fewer hardly depend on the policy
 
 ChosenQuantity = Literal["", "loss", "step", "bytes", "error", "memory", "trials"]
 """What a suite may name with the key ``answer``; empty leaves it to the axes."""
@@ -23,11 +23,11 @@ def quantity(trials: Sequence[Trial], answer: ChosenQuantity = "") -> Quantity:
     if any(trial.memory_limit is not None for trial in trials):
         return "size"
     validated = [trial for trial in trials if trial.validate_every is not None]
-    if any(one.validate_every or one.warmup + one.steps >= LEAST_STEPS for one in validated):
+    if any(trial.validate_every or trial.warmup + trial.steps >= LEAST_STEPS for trial in validated):
         return "loss"
 
-    def several(of: Callable[[Trial], Any]) -> bool:
-        return len({of(trial) for trial in trials}) > 1
+    def several(field: Callable[[Trial], Any]) -> bool:
+        return len({field(trial) for trial in trials}) > 1
 
     if several(lambda trial: (trial.policy.offload_optimizer, trial.policy.offload_weights)):
         return "memory"
