@@ -1,4 +1,4 @@
-"""The folder of a process's suite, from which its inputs are found; else the working folder.  No torch."""
+"""The folder in which a process finds its suite's inputs; the working folder by default.  No torch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _folder: Path | None = None
 
 
 def find_from(folder: Path) -> None:
-    """Find what suites name from ``folder`` on."""
+    """Find the files and modules that suites name in ``folder``."""
     global _folder  # noqa: PLW0603  # of the process, as its working folder is
     _folder = folder.resolve()
     named_object.see(_folder)
 
 
 def current() -> Path:
-    """The folder from which inputs are found, absolute."""
+    """The absolute folder of inputs."""
     return Path.cwd() if _folder is None else _folder
 
 
 def path_of(path: str) -> Path:
-    """A path that a suite names; relative ones are of its folder."""
+    """The path that a suite names, relative to its folder."""
     return current() / os.path.expanduser(path)  # noqa: PTH111  # which leaves "~nobody" as it is

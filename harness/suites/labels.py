@@ -25,7 +25,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def varying_paths(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Paths in which trials differ, without the layout's, which compare nothing."""
+    """Paths in which trials differ, without the layout's, which are no question of a suite."""
     return [path for path in differing(trials) if path not in _FOLLOWS]
 
 
@@ -35,10 +35,10 @@ def pad_mark(share: float) -> str:
 
 
 def pad_note(shares: Iterable[float]) -> str:
-    """What the mark says, for tables in which it stands; empty for others."""
+    """The footnote of tables that have the mark; empty for others."""
     most = max(shares, default=0.0)
-    told = f"more than {MUCH_PADDING:.0%} of the model's elements, at most {most:.1%}, is added to them"
-    return f"{PADDED}: {told} as padding, which is sent and held too." if most > MUCH_PADDING else ""
+    added = f"more than {MUCH_PADDING:.0%} of the model's elements, at most {most:.1%}, is added to them"
+    return f"{PADDED}: {added} as padding, which is sent and held too." if most > MUCH_PADDING else ""
 
 
 def at(trial: Mapping[str, Any], path: str) -> str:

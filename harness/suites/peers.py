@@ -14,7 +14,7 @@ AHEAD: Final = 2  # blocks whose all-gathers are begun ahead: FSDP2 overlaps mor
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """How one peer is set up; what is not said is as the library ships it."""
+    """How one peer is set up, otherwise as the library ships it."""
 
     family: Family
     says: str  # what it does, in a few words, for tables and documentation
@@ -25,7 +25,7 @@ class Peer:
     hpz: bool = False  # of DeepSpeed, each node keeps a second copy of the weights
 
     def wire(self, compute: Compute) -> Compute:
-        """The type in which most of what it sends travels; DDP's autocast gives gradients in fp32."""
+        """The type of most bytes that it sends; DDP's autocast gives gradients in fp32."""
         if self.family == "ddp":
             return "bf16" if self.compressed else "fp32"
         return compute
@@ -67,19 +67,19 @@ def family_of(strategy: str) -> Family | None:
 
 
 def configuration(peer: Peer, ranks_per_node: int, table: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What a peer of DeepSpeed's asks it, beside batches and types: ``table``, else ZeRO-3 as shipped."""
-    found = _SHIPPED if table is None else table
+    """DeepSpeed's configuration, without batches and types: ``table``, else ZeRO-3 as shipped."""
+    table = _SHIPPED if table is None else table
     hpz = {"zero_hpz_partition_size": ranks_per_node}
-    return found | {"zero_optimization": hpz | _zero(found)} if peer.hpz else found
+    return table | {"zero_optimization": hpz | _zero(table)} if peer.hpz else table
 
 
 def _zero(table: dict[str, Any]) -> dict[str, Any]:
-    found = table.get("zero_optimization")
-    return found if isinstance(found, dict) else {}
+    section = table.get("zero_optimization")
+    return section if isinstance(section, dict) else {}
 
 
 def quantising_keys(table: dict[str, Any]) -> list[str]:
-    """The switches of a DeepSpeed configuration that ask for its quantising kernels, which need a GPU."""
+    """The keys of a DeepSpeed configuration that switch on quantising kernels, which need a GPU."""
     return [name for name in QUANTISERS if _zero(table).get(name)]
 
 

@@ -10,10 +10,10 @@ from impl.codecs.codec import Codec, Raw, parse
 
 
 def unfitting_changes(trial: Trial) -> dict[str, str]:
-    """Why policy changes do not fit the trial's preset, by path: words that its name follows."""
+    """Why policy changes do not fit the trial's preset, by path; the preset's name follows each reason."""
     try:
         base = trial.base_policy()
-    except ValueError:  # of a configuration that is missing, which is refused later
+    except ValueError:  # a missing configuration, which is refused later
         base = None
     if base is None:
         return {}
@@ -33,18 +33,18 @@ def unfitting_changes(trial: Trial) -> dict[str, str]:
         **dict.fromkeys(("sums", "feedback"), raw_gradients),
         **dict.fromkeys(("blocks", "budget"), raw_weights and raw_gradients),
         **dict.fromkeys(("reduce", "chunks"), base.reduce == "ring"),
-    }  # what a field is about
-    found = {}
+    }  # whether the preset has nothing that the field changes
+    reasons = {}
     for name in trial.changes:
         if host is not None and not carries(host, name):
-            found[f"policy.{name}"] = "it cannot be carried out in"
+            reasons[f"policy.{name}"] = "it cannot be carried out in"
         elif lacks.get(name) and getattr(changes, name) not in (None, "none", getattr(base, name)):
-            found[f"policy.{name}"] = "it would make another strategy of"
-    return found
+            reasons[f"policy.{name}"] = "it would make another strategy of"
+    return reasons
 
 
-def _codecs(asked: str | tuple[str, str] | None) -> list[Codec]:
-    return [parse(text) for text in ((asked,) if isinstance(asked, str) else asked or ())]
+def _codecs(texts: str | tuple[str, str] | None) -> list[Codec]:
+    return [parse(text) for text in ((texts,) if isinstance(texts, str) else texts or ())]
 
 
 def _raw(codecs: Sequence[Codec]) -> bool:
