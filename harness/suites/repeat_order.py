@@ -1,7 +1,6 @@
 """How often a suite's trials are repeated, and in which order.  No torch.
 
-A sweep is all repeats once; its repeats have numbers of their own, so that a further sweep changes no trial
-of those before.
+A sweep runs all repeats once; no two sweeps share a repeat's number, so a further one changes no trial.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import Any, Final
 
 from harness.suites.trial import Trial
 
-BASELINE: Final = "zero3"  # the strategy that ratios are over
-LEAST: Final = 6  # repeats that an interval takes
-BEYOND: Final = 3  # repeats after an interval was narrow for the first time: that may have been by chance
+BASELINE: Final = "zero3"  # the strategy that ratios divide by
+LEAST: Final = 6  # repeats that an interval needs
+BEYOND: Final = 3  # repeats after an interval was narrow for the first time, which may be chance
 MOST: Final = 20  # repeats of a cell, where the suite does not say
-CONTENDER: Final = ("strategy", "policy", "peer", "deepspeed_config", "control")  # fields: who ran
+CONTENDER: Final = ("strategy", "policy", "peer", "deepspeed_config", "control")  # the fields of a contender
 _UNTIL: Final = re.compile(r"until (\d+(?:\.\d+)?) ?%(?:, at most (\d+))?")
 
 
@@ -26,17 +25,17 @@ _UNTIL: Final = re.compile(r"until (\d+(?:\.\d+)?) ?%(?:, at most (\d+))?")
 class Repeats:
     """How often each trial is repeated in one sweep."""
 
-    least: int = 1  # times that all are
+    least: int = 1  # repeats of every trial
     within: float | None = None  # half the width of each ratio's interval that is enough, as a share of it
-    most: int = 1  # times that any is; the first repeat of sweep s has number ``s * most``
+    most: int = 1  # repeats of any trial; the first of sweep s has number ``s * most``
 
     @classmethod
     def parse(cls, value: Any) -> Repeats:
         """Read the key: a whole number, ``until 2 %`` or ``until 2 %, at most 30``; else a ValueError."""
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return cls(value, None, value)
-        found = _UNTIL.fullmatch(value) if isinstance(value, str) else None
-        share, most = (float(found[1]) / 100, int(found[2] or MOST)) if found else (0.0, 0)
+        match = _UNTIL.fullmatch(value) if isinstance(value, str) else None
+        share, most = (float(match[1]) / 100, int(match[2] or MOST)) if match else (0.0, 0)
         if not 0 < share < 1 or most < LEAST + BEYOND:
             until = f'"until 2 %", or "until 2 %, at most 30", and there at least {LEAST + BEYOND}'
             raise ValueError(f"expected a whole number, at least 1, {until}")
@@ -49,7 +48,7 @@ class Repeats:
 
 
 def comparable_groups(trials: Sequence[Trial], *also: str) -> list[list[Trial]]:
-    """Trials that differ in strategy, policy and ``also`` alone, together, in the order of the first."""
+    """Groups of trials that differ only in contender and ``also``, in the order of their first trials."""
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(setting_of(trial, *also), []).append(trial)
@@ -57,19 +56,19 @@ def comparable_groups(trials: Sequence[Trial], *also: str) -> list[list[Trial]]:
 
 
 def setting_of(trial: Trial, *also: str) -> str:
-    """A key that is equal for trials that differ in who ran and, if said, in ``also``."""
+    """A key that is equal for trials that differ only in contender and ``also``."""
     data = {name: value for name, value in trial.canonical().items() if name not in (*CONTENDER, *also)}
     return json.dumps(data, sort_keys=True)
 
 
 def contender_of(trial: Trial) -> str:
-    """A key of who ran."""
+    """A key that is equal for trials of one contender."""
     data = trial.canonical()
     return json.dumps({name: data.get(name) for name in CONTENDER}, sort_keys=True)
 
 
 def interleave(cells: Sequence[Trial], repeat: int) -> Iterator[Trial]:
-    """Every trial with one number of repeat; compared ones adjacent, in an order that no drift can favour."""
+    """Every trial as repeat ``repeat``; comparable ones adjacent, in an order that no drift can favour."""
     for index, block in enumerate(_rotated(comparable_groups(cells, "repeat"), repeat)):
         turned = _rotated(block, repeat + index)
         for trial in turned if repeat % 2 == 0 else reversed(turned):

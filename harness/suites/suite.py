@@ -1,4 +1,4 @@
-"""A suite as its file says it: a question, and the trials that answer it."""
+"""A suite: a question, and the trials that answer it."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ class Answer(BaseModel, extra="forbid", frozen=True):
     """What a sweep does when a trial has failed: it goes on, tries again, or stops."""
 
     retries: int = 0  # how often the trial runs again, at once
-    stop: bool = False  # whether the sweep ends if it has failed still
+    stop: bool = False  # whether the sweep ends if it still fails
 
     @classmethod
     def parse(cls, value: Any) -> Self:
         """Read ``skip``, ``stop``, ``retry 2`` or ``retry 2, then stop``; a ValueError for any other."""
-        found = _ANSWER.fullmatch(value) if isinstance(value, str) else None
-        if found is None:
+        match = _ANSWER.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
             raise ValueError('expected "skip", "stop", "retry 2" (at most 10), or "retry 2, then stop"')
-        return cls(retries=int(found[1] or 0), stop=value == "stop" or found[2] is not None)
+        return cls(retries=int(match[1] or 0), stop=value == "stop" or match[2] is not None)
 
 
 SKIP: Final = Answer()
 
 
 class SuiteKeys(BaseModel, extra="forbid", frozen=True):
-    """What a suite's file says of the suite as a whole."""
+    """The keys of a suite's file that hold for the whole suite."""
 
     name: str = Field(pattern=f"^{NAME}$", max_length=LONGEST_NAME)
     question: str = Field(min_length=1)
@@ -53,40 +53,40 @@ class Suite(SuiteKeys):
     """A question and the trials that answer it."""
 
     cells: tuple[Trial, ...] = ()  # each trial once
-    merged: tuple[str, ...] = ()  # cells dropped as duplicates, by what the axes say of each
+    merged: tuple[str, ...] = ()  # cells dropped as duplicates, by their values on the axes
     left_out: tuple[str, ...] = ()  # fields that are left out of strategies, and why, one line each
     roles: dict[str, str] = {}  # by the id of a trial's first repeat
-    file: str = ""  # its name, if it is of one
-    text: str = ""  # what its file holds
+    file: str = ""  # the file's name, if there is one
+    text: str = ""  # of the file
     configurations: dict[str, str] = {}  # DeepSpeed's in files, JSON by path
 
     def role_of(self, trial: Trial) -> str:
-        """What the suite's question compares: ``baseline``, ``contrast``, or empty."""
+        """The trial's role in the suite's question: ``baseline``, ``contrast``, or empty."""
         return self.roles.get(trial.model_copy(update={"repeat": 0}).id, "")
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """Those of the first sweep."""
+        """The trials of the first sweep."""
         return self.sweep(0)
 
     def sweep(self, number: int) -> tuple[Trial, ...]:
-        """The trials that a sweep asks for at first, in the order in which they run: repeat by repeat."""
+        """The trials with which a sweep begins, in their order: repeat by repeat."""
         first = number * self.repeats.most
         repeats = range(first, first + self.repeats.least)
         return tuple(trial for repeat in repeats for trial in interleave(self.cells, repeat))
 
     def all_repeats(self, sweeps: int) -> dict[str, Trial]:
-        """All trials for which so many sweeps may ask, by id."""
+        """All trials that ``sweeps`` may run, by id."""
         repeats = range(sweeps * self.repeats.most)
-        made = (one.model_copy(update={"repeat": repeat}) for one in self.cells for repeat in repeats)
-        return {trial.id: trial for trial in made}
+        trials = (cell.model_copy(update={"repeat": repeat}) for cell in self.cells for repeat in repeats)
+        return {trial.id: trial for trial in trials}
 
     def trial_by_prefix(self, identity: str, sweeps: int = 1) -> Trial:
-        """The one trial of so many sweeps whose id begins so; a Refusal if none or several do."""
-        found = [one for name, one in self.all_repeats(sweeps).items() if name.startswith(identity)]
-        if len(found) != 1:
+        """The one trial of ``sweeps`` whose id begins with ``identity``; else a Refusal."""
+        trials = [trial for name, trial in self.all_repeats(sweeps).items() if name.startswith(identity)]
+        if len(trials) != 1:
             known = ", ".join(f"{trial.id} ({trial.strategy})" for trial in self.trials[:_MOST_NAMED])
-            count = f"{len(found) or 'no'} trials begin with {identity!r}"
-            more = ", ..." if len(self.trials) > _MOST_NAMED else ""
-            raise Refusal(f"suite {self.name!r}: {count}; it has {known}{more}")
-        return found[0]
+            known += ", ..." if len(self.trials) > _MOST_NAMED else ""
+            count = f"{len(trials) or 'no'} trials begin with {identity!r}"
+            raise Refusal(f"suite {self.name!r}: {count}; it has {known}")
+        return trials[0]
