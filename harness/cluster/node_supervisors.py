@@ -101,7 +101,7 @@ class Nodes:
         launch.log.unlink(missing_ok=True)  # an earlier attempt's
         try:
             local = replace(launch, node=0, meeting=self.channel.place.for_ranks(number))
-            answer, seconds = _run_here(work, argument, local, on_progress, failure), launch.timeout_seconds
+            answer, seconds = _run(work, argument, local, on_progress, failure), launch.timeout_seconds
             effect = bool(answer.get("effect"))
             if "kind" in answer:
                 seconds = _CAUSE_SECONDS if effect or answer["kind"] == "timeout" else 0.0
@@ -214,7 +214,7 @@ def _obey(channel: Channel, work: Work, number: int, command: dict[str, Any]) ->
         log, launch = Path(scratch, "log"), _LAUNCH.validate_python(command["launch"])
         launch = replace(launch, log=log, node=place.node, meeting=place.for_ranks(number))
         argument = argument_type.validate_python(command["argument"], context=CANONICAL)
-        answer = _run_here(work, argument, launch, lambda _: None, stop_reason)
+        answer = _run(work, argument, launch, lambda _: None, stop_reason)
         if "results" in answer:
             results = [result_type.dump_python(result, mode="json") for result in answer["results"]]
             return answer | {"results": results}
@@ -222,9 +222,7 @@ def _obey(channel: Channel, work: Work, number: int, command: dict[str, Any]) ->
         return answer | {"log": text[-_LOG_LETTERS:]}
 
 
-def _run_here(
-    work: Work, argument: Any, launch: Launch, on_progress: Report, stop_reason: StopReason
-) -> Answer:
+def _run(work: Work, argument: Any, launch: Launch, on_progress: Report, stop_reason: StopReason) -> Answer:
     """Run work on this node, and hold its interface to its rate meanwhile, if it has one."""
     port = launch.ports[launch.node or 0]
     others = [other.address for other in launch.ports if other is not port]

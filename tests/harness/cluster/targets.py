@@ -15,7 +15,7 @@ from harness.errors import Refusal
 
 
 def place(rank: Rank, word: str) -> tuple[str, int, int, int, int]:
-    """Where it finds itself, after a collective with all others."""
+    """A rank's number, node and threads, and the sum of a collective with all others."""
     total = torch.ones(1)
     dist.all_reduce(total)
     rank.report(Progress("placed", 1, 2))
@@ -50,7 +50,7 @@ def crash(rank: Rank, how: str) -> None:
 
 
 def fail_alike(rank: Rank, _: None) -> None:
-    """Every rank fails, and says the same; the first only after the others have."""
+    """Every rank fails with the same error; the first only after the others have."""
     dist.barrier()
     time.sleep(0.2 * (rank.rank == 0))
     raise ZeroDivisionError("a planted error")
@@ -63,10 +63,10 @@ def hang(rank: Rank, _: None) -> None:
     dist.barrier()
 
 
-def exchanged(rank: Rank, what: tuple[int, int]) -> tuple[list[float], int, int]:
-    """Exchange messages; achieved rates, and what the interface sent meanwhile."""
+def exchanged(rank: Rank, message: tuple[int, int]) -> tuple[list[float], int, int]:
+    """Exchange messages; achieved rates, and bytes and packets that the interface sent meanwhile."""
     before = counters(rank.port.interface or "lo")
-    rates = exchange(rank, *what, grouped=False)
+    rates = exchange(rank, *message, grouped=False)
     tx_bytes, packets = (counters(rank.port.interface or "lo") - before).tolist()
     return rates, tx_bytes, packets
 
@@ -92,27 +92,27 @@ def _queue(rank: Rank) -> tuple[int, int]:
 
     with IPRoute() as route:
         index = route.link_lookup(ifname=rank.port.interface)[0]
-        (queue,) = (one for one in route.get_qdiscs(index) if one.get_attr("TCA_KIND") == "tbf")
+        (queue,) = (queue for queue in route.get_qdiscs(index) if queue.get_attr("TCA_KIND") == "tbf")
         rate = queue.get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")["rate"]
         return rate, queue.get_attr("TCA_STATS2").get_attr("TCA_STATS_QUEUE")["backlog"]
 
 
 def opened(rank: Rank, nbytes: int) -> tuple[list[int], list[float], int]:
-    """Rates of this node's queue before, open and shaped again, twice; achieved rates of what is sent
-    afterwards, and bytes that waited when it was shaped again.
+    """Rates of this node's queue before, open and shaped again, twice; achieved rates of later messages, and
+    bytes that waited when it was shaped again.
     """
-    found, waiting, rates = [], 0, list[float]()
+    queues, waiting, rates = [], 0, list[float]()
     for _ in range(2):
-        found.append(_queue(rank)[0])
+        queues.append(_queue(rank)[0])
         dist.barrier()  # else the first rank opens the link while another reads its queue
         with rank.open_link():
-            found.append(_queue(rank)[0])
+            queues.append(_queue(rank)[0])
             exchange(rank, nbytes, 3, grouped=False)
         rate, backlog = _queue(rank)
-        found.append(rate)
+        queues.append(rate)
         waiting += backlog
         rates += exchange(rank, nbytes, 1, grouped=False)
-    return found, rates, waiting
+    return queues, rates, waiting
 
 
 def fail_while_open(rank: Rank, how: str) -> None:

@@ -34,9 +34,9 @@ from tests.support.params import long
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def asked(link: str, nodes: int, rate: float | None = None, **more: object) -> Cluster:
+def cluster_with(link: str, nodes: int, rate: float | None = None, **changes: object) -> Cluster:
     """A cluster with such a link; rates are in Mbit/s."""
-    fields = {"link": link, "nodes": nodes, "rate": rate, **more}
+    fields = {"link": link, "nodes": nodes, "rate": rate, **changes}
     return Cluster.model_validate(fields, context=CANONICAL)
 
 
@@ -59,13 +59,13 @@ def test_queues_suit_their_rate(rate: float, latency: float) -> None:
     """A packet fits the burst, the queue holds 0.4 s, and a calibration message outlasts the burst 20
     times, the latency 49 times, and 0.19 s.
     """
-    form = shape(rate)
-    assert 2 * netns_shaper.MTU <= form.segment <= 65536
-    assert form.segment + HEADER_BYTES <= form.burst < form.limit
-    assert form.limit - form.burst == pytest.approx(0.4 * form.rate, abs=1)
-    nbytes = message_bytes(asked("namespaces", 2, rate, latency=latency))
-    assert nbytes >= 20 * form.burst
-    assert nbytes >= max(0.19, 0.049 * latency) * form.rate
+    queue = shape(rate)
+    assert 2 * netns_shaper.MTU <= queue.segment <= 65536
+    assert queue.segment + HEADER_BYTES <= queue.burst < queue.limit
+    assert queue.limit - queue.burst == pytest.approx(0.4 * queue.rate, abs=1)
+    nbytes = message_bytes(cluster_with("namespaces", 2, rate, latency=latency))
+    assert nbytes >= 20 * queue.burst
+    assert nbytes >= max(0.19, 0.049 * latency) * queue.rate
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=30), st.floats(0.1, 1e4))
@@ -82,19 +82,19 @@ def test_a_pacer_serves_one_message_after_the_other(
         end = booked
     before = time.monotonic()
     assert before <= other.book(0) <= time.monotonic()
-    for each in (pacer, again, other):
-        each.close()
+    for handle in (pacer, again, other):
+        handle.close()
 
 
 @pytest.mark.parametrize(
     ("cluster", "kind"),
     [
-        (asked("auto", 1, 50.0), "none"),
-        (asked("namespaces", 1), "none"),
-        (asked("none", 3), "none"),
-        (asked("paced", 2, 50.0), "paced"),
-        (asked("paced", 2), "none"),
-        (asked("real", 2), "real"),
+        (cluster_with("auto", 1, 50.0), "none"),
+        (cluster_with("namespaces", 1), "none"),
+        (cluster_with("none", 3), "none"),
+        (cluster_with("paced", 2, 50.0), "paced"),
+        (cluster_with("paced", 2), "none"),
+        (cluster_with("real", 2), "real"),
     ],
 )
 def test_links_without_namespaces(cluster: Cluster, kind: str) -> None:
@@ -107,19 +107,22 @@ def test_links_without_namespaces(cluster: Cluster, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "words"),
+    ("cluster", "message"),
     [
-        (asked("none", 2, 50.0), "link 'none' cannot have 50 Mbit/s"),
-        (asked("real", 2, 50.0), "link 'real' cannot have 50 Mbit/s"),
-        (asked("real", 2, None, latency=2.0), "link 'real' cannot have a latency of 2 ms"),
-        (asked("paced", 2, None, latency=2.0), "latency of 2 ms without a rate needs network namespaces"),
-        (asked("paced", 3, 50.0, slow=0.5), r"a node with 0\.5 of the rate needs network namespaces"),
-        (asked("paced", 2, 50.0, inner_rate=40.0), "40 Mbit/s inside nodes need network namespaces"),
+        (cluster_with("none", 2, 50.0), "link 'none' cannot have 50 Mbit/s"),
+        (cluster_with("real", 2, 50.0), "link 'real' cannot have 50 Mbit/s"),
+        (cluster_with("real", 2, None, latency=2.0), "link 'real' cannot have a latency of 2 ms"),
+        (
+            cluster_with("paced", 2, None, latency=2.0),
+            "latency of 2 ms without a rate needs network namespaces",
+        ),
+        (cluster_with("paced", 3, 50.0, slow=0.5), r"a node with 0\.5 of the rate needs network namespaces"),
+        (cluster_with("paced", 2, 50.0, inner_rate=40.0), "40 Mbit/s inside nodes need network namespaces"),
     ],
 )
-def test_what_a_link_cannot_have_is_refused(cluster: Cluster, words: str) -> None:
-    """No link takes a rate or a latency in silence: it is held, or refused by its number."""
-    with pytest.raises(LinkError, match=words):
+def test_what_a_link_cannot_have_is_refused(cluster: Cluster, message: str) -> None:
+    """No link ignores a rate or a latency in silence: it keeps the number, or its refusal names it."""
+    with pytest.raises(LinkError, match=message):
         open_link(cluster, "abc123")
 
 
@@ -129,16 +132,16 @@ def test_what_a_link_cannot_have_is_refused(cluster: Cluster, words: str) -> Non
 )
 def test_what_is_called_shaped_has_the_rate(rates: list[float], kind: str) -> None:
     """A shaped link whose median calibration is below 0.9 or above 1.05 of its rate is refused with both."""
-    joined = Link(asked(kind, 2, 100.0), kind, "", (Port(None, ""),) * 2, calibrated_mbit=rates)
-    middle = statistics.median(rates)
-    why = "carries no more" if middle < 100 else "past the queue"
-    told = pytest.raises(LinkError, match=rf"asked for 100 Mbit/s and carries {middle:.4g}: .*{why}")
-    with contextlib.nullcontext() if kind != "shaped" or 90 <= middle <= 105 else told:
+    joined = Link(cluster_with(kind, 2, 100.0), kind, "", (Port(None, ""),) * 2, calibrated_mbit=rates)
+    median = statistics.median(rates)
+    why = "carries no more" if median < 100 else "past the queue"
+    refusal = pytest.raises(LinkError, match=rf"asked for 100 Mbit/s and carries {median:.4g}: .*{why}")
+    with contextlib.nullcontext() if kind != "shaped" or 90 <= median <= 105 else refusal:
         joined.check()
 
 
 def test_nccl_sends_through_what_was_asked_for() -> None:
-    """Where a link is held to a rate or to adapters NCCL is told so; in words once, where nodes are alike."""
+    """NCCL's variables name the shaped interface or adapters; the text has them once, if nodes are alike."""
     assert nccl_variables(Port("eth0", "10.0.0.1")) == {}
     inside = nccl_variables(Port("zp0", "10.0.0.1", holder=1))
     assert inside["NCCL_SOCKET_IFNAME"] == "=zp0"
@@ -156,21 +159,20 @@ def test_nccl_sends_through_what_was_asked_for() -> None:
     assert re.search("node 0: .*=eth0.*; node 1: .*=ens3", nccl_in_words([same, other]))
 
 
-@given(there=st.lists(st.sampled_from([f"mlx5_{n}" for n in range(12)]), unique=True), data=st.data())
-def test_adapters_are_those_that_a_node_has(there: list[str], data: st.DataObject) -> None:
-    """A number is the first ones, names are themselves; what is not there is refused with what is."""
+@given(present=st.lists(st.sampled_from([f"mlx5_{n}" for n in range(12)]), unique=True), data=st.data())
+def test_adapters_are_those_that_a_node_has(present: list[str], data: st.DataObject) -> None:
+    """A number means the first ones; a missing adapter is refused, with the number of those present."""
     number = data.draw(st.integers(1, 12))
-    names = tuple(data.draw(st.lists(st.sampled_from([*there, "hfi1_0"]), min_size=1, unique=True)))
-    for what, said, has in (
-        (number, number, number <= len(there)),
-        (names, ", ".join(names), set(names) <= set(there)),
+    names = tuple(data.draw(st.lists(st.sampled_from([*present, "hfi1_0"]), min_size=1, unique=True)))
+    for requested, text, chosen in (
+        (number, number, present[:number] if number <= len(present) else None),
+        (names, ", ".join(names), list(names) if set(names) <= set(present) else None),
     ):
-        if has:
-            chosen = choose_hcas(what, there, 3).split(",")
-            assert chosen == (there[:number] if what is number else list(names))
+        if chosen is not None:
+            assert choose_hcas(requested, present, 3).split(",") == chosen
         else:
-            with pytest.raises(LinkError, match=f"cluster.hcas = {said}: node 3 has {len(there)} "):
-                choose_hcas(what, there, 3)
+            with pytest.raises(LinkError, match=f"cluster.hcas = {text}: node 3 has {len(present)} "):
+                choose_hcas(requested, present, 3)
 
 
 ROUND_TRIP = """
@@ -178,7 +180,7 @@ import socket, sys, time
 from harness.cluster import netns_shaper
 netns_shaper.enter(int(sys.argv[1]))
 begun = time.monotonic()
-assert socket.socket().connect_ex((sys.argv[2], 9))  # nobody listens, which the other side says
+assert socket.socket().connect_ex((sys.argv[2], 9))  # nobody listens, and the other side refuses
 print(time.monotonic() - begun)
 """
 
@@ -187,7 +189,7 @@ print(time.monotonic() - begun)
 def test_a_latency_of_namespaces_is_added_or_refused() -> None:
     """With netem in the kernel round trips take twice as long; else the refusal says what is missing."""
     try:
-        joined = open_link(asked("namespaces", 2, 50.0, latency=20.0), "late02")
+        joined = open_link(cluster_with("namespaces", 2, 50.0, latency=20.0), "late02")
     except LinkError as error:
         assert "no latency of 20 ms: the kernel has no netem" in str(error)  # noqa: PT017
         return
@@ -199,19 +201,19 @@ def test_a_latency_of_namespaces_is_added_or_refused() -> None:
 
 
 def test_a_keeper_that_is_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It did not die: it was not waited for any longer, and the limit is named."""
+    """The error names the limit of the wait, and does not claim that the keeper died."""
     monkeypatch.setattr(keeper, "ANSWER_SECONDS", 0.01)
     with pytest.raises(LinkError, match=r"did not answer within 0\.01 s"):
-        open_link(asked("namespaces", 2), "late01")
+        open_link(cluster_with("namespaces", 2), "late01")
 
 
 def test_impossible_namespaces_say_why() -> None:
-    """Asked for, they raise the keeper's reason and what to do; under auto the link is paced, saying why."""
-    long, why = "a-name-that-is-too-long", "no network namespaces here: .*; run as root"
+    """They are refused with the keeper's reason and advice; under auto the link is paced, and says why."""
+    name, why = "a-name-that-is-too-long", "no network namespaces here: .*; run as root"
     with pytest.raises(LinkError, match=why):
-        open_link(asked("namespaces", 2, 50.0), long)
+        open_link(cluster_with("namespaces", 2, 50.0), name)
     for rate, kind in ((50.0, "paced"), (None, "none")):
-        with open_link(asked("auto", 2, rate), long) as joined:
+        with open_link(cluster_with("auto", 2, rate), name) as joined:
             assert joined.kind == kind
             assert re.search(why, joined.why)
 
@@ -224,9 +226,9 @@ def test_joining_a_process_that_is_gone_is_refused() -> None:
 
 def test_a_paced_exchange_achieves_its_rate(tmp_path: Path) -> None:
     """Through the pacer a message runs at the rate, and not faster."""
-    with open_link(asked("paced", 2, 40.0), "abc123") as joined:
-        found = exchanged(joined, tmp_path, 500_000, 2)
-    for rates, _, _ in found:
+    with open_link(cluster_with("paced", 2, 40.0), "abc123") as joined:
+        ranks = exchanged(joined, tmp_path, 500_000, 2)
+    for rates, _, _ in ranks:
         assert all(5 < rate <= 40.1 for rate in rates)
 
 
@@ -237,33 +239,33 @@ def test_a_paced_exchange_achieves_its_rate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 1)])
 def test_namespaces_shape_and_count(tmp_path: Path, nodes: int, per_node: int) -> None:
     """Each node sends at the rate and no faster; its interface counts the messages plus 66 bytes a packet."""
-    cluster = asked("namespaces", nodes, 50.0)
-    nbytes, repetitions = message_bytes(asked("namespaces", 2, 50.0)), 3
+    cluster = cluster_with("namespaces", nodes, 50.0)
+    nbytes, repetitions = message_bytes(cluster_with("namespaces", 2, 50.0)), 3
     with open_link(cluster, "abc123") as joined:
         assert joined.kind == "namespaces"
-        found = exchanged(joined, tmp_path, nbytes, repetitions, per_node)
+        ranks = exchanged(joined, tmp_path, nbytes, repetitions, per_node)
     sent = (repetitions + 1) * nbytes
-    for rates, tx_bytes, tx_packets in found[::per_node]:
+    for rates, tx_bytes, tx_packets in ranks[::per_node]:
         assert all(5 < rate < 52 for rate in rates)
         assert (tx_bytes - HEADER_BYTES * tx_packets) / sent == pytest.approx(1, abs=0.005)
 
 
 @pytest.mark.needs("namespaces")
 def test_a_slow_node_sends_and_receives_at_its_share_of_the_rate(tmp_path: Path) -> None:
-    """Around a ring of three what reaches or leaves the last node is slow, also after the link was open."""
-    cluster = asked("namespaces", 3, 50.0, slow=0.5)
+    """In a ring of three, messages to and from the last node are slow, also after the link was open."""
+    cluster = cluster_with("namespaces", 3, 50.0, slow=0.5)
     with open_link(cluster, "abc123") as joined:
         with lift_rate(joined.ports[0].control):
             pass
-        found = exchanged(joined, tmp_path, message_bytes(cluster), 2, 1)
-    from_the_node_before = [statistics.median(rates) for rates, _, _ in found]
+        ranks = exchanged(joined, tmp_path, message_bytes(cluster), 2, 1)
+    from_the_node_before = [statistics.median(rates) for rates, _, _ in ranks]
     assert from_the_node_before == pytest.approx([25.0, 50.0, 25.0], rel=0.15)
 
 
 @pytest.mark.needs("namespaces")
 def test_ranks_of_a_node_share_its_inner_rate(tmp_path: Path) -> None:
     """Both directions together run at it, also after the link was open; between nodes the rate is another."""
-    cluster = asked("namespaces", 2, 100.0, inner_rate=40.0)
+    cluster = cluster_with("namespaces", 2, 100.0, inner_rate=40.0)
     with open_link(cluster, "abc123") as joined:
         assert joined.details["inner_mbit"] == 40
         with lift_rate(joined.ports[0].control):
@@ -279,14 +281,14 @@ def test_ranks_of_a_node_share_its_inner_rate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), *long((3, 1))])
 def test_a_link_is_opened_and_shaped_again(tmp_path: Path, nodes: int, per_node: int) -> None:
     """Inside, no queue has the rate; afterwards all have, nothing waits in them, and messages run at it."""
-    cluster = asked("namespaces", nodes, 50.0)
+    cluster = cluster_with("namespaces", nodes, 50.0)
     with open_link(cluster, "abc123") as joined:
         assert joined.details["untimed"] == "open"
         folder = Path(joined.ports[0].control).parent
         assert folder.is_dir()
-        found = run_ranks(targets.opened, message_bytes(cluster), launch_of(joined, tmp_path, per_node))
+        ranks = run_ranks(targets.opened, message_bytes(cluster), launch_of(joined, tmp_path, per_node))
     shaped = shape(50.0).rate
-    for number, (queues, rates, waiting) in enumerate(found):
+    for number, (queues, rates, waiting) in enumerate(ranks):
         assert queues == [shaped, netns_shaper._OPEN_RATE, shaped] * 2
         assert len(rates) == (2 if number % per_node == 0 else 0)
         assert all(5 < rate < 52 for rate in rates)
@@ -298,7 +300,7 @@ def test_a_link_is_opened_and_shaped_again(tmp_path: Path, nodes: int, per_node:
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_a_failure_leaves_no_link_open(tmp_path: Path, how: str) -> None:
     """After a rank failed while the link was open, the one that opened it or another, it is shaped."""
-    with open_link(asked("namespaces", 2, 50.0), "abc123") as joined:
+    with open_link(cluster_with("namespaces", 2, 50.0), "abc123") as joined:
         launch = launch_of(joined, tmp_path)
         with pytest.raises(LaunchError, match="planted error" if how == "raise" else "SIGKILL"):
             run_ranks(targets.fail_while_open, how, launch)
@@ -308,13 +310,13 @@ def test_a_failure_leaves_no_link_open(tmp_path: Path, how: str) -> None:
 
 
 def test_a_keeper_that_is_gone_opens_nothing(tmp_path: Path) -> None:
-    """What asks it raises a LinkError with the kernel's reason."""
+    """The request raises a LinkError with the kernel's reason."""
     with pytest.raises(LinkError, match=r"does not answer: .*No such file"), lift_rate(f"{tmp_path}/none"):
         pass
 
 
 def test_a_paced_link_adds_its_latency_and_is_opened_too(tmp_path: Path) -> None:
-    """A booking ends so much later, and holds none up that follows; an open pacer books at no rate."""
+    """A booking ends later by it, and delays none that follows; an open pacer books at no rate."""
     pacer = Pacer(Pacer.create(tmp_path / "pacer", 1), 0, 8.0, latency_ms=1e4)
     begun = time.monotonic()
     first, second = pacer.book(1_000_000), pacer.book(1_000_000)  # a second each
@@ -333,23 +335,23 @@ def test_two_links_do_not_disturb_each_other(tmp_path: Path) -> None:
     and leaves the other. Nothing is made in the namespace of the host.
     """
     before = Path("/proc/self/net/dev").read_text().count("\n")
-    first = open_link(asked("namespaces", 3, 50.0), "abc123")
+    first = open_link(cluster_with("namespaces", 3, 50.0), "abc123")
     holders = [port.holder for port in first.ports]
     assert all(Path(f"/proc/{holder}").exists() for holder in holders)
-    with open_link(asked("namespaces", 2, 80.0), "abc123") as second:
+    with open_link(cluster_with("namespaces", 2, 80.0), "abc123") as second:
         assert Path("/proc/self/net/dev").read_text().count("\n") == before
         first.close()
-        found = exchanged(second, tmp_path, message_bytes(second.cluster), 1)
-        assert all(rates[0] < 83 for rates, _, _ in found)
-    gone(holders)
+        ranks = exchanged(second, tmp_path, message_bytes(second.cluster), 1)
+        assert all(rates[0] < 83 for rates, _, _ in ranks)
+    wait_until_ended(holders)
 
 
 @pytest.mark.needs("namespaces")
 def test_a_killed_parent_leaves_no_namespace(tmp_path: Path) -> None:
     """After kill -9 of the process that opened a link, its keeper and holders end."""
     code = (
-        "import time; from tests.harness.cluster.test_link import asked, open_link\n"
-        "joined = open_link(asked('namespaces', 2, 50.0), 'abc123')\n"
+        "import time; from tests.harness.cluster.test_link import cluster_with, open_link\n"
+        "joined = open_link(cluster_with('namespaces', 2, 50.0), 'abc123')\n"
         "print(*(port.holder for port in joined.ports), flush=True); time.sleep(600)"
     )
     with subprocess.Popen(
@@ -358,7 +360,7 @@ def test_a_killed_parent_leaves_no_namespace(tmp_path: Path) -> None:
         holders = [int(word) for word in parent.stdout.readline().split()]
         assert len(holders) == 2
         parent.kill()
-    gone(holders)
+    wait_until_ended(holders)
 
 
 @pytest.mark.needs("namespaces", "root", "setpriv")
@@ -368,9 +370,9 @@ def test_rootless_namespaces_work_like_roots(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
 from harness.cluster.link import *
-from tests.harness.cluster.test_link import asked, exchanged
+from tests.harness.cluster.test_link import cluster_with, exchanged
 if __name__ == "__main__":
-    with open_link(asked("namespaces", 2, 50.0), "abc123") as joined:
+    with open_link(cluster_with("namespaces", 2, 50.0), "abc123") as joined:
         print(joined.details["mode"])
         nbytes = message_bytes(joined.cluster)
         for rates, sent, packets in exchanged(joined, Path({str(tmp_path)!r}), nbytes, 2):
@@ -391,6 +393,5 @@ if __name__ == "__main__":
     assert len(rates) == 2
 
 
-def gone(processes: list[int | None] | list[int]) -> None:
-    """Wait until all have ended."""
+def wait_until_ended(processes: list[int | None] | list[int]) -> None:
     until(lambda: not any(Path(f"/proc/{process}").exists() for process in processes))

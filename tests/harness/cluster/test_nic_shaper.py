@@ -17,15 +17,15 @@ from tests.harness.cluster.test_rank_processes import until
 from tests.support.hosts import ROOT, Host, hosts
 from tests.support.params import long
 
-# With a supervisor that waits to be told, or whose keeper is killed.
+# A supervisor that waits for a line, and kills its keeper if the line is empty.
 _HOLD = """
 import json, os, signal, sys
 from harness.cluster import keeper, nic_shaper
-started, begin = [], keeper.Keeper.__init__
-keeper.Keeper.__init__ = lambda self, *words: begin(self, *words) or started.append(self.process.pid)
+started, start = [], keeper.Keeper.__init__
+keeper.Keeper.__init__ = lambda self, *request: start(self, *request) or started.append(self.process.pid)
 try:
-    with nic_shaper.shaped_interface(*json.loads(sys.argv[1])) as found:
-        print(started[0], json.dumps(found), flush=True)
+    with nic_shaper.shaped_interface(*json.loads(sys.argv[1])) as interface:
+        print(started[0], json.dumps(interface), flush=True)
         if not input():
             os.kill(started[0], signal.SIGKILL)
 except Exception as error:
@@ -42,31 +42,33 @@ def host_pair(tmp_path: Path) -> Iterator[list[Host]]:
 
 
 def towards(host_pair: list[Host], **changes: object) -> str:
-    """What the first host is asked to hold, towards the second."""
-    asked = {"interface": host_pair[0].interface, "rate_mbit": 50.0, "others": [host_pair[1].address]}
-    return json.dumps([*(asked | changes).values()])
+    """The request to the first host's keeper, for messages to the second."""
+    request = {"interface": host_pair[0].interface, "rate_mbit": 50.0, "others": [host_pair[1].address]}
+    return json.dumps([*(request | changes).values()])
 
 
-def answered(host_pair: list[Host], before: tuple[str, ...] = (), **changes: object) -> dict[str, str]:
-    """What the keeper answers on the first host, started with the words ``before``; it ends at once."""
-    command = [*host_pair[0].inside, *before, *_KEEPER, towards(host_pair, **changes)]
+def answer_of(host_pair: list[Host], wrapper: tuple[str, ...] = (), **changes: object) -> dict[str, str]:
+    """Answer of a keeper on the first host, started by the command ``wrapper``; it ends at once."""
+    command = [*host_pair[0].inside, *wrapper, *_KEEPER, towards(host_pair, **changes)]
     done = subprocess.run(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
+    answer: dict[str, str] = json.loads(done.stdout)
+    return answer
 
 
 @pytest.mark.parametrize("end", ["killed", *long("closed", "interrupted", "keeper told to end")])
 def test_an_interface_is_shaped_while_its_supervisor_lives(host_pair: list[Host], end: str) -> None:
-    """It has the queue of namespaces, and none once the supervisor has let go, was interrupted or killed."""
+    """It has the queue of namespaces, and none once the supervisor has closed, was interrupted or killed."""
     before = host_pair[0].queues()
     command = [*host_pair[0].inside, sys.executable, "-c", _HOLD, towards(host_pair)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as holds:
-        keeper, _, found = holds.stdout.readline().partition(" ")
-        assert json.loads(found).items() >= {"interface": host_pair[0].interface, "before": "noqueue"}.items()
+        keeper, _, answer = holds.stdout.readline().partition(" ")
+        assert (
+            json.loads(answer).items() >= {"interface": host_pair[0].interface, "before": "noqueue"}.items()
+        )
         held = host_pair[0].queues()
         assert f"qdisc tbf 5a50: dev {host_pair[0].interface} root" in held[0]
         assert "rate 50Mbit" in held[0]
@@ -92,17 +94,17 @@ def test_what_a_killed_keeper_leaves_is_removed_by_the_command_that_the_next_one
         keeper.kill()
     left = host_pair[0].queues()
     assert left != before
-    error = answered(host_pair)["error"]
+    error = answer_of(host_pair)["error"]
     assert "the queue of another run" in error
     assert host_pair[0].queues() == left
     remove = error.partition("remove it by: ")[2]
     subprocess.run([*host_pair[0].inside, "sh", "-c", remove], check=True)
     assert host_pair[0].queues() == before
-    assert "error" not in answered(host_pair)
+    assert "error" not in answer_of(host_pair)
 
 
 def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> None:
-    """With the command that removes it, and gives packets the size that they had."""
+    """The error names the command that removes it, and gives packets their size again."""
     subprocess.run(
         [*host_pair[0].inside, "ip", "link", "set", host_pair[0].interface, "gso_max_size", "32768"],
         check=True,
@@ -110,15 +112,15 @@ def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> N
     before = host_pair[0].queues()
     command = [*host_pair[0].inside, sys.executable, "-c", _HOLD, towards(host_pair)]
     done = subprocess.run(command, cwd=ROOT, input="\n", capture_output=True, text=True, check=True)
-    said, _, remove = done.stdout.splitlines()[1].partition("remove it by: ")
-    assert said.startswith(f"{host_pair[0].interface} may still be shaped (its keeper was killed); ")
+    error, _, remove = done.stdout.splitlines()[1].partition("remove it by: ")
+    assert error.startswith(f"{host_pair[0].interface} may still be shaped (its keeper was killed); ")
     assert host_pair[0].queues() != before
     subprocess.run([*host_pair[0].inside, "sh", "-c", remove], check=True)
     assert host_pair[0].queues() == before
 
 
 @pytest.mark.parametrize(
-    ("first", "changes", "words"),
+    ("first", "changes", "message"),
     [
         ("", {"interface": "lo"}, "lo is the loopback"),
         ("", {"interface": "nowhere"}, "no interface 'nowhere'"),
@@ -137,30 +139,30 @@ def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> N
     ],
 )
 def test_what_may_not_be_shaped_is_refused(
-    host_pair: list[Host], first: str, changes: dict[str, object], words: str
+    host_pair: list[Host], first: str, changes: dict[str, object], message: str
 ) -> None:
-    """In one line that says why, and the interface is left as it was."""
-    named = first.replace("NAME", host_pair[0].interface)
-    subprocess.run([*host_pair[0].inside, "sh", "-c", named], check=True)
+    """The error is one line that says why, and the interface is left as it was."""
+    command = first.replace("NAME", host_pair[0].interface)
+    subprocess.run([*host_pair[0].inside, "sh", "-c", command], check=True)
     before = host_pair[0].queues()
-    error = answered(host_pair, **changes)["error"]
-    assert words in error
+    error = answer_of(host_pair, **changes)["error"]
+    assert message in error
     assert "\n" not in error
     assert host_pair[0].queues() == before
 
 
 @pytest.mark.needs("setpriv")
 def test_without_the_right_to_shape_it_is_refused(host_pair: list[Host]) -> None:
-    """A process without CAP_NET_ADMIN is told what it lacks."""
+    """The error names the capability that the process lacks."""
     before = host_pair[0].queues()
-    given_up = ("setpriv", "--bounding-set", "-net_admin", "--inh-caps", "-net_admin")
-    assert "cannot be shaped: it needs root, or CAP_NET_ADMIN" in answered(host_pair, given_up)["error"]
+    unprivileged = ("setpriv", "--bounding-set", "-net_admin", "--inh-caps", "-net_admin")
+    assert "cannot be shaped: it needs root, or CAP_NET_ADMIN" in answer_of(host_pair, unprivileged)["error"]
     assert host_pair[0].queues() == before
 
 
 def test_a_packet_fits_the_queue_where_it_is_not_refused() -> None:
     """The least rate that the refusal names takes packets of that size, headers included."""
     for mtu in (1500, 9000, 65520):
-        form = shape(mtu * 4e-3)
-        assert mtu <= form.segment
-        assert form.segment + HEADER_BYTES <= form.burst
+        queue = shape(mtu * 4e-3)
+        assert mtu <= queue.segment
+        assert queue.segment + HEADER_BYTES <= queue.burst

@@ -1,4 +1,4 @@
-"""The leading supervisor says why work failed, whichever node it failed on."""
+"""The leading supervisor names the cause of a failure, on any node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def double(rank: Rank, number: int) -> int:
 
 
 class Channel:
-    """What a second node answers; None where it is lost."""
+    """A channel to a second node with one answer; None if that node is lost."""
 
     place = Place(0, 2, "10.0.0.0", 0, serves=True)
 
@@ -40,29 +40,29 @@ class Channel:
         return self.answer is None
 
 
-def told(kind: str, message: str, *, effect: bool = False) -> dict[str, Any]:
+def failure(kind: str, message: str, *, effect: bool = False) -> dict[str, Any]:
     return {"kind": kind, "message": message, "effect": effect}
 
 
 @pytest.mark.parametrize(
-    ("own", "answer", "words"),
+    ("local", "answer", "message"),
     [
         (None, None, "lost: node 1 is lost"),
-        (None, told("memory", "rank 1: no more"), "memory: rank 1: no more"),
-        (told("crashed", "closed by peer", effect=True), told("killed", "rank 1"), "killed: rank 1"),
-        (told("crashed", "rank 0"), told("crashed", "closed by peer", effect=True), "crashed: rank 0"),
-        (told("timeout", "rank 0"), told("timeout", "rank 1"), "timeout: rank 0; rank 1"),
-        (None, told("link", "eth0 may still be shaped"), "link: eth0 may still be shaped"),
+        (None, failure("memory", "rank 1: no more"), "memory: rank 1: no more"),
+        (failure("crashed", "closed by peer", effect=True), failure("killed", "rank 1"), "killed: rank 1"),
+        (failure("crashed", "rank 0"), failure("crashed", "closed by peer", effect=True), "crashed: rank 0"),
+        (failure("timeout", "rank 0"), failure("timeout", "rank 1"), "timeout: rank 0; rank 1"),
+        (None, failure("link", "eth0 may still be shaped"), "link: eth0 may still be shaped"),
     ],
 )
-def test_the_cause_is_told(
-    own: dict[str, Any] | None, answer: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_error_is_the_cause(
+    local: dict[str, Any] | None, answer: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is only an effect of another node's failure is not."""
+    """The effect of another node's failure is not reported in its place."""
 
     def run_ranks(*_: Any) -> list[int]:
-        if own is not None:
-            raise LaunchError(own["kind"], own["message"], effect=own["effect"])
+        if local is not None:
+            raise LaunchError(local["kind"], local["message"], effect=local["effect"])
         return [2]
 
     monkeypatch.setattr(node_supervisors, "run_ranks", run_ranks)
@@ -70,12 +70,12 @@ def test_the_cause_is_told(
     launch = Launch(Topology(2, 1), PORTS, None, 1, 1.0, tmp_path / "log")
     with pytest.raises(LaunchError) as caught:
         nodes.run(double, 1, launch, lambda _: None)
-    assert f"{caught.value.kind}: {caught.value}".startswith(words)
+    assert f"{caught.value.kind}: {caught.value}".startswith(message)
     assert nodes.channel.posted == ["command/1", "stop/1"]  # type: ignore[attr-defined]
 
 
 def test_results_come_back_by_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the first node, and then of the others."""
+    """First the results of the first node, then those of the others."""
     monkeypatch.setattr(node_supervisors, "run_ranks", lambda *_: [2])
     answer = {"results": [4], "shaped": {}}
     nodes = Nodes(Channel(answer), [Node(port, port.address, {}) for port in PORTS])  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,16 +25,16 @@ def local(topology: Topology, log: Path, seconds: float = 60) -> Launch:
 
 
 def test_results_come_back_in_rank_order(tmp_path: Path) -> None:
-    """Every rank knows its place, has its threads, and its result stands at its number."""
-    seen: list[Progress] = []
-    found = run_ranks(targets.place, "word", local(Topology(2, 2), tmp_path / "log"), seen.append)
-    assert found == [("word", rank, rank // 2, 4, 1) for rank in range(4)]
-    assert seen == [Progress("placed", 1, 2)]
+    """Every rank knows its place and has its threads; its result is at its number."""
+    progress: list[Progress] = []
+    places = run_ranks(targets.place, "word", local(Topology(2, 2), tmp_path / "log"), progress.append)
+    assert places == [("word", rank, rank // 2, 4, 1) for rank in range(4)]
+    assert progress == [Progress("placed", 1, 2)]
     assert not (tmp_path / "log").exists()
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "words"),
+    ("how", "kind", "message"),
     [
         ("raise", "crashed", "rank 1: ZeroDivisionError: a planted error"),
         ("refuse", "refused", "rank 1: 7 does not divide 4"),
@@ -44,12 +45,12 @@ def test_results_come_back_in_rank_order(tmp_path: Path) -> None:
         ("disk", "disk", "rank 1: OSError: [Errno 28] No space left on device"),
     ],
 )
-def test_the_rank_that_failed_is_named(tmp_path: Path, how: str, kind: str, words: str) -> None:
+def test_the_rank_that_failed_is_named(tmp_path: Path, how: str, kind: str, message: str) -> None:
     """One failing rank ends the others; the error is its own and the log of all ranks is kept."""
     with pytest.raises(LaunchError) as caught:
         run_ranks(targets.crash, how, local(Topology(1, 3), tmp_path / "logs" / "log"))
     assert caught.value.kind == kind
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     log = caught.value.log.read_text()
     assert all(f"rank {rank} was here" in log for rank in range(3))
 
@@ -90,9 +91,8 @@ def test_a_calibration_takes_a_gpu_for_each_node(
     assert devices == [f"cuda:{gpu}" for gpu in gpus]
 
 
-def until(true: object, seconds: float = 240) -> None:
-    """Wait until ``true()`` is."""
+def until(condition: Callable[[], object], seconds: float = 240) -> None:
     end = time.monotonic() + seconds
-    while not true():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.02)

@@ -35,7 +35,7 @@ from impl.plan.topology import Topology
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.tables.errors import chosen_codecs
-from tests.harness.cluster.test_link import asked, launch_of
+from tests.harness.cluster.test_link import cluster_with, launch_of
 from tests.harness.cluster.test_rank_processes import local
 from tests.support.params import long
 
@@ -302,7 +302,7 @@ def test_quantisation_errors_fall_with_bits(text: str, tmp_path: Path) -> None:
 def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strategy: str) -> None:
     """In namespaces a node's interface counts the ledger's training bytes plus 66 a packet, within 3 %."""
     one = trial(text, strategy, validate_every=2, model={"name": "gpt-small"}, sequence=32, warmup=1)
-    with open_link(asked("namespaces", 2, 1000.0), "abc123") as link:
+    with open_link(cluster_with("namespaces", 2, 1000.0), "abc123") as link:
         ranks = run_ranks(run, Assignment(one, 1_000_000), launch_of(link, tmp_path, 2))
     found = assembled(ranks)
     assert [len(rank.probed) for rank in ranks if rank.record.local == 0] == [2, 2]
@@ -338,7 +338,7 @@ def test_what_is_not_timed_is_the_same_over_an_open_link(text: str, tmp_path: Pa
     """
     one = trial(text, "zeropp", validate_every=2, warmup=1, measure_quantisation=True)
     found = []
-    with open_link(asked(kind, 2, 50.0), "abc125") as link:
+    with open_link(cluster_with(kind, 2, 50.0), "abc125") as link:
         for shaped in (False, True):
             target = run_shaped if shaped else run
             found.append(run_ranks(target, Assignment(one, 300_000), launch_of(link, tmp_path, 2)))
@@ -561,7 +561,7 @@ def test_truncated_sends_are_no_result(text: str, tmp_path: Path) -> None:
     ledger is the prediction, and the interfaces betray it.
     """
     one = trial(text, "zero3", model={"name": f"{__name__}:truncating"}, steps=2, warmup=1)
-    with open_link(asked("namespaces", 2, 1000.0), "abc124") as link:
+    with open_link(cluster_with("namespaces", 2, 1000.0), "abc124") as link:
         found = run_ranks(run, Assignment(one, None), launch_of(link, tmp_path, 2))
     with pytest.raises(TrialError, match=r"'s interface sent .* bytes in the timed steps, its ledger holds"):
         assembled(found)
