@@ -11,10 +11,10 @@ from harness.errors import LinkError
 def nccl_variables(port: Port) -> dict[str, str]:
     """Variables that make NCCL send through a node's network namespace, shaped interface or adapters.
 
-    Between namespaces of one machine it would use peer access and shared memory, which no queue shapes, since
-    it tells hosts apart by their names (NCCL user guide, Environment Variables).  Between hosts it could use
-    InfiniBand, a plugin's network or NVLink instead, and where named adapters do not work, sockets; with
-    ``NCCL_NET`` it fails there.
+    Without them it would use peer access and shared memory between namespaces of one machine, which no queue
+    shapes, since it tells hosts apart by their names (NCCL user guide, Environment Variables).  Between hosts
+    it could use InfiniBand, a plugin's network or NVLink instead, and where named adapters do not work,
+    sockets; with ``NCCL_NET`` it fails there.
     """
     if port.hcas:
         adapters = {"NCCL_IB_HCA": f"={port.hcas}", "NCCL_IB_DISABLE": "0"}

@@ -68,15 +68,15 @@ def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dic
             raise OSError(f"there is no interface {interface!r}")
         (link,) = route.get_links(index)
         mtu, segment = link.get_attr("IFLA_MTU"), link.get_attr("IFLA_GSO_MAX_SIZE")
-        shaped = shape(rate_mbit)
+        tbf = shape(rate_mbit)
         if link["flags"] & _LOOPBACK:
             raise OSError(f"{interface} is the loopback: no network joins these nodes")
-        if shaped.rate >= _LARGEST:
+        if tbf.rate >= _LARGEST:
             raise OSError(f"{rate_mbit:g} Mbit/s are more than a tbf queue's {8e-6 * _LARGEST:.0f}")
-        if mtu > shaped.segment:
+        if mtu > tbf.segment:
             raise OSError(
                 f"{interface} has packets of {mtu} bytes, which at {rate_mbit:g} Mbit/s have "
-                f"at most {shaped.segment}; ask for {mtu * 4e-3:g} Mbit/s or more"
+                f"at most {tbf.segment}; ask for {mtu * 4e-3:g} Mbit/s or more"
             )
         for other in others:
             _check_route(route, index, interface, other)
@@ -86,14 +86,13 @@ def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dic
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDED_BY)
         with contextlib.ExitStack() as undo:
             try:
-                route.link("set", index=index, gso_max_size=min(segment, shaped.segment))
+                route.link("set", index=index, gso_max_size=min(segment, tbf.segment))
             except NetlinkError as error:
                 why = "it needs root, or CAP_NET_ADMIN" if error.code == errno.EPERM else str(error)
                 raise OSError(f"{interface} cannot be shaped: {why}") from error
             undo.callback(route.link, "set", index=index, gso_max_size=segment)
             handle = f"{_HANDLE:x}:"
-            sizes = {"rate": shaped.rate, "burst": shaped.burst, "limit": shaped.limit}
-            route.tc("add", "tbf", index, handle=handle, **sizes)
+            route.tc("add", "tbf", index, handle=handle, rate=tbf.rate, burst=tbf.burst, limit=tbf.limit)
             undo.callback(route.tc, "del", index=index, handle=handle, parent=_ROOT)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDED_BY)
             yield {

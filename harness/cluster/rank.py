@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
@@ -17,9 +16,6 @@ from harness.cluster.pacer import Pacer
 from harness.cluster.port import Port
 from harness.errors import Refusal
 from impl.plan.topology import Topology
-
-if TYPE_CHECKING:
-    import torch
 
 
 def counters(interface: str) -> NDArray[np.int64]:
@@ -87,24 +83,23 @@ class Rank:
         dist.barrier()  # and no rank sends more before the link is held to its rate
 
 
-def take_gpu(rank: Rank, launcher: str, transport: str) -> torch.device:
-    """Make a rank's GPU torch's current device: one for each rank, shared if ``staged``; or a Refusal."""
+def take_gpu(rank: Rank, launcher: str, transport: str) -> str:
+    """Make a rank's GPU torch's current device, and return its name; a Refusal if this machine has too few."""
     import torch
 
-    count = torch.cuda.device_count()
-    index = rank.rank if launcher == "local" else rank.local
-    if count and transport == "staged":  # ranks share GPUs
-        index %= count
-    if index >= count:
-        raise Refusal(f"rank {rank.rank} needs GPU {index}, this machine has {count}")
+    gpus, index = torch.cuda.device_count(), rank.rank if launcher == "local" else rank.local
+    if transport == "staged":  # ranks share GPUs
+        index %= gpus or 1
+    if index >= gpus:
+        raise Refusal(f"rank {rank.rank} needs GPU {index}, this machine has {gpus}")
     torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    return f"cuda:{index}"
 
 
 def measure_link(rank: Rank, message: tuple[int, int, str, str]) -> list[float]:
     """Rates (:func:`exchange`) by a message's bytes, its repetitions, the ranks' transport and launcher."""
     nbytes, repetitions, transport, launcher = message
-    device = str(take_gpu(rank, launcher, transport)) if transport == "nccl" else "cpu"
+    device = take_gpu(rank, launcher, transport) if transport == "nccl" else "cpu"
     grouped = transport not in ("shm", "gloo", "staged")  # messages that wait for each other are one call
     return exchange(rank, nbytes, repetitions, device, grouped=grouped)
 

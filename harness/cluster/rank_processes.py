@@ -265,10 +265,9 @@ def _watch(
         if stop_reason is not None and (why := stop_reason()) is not None:
             return LaunchError("crashed", why, effect=True)
         if (left := deadline - time.monotonic()) <= 0:
-            for watched in ranks:
-                if watched.process.is_alive():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(watched.process.pid, signal.SIGUSR1)
+            for watched in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(watched.process.pid, signal.SIGUSR1)
             time.sleep(_STACKS_SECONDS)
             late = ", ".join(str(watched.rank) for watched in running)
             message = f"no result from rank {late} after {timeout_seconds:g} s; stacks are in the log"

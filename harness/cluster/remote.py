@@ -74,8 +74,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _resolved(host: str) -> str:
     """The name or address by which ssh's configuration reaches a host."""
-    lines = subprocess.run(
-        ["ssh", "-G", host], capture_output=True, text=True, check=False
-    ).stdout.splitlines()
-    names = [line.split(maxsplit=1)[1] for line in lines if line.startswith("hostname ")]
+    done = subprocess.run(["ssh", "-G", host], capture_output=True, text=True, check=False)
+    names = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
     return names[0] if names else host.rpartition("@")[2]

@@ -397,7 +397,7 @@ def device_of(trial: Trial, rank: Rank) -> torch.device:
     """The device of a rank's tensors; a GPU becomes torch's current device. A Refusal if there is none."""
     if trial.cluster.device == "cpu":
         return torch.device("cpu")
-    return take_gpu(rank, trial.cluster.launcher, trial.cluster.transport)
+    return torch.device(take_gpu(rank, trial.cluster.launcher, trial.cluster.transport))
 
 
 def _since(before: Books, now: Books) -> tuple[list[LedgerRow] | None, dict[str, int]]:
