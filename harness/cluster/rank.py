@@ -84,7 +84,7 @@ class Rank:
 
 
 def take_gpu(rank: Rank, launcher: str, transport: str) -> str:
-    """Make a rank's GPU torch's current device, and return its name; a Refusal if this machine has too few."""
+    """Make a rank's GPU torch's current device, and return its name; a Refusal if the machine has too few."""
     import torch
 
     gpus, index = torch.cuda.device_count(), rank.rank if launcher == "local" else rank.local
