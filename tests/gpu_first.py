@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.benchmark import Timer
 
 from harness.laws.laws import Case, Duty, Violation, attempt
-from harness.laws.subject import of_codec
+from harness.laws.subject import subject_of
 from impl import ops
 from impl.codecs.codec import FORMATS, Codec, Dtype, OwnCodec, Raw, parse
 from impl.codecs.reference import DTYPES, Carried
@@ -78,7 +78,7 @@ def are_reference(codec: Codec, kind: Dtype, device: torch.device) -> Found:
     """Whether the device's kernels are the reference: of a row with an end that fills no block and no 16
     bytes, where the codec lets there be one, and of a row that is whole and aligned.
     """
-    subject, draw = of_codec(codec, ops.backend_of(device)), torch.Generator().manual_seed(7)
+    subject, draw = subject_of(codec, ops.backend_of(device)), torch.Generator().manual_seed(7)
     try:
         for numel in (9001, 9216):
             x = torch.randn(codec.grain * -(-numel // codec.grain), generator=draw)

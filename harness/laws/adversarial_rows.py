@@ -23,14 +23,14 @@ from impl.codecs.rounding_noise import OCTET, Noise
 from impl.errors import raised
 
 LONGEST: Final = 5000  # elements of a row that is drawn
-FEWER: Final = 10  # times fewer examples of UNBIASED, which encodes thousands of rows for each
+FEWER: Final = 10  # divides the examples of UNBIASED, which encodes thousands of rows for each
 _LARGEST: Final = LARGEST["fp32"]
 _EDGES: Final = [
     0.0, 1.0, -1.0, -0.0, 0.5, 2.0, 1.5, 2.5, 1e-20, SMALLEST_NORMAL, -SMALLEST_NORMAL,
     2.0**-149, -(2.0**-149), 65504.0, 1e30, _LARGEST, -_LARGEST,
 ]  # fmt: skip
 _SIMPLE: Final = [[0.0], [1.0], [-1.0], [1.0, 0.5], [1.0, -0.5], [1.0, -1.0]]
-MOST_TRIED: Final = 400  # parts of a row that is not drawn
+MOST_TRIED: Final = 400  # parts of a row, while it is made smaller
 _BROKEN: Final = [float("nan"), float("inf"), float("-inf")]
 
 _numbers = st.one_of(
@@ -54,8 +54,8 @@ _TIES: Final = [
 ]
 # A largest value, so that steps are 1, and ties.
 _largest_and_ties = st.sampled_from(_TIES).flatmap(
-    lambda each: st.lists(st.sampled_from(each[1].tolist()), min_size=1, max_size=6).map(
-        lambda ties: [each[0], *ties]
+    lambda pair: st.lists(st.sampled_from(pair[1].tolist()), min_size=1, max_size=6).map(
+        lambda ties: [pair[0], *ties]
     )
 )
 
@@ -75,11 +75,11 @@ def rows(draw: st.DrawFn, block: Block, most: int = LONGEST) -> Tensor:
     power = draw(st.one_of(st.just(0), st.integers(-140, 120)))
     x = torch.ldexp(x.double(), torch.tensor(power)).clamp(-_LARGEST, _LARGEST).float()
     if block != "shard" and numel > block and draw(st.integers(0, 1)):
-        own = torch.tensor(draw(st.lists(st.integers(-6, 6), min_size=2, max_size=3)), dtype=torch.float32)
-        scaled = x.double() * own.exp2()[torch.arange(numel) // block % len(own)]
-        x = scaled.clamp(-_LARGEST, _LARGEST).float()
+        powers = draw(st.lists(st.integers(-6, 6), min_size=2, max_size=3))
+        scales = torch.tensor(powers).double().exp2()[torch.arange(numel) // block % len(powers)]
+        x = (x.double() * scales).clamp(-_LARGEST, _LARGEST).float()
     if draw(st.integers(0, 3)) == 1:
-        x[draw(st.integers(0, numel - 1))] = draw(_numbers)  # one that the others do not repeat
+        x[draw(st.integers(0, numel - 1))] = draw(_numbers)  # not a repetition of the others
     if draw(st.integers(0, 5)) == 1:
         x[draw(st.integers(0, numel - 1))] = draw(st.sampled_from(_BROKEN))
     return x
@@ -88,50 +88,50 @@ def rows(draw: st.DrawFn, block: Block, most: int = LONGEST) -> Tensor:
 def cases(
     block: Block, kinds: tuple[Dtype, ...] = get_args(Dtype), most: int = LONGEST
 ) -> st.SearchStrategy[Case]:
-    """What a law is tried on, for codecs with such blocks and types, of at most ``most`` elements."""
-    kind = st.sampled_from(kinds)
-    x = st.builds(lambda row, of: row.to(DTYPES[of]), rows(block, most), kind)
-    return st.builds(Case, x=x, out=kind, power=st.integers(-30, 30), noise=noises)
+    """Cases for codecs with such blocks and types, of at most ``most`` elements."""
+    types = st.sampled_from(kinds)
+    x = st.builds(lambda row, kind: row.to(DTYPES[kind]), rows(block, most), types)
+    return st.builds(Case, x=x, out=types, power=st.integers(-30, 30), noise=noises)
 
 
 class Outcome(NamedTuple):
-    """What came of a claim."""
+    """The result of trying a claim."""
 
     cases: int  # rows that it was tried on
-    violation: Violation | None  # of the smallest row that was found to break it; None if it holds
+    violation: Violation | None  # by the smallest row that breaks it; None if it holds
 
 
 def long_row(block: Block, numel: int) -> Tensor:
-    """(S,) fp32: normal numbers, blocks on seven scales, the last one short where it can be."""
+    """(S,) fp32: normal numbers, blocks on seven scales; the last block is short if it can be."""
     size = 64 if block == "shard" else min(block, numel)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     return x * (torch.arange(numel) // size % 7 - 3.0).exp2()
 
 
-def standing(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[Case]:
-    """What is tried always and first: simple rows, all ties of each format, blocks on three scales; of codecs
-    of ours the edges between their levels, for bits and on the specification; last a row of ``elements``.
+def fixed_cases(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[Case]:
+    """What is tried always and first: simple rows, all ties of each format, blocks on three scales; the edges
+    between our codecs' levels, for bits and on the specification; last a row of ``elements``.
     """
-    ties = [torch.stack([torch.full_like(each, top), each], dim=1).flatten() for top, each in _TIES]
+    ties = [torch.stack([torch.full_like(tie, top), tie], dim=1).flatten() for top, tie in _TIES]
     size = 16 if subject.promises.block == "shard" else min(subject.promises.block, LONGEST // 3)
     blocks = torch.arange(2 * size + 7) // size
-    one = ties[2].repeat(-(-len(blocks) // len(ties[2])))[: len(blocks)]
+    repeated = ties[2].repeat(-(-len(blocks) // len(ties[2])))[: len(blocks)]
     scales = torch.tensor([1.0, 8.0, 0.125])[blocks.clamp(max=2)]
-    x = [*map(torch.tensor, _SIMPLE), *ties, one * scales]
+    x = [*map(torch.tensor, _SIMPLE), *ties, repeated * scales]
     codec, noise = subject.codec, Noise((1, 2, 3, 4))
-    kind: Dtype = "fp32" if "fp32" in subject.kinds else subject.kinds[0]  # that most is tried in
-    tried = subject.kinds if claim is Duty.BITS else (kind,)
-    found = [(kind, row[: min(LONGEST, elements)]) for row in x]
+    first: Dtype = "fp32" if "fp32" in subject.kinds else subject.kinds[0]
+    kinds = subject.kinds if claim is Duty.BITS else (first,)
+    rows = [(first, row[: min(LONGEST, elements)]) for row in x]
     if isinstance(codec, Blocked) and (claim is Duty.BITS or subject.specification):
-        rows = [(each, row) for each in tried for row in edge_rows(codec, each, noise)]
-        found += [(each, row) for each, row in rows if row.numel() <= elements]
+        edges = [(kind, row) for kind in kinds for row in edge_rows(codec, kind, noise)]
+        rows += [(kind, row) for kind, row in edges if row.numel() <= elements]
     if elements > LONGEST:
-        found += [(each, long_row(subject.promises.block, elements)) for each in tried]
-    return [Case(x=row.to(DTYPES[each]), out=each, power=1, noise=noise) for each, row in found]
+        rows += [(kind, long_row(subject.promises.block, elements)) for kind in kinds]
+    return [Case(x=row.to(DTYPES[kind]), out=kind, power=1, noise=noise) for kind, row in rows]
 
 
-def outcome(subject: Subject, claim: Claim, *, examples: int, seed: int, elements: int = ELEMENTS) -> Outcome:
-    """Try a claim on :func:`standing` rows, and on ``examples`` that are drawn, of ``elements`` at most;
+def falsify(subject: Subject, claim: Claim, *, examples: int, seed: int, elements: int = ELEMENTS) -> Outcome:
+    """Try a claim on :func:`fixed_cases`, then on ``examples`` drawn rows, of at most ``elements``;
     ``UNBIASED``, which encodes thousands of rows each time, on a tenth as many, without shrinking.
     """
     costly, tried, broken = claim is Law.UNBIASED, 0, list[Case]()
@@ -139,11 +139,11 @@ def outcome(subject: Subject, claim: Claim, *, examples: int, seed: int, element
     def breaks(case: Case) -> bool:
         nonlocal tried
         tried += 1
-        if found := violation_of(subject, claim, case) is not None:
-            broken.append(case)
-        return found
+        violated = violation_of(subject, claim, case) is not None
+        broken.extend([case] * violated)
+        return violated
 
-    if costly or not any(map(breaks, standing(subject, claim, elements))):
+    if costly or not any(map(breaks, fixed_cases(subject, claim, elements))):
         settings = hypothesis.settings(
             max_examples=max(2, examples // FEWER) if costly else examples,
             database=None,
@@ -159,7 +159,7 @@ def outcome(subject: Subject, claim: Claim, *, examples: int, seed: int, element
 
 
 def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None:
-    """The violation of a claim on one row, by wrong numbers or any exception; None if it holds."""
+    """The violation of a claim on one row, by wrong numbers or an exception; None if it holds."""
     try:
         attempt(subject, claim, case)
     except Violation as violation:
@@ -167,27 +167,27 @@ def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        where = place(error)
-        return Violation(f"raised {raised(error)}{where and f', at {where}'}", case.x)
+        line = place(error)
+        return Violation(f"raised {raised(error)}{line and f', at {line}'}", case.x)
     return None
 
 
 def smallest(subject: Subject, claim: Claim, case: Case) -> Violation:
-    """The violation of a part of a row from which no block of elements can be left out, by delta debugging
-    (Zeller and Hildebrandt 2002): ever smaller blocks are left out, at most ``MOST_TRIED`` times.
+    """The violation by a part of a row that needs all its elements, by delta debugging (Zeller and
+    Hildebrandt 2002): ever smaller blocks of elements are left out, at most ``MOST_TRIED`` times.
     """
-    found, tried = violation_of(subject, claim, case), 0
+    last, tried = violation_of(subject, claim, case), 0
     grain = OCTET if subject.promises.stochastic else 1
     size = case.x.numel() // 2 // grain * grain
-    while found is not None and size and tried < MOST_TRIED:
+    while last is not None and size and tried < MOST_TRIED:
         for start in range(0, case.x.numel(), size):
             tried += 1
             moved = 0 if start else size // OCTET * OCTET
             noise = replace(case.noise, start=case.noise.start + moved)
             smaller = replace(case, x=torch.cat([case.x[:start], case.x[start + size :]]), noise=noise)
             if smaller.x.numel() and (violation := violation_of(subject, claim, smaller)):
-                case, found = smaller, violation
+                case, last = smaller, violation
                 break
         else:
             size = size // 2 // grain * grain
-    return found or Violation(f"{title(claim)} broke once, and not when the same row was tried again", case.x)
+    return last or Violation(f"{title(claim)} broke once, and not when the same row was tried again", case.x)

@@ -54,37 +54,37 @@ def codecs(
     ] = ELEMENTS,
 ) -> None:
     """Try every declared law on hostile rows; print the smallest row that breaks one."""
-    from harness.laws.adversarial_rows import outcome
+    from harness.laws.adversarial_rows import falsify
 
     subjects, left_out = _subjects(codec or [], backend or [])
     out = terminal_table.console()
-    found = {
+    outcomes = {
         subject: {
-            claim: outcome(subject, claim, examples=examples, seed=seed, elements=elements)
+            claim: falsify(subject, claim, examples=examples, seed=seed, elements=elements)
             for claim in subject.claims
         }
         for subject in subjects
     }
-    out.print(_table(found))
-    broken = [
-        (subject, claim, one.violation)
-        for subject, each in found.items()
-        for claim, one in each.items()
-        if one.violation is not None
+    out.print(_table(outcomes))
+    violations = [
+        (subject, claim, outcome.violation)
+        for subject, by_claim in outcomes.items()
+        for claim, outcome in by_claim.items()
+        if outcome.violation is not None
     ]
-    lines = [line for violation in broken for line in in_lines(*violation)] + left_out
+    lines = [line for violation in violations for line in violation_lines(*violation)] + left_out
     if examples < EXAMPLES:
         lines.append(f"On {examples} rows a law, not {EXAMPLES}: more find faults that these do not.")
     for line in lines:
         out.print(escape(line), soft_wrap=True)
-    if broken:
+    if violations:
         raise typer.Exit(VIOLATED)
 
 
 def check_laws(trials: Sequence[Trial]) -> list[str]:
-    """Try a suite's own codecs before its first trial; returns the names of those that trials send.
+    """Try the users' codecs of a suite before its first trial, and return their names.
 
-    The first declared law that one breaks is a Refusal.
+    The first broken law is a Refusal.
     """
     codecs = {
         codec
@@ -94,40 +94,40 @@ def check_laws(trials: Sequence[Trial]) -> list[str]:
     }
     if not codecs:
         return []
-    from harness.laws.adversarial_rows import outcome
-    from harness.laws.subject import of_own
+    from harness.laws.adversarial_rows import falsify
+    from harness.laws.subject import user_subject
 
     for codec in sorted(codecs, key=str):
-        subject = of_own(codec)
+        subject = user_subject(codec)
         for claim in subject.claims:
-            found = outcome(subject, claim, examples=_BEFORE_A_RUN, seed=0, elements=5000)
-            if found.violation is not None:
-                lines = in_lines(subject, claim, found.violation)
+            outcome = falsify(subject, claim, examples=_BEFORE_A_RUN, seed=0, elements=5000)
+            if outcome.violation is not None:
+                lines = violation_lines(subject, claim, outcome.violation)
                 raise Refusal(
                     f"{lines[0]}; `zeropp check codecs --codec {codec}` shows the row: {lines[1].strip()}"
                 )
     return sorted(map(str, codecs))
 
 
-def _table(found: Mapping[Subject, Mapping[Claim, Outcome]]) -> Table:
-    """Subjects, and the claims that any makes."""
+def _table(outcomes: Mapping[Subject, Mapping[Claim, Outcome]]) -> Table:
+    """A row for each subject, a column for each claim of any subject."""
     from harness.laws.laws import Duty, title
 
-    made = {claim for each in found.values() for claim in each}
-    claims: list[Claim] = [claim for claim in (*Duty, *Law) if claim in made]
+    tried = {claim for by_claim in outcomes.values() for claim in by_claim}
+    claims: list[Claim] = [claim for claim in (*Duty, *Law) if claim in tried]
     table = Table("codec", *map(title, claims), box=box.SIMPLE_HEAD)
     table.columns[0].overflow = "fold"
-    for subject, each in found.items():
-        words = {
-            claim: "[bold red]FAILS[/]" if one.violation else f"holds {one.cases}"
-            for claim, one in each.items()
+    for subject, by_claim in outcomes.items():
+        cells = {
+            claim: "[bold red]FAILS[/]" if outcome.violation else f"holds {outcome.cases}"
+            for claim, outcome in by_claim.items()
         }
-        table.add_row(escape(subject.name), *(words.get(claim, NONE) for claim in claims))
+        table.add_row(escape(subject.name), *(cells.get(claim, NONE) for claim in claims))
     return table
 
 
-def in_lines(subject: Subject, claim: Claim, violation: Violation) -> list[str]:
-    """A violation in lines: what is broken and how far, the row and its frame."""
+def violation_lines(subject: Subject, claim: Claim, violation: Violation) -> list[str]:
+    """A violation in lines: the broken claim and by how much, the row and its frame."""
     from harness.laws.laws import title
 
     x = violation.x
@@ -149,20 +149,20 @@ def _more(count: int) -> str:
 
 
 def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subject], list[str]]:
-    """Whom to try; a line for each backend that is not here."""
+    """The subjects to try, and a line for each backend that this machine lacks."""
     from harness.laws import subject
     from harness.laws.laws import Subject
 
-    interrupts.take_over()  # a codec of one's own may begin what it cleans up
+    interrupts.take_over()  # a user's codec may start what it has to clean up
     named = [subject.read(text) for text in texts or subject.REPRESENTATIVE]
-    own = [each for each in named if isinstance(each, Subject)]
-    ours: list[Codec] = [each for each in named if not isinstance(each, Subject)]
-    if backends and not ours:
-        raise Refusal(f"--backend {backends[0]}: {own[0].name} brings its own code; leave the option out")
-    asked = backends or (subject.BACKENDS if ours else ())
-    reasons = {name: reason for name in asked if (reason := subject.missing(name)) is not None}
+    users = [codec for codec in named if isinstance(codec, Subject)]
+    codecs: list[Codec] = [codec for codec in named if not isinstance(codec, Subject)]
+    if backends and not codecs:
+        raise Refusal(f"--backend {backends[0]}: {users[0].name} brings its own code; leave the option out")
+    candidates = backends or (subject.BACKENDS if codecs else ())
+    reasons = {name: reason for name in candidates if (reason := subject.why_missing(name)) is not None}
     if backends and reasons:
         raise Refusal(next(iter(reasons.values())))
-    here = [name for name in asked if name not in reasons]
     left_out = [f"not here: {reason}" for reason in reasons.values()]
-    return [*(subject.of_codec(each, name) for name in here for each in ours), *own], left_out
+    available = [name for name in candidates if name not in reasons]
+    return [*(subject.subject_of(codec, name) for name in available for codec in codecs), *users], left_out

@@ -1,6 +1,6 @@
-"""Laws of codecs as functions, each of which checks one property on one row; a Violation if it is broken.
+"""Laws of codecs as functions: each checks one property on one row and raises a Violation.
 
-The tests and ``zeropp check codecs`` run the same.
+The tests and ``zeropp check codecs`` run the same functions.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from impl.codecs.rounding_noise import OCTET, Noise
 
 FALSE_ALARM: Final = 1e-9  # largest probability that UNBIASED blames an unbiased codec, each time it is tried
 DRAWS: Final = 4096  # of the random bits of each element, for UNBIASED
-DRAWN: Final = 64  # elements of a row at most whose means UNBIASED takes
-_GUARD: Final = 32  # bytes or elements around a frame or its elements that nobody may touch
+DRAWN: Final = 64  # elements of a row whose means UNBIASED takes, at most
+_GUARD: Final = 32  # bytes or elements around a frame or its elements that must stay as they are
 _EXPONENTS: Final = 30  # POWER_OF_TWO keeps elements above 2^-30 of 1 and scales by at most 2^+-30
 _FP16_EXPONENTS: Final = 6  # the same for a cast to fp16, whose normal range is 2^-14 to 2^16
 _MODERATE: Final = 2.0**64  # a bound of a block of such magnitudes is finite in fp32 too
 SOURCES: Final = (1, 2, 5)  # frames of a sum: alone, a pair, and more than kernels add in one go
 _QUIET: Final = Noise((0, 0, 0, 0))
-_HERE: Final = Path(__file__).resolve().parents[1]
+_HARNESS: Final = Path(__file__).resolve().parents[1]
 _LIBRARIES: Final = (Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
-_OTHERS: Final = (_HERE, _HERE.parent / "impl", *_LIBRARIES)  # where no user's code is
+_NOT_USERS: Final = (_HARNESS, _HARNESS.parent / "impl", *_LIBRARIES)  # folders without users' code
 
 
 class Duty(enum.Enum):
@@ -55,8 +55,8 @@ class Subject:
     """One implementation of a codec, to be checked."""
 
     name: str  # for messages
-    promises: Codec  # what declares laws and an error bound
-    frame_bytes: Callable[[int], int]  # of a row of so many elements
+    promises: Codec  # declares laws and an error bound
+    frame_bytes: Callable[[int], int]  # of a row, by its number of elements
     # from x (..., S), and random bits where it is stochastic, into frames (..., F) uint8
     encode: Callable[[Tensor, Tensor, Noise], None]
     decode: Callable[[Tensor, Tensor], None]  # from frames (..., F) into elements (..., S)
@@ -64,7 +64,7 @@ class Subject:
     decode_sum: Callable[[Tensor, Tensor], None] | None
     # from frames (sources, F) of S elements, and random bits, into the frame (F,) of their sum; likewise
     decode_sum_encode: Callable[[Tensor, Tensor, int, Noise], None] | None
-    codec: Codec | None  # of ours, or a published format: what it is to equal bit for bit, if any
+    codec: Codec | None  # ours or a published format, which it has to equal bit for bit, if any
     device: torch.device  # of its tensors
     kinds: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")  # element types that it supports
     specification: bool = False  # whether it is the reference itself, which is not compared with itself
@@ -72,7 +72,7 @@ class Subject:
     @property
     def claims(self) -> tuple[Claim, ...]:
         """All properties to check: duties first, then its laws in declaration order."""
-        made: dict[Claim, bool] = {
+        claims: dict[Claim, bool] = {
             Duty.FRAME: True,
             Duty.BITS: self.codec is not None and not self.specification,
             Duty.LOCAL: self.promises.block != "shard",
@@ -80,7 +80,7 @@ class Subject:
             Duty.FUSED: self.decode_sum_encode is not None,
             **{law: law in self.promises.laws for law in Law},
         }
-        return tuple(claim for claim, is_made in made.items() if is_made)
+        return tuple(claim for claim, made in claims.items() if made)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,10 +94,10 @@ class Case:
 
 
 class Violation(AssertionError):  # noqa: N818  # it is one, not an error of a program
-    """A claim does not hold on a row ``x``, of which ``frame`` (F,) uint8 was written, if any."""
+    """A claim does not hold on a row ``x``, whose frame is ``frame`` (F,) uint8, if it was written."""
 
-    def __init__(self, words: str, x: Tensor, frame: Tensor | None = None) -> None:
-        super().__init__(words)
+    def __init__(self, message: str, x: Tensor, frame: Tensor | None = None) -> None:
+        super().__init__(message)
         self.x, self.frame = x.detach().cpu(), None if frame is None else frame.detach().cpu()
 
 
@@ -107,15 +107,15 @@ def attempt(subject: Subject, claim: Claim, case: Case) -> None:
 
 
 def title(claim: Claim) -> str:
-    """A claim's name, as tables and ``laws`` of other people's objects write it."""
+    """A claim's name, as tables and ``laws`` of users' codecs write it."""
     return claim.name.lower()
 
 
 def place(error: BaseException) -> str:
-    """Where user code raised an exception, or called what did: ``mine.py line 12, in encode: ...``."""
+    """The line of user code that raised an exception or led to it: ``codec.py line 12, in encode: ...``."""
     for line in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(line.filename)
-        if not line.filename.startswith("<frozen ") and not any(map(file.is_relative_to, _OTHERS)):
+        if not line.filename.startswith("<frozen ") and not any(map(file.is_relative_to, _NOT_USERS)):
             name = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
             return f"{name} line {line.lineno}, in {line.name}: {line.line}".removesuffix(": ")
     return ""
@@ -127,31 +127,31 @@ def blocks_of(x: Tensor, block: Block) -> Tensor:
     return torch.cat([x, x[-1:].expand(-x.numel() % size)]).view(-1, size)
 
 
-def _by_element(each: Tensor, block: Block, numel: int) -> Tensor:
-    """(S,) from one value a block (blocks,)."""
-    return each.repeat_interleave(numel if block == "shard" else min(block, numel))[:numel]
+def _by_element(by_block: Tensor, block: Block, numel: int) -> Tensor:
+    """(S,) from one value for each block (blocks,)."""
+    return by_block.repeat_interleave(numel if block == "shard" else min(block, numel))[:numel]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trip:
-    """Elements (..., S), their frames (..., F) and what those decode to (..., S), on the CPU."""
+    """Elements (..., S), their frames (..., F) and the decoded elements (..., S), on the CPU."""
 
     x: Tensor
     frame: Tensor
     decoded: Tensor
 
-    def refuse(self, broken: Tensor, words: Callable[[int], str]) -> None:
+    def refuse(self, broken: Tensor, message: Callable[[int], str]) -> None:
         """Raise a violation for the first broken element of a row."""
         if bool(broken.any()):
-            raise Violation(words(int(broken.int().argmax())), self.x, self.frame)
+            raise Violation(message(int(broken.int().argmax())), self.x, self.frame)
 
-    def equal(self, got: Tensor, wanted: Tensor, words: str) -> None:
-        """Raise a violation for the first of two tensors' numbers, or bytes, that differ."""
+    def check_equal(self, got: Tensor, wanted: Tensor, template: str) -> None:
+        """Raise a violation for the first number, or byte, in which two tensors differ."""
         differs = ~_same(got, wanted)
-        self.refuse(differs, lambda i: words.format(i=i, got=_text(got[i]), wanted=_text(wanted[i])))
+        self.refuse(differs, lambda i: template.format(i=i, got=_text(got[i]), wanted=_text(wanted[i])))
 
-    def went(self, i: int) -> str:
-        """An element and what became of it."""
+    def decoded_text(self, i: int) -> str:
+        """An element, and what it decodes to."""
         return f"element {i}: {_text(self.x[i])} decodes to {_text(self.decoded[i])}"
 
 
@@ -172,7 +172,7 @@ def _bound(subject: Subject, case: Case) -> None:
     error = (trip.decoded.double() - x.double()).abs()
     trip.refuse(
         ~(error <= allowed) & allowed.isfinite(),
-        lambda i: f"{trip.went(i)}, error {error[i]:.9g} above the bound {allowed[i]:.9g}",
+        lambda i: f"{trip.decoded_text(i)}, error {error[i]:.9g} above the bound {allowed[i]:.9g}",
     )
 
 
@@ -181,8 +181,8 @@ def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
 
     Refuses a bound of NaN, or an infinite one where no magnitude of the block exceeds ``_MODERATE``.
     """
-    seen = (x if subject.codec is None else reference.rotated(subject.codec, x)).double()
-    lows, highs = blocks_of(seen, subject.promises.block).aminmax(dim=1)
+    rotated = (x if subject.codec is None else reference.rotated(subject.codec, x)).double()
+    lows, highs = blocks_of(rotated, subject.promises.block).aminmax(dim=1)
     bounds = []
     for low, high in zip(lows.tolist(), highs.tolist(), strict=True):
         bound = math.inf
@@ -201,7 +201,7 @@ def _zero(subject: Subject, case: Case) -> None:
     zeros = _by_element(torch.arange(blocks) % 2 == 0, subject.promises.block, x.numel())
     x[zeros] = torch.copysign(torch.zeros_like(x), x)[zeros]
     trip = _through(subject, x, case.noise)
-    trip.refuse(zeros & (trip.decoded != 0), lambda i: f"{trip.went(i)}, in a block of zeros")
+    trip.refuse(zeros & (trip.decoded != 0), lambda i: f"{trip.decoded_text(i)}, in a block of zeros")
 
 
 def _idempotent(subject: Subject, case: Case) -> None:
@@ -209,14 +209,14 @@ def _idempotent(subject: Subject, case: Case) -> None:
     trip = _through(subject, case.x, case.noise)
     once, twice = trip.decoded, _through(subject, trip.decoded, case.noise).decoded
     close = _same(once, twice) | ((once - twice).abs() <= once.abs() * 2.0**-22)
-    trip.refuse(~close, lambda i: f"{trip.went(i)}, and that to {_text(twice[i])} again")
+    trip.refuse(~close, lambda i: f"{trip.decoded_text(i)}, and that to {_text(twice[i])} again")
 
 
 def _sign(subject: Subject, case: Case) -> None:
     trip, mirrored = (_through(subject, x, case.noise) for x in (case.x, -case.x))
     trip.refuse(
         ~_same(trip.decoded, -mirrored.decoded),
-        lambda i: f"{trip.went(i)}, its negative to {_text(mirrored.decoded[i])}",
+        lambda i: f"{trip.decoded_text(i)}, its negative to {_text(mirrored.decoded[i])}",
     )
 
 
@@ -227,24 +227,24 @@ def _power_of_two(subject: Subject, case: Case) -> None:
     x = case.x.float().nan_to_num(0.0, 0.0, 0.0)
     x = torch.ldexp(x, -torch.frexp(x.abs().max()).exponent)
     x = torch.where(x.abs() < 2.0**-exponents, 0.0, x)
-    trip, scaled = (_through(subject, each, case.noise) for each in (x, x * 2.0**power))
+    trip, scaled = (_through(subject, row, case.noise) for row in (x, x * 2.0**power))
     trip.refuse(
         ~_same(trip.decoded * 2.0**power, scaled.decoded),
-        lambda i: f"{trip.went(i)}, 2^{power} times it to {_text(scaled.decoded[i])}",
+        lambda i: f"{trip.decoded_text(i)}, 2^{power} times it to {_text(scaled.decoded[i])}",
     )
 
 
 def _nonfinite(subject: Subject, case: Case) -> None:
     """Check blocks with a NaN or an infinity, and their neighbours."""
     trip = _through(subject, case.x, case.noise, case.out)
-    x, got = case.x.float(), trip.decoded.float()
+    x, decoded = case.x.float(), trip.decoded.float()
     finite, lost = (
-        _by_element(blocks_of(each, subject.promises.block).all(dim=1), subject.promises.block, x.numel())
-        for each in (x.isfinite(), got.isnan())
+        _by_element(blocks_of(marks, subject.promises.block).all(dim=1), subject.promises.block, x.numel())
+        for marks in (x.isfinite(), decoded.isnan())
     )
-    kept = torch.where(x.isfinite(), ~got.isnan(), _same(x, got)) | (~finite & lost)
-    words = {True: "though its block is finite", False: "in a block that holds a NaN or an infinity"}
-    trip.refuse(~kept, lambda i: f"{trip.went(i)}, {words[bool(finite[i])]}")
+    kept = torch.where(x.isfinite(), ~decoded.isnan(), _same(x, decoded)) | (~finite & lost)
+    block = {True: "though its block is finite", False: "in a block that holds a NaN or an infinity"}
+    trip.refuse(~kept, lambda i: f"{trip.decoded_text(i)}, {block[bool(finite[i])]}")
 
 
 def _unbiased(subject: Subject, case: Case) -> None:
@@ -252,7 +252,7 @@ def _unbiased(subject: Subject, case: Case) -> None:
 
     By the empirical Bernstein bound (Maurer and Pontil 2009, theorem 4, both sides) the mean of N values
     within ``b`` of the element, with sample variance V, is within ``sqrt(2 V L / N) + 14 b L / (3 (N - 1))``
-    of its expectation, ``L = ln(4 S / FALSE_ALARM)``.  On top ``2^-12 b``, for 16 random bits and a
+    of its expectation, ``L = ln(4 S / FALSE_ALARM)``.  Added are ``2^-12 b``, for 16 random bits and a
     rotation's roundings, and ``2^-22`` of the block's largest magnitude.  A bias of 0.1 steps is found.
     """
     x = _representable(subject, case)[:DRAWN]
@@ -285,84 +285,84 @@ def _frame(subject: Subject, case: Case) -> None:
         around = torch.full((size + 2 * _GUARD,), rubbish, dtype=torch.uint8, device=subject.device)
         wide = torch.full((numel + 2 * _GUARD,), number, dtype=DTYPES[case.out], device=subject.device)
         frame, decoded = around[_GUARD : _GUARD + size], wide[_GUARD : _GUARD + numel]
-        given = x.to(subject.device, copy=True)
-        subject.encode(given, frame, case.noise)
+        row = x.to(subject.device, copy=True)
+        subject.encode(row, frame, case.noise)
         trip = _Trip(x, frame.cpu().clone(), decoded)
         subject.decode(frame, decoded)
-        trip.refuse(~_same(given.cpu(), x), lambda i: f"encoding changed element {i} of what it was given")
-        read = frame.cpu() != trip.frame
-        trip.refuse(read, lambda i: f"decoding changed byte {i} of {size} that it read")
+        trip.refuse(~_same(row.cpu(), x), lambda i: f"encoding changed element {i} of what it was given")
+        changed = frame.cpu() != trip.frame
+        trip.refuse(changed, lambda i: f"decoding changed byte {i} of {size} that it read")
         trips.append(replace(trip, decoded=decoded.cpu().clone()))
         _refuse_beyond(around, rubbish, f"bytes beyond the frame's {size}", trip)
         _refuse_beyond(wide, number, f"elements beyond the row's {numel}", trip)
     trip, again = trips
     depends = "depends on what was there: {got} or {wanted}"
-    trip.equal(trip.frame, again.frame, f"byte {{i}} of {size} {depends}")
-    trip.equal(trip.decoded, again.decoded, f"element {{i}} {depends}")
+    trip.check_equal(trip.frame, again.frame, f"byte {{i}} of {size} {depends}")
+    trip.check_equal(trip.decoded, again.decoded, f"element {{i}} {depends}")
     other = torch.where(x > 0, -0.5, 3.0).to(x.dtype)  # differs in every element, in sign or by a lot
     _through(subject, other, case.noise, case.out)
     later = torch.full_like(trip.decoded, 7.0, device=subject.device)
     subject.decode(trip.frame.to(subject.device, copy=True), later)
-    words = "element {i} depends on more than its frame: {got}, and {wanted} once another row was encoded"
-    trip.equal(trip.decoded, later.cpu(), words)
+    message = "element {i} depends on more than its frame: {got}, and {wanted} once another row was encoded"
+    trip.check_equal(trip.decoded, later.cpu(), message)
 
 
-def _refuse_beyond(around: Tensor, held: float, what: str, trip: _Trip) -> None:
-    """Raise a violation if the guards around what was written no longer hold what they held."""
+def _refuse_beyond(around: Tensor, held: float, name: str, trip: _Trip) -> None:
+    """Raise a violation if the guards at both ends of ``around`` no longer hold what they held."""
     guards = torch.cat([around[:_GUARD], around[-_GUARD:]])
     if not bool(_same(guards, torch.full_like(guards, held)).all()):
-        raise Violation(f"{what} were written", trip.x, trip.frame)
+        raise Violation(f"{name} were written", trip.x, trip.frame)
 
 
 def _bits(subject: Subject, case: Case) -> None:
     """Check frames byte by byte and elements bit by bit against the reference; all NaN are equal."""
     codec = subject.codec
-    assert codec is not None  # noqa: S101  # a claim of those alone that equal one
+    assert codec is not None  # noqa: S101  # else it does not claim this
     numel = case.x.numel()
-    size, ours = subject.frame_bytes(numel), codec.frame_bytes(numel)
-    if size != ours:
-        raise Violation(f"a frame of {numel} elements has {size} bytes, the reference's {ours}", case.x)
+    size, expected = subject.frame_bytes(numel), codec.frame_bytes(numel)
+    if size != expected:
+        raise Violation(f"a frame of {numel} elements has {size} bytes, the reference's {expected}", case.x)
     trip = _through(subject, case.x, case.noise, case.out)
     wanted, elements = torch.empty_like(trip.frame), torch.empty_like(trip.decoded)
     reference.encode(codec, case.x, wanted, noise=case.noise if codec.stochastic else None)
     reference.decode(codec, wanted, elements)
-    trip.equal(trip.frame, wanted, "byte {i} of the frame is {got}, the reference's {wanted}")
+    trip.check_equal(trip.frame, wanted, "byte {i} of the frame is {got}, the reference's {wanted}")
     bits = {4: torch.int32, 2: torch.int16}[elements.element_size()]
     equal = (trip.decoded.view(bits) == elements.view(bits)) | (trip.decoded.isnan() & elements.isnan())
-    trip.refuse(~equal, lambda i: f"{trip.went(i)}, in the reference to {_text(elements[i])}")
+    trip.refuse(~equal, lambda i: f"{trip.decoded_text(i)}, in the reference to {_text(elements[i])}")
 
 
 def _local(subject: Subject, case: Case) -> None:
-    """Check that the first, a middle and the last block, changed in turn, leave all others as they were;
-    where the codec says what a block with a NaN becomes, also one that holds a NaN.
+    """Check that changing the first, a middle or the last block leaves all others as they were; if NaN are
+    covered by a law, also that a NaN in it does.
     """
     x = case.x
     count, size = blocks_of(x, subject.promises.block).shape
     trip = _through(subject, x, case.noise, case.out)
-    fills = [math.nan] if Law.NONFINITE in subject.promises.laws else []
+    nans = [math.nan] if Law.NONFINITE in subject.promises.laws else []
     for number in sorted({0, count // 2, count - 1}):
-        where = slice(number * size, min((number + 1) * size, x.numel()))
-        part = x[where].float()
-        others = [torch.where(part.abs() > 1, part / 256, part * 256 + 3), *(part + fill for fill in fills)]
+        elements = slice(number * size, min((number + 1) * size, x.numel()))
+        block = x[elements].float()
+        others = [torch.where(block.abs() > 1, block / 256, block * 256 + 3), *(block + nan for nan in nans)]
         for other in others:
             changed = x.clone()
-            changed[where] = other.to(x.dtype)
+            changed[elements] = other.to(x.dtype)
             again = _through(subject, changed, case.noise, case.out)
             differs = ~_same(trip.decoded, again.decoded)
-            differs[where] = False
-            told = f"once elements {where.start} to {where.stop - 1}, another block, were changed"
-            trip.refuse(differs, lambda i: f"{trip.went(i)}, and to {_text(again.decoded[i])} {told}")  # noqa: B023
+            differs[elements] = False
+            once = f"once elements {elements.start} to {elements.stop - 1}, another block, were changed"
+            trip.refuse(differs, lambda i: f"{trip.decoded_text(i)}, and to {_text(again.decoded[i])} {once}")  # noqa: B023
 
 
 def _sources(subject: Subject, case: Case) -> Tensor:
-    """(sources, F) frames of rows that differ: the row, turned round, negative, moved, and shrunk."""
+    """(sources, F) frames of variants of the row: itself, reversed, negative, shifted, and shrunk."""
     x = case.x
     rows = [x, x.flip(0), (x.float() * -0.5).to(x.dtype), x.roll(1), (x.float() * 0.125).to(x.dtype)]
     return torch.stack([_through(subject, row, case.noise).frame for row in rows]).to(subject.device)
 
 
 def _summed(subject: Subject, frames: Tensor, numel: int) -> Tensor:
-    """(S,) fp32 on the subject's device: what the frames decode to one by one, added in ascending order."""
+    """(S,) fp32 on the subject's device: the frames decoded one by one and added in ascending order."""
     terms = torch.full((len(frames), numel), math.nan, device=subject.device)
     for frame, term in zip(frames, terms, strict=True):
         subject.decode(frame, term)
@@ -372,7 +372,7 @@ def _summed(subject: Subject, frames: Tensor, numel: int) -> Tensor:
 
 def _sum(subject: Subject, case: Case) -> None:
     """Check sums of several numbers of frames, between guards."""
-    assert subject.decode_sum is not None  # noqa: S101  # a claim of those alone that offer it
+    assert subject.decode_sum is not None  # noqa: S101  # else it does not claim this
     numel = case.x.numel()
     frames = _sources(subject, case)
     for sources in SOURCES:
@@ -381,14 +381,14 @@ def _sum(subject: Subject, case: Case) -> None:
         subject.decode_sum(frames[:sources], got)
         trip = _Trip(case.x, frames[0].cpu(), got.cpu().clone())
         wanted = _summed(subject, frames[:sources], numel).cpu()
-        words = f"element {{i}} of the sum of {sources} is {{got}}, added up one by one {{wanted}}"
-        trip.equal(trip.decoded, wanted, words)
+        message = f"element {{i}} of the sum of {sources} is {{got}}, added up one by one {{wanted}}"
+        trip.check_equal(trip.decoded, wanted, message)
         _refuse_beyond(wide, 7.0, f"elements beyond the row's {numel}", trip)
 
 
 def _fused(subject: Subject, case: Case) -> None:
     """Check frames of sums of several numbers of frames against adding up, then encoding."""
-    assert subject.decode_sum_encode is not None  # noqa: S101  # a claim of those alone that offer it
+    assert subject.decode_sum_encode is not None  # noqa: S101  # else it does not claim this
     numel, frames = case.x.numel(), _sources(subject, case)
     for sources in SOURCES:
         around = torch.full((frames.shape[1] + 2 * _GUARD,), 0xA5, dtype=torch.uint8, device=subject.device)
@@ -396,8 +396,8 @@ def _fused(subject: Subject, case: Case) -> None:
         subject.decode_sum_encode(frames[:sources], got, numel, case.noise)
         subject.encode(_summed(subject, frames[:sources], numel), wanted, case.noise)
         trip = _Trip(case.x, got.cpu().clone(), case.x)
-        words = f"byte {{i}} of the frame of the sum of {sources} is {{got}}, added up first {{wanted}}"
-        trip.equal(_one_nan(subject, trip.frame), _one_nan(subject, wanted.cpu()), words)
+        message = f"byte {{i}} of the frame of the sum of {sources} is {{got}}, added up first {{wanted}}"
+        trip.check_equal(_one_nan(subject, trip.frame), _one_nan(subject, wanted.cpu()), message)
         _refuse_beyond(around, 0xA5, f"bytes beyond the frame's {frames.shape[1]}", trip)
 
 
@@ -418,7 +418,7 @@ _TRIALS: Final[dict[Claim, Callable[[Subject, Case], None]]] = {
 
 
 def _representable(subject: Subject, case: Case) -> Tensor:
-    """The row, clamped to where none of its types saturates or overflows."""
+    """The row, clamped so that none of its types saturates or overflows."""
     types = {case.out, NAMES[case.x.dtype]}
     types |= {subject.codec.dtype} if isinstance(subject.codec, Raw) else set()
     limit = min(LARGEST[kind] for kind in types)
@@ -433,7 +433,7 @@ def _same(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _one_nan(subject: Subject, frame: Tensor) -> Tensor:
-    """A frame, in which all NaN of a cast are the same, as a cast of a sum may keep any pattern."""
+    """A cast's frame with one pattern for all NaN, since a cast of a sum may keep any; others unchanged."""
     if not isinstance(subject.codec, Raw):
         return frame
     values = frame.view(DTYPES[subject.codec.dtype])

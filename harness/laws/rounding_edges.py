@@ -1,7 +1,7 @@
 """Rows at a codec's rounding edges: for every two adjacent levels their tie, and the floats beside it.
 
-Where scales are powers of two, ties stay ties however a quotient is computed; the scales of these rows are
-those at which a product with a reciprocal becomes another code than the quotient ``x / scale``.
+Where scales are powers of two, ties stay ties however a quotient is computed.  At the scales of these rows a
+product with a reciprocal gives another code than the quotient ``x / scale``.
 """
 
 from __future__ import annotations
@@ -36,20 +36,19 @@ class Span(NamedTuple):
 
 
 def levels(codec: Blocked) -> Tensor:
-    """(levels,) fp64, ascending: the quotients that have a code of their own; zero has one."""
+    """(levels,) fp64, ascending: the quotients that have a code of their own, zero included."""
     if not isinstance(codec, FloatCodec):
         top = codec.largest
         return torch.arange(0.0 if codec.asymmetric else -codec.steps, top + 1, dtype=torch.float64)
-    found = reference.float_levels(codec.bits, codec.mantissa, codec.smallest_exponent)
-    positive = torch.tensor(found, dtype=torch.float64)
-    positive = positive[positive <= codec.largest]
+    values = reference.float_levels(codec.bits, codec.mantissa, codec.smallest_exponent)
+    positive = torch.tensor([level for level in values if level <= codec.largest], dtype=torch.float64)
     return torch.cat([-positive[1:].flip(0), positive])
 
 
 def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
-    """Rows (S,) of type ``kind``, S below 2400: between any two levels the tie, the float below, that above,
-    each beside the elements that make the block's scale; with random bits a tie is where ``noise`` turns its
-    rounding, with a rotation it is one afterwards.
+    """Rows (S,) of type ``kind``, S below 2400: for any two levels the tie, the float below and that above,
+    each beside the elements that make the block's scale.  With random bits a tie is where ``noise`` turns the
+    rounding; with a rotation it is a tie after it.
     """
     for span in spans(replace(codec, block=32, hadamard=0, stochastic=False), kind):
         row = _row(codec, span, kind, noise)
@@ -60,7 +59,7 @@ def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
 
 
 def spans(codec: Blocked, kind: Dtype) -> list[Span]:
-    """Spans with scale 1, with scales that tell a product from a quotient, and with the extreme scales."""
+    """Spans with scale 1, with scales where product and quotient differ, and with the extreme scales."""
     small = 2.0**-8 if codec.steps * max(_SCALES) > LARGEST[kind] else 1.0
     ranges = torch.tensor(_SCALES) * codec.steps * small
     parts = torch.tensor(_OFFSETS if codec.asymmetric else _OFFSETS[:1])
@@ -72,14 +71,14 @@ def spans(codec: Blocked, kind: Dtype) -> list[Span]:
     top = torch.full_like(high, codec.steps)
     scale = (high / top - low / top).clamp(min=SMALLEST_NORMAL)  # as impl.codecs.reference says
     scale = of_e8m0(to_e8m0(scale)) if codec.scale == "e8m0" else scale
-    return [Span(*each) for each in zip(low.tolist(), high.tolist(), scale.tolist(), strict=True)]
+    return list(map(Span, low.tolist(), high.tolist(), scale.tolist()))
 
 
 def _row(codec: Blocked, span: Span, kind: Dtype, noise: Noise) -> Tensor:
-    """In turn below, at and above each tie of a quotient, held to the span, behind what makes its scale."""
+    """Elements below, at and above each tie of a quotient, held to the span, each after its scale's."""
     anchors = [span.low, span.high] if codec.asymmetric else [span.high]
-    own, period = levels(codec), len(anchors) + 1
-    gaps, ties = (each.repeat_interleave(3) for each in (own[1:] - own[:-1], (own[1:] + own[:-1]) / 2))
+    period, quotients = len(anchors) + 1, levels(codec).repeat_interleave(3)
+    gaps, ties = quotients[3:] - quotients[:-3], (quotients[3:] + quotients[:-3]) / 2
     if codec.stochastic:
         often = -(-_LEAST_DRAWN // len(ties))  # few levels are tried with more random bits
         gaps, ties = gaps.repeat(often), ties.repeat(often)
@@ -89,8 +88,8 @@ def _row(codec: Blocked, span: Span, kind: Dtype, noise: Noise) -> Tensor:
     x = (span.low + ties * span.scale).clamp(-LARGEST[kind], LARGEST[kind]).to(DTYPES[kind])
     bits = x.view(_BITS[x.element_size()])
     turn = torch.arange(len(ties)) % 3 - 1  # to the next number towards zero, itself, the next away from zero
-    beside = torch.where((x == 0) & (turn < 0), bits, bits + turn).to(bits.dtype).view(x.dtype)
+    edges = torch.where((x == 0) & (turn < 0), bits, bits + turn).to(bits.dtype).view(x.dtype)
     low = span.low if codec.asymmetric else -span.high
-    edges = beside.float().nan_to_num(0.0).clamp(low, span.high)
+    edges = edges.float().nan_to_num(0.0).clamp(low, span.high)
     columns = [torch.full_like(edges, anchor) for anchor in anchors]
     return torch.stack([*columns, edges], dim=1).flatten().to(DTYPES[kind])

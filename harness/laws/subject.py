@@ -1,4 +1,4 @@
-"""Subjects of the laws: codecs of ours on a backend, and users' own (docs/reference/codecs.md)."""
+"""Subjects of the laws: our codecs on a backend, and users' own (docs/reference/codecs.md)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REPRESENTATIVE: Final = (
 )  # fmt: skip
 
 
-def missing(backend: str) -> str | None:
+def why_missing(backend: str) -> str | None:
     """Why ``backend`` is not available on this machine; None if it is."""
     if backend not in BACKENDS:
         return f"unknown backend {backend!r}: expected one of {', '.join(BACKENDS)}"
@@ -44,8 +44,8 @@ def missing(backend: str) -> str | None:
     return None
 
 
-def of_codec(codec: Codec, backend: str) -> Subject:
-    """A codec of ours, or a published format, on a backend; a ValueError if it is not here."""
+def subject_of(codec: Codec, backend: str) -> Subject:
+    """One of our codecs, or a published format, on a backend; a ValueError if this machine lacks it."""
     operations = ops.operations_of(backend)
 
     def encode(x: Tensor, frames: Tensor, noise: Noise) -> None:
@@ -73,30 +73,30 @@ def read(text: str) -> Codec | Subject:
     """A codec by its text form, or a user's ``module:object``; a Refusal if it is neither."""
     try:
         codec = parse(text)
-        return of_own(codec) if isinstance(codec, OwnCodec) and not codec.published else codec
+        return user_subject(codec) if isinstance(codec, OwnCodec) and not codec.published else codec
     except ValueError as error:  # CodecError, or a number of thousands of digits
         raise Refusal(str(error)) from error
 
 
-def of_own(codec: OwnCodec) -> Subject:
-    """A user's own codec, its frames tried as it writes them; a Refusal if its device is not here."""
-    thing, claimed = codec.thing, codec.claimed
-    device = torch.device(thing.tried_on)
+def user_subject(codec: OwnCodec) -> Subject:
+    """A user's own codec, with its frames as it writes them; a Refusal if this machine lacks its device."""
+    implementation, claimed = codec.thing, codec.claimed
+    device = torch.device(implementation.tried_on)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise Refusal(f"{codec}: its device is {device}, and torch finds no CUDA device")
     stochastic = codec.stochastic
-    fused = plain = thing.decode_sum_encode
-    if plain is not None and not stochastic:  # then it takes no random bits
-        fused = lambda *given: plain(*given[:-1])  # noqa: E731
+    fused = implemented = implementation.decode_sum_encode
+    if implemented is not None and not stochastic:  # then it takes no random bits
+        fused = lambda *arguments: implemented(*arguments[:-1])  # noqa: E731
     return Subject(
         name=codec.name,
         promises=claimed or codec,
         frame_bytes=codec.own_bytes,
-        encode=by_rows(thing.encode, stochastic=stochastic),
-        decode=by_rows(thing.decode),
-        kinds=thing.kinds,
+        encode=by_rows(implementation.encode, stochastic=stochastic),
+        decode=by_rows(implementation.decode),
+        kinds=implementation.kinds,
         device=device,
-        decode_sum=thing.decode_sum,
+        decode_sum=implementation.decode_sum,
         decode_sum_encode=fused,
         codec=claimed,
     )

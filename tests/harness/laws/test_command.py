@@ -1,4 +1,4 @@
-"""``zeropp check codecs`` tells what holds, what does not and what cannot be tried; its page is true."""
+"""``zeropp check codecs`` prints what holds, what does not and what cannot be tried; its page is true."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from docs.tables import DOCS
 from docs.tables.codecs import SHOWN, formula
 from harness import cli
 from harness.laws import command
-from harness.laws.subject import REPRESENTATIVE, missing
+from harness.laws.subject import REPRESENTATIVE, why_missing
 from impl.codecs.codec import FORMATS, Codec, parse
 
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
@@ -53,8 +53,8 @@ def test_codecs_of_every_kind_are_shown_and_tried(texts: tuple[str, ...]) -> Non
     """
     wanted = {"shard", "asym", "clip", "hadamard", "stochastic", "fp8e4m3", "fp8e5m2", "mxfp8", "mxfp8e5m2"}
     wanted |= {"mxfp4", "fp32", "bf16", "fp16"} | {f"int{bits}" for bits in range(2, 9)}
-    words = {word for text in texts for word in re.sub(r"hadamard\d+", "hadamard", text).split(":")}
-    assert words >= (wanted if texts is SHOWN else wanted | {*FORMATS})
+    parts = {part for text in texts for part in re.sub(r"hadamard\d+", "hadamard", text).split(":")}
+    assert parts >= (wanted if texts is SHOWN else wanted | {*FORMATS})
     assert [str(parse(text)) for text in texts] == [*texts]
 
 
@@ -92,7 +92,7 @@ def test_the_default_is_every_representative_on_every_backend(
     for text in few:
         assert f"  {text} on reference " in out
     assert out.count(" on reference ") == len(few)
-    assert (" on cpu " in out) == (missing("cpu") is None)
+    assert (" on cpu " in out) == (why_missing("cpu") is None)
 
 
 def test_one_codec_on_one_backend(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +151,7 @@ class Leaving(Lawless):
 def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An object that claims to be a codec holds if its bits do; one that is deaf to where it is fails."""
+    """An object that claims to be a codec holds if its bits do; one that ignores its position fails."""
     monkeypatch.setattr("harness.laws.laws.DRAWS", 64)
     (folder / "kernels_of_mine.py").write_text(KERNEL, encoding="utf-8")
     arguments = ["check", "codecs", "--examples", "10", "--elements", "300", "--codec"]
@@ -164,7 +164,7 @@ def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (("--codec", "int9:64"), "codec 'int9:64': int9: integer codecs have 2 to 8 bits"),
         (("--codec", "nonsense"), "codec 'nonsense': expected fp32"),
@@ -190,14 +190,14 @@ def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
     ],
 )
 def test_what_cannot_be_tried_is_one_line(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
     """Unknown codecs, backends and objects, and objects that lack something, are refused with status 2."""
     (folder / "users.py").write_text(KERNEL, encoding="utf-8")
     (folder / "leaves.py").write_text("raise SystemExit(0)", encoding="utf-8")
     assert cli.main(["check", "codecs", *arguments]) == cli.REFUSED
     out, err = capsys.readouterr()
-    assert words in err
+    assert message in err
     assert err.count("\n") == 1
     assert out == ""
 
@@ -216,7 +216,7 @@ def test_backends_that_are_left_out_are_named(
 ) -> None:
     """Where all backends found are tried, a line for each of the others says why it is not."""
     reasons = {"cpu": "backend 'cpu': no C++ compiler", "cuda": "backend 'cuda': no device"}
-    monkeypatch.setattr("harness.laws.subject.missing", reasons.get)
+    monkeypatch.setattr("harness.laws.subject.why_missing", reasons.get)
     arguments = ["check", "codecs", "--examples", "2", "--codec", "int8:4"]
     assert cli.main(arguments) == cli.OK
     out = capsys.readouterr().out
@@ -232,9 +232,9 @@ def test_formats_and_the_largest_block_are_tried_on_every_backend(
 ) -> None:
     """A format's kernels hold, not its torch object alone; a block of 2^31 - 1 elements has shorter rows."""
     codecs = ("nvfp4", "spike2", "int8:2147483647")
-    asked = [word for text in codecs for word in ("--codec", text)]
-    arguments = ["--backend", backend, *asked, "--examples", "5", "--elements", "3000"]
-    assert cli.main(["check", "codecs", *arguments]) == cli.OK
+    options = [option for text in codecs for option in ("--codec", text)]
+    options += ["--backend", backend, "--examples", "5", "--elements", "3000"]
+    assert cli.main(["check", "codecs", *options]) == cli.OK
     out = capsys.readouterr().out
     assert all(f"{text} on {backend}" in out for text in codecs)
     assert "FAILS" not in out

@@ -1,4 +1,4 @@
-"""The laws hold for every codec that declares them, and catch whoever breaks them."""
+"""The laws hold for every codec that declares them, and find codecs that break them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.laws import ELEMENTS
-from harness.laws.adversarial_rows import cases, outcome, standing, violation_of
+from harness.laws.adversarial_rows import cases, falsify, fixed_cases, violation_of
 from harness.laws.laws import Case, Claim, Duty, Subject, Violation, attempt
 from harness.laws.rounding_edges import levels
-from harness.laws.subject import of_codec, of_own
+from harness.laws.subject import subject_of, user_subject
 from impl.codecs import reference
 from impl.codecs.codec import FORMATS, Codec, IntCodec, Law, Raw, own, parse
 from impl.codecs.rounding_noise import Noise
@@ -35,13 +35,13 @@ HOLD = [claim for claim in (*Duty, *Law) if claim is not Law.UNBIASED]
 ROW = torch.tensor([-1e-45, 0.0, 1e-45])
 
 
-def trials(every: st.SearchStrategy[Codec]) -> st.SearchStrategy[tuple[Codec, Case]]:
+def trials(codecs: st.SearchStrategy[Codec]) -> st.SearchStrategy[tuple[Codec, Case]]:
     """Codecs, each with a row that is hard on its blocks."""
-    return every.flatmap(lambda codec: st.tuples(st.just(codec), cases(getattr(codec, "block", 1))))
+    return codecs.flatmap(lambda codec: st.tuples(st.just(codec), cases(getattr(codec, "block", 1))))
 
 
-def keeps(backend: str, claim: Claim, codec: Codec, case: Case) -> None:
-    subject = of_codec(codec, backend)
+def check(backend: str, claim: Claim, codec: Codec, case: Case) -> None:
+    subject = subject_of(codec, backend)
     if claim in subject.claims:
         attempt(subject, claim, case)
 
@@ -54,7 +54,7 @@ def keeps(backend: str, claim: Claim, codec: Codec, case: Case) -> None:
 @example(trial=(parse("int3:shard:asym"), Case(torch.tensor([3.4028234e38, -3.4028234e38, 1.0]))))
 def test_every_claim_is_kept(backend: str, claim: Claim, trial: tuple[Codec, Case]) -> None:
     """Codecs keep all that they declare on hostile rows, in every type, on every backend."""
-    keeps(backend, claim, *trial)
+    check(backend, claim, *trial)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -63,7 +63,7 @@ def test_every_claim_is_kept(backend: str, claim: Claim, trial: tuple[Codec, Cas
 @example(trial=(parse("int4:32:asym:stochastic"), Case(1 + torch.arange(21.0) * 2.0**-23)))  # range: 20 ulps
 def test_random_rounding_is_unbiased(backend: str, trial: tuple[Codec, Case]) -> None:
     """The mean over random bits is the value; an unbiased codec fails once in 1e9 rows."""
-    keeps(backend, Law.UNBIASED, *trial)
+    check(backend, Law.UNBIASED, *trial)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_random_rounding_is_unbiased(backend: str, trial: tuple[Codec, Case]) ->
 def test_what_is_not_declared_does_not_hold(text: str, law: Law) -> None:
     """Laws that a codec leaves out are ones that it breaks."""
     assert law not in parse(text).laws
-    subject, random = of_codec(parse(text), "reference"), torch.Generator().manual_seed(0)
+    subject, random = subject_of(parse(text), "reference"), torch.Generator().manual_seed(0)
     rows = (Case(torch.randn(4, generator=random)) for _ in range(300))
     assert any(violation_of(subject, law, case) for case in rows)
 
@@ -165,19 +165,19 @@ GHOSTLY = decoding(lambda _, out: out.add_(2.0**-140))  # adds a little to every
 LATE = decoding(lambda _, out: out[6000:].zero_())  # as a kernel whose grid or counter ends there
 
 
-def of_object(thing: Any) -> Subject:
-    return of_own(own(thing, "toy"))
+def toy_subject(implementation: Any) -> Subject:
+    return user_subject(own(implementation, "toy"))
 
 
 def search(
     subject: Subject, claim: Claim, *, examples: int, seed: int, elements: int = ELEMENTS
 ) -> Violation | None:
     """The violation of the smallest row that is found to break a claim, or None."""
-    return outcome(subject, claim, examples=examples, seed=seed, elements=elements).violation
+    return falsify(subject, claim, examples=examples, seed=seed, elements=elements).violation
 
 
 def broken(kind: Any, claim: Claim) -> Violation | None:
-    return search(of_object(kind), claim, examples=300, seed=1)
+    return search(toy_subject(kind), claim, examples=300, seed=1)
 
 
 class Summing(Toy):
@@ -201,14 +201,14 @@ class Summing(Toy):
 )
 def test_honest_codecs_of_others_pass(kind: type[Toy], sums: list[Duty]) -> None:
     """An object that keeps its promises is found to keep them; sums are tried where it offers them."""
-    subject = of_object(kind)
+    subject = toy_subject(kind)
     assert {*subject.claims} == {Duty.FRAME, Duty.LOCAL, *sums, *(Law[law.upper()] for law in kind.laws)}
     for claim in subject.claims:
         assert search(subject, claim, examples=10, seed=1) is None
 
 
 @pytest.mark.parametrize(
-    ("kind", "claim", "most", "words"),
+    ("kind", "claim", "most", "message"),
     [
         (  # leaves the last byte of its frame as it was
             toy(frame_bytes=lambda self, numel: Toy.frame_bytes(self, numel) + 4),
@@ -243,31 +243,31 @@ def test_honest_codecs_of_others_pass(kind: type[Toy], sums: list[Duty]) -> None
         ),
     ],
 )  # fmt: skip
-def test_who_breaks_a_law_is_found(kind: type[Toy], claim: Claim, most: int, words: str) -> None:
+def test_codecs_that_break_a_law_are_found(kind: type[Toy], claim: Claim, most: int, message: str) -> None:
     """For each claim there is a codec that breaks it, and a row of one or two elements that shows it."""
     violation = broken(kind, claim)
     assert violation is not None
-    assert words in str(violation)
+    assert message in str(violation)
     assert violation.x.numel() <= most
 
 
 def test_a_bound_that_allows_everything_does_not_hide_a_bias() -> None:
     """UNBIASED refuses such a bound too."""
-    lax = of_object(changed(Random, error_bound=lambda *_: float("nan")))
+    lax = toy_subject(changed(Random, error_bound=lambda *_: float("nan")))
     assert "error_bound(" in str(violation_of(lax, Law.UNBIASED, Case(ROW)))
 
 
-@pytest.mark.parametrize(("shift", "found"), [(0.02, False), (0.1, True)])
-def test_the_power_of_the_means_is_as_stated(shift: float, found: bool) -> None:
+@pytest.mark.parametrize(("shift", "refused"), [(0.02, False), (0.1, True)])
+def test_the_power_of_the_means_is_as_stated(shift: float, refused: bool) -> None:
     """A bias of a tenth of a step is found, of a fiftieth is not."""
     shifted = changed(Random, rounded=lambda self, x, noise: Random.rounded(self, x + shift, noise))
     case = Case(torch.tensor([127.0, 0.0, 0.5, -3.25]))
-    assert (violation_of(of_object(shifted), Law.UNBIASED, case) is not None) == found
+    assert (violation_of(toy_subject(shifted), Law.UNBIASED, case) is not None) == refused
 
 
 def claiming(text: str, change: Callable[[Tensor, Tensor], object]) -> Subject:
     """The reference, whose frames of a row are changed afterwards."""
-    honest = of_codec(parse(text), "reference")
+    honest = subject_of(parse(text), "reference")
 
     def encode(x: Tensor, frames: Tensor, noise: Noise) -> None:
         honest.encode(x, frames, noise)
@@ -279,7 +279,7 @@ def claiming(text: str, change: Callable[[Tensor, Tensor], object]) -> Subject:
 @pytest.mark.parametrize("text", ["int8:16", "mxfp4", "int4:32:hadamard8:stochastic", *FORMATS])
 def test_other_bits_than_the_references_are_found(text: str) -> None:
     """A frame that differs in one bit of a code or of a scale is no frame of the codec, ours or published."""
-    assert Duty.BITS not in of_codec(parse(text), "reference").claims  # which is not held to itself
+    assert Duty.BITS not in subject_of(parse(text), "reference").claims  # which is not held to itself
     changes: list[Callable[[Tensor, Tensor], object]] = [
         lambda *_: None,
         lambda _, frames: frames[..., 0].bitwise_xor_(1),
@@ -293,7 +293,7 @@ def test_other_bits_than_the_references_are_found(text: str) -> None:
 
 
 def test_what_a_codec_raises_is_a_violation() -> None:
-    """An error of somebody's code is reported with the smallest row, not thrown."""
+    """An error of a user's code is reported with the smallest row, not raised."""
 
     class Fragile(Toy):
         def encode(self, x: Tensor, frame: Tensor, noise: Noise | None = None) -> None:
@@ -342,13 +342,13 @@ def test_what_a_short_row_alone_does_not_show_is_found() -> None:
             frames[: max(1, len(frames) // 2 * 2)], frame, numel
         ),
     )
-    for kind, claim, words in (
+    for kind, claim, message in (
         (decoding(nosy), Duty.LOCAL, "another block, were changed"),
         (backwards, Duty.SUM, "of the sum of 5 is"),
         (forgetful, Duty.FUSED, "of the frame of the sum of 5 is"),
     ):
-        assert words in str(broken(kind, claim))
-        assert search(of_object(kind), Duty.FRAME, examples=10, seed=1) is None
+        assert message in str(broken(kind, claim))
+        assert search(toy_subject(kind), Duty.FRAME, examples=10, seed=1) is None
 
 
 @pytest.mark.long
@@ -357,17 +357,17 @@ def test_the_shortest_beginning_of_a_long_row_is_shown() -> None:
     violation = broken(LATE, Law.BOUND)
     assert violation is not None
     assert 6001 <= violation.x.numel() < 6100  # one of those after 6000 may be 0
-    assert search(of_object(LATE), Law.BOUND, examples=5, seed=0, elements=6000) is None
+    assert search(toy_subject(LATE), Law.BOUND, examples=5, seed=0, elements=6000) is None
 
 
 def test_cases_are_counted() -> None:
-    """As many rows as stand and are drawn, and the long one; up to the violation where there is one."""
-    subject = of_object(Toy)
-    stand = len(standing(subject, Law.ZERO))
-    found = outcome(subject, Law.ZERO, examples=30, seed=0)
-    assert found.violation is None
-    assert stand < found.cases <= stand + 30
-    assert outcome(of_object(GHOSTLY), Law.ZERO, examples=30, seed=0).cases == 1
+    """All fixed and drawn rows, and the long one; with a violation those up to it."""
+    subject = toy_subject(Toy)
+    fixed = len(fixed_cases(subject, Law.ZERO))
+    outcome = falsify(subject, Law.ZERO, examples=30, seed=0)
+    assert outcome.violation is None
+    assert fixed < outcome.cases <= fixed + 30
+    assert falsify(toy_subject(GHOSTLY), Law.ZERO, examples=30, seed=0).cases == 1
 
 
 def half_away(x: Tensor, frames: Tensor) -> None:
@@ -400,7 +400,7 @@ def reciprocal(text: str, *, of_scale: bool) -> Subject:
     """The codec as a kernel that multiplies by 1 / scale, or by top / largest element, and never divides."""
     codec = parse(text)
     assert isinstance(codec, IntCodec)
-    honest = of_codec(codec, "reference")
+    honest = subject_of(codec, "reference")
     top = (1 << (codec.bits - (not codec.asymmetric))) - 1
 
     def encode(x: Tensor, frames: Tensor, noise: Noise) -> None:
@@ -430,12 +430,12 @@ def test_a_product_instead_of_a_quotient_is_found(bits: int, option: str, of_sca
     bits, which belong to places, in an octet, of which wider codes have thousands to try.
     """
     subject, random = reciprocal(f"int{bits}:shard{option}", of_scale=of_scale), "stochastic" in option
-    violations = (violation_of(subject, Duty.BITS, case) for case in standing(subject, Duty.BITS))
-    assert any("of the frame is" in str(one) for one in violations)
+    violations = (violation_of(subject, Duty.BITS, case) for case in fixed_cases(subject, Duty.BITS))
+    assert any("of the frame is" in str(violation) for violation in violations)
     if not random or (bits, option) in ((2, ":asym:stochastic"), (4, ":stochastic")):
-        found = search(subject, Duty.BITS, examples=1, seed=0)
-        assert found is not None
-        assert found.x.numel() <= (8 if random else 3)
+        violation = search(subject, Duty.BITS, examples=1, seed=0)
+        assert violation is not None
+        assert violation.x.numel() <= (8 if random else 3)
 
 
 @pytest.mark.parametrize(
@@ -447,13 +447,13 @@ def test_levels_are_what_codes_decode_to(text: str) -> None:
     """At scale 1 numbers of the whole range decode to levels alone, and every level to itself."""
     codec = parse(text)
     assert not isinstance(codec, Raw)
-    own = levels(codec).float()
-    assert own.tolist() == sorted(set(own.tolist()))
+    ascending = levels(codec).float()
+    assert ascending.tolist() == sorted(set(ascending.tolist()))
     low = 0.0 if codec.asymmetric else -codec.largest
-    dense = torch.cat([torch.linspace(low, codec.largest, 3000), own])
+    dense = torch.cat([torch.linspace(low, codec.largest, 3000), ascending])
     dense = torch.cat([dense, dense.new_full((-len(dense) % 30,), low)]).view(-1, 30)
     x = torch.cat([torch.tensor([[low, codec.largest]]).expand(len(dense), -1), dense], 1)  # of scale 1
     frames = torch.empty((len(x), codec.frame_bytes(32)), dtype=torch.uint8)
     reference.encode(codec, x, frames)
     reference.decode(codec, frames, x)
-    assert {*x.flatten().tolist()} == {*own.tolist()}
+    assert {*x.flatten().tolist()} == {*ascending.tolist()}

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.laws.adversarial_rows import outcome
-from harness.laws.subject import of_codec
+from harness.laws.adversarial_rows import falsify
+from harness.laws.subject import subject_of
 from impl import ops
 from impl.codecs.codec import FORMATS, parse
 from impl.codecs.published_formats import _float_table, _Microscaled
@@ -30,10 +30,10 @@ BITS = {
 @pytest.mark.parametrize("text", FORMATS)
 def test_every_claim_of_a_format_is_kept(text: str) -> None:
     """Hostile rows of a few blocks break no law that a format declares."""
-    subject = of_codec(parse(text), "reference")
+    subject = subject_of(parse(text), "reference")
     assert subject.claims
     for claim in subject.claims:
-        found = outcome(subject, claim, examples=25, seed=3, elements=300)
+        found = falsify(subject, claim, examples=25, seed=3, elements=300)
         assert found.violation is None, str(found.violation)
 
 
