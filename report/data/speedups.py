@@ -36,8 +36,8 @@ def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
 
 
 def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "step_seconds") -> Interval:
-    """Geometric mean of the ratios of two columns by seed and repeat, with the spread between sweeps in its
-    interval; of :func:`pairs` of one contender in one cell the speed-up.
+    """Geometric mean of the ratio of two columns over seeds and repeats; its interval includes the spread
+    between sweeps.  For :func:`pairs` of one contender in one cell it is the speed-up.
     """
     by_pair = group.set_index(["seed", "repeat"])  # a trial run again under another time limit: no new pair
     columns = (by_pair[name].to_dict() for name in (above, below, "sweep"))
@@ -45,12 +45,12 @@ def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "
 
 
 def over_itself(paired: pd.DataFrame) -> Interval | float:
-    """The speed-up of some pairs; without ends of a baseline beside itself, and NaN without pairs."""
+    """The speed-up of pairs; a baseline beside itself has no interval; NaN without pairs."""
     if paired.empty:
         return math.nan
-    found = speedup(paired)
+    estimate = speedup(paired)
     itself = paired["contender"].iloc[0] == paired["baseline_contender"].iloc[0]
-    return replace(found, low=math.nan, high=math.nan) if itself else found
+    return replace(estimate, low=math.nan, high=math.nan) if itself else estimate
 
 
 def geometric(values: pd.Series[float]) -> float:
@@ -59,14 +59,17 @@ def geometric(values: pd.Series[float]) -> float:
 
 
 def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval:
-    """Geometric mean of a column of trials with its interval: what pages print of their steps."""
+    """Geometric mean of a column of trials with its interval, as pages print seconds of steps."""
     return geometric_interval(list(group[column]), list(group["sweep"]))
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
-    """Relative spread of the rates of contenders' links, where too large; without unshaped ones."""
-    kept = table[table["rate_mbit"].notna() | (table["link_kind"] == "real")].dropna(subset=["achieved_mbit"])
-    medians = kept.groupby(["cell", "contender"])["achieved_mbit"].median().groupby("cell")
+    """Relative spread of the rates of contenders' links in each cell where it is too large; links without a
+    rate do not count.
+    """
+    limited = table["rate_mbit"].notna() | table["link_kind"].eq("real")
+    by_contender = table[limited].dropna(subset=["achieved_mbit"]).groupby(["cell", "contender"])
+    medians = by_contender["achieved_mbit"].median().groupby("cell")
     spread = medians.max() / medians.min() - 1
     return {str(cell): float(value) for cell, value in spread.items() if value > RATES_AGREE_WITHIN}
 
@@ -74,46 +77,46 @@ def rates_differ(table: pd.DataFrame) -> dict[str, float]:
 def several_rates(table: pd.DataFrame) -> pd.DataFrame:
     """Rows of sizes and topologies that ran at two or more rates."""
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
-    rates = table.assign(told=table["rate_mbit"].fillna(-1.0)).groupby(keys)["told"].transform("nunique")
+    rates = table.fillna({"rate_mbit": -1.0}).groupby(keys)["rate_mbit"].transform("nunique")
     return table[(rates >= 2) & table["achieved_mbit"].notna()]
 
 
 def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     """The rate at which a contender and the baseline are equally fast, in settings that differ in rate alone.
 
-    One row per setting and contender that ran at two or more rates: ``break_even_mbit`` (:class:`Interval`),
-    the highest crossing of 1, on the line between neighbouring points in logarithms, NaN without one; its
-    ends, infinite beyond the neighbours, NaN for few pairs; the range measured with the speed-ups at its
-    ends; ``records``, the ids behind it.
+    One row per setting and contender that ran at two or more rates: ``break_even_mbit``, an
+    :class:`Interval` as :func:`_highest_crossing` gives it; the measured range of rates, with the speed-ups
+    at its ends; ``records``, the ids behind it.
     """
     keys = ["elsewhere", "nodes", "ranks_per_node", "tokens_per_rank", "place", "contender"]
     rows = []
     measured = pairs[pairs["achieved_mbit"].notna() & (pairs["id"] != pairs["baseline"])]
     for key, group in groups(measured, keys):
-        cells = ((float(mine["achieved_mbit"].median()), mine) for _, mine in groups(group, ["cell"]))
+        cells = ((float(cell["achieved_mbit"].median()), cell) for _, cell in groups(group, ["cell"]))
         points = sorted(cells, key=lambda point: point[0])
         if len(points) > 1:
             (lowest, slow), (highest, fast) = points[0], points[-1]
-            found, records = _highest_crossing(points), sorted({*group["id"], *group["baseline"]})
+            place, records = _highest_crossing(points), sorted({*group["id"], *group["baseline"]})
             ends = (lowest, highest, speedup(slow).estimate, speedup(fast).estimate)
-            rows.append((*key, found, found.n, *ends, " ".join(records)))
+            rows.append((*key, place, place.n, *ends, " ".join(records)))
     names = ["break_even_mbit", "fewest_pairs", "low_mbit", "high_mbit", "low_speedup", "high_speedup"]
     return pd.DataFrame(rows, columns=[*keys, *names, "records"])
 
 
 def _highest_crossing(points: list[tuple[float, pd.DataFrame]]) -> Interval:
-    """The rate between the last neighbours whose speed-ups lie on both sides of 1."""
+    """The highest rate at which the speed-up crosses 1, on a line between neighbouring points in logarithms,
+    NaN without one; its ends are infinite beyond the neighbours, and NaN for few pairs.
+    """
+    keys = ["seed", "repeat"]
     for (r0, slow), (r1, fast) in reversed(list(pairwise(points))):
-        by_pair = (
-            one.drop_duplicates(["seed", "repeat"]).set_index(["seed", "repeat"]) for one in (slow, fast)
-        )
-        left, right = (np.log(one["baseline_seconds"]) - np.log(one["step_seconds"]) for one in by_pair)
-        both = left.index.intersection(right.index)
-        if len(both) and left[both].mean() * right[both].mean() < 0:
-            sweeps = slow.set_index(["seed", "repeat"])["sweep"].to_dict()
-            places = crossing(left.to_dict(), right.to_dict(), sweeps)
-            at, low, high = (r0 * (r1 / r0) ** one if math.isfinite(one) else one for one in places)
-            return Interval(at, low, high, len(both))
+        by_pair = (group.drop_duplicates(keys).set_index(keys) for group in (slow, fast))
+        left, right = (np.log(side["baseline_seconds"]) - np.log(side["step_seconds"]) for side in by_pair)
+        shared = left.index.intersection(right.index)
+        if len(shared) and left[shared].mean() * right[shared].mean() < 0:
+            sweeps = slow.set_index(keys)["sweep"].to_dict()
+            shares = crossing(left.to_dict(), right.to_dict(), sweeps)  # of the way from one to the other
+            rate, low, high = (r0 * (r1 / r0) ** share if math.isfinite(share) else share for share in shares)
+            return Interval(rate, low, high, len(shared))
     return Interval(math.nan, math.nan, math.nan, 0)
 
 
@@ -123,18 +126,17 @@ def parity(table: pd.DataFrame) -> pd.DataFrame:
     Columns of ``table``, ``baseline`` (its id), ``full_rate``, and ``parity``, of tokens per second.
     """
     shaped = table.dropna(subset=["rate_mbit"])
-    asked = shaped["role"].eq("baseline").any()
-    contrast = shaped["role"].eq("contrast") if asked else is_preset(shaped, PROPOSED)
-    ours = shaped[contrast].assign(full_rate=lambda t: 4 * t["rate_mbit"])
-    base = shaped[is_baseline(shaped)]
-    base = base.rename(columns={"rate_mbit": "full_rate", "id": "baseline"})
+    named_in_suite = shaped["role"].eq("baseline").any()
+    contrast = shaped["role"].eq("contrast") if named_in_suite else is_preset(shaped, PROPOSED)
+    slow = shaped[contrast].assign(full_rate=lambda t: 4 * t["rate_mbit"])
+    base = shaped[is_baseline(shaped)].rename(columns={"rate_mbit": "full_rate", "id": "baseline"})
     keys = ["elsewhere", "sweep", "seed", "repeat", "full_rate"]
     columns = [*keys, "baseline", "tokens_per_second", "achieved_mbit"]
-    joined = ours.merge(base[columns], on=keys, suffixes=("", "_baseline"))
+    joined = slow.merge(base[columns], on=keys, suffixes=("", "_baseline"))
     joined["parity"] = joined["tokens_per_second"] / joined["tokens_per_second_baseline"]
     return joined.sort_values(["nodes", "ranks_per_node", "tokens_per_rank", "full_rate"], ignore_index=True)
 
 
 def parity_interval(group: pd.DataFrame) -> Interval:
-    """Geometric mean of the parity of rows of :func:`parity` with one place and rate, with its interval."""
+    """Geometric mean over rows of :func:`parity` of one place and rate, with its interval."""
     return speedup(group, "tokens_per_second", "tokens_per_second_baseline")
