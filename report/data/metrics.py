@@ -20,13 +20,13 @@ from report.data.frames import Frames
 from report.data.text import listed
 
 TRAINING: Final = ("generate", "score", "forward", "backward", "step")  # phases of a step that trains
-OTHERS_WITHIN: Final = 0.05  # of the processors' time, of which others may have so much in a trial
+OTHERS_WITHIN: Final = 0.05  # share of the processors' time that others may have in a trial
 SHARES: Final = ("share", "schedule_share", "ideal_share", "processors_busy")  # of bounds on a step
 KEPT: Final = [
     "id", "strategy", "contender", "place", "first", "cell", "where", "sweep", "seed", "repeat", "nodes",
     "ranks_per_node", "tokens_per_rank", "rate_mbit", "achieved_mbit", "link_kind",
 ]  # fmt: skip
-"""Columns by which the table of a figure says whose its rows are."""
+"""Columns that say in a figure's table of which trial a row is."""
 OF_TRIAL: Final = ["id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat"]
 
 
@@ -38,29 +38,29 @@ def trials(frames: Frames) -> pd.DataFrame:
     ``tflops`` of a rank, for presets; ``first_loss``; ``validation_step``, steps before the last validation.
     """
     table = frames.finished[frames.finished["workload"] != "generate"]
-    for found in (_times(frames), _traffic(frames), _losses(frames)):
-        table = table.merge(found, on="id", how="left")
+    for columns in (_times(frames), _traffic(frames), _losses(frames)):
+        table = table.merge(columns, on="id", how="left")
     tokens = table["tokens_per_rank"] * table["world"] * table["accumulation"]
     table["tokens_per_second"] = tokens / table["step_seconds"]
     rate = table["achieved_mbit"] * best_step.BITS_PER_MBIT
     table["wire_seconds"] = np.where(table["egress_bytes"] == 0, 0.0, 8 * table["egress_bytes"] / rate)
     table["ideal_seconds"] = table[["compute_seconds", "wire_seconds"]].max(axis=1, skipna=False)
     table["schedule_seconds"] = table["id"].map(best_step.schedule_seconds(frames, timed_steps(frames)))
-    at_least = table[["schedule_seconds", "wire_seconds"]].max(axis=1)  # what is sent beside units' messages
+    at_least = table[["schedule_seconds", "wire_seconds"]].max(axis=1)  # more is sent than units' messages
     table["schedule_seconds"] = at_least.where(table["schedule_seconds"].notna())
     table["processor_seconds"] = table["id"].map(best_step.processor_seconds(frames))
-    either = table[["schedule_seconds", "processor_seconds"]].max(axis=1)
-    table["best_seconds"] = either.where(table["schedule_seconds"].notna())
+    longer = table[["schedule_seconds", "processor_seconds"]].max(axis=1)
+    table["best_seconds"] = longer.where(table["schedule_seconds"].notna())
     for name, bound in zip(SHARES, ("best", "schedule", "ideal", "processor"), strict=True):
         table[name] = table[f"{bound}_seconds"] / table["step_seconds"]
     model = ["nodes", "ranks_per_node", "shape", "accumulation"]  # peers have no units of their own
     table["numel"] = table.groupby(model)["numel"].transform("max")
     table["m_bytes"] = (2.0 * table["numel"] * (table["nodes"] - 1)).replace(0.0, np.nan)
     table["m_bytes"] *= table["accumulation"]
-    # Of no meaning for several models, and where the loss lies around 0.
+    # They mean nothing for several models, and where the loss lies around 0.
     table.loc[table["workload"] != "train", ["m_bytes", "first_loss"]] = np.nan
-    columns = (table[name] for name in ("id", "step_seconds", "processes"))
-    table["tflops"] = [_tflops(frames.trial_of[one], *rest) for one, *rest in zip(*columns, strict=True)]
+    rows = zip(table["id"], table["step_seconds"], table["processes"], strict=True)
+    table["tflops"] = [_tflops(frames.trial_of[name], seconds, ranks) for name, seconds, ranks in rows]
     return table
 
 
@@ -70,15 +70,15 @@ def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
     preset = PRESETS.get(model.name) if trial.workload == "train" else None
     if preset is None or not set(model.arguments) <= asdict(preset).keys():
         return math.nan
-    changed: dict[str, Any] = model.arguments
-    shape = replace(preset, **changed)
+    arguments: dict[str, Any] = model.arguments
+    shape = replace(preset, **arguments)
     sequences = trial.tokens_per_rank // trial.sequence * trial.accumulation * trial.topology().world
     flops = step_flops(shape, sequences=sequences, length=trial.sequence, recompute=False)
     return flops / seconds / ranks / 1e12
 
 
 def slowest_steps(frames: Frames) -> pd.DataFrame:
-    """For each timed step of each trial, the row of the rank that took longest, with its ``exposed``."""
+    """For each timed step of each trial, the slowest rank's row, with ``exposed`` seconds in all."""
     timed = best_step.timed(frames.steps)
     slowest = timed.loc[timed.groupby(["id", "index"])["total"].idxmax()]
     exposed = pd.to_numeric(slowest["exposed_forward"]) + pd.to_numeric(slowest["exposed_backward"])
@@ -91,9 +91,9 @@ def _times(frames: Frames) -> pd.DataFrame:
     whole = computed[["forward", "backward", "rest"]].astype(float).sum(axis=1, skipna=False)
     computing = whole.groupby([computed["id"], computed["index"]]).max().groupby("id").median()
     slowest = slowest_steps(frames).groupby("id")[["total", "exposed"]].median()
-    found = slowest.rename(columns={"total": "step_seconds", "exposed": "exposed_seconds"})
+    seconds = slowest.rename(columns={"total": "step_seconds", "exposed": "exposed_seconds"})
     alone = computed.groupby("id")["alone"].any()
-    return found.assign(compute_seconds=computing, alone=alone).reset_index()
+    return seconds.assign(compute_seconds=computing, alone=alone).reset_index()
 
 
 def timed_steps(frames: Frames) -> pd.Series[int]:
@@ -103,15 +103,15 @@ def timed_steps(frames: Frames) -> pd.Series[int]:
 
 def _traffic(frames: Frames) -> pd.DataFrame:
     """Bytes per step between nodes of each trial; NaN where there is no ledger, prediction or interface."""
-    within = ~((frames.bytes["link"] == "inter") & frames.bytes["phase"].isin(TRAINING))
-    sums = frames.bytes[["bytes", "headers"]].astype(float).mask(within, 0)
+    between = (frames.bytes["link"] == "inter") & frames.bytes["phase"].isin(TRAINING)
+    sums = frames.bytes[["bytes", "headers"]].astype(float).where(between, 0)
     sent = frames.bytes[["id", "source", "node"]].assign(bytes=sums["bytes"], packets=sums.sum(axis=1))
     ledger, predicted = (sent[sent["source"] == source] for source in ("ledger", "predicted"))
     of_node = ledger.groupby(["id", "node"])["bytes"].sum()
     counted = frames.interfaces.set_index("id")
     headers = counted["tx_packets"] * counted["header_bytes"].astype(float)
     by_trial = counted["tx_bytes"].astype(float).groupby("id")
-    found = pd.DataFrame(
+    sums = pd.DataFrame(
         {
             "sent_bytes": ledger.groupby("id")["bytes"].sum(),
             "predicted_bytes": predicted.groupby("id")["bytes"].sum(),
@@ -121,7 +121,7 @@ def _traffic(frames: Frames) -> pd.DataFrame:
             "egress_bytes": of_node.groupby("id").max().combine_first(by_trial.max()),
         }
     )
-    return found.div(timed_steps(frames), axis=0).reset_index(names="id")
+    return sums.div(timed_steps(frames), axis=0).reset_index(names="id")
 
 
 def _losses(frames: Frames) -> pd.DataFrame:
@@ -132,19 +132,19 @@ def _losses(frames: Frames) -> pd.DataFrame:
     often = {identity for identity, trial in frames.trial_of.items() if trial.validate_every}
     last = last[last["id"].isin(often) | last["step"].ge(LEAST_STEPS)]
     names = {"loss": "validation_loss", "step": "validation_step"}
-    found = first.groupby("id")["loss"].mean().rename("first_loss").reset_index()
-    return found.merge(last[["id", *names]].rename(columns=names), on="id", how="left")
+    losses = first.groupby("id")["loss"].mean().rename("first_loss").reset_index()
+    return losses.merge(last[["id", *names]].rename(columns=names), on="id", how="left")
 
 
 def records_of(derived: Derived, row: pd.Series) -> list[str]:
-    """Ids of the trials behind a table's row: those of its contender where it ran; none of published ones."""
-    if isinstance(told := row.get("records"), str):
-        return told.split()
-    ran = derived.finished
+    """Ids of the trials behind a table's row: those of its contender and setting; none for published rows."""
+    if isinstance(ids := row.get("records"), str):
+        return ids.split()
     if not {"contender", "where"} <= set(row.index):
         return []
-    behind = (ran["contender"] == row["contender"]) & (ran["where"] == row["where"])
-    return sorted({str(one) for one in ran[behind]["id"]})
+    trials = derived.finished
+    behind = (trials["contender"] == row["contender"]) & (trials["where"] == row["where"])
+    return sorted(set(map(str, trials[behind]["id"])))
 
 
 def split(frames: Frames) -> pd.DataFrame:
@@ -165,7 +165,7 @@ def split(frames: Frames) -> pd.DataFrame:
     return long.dropna(subset=["seconds"])
 
 
-@dataclass(frozen=True, eq=False)  # one is another's equal only if it is the same: what is cached of it stays
+@dataclass(frozen=True, eq=False)  # hashed by identity, so that functions of it can be cached
 class Derived:
     """Raw tables with the derived tables that figures share, computed once."""
 
@@ -189,7 +189,7 @@ class Derived:
 
     @cached_property
     def over_papers(self) -> pd.DataFrame:
-        """The same with the paper's baseline in the place of the suite's."""
+        """:func:`report.data.speedups.pairs` with the paper's baseline."""
         return speedups.pairs(self.trials, is_preset(self.trials, contender.PAPERS_BASELINE))
 
     @cached_property
@@ -199,14 +199,14 @@ class Derived:
 
     @cached_property
     def sent_errors(self) -> pd.DataFrame:
-        """Errors of what was sent, of all units together: one row per trial, step, purpose, and hop or end
-        (then ``hop`` is NaN), with ``vnmse`` = sum of squared errors / sum of squared values.
+        """Errors of sent values, of all units together: one row per trial, step, purpose, and hop or end
+        (``hop`` is NaN), with ``vnmse`` = sum of squared errors / sum of squared values.
         """
-        found = self.frames.communication_errors
+        errors = self.frames.communication_errors
         floats = dict.fromkeys(("hop", "squared_error", "squared_value", "cosine"), float)
-        found = found[found["unit"] == ""].astype(floats)
-        found = found.assign(vnmse=found["squared_error"] / found["squared_value"])
-        return self.trials[OF_TRIAL].merge(found, on="id")
+        errors = errors[errors["unit"] == ""].astype(floats)
+        errors = errors.assign(vnmse=errors["squared_error"] / errors["squared_value"])
+        return self.trials[OF_TRIAL].merge(errors, on="id")
 
     @cached_property
     def compared(self) -> Comparison:
@@ -229,7 +229,7 @@ class Derived:
 
     @property
     def mostly_disturbed(self) -> bool:
-        """Whether these are more than half of the finished trials: seconds are not to be relied on."""
+        """Whether more than half of the finished trials are disturbed, so that seconds are unreliable."""
         return 2 * len(self.disturbed) > len(self.finished)
 
 
