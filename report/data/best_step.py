@@ -1,7 +1,7 @@
 """Lower bounds on a step's time: by the schedule of its units (:mod:`impl.plan.timeline`), and by the CPUs.
 
 Computation is that of the model by itself (:mod:`harness.measure.compute_alone`); where it was not measured,
-what ranks did in their steps while they did not wait.
+the time of ranks' steps in which they did not wait.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
     sent = frames.bytes[frames.bytes["source"].eq("ledger") & frames.bytes["link"].eq("inter")]
     by = ["id", "unit", "phase", "purpose"]
     busiest = sent.groupby([*by, "node"])["bytes"].sum().groupby(level=by).max()
-    egress = {identity: mine.droplevel(0).to_dict() for identity, mine in busiest.groupby(level="id")}
-    found = {}
-    for identity, mine in computations(frames).groupby("id"):
-        parts = mine[["forward", "backward", "rest"]].astype(float).to_numpy()
+    egress = {identity: sums.droplevel(0).to_dict() for identity, sums in busiest.groupby(level="id")}
+    seconds = {}
+    for identity, computed in computations(frames).groupby("id"):
+        parts = computed[["forward", "backward", "rest"]].astype(float).to_numpy()
         if not np.isnan(parts).any():
             sent_a_step = {key: size / steps.loc[identity] for key, size in egress.get(identity, {}).items()}
             bound = _bound(frames, str(identity), achieved[identity], sent_a_step, parts)
-            found[identity] = pd.Series(bound, index=mine["index"]).groupby(level=0).max().median()
-    return pd.Series(found, dtype=float)
+            seconds[identity] = pd.Series(bound, index=computed["index"]).groupby(level=0).max().median()
+    return pd.Series(seconds, dtype=float)
 
 
 def timed(steps: pd.DataFrame) -> pd.DataFrame:
@@ -48,8 +48,8 @@ def timed(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def computations(frames: Frames) -> pd.DataFrame:
-    """Seconds of computation of a step, of each rank: in each sample of it by itself (``alone``), else in
-    each timed step; ``index`` is that of the sample or step.
+    """Seconds of computation of a step on each rank, one row per sample of computation by itself (``alone``),
+    else per timed step; ``index`` is that of the sample or step.
     """
     alone = frames.alone
     passes = alone["id"].map({identity: trial.accumulation for identity, trial in frames.trial_of.items()})
@@ -70,14 +70,14 @@ def computations(frames: Frames) -> pd.DataFrame:
         cpu_seconds=pd.to_numeric(steps["cpu_seconds"]).astype(float),
         alone=False,
     )
-    found = [part for part in (by_itself, in_steps) if len(part)]
-    return pd.concat(found, ignore_index=True) if found else in_steps
+    tables = [table for table in (by_itself, in_steps) if len(table)]
+    return pd.concat(tables, ignore_index=True) if tables else in_steps
 
 
 def before_training(steps: pd.DataFrame, *names: str) -> pd.Series[float]:
     """Sums of columns of steps that workload ``rlhf`` alone has; 0 for others."""
-    found: pd.Series[float] = steps[[*names]].apply(pd.to_numeric).fillna(0.0).sum(axis=1)
-    return found
+    sums: pd.Series[float] = steps[[*names]].apply(pd.to_numeric).fillna(0.0).sum(axis=1)
+    return sums
 
 
 def processor_seconds(frames: Frames) -> pd.Series[float]:
@@ -94,9 +94,9 @@ def processor_seconds(frames: Frames) -> pd.Series[float]:
 def _bound(
     frames: Frames, identity: str, mbit: float, sent: dict[Hashable, float], parts: _Seconds
 ) -> _Seconds | float:
-    """Seconds of a trial's steps, (n,), by those of their forward, backward and the rest, (n, 3), and bytes
-    that its busiest node ``sent`` in one; NaN without a policy, for steps that do more than train, and at a
-    rate that is not known.
+    """Seconds of a trial's steps, (n,), from ``parts``, the seconds of their forward, backward and rest,
+    (n, 3), and the bytes that the busiest node ``sent`` in one step; NaN without a policy, for steps that do
+    more than train, and at an unknown rate.
     """
     trial, rate = frames.trial_of[identity], mbit * BITS_PER_MBIT
     policy = trial.resolved_policy()
@@ -110,8 +110,8 @@ def _bound(
     def link(unit: str, phase: str, *purposes: str) -> Collective:
         nbytes = sum(sent.get((unit, phase, purpose), 0) for purpose in purposes)
         hop = Hop(adapter=8 * nbytes / passes / rate if nbytes else 0.0)
-        later = "gradients" in purposes and between  # the hop inside the node comes first
-        return Collective(hops=(Hop(adapter=0.0), hop) if later else (hop,))
+        is_second = "gradients" in purposes and between  # behind the hop inside the node
+        return Collective(hops=(Hop(adapter=0.0), hop) if is_second else (hop,))
 
     loads = [
         Load(

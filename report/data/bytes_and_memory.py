@@ -8,13 +8,13 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from impl.plan import memory as held
+from impl.plan import memory as formulas
 from report.data.frames import Frames, groups
 from report.data.metrics import KEPT, OF_TRIAL, TRAINING, Derived, timed_steps
 
 VOLUME_PARTS: Final = ("gather in forward", "gather in backward", "gradients", "control", "padding")
 _FEWEST: Final = 3  # numbers of nodes that make a line
-_HELD: Final = ["ranks_per_node", "model", "rate_mbit", "sequence", "accumulation"]
+_CONSTANT: Final = ["ranks_per_node", "model", "rate_mbit", "sequence", "accumulation"]
 
 
 def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
@@ -24,27 +24,27 @@ def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     purpose, in_forward = between["purpose"], between["phase"].eq("forward")
     gathers = in_forward.map({True: VOLUME_PARTS[0], False: VOLUME_PARTS[1]})
     part = purpose.where(purpose.eq("gradients"), VOLUME_PARTS[3]).mask(purpose.eq("weights"), gathers)
-    own = between.assign(part=part, bytes=between["bytes"] - between["padding"])
-    of_padding = between.assign(part=VOLUME_PARTS[4], bytes=between["padding"])
-    parts = pd.concat([own, of_padding[of_padding["padding"] > 0]])
+    unpadded = between.assign(part=part, bytes=between["bytes"] - between["padding"])
+    padding = between.assign(part=VOLUME_PARTS[4], bytes=between["padding"])
+    parts = pd.concat([unpadded, padding[padding["padding"] > 0]])
     sums = parts.groupby(["id", "part"], as_index=False)[["bytes"]].sum()
     sums["bytes"] = sums["bytes"] / sums["id"].map(timed_steps(frames))
-    found = table[["id", "m_bytes"]].merge(sums, on="id")
-    return found.assign(m=found["bytes"].astype(float) / found["m_bytes"])
+    rows = table[["id", "m_bytes"]].merge(sums, on="id")
+    return rows.assign(m=rows["bytes"].astype(float) / rows["m_bytes"])
 
 
 def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
-    """Bytes of a trial's hpZ copy on one rank kept as frames, and in 16 bits, by formula; NaN without one."""
+    """Bytes of a trial's hpZ copy on one rank by formula, as frames and in 16 bits; NaN without one."""
     trial = frames.trial_of[identity]
     policy, topology = trial.resolved_policy(), trial.topology()
     if policy is None or trial.host is not None or policy.own_codecs:
         return math.nan, math.nan
-    found = held.secondary_either_way(policy, topology, frames.geometries(identity))
-    return found or (math.nan, math.nan)
+    sizes = formulas.secondary_either_way(policy, topology, frames.geometries(identity))
+    return sizes or (math.nan, math.nan)
 
 
 def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Memory of the rank that holds most, by part, engine beside formula: one row per trial and part."""
+    """The largest memory of any rank, by part, of engine and formula: one row per trial, source and part."""
     largest = frames.memory.groupby(["id", "source", "part"], as_index=False)["bytes"].max()
     return table[[*OF_TRIAL, "secondary", "nodes", "ranks_per_node", "shape"]].merge(largest, on="id")
 
@@ -52,27 +52,27 @@ def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 def by_nodes(derived: Derived) -> pd.DataFrame:
     """Trials that differ only in the number of nodes, with equal batches a rank (``weak``) or in all."""
     table = derived.trials.assign(everyone=lambda t: t["tokens_per_rank"] * t["world"])
-    kept, parts = [*KEPT, "step_seconds", "tokens_per_second", "sent_bytes"], []
-    for kind, alike, tokens in (("weak", "tokens_per_rank", "a rank"), ("strong", "everyone", "in all")):
-        for key, group in groups(table, [*_HELD, alike]):
+    columns, parts = [*KEPT, "step_seconds", "tokens_per_second", "sent_bytes"], []
+    for kind, batch, suffix in (("weak", "tokens_per_rank", "a rank"), ("strong", "everyone", "in all")):
+        for key, group in groups(table, [*_CONSTANT, batch]):
             if group["nodes"].nunique() >= _FEWEST:
-                title = f"{kind}: {int(key[-1])} tokens {tokens}"
-                parts.append(group[kept].assign(kind=kind, title=title))
-    return pd.concat(parts, ignore_index=True) if parts else table[kept].iloc[:0]
+                title = f"{kind}: {int(key[-1])} tokens {suffix}"
+                parts.append(group[columns].assign(kind=kind, title=title))
+    return pd.concat(parts, ignore_index=True) if parts else table[columns].iloc[:0]
 
 
 def under_limits(derived: Derived) -> pd.DataFrame:
-    """Trials with a memory limit: those that ``trained`` within it, and those that exceeded it."""
-    ran, failures = derived.frames.trial_of, derived.frames.failures
-    kept = ["id", "strategy", "contender", "place", "where", "cell", "parameters", "nodes", "ranks_per_node"]
-    refused = failures[failures["kind"] == "memory"][kept].assign(trained=False)
-    found = pd.concat([derived.trials[kept].assign(trained=True), refused], ignore_index=True)
-    limits = np.array([ran[identity].memory_limit or np.nan for identity in found["id"]])
-    found = found.assign(limit_bytes=limits, first=found["place"]).dropna(subset=["limit_bytes"])
-    return found if (~found["trained"].astype(bool)).any() and found["trained"].any() else found.iloc[:0]
+    """Trials with a memory limit, which ``trained`` within it or exceeded it; none unless some did either."""
+    keys = ["id", "strategy", "contender", "place", "where", "cell", "parameters", "nodes", "ranks_per_node"]
+    trial_of, failures = derived.frames.trial_of, derived.frames.failures
+    refused = failures[failures["kind"] == "memory"][keys].assign(trained=False)
+    rows = pd.concat([derived.trials[keys].assign(trained=True), refused], ignore_index=True)
+    limits = np.array([trial_of[identity].memory_limit or np.nan for identity in rows["id"]])
+    rows = rows.assign(limit_bytes=limits, first=rows["place"]).dropna(subset=["limit_bytes"])
+    return rows if rows["trained"].nunique() == 2 else rows.iloc[:0]
 
 
 def largest(group: pd.DataFrame) -> tuple[float, float]:
-    """Million parameters of the largest model that trained (0 if none), and of the next that did not fit."""
+    """Million parameters of the largest model that trained (0 if none), and of the smallest that did not."""
     trained, millions = group["trained"].astype(bool), group["parameters"] / 1e6
     return millions[trained].max() if trained.any() else 0.0, millions[~trained].min()

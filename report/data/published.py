@@ -1,4 +1,4 @@
-"""Published numbers of the papers, with their sources (``report/published/*.csv``), to compare with ours."""
+"""Published numbers of the papers, with their sources (``report/published/*.csv``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pandas as pd
 from report.data.contender import BASELINE, NAMES, PROPOSED
 from report.data.text import NOTHING
 
-PUBLISHED: Final = "published"  # where such rows were measured
+PUBLISHED: Final = "published"  # in column ``where`` of such rows
 FOLDER: Final = Path(__file__).parents[1] / "published"
 
 
@@ -27,24 +27,24 @@ def throughput() -> pd.DataFrame:
 
 def parity() -> pd.DataFrame:
     """ZeRO++ at a quarter of the bandwidth over ZeRO-3 at the full one, TFLOPs per GPU: one row per model."""
-    shown = throughput()
-    shown = shown[shown["source"].str.contains("bandwidth parity")]
-    low = shown.assign(high_gbps=4 * shown["inter_node_gbps"])
-    high = shown[["model", "inter_node_gbps", "zero3"]].rename(columns={"inter_node_gbps": "high_gbps"})
+    rows = throughput()
+    rows = rows[rows["source"].str.contains("bandwidth parity")]
+    low = rows.assign(high_gbps=4 * rows["inter_node_gbps"])
+    high = rows[["model", "inter_node_gbps", "zero3"]].rename(columns={"inter_node_gbps": "high_gbps"})
     pairs = low.drop(columns=["zero3", "speedup"]).merge(high, on=["model", "high_gbps"])
     pairs = pairs.rename(columns={"inter_node_gbps": "low_gbps"})
     return pairs.assign(parity=pairs["zeropp"] / pairs["zero3"])
 
 
 def volume() -> pd.DataFrame:
-    """Bytes between nodes per step in units of M; what is not ``published`` follows from the blog's rule."""
+    """Bytes between nodes per step in units of M; rows not ``published`` follow from the blog's rule."""
     return pd.read_csv(FOLDER / "zeropp_volume.csv")
 
 
 def total(strategy: str, contender: str) -> float:
     """Bytes between nodes per step in units of M by the blog's rule, of presets alone; else NaN."""
-    found = volume().set_index("method")["total_m"]
-    return float(found.get(strategy, math.nan)) if "(" not in contender else math.nan
+    totals = volume().set_index("method")["total_m"]
+    return float(totals.get(strategy, math.nan)) if "(" not in contender else math.nan
 
 
 def rlhf(*phases: str) -> pd.DataFrame:
@@ -55,12 +55,12 @@ def rlhf(*phases: str) -> pd.DataFrame:
 
 
 def rows_below(
-    ours: Sequence[Mapping[str, Any]], *phases: str
+    measured: Sequence[Mapping[str, Any]], *phases: str
 ) -> Iterator[tuple[dict[str, Any], dict[Any, Any], str]]:
-    """Rows that stand below ``ours``: cells of each number of :func:`rlhf`, its row, and whose it is."""
-    for row in rlhf(*phases).to_dict("records") if ours else []:
-        for name in (BASELINE, PROPOSED):
-            who = f"{PUBLISHED}: {NAMES[name]}, {row['model']} on {row['gpus']} GPUs"
-            faster = row["speedup"] if name == PROPOSED else 1.0
-            cells = {"where": PUBLISHED, "contender": who, "trials": NOTHING, "_taken": ""}
-            yield cells | {"speedup": faster}, row, name
+    """Published rows below ``measured`` ones: cells of a table, the row of :func:`rlhf`, and the strategy."""
+    for row in rlhf(*phases).to_dict("records") if measured else []:
+        for strategy in (BASELINE, PROPOSED):
+            contender = f"{PUBLISHED}: {NAMES[strategy]}, {row['model']} on {row['gpus']} GPUs"
+            speedup = row["speedup"] if strategy == PROPOSED else 1.0
+            cells = {"where": PUBLISHED, "contender": contender, "trials": NOTHING, "_taken": ""}
+            yield cells | {"speedup": speedup}, row, strategy
