@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -27,12 +27,12 @@ from impl.plan.shard_layout import FROZEN, UnitGeometry
 from report.data.contender import NAMES, label_of, shared_changes
 from report.data.text import plain, with_arguments
 
-# What may differ between trials of one cell: who ran, and which repetition it was.
+# Fields that may differ between trials of one cell: the contender, the repetition, and what is checked.
 _NOT_OF_A_CELL: Final = (
     *CONTENDER, "seed", "repeat", "timeout_seconds", "measure_quantisation", "validate_every",
 )  # fmt: skip
 _FLOATS: Final = ("rate_mbit", "achieved_mbit", "reference_loss", "processors", "taken_share")
-_ALWAYS_TOLD: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate", "tokens_per_rank")
+_ALWAYS_NAMED: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate", "tokens_per_rank")
 
 _FORESEEN: Final = ("seconds", "compute", "wire", "calibrated")
 _SENT: Final = ("id", "source", "rank", "node", *schema.LedgerRow.model_fields, "padding", "headers")
@@ -60,11 +60,11 @@ class Frames:
         across_pools: bool = False,
         verified: Sequence[str] = (),
     ) -> None:
-        found = len(records)
+        total = len(records)
         if not across_pools:  # without old failures: of other pools than that of the measured, or the latest
             latest = max(records, key=lambda record: record.started)
-            kept = {record.pool for record in records if record.measured} or {latest.pool}
-            records = [record for record in records if record.pool in kept]
+            pools = {record.pool for record in records if record.measured} or {latest.pool}
+            records = [record for record in records if record.pool in pools]
             _check_pools(records)
         self.trial_of = {record.id: _trial(record) for record in records}
         self.shared = shared_changes(list(self.trial_of.values()))  # by all policies, which names leave out
@@ -73,23 +73,21 @@ class Frames:
             rows[identity] |= cell
         ended = [record for record in records if record.failure is None]
         trained = [record for record in ended if self.trial_of[record.id].workload != "generate"]
-        failed = [rows[one.id] | one.failure.model_dump() for one in records if one.failure]
+        failed = [rows[record.id] | record.failure.model_dump() for record in records if record.failure]
         failures = [row for row in failed if row["kind"] != "interrupted"]
-        pools = {(record.id, record.pool) for record in trained}
-        shown = [one for one in traces if (one.otherData.trial, one.otherData.pool) in pools]
+        traceable = {(record.id, record.pool) for record in trained}
+        shown = [trace for trace in traces if (trace.otherData.trial, trace.otherData.pool) in traceable]
         answers = {record.answer for record in records}
         columns = list(rows[records[0].id])
         self.suite = ", ".join(sorted({record.suite for record in records}))
         self.questions = tuple(sorted({record.question for record in records if record.question}))
         self.answer: ChosenQuantity = answers.pop() if len(answers) == 1 else ""  # if all name one
-        self.margin = min(
-            record.margin for record in records
-        )  # steps that losses may differ by; 0: none named
+        self.margin = min(record.margin for record in records)  # of losses, in steps; 0 if none is named
         self.pools = tuple(sorted({record.pool for record in records}))  # hashes of machine and code
-        self.left_out = found - len(records)  # failures of another pool, without measurements
+        self.left_out = total - len(records)  # failures of another pool, without measurements
         self.interrupted = len(failed) - len(failures)  # by Ctrl-C, and not run again: no failures
         self.stale_traces = len(traces) - len(shown)  # of trials, machines or code not among the records
-        self.journal = verified  # what is unlike the folder's journal; none of records of no folder
+        self.journal = verified  # differences from the folder's journal, a sentence each
         self.units = {record.id: record.units for record in ended}
         # A row per trial: finished ones by place, then by contender, and those without a result.
         self.finished = _listed(pd.DataFrame([rows[record.id] for record in ended], columns=columns))
@@ -99,8 +97,8 @@ class Frames:
         self.steps = _parts(trained, schema.Step, "steps", "rank")
         self.tokens = _parts(ended, schema.Token, "tokens", "rank")
         self.alone = _parts(trained, schema.Alone, "alone", "rank")
-        # Sent over the timed steps; source: ledger or predicted.  ``padding`` is how much of the bytes is of
-        # padding, ``headers`` what a real network's packets would add to them; and what interfaces counted.
+        # Sent over the timed steps; source: ledger or predicted.  ``padding`` of the bytes are of padding; a
+        # real network's packets would add ``headers``.  Then what interfaces counted.
         self.bytes = pd.DataFrame(_sent_rows(trained), columns=_SENT)
         self.interfaces = pd.DataFrame(_interface_rows(trained), columns=_INTERFACES)
         # Source: engine, formula or process; of a step, copied and copied_formula.
@@ -127,8 +125,8 @@ frames_of = Frames
 
 
 def load(results: Path, *, across_pools: bool = False) -> Frames:
-    """Read a results folder, which holds ``<id>.json``, or raise a ReportError without records and for some
-    that are not to be put together, unless ``across_pools``; a RecordError for a file of another schema.
+    """Read a results folder of ``<id>.json``.  Raises a ReportError without records, and for records that may
+    not be drawn together unless ``across_pools``; a RecordError for a file of another schema.
     """
     if not results.is_dir():
         raise ReportError(f"{results}: no such folder; `zeropp run SUITE` makes one")
@@ -140,70 +138,68 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
 
 
 def _listed(table: pd.DataFrame) -> pd.DataFrame:
-    """Trials in the order of tables: by size, rate and cell, then by contender, with its ``first``."""
+    """Trials sorted for tables by size, rate and cell, then by contender, with its ``first`` place."""
     table = table.astype(dict.fromkeys(_FLOATS, float))
     table["first"] = table.groupby("contender")["order"].transform("min")
     table["_where"] = table["where"].str.replace(r"\d+", lambda number: number[0].zfill(9), regex=True)
     cell = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "parameters", "_where"]
-    ordered = table.sort_values([*cell, "place", "first", "seed", "repeat"], ignore_index=True)
-    return ordered.drop(columns="_where")
+    table = table.sort_values([*cell, "place", "first", "seed", "repeat"], ignore_index=True)
+    return table.drop(columns="_where")
 
 
-def _parts(records: list[Record], part: type[BaseModel], name: str, *of: str) -> pd.DataFrame:
-    """What the field ``name`` of records lists, a row each; with ``of``, fields of ranks, that of ranks."""
+def _parts(records: list[Record], model: type[BaseModel], name: str, *rank_fields: str) -> pd.DataFrame:
+    """A row per entry of the list ``name`` of each record, or of its ranks if ``rank_fields`` are named."""
     rows = [
-        {"id": record.id, **{field: getattr(whose, field) for field in of}, **one.model_dump()}
+        {"id": record.id, **{field: getattr(owner, field) for field in rank_fields}, **entry.model_dump()}
         for record in records
-        for whose in (record.ranks if of else [record])
-        for one in getattr(whose, name)
+        for owner in (record.ranks if rank_fields else [record])
+        for entry in getattr(owner, name)
     ]
-    return pd.DataFrame(rows, columns=["id", *of, *part.model_fields])
+    return pd.DataFrame(rows, columns=["id", *rank_fields, *model.model_fields])
 
 
 def _trial(record: Record) -> Trial:
-    """Parse the trial of a record, or refuse it with what this version cannot parse."""
+    """Parse the trial of a record, or name the field that this version cannot parse."""
     try:
         return Trial.from_canonical(record.trial)
     except ValidationError as error:
-        why = f"trial.{wrong_field(error)}; use the version that wrote it"
-        raise ReportError(f"record {record.id}: {why}") from error
+        field = f"trial.{wrong_field(error)}"
+        raise ReportError(f"record {record.id}: {field}; use the version that wrote it") from error
 
 
 def _cells(rows: Mapping[str, dict[str, Any]], trials: Mapping[str, Trial]) -> dict[str, dict[str, str]]:
     """By id of each trial ``cell`` and ``where``, hash and description of every field but strategy, policy,
     seed and repeat; ``elsewhere``, the description without the rate; and ``shape``, the model.
     """
-    cells = {
+    fields = {
         name: {k: v for k, v in flatten(trial.canonical()) if k.split(".")[0] not in _NOT_OF_A_CELL}
         for name, trial in trials.items()
     }
-    varying = sorted({*differing(list(cells.values()))} - {*_ALWAYS_TOLD})
-    shapes = {
-        (one.model.name, with_arguments(one.model.name, one.model.arguments)) for one in trials.values()
-    }
-    found = {}
+    varying = sorted({*differing(list(fields.values()))} - {*_ALWAYS_NAMED})
+    models = [trial.model for trial in trials.values()]
+    shapes = {(model.name, with_arguments(model.name, model.arguments)) for model in models}
+    cells = {}
     for identity, trial in trials.items():
-        cell = cells[identity]
-        told = [
+        parts = [
             f"{trial.topology()} ranks",
             f"{'modelled ' if rows[identity]['modelled'] else ''}{rate_text(trial.cluster.rate)}",
             f"{trial.tokens_per_rank} tokens/rank",  # others without their table: ``steps``, ``model``
             *(["ranks share GPUs (staged)"] if trial.cluster.transport == "staged" else []),
-            *(_named(k, cell.get(k)) for k in varying),
+            *(_named(k, fields[identity].get(k)) for k in varying),
         ]
-        text, model = json.dumps(cell, sort_keys=True, separators=(",", ":")), trial.model
+        text, model = json.dumps(fields[identity], sort_keys=True, separators=(",", ":")), trial.model
         several = sum(name == model.name for name, _ in shapes) > 1
-        found[identity] = {
+        cells[identity] = {
             "cell": hashlib.sha256(text.encode()).hexdigest()[:12],
-            "where": ", ".join(told),
-            "elsewhere": ", ".join([told[0], *told[2:]]),
+            "where": ", ".join(parts),
+            "elsewhere": ", ".join([parts[0], *parts[2:]]),
             "shape": with_arguments(model.name, model.arguments) if several else model.name,
         }
-    return found
+    return cells
 
 
 def _named(key: str, value: Any) -> str:
-    """A field of a trial in which settings differ."""
+    """Text of a field in which settings differ."""
     if key == "cluster.inner_rate":
         return f"{rate_text(value)} inside nodes"
     if key == "cluster.slow":
@@ -224,14 +220,12 @@ def rate_text(mbit: float | None) -> str:
 def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[str, Any]:
     topology, policy, link = trial.topology(), trial.resolved_policy(), record.link
     measured = (link.probed_mbit or link.calibrated_mbit) if link else None
-    here = ("id", "suite", "order", "started", "pool", "sweep", "role", "parameters", "reference_loss")
-    asked = ("strategy", "workload", "seed", "repeat", "tokens_per_rank", "sequence", "accumulation")
-    on_one = (
-        trial.cluster.device == "cpu" and trial.cluster.launcher == "local"
-    )  # machine, whose CPUs are all
+    of_record = ("id", "suite", "order", "started", "pool", "sweep", "role", "parameters", "reference_loss")
+    of_trial = ("strategy", "workload", "seed", "repeat", "tokens_per_rank", "sequence", "accumulation")
+    shares_processors = trial.cluster.device == "cpu" and trial.cluster.launcher == "local"
     return {
-        **{name: getattr(record, name) for name in here},
-        **{name: getattr(trial, name) for name in asked},
+        **{name: getattr(record, name) for name in of_record},
+        **{name: getattr(trial, name) for name in of_trial},
         **{name: getattr(topology, name) for name in ("nodes", "ranks_per_node", "world")},
         "contender": label_of(trial, shared),
         "place": list(NAMES).index(trial.strategy),
@@ -253,7 +247,7 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "modelled": bool(link and link.kind == "paced"),
         "kernels": str(record.ran.get("kernels", "")),
         "kernels_warning": plain(record.ran.get("kernels_warning", ""), 300),
-        "processors": record.machine.get("cores") if on_one else None,
+        "processors": record.machine.get("cores") if shares_processors else None,
         "corpus": plain(trial.corpus),
         "corpus_sha256": str(record.ran.get("corpus_sha256", "")),
         **_taken(record),
@@ -262,7 +256,7 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
 
 
 def _gpus(record: Record, trial: Trial) -> dict[str, float]:
-    """What the GPUs of all ranks used, per token and on the mean of them; no numbers on a CPU."""
+    """Energy per token of all ranks' GPUs, and means over GPUs; NaN on a CPU."""
     gpus = [gpu for node in record.machine_use for gpu in node.gpus]
     tokens = trial.tokens_per_rank * trial.accumulation * trial.topology().world * trial.steps
     energy = joules(record.machine_use)
@@ -280,12 +274,13 @@ def _gpus(record: Record, trial: Trial) -> dict[str, float]:
 
 
 def _taken(record: Record) -> dict[str, float]:
-    """Parts of the CPU time that others took over the timed steps; NaN if not on record."""
+    """Shares of the CPU time that others took over the timed steps; NaN if not on record."""
     if (use := record.processor_use) is None:
         return dict.fromkeys(("others_share", "steal_share", "taken_share"), math.nan)
-    had = use.processors * use.seconds
-    others = max(use.user + use.system - use.ranks, 0.0) / had  # the system's ticks are samples
-    return {"others_share": others, "steal_share": use.steal / had, "taken_share": others + use.steal / had}
+    seconds = use.processors * use.seconds
+    others = max(use.user + use.system - use.ranks, 0.0) / seconds  # the system's ticks are samples
+    steal = use.steal / seconds
+    return {"others_share": others, "steal_share": steal, "taken_share": others + steal}
 
 
 def _interface_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
@@ -296,20 +291,20 @@ def _interface_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
 
 
 def _sent_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
-    """Ledger and prediction; messages are of padding as their unit's elements are."""
+    """Rows of ledger and prediction; a message has the share of padding that its unit has."""
     for record in records:
         pads = {name: 1 - numel / padded for name, numel, padded in record.units if padded}
         predicted = record.predicted.ledgers if record.predicted else []
         ledgers = [("ledger", rank, rank.ledger or []) for rank in record.ranks]
-        ledgers += [("predicted", *one) for one in zip(record.ranks, predicted, strict=False)]
+        ledgers += [("predicted", *pair) for pair in zip(record.ranks, predicted, strict=False)]
         for source, rank, ledger in ledgers:
-            of = {"id": record.id, "source": source, "rank": rank.rank, "node": rank.node}
+            sender = {"id": record.id, "source": source, "rank": rank.rank, "node": rank.node}
             for entry in ledger:
                 row = entry.model_dump()
                 if entry.phase == "evaluate" and record.trial.get("workload") == "rlhf":
                     row["phase"] = "score" if entry.unit.endswith(FROZEN) else "generate"  # parts of a step
                 padding, headers = entry.bytes * pads.get(entry.unit, 0.0), record_checks.header_bytes(entry)
-                yield of | row | {"padding": padding, "headers": headers}
+                yield sender | row | {"padding": padding, "headers": headers}
 
 
 def _memory_rows(records: Iterable[Record]) -> Iterator[tuple[str, int, str, str, int]]:
@@ -330,13 +325,13 @@ def _memory_rows(records: Iterable[Record]) -> Iterator[tuple[str, int, str, str
 
 def _span_rows(traces: Iterable[Trace]) -> Iterator[tuple[Any, ...]]:
     for trace in traces:
-        about = trace.otherData
+        step = trace.otherData
         for rank, span in trace.spans():
-            yield about.trial, rank, span.lane, span.name, span.begin, span.end, about.seconds, about.before
+            yield step.trial, rank, span.lane, span.name, span.begin, span.end, step.seconds, step.before
 
 
 def _links_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Measurements of links; a calibration, which all records of its sweep repeat, once."""
+    """Measured rates of links; all records of a sweep repeat a calibration, which is kept once."""
     rows = [
         (record.id, link.kind, link.requested_mbit, when, achieved)
         for record in records
@@ -344,13 +339,13 @@ def _links_frame(records: Iterable[Record]) -> pd.DataFrame:
         for when, values in (("calibrated", link.calibrated_mbit), ("probed", link.probed_mbit))
         for achieved in values
     ]
-    found = pd.DataFrame(rows, columns=["id", "kind", "requested_mbit", "when", "achieved_mbit"])
-    found = found.astype({"requested_mbit": float, "achieved_mbit": float})
-    return found[~(found["when"].eq("calibrated") & found.drop(columns="id").duplicated())]
+    links = pd.DataFrame(rows, columns=["id", "kind", "requested_mbit", "when", "achieved_mbit"])
+    links = links.astype({"requested_mbit": float, "achieved_mbit": float})
+    return links[~(links["when"].eq("calibrated") & links.drop(columns="id").duplicated())]
 
 
 def _facts_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Each distinct value of each fact (machine, code, what ran) in each pool, with its number of records."""
+    """Distinct values of each fact (machine, code, run) in each pool, with their number of records."""
     counts = Counter[tuple[str, str, str]]()
     for record in records:
         facts: dict[str, Any] = {"machine": record.machine, "code": record.code, "ran": record.ran}
@@ -367,34 +362,32 @@ def _facts_frame(records: Iterable[Record]) -> pd.DataFrame:
 def _check_pools(records: list[Record]) -> None:
     """Refuse records of other code or kernels, and of two machines in one sweep, naming the differences."""
     measured = [record for record in records if record.measured]
-    of = {(record.code.get("source"), record.sweep, record.pool) for record in measured}
-    mixed = len({sweep for _, sweep, _ in of}) < len(of)
-    if mixed or len({source for source, _, _ in of}) > 1:
+    origins = {(record.code.get("source"), record.sweep, record.pool) for record in measured}
+    mixed = len({sweep for _, sweep, _ in origins}) < len(origins)
+    if mixed or len({source for source, _, _ in origins}) > 1:
         firsts = {record.pool: record for record in reversed(records)}
-        facts = [{"code": one.code, "machine": one.machine} for _, one in sorted(firsts.items())]
-        values = [dict(flatten(one)) for one in facts]
-        told = [f"{path}: {' / '.join(str(one.get(path)) for one in values)}" for path in differing(facts)]
+        facts = [{"code": record.code, "machine": record.machine} for _, record in sorted(firsts.items())]
+        values = [dict(flatten(fact)) for fact in facts]
+        lines = [f"{path}: {' / '.join(str(v.get(path)) for v in values)}" for path in differing(facts)]
         pools = _sizes((record.pool, record.id) for record in records)
         raise ReportError(
             f"records of {len(firsts)} pools (other machine or code{', in one sweep' * mixed}) are not drawn "
-            f"together: {pools}. They differ in {'; '.join(told[:6]) or 'facts that are not recorded'}. "
+            f"together: {pools}. They differ in {'; '.join(lines[:6]) or 'facts that are not recorded'}. "
             "Move one pool to a folder of its own"
         )
-    ran = [
-        (record.ran.get("device"), record.ran["kernels"], record.id)
-        for record in measured
-        if "kernels" in record.ran
-    ]
-    for device in dict.fromkeys(device for device, *_ in ran):
-        here = [(str(kernels), identity) for on, kernels, identity in ran if on == device]
-        if len(dict(here)) > 1:
+    kernels = defaultdict[Any, list[tuple[str, str]]](list)  # with ids, by device
+    for record in measured:
+        if "kernels" in record.ran:
+            kernels[record.ran.get("device")].append((str(record.ran["kernels"]), record.id))
+    for device, named in kernels.items():
+        if len(dict(named)) > 1:
             raise ReportError(
                 f"records of trials on {device} that ran different kernels are not drawn together: "
-                f"{_sizes(here)}. Move those of one kind to a folder of their own, or run them again"
+                f"{_sizes(named)}. Move those of one kind to a folder of their own, or run them again"
             )
 
 
-def _sizes(named: Iterable[tuple[str, str]]) -> str:
-    """How many ids each name has, and the first of them."""
-    ids = pd.DataFrame(list(named), columns=["name", "id"]).groupby("name")["id"].agg(["size", "first"])
+def _sizes(pairs: Iterable[tuple[str, str]]) -> str:
+    """Text of the number of ids and the first id of each name."""
+    ids = pd.DataFrame(list(pairs), columns=["name", "id"]).groupby("name")["id"].agg(["size", "first"])
     return "; ".join(f"{name}: {size} records, such as {first}" for name, size, first in ids.itertuples())
