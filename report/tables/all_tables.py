@@ -1,4 +1,4 @@
-"""Registry of all tables of the report, in page order; and what is behind one number of them."""
+"""Registry of all tables of the report, in page order; and the explanation of one of their numbers."""
 
 from __future__ import annotations
 
@@ -35,25 +35,26 @@ MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
 def all_tables(derived: Derived, names: Collection[str] = tuple(MAKERS)) -> list[Table]:
     """Tables of these names that have rows, in page order."""
     note = caveats.modelled_in_words(derived)
-    made = [maker(derived) for name, maker in MAKERS.items() if name in names]
-    return [replace(table, caption=table.caption + note) for table in made if not table.data.empty]
+    tables = [maker(derived) for name, maker in MAKERS.items() if name in names]
+    return [replace(table, caption=table.caption + note) for table in tables if not table.data.empty]
 
 
 def explanation(folder: Path, table: str, row: str, column: str) -> str:
-    """What is behind a cell: table by name, row by words of its cells, column by title; or a Refusal."""
+    """Records and formula of a cell: table by name, row by parts of cells, column by title; or a Refusal."""
     derived = derive(load(folder))
     shown = find_table(all_tables(derived), table)
     number, printed = shown.row(row), shown.column(column)
     cells = shown.rows()[number]
     ids = records_of(derived, shown.data.iloc[number])
     pairs = derived.pairs[derived.pairs["id"].isin(ids)]
-    beside = sorted({str(one) for one in pairs["baseline"]} - set(ids))
-    told = cells[shown.columns.index(printed)]
-    lines = [f"{shown.title}, {' | '.join(cells[: shown.places + 1])}, {printed.title}: {told}"]
+    baselines = sorted({str(identity) for identity in pairs["baseline"]} - set(ids))
+    cell = cells[shown.columns.index(printed)]
+    lines = [f"{shown.title}, {' | '.join(cells[: shown.places + 1])}, {printed.title}: {cell}"]
     raw_values = pd.read_csv(io.StringIO(shown.csv())).iloc[number]  # with the ends of intervals
-    lines += [f"  {of} = {value}" for of, value in raw_values.items() if str(of).startswith(printed.name)]
-    files = " ".join(f"{one}.json" for one in ids) or "none of one contender alone"
+    lines += [f"  {key} = {value}" for key, value in raw_values.items() if str(key).startswith(printed.name)]
+    files = " ".join(f"{identity}.json" for identity in ids) or "none of one contender alone"
     lines.append(f"records ({len(ids)}): {files}")
-    if beside:
-        lines.append(f"compared with ({len(beside)}): " + " ".join(f"{one}.json" for one in beside))
+    if baselines:
+        files = " ".join(f"{identity}.json" for identity in baselines)
+        lines.append(f"compared with ({len(baselines)}): {files}")
     return "\n".join([*lines, f"how: {shown.caption}", "quantities: docs/reference/metrics.md"])

@@ -26,19 +26,19 @@ from report.quantities import formula
 
 _MARKDOWN: Final = re.compile(  # what GitHub's Markdown would take for markup
     r"""
-    [`|$~]                                              # code, cells, formulas, what is struck out
-    | \\(?=[!-/:-@\[-`{-~])                            # what escapes the next character
+    [`|$~]                                              # code, cells, formulas, strikethrough
+    | \\(?=[!-/:-@\[-`{-~])                            # a backslash that escapes
     | \*(?=\S) | (?<=\S)\*                             # emphasis: a star that touches a word
-    | (?<![^\W_])_(?=\S) | (?<=\S)_(?![^\W_])          # and a line below that does not join two letters
-    | (?<=[\])])\[ | \[(?=[^\]]*\](?:[(\[:]|$))        # links and what they lead to
+    | (?<![^\W_])_(?=\S) | (?<=\S)_(?![^\W_])          # emphasis: an underscore at a word's edge
+    | (?<=[\])])\[ | \[(?=[^\]]*\](?:[(\[:]|$))        # links and their targets
     | ^[#+>*-](?=\s|\#) | (?<=^\d)[.)](?=\s)            # headings, lists, quotations
-    | (?<!\w)@(?=\w) | (?<!\w):(?=[a-z][\w+-]*:)       # names of people and of little pictures
+    | (?<!\w)@(?=\w) | (?<!\w):(?=[a-z][\w+-]*:)       # mentions and emoji
     | (?<=:)/(?=/) | (?<=www)\.                         # addresses
     """,
     re.VERBOSE,
 )
 _MOST_NAMED: Final = 12  # rows in a message
-_PRINTED: Final = "_"  # begins the names of columns that are text for print, and not in the CSV
+_PRINTED: Final = "_"  # prefix of columns that are printed and not in the CSV
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ class Column:
     key: str  # of the data, whose values are numbers, words or :class:`Interval`
     title: str  # with the unit
     form: Callable[[Any], str] = text  # of a value; numbers are right-aligned
-    says: str = ""  # what it is, a sentence of the caption
+    says: str = ""  # a sentence of the caption
     mark: str = ""  # key of the text that follows each value
-    place: bool = False  # whether it says where the row ran, which following rows may share
-    ends: bool = True  # whether those of an interval are printed
+    place: bool = False  # whether it says where the row ran
+    ends: bool = True  # whether an interval's ends are printed
 
     @property
     def name(self) -> str:
-        """By which it can be asked for, beside its title."""
+        """Name in the CSV, by which it is also found."""
         return self.key.removeprefix(_PRINTED)
 
     @property
@@ -64,7 +64,7 @@ class Column:
         return self.form is not text
 
     def cell(self, value: Any) -> str:
-        """A value as printed."""
+        """The printed form of a value."""
         if isinstance(value, Interval) and self.ends and value.known:
             return with_interval(value, self.form)
         estimate = value.estimate if isinstance(value, Interval) else value
@@ -89,61 +89,62 @@ class Table:
     def rows(self) -> list[list[str]]:
         """Printed cells, row by row, not escaped."""
         return [
-            [one.cell(row[one.key]) + (str(row[one.mark]) if one.mark else "") for one in self.columns]
+            [column.cell(row[column.key]) + str(row.get(column.mark, "")) for column in self.columns]
             for row in self.data.astype(object).to_dict("records")
         ]
 
     def by_place(self) -> tuple[tuple[Column, ...], list[tuple[str, list[list[str]]]]]:
-        """Columns, and printed rows under the place that they share, for media where places' columns are too
-        wide; as they are, under no place, where no two rows that follow each other share one.
+        """Columns, and printed rows under their place, for media in which columns of places are too wide;
+        under place "", with all columns, where no two neighbouring rows share one.
         """
         places, rows = self.places, self.rows()
-        found = [
-            (told, [row[places:] for row in mine])
-            for told, mine in groupby(rows, lambda row: ", ".join(row[:places]))
+        grouped = [
+            (place, [row[places:] for row in group])
+            for place, group in groupby(rows, lambda row: ", ".join(row[:places]))
         ]
-        if not places or len(found) == len(rows):
+        if not places or len(grouped) == len(rows):
             return self.columns, [("", rows)]
-        return self.columns[places:], found
+        return self.columns[places:], grouped
 
-    def column(self, asked: str) -> Column:
-        """The printed column of this title or name; a Refusal names those there are."""
-        if found := [one for one in self.columns if asked in (one.title, one.key, one.name)]:
-            return found[0]
-        titles = "; ".join(one.title for one in self.columns if one.title)
-        raise Refusal(f"no column {asked!r} in {self.name}: expected one of {titles}")
+    def column(self, name: str) -> Column:
+        """The printed column of this title or name; a Refusal lists the titles."""
+        for column in self.columns:
+            if name in (column.title, column.key, column.name):
+                return column
+        titles = "; ".join(column.title for column in self.columns if column.title)
+        raise Refusal(f"no column {name!r} in {self.name}: expected one of {titles}")
 
-    def row(self, words: str) -> int:
-        """Number of the one row with words, parted by commas: as cells or, if none has them so, in cells."""
-        rows, parts = self.rows(), [part.strip() for part in words.split(",")]
-        found = [number for number, cells in enumerate(rows) if {*parts} <= {*cells}] or [
+    def row(self, query: str) -> int:
+        """Number of the one row that has all comma-separated parts of ``query``: as cells, else in cells."""
+        rows, parts = self.rows(), [part.strip() for part in query.split(",")]
+        matches = [number for number, cells in enumerate(rows) if {*parts} <= {*cells}] or [
             number for number, cells in enumerate(rows) if all(part in "\n".join(cells) for part in parts)
         ]
-        if len(found) == 1:
-            return found[0]
+        if len(matches) == 1:
+            return matches[0]
         names = list(dict.fromkeys(", ".join(cells[: self.places + 1]) for cells in rows))
-        more = f"; and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        rest = f"; and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         raise Refusal(
-            f"{len(found)} rows of {self.name} hold {', '.join(parts)!r}: expected words of one of "
-            f"{'; '.join(names[:_MOST_NAMED])}{more}"
+            f"{len(matches)} rows of {self.name} hold {', '.join(parts)!r}: expected words of one of "
+            f"{'; '.join(names[:_MOST_NAMED])}{rest}"
         )
 
     def csv(self) -> str:
         """Raw values as CSV; an interval in three columns."""
-        found: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         for key in (str(key) for key in self.data if not str(key).startswith(_PRINTED)):
-            values = found[key] = self.data[key]
+            values = columns[key] = self.data[key]
             if values.map(lambda value: isinstance(value, Interval)).any():
-                for end, of in (("", "estimate"), ("_low", "low"), ("_high", "high")):
-                    found[f"{key}{end}"] = [getattr(value, of, value) for value in values]
-        return pd.DataFrame(found).to_csv(index=False, lineterminator="\n")
+                for suffix, field in (("", "estimate"), ("_low", "low"), ("_high", "high")):
+                    columns[f"{key}{suffix}"] = [getattr(value, field, value) for value in values]
+        return pd.DataFrame(columns).to_csv(index=False, lineterminator="\n")
 
     def markdown(self) -> str:
         """A GitHub-flavoured pipe table under its title."""
         return f"**{markdown(self.title)}.** {markdown(self.caption)}\n\n{self.markdown_rows()}"
 
     def markdown_rows(self) -> str:
-        """The same without title and caption; a place stands in the first of the rows that share it."""
+        """The pipe table alone; of neighbouring rows at one place only the first names it."""
         rows, places = self.rows(), self.places
         lines = [
             [markdown(column.title) for column in self.columns],
@@ -170,11 +171,11 @@ class Table:
 
 
 def find_table(tables: Sequence[Table], name: str) -> Table:
-    """The table of a name; a Refusal names those there are."""
-    there = {one.name: one for one in tables}
-    if name not in there:
-        raise Refusal(f"no table {name!r}: expected one of {', '.join(there)}{suggestion(name, there)}")
-    return there[name]
+    """The table of a name; a Refusal lists the names."""
+    by_name = {table.name: table for table in tables}
+    if name not in by_name:
+        raise Refusal(f"no table {name!r}: expected one of {', '.join(by_name)}{suggestion(name, by_name)}")
+    return by_name[name]
 
 
 def markdown(value: str) -> str:
@@ -187,26 +188,28 @@ def markdown(value: str) -> str:
 def table_of(
     name: str, title: str, rows: list[dict[str, Any]] | pd.DataFrame, *columns: Column, notes: str = ""
 ) -> Table:
-    """A table of rows, without columns that have no value; of rows with a ``where``, what ours share moves
-    into the caption, the rest into columns on the left.
+    """A table of rows, without columns that have no value.  The parts of ``where`` that all our rows share go
+    into the caption, the others into columns on the left.
     """
     data = pd.DataFrame(rows)
-    shown = [one for one in columns if one.key in data and data[one.key].notna().any()]
-    caption = [*(one.says for one in shown), notes]
-    if any(getattr(value, "known", False) for one in shown if one.ends for value in data[one.key]):
+    shown = [column for column in columns if column.key in data and data[column.key].notna().any()]
+    caption = [*(column.says for column in shown), notes]
+    with_ends = [column.key for column in shown if column.ends]
+    if any(getattr(value, "known", False) for key in with_ends for value in data[key]):
         caption.append(f"In brackets: {CONFIDENCE:.0%} intervals, from {FEWEST} pairs or values on.")
     if "where" in data and len(data):
-        told = data["where"].astype(str).str.split(", ", expand=True).fillna("").add_prefix("_where_")
-        ours = told[data["where"].ne(published.PUBLISHED)]
-        places = [str(place) for place in told if len(set(ours[place])) > 1]
-        if common := [told[place].iloc[0] for place in told if place not in places]:
+        parts = data["where"].astype(str).str.split(", ", expand=True).fillna("").add_prefix("_where_")
+        measured = parts[data["where"].ne(published.PUBLISHED)]
+        places = [str(place) for place in parts if len(set(measured[place])) > 1]
+        if common := [parts[place].iloc[0] for place in parts if place not in places]:
             caption.append(f"All: {', '.join(common)}.")
-        data = data.join(told[places])
+        data = data.join(parts[places])
         heads = [Column(place, "Where" if place == places[0] else "", place=True) for place in places]
         shown = [*heads, *shown]
-    found = Table(name, title, " ".join(part.strip() for part in caption if part.strip()), data, tuple(shown))
-    numbers = (cell for row in found.rows() for one, cell in zip(shown, row, strict=True) if one.numeric)
-    return replace(found, caption=found.caption + caveats.footnotes(numbers))
+    sentences = " ".join(part.strip() for part in caption if part.strip())
+    table = Table(name, title, sentences, data, tuple(shown))
+    cells = (cell for row in table.rows() for column, cell in zip(shown, row, strict=True) if column.numeric)
+    return replace(table, caption=sentences + caveats.footnotes(cells))
 
 
 CONTENDER: Final = Column("contender", "Contender")
@@ -216,13 +219,14 @@ RATIO: Final = "{:.2f}".format
 
 
 def rows_of(table: pd.DataFrame, *keys: str) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Of each contender at each place (by ``keys``, else its cell): the columns above, and its rows."""
-    for _, here in groups(table, list(keys or ("cell",))):
-        for contender, mine in by_contender(here):
-            yield {"where": mine["where"].iloc[0], "contender": contender, **trial_count(mine)}, mine
+    """For each contender at each place (by ``keys``, else its cell): its first columns, and its rows."""
+    for _, cell in groups(table, list(keys or ("cell",))):
+        for contender, trials in by_contender(cell):
+            where = trials["where"].iloc[0]
+            yield {"where": where, "contender": contender, **trial_count(trials)}, trials
 
 
-def trial_count(mine: pd.DataFrame) -> dict[str, Any]:
-    """The number of trials, with that of those during which others had the processors."""
-    taken = int(mine["taken_share"].gt(OTHERS_WITHIN).sum())
-    return {"trials": len(mine), "_taken": f" ({taken} {caveats.TAKEN})" if taken else ""}
+def trial_count(trials: pd.DataFrame) -> dict[str, Any]:
+    """The number of trials, marked with the number of those in which others had the processors."""
+    taken = int(trials["taken_share"].gt(OTHERS_WITHIN).sum())
+    return {"trials": len(trials), "_taken": f" ({taken} {caveats.TAKEN})" if taken else ""}
