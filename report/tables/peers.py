@@ -1,4 +1,4 @@
-"""The table of peers: our steps beside the best of DDP, FSDP2 and DeepSpeed, on their own transport first."""
+"""The table of peers: our steps beside the best of DDP, FSDP2 and DeepSpeed, gloo alone first."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def peers(derived: Derived) -> Table:
     """Table of peers and policies in each setting, with our gain over the best of each family."""
     ran = [derived.frames.trial_of[identity] for identity in derived.trials["id"]]
     policies = [trial.resolved_policy() or trial.peer for trial in ran]  # a peer's type is its own
-    found = derived.trials.assign(
+    trials = derived.trials.assign(
         where=derived.trials["where"].str.replace(r", transport [^,]*", "", regex=True),
-        compute=[one.compute for one in policies],
+        compute=[policy.compute for policy in policies],
         carried=list(map(carried_by, ran)),
         family=[family_of(trial.strategy) or "" for trial in ran],
     )
     rows = [
         row
-        for _, here in groups(found[found["family"] != "single"], ["where", "compute"])
-        if 0 < (here["family"] != "").sum() < len(here)
-        for row in _rows(here)
+        for _, setting in groups(trials[trials["family"] != "single"], ["where", "compute"])
+        if 0 < (setting["family"] != "").sum() < len(setting)
+        for row in _rows(setting)
     ]
     return table_of(
         "peers",
@@ -44,7 +44,8 @@ def peers(derived: Derived) -> Table:
         ),
         TRIALS,
         STEP,
-        *(Column(f"over_{name}", f"Over best {of}", RATIO, mark=f"_{name}") for name, of in FAMILIES.items()),
+        *(Column(f"over_{family}", f"Over best {name}", RATIO, mark=f"_{family}")
+          for family, name in FAMILIES.items()),
         notes="Over a peer: its step over ours, geometric mean over pairs with its interval, of the setting "
         "of that peer over which we gain least, which is named; both compute in the same type.",
     )  # fmt: skip
@@ -60,29 +61,29 @@ def carried_by(trial: Trial) -> str:
     return "shm, gloo" if trial.cluster.nodes > 1 else "shm"
 
 
-def _rows(here: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows of one setting and type: peers, then ours by what carries them, gloo alone first."""
-    theirs = here[here["family"] != ""]
-    ours = here[here["family"] == ""].sort_values("carried", kind="stable")  # gloo alone, nccl, shm
+def _rows(setting: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows of one setting and type: peers, then our policies by what carries them, gloo alone first."""
+    is_peer = setting["family"] != ""
+    peer_rows, policy_rows = setting[is_peer], setting[~is_peer].sort_values("carried", kind="stable")
     rows, keys = [], ["where", "contender", "carried", "compute"]
-    for key, mine in groups(pd.concat([theirs, ours]), keys):
-        row = dict(zip(keys, key, strict=True)) | trial_count(mine)
-        row["step_seconds"] = speedups.step_interval(mine)
+    for key, trials in groups(pd.concat([peer_rows, policy_rows]), keys):
+        row = dict(zip(keys, key, strict=True)) | trial_count(trials)
+        row["step_seconds"] = speedups.step_interval(trials)
         for family in FAMILIES:
-            row |= _over(mine, theirs[theirs["family"] == family], family)
+            row |= _over(trials, peer_rows[peer_rows["family"] == family], family)
         rows.append(row)
     return rows
 
 
-def _over(mine: pd.DataFrame, peer: pd.DataFrame, family: str) -> dict[str, Any]:
-    """Our gain over the setting of a family over which it is least; nothing of a peer, or without any."""
+def _over(trials: pd.DataFrame, peer_rows: pd.DataFrame, family: str) -> dict[str, Any]:
+    """The least gain of our trials over a family's contenders; empty for a peer, or without pairs."""
     keys = ["sweep", "seed", "repeat"]
-    found = []
-    for (name,), theirs in groups(peer, ["contender"]) if mine["family"].iloc[0] == "" else []:
-        base = theirs.drop_duplicates(keys)[[*keys, "step_seconds"]]
-        paired = mine.merge(base.rename(columns={"step_seconds": "baseline_seconds"}), on=keys)
-        found += [(speedups.speedup(paired), str(name))] if len(paired) else []
-    if not found:
+    gains = []
+    for (name,), peer in groups(peer_rows, ["contender"]) if trials["family"].iloc[0] == "" else []:
+        base = peer.drop_duplicates(keys)[[*keys, "step_seconds"]]
+        paired = trials.merge(base.rename(columns={"step_seconds": "baseline_seconds"}), on=keys)
+        gains += [(speedups.speedup(paired), str(name))] if len(paired) else []
+    if not gains:
         return {f"_{family}": ""}
-    least, name = min(found, key=lambda one: one[0].estimate)
+    least, name = min(gains, key=lambda gain: gain[0].estimate)
     return {f"over_{family}": least, f"best_{family}": name, f"_{family}": f", {name}"}

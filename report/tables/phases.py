@@ -19,24 +19,24 @@ _PUBLISHED: Final = {"generation": "generate", "training": "train"}
 
 
 def phases(derived: Derived) -> Table:
-    """Table of what each phase of a step takes and sends."""
+    """Table of the seconds and bytes of each phase of a step."""
     ran = bool(derived.frames.steps["generate"].notna().any())
     table = by_phase(derived) if ran else derived.trials.iloc[:0].assign(phase="")
     rows: list[dict[str, Any]] = [
         {
             **row,
             "phase": phase,
-            "seconds": step_interval(mine, "seconds"),
+            "seconds": step_interval(trials, "seconds"),
             "speedup": speedup(paired, below="seconds")
-            if len(paired := mine.dropna(subset=["baseline_seconds"]))
+            if len(paired := trials.dropna(subset=["baseline_seconds"]))
             else math.nan,
-            "exposed": mine["exposed"].median(),
-            "inter_mb": mine["inter_bytes"].median() / 1e6,
-            "bytes_ratio": (mine["inter_bytes"] / mine["baseline_bytes"]).median(),
-            "intra_mb": mine["intra_bytes"].median() / 1e6,
+            "exposed": trials["exposed"].median(),
+            "inter_mb": trials["inter_bytes"].median() / 1e6,
+            "bytes_ratio": (trials["inter_bytes"] / trials["baseline_bytes"]).median(),
+            "intra_mb": trials["intra_bytes"].median() / 1e6,
         }
         for phase in PHASES
-        for row, mine in rows_of(table[table["phase"] == phase])
+        for row, trials in rows_of(table[table["phase"] == phase])
     ]
     rows += [
         cells | {"phase": _PUBLISHED[row["phase"]], "published": f"{row[name]:g} {row['unit']}"}
@@ -67,8 +67,8 @@ def phases(derived: Derived) -> Table:
 
 
 def by_phase(derived: Derived) -> pd.DataFrame:
-    """One row per trial and phase (``train`` is what is left): ``seconds``, median of the slowest rank's;
-    ``exposed``, their share waited for communication; ``inter_bytes`` and ``intra_bytes`` of a step (ledger);
+    """One row per trial and phase (``train`` is the rest): ``seconds``, median of the slowest rank's;
+    ``exposed``, the share of them spent waiting; ``inter_bytes`` and ``intra_bytes`` of a step (ledger);
     ``baseline_seconds`` and ``baseline_bytes`` of the same cell, seed and repeat.
     """
     frames = derived.frames
@@ -80,14 +80,14 @@ def by_phase(derived: Derived) -> pd.DataFrame:
     parts = {
         phase: steps[[phase, f"exposed_{phase}"]].set_axis(["seconds", "exposed"], axis=1) for phase in PHASES
     }
-    found = pd.concat(parts, names=["phase"]).groupby(["id", "phase"]).median()
-    found["exposed"] /= found["seconds"]
+    medians = pd.concat(parts, names=["phase"]).groupby(["id", "phase"]).median()
+    medians["exposed"] /= medians["seconds"]
     sent = frames.bytes[frames.bytes["source"] == "ledger"]
     sent = sent.assign(phase=sent["phase"].where(sent["phase"].isin(PHASES), "train"))
     sums = sent.pivot_table(index=["id", "phase"], columns="link", values="bytes", aggfunc="sum")
-    sums = sums.reindex(index=found.index, columns=["inter", "intra"]).astype(float).fillna(0.0)
+    sums = sums.reindex(index=medians.index, columns=["inter", "intra"]).astype(float).fillna(0.0)
     per_step = sums.div(timed_steps(frames), axis=0, level="id")
-    found = found.join(per_step.set_axis(["inter_bytes", "intra_bytes"], axis=1)).reset_index()
-    table = derived.trials.merge(found, on="id")
-    of = {"baseline_seconds": "seconds", "baseline_bytes": "inter_bytes"}
-    return with_baseline(table, is_baseline(table), [*PAIR, "phase"], **of)
+    medians = medians.join(per_step.set_axis(["inter_bytes", "intra_bytes"], axis=1)).reset_index()
+    table = derived.trials.merge(medians, on="id")
+    columns = {"baseline_seconds": "seconds", "baseline_bytes": "inter_bytes"}
+    return with_baseline(table, is_baseline(table), [*PAIR, "phase"], **columns)

@@ -17,24 +17,24 @@ from report.data.text import counted, listed, number, with_arguments
 from report.quantities import formula
 from report.tables.table import CONTENDER, TRIALS, Column, Table, rows_of, table_of
 
-HELD: Final = "¶"  # beside trials whose GPUs were held down, or shared
+HELD: Final = "¶"  # marks trials with throttled or shared GPUs
 _HELD_FROM: Final = 0.05  # share of samples
 _SHOWN: Final = 12  # values of one setting
-_FOUND: Final = {  # columns of the trials
+_MEASURED: Final = {  # columns of the trials
     "parameters": "parameters", "units": "units", "link": "link_kind", "kernels": "kernels",
     "corpus, SHA-256": "corpus_sha256",
 }  # fmt: skip
 
 
 def energy(derived: Derived) -> Table:
-    """Table of GPUs' energy per token, power, utilisation and clocks; without rows where no GPU was."""
+    """Table of GPUs' energy per token, power, utilisation and clocks; without rows if there was no GPU."""
     rows: list[dict[str, Any]] = []
-    for row, mine in rows_of(derived.trials[derived.trials["gpus"].gt(0)]):
-        held = int((mine["throttled"].gt(_HELD_FROM) | mine["gpu_others"].gt(0)).sum())
-        row.update(mine[["watts", "utilisation", "clock_mhz", "throttled"]].median())
+    for row, trials in rows_of(derived.trials[derived.trials["gpus"].gt(0)]):
+        held = int((trials["throttled"].gt(_HELD_FROM) | trials["gpu_others"].gt(0)).sum())
+        row.update(trials[["watts", "utilisation", "clock_mhz", "throttled"]].median())
         row["_taken"] += f" ({held} {HELD})" if held else ""
         row["held_or_shared"] = held
-        if len(known := mine.dropna(subset=["joules_per_token"])):
+        if len(known := trials.dropna(subset=["joules_per_token"])):
             row["joules_per_token"] = median_interval(list(known["joules_per_token"]), list(known["sweep"]))
         rows.append(row)
     return table_of(
@@ -76,13 +76,13 @@ def links(derived: Derived) -> Table:
 
 def failures(derived: Derived) -> Table:
     """Table of trials without a result."""
-    found = derived.frames.failures
+    rows = derived.frames.failures
     heads = ("Contender", "Where", "Repeat", "Kind", "Message", "Log")
     columns = (Column("id", "Record"), *(Column(head.lower(), head) for head in heads))
     notes = "Trials that left a record without a result; nothing of them is in a figure."
-    if found["by"].notna().any():
+    if rows["by"].notna().any():
         notes += " Refused by a peer's library: it is not here, or cannot do what was asked."
-    return Table("failures", "Failed trials", notes, found, columns)
+    return Table("failures", "Failed trials", notes, rows, columns)
 
 
 def setting(derived: Derived) -> Table:
@@ -114,28 +114,29 @@ def environment(derived: Derived) -> Table:
 
 
 def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
-    """(key of a suite, value as a suite has it) of all that trials were given beside who ran, then what was
-    found with it; without what no record holds.
+    """(key, value) of the trials' settings as a suite has them, without those of contenders, then of what was
+    measured; without keys that no record holds.
     """
-    given = [dict(flatten(frames.trial_of[str(identity)].canonical())) for identity in table["id"]]
-    keys = dict.fromkeys(key for one in given for key in one)
+    trials = [dict(flatten(frames.trial_of[str(identity)].canonical())) for identity in table["id"]]
+    keys = dict.fromkeys(key for trial in trials for key in trial)
     kept = [key for key in keys if key.split(".")[0] not in (*OF_CONTENDER, "repeat")]
-    values = {key: [labels.at({key: one.get(key)}, key) for one in given] for key in kept}
-    values |= {name: [str(value or "") for value in table[column]] for name, column in _FOUND.items()}
+    values = {key: [labels.at({key: trial.get(key)}, key) for trial in trials] for key in kept}
+    values |= {name: [str(value or "") for value in table[column]] for name, column in _MEASURED.items()}
 
-    def told(values: list[str]) -> str:
+    def by_contender(values: list[str]) -> str:
         """Values in table order, each with its contenders where it depends on these alone."""
-        who = {str(value): names.unique() for value, names in table["contender"].groupby(values, sort=False)}
-        apart = len(who) > 1 and sum(map(len, who.values())) == table["contender"].nunique()
-        return _some([f"{value} ({', '.join(names)})" if apart else value for value, names in who.items()])
+        groups = table["contender"].groupby(values, sort=False)
+        names = {str(value): contenders.unique() for value, contenders in groups}
+        apart = len(names) > 1 and sum(map(len, names.values())) == table["contender"].nunique()
+        return _some([f"{value} ({', '.join(names[value])})" if apart else value for value in names])
 
-    found = [(name, told(of_trials)) for name, of_trials in values.items()]
-    found += [(f"{name}s", str(table[name].nunique())) for name in ("repeat", "sweep") if len(table)]
-    return [(name, said) for name, said in found if said not in ("", labels.NONE)]
+    pairs = [(name, by_contender(cells)) for name, cells in values.items()]
+    pairs += [(f"{name}s", str(table[name].nunique())) for name in ("repeat", "sweep") if len(table)]
+    return [(name, text) for name, text in pairs if text not in ("", labels.NONE)]
 
 
 def _some(values: Sequence[str]) -> str:
-    """Values joined by semicolons; a long list is truncated, with the number left out."""
+    """Values joined by semicolons; a long list is cut, and says how many it leaves out."""
     rest = len(values) - _SHOWN
     return "; ".join(values[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
 
@@ -144,19 +145,19 @@ def essentials(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
     """(name, value) of the main settings, for the headline; none without trials."""
     if not len(table):
         return []
-    ran = [frames.trial_of[str(identity)] for identity in table["id"]]
+    trials = [frames.trial_of[str(identity)] for identity in table["id"]]
     values = {
-        "model": [with_arguments(one.model.name, one.model.arguments) for one in ran],
-        "tokens per rank": [f"{one.tokens_per_rank}, in sequences of {one.sequence}" for one in ran],
-        "steps": [f"{one.steps} timed, after {counted(one.warmup, 'warm-up')}" for one in ran],
-        "optimizer": [with_arguments(one.optimizer.name, one.optimizer.arguments) for one in ran],
-        "corpus": [one.corpus for one in ran],
+        "model": [with_arguments(trial.model.name, trial.model.arguments) for trial in trials],
+        "tokens per rank": [f"{trial.tokens_per_rank}, in sequences of {trial.sequence}" for trial in trials],
+        "steps": [f"{trial.steps} timed, after {counted(trial.warmup, 'warm-up')}" for trial in trials],
+        "optimizer": [with_arguments(trial.optimizer.name, trial.optimizer.arguments) for trial in trials],
+        "corpus": [trial.corpus for trial in trials],
     }
-    found = [(name, _some(list(dict.fromkeys(of_trials)))) for name, of_trials in values.items()]
+    facts = [(name, _some(list(dict.fromkeys(texts)))) for name, texts in values.items()]
     if sizes := sorted({int(size) for size in table["parameters"] if size}):
-        found.append(("parameters", listed([_size(size) for size in sizes[:_SHOWN]])))
+        facts.append(("parameters", listed([_size(size) for size in sizes[:_SHOWN]])))
     repeated = ["seed", "repeat", *(["sweep"] if len(set(table["sweep"])) > 1 else [])]
-    return [*found, ("repetition", ", ".join(counted(table[what].nunique(), what) for what in repeated))]
+    return [*facts, ("repetition", ", ".join(counted(table[key].nunique(), key) for key in repeated))]
 
 
 def _size(count: int) -> str:

@@ -20,7 +20,7 @@ _MEDIANS: Final = [
     "compute_seconds", "wire_seconds", "exposed_seconds", "schedule_seconds", "processor_seconds",
     "best_seconds", *metrics.SHARES, "achieved_mbit", "validation_loss", "m_bytes",
 ]  # fmt: skip
-_PER_SECOND: Final = ("tokens_per_second", "tflops")  # of the median step: with two, no median of their own
+_PER_SECOND: Final = ("tokens_per_second", "tflops")  # of the printed step; medians would be of other steps
 
 
 def summary(derived: Derived) -> Table:
@@ -81,24 +81,24 @@ def time(derived: Derived) -> Table:
 
 
 def _rows(derived: Derived) -> list[dict[str, Any]]:
-    return [row | _row(derived, mine) for row, mine in rows_of(derived.trials)]
+    return [row | _row(derived, trials) for row, trials in rows_of(derived.trials)]
 
 
-def _row(derived: Derived, mine: pd.DataFrame) -> dict[str, Any]:
-    paired, over = (of[of["id"].isin(mine["id"])] for of in (derived.pairs, derived.over_papers))
-    step, speedup = speedups.step_interval(mine), speedups.over_itself(paired)
-    ledger, interface = (mine[name].median() / 1e6 for name in ("sent_bytes", "interface_bytes"))
+def _row(derived: Derived, trials: pd.DataFrame) -> dict[str, Any]:
+    paired, over = (pairs[pairs["id"].isin(trials["id"])] for pairs in (derived.pairs, derived.over_papers))
+    step, speedup = speedups.step_interval(trials), speedups.over_itself(paired)
+    ledger, interface = (trials[name].median() / 1e6 for name in ("sent_bytes", "interface_bytes"))
     by_interfaces = math.isnan(ledger) and not math.isnan(interface)
     mark = f" {labels.INTERFACES}" if by_interfaces else ""
     row: dict[str, Any] = {
         "step_seconds": step,
-        **mine[_MEDIANS].median(),
-        **{key: (mine[key] * mine["step_seconds"]).median() / step.estimate for key in _PER_SECOND},
-        **{key: mine[key].max() for key in ("others_share", "steal_share", "taken_share")},
+        **trials[_MEDIANS].median(),
+        **{key: (trials[key] * trials["step_seconds"]).median() / step.estimate for key in _PER_SECOND},
+        **{key: trials[key].max() for key in ("others_share", "steal_share", "taken_share")},
         "sent_mb": interface if by_interfaces else ledger,
-        "_sent": mark + labels.pad_mark(float(mine["padding_share"].max())),
+        "_sent": mark + labels.pad_mark(float(trials["padding_share"].max())),
         "speedup": speedup,
-        "_rates": caveats.rates(mine),
+        "_rates": caveats.rates(trials),
         "pairs": len(paired),
         "_pairs": NOTHING,
         **paired[["bytes_ratio", "interface_ratio"]].median(),
