@@ -1,4 +1,4 @@
-"""Tables of what depends on the rate of the link: parity at a quarter of it, and break-even; and decoding."""
+"""Tables of parity at a quarter of the rate, of break-even rates, and of decoding."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from report.tables.table import CONTENDER, RATIO, TRIALS, Column, Table, rows_of
 
 
 def parity(derived: Derived) -> Table:
-    """Table of parity: the contrast at rate B/4 over the baseline at B, ours and published."""
-    ours, base = NAMES[PROPOSED], NAMES[BASELINE]
+    """Table of parity: the contrast at rate B/4 over the baseline at B, measured and published."""
+    contender, base = NAMES[PROPOSED], NAMES[BASELINE]
     keys = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "full_rate"]
     rows: list[dict[str, Any]] = [
         {
@@ -29,14 +29,14 @@ def parity(derived: Derived) -> Table:
             "ours": speedups.geometric(group["tokens_per_second"]),
             "base": speedups.geometric(group["tokens_per_second_baseline"]),
             "unit": "tokens/s",
-            "parity": (found := speedups.parity_interval(group)),
+            "parity": (interval := speedups.parity_interval(group)),
             "pairs": len(group),
-            "verdict": verdict(found),
+            "verdict": verdict(interval),
             **_behind(derived, [*group["id"], *group["baseline"]]),
         }
         for key, group in groups(speedups.parity(derived.trials), keys)
     ]
-    theirs = published.parity() if rows else pd.DataFrame()
+    others = published.parity() if rows else pd.DataFrame()
     rows += [
         {
             "setting": f"published, {row.model} on {row.gpus} {row.gpu}",
@@ -52,7 +52,7 @@ def parity(derived: Derived) -> Table:
             "_taken": "",
             "_rates": "",
         }
-        for row in theirs.itertuples()
+        for row in others.itertuples()
     ]
     return table_of(
         "parity",
@@ -60,9 +60,9 @@ def parity(derived: Derived) -> Table:
         rows,
         Column("setting", "Setting"),
         TRIALS,
-        Column("low", f"{ours} at"),
+        Column("low", f"{contender} at"),
         Column("high", f"{base} at"),
-        Column("ours", ours, number(3)),
+        Column("ours", contender, number(3)),
         Column("base", base, number(3)),
         Column("unit", "Unit"),
         Column("parity", "Parity", number(3), formula("parity"), "_rates"),
@@ -71,38 +71,35 @@ def parity(derived: Derived) -> Table:
     )
 
 
-def verdict(found: Interval) -> str:
+def verdict(parity: Interval) -> str:
     """Whether a contender makes up for a link of a quarter of the rate."""
-    if not found.known:
+    if not parity.known:
         return NOTHING
-    return "held" if found.low >= 1 else "missed" if found.high < 1 else "cannot tell"
+    return "held" if parity.low >= 1 else "missed" if parity.high < 1 else "cannot tell"
 
 
-def _behind(derived: Derived, records: list[str]) -> dict[str, Any]:
+def _behind(derived: Derived, ids: list[str]) -> dict[str, Any]:
     """The number of the trials with these ids, their marks, and the CPU time that others took."""
-    behind = derived.trials[derived.trials["id"].isin(records)]
-    return {
-        **trial_count(behind),
-        "_rates": caveats.rates(behind),
-        "taken_share": behind["taken_share"].max(),
-    }
+    trials = derived.trials[derived.trials["id"].isin(ids)]
+    taken = trials["taken_share"].max()
+    return {**trial_count(trials), "_rates": caveats.rates(trials), "taken_share": taken}
 
 
 def break_even(derived: Derived) -> Table:
     """Table of break-even rates, above which a contender is no longer faster than the baseline."""
-    found = speedups.break_even(derived.pairs)
-    behind = pd.DataFrame([_behind(derived, ids.split()) for ids in found["records"]])
+    rows = speedups.break_even(derived.pairs)
+    behind = pd.DataFrame([_behind(derived, ids.split()) for ids in rows["records"]])
 
-    def told(mbit: float) -> str:
+    def rate(mbit: float) -> str:
         return number(3)(mbit) if math.isfinite(mbit) else "above" if mbit > 0 else "below"
 
     return table_of(
         "break_even",
         "Break-even",
-        found.assign(where=found["elsewhere"]).join(behind),
+        rows.assign(where=rows["elsewhere"]).join(behind),
         CONTENDER,
         TRIALS,
-        Column("break_even_mbit", "Break-even, Mbit/s", told, formula("break-even"), "_rates"),
+        Column("break_even_mbit", "Break-even, Mbit/s", rate, formula("break-even"), "_rates"),
         Column("low_mbit", "Lowest rate, Mbit/s", number(3)),
         Column("high_mbit", "Highest", number(3)),
         Column("low_speedup", "Speed-up at the lowest", number(3)),
@@ -117,14 +114,14 @@ def generation(derived: Derived) -> Table:
     rows: list[dict[str, Any]] = [
         {
             **row,
-            "tokens_per_second": decoding.speed(mine),
-            "later_tokens_per_second": mine["later_tokens_per_second"].median(),
-            "speedup": decoding.speedup(mine),
-            "exposed": mine["exposed"].median(),
-            "first_mb": mine["first_bytes"].median() / 1e6,
-            "later_mb": mine["later_bytes"].median() / 1e6,
+            "tokens_per_second": decoding.speed(runs),
+            "later_tokens_per_second": runs["later_tokens_per_second"].median(),
+            "speedup": decoding.speedup(runs),
+            "exposed": runs["exposed"].median(),
+            "first_mb": runs["first_bytes"].median() / 1e6,
+            "later_mb": runs["later_bytes"].median() / 1e6,
         }
-        for row, mine in rows_of(derived.generations)
+        for row, runs in rows_of(derived.generations)
     ]
     rows += [
         cells | {"tokens_per_second": row[name]}

@@ -1,4 +1,4 @@
-"""Tables of bytes: what was sent between nodes and how it was checked, and what ranks hold."""
+"""Tables of bytes between nodes, of their checks, and of memory."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ def volume(derived: Derived) -> Table:
     keys = ["nodes", "ranks_per_node", "shape", "accumulation"]
     between = derived.trials[derived.trials["m_bytes"].notna()].sort_values(keys, kind="stable")
     rows: list[dict[str, Any]] = []
-    for row, mine in rows_of(between, *keys):
-        m = parts[parts["id"].isin(mine["id"])].groupby("part")["m"].median()
-        first = mine.iloc[0]
+    for row, trials in rows_of(between, *keys):
+        m = parts[parts["id"].isin(trials["id"])].groupby("part")["m"].median()
+        first = trials.iloc[0]
         rows.append({
             **row,
             "where": f"{first['nodes']}x{first['ranks_per_node']} ranks, {first['shape']}",
             **{part: m.get(part, 0.0 if len(m) else math.nan) for part in bytes_and_memory.VOLUME_PARTS},
-            **{name: (mine[f"{sent}_bytes"] / mine["m_bytes"]).median() for name, sent in _SENT.items()},
+            **{key: (trials[f"{sent}_bytes"] / trials["m_bytes"]).median() for key, sent in _SENT.items()},
             "published": published.total(first["strategy"], row["contender"]),
-            "m_bytes": mine["m_bytes"].median(),
+            "m_bytes": trials["m_bytes"].median(),
         })  # fmt: skip
-    heads = ("Forward gather", "Backward gather", "Gradients", "Control", "Padding")
+    titles = ("Forward gather", "Backward gather", "Gradients", "Control", "Padding")
+    heads = zip(bytes_and_memory.VOLUME_PARTS, titles, strict=True)
     return table_of(
         "volume",
         "Volume between nodes",
         rows,
         CONTENDER,
-        *(Column(*one, number(3)) for one in zip(bytes_and_memory.VOLUME_PARTS, heads, strict=True)),
+        *(Column(part, title, number(3)) for part, title in heads),
         Column("predicted", "Predicted", number(4)),
         Column("ledger", "Ledger", number(4)),
         Column("interface", "Interface", number(4), formula("interface")),
@@ -58,16 +59,16 @@ def volume(derived: Derived) -> Table:
 def checks(derived: Derived) -> Table:
     """Table of checks: bytes against prediction, first loss against that of a single process."""
     rows: list[dict[str, Any]] = []
-    for row, mine in rows_of(derived.trials, "where"):
-        equal, reference = mine["predicted_equal"].dropna().astype(bool), mine["reference_loss"]
-        stated = mine["sent_bytes"] + mine["header_bytes"]
+    for row, trials in rows_of(derived.trials, "where"):
+        equal, reference = trials["predicted_equal"].dropna().astype(bool), trials["reference_loss"]
+        stated = trials["sent_bytes"] + trials["header_bytes"]
         rows.append({
             **row,
             "equal": f"{int(equal.sum())} of {len(equal)}" if len(equal) else NOTHING,
-            "interface_over_ledger": (mine["interface_bytes"] / mine["sent_bytes"]).median(),
-            "interface_over_stated": (mine["interface_bytes"] / stated).median(),
-            "gradient_share": mine["gradient_share"].max(),
-            "first_loss_deviation": ((mine["first_loss"] - reference).abs() / reference).max(),
+            "interface_over_ledger": (trials["interface_bytes"] / trials["sent_bytes"]).median(),
+            "interface_over_stated": (trials["interface_bytes"] / stated).median(),
+            "gradient_share": trials["gradient_share"].max(),
+            "first_loss_deviation": ((trials["first_loss"] - reference).abs() / reference).max(),
         })  # fmt: skip
     stated_over = formula("interface / ledger", "interface / (ledger + headers)")
     deviation = formula("reference loss", "first-loss deviation")
@@ -86,21 +87,21 @@ def checks(derived: Derived) -> Table:
 
 
 def memory(derived: Derived) -> Table:
-    """Table of memory of the rank that holds most: engine beside formula, by part, and the process."""
+    """Table of memory of the fullest rank: engine beside formula, by part, and the process."""
     places = ["nodes", "ranks_per_node", "shape"]
-    found = bytes_and_memory.memory(derived.frames, derived.trials).sort_values(places, kind="stable")
+    parts = bytes_and_memory.memory(derived.frames, derived.trials).sort_values(places, kind="stable")
     rows = pd.DataFrame(
-        {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender, **_memory_row(derived, mine)}
-        for (nodes, ranks, model), here in groups(found, places)
-        for contender, mine in by_contender(here)
+        {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender, **_memory_row(derived, group)}
+        for (nodes, ranks, model), place in groups(parts, places)
+        for contender, group in by_contender(place)
     )
     if len(rows) and not rows["beyond_mib"].any():  # then Sum says it all
         rows[["beyond_mib", "covered_mib"]] = math.nan
-    held = set(found[(found["source"] == "engine") & (found["bytes"] > 0)]["part"].str.replace("_", " "))
-    rank = {part: (part.startswith("host "), place) for place, part in enumerate(VARIED)}
-    parts = sorted(held, key=lambda part: (*rank.get(part, (True, len(rank))), part))
+    held = set(parts[(parts["source"] == "engine") & (parts["bytes"] > 0)]["part"].str.replace("_", " "))
+    order = {part: (part.startswith("host "), place) for place, part in enumerate(VARIED)}
+    names = sorted(held, key=lambda name: (*order.get(name, (True, len(order))), name))
     columns = {
-        **{f"engine_{part.replace(' ', '_')}_mib": part for part in parts},
+        **{f"engine_{name.replace(' ', '_')}_mib": name for name in names},
         "engine_mib": "Sum",
         "beyond_mib": "Without formula",
         "covered_mib": "With formula",
@@ -122,20 +123,21 @@ def memory(derived: Derived) -> Table:
     )
 
 
-def _memory_row(derived: Derived, mine: pd.DataFrame) -> dict[str, float]:
-    """MiB of one contender by source and part, and sums: of parts with and without a formula too."""
-    medians = mine.groupby(["source", "part"])["bytes"].median() / 2**20
+def _memory_row(derived: Derived, parts: pd.DataFrame) -> dict[str, float]:
+    """MiB of one contender by source and part, with sums of all, with formula and without one."""
+    medians = parts.groupby(["source", "part"])["bytes"].median() / 2**20
     row = {
         f"{source}_{part}_mib": float(size)
         for source, part, size in medians.reset_index().to_numpy()
         if not source.startswith("copied")
     }
-    of_source = {str(source): of.droplevel(0) for source, of in medians.groupby(level="source")}
+    by_source = {str(source): sizes.droplevel(0) for source, sizes in medians.groupby(level="source")}
     for source in ("engine", "formula", "copied", "copied_formula"):
-        if source in of_source:
-            row[f"{source}{'_step' * source.startswith('copied')}_mib"] = of_source[source].sum()
-    engine, formula = (of_source.get(source, medians.iloc[:0]) for source in ("engine", "formula"))
+        if source in by_source:
+            row[f"{source}{'_step' * source.startswith('copied')}_mib"] = by_source[source].sum()
+    engine, formula = (by_source.get(source, medians.iloc[:0]) for source in ("engine", "formula"))
     beyond = float(engine[~engine.index.isin(formula.index)].sum())
-    either = [bytes_and_memory.secondary_either_way(derived.frames, str(one)) for one in mine["id"].unique()]
-    copy = dict(zip(_COPY, np.max(either, axis=0) / 2**20, strict=True))
+    ids = map(str, parts["id"].unique())
+    copies = [bytes_and_memory.secondary_either_way(derived.frames, identity) for identity in ids]
+    copy = dict(zip(_COPY, np.max(copies, axis=0) / 2**20, strict=True))
     return row | {"beyond_mib": beyond, "covered_mib": float(engine.sum()) - beyond, **copy}

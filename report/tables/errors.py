@@ -1,4 +1,4 @@
-"""Tables of errors: of what was sent, and of codecs that were tried on it; and of losses."""
+"""Tables of errors of messages, of errors of codecs tried on them, and of losses."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ _ENDS: Final = ["end_to_end", "repeated", "weights", "secondary"]
 
 
 def sent_error(derived: Derived) -> Table:
-    """Table of the error of what was sent, hop by hop and end to end, at the measured steps."""
-    found, rows = derived.sent_errors, []
-    of = found["purpose"].mask(found["repeated"].gt(1), "repeated").replace("gradients", "end_to_end")
-    for *_, of_all in by_cell_and_contender(found.assign(of=of)):
-        for _, mine in groups(of_all, ["step"]):
-            hops, ends = mine[mine["purpose"].eq("gradients") & mine["hop"].notna()], mine[mine["hop"].isna()]
+    """Table of the error of messages, hop by hop and end to end, at the measured steps."""
+    errors, rows = derived.sent_errors, []
+    kind = errors["purpose"].mask(errors["repeated"].gt(1), "repeated").replace("gradients", "end_to_end")
+    for *_, trials in by_cell_and_contender(errors.assign(kind=kind)):
+        for _, group in groups(trials, ["step"]):
+            hops = group[group["purpose"].eq("gradients") & group["hop"].notna()]
+            ends = group[group["hop"].isna()]
             rows.append({
-                **mine.iloc[0][["where", "contender", "step"]],
-                **trial_count(derived.trials[derived.trials["id"].isin(mine["id"])]),
-                "cosine": ends[ends["of"] == "end_to_end"]["cosine"].median(),
+                **group.iloc[0][["where", "contender", "step"]],
+                **trial_count(derived.trials[derived.trials["id"].isin(group["id"])]),
+                "cosine": ends[ends["kind"] == "end_to_end"]["cosine"].median(),
                 "hops": hops_text(hops),
                 "smallest_of_a_hop": float(hops["vnmse"].min()),
                 "largest_of_a_hop": float(hops["vnmse"].max()),
-                **ends.groupby("of")["vnmse"].median().reindex(_ENDS),
+                **ends.groupby("kind")["vnmse"].median().reindex(_ENDS),
             })  # fmt: skip
-    times = ", ".join(str(count) for count in sorted(set(found["repeated"]) - {1}))
+    times = ", ".join(str(count) for count in sorted(set(errors["repeated"]) - {1}))
     return table_of(
         "sent_error",
         "Error of what was sent",
@@ -55,25 +56,25 @@ def sent_error(derived: Derived) -> Table:
     )
 
 
-def hops_text(mine: pd.DataFrame) -> str:
-    """``local int4:128 0.012; node int4:128 0.011``; of a ring the range and the number of its steps."""
-    told = []
-    for (axis, codec), group in mine.groupby(["axis", "codec"], sort=False):
-        of_hop = group.groupby("hop")["vnmse"].median()
-        low, high = number(2)(float(of_hop.min())), number(2)(float(of_hop.max()))
-        ring = f" to {high} in {len(of_hop)} steps" if len(of_hop) > 1 else ""
-        told.append(f"{axis} {codec} {low}{ring}")
-    return "; ".join(told)
+def hops_text(hops: pd.DataFrame) -> str:
+    """``local int4:128 0.012; node int4:128 0.011``; for a ring the range and number of its steps."""
+    parts = []
+    for (axis, codec), group in hops.groupby(["axis", "codec"], sort=False):
+        errors = group.groupby("hop")["vnmse"].median()
+        low, high = number(2)(float(errors.min())), number(2)(float(errors.max()))
+        ring = f" to {high} in {len(errors)} steps" if len(errors) > 1 else ""
+        parts.append(f"{axis} {codec} {low}{ring}")
+    return "; ".join(parts)
 
 
 def chosen_codecs(derived: Derived) -> Table:
     """Table of the codecs that a budget chose for each unit, step by step."""
     order = derived.trials.sort_values(["seed", "repeat"], kind="stable")
     first = order.drop_duplicates(["cell", "contender"]).sort_index()[metrics.OF_TRIAL]
-    found, of = first.merge(derived.frames.chosen_codecs, on="id"), ["cell", "contender", "what", "unit"]
-    new = found["codec"] != found.groupby(of)["codec"].shift()
-    told = (found["step"].astype(str) + ": " + found["codec"]).where(new)
-    rows = found.assign(codecs=told).groupby(["where", *of], sort=False, as_index=False)
+    choices, keys = first.merge(derived.frames.chosen_codecs, on="id"), ["cell", "contender", "what", "unit"]
+    new = choices["codec"] != choices.groupby(keys)["codec"].shift()
+    codecs = (choices["step"].astype(str) + ": " + choices["codec"]).where(new)
+    rows = choices.assign(codecs=codecs).groupby(["where", *keys], sort=False, as_index=False)
 
     def joined(codecs: pd.Series[str]) -> str:
         return "; ".join(codecs.dropna())
@@ -92,27 +93,27 @@ def chosen_codecs(derived: Derived) -> Table:
 
 
 def quantisation(derived: Derived) -> Table:
-    """Table of the median vNMSE of each codec that was tried, by block size."""
-    return _tried(derived, "quantisation", "Codecs tried", "vnmse", "Median vNMSE over units and trials")
+    """Table of the median vNMSE of each tried codec, by block size."""
+    return _of_codecs(derived, "quantisation", "Codecs tried", "vnmse", "Median vNMSE over units and trials")
 
 
 def largest_error(derived: Derived) -> Table:
-    """Table of the largest error of each codec that was tried, by block size."""
+    """Table of the largest error of each tried codec, by block size."""
     says = "Largest |decoded - x| over the largest |x|, of any unit and trial"
-    return _tried(derived, "largest_error", "Codecs tried: largest error", "largest", says)
+    return _of_codecs(derived, "largest_error", "Codecs tried: largest error", "largest", says)
 
 
-def _tried(derived: Derived, name: str, title: str, value: str, says: str) -> Table:
+def _of_codecs(derived: Derived, name: str, title: str, value: str, says: str) -> Table:
     """Errors by tensor, kind of codec and block size, of the first contender that tried any, in one cell."""
-    found = derived.frames.quantisation.merge(derived.trials[metrics.OF_TRIAL], on="id")
-    first = found.sort_values(["place", "first"], kind="stable").head(1)
-    found = found.merge(first[["contender", "cell"]], on=["contender", "cell"])
+    errors = derived.frames.quantisation.merge(derived.trials[metrics.OF_TRIAL], on="id")
+    first = errors.sort_values(["place", "first"], kind="stable").head(1)
+    errors = errors.merge(first[["contender", "cell"]], on=["contender", "cell"])
     where = "".join(first["contender"] + " (" + first["where"] + ")")
-    parts = found["codec"].astype(str).str.extract(r"(?P<head>[^:]*):?(?P<block>[^:]*):?(?P<options>.*)")
+    parts = errors["codec"].astype(str).str.extract(r"(?P<head>[^:]*):?(?P<block>[^:]*):?(?P<options>.*)")
     kinds = (parts["head"] + " " + parts["options"]).str.strip()
-    found = found.assign(kind=kinds, block=parts["block"].replace("", "none"))
-    of: Literal["median", "max"] = "median" if value == "vnmse" else "max"
-    wide = found.pivot_table(index=["purpose", "kind"], columns="block", values=value, aggfunc=of)
+    errors = errors.assign(kind=kinds, block=parts["block"].replace("", "none"))
+    over: Literal["median", "max"] = "median" if value == "vnmse" else "max"
+    wide = errors.pivot_table(index=["purpose", "kind"], columns="block", values=value, aggfunc=over)
     blocks = sorted(wide.columns, key=lambda block: float(block) if block.isdecimal() else math.inf)
     return table_of(
         name,
@@ -129,11 +130,11 @@ def _tried(derived: Derived, name: str, title: str, value: str, says: str) -> Ta
 def losses(derived: Derived) -> Table:
     """Table of the last validation losses, their difference from the baseline's, and time to its loss."""
     rows = loss_verdicts.losses(derived)
-    base = listed([one for one in dict.fromkeys(row["base"] for row in rows) if one]) or "the baseline"
+    base = listed(list(filter(None, dict.fromkeys(row["base"] for row in rows)))) or "the baseline"
     margins = [row["margin"] for row in rows if not math.isnan(row["margin"])]
     margin = f" (here {number(2)(min(margins))} nats)" if margins else ""
 
-    def told(row: loss_verdicts.Row) -> loss_verdicts.Row:
+    def printed(row: loss_verdicts.Row) -> loss_verdicts.Row:
         few = row["target"] == row["target"] and row["reached"] < row["seeds"]
         gain = with_interval(row["gain"], "{:.2f}".format) if row["gain"].n else NOTHING
         reached = f"{row['reached']} of {row['seeds']} reach it"
@@ -147,7 +148,7 @@ def losses(derived: Derived) -> Table:
     return table_of(
         "losses",
         "Losses",
-        [told(row) for row in rows],
+        [printed(row) for row in rows],
         CONTENDER,
         Column("seeds", "Seeds", str),
         Column("loss", "Validation loss", number(4)),

@@ -40,7 +40,7 @@ def escaped(value: str) -> str:
 
 
 def tabular(table: Table) -> str:
-    """A bare ``tabular``, rows under their place; titles break to the width of cells or a word."""
+    """A bare ``tabular``, rows under their place; titles wrap to the width of the widest cell or word."""
     columns, groups = table.by_place()
     sides, heads = "".join("r" if column.numeric else "l" for column in columns), []
     for number, (column, side) in enumerate(zip(columns, sides, strict=True)):
@@ -72,8 +72,8 @@ def numbers(tables: Sequence[Table], derived: Derived) -> str:
                 continue
             lines.append(f"% {table.name}, row {number + 1}: {' '.join(ids)}")
             pairs = list(zip(table.columns, cells, strict=True))
-            words = [cell for column, cell in pairs if not column.numeric and not column.place]
-            row = f"{table.name}/{_key(', '.join(filter(None, [*words, str(raw.get('where', ''))])))}"
+            labels = [cell for column, cell in pairs if not column.numeric and not column.place]
+            row = f"{table.name}/{_key(', '.join(filter(None, [*labels, str(raw.get('where', ''))])))}"
             taken[row] += 1
             row += f", {taken[row]}" if taken[row] > 1 else ""
             lines += [
@@ -84,6 +84,6 @@ def numbers(tables: Sequence[Table], derived: Derived) -> str:
     return "\n".join([*lines, ""])
 
 
-def _key(words: str) -> str:
-    """What may stand in a control sequence's name."""
-    return re.sub(r"[^A-Za-z0-9 .,:+/()_-]", "", words)
+def _key(label: str) -> str:
+    """A label without the characters that the name of a control sequence cannot hold."""
+    return re.sub(r"[^A-Za-z0-9 .,:+/()_-]", "", label)
