@@ -172,12 +172,14 @@ class Unit:
         """End the use of the weights, and note parameters that were written meanwhile."""
         if self.state is State.GATHERING:
             self.wait()  # its bytes are sent
-        if self._persists or self.state is State.SHARDED:
-            self.hide()
+        if self.state is State.SHARDED:
             return
-        if written := self.flat.written():
+        if written := self.written():
             self._passes.written += written
             self.flat.lay()
+        elif self._persists:
+            self.hide()
+            return
         self._become_sharded()
         self.flat.detach()
 
@@ -224,8 +226,8 @@ class Unit:
             self.state = State.HIDDEN
 
     def written(self) -> Sequence[str]:
-        """Parameters written since they were gathered; none below stage 3, where they stay."""
-        return () if self._persists else self.flat.written()
+        """Parameters written since modules hold them."""
+        return self.flat.written()
 
     def weights_changed(self, change: Change = "loaded") -> None:
         """The weights have new values: make all copies stale."""

@@ -149,6 +149,20 @@ def test_a_pass_in_which_weights_were_written_has_ended(
     assert all(torch.equal(seen, values) for seen in written.seen)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("how", WRITES)
+@each_rank(1, 2)
+def test_weights_that_stay_gathered_are_not_written_either(mesh: Mesh, how: str, stage: Any) -> None:
+    """Below stage 3 a write is refused, too: the next gather would undo it; the next pass is as without."""
+    written = model(_Writes, write=WRITES[how])
+    zero = _engine(mesh, nn.Sequential(written, nn.Linear(8, 8)), replace(EXACT, stage=stage))
+    for step in range(2):
+        with pytest.raises(WrittenError, match=r"master: '0\.weight'; write"):
+            zero.model(batch(step, mesh.rank, 8))
+    values = zero.full_state_dict()["0.weight"]
+    assert all(torch.equal(seen, values) for seen in written.seen)
+
+
 class _ClampsAll(nn.Module):
     """Blocks, and what writes all their weights once they have run, as an average of weights does."""
 
