@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from torch import Tensor
+from torch.amp import GradScaler
+from torch.nn import utils
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import (
     Optimizer,
@@ -44,7 +46,7 @@ def engines() -> list[Any]:
 
 @functools.cache
 def _watch() -> None:
-    """Have torch call this file's hooks, and refuse torch's gradient norms of masters, which are shards."""
+    """Have torch call this file's hooks, and refuse what it would find in gradients of one rank's shards."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     # clip_grad_norm_() looks it up when called; torch has no hook there, and optimizers see it too late.
@@ -61,7 +63,19 @@ def _watch() -> None:
             )
         return torch_norm(gradients, *args, **kwargs)
 
-    clip_grad._get_total_norm = total_norm  # noqa: SLF001
+    clip_grad._get_total_norm = utils.get_total_norm = total_norm  # noqa: SLF001
+    unscale = GradScaler._unscale_grads_  # steps and unscale_() look for overflows in it
+
+    @functools.wraps(unscale)
+    def unscale_grads(scaler: GradScaler, optimizer: Optimizer, *args: Any) -> Any:
+        if _held(optimizer)[1]:
+            raise ZeroError(
+                "GradScaler of masters, which are this rank's shards: after an overflow ranks would skip "
+                "different steps; use the policy's loss_scale and zero.step()"
+            )
+        return unscale(scaler, optimizer, *args)
+
+    GradScaler._unscale_grads_ = unscale_grads  # type: ignore[assignment,method-assign]
 
 
 def _held(optimizer: Optimizer) -> tuple[set[int], list[Any]]:

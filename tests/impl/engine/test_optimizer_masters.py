@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_
 
 from impl.codecs.codec import IntCodec
@@ -70,6 +72,24 @@ def test_clipping_masters_by_a_local_norm_is_refused(mesh: Mesh) -> None:
     plain.grad = torch.full((4,), 2.0)
     assert clip_grad_norm_(plain, 1.0) == 4.0
     assert plain.grad.norm().item() == pytest.approx(1.0)
+
+
+@each_rank(1, 2)
+def test_what_torch_finds_in_one_ranks_shards_is_refused(mesh: Mesh) -> None:
+    """A norm by itself, and GradScaler, with which ranks would skip different steps; of others both work."""
+    zero = shard(net := model(), mesh=mesh, policy=EXACT)
+    net(batch(0, mesh.rank)).backward()
+    optimizer = torch.optim.SGD(zero.param_groups())
+    with pytest.raises(ZeroError, match="their norm is not the model's"):
+        torch.nn.utils.get_total_norm([one.grad for one in zero.masters if one.grad is not None])
+    plain = torch.nn.Parameter(torch.ones(4))
+    for call, fused in ((GradScaler.unscale_, False), (GradScaler.step, False), (GradScaler.step, True)):
+        for held in (optimizer.param_groups, [plain]):
+            scaler = GradScaler("cpu")
+            scaler.scale(plain.sum()).backward()
+            refused = pytest.raises(ZeroError, match=r"policy's loss_scale and zero\.step")
+            with contextlib.nullcontext() if held == [plain] else refused:
+                call(scaler, torch.optim.AdamW(held, fused=fused))
 
 
 def test_padding_is_not_part_of_the_norm() -> None:
