@@ -94,6 +94,8 @@ class Hooks:
         if first and module is self._model:
             self._begin_forward()
         elif first:
+            if self.buffers.nbytes:
+                self.buffers.differ |= self.buffers.changed_by(module)
             for unit in units:
                 unit.check_unchanged(training=False)
         changed = None
@@ -135,7 +137,7 @@ class Hooks:
         self._check_attached()
         if self.buffers.nbytes:
             self.buffers.make_equal()
-            self.buffers.differ = training
+            self.buffers.differ = training or self.buffers.changed_by(self._model)
         if training:
             self._inputs_left.clear()
             self.saved.begin()

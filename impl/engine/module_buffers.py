@@ -34,6 +34,11 @@ class ModuleBuffers:
         }
         return [buffer for buffer in buffers.values() if buffer.numel()]
 
+    @staticmethod
+    def changed_by(module: nn.Module) -> bool:
+        """Whether a pass of ``module`` changes some though it records no gradient, as running means."""
+        return any(part.training and part._buffers for part in module.modules())  # noqa: SLF001
+
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Context that restores all buffers, also those that are not persistent."""

@@ -44,7 +44,8 @@ class History(Training):
                     self.optimizer.zero_grad(set_to_none=kind != "clipped")
             case "evaluate":
                 with torch.inference_mode():
-                    self.seen.append(self.net(x).item())
+                    self.seen.append(self.net.eval()(x).item())
+                self.net.train()
                 self.events.append("evaluate")
             case "norm":
                 if [event for event in self.events if event != "evaluate"][-1:] == ["accumulate"]:

@@ -121,6 +121,21 @@ def test_buffers_are_kept_equal() -> None:
         assert loss == results[0][2]
 
 
+@pytest.mark.parametrize("part", ["", "blocks.0"])
+def test_buffers_are_kept_equal_after_any_pass_that_changes_them(part: str) -> None:
+    """Also one that records no gradient, as that of ``update_bn()``, and one of blocks by themselves."""
+
+    def body(mesh: Mesh) -> dict[str, Tensor]:
+        zero = Training(mesh, model(Normed), EXACT).zero
+        zero.full_state_dict()
+        with torch.set_grad_enabled(bool(part)):
+            zero.model.get_submodule(part)(batch(0, mesh.rank))
+        return zero.full_state_dict()
+
+    one, other = on_threads(Topology(1, 2), body)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 @each_rank(1, 2)
 def test_scaled_gradients_are_unscaled_once(mesh: Mesh) -> None:
     """Several optimizers step together under one scale; one alone, or clipping before, is refused."""
