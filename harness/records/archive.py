@@ -62,11 +62,18 @@ def unpack(archive: Path, into: Path | None = None) -> Path:
                 named = _NAME.fullmatch(entry.name)
                 if named is None or named[1] != suite or not entry.isfile() or entry.size > _MOST:
                     raise RecordError(f"{archive}: holds {entry.name!r}, which is no record of suite {suite}")
-            for entry, content in [(entry, found.extractfile(entry)) for entry in entries]:
-                (into / entry.name).parent.mkdir(parents=True, exist_ok=True)
-                (into / entry.name).write_bytes(content.read() if content else b"")
+            read = [(entry, found.extractfile(entry)) for entry in entries]
+            contents = {into / entry.name: file.read() if file else b"" for entry, file in read}
+        if others := sorted(set(folder.glob("*.json")) - contents.keys()):
+            raise RecordError(
+                f"{folder}: has records that {archive.name} has not, the first {others[0].name}"
+            )
+        journal = folder / JOURNAL  # of records that were unpacked here once, it begins as the archive's
+        if journal.exists() and not contents.get(journal, b"").startswith(journal.read_bytes()):
+            raise RecordError(f"{folder}: its journal tells of records that {archive.name} has not; move one")
+        for path, content in contents.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
     except (OSError, tarfile.TarError, lzma.LZMAError, EOFError) as error:
         raise RecordError(f"{archive}: cannot be unpacked: {error}") from error
-    if others := sorted(set(folder.glob("*.json")) - {into / entry.name for entry in entries}):
-        raise RecordError(f"{folder}: has records that {archive.name} has not, the first {others[0].name}")
     return folder

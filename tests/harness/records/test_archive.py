@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.records import archive, record
+from harness.records import archive, chained_journal, record
 from harness.records.record import RecordError
 from harness.suites.trial import Trial
 from tests.report.records import record_of
@@ -78,10 +78,26 @@ def test_damaged_archives_are_named(tmp_path: Path) -> None:
 
 
 def test_records_that_are_not_in_it_are_not_mixed_in(tmp_path: Path) -> None:
-    """A folder with a further record is refused: its page would be of both."""
+    """A folder with a further record, or a later one of a trial, is refused and stays as it is."""
     folder = tmp_path / "q"
-    record.write(folder, record_of(Trial(steps=2, warmup=0)))
+    first = record_of(Trial(steps=2, warmup=0))
+    chained_journal.append(folder, first)
     packed = archive.pack(folder, tmp_path)
-    record.write(folder, record_of(Trial(steps=2, warmup=0, seed=1)))
-    with pytest.raises(RecordError, match=r"has records that q\.tar\.xz has not"):
-        archive.unpack(packed)
+    chained_journal.append(folder, first.model_copy(update={"finished": "later"}))
+    for told in ("journal tells of records", "has records"):
+        kept = {path: path.read_bytes() for path in folder.iterdir()}
+        with pytest.raises(RecordError, match=rf"{told} that q\.tar\.xz has not"):
+            archive.unpack(packed)
+        assert kept == {path: path.read_bytes() for path in folder.iterdir()}
+        record.write(folder, record_of(Trial(steps=2, warmup=0, seed=1)))
+
+
+def test_an_archive_of_what_was_unpacked_and_went_on_is_unpacked_over_it(tmp_path: Path) -> None:
+    """As often as records are packed anew."""
+    folder = tmp_path / "a" / "q"
+    for seed in range(2):
+        chained_journal.append(folder, record_of(Trial(steps=2, warmup=0, seed=seed)))
+        found = archive.unpack(archive.pack(folder, tmp_path))
+        assert {one.name: one.read_bytes() for one in found.iterdir()} == {
+            one.name: one.read_bytes() for one in folder.iterdir()
+        }
