@@ -1,5 +1,5 @@
-"""Exchanges: of one rank, in the memory of a node, by torch.distributed, or by it through host memory."""
-# ruff: noqa: D102  # Exchange says what its methods do
+"""Exchanges: of one rank, in a node's memory, by torch.distributed, or through host memory."""
+# ruff: noqa: D102  # Exchange documents the methods
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.comm.fingerprint import Fields, Step, told
+from impl.comm.fingerprint import Fields, Step, label
 from impl.comm.ledger import BETWEEN, INSIDE
 from impl.comm.watchdog import DIFFER, Watchdog
 from impl.plan.traffic import LedgerKey
@@ -32,11 +32,10 @@ _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather
 class Exchange(Protocol):
     """One collective under way: write to ``send``, ``post()``, ``wait()``."""
 
-    # where this rank's message is written before post(): (bytes,); of an all-to-all a row per destination
-    send: Tensor
+    send: Tensor  # (bytes,) this rank's message, to be written before post(); all-to-all: a row per rank
 
     def post(self) -> None:
-        """Let the message go; ``send`` belongs to the wire from here on."""
+        """Send the message; ``send`` belongs to the wire from here on."""
 
     def wait(self) -> Tensor:
         """(ranks, bytes) received, a row per source; valid until :meth:`close`."""
@@ -46,7 +45,7 @@ class Exchange(Protocol):
 
 
 class Pacer(Protocol):
-    """A link that is modelled: says when bytes sent to other nodes have left."""
+    """Models a link: says when bytes sent to other nodes have left."""
 
     def book(self, nbytes: int) -> float:
         """``time.monotonic()`` at which the last of ``nbytes`` has left this node."""
@@ -55,8 +54,8 @@ class Pacer(Protocol):
 def point_to_point(group: Group, kind: Kind, received: Tensor, sent: Tensor, tag: int) -> list[dist.Work]:
     """Post an exchange over gloo as one message to and from each rank of the group.
 
-    gloo's own all-to-all announces a receive only when it gets to it; behind a slow link that queues after
-    our data and the link idles (24 to 30 of 50 Mbit/s between two nodes, 48 this way).  So all receives are
+    gloo's own all-to-all announces each receive late: behind a slow link the announcement queues after our
+    data and the link idles (24 to 30 of 50 Mbit/s between two nodes, 48 this way).  So all receives are
     announced before anything is sent.
     """
     size, me, handle = len(group.ranks), group.index, group.handle() or group.process_group
@@ -66,7 +65,7 @@ def point_to_point(group: Group, kind: Kind, received: Tensor, sent: Tensor, tag
         after, before = after[:1], before[:1]
     come = [received] * size if kind == "shift" else received.view(size, -1).unbind()
     go = sent.view(size, -1).unbind() if kind == "all_to_all" else [sent] * size
-    # What isend() and irecv() call, without their checks: six calls are 60 us a unit and hop.
+    # isend() and irecv() without their checks: six calls are 60 us a unit and hop.
     works = [handle.recv([come[i]], i, tag) for i in before]
     works += [handle.send([go[i]], i, tag) for i in after]
     if kind == "all_to_all":
@@ -88,38 +87,38 @@ def collective(group: Group, kind: Kind, received: Tensor, sent: Tensor, _: int)
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How exchanges of one kind, size and purpose travel along an axis."""
+    """The path of exchanges of one kind, size and purpose along an axis."""
 
     operation: Fields  # for the log of collectives
     group: Group  # the axis's
     kind: Kind  # of exchange
     nbytes: int  # of a row that a rank receives from another
     row: int  # bytes of this rank's message
-    rows: int  # that are received
-    shared: bool  # whether its ranks read each other's memory
-    direct: bool  # whether they are messages from rank to rank otherwise, or the backend's collectives
-    limit: tuple[timedelta, ...]  # what works' ``wait`` is given
-    # rows of the ledger with what an exchange adds to each: bytes, messages
+    rows: int  # received
+    shared: bool  # whether ranks read each other's memory
+    direct: bool  # else whether messages go from rank to rank, or by the backend's collectives
+    limit: tuple[timedelta, ...]  # arguments of works' ``wait``
+    # keys of the ledger with the bytes and messages of an exchange
     booked: tuple[tuple[LedgerKey, int, int], ...]
-    inter_bytes: int  # of them to other nodes
+    inter_bytes: int  # of these to other nodes
 
 
 class Buffers:
     """Memory of messages, reused: a fresh buffer costs a page fault every 4 KiB.
 
-    Where several ``streams`` of a GPU use it, who takes a buffer waits, on its stream, for who gave it back.
+    With several ``streams`` of a GPU, a buffer's next user waits, on its stream, for its last one.
     """
 
     def __init__(self, device: torch.device, *, streams: bool = False) -> None:
         self._device, self._streams = device, streams
-        self._spare = 2 if streams else 0  # free ones of a size that are left: a message and what it brings
+        self._spare = 2 if streams else 0  # free buffers of a size to keep: a message and what it receives
         self._free: dict[int, deque[tuple[Tensor, torch.cuda.Event | None]]] = defaultdict(deque)
 
     def take(self, nbytes: int) -> Tensor:
         """(nbytes,) uint8."""
         free = self._free[nbytes]
         if len(free) > self._spare:
-            # On streams the one whose last use is furthest behind, else the one that caches may hold.
+            # On streams the one used longest ago, else the last one, which caches may hold.
             buffer, event = free.popleft() if self._streams else free.pop()
             if event is not None:
                 event.wait()
@@ -133,7 +132,7 @@ class Buffers:
         self._free[buffer.numel()].append((buffer, event))
 
     def clear(self) -> None:
-        """Let go of what is free."""
+        """Drop free buffers."""
         self._free.clear()
 
 
@@ -173,11 +172,11 @@ class InMemory:
         return self.messages()[:, self._part]
 
     def messages(self) -> Tensor:
-        """(ranks, bytes) the whole messages of all ranks; as :meth:`wait`."""
+        """(ranks, bytes) the whole messages of all ranks; waits like :meth:`wait`."""
         if self._rows is None:
             rows = self._watchdog.wait(self._step, partial(self._arena.wait, self._number))
             if not self._arena.agree(self._number, self._step[2]):
-                raise self._watchdog.error(DIFFER, f"it is in {told(self._step)}", self._step)
+                raise self._watchdog.error(DIFFER, f"it is in {label(self._step)}", self._step)
             _arrived(self._watchdog, self._route, self._begin)
             self._rows = rows
         return self._rows
@@ -187,9 +186,9 @@ class InMemory:
 
 
 class Distributed:
-    """An exchange that torch.distributed carries, over a link that is modelled if there is a ``pacer``.
+    """An exchange by torch.distributed, over a modelled link if there is a ``pacer``.
 
-    Its messages lie in ``buffers``, or, those that a gather receives, in ``into``.
+    Its messages lie in ``buffers``, or those that a gather receives in ``into``.
     """
 
     def __init__(
@@ -209,7 +208,7 @@ class Distributed:
         self._received = buffers.take(route.nbytes * route.rows) if into is None else into
         self._taken = [self._received] if into is None else []
         if route.kind == "all_gather" and route.direct:
-            # What is sent to all is written where this rank itself receives it.
+            # The message is written where this rank receives its own.
             self.send = self._received.view(route.rows, -1)[route.group.index]
         else:
             self.send = buffers.take(route.row)
@@ -221,11 +220,11 @@ class Distributed:
         if self._pacer is not None and route.inter_bytes:
             self._carried = self._pacer.book(route.inter_bytes)
         start = point_to_point if route.direct else collective
-        mark = self._step[2] % _TAGS  # of ranks that part no message fits another
+        mark = self._step[2] % _TAGS  # messages of ranks with other orders do not match
         try:
             self._works = start(route.group, route.kind, self._received, self.send, mark)
-        except RuntimeError as error:  # gloo says here already that a rank is lost
-            raise self._watchdog.error(f"could not finish {told(self._step)}", error, self._step) from error
+        except RuntimeError as error:  # gloo may report a lost rank here already
+            raise self._watchdog.error(f"could not finish {label(self._step)}", error, self._step) from error
 
     def wait(self) -> Tensor:
         if self._under_way:
@@ -241,15 +240,15 @@ class Distributed:
             time.sleep(left)
 
     def close(self) -> None:
-        if not self._under_way:  # else a message may yet be written there, or be read
+        if not self._under_way:  # else a message may still be written or read there
             for buffer in self._taken:
                 self._buffers.give_back(buffer)
 
 
 class Staged:
-    """An exchange of tensors on a device, in ``buffers``, that ``host`` carries through host memory.
+    """An exchange of tensors on a device, in ``buffers``, by ``host`` through host memory.
 
-    So several ranks can share a GPU, which NCCL refuses.  Copies hold the thread until they are done.
+    So several ranks can share a GPU, which NCCL refuses.  Copies block the thread.
     """
 
     def __init__(self, host: Distributed, route: Route, buffers: Buffers) -> None:
@@ -268,7 +267,7 @@ class Staged:
 
 
 def _arrived(watchdog: Watchdog, route: Route, begin: float) -> None:
-    """Note that an exchange that was posted at ``begin`` has been received."""
+    """Note that an exchange posted at ``begin`` has been received."""
     if watchdog.timeline is not None:
         purpose, unit = route.operation[6:8]
         lane = BETWEEN if route.inter_bytes else INSIDE

@@ -1,4 +1,4 @@
-"""The log of the exchanges that a rank opened, its fingerprint, and where the logs of ranks part.
+"""The log of a rank's exchanges, its fingerprint, and the first exchange where ranks' logs differ.
 
 All ranks run one program, so all must open the same exchanges in the same order; a rank that does not leaves
 the others waiting for ever.  Logs are compared by a count and a 64-bit fingerprint
@@ -17,16 +17,15 @@ from impl.plan.topology import ranks_in_words
 
 _FACTOR: Final = 0x9E3779B97F4A7C15  # odd, so that no earlier exchange is ever shifted out
 
-# What is equal on all ranks about one exchange: its kind (``all_gather``, ``all_to_all``, ``shift``), the
-# axis's name, ranks in a group of it and stride, the bytes of one message, phase, purpose and unit of its
-# tag, and whether it goes round a ring.
+# An exchange as all ranks see it: its kind (``all_gather``, ``all_to_all``, ``shift``), axis, group size and
+# stride, the bytes of one message, phase, purpose and unit of its tag, and whether it is of a ring.
 Fields = tuple[str, str, int, int, int, str, str, str, bool]
-# One exchange in its place on a rank: its number from 1, what it is, the fingerprint of all up to it.
-Step = tuple[int, Fields, int]  # a named one takes 0.4 us, as much as all else
+# One exchange of a rank: its number from 1, its fields, the fingerprint of all up to it.
+Step = tuple[int, Fields, int]  # a named tuple would take 0.4 us, as much as all else
 
 
 def described(fields: Fields) -> str:
-    """What an exchange is, in words."""
+    """An exchange in words."""
     kind, axis, ranks, stride, nbytes, *tag, ring = fields
     # Axes of one name may differ in size and stride: those of two policies on one wire.
     apart = f", stride {stride}" if stride > 1 else ""
@@ -34,19 +33,19 @@ def described(fields: Fields) -> str:
     return f"{kind} of {nbytes} B along {group} for {' '.join(filter(None, tag))}"
 
 
-def told(step: Step) -> str:
-    """The number of an exchange, and what it is."""
+def label(step: Step) -> str:
+    """An exchange in words, with its number."""
     return f"exchange {step[0]}, {described(step[1])}"
 
 
 @lru_cache(1 << 14)
 def _code(fields: Fields) -> int:
-    """64 bits that are the same in every process (``hash`` of text is not)."""
+    """64 bits, equal in every process (``hash`` of text is not)."""
     return int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=8).digest(), "little")
 
 
 class CollectiveLog:
-    """What one rank has opened: how much, the fingerprint of its order, and the last of it, oldest first."""
+    """One rank's exchanges: their count, the fingerprint of their order, and the last ones in order."""
 
     def __init__(self) -> None:
         self.count = self.fingerprint = 0
@@ -62,13 +61,13 @@ class CollectiveLog:
 
 
 def parting(histories: Mapping[int, Iterable[Step]]) -> str | None:
-    """The first exchange that ranks remember differently, from their ``steps``; None if none differs."""
-    opened: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))  # by number, who what
+    """A sentence on the first exchange that differs in ranks' ``steps``; None if none does."""
+    opened: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))  # ranks by exchange
     for rank, steps in sorted(histories.items()):
         for number, fields, _ in steps:
             opened[number][described(fields)].append(rank)
     for number, sides in sorted(opened.items()):
         if len(sides) > 1:
-            said = (f"{ranks_in_words(ranks)} opened {text}" for text, ranks in sides.items())
-            return f"the ranks part at exchange {number}: {'; '.join(said)}"
+            texts = (f"{ranks_in_words(ranks)} opened {text}" for text, ranks in sides.items())
+            return f"the ranks part at exchange {number}: {'; '.join(texts)}"
     return None
