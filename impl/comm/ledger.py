@@ -1,10 +1,9 @@
-"""The ledger: bytes and messages that a rank has sent, by what they were for.
+"""The ledger: bytes and messages that a rank has sent, by purpose.
 
 The wire books every message; ``impl.plan.traffic`` predicts the same rows (docs/reference/metrics.md).
 
-Beside it a timeline, for a picture of one step, which is given to a wire for a while
-(:meth:`impl.comm.wire.Wire.traced`).  A message is under way from the moment that it was posted until it was
-waited for: a transport does not say when it arrived.
+A timeline, for a picture of one step, can be attached to a wire (:meth:`impl.comm.wire.Wire.traced`).  A
+message is under way from its post to the end of its wait: transports do not say when it arrived.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ WITHIN: Final = "for this node"
 class Ledger:
     """Bytes and messages that this rank has sent."""
 
-    # of each row
+    # bytes and messages
     booked: dict[LedgerKey, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
 
     def rows(self) -> dict[LedgerKey, Sent]:
@@ -41,14 +40,14 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What was going on for a while."""
+    """A message or wait in time."""
 
-    lane: str  # whom it occupied; a message is between nodes if what this rank sends leaves the node
+    lane: str  # a message is between nodes if this rank's bytes leave the node
     name: str
     # in seconds of ``time.perf_counter()``, which ranks of one machine share
     begin: float
     end: float
-    nbytes: int = 0  # that this rank sent, of a message
+    nbytes: int = 0  # of this rank's message
 
 
 @dataclass(slots=True)
@@ -58,5 +57,5 @@ class Timeline:
     spans: list[Span] = field(default_factory=list)
 
     def add(self, lane: str, name: str, begin: float, nbytes: int = 0) -> None:
-        """Note what began at ``begin`` and ends now."""
+        """Add a span from ``begin`` until now."""
         self.spans.append(Span(lane, name, begin, time.perf_counter(), nbytes))

@@ -1,9 +1,9 @@
 """Process groups: the default one, and those along each axis of a topology; the only place that makes any.
 
-A process that made a group must end it before the interpreter does.  Gloo's threads drop the tensors of a
-collective after its ``wait()`` returned; one that still does so while the interpreter goes aborts the process
-(status -6, "terminate called without an active exception").  ``destroy_process_group()`` waits for these
-threads only if nobody else holds the group, so a :class:`Mesh` does not: torch's call ends its groups too.
+A process must end its groups before the interpreter ends.  Gloo's threads drop the tensors of a collective
+after its ``wait()`` returned; a thread that does so during the interpreter's end aborts the process (status
+-6, "terminate called without an active exception").  ``destroy_process_group()`` waits for these threads only
+if nothing else holds the group, so a :class:`Mesh` does not hold any.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def default_group(backend: str, **options: Any) -> Iterator[None]:
     """Join the default process group; after the body it and all groups made from it have ended.
 
     Arguments are those of ``torch.distributed.init_process_group``.
-    After an error groups are left as they are: ending them would wait for what other ranks no longer send.
-    Such a process must not end by the interpreter's own way, but by ``os._exit()``, once it said why.
+    After an error groups stay: ending them would wait for messages that other ranks no longer send.  The
+    process must then report the error and end by ``os._exit()``.
     """
     dist.init_process_group(backend, **options)
     yield
@@ -59,7 +59,7 @@ class Mesh:
         return cls(topology, dist.get_rank(), device or torch.device("cpu"))
 
     def store(self) -> Store | None:
-        """What its ranks exchange words through; None where there is none."""
+        """The store of the ranks' rendezvous; None where there is none."""
         world = dist.group.WORLD if dist.is_initialized() and self.topology.world > 1 else None
         return None if world is None else world.get_group_store()
 
@@ -71,12 +71,12 @@ class Mesh:
     def group(self, axis: Axis) -> Group:
         """This rank's group along ``axis``; made at the first call, which all ranks must reach.
 
-        Torch wants every rank to take part in making every group: all of the axis are made here, in order.
+        Torch wants every rank to take part in making every group, so all of the axis are made, in order.
         """
         if axis not in self._groups:
             ranks = axis.group(self.rank)
             every = sorted(map(list, {axis.group(rank) for rank in range(self.topology.world)}))
-            mine, _ = dist.new_subgroups_by_enumeration(every)  # type: ignore[no-untyped-call]
+            handle, _ = dist.new_subgroups_by_enumeration(every)  # type: ignore[no-untyped-call]
             same_node = len({self.topology.node_of(rank) for rank in ranks}) == 1
-            self._groups[axis] = Group(axis, ranks, ranks.index(self.rank), same_node, weakref.ref(mine))
+            self._groups[axis] = Group(axis, ranks, ranks.index(self.rank), same_node, weakref.ref(handle))
         return self._groups[axis]

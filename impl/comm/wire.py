@@ -2,10 +2,10 @@
 
 Transports: ``backend`` hands messages to torch.distributed (gloo, NCCL, thread ranks); ``shm`` lets the ranks
 of a node read each other's memory (:mod:`impl.transport.shared_memory`) and uses the backend between nodes;
-``staged`` has gloo carry messages of tensors on a GPU through host memory, so that ranks may share one.
+``staged`` sends tensors of a GPU by gloo through host memory, so that ranks may share the GPU.
 
-No wait is for ever: an exchange that a rank does not join ends in a :class:`WireError`, which says where
-every rank stands (:mod:`impl.comm.watchdog`).
+Every wait ends: an exchange that a rank does not join ends in a :class:`WireError`, which says where every
+rank stands (:mod:`impl.comm.watchdog`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Transport = Literal["backend", "shm", "staged"]
 
 
 class Hop(NamedTuple):
-    """A hop that encodes: its number, 0 first (a ring has one a step), its axis's name and its codec."""
+    """A hop that encodes: its number from 0 (a ring has one a step), the name of its axis, its codec."""
 
     number: int
     axis: str
@@ -46,19 +46,19 @@ class Hop(NamedTuple):
 
 
 class Observer:
-    """Is told of the reductions of one rank; it must not change what it is given, nor keep it uncopied."""
+    """Observes the reductions of one rank; must not change tensors, nor keep them without a copy."""
 
     def local(self, unit: str, gradient: Tensor) -> None:
         """A reduction of ``unit`` begins: (world * S,) this rank's gradient, without carried errors."""
 
     def encoded(self, unit: str, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
-        """A hop's message is about to be sent: (..., S) ``values``, error feedback included, as ``frames``.
+        """Before a hop's message: (..., S) ``values`` with carried errors, encoded as ``frames``.
 
-        These are (..., F) uint8; None if the elements are sent as they are.
+        These are (..., F) uint8; None if the elements themselves are sent.
         """
 
     def averaged(self, unit: str, start: int, mean: Tensor) -> None:
-        """A reduction ended: (n,) fp32 mean of elements ``start`` to ``start + n``, told on one rank each."""
+        """A reduction ended: (n,) fp32 mean of elements ``start`` to ``start + n``, each on one rank."""
 
 
 class Wire:
@@ -69,7 +69,7 @@ class Wire:
         mesh: Mesh,
         *,
         transport: Transport = "backend",  # inside a node
-        pacer: Pacer | None = None,  # models the link between nodes, where none is shaped
+        pacer: Pacer | None = None,  # models the link between nodes, if it is not shaped
         timeout: float = TIMEOUT_SECONDS,  # after which a missing rank is an error
     ) -> None:
         if transport == "shm" and mesh.device.type != "cpu":
@@ -77,12 +77,12 @@ class Wire:
         self.mesh = mesh
         self.transport = transport
         self.ledger = Ledger()
-        self.observer: Observer | None = None  # is told of reductions
+        self.observer: Observer | None = None  # of reductions
         self._pacer, self._timeout = pacer, timeout
         streams = waits_on_streams(mesh, transport)
         self._watchdog = Watchdog(mesh, streams=streams)
         self._buffers = exchanges.Buffers(mesh.device, streams=streams)
-        # For what follows their first hops; None where the host waits.
+        # For their hops after the first; None where the host waits.
         self.gathers = SideStream(mesh.device) if streams else None
         self.reductions = SideStream(mesh.device) if streams else None
         self._host_buffers = exchanges.Buffers(torch.device("cpu")) if transport == "staged" else None
@@ -92,14 +92,14 @@ class Wire:
 
     @property
     def exposed_seconds(self) -> float:
-        """Time spent waiting for messages: by this rank, or its stream once the device was synchronised."""
+        """Seconds spent waiting for messages: by this rank, or its stream, after a synchronisation."""
         return self._watchdog.exposed_seconds
 
     @contextlib.contextmanager
     def beside(self, stream: SideStream) -> Iterator[Arrival]:
-        """Enqueue what the body posts, waits for and decodes on ``stream``; yields its end, for :meth:`join`.
+        """Enqueue the body's posts, waits and decoding on ``stream``; yields its end, for :meth:`join`.
 
-        On a GPU a wait for a message blocks no host, so all hops are enqueued once the first is posted.
+        On a GPU waits for messages block no host, so all hops are enqueued once the first is posted.
         """
         self._watchdog.paused = True
         try:
@@ -109,13 +109,13 @@ class Wire:
             self._watchdog.paused = False
 
     def join(self, arrival: Arrival) -> None:
-        """Let the computation wait for what was enqueued beside it; the wait is exposed."""
+        """Let the computation wait for work enqueued beside it; the wait is exposed."""
         with self._watchdog.stalling():
             arrival.join()
 
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Inside, ``observer`` is told of reductions, and bytes are booked in a ledger that ends with it."""
+        """Inside, ``observer`` sees reductions, and bytes are booked in a ledger of its own."""
         before = self.ledger, self.observer
         self.ledger, self.observer = Ledger(), observer
         try:
@@ -125,7 +125,7 @@ class Wire:
 
     @contextlib.contextmanager
     def traced(self, timeline: Timeline) -> Iterator[None]:
-        """Inside, messages under way and waits are noted; outside it costs a comparison each."""
+        """Inside, ``timeline`` notes messages and waits; outside this costs a comparison each."""
         self._watchdog.timeline = timeline
         try:
             yield
@@ -144,7 +144,7 @@ class Wire:
         """Every rank of the axis receives every rank's message of ``nbytes``, booked as ``tag`` says.
 
         A ``ring`` books the messages of the library's algorithm over the whole world.  ``into`` (ranks *
-        nbytes,) uint8 is where they may arrive, if the transport can do that.
+        nbytes,) uint8 receives them, if the transport can do that.
         """
         return self._exchange("all_gather", axis, nbytes, tag, ring=ring, into=into)
 
@@ -156,33 +156,32 @@ class Wire:
         """Every rank sends ``nbytes`` to the next rank of the axis: one step of a ring."""
         return self._exchange("shift", axis, nbytes, tag)
 
-    def all_gather_small(self, mine: Tensor, purpose: Purpose = "control") -> Tensor:
-        """(ranks, n) the (n,) values of every rank, of any type, by rank; all ranks must call it."""
-        exchange = self.all_gather(self.mesh.topology.world_axis, mine.nbytes, Tag("step", purpose))
-        exchange.send.copy_(mine.contiguous().view(torch.uint8))
+    def all_gather_small(self, row: Tensor, purpose: Purpose = "control") -> Tensor:
+        """(ranks, n) the ``row`` (n,) of every rank, of any type; all ranks must call it."""
+        exchange = self.all_gather(self.mesh.topology.world_axis, row.nbytes, Tag("step", purpose))
+        exchange.send.copy_(row.contiguous().view(torch.uint8))
         exchange.post()
         rows = exchange.wait().clone(memory_format=torch.contiguous_format)  # (ranks, bytes)
         exchange.close()
-        return rows.view(mine.dtype)
+        return rows.view(row.dtype)
 
     def check_order(self) -> None:
-        """Raise a WireError unless all ranks, which call it, opened the same exchanges in one order."""
+        """Raise a WireError unless all ranks opened equal exchanges in one order; all must call it."""
         log = self._watchdog.collective_log
-        mine = torch.tensor([log.count, log.fingerprint], dtype=torch.uint64, device=self.mesh.device)
-        told = self.all_gather_small(mine).tolist()  # [count, fingerprint] by rank
-        alike = defaultdict[str, list[int]](list)
-        for rank, (count, mark) in enumerate(told):
+        order = torch.tensor([log.count, log.fingerprint], dtype=torch.uint64, device=self.mesh.device)
+        alike = defaultdict[str, list[int]](list)  # ranks by order
+        for rank, (count, mark) in enumerate(self.all_gather_small(order).tolist()):
             alike[f"opened {count} ({mark:016x})"].append(rank)
         if len(alike) > 1:
-            who = [f"{ranks_in_words(ranks)} {opened}" for opened, ranks in alike.items()]
-            raise self._watchdog.error(DIFFER, ", ".join(who))
+            orders = [f"{ranks_in_words(ranks)} {opened}" for opened, ranks in alike.items()]
+            raise self._watchdog.error(DIFFER, ", ".join(orders))
 
     def describe(self) -> dict[str, str]:
-        """All that carried messages along each axis, for the record; norms and flags apart."""
+        """The transports of messages along each axis, for the record; control messages apart."""
         return {name: ", ".join(sorted(used)) for name, used in self._used.items()}
 
     def close(self) -> None:
-        """Let go of shared memory and buffers, and answer no more desync reports."""
+        """Drop shared memory and buffers, and report the wire as closed."""
         self._watchdog.close()
         self._arenas.clear()
         self._buffers.clear()
@@ -190,14 +189,14 @@ class Wire:
             self._host_buffers.clear()
 
     def shares_memory(self, axis: Axis) -> bool:
-        """Whether ranks along ``axis`` read each other's messages in place: then they see whole ones."""
+        """Whether ranks along ``axis`` read each other's messages in place, as a whole."""
         group = self.mesh.group(axis)
         return self.transport == "shm" and group.same_node and group.size > 1
 
     def lets_go(self, axis: Axis) -> bool:
-        """Whether messages along ``axis`` arrive in memory of the caller's, which is then the caller's alone.
+        """Whether messages along ``axis`` can arrive in the caller's memory, with no reference kept after.
 
-        gloo's works go when they were waited for; NCCL's and those of thread ranks may outlive that.
+        gloo's works end with their wait; NCCL's and those of thread ranks may outlive it.
         """
         gloo = dist.get_backend(self.mesh.group(axis).process_group) == "gloo"
         return gloo and self.transport != "staged" and not self.shares_memory(axis)
@@ -235,7 +234,7 @@ class Wire:
         return exchanges.Staged(host, route, self._buffers)
 
     def _make_arena(self, axis: Axis, row_bytes: int, step: Step) -> Arena:
-        """Make room for messages of up to ``row_bytes`` a rank; all ranks of the axis come here together."""
+        """Make an arena for messages of up to ``row_bytes`` a rank; all ranks of the axis call this."""
         make = partial(Arena, row_bytes, self.mesh.group(axis), self._timeout)
         with torch.inference_mode(mode=False):  # it outlives a pass
             arena = self._watchdog.wait(step, make)
@@ -243,7 +242,7 @@ class Wire:
         return arena
 
     def _route(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> exchanges.Route:
-        """Work out, and note, how such messages travel."""
+        """The route of such messages, whose transport is noted."""
         group, steps = self.mesh.group(axis), kind == "shift"
         backend, shared = dist.get_backend(group.process_group), not steps and self.shares_memory(axis)
         direct = backend == "gloo" and not ring
@@ -252,7 +251,7 @@ class Wire:
         name = f"{axis.name} (control)" if tag.purpose == "control" else axis.name
         self._used.setdefault(name, set()).add(carrier)
         counts = destinations(self.mesh.topology, axis, self.mesh.rank, ring=ring or steps)
-        if steps:  # one of a ring's
+        if steps:  # one step of a ring
             counts = {link: min(count, 1) for link, count in counts.items()}
         return exchanges.Route(
             operation=(kind, axis.name, axis.size, axis.stride, nbytes, *tag, ring),
@@ -272,5 +271,5 @@ class Wire:
 
 
 def waits_on_streams(mesh: Mesh, transport: Transport) -> bool:
-    """Whether not the host waits for messages, but a stream of the GPU that they are on."""
+    """Whether a stream of the GPU waits for messages, not the host."""
     return mesh.device.type == "cuda" and transport != "staged"
