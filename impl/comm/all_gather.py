@@ -24,7 +24,7 @@ class FrameGather:
     """All-gathers frames of ``nbytes`` along ``axes``, hop after hop; one at a time is under way.
 
     :meth:`open` gives the first hop's message, which the caller fills; :meth:`post` sends it; :meth:`finish`
-    waits for it, and posts and waits for the hops after it, of which ``left`` are not posted.
+    waits for it, and posts and waits for the hops after it; ``left`` hops are not posted.
     """
 
     def __init__(self, wire: Wire, axes: Sequence[Axis], nbytes: int, *, ring: bool = False) -> None:
@@ -37,7 +37,7 @@ class FrameGather:
     def open(self, tag: Tag, into: Tensor | None = None) -> Tensor:
         """(nbytes,) uint8, the first hop's message, to be written before :meth:`post`.
 
-        ``into`` (ranks * nbytes,) uint8 is where all frames are to arrive, which only a single hop uses.
+        ``into`` (ranks * nbytes,) uint8 receives all frames of a single hop; else it is not used.
         """
         self._tag, self.left = tag, len(self._hops)
         to = into if self.left == 1 else None
@@ -50,7 +50,7 @@ class FrameGather:
         self.left -= 1
 
     def post_next_hop(self) -> None:
-        """Wait for the hop under way, and forward what it brought along the next axis."""
+        """Wait for the hop under way, and forward its frames along the next axis."""
         before, hop = self._exchange, len(self._hops) - self.left
         rows = before.wait()
         exchange = self._wire.all_gather(self._hops[hop], rows.numel(), self._tag, ring=self._ring)
@@ -81,7 +81,7 @@ def are_elements(codec: Codec, dtype: torch.dtype, shard: int) -> bool:
 def placed(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[int] | None = None) -> Tensor:
     """View of ``flat`` (n * S,) as (sizes of ``axes`` in this order..., S), by rank digits.
 
-    ``strides`` are parts from one digit to the next along each axis; the axes' own by default.
+    ``strides`` are the parts between neighbours along each axis; the axes' own by default.
     """
     sizes = [axis.size for axis in axes]
     apart_by = [axis.stride for axis in axes] if strides is None else strides
@@ -102,16 +102,16 @@ def whole_of(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Tensor
 
 
 def scattered(wire: Wire, source: int, parts: Sequence[Tensor] | None, numel: int, tag: Tag) -> Tensor:
-    """(numel,) fp32 that rank ``source`` has for this rank; the other ranks' messages are zeros.
+    """(numel,) fp32 this rank's part from rank ``source``; the other ranks' messages are zeros.
 
-    ``parts`` are there for each rank, of at most ``numel`` elements; elsewhere None.
+    ``parts`` are one for each rank, of at most ``numel`` elements, on ``source``; elsewhere None.
     """
     world = wire.mesh.topology.world_axis
     exchange = wire.all_to_all(world, numel * torch.float32.itemsize, tag)
     rows = exchange.send.view(torch.float32).view(world.size, numel).zero_()
-    for row, part in zip(rows, parts or (), strict=False):
-        row[: part.numel()] = part
+    for row, values in zip(rows, parts or (), strict=False):
+        row[: values.numel()] = values
     exchange.post()
-    mine = exchange.wait()[source].clone().view(torch.float32)
+    part = exchange.wait()[source].clone().view(torch.float32)
     exchange.close()
-    return mine
+    return part

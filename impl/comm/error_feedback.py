@@ -1,8 +1,8 @@
-"""Error feedback of a unit's gradient codecs: the state that holds what encodings lost.
+"""Error feedback of a unit's gradient codecs: holds the errors of encodings.
 
-The state is sharded as the hop is: of the hop between nodes a rank encodes the sums of its local index alone,
-so it keeps ``padded / ranks_per_node`` errors; of a first hop it encodes, and keeps, all of them.
-An error is cleared after an overflow, whose gradients are not used, and every ``reset`` optimizer steps.
+The errors are sharded as the hop is: for the hop between nodes a rank encodes the sums of its local index
+alone, and keeps ``padded / ranks_per_node`` errors; for a first hop it encodes, and keeps, all.
+Errors are cleared after an overflow, whose gradients are not used, and every ``reset`` optimizer steps.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from impl.plan.topology import Topology
 
 
 class Errors:
-    """The ``nbytes`` of errors of one unit on one rank, each of whose ranks ends with ``shard`` elements."""
+    """The errors of one unit on one rank, ``nbytes`` in all; reductions end with ``shard`` elements."""
 
     def __init__(self, policy: Policy, topology: Topology, shard: int, device: torch.device) -> None:
         assert policy.feedback is not None  # noqa: S101  # else there are none
         self.feedback, dtype = policy.feedback, DTYPES[policy.feedback.state]
         sizes = [axis.size for axis, _ in policy.reduce_axes(topology)]
-        self._errors = {  # by hop, which encodes (ranks along its axis and those to come..., S)
+        self._errors = {  # by hop, (ranks along its axis and the later ones..., S)
             hop: torch.zeros(*sizes[hop:], shard, dtype=dtype, device=device)
             for hop, kept in enumerate(policy.feedback_hops(topology))
             if kept
@@ -33,7 +33,7 @@ class Errors:
         self._since = 0  # the step of the last reset
 
     def carried(self, hop: int, start: int, end: int) -> Carried | None:
-        """What elements [start, end) of each row of ``hop`` carry over; None if nothing."""
+        """Errors of elements [start, end) of each row of ``hop``; None if it keeps none."""
         error = self._errors.get(hop)
         return None if error is None else Carried(error[..., start:end], self.feedback.decay)
 
@@ -43,7 +43,7 @@ class Errors:
             error.zero_()
 
     def begin(self, step: int) -> None:
-        """Before the reductions of optimizer step ``step``: forget what is older than allowed."""
+        """Before the reductions of optimizer step ``step``: clear errors every ``reset`` steps."""
         if self.feedback.reset and step - self._since >= self.feedback.reset:
             self.clear()
             self._since = step
@@ -54,7 +54,7 @@ class Errors:
         return {**state, "since": torch.tensor(self._since)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what :meth:`state` gave on the same rank of the same topology and policy."""
+        """Take over the :meth:`state` of the same rank, topology and policy."""
         for hop, error in self._errors.items():
             error.copy_(state[f"hop{hop}"])
         self._since = int(state["since"])

@@ -1,17 +1,17 @@
 """Reduces and scatters gradients hop by hop, with any codec: qgZ's two-hop all-to-all (paper section 3.3).
 
 A gradient seen as ``(axis 0, axis 1, ..., shard)`` is transposed while it is encoded, sent along axis 0,
-summed in ascending source order, encoded again for axis 1, and so on; the result is the mean.
-Beside it a ring, and the gather of the mean between groups that hold copies.
+summed in ascending source order, encoded again for axis 1, and so on; the result is the mean.  There is also
+a ring, and the gather of the mean between groups that hold copies.
 
-:meth:`Reduction.start` posts the first message, :meth:`Reduction.post_next_hop` lets it go on by one, and
-:meth:`Reduction.finish` gives the mean.
+:meth:`Reduction.start` posts the first message, :meth:`Reduction.post_next_hop` the next one, and
+:meth:`Reduction.finish` returns the mean.
 
 [Note: deferred last hop]
-After a message of an earlier hop the caller comes back soon, for the next hop cannot be posted before this
-one has arrived and the link would idle.  After the last hop nothing is left to post: if it travels between
-nodes, on the slowest link, its wait is left to :meth:`Reduction.finish`; inside a node it is over by the time
-that anybody asks.
+After a message of an earlier hop the caller returns soon, since the next hop cannot be posted before this one
+has arrived and the link would idle.  After the last hop nothing is left to post: if it travels between nodes,
+on the slowest link, its wait is left to :meth:`Reduction.finish`; inside a node it has arrived by the next
+call.
 """
 
 from __future__ import annotations
@@ -39,36 +39,37 @@ from impl.plan.traffic import Tag
 class Reduction:
     """Reduces gradients of one size, by an all-to-all a hop; one at a time is under way.
 
-    A chunk goes on to its next hop as soon as the one after it was posted on this one, so that the link of
-    the last hop has something to carry while most of the gradient is still to be encoded.  All ranks post
-    in this one order.
+    A chunk is posted on its next hop as soon as the following chunk was posted on this one, so that the last
+    hop's link is used while most of the gradient is still to be encoded.  All ranks post in this order.
 
-    ``mean`` is there, once it was received, until :meth:`finish` gives it.
+    ``mean`` is set from its arrival until :meth:`finish` returns it.
     """
 
     wire: Wire
-    # axes with their codecs, first hop first; together they number the world; none for one rank
+    # axes with their codecs, first hop first; the product of their sizes is the world; none for one rank
     hops: Sequence[tuple[Axis, Codec]]
     tag: Tag
-    piece: int  # elements that each rank ends with
-    # along each hop, pieces from one rank's to its neighbour's; the axes' own by default
-    strides: Sequence[int] = ()
+    piece: int  # elements of the mean on each rank
+    strides: Sequence[int] = ()  # by hop, pieces between neighbours' pieces; the axes' own by default
     # (start, end) of the chunks of a piece, whose hops overlap; one by default
     chunks: Sequence[tuple[int, int]] = ()
-    # axes between groups that hold copies of a shard, first hop first, with their strides: along them its
-    # pieces are gathered, and every rank decodes its own, too, so that groups stay bit-equal
+    # axes between groups that hold copies of a shard, first hop first, with their strides: along them pieces
+    # are gathered, and every rank decodes its own, too, so that groups stay bit-equal
     replicas: Sequence[tuple[Axis, int]] = ()
-    replica_codec: Codec = FP32  # in which they travel
-    sums: Sums = "fp32"  # type in which what a hop brings is added up
+    replica_codec: Codec = FP32  # of these pieces
+    sums: Sums = "fp32"  # type of partial sums
     mean: Tensor | None = field(init=False, default=None)  # (S,) fp32 of this rank's shard
 
     def __post_init__(self) -> None:
-        own = tuple(axis.stride for axis, _ in self.hops)
-        self.strides, self.chunks = tuple(self.strides) or own, tuple(self.chunks) or ((0, self.piece),)
+        rank_order = tuple(axis.stride for axis, _ in self.hops)
+        self.strides, self.chunks = (
+            tuple(self.strides) or rank_order,
+            tuple(self.chunks) or ((0, self.piece),),
+        )
         self.sizes = tuple(axis.size for axis, _ in self.hops)  # ranks along each hop
-        self._in_order = self.strides == own  # whether pieces lie in the order of ranks
+        self._in_order = self.strides == rank_order  # whether pieces lie in the order of ranks
         last = [axis for axis, _ in (self.replicas or self.hops)[-1:]]
-        self._crosses = any(map(self.wire.mesh.topology.crosses, last))  # whether the last message does
+        self._crosses = any(map(self.wire.mesh.topology.crosses, last))  # whether the last hop crosses nodes
         lengths = [end - start for start, end in self.chunks]
         # bytes of a frame, by hop and chunk
         self._frames = [[codec.frame_bytes(length) for length in lengths] for _, codec in self.hops]
@@ -76,9 +77,9 @@ class Reduction:
         self._by_hops = (*self.sizes, self.piece), (*(stride * self.piece for stride in self.strides), 1)
 
     def noise(self, key: Key | None, hop: int, start: int = 0) -> Noise | None:
-        """Random bits of what ``hop`` encodes from element ``start`` of each shard on; None of plain codecs.
+        """Random bits for ``hop`` from element ``start`` of each shard on; None for plain codecs.
 
-        The hop after the last is that between groups.
+        The hop after the last is the gather between groups.
         """
         codec = self.hops[hop][1] if hop < len(self.hops) else self.replica_codec
         if key is None or not codec.stochastic:
@@ -91,8 +92,8 @@ class Reduction:
     def collects(self, dtype: torch.dtype) -> bool:
         """Whether gradients of ``dtype`` may be collected in the first hop's message, in the unit's order.
 
-        So they may, without error feedback, where frames are the elements themselves, and the ranks of the
-        hop either get whole rows of it, or see each other's messages as a whole and pick their part.
+        Without error feedback they may where frames are the elements themselves, and the ranks of the hop
+        either receive whole rows of it, or read each other's messages and pick their parts.
         """
         if not self.hops or len(self.chunks) > 1 or not self._in_order:
             return False
@@ -100,25 +101,25 @@ class Reduction:
         return are_elements(codec, dtype, self.piece) and (not rest or self.wire.shares_memory(axis))
 
     def open_message(self) -> Exchange:
-        """The first hop's exchange, whose ``send`` is (world * piece,) elements, where :meth:`collects`."""
+        """The first hop's exchange, with ``send`` of (world * piece,) elements, where :meth:`collects`."""
         nbytes = math.prod(self.sizes[1:]) * self._frames[0][0]
         return self.wire.all_to_all(self.hops[0][0], nbytes, self.tag)
 
     def start(
         self,
-        gradient: Tensor,  # (world * piece,) floating-point, this rank's; free again once this returns
+        gradient: Tensor,  # (world * piece,) floating-point, of this rank; not used after the return
         *,
-        key: Key | None = None,  # of stochastic codecs, with this rank as the source; the hop is filled in
+        key: Key | None = None,  # of stochastic codecs, with this rank as the source, without the hop
         errors: Errors | None = None,  # of the gradient codecs, for error feedback
-        opened: Exchange | None = None,  # in whose message the gradient lies already (:meth:`open_message`)
-        out: Tensor | None = None,  # (piece,) fp32 where the mean is written; a fresh tensor by default
+        opened: Exchange | None = None,  # :meth:`open_message`, if the gradient was collected in it
+        out: Tensor | None = None,  # (piece,) fp32 for the mean; a fresh tensor by default
     ) -> None:
-        """Post the first messages of the mean of all ranks' gradients."""
+        """Start the mean of all ranks' gradients: post the first messages."""
         self._key, self._errors, self._opened, self._out = key, errors, opened, out
         self._observer = self.wire.observer
-        self._gather: FrameGather | None = None  # between groups, once the mean of a piece is there
-        self._under_way: list[Exchange] = []  # of the last hop, chunk by chunk
-        self._left = len(self.hops)  # messages to be posted, before those between groups
+        self._gather: FrameGather | None = None  # between groups, once the mean of a piece is computed
+        self._under_way: list[Exchange] = []  # by chunk, on its last hop
+        self._left = len(self.hops)  # messages to post, before those between groups
         self.mean = None
         if self._observer is not None:
             self._observer.local(self.tag.unit, gradient)
@@ -136,7 +137,7 @@ class Reduction:
             self._forward()
 
     def post_next_hop(self) -> None:
-        """Let the next message go, or take the mean: see [Note: deferred last hop]."""
+        """Post the next message, or set the mean: see [Note: deferred last hop]."""
         if self.mean is not None:
             return
         if self._left:
@@ -166,7 +167,7 @@ class Reduction:
         return whole
 
     def close(self) -> None:
-        """Drop what a reduction that is over has left; on a GPU once its stream was joined."""
+        """Drop the exchanges of a finished reduction; on a GPU once its stream was joined."""
         self._under_way.clear()
         self._opened = self._gather = None
 
@@ -184,13 +185,13 @@ class Reduction:
         return gather
 
     def _forward(self) -> None:
-        """Forward all chunks that can go one hop further; the first hop of the next chunk was sent before."""
+        """Send chunks on by one hop, where the following chunk has been sent on their present one."""
         hops, chunks = len(self.hops), len(self.chunks)
         for hop in range(1, hops):
             if 0 <= (index := self._turn - hop) < chunks:
                 self._under_way[index] = self._send_on(hop, index)
         self._turn += 1
-        if self._turn >= chunks:  # the last chunk was posted on one more hop
+        if self._turn >= chunks:  # the last chunk was posted on a further hop
             self._left -= 1
 
     def _reduced(self, out: Tensor | None) -> Tensor:
@@ -218,7 +219,7 @@ class Reduction:
         return exchange
 
     def _send_on(self, hop: int, index: int) -> Exchange:
-        """Sum what the hop before brought of a chunk, encode it, and send it along this one."""
+        """Sum a chunk's messages of the hop before, encode the sum, and send it along ``hop``."""
         received, observer = self._under_way[index], self._observer
         (_, before), (axis, codec) = self.hops[hop - 1 : hop + 1]
         (start, end), rest = self.chunks[index], self.sizes[hop:]
@@ -231,9 +232,9 @@ class Reduction:
         else:
             frames = received.wait().view(-1, *rest, self._frames[hop - 1][index])
         if observer is not None:
-            held = torch.empty((*rest, end - start), dtype=torch.float32, device=frames.device)
-            ops.decode_sum(before, frames, held, sums=self.sums)
-            values = _with_errors(held, carried)
+            summed = torch.empty((*rest, end - start), dtype=torch.float32, device=frames.device)
+            ops.decode_sum(before, frames, summed, sums=self.sums)
+            values = _with_errors(summed, carried)
         noise = self.noise(self._key, hop, start)
         ops.decode_sum_encode(
             before, codec, frames, send, end - start, noise=noise, carried=carried, sums=self.sums
@@ -245,9 +246,9 @@ class Reduction:
         return exchange
 
     def _own_part(self, exchange: Exchange) -> Tensor:
-        """(source, sizes of the later hops..., F): this rank's part of gradients in the unit's order."""
+        """(source, sizes of the later hops..., F): this rank's part of collected gradients."""
         frame = self._frames[0][0]
-        assert isinstance(exchange, InMemory)  # noqa: S101  # gradients are collected so nowhere else
+        assert isinstance(exchange, InMemory)  # noqa: S101  # gradients are collected in no other message of several hops
         rows = exchange.messages()  # (source, world * F)
         first, *strides = (stride * frame for stride in self.strides)
         start = rows.storage_offset() + self.hops[0][0].digit(self.wire.mesh.rank) * first
@@ -257,9 +258,9 @@ class Reduction:
 
 @dataclass(kw_only=True, eq=False)
 class Ring(Reduction):
-    """Round one ring over all ranks: ``world - 1`` steps, partial sums on the wire.
+    """One ring over all ranks, regardless of nodes: ``world - 1`` steps with partial sums on the wire.
 
-    Blind to nodes.  A partial sum is encoded again at every step, so errors add up (paper section 3.3).
+    A partial sum is encoded again at every step, so errors add up (paper section 3.3).
     """
 
     def _start(self, gradient: Tensor) -> None:
@@ -305,5 +306,5 @@ class Ring(Reduction):
 
 
 def _with_errors(x: Tensor, carried: Carried | None) -> Tensor:
-    """What is encoded of ``x``: with the errors that feedback adds."""
+    """``x`` with the carried errors of feedback."""
     return x if carried is None else x.float() + carried.error.float()
