@@ -12,30 +12,29 @@ from impl.plan.topology import Axis
 
 
 class MeshError(RuntimeError):
-    """The process group at hand does not fit the topology, or has ended; the message names sizes or ranks."""
+    """The process group does not fit the topology, or has ended; the message names sizes or ranks."""
 
 
 @dataclass(slots=True, eq=False)
 class Group:
     """This rank's group along one axis."""
 
-    axis: Axis  # which digit of the rank number varies
+    axis: Axis
     ranks: tuple[int, ...]  # of the mesh, ascending
-    index: int  # this rank's place among them
+    index: int  # of this rank among them
     same_node: bool  # whether all of them share this rank's node
     handle: weakref.ref[dist.ProcessGroup]  # of torch's group, which torch alone holds
-    others: Sequence[int] = field(init=False)  # places of the other ranks, from the next one on
+    others: Sequence[int] = field(init=False)  # indices of the other ranks, from the next one on
 
     def __post_init__(self) -> None:
         self.others = [(self.index + step) % self.size for step in range(1, self.size)]
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """Torch's handle; torch holds it until ``destroy_process_group()``.  Raises MeshError: after that."""
-        found = self.handle()
-        if found is None:
+        """Torch's group.  Raises MeshError: after ``destroy_process_group()``."""
+        if (group := self.handle()) is None:
             raise MeshError(f"the process group of ranks {self.ranks} along {self.axis.name} was destroyed")
-        return found
+        return group
 
     @property
     def size(self) -> int:

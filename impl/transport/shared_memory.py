@@ -1,15 +1,15 @@
 """Shared-memory transport inside a node on a CPU: one arena that the ranks of a group read and write.
 
-Not a process-group backend: slots, in each slot one row per rank.  A rank writes its row, posts the
+Not a process-group backend: slots, with one row per rank in each.  A rank writes its row, posts the
 exchange's number, and reads the others' rows *in place* once theirs are posted.  A slot is written again only
-after all have marked it read.  Which slot an exchange takes is decided by each rank alone: the first that it
-has itself finished with.  Ranks open and finish exchanges in the same order, so they choose alike.
+after all have marked it read.  Each rank alone chooses an exchange's slot: the first that it has finished
+with.  Ranks open and finish exchanges in the same order, so they choose alike.
 
-Waits are Linux's futex through the C library: where there are more ranks than cores, a rank that spins, or
-sleeps for a guessed time, takes its time from the rank that it waits for.
+Waits are Linux's futex through the C library: with more ranks than cores, a rank that spins, or sleeps for a
+guessed time, takes processor time from the rank that it waits for.
 
 The arena is an anonymous file (``memfd``) of the group's first rank, opened by the others through ``/proc``:
-it has no name to clean up, and is gone with its last user, however that ends.
+it has no name to clean up, and vanishes with its last user, however that ends.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from impl.transport.group import Group
 SLOTS: Final = 16  # exchanges that may be under way at once in one group
 LINE: Final = 64  # bytes; each flag has a cache line of its own
 
-# Of the system call, by machine; all are little-endian: a futex is 32 bits, the lower half of a flag.
+# Number of the system call, by machine; all are little-endian: a futex is 32 bits, the lower half of a flag.
 _FUTEX: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}.get(platform.machine(), 0)
-_WAIT, _WAKE = 0, 1  # of words that processes share
+_WAIT, _WAKE = 0, 1  # operations on memory that processes share
 _ALL: Final = 2**31 - 1
 
 
@@ -48,7 +48,7 @@ class SharedMemoryError(RuntimeError):
 
 
 def patience(backend: str, limit: timedelta) -> tuple[timedelta, ...]:
-    """What ``Work.wait`` is given: gloo takes a limit, NCCL would block the host, thread ranks raise."""
+    """Arguments of ``Work.wait``: gloo takes a limit, NCCL would block the host, thread ranks raise."""
     return (limit,) if backend == "gloo" else ()
 
 
@@ -62,8 +62,7 @@ def shared_file(group: Group, timeout: float, total: int) -> int:
         os.ftruncate(handle, total)
         address = torch.tensor([os.getpid(), handle])
     limit = patience(dist.get_backend(group.process_group), timedelta(seconds=timeout))
-    handed = dist.broadcast(address, group_src=0, group=group.process_group, async_op=True)
-    handed.wait(*limit)
+    dist.broadcast(address, group_src=0, group=group.process_group, async_op=True).wait(*limit)
     if group.index != 0:
         path = f"/proc/{int(address[0])}/fd/{int(address[1])}"
         try:
@@ -73,16 +72,16 @@ def shared_file(group: Group, timeout: float, total: int) -> int:
                 f"rank {group.ranks[group.index]} cannot open the memory of rank {group.ranks[0]} ({path}: "
                 f"{error.strerror}): unless on one machine, under one user, use transport 'backend'"
             ) from error
-    opened = dist.barrier(group=group.process_group, async_op=True)
-    opened.wait(*limit)  # the first rank's handle must outlive the opening
+    # The first rank's handle must outlive the opening.
+    dist.barrier(group=group.process_group, async_op=True).wait(*limit)
     return handle
 
 
 class Arena:
     """Slots shared by the ranks of one group on one node, for messages of up to ``row_bytes`` a rank.
 
-    All ranks must construct it together; a SharedMemoryError says why it cannot be.  A rank that is missing
-    for ``timeout`` seconds is an error.
+    All ranks must construct it together; a SharedMemoryError says why it cannot be made.  A rank that is
+    missing for ``timeout`` seconds is an error.
     """
 
     def __init__(self, row_bytes: int, group: Group, timeout: float) -> None:
@@ -93,19 +92,19 @@ class Arena:
         handle = shared_file(group, timeout, total)
         whole = torch.frombuffer(mmap.mmap(handle, total), dtype=torch.uint8)
         os.close(handle)
-        words = whole[:flags].view(torch.int64).view(2, SLOTS, size, LINE // 8)
-        self._posted = Flags(words[0], group, timeout)  # numbers of the exchanges last written
-        self._read = Flags(words[1], group, timeout)  # numbers of the exchanges last read
-        self._marks = words[0, :, :, 1].numpy().view("uint64")  # (slot, rank) what was posted there
+        lines = whole[:flags].view(torch.int64).view(2, SLOTS, size, LINE // 8)
+        self._posted = Flags(lines[0], group, timeout)  # numbers of the exchanges last written
+        self._read = Flags(lines[1], group, timeout)  # numbers of the exchanges last read
+        self._marks = lines[0, :, :, 1].numpy().view("uint64")  # (slot, rank) marks of posted messages
         # Views made once, (rank, byte) by slot: making one takes longer than reading a flag.
         self._whole = list(whole[flags:].view(SLOTS, size, self.row_bytes).unbind())
-        self._mine: list[Tensor] = [rows[group.index] for rows in self._whole]
+        self._rows: list[Tensor] = [rows[group.index] for rows in self._whole]
         self._count, self._free = 0, list(range(SLOTS))
         self._slots: dict[int, int] = {}  # of the exchanges under way, by number
-        self._last = [0] * SLOTS  # number of the exchange that used the slot last
+        self._last = [0] * SLOTS  # by slot, number of its last exchange
 
     def claim(self) -> int:
-        """Take a slot for the next exchange, once all have read what it held; returns its number."""
+        """Take a slot for the next exchange, once all have read its last; returns the exchange's number."""
         if not self._free:
             axis = self.group.axis.name
             raise SharedMemoryError(f"{SLOTS} exchanges along {axis} are under way: no room for another")
@@ -119,10 +118,10 @@ class Arena:
 
     def row(self, number: int) -> Tensor:
         """(row_bytes,) this rank's part of an exchange's slot."""
-        return self._mine[self._slots[number]]
+        return self._rows[self._slots[number]]
 
     def post(self, number: int, mark: int) -> None:
-        """Tell the others that this rank's row is written, and in 64 bits what it believes it to be."""
+        """Tell the others that this rank's row is written, with a 64-bit ``mark`` of the exchange."""
         self._marks[self._slots[number], self.group.index] = mark
         self._posted.set(self._slots[number], self.group.index, number)
 
@@ -145,41 +144,41 @@ class Arena:
 
 
 class Flags:
-    """A number for each slot and rank, which only grows, in (slot, rank, words of a cache line) int64."""
+    """A growing number for each slot and rank, in ``lines`` (slot, rank, cache line) int64."""
 
-    def __init__(self, words: Tensor, group: Group, timeout: float) -> None:
-        self._size, self._first = group.size, words.data_ptr()
+    def __init__(self, lines: Tensor, group: Group, timeout: float) -> None:
+        self._size, self._first = group.size, lines.data_ptr()
         self._ranks, self._timeout = group.ranks, timeout
         # A numpy view: reading one is 50 ns, a tensor's item() over a microsecond.
-        self._numbers = words[:, :, 0].numpy()
+        self._numbers = lines[:, :, 0].numpy()
 
     def set(self, slot: int, rank: int, number: int) -> None:
-        """Set it, and wake who waits for it."""
+        """Set a flag, and wake the processes that wait for it."""
         self._numbers[slot, rank] = number
         _futex(self._address(slot, rank), _WAKE, _ALL, None)
 
-    def wait(self, slot: int, number: int, what: str) -> None:
-        """Wait until all ranks' flags of ``slot`` have reached ``number``; those that have not ``what``."""
+    def wait(self, slot: int, number: int, failure: str) -> None:
+        """Wait until all ranks' flags of ``slot`` reach ``number``; TimeoutError: with ranks' ``failure``."""
         if min(self._numbers[slot].tolist()) >= number:
             return
         deadline = time.monotonic() + self._timeout
         for rank in range(self._size):
             while (seen := int(self._numbers[slot, rank])) < number:
                 if (left := deadline - time.monotonic()) < 0:
-                    arrived = zip(self._ranks, self._numbers[slot].tolist(), strict=True)
-                    late = ranks_in_words([one for one, reached in arrived if reached < number])
-                    raise TimeoutError(f"waited {self._timeout:g} s: {late} {what}")
-                nap = min(left, 1.0)  # at most
+                    numbers = zip(self._ranks, self._numbers[slot].tolist(), strict=True)
+                    late = ranks_in_words([rank for rank, reached in numbers if reached < number])
+                    raise TimeoutError(f"waited {self._timeout:g} s: {late} {failure}")
+                nap = min(left, 1.0)
                 span = _Timespec(int(nap), int(nap % 1 * 1e9))
                 _futex(self._address(slot, rank), _WAIT, seen, span)
 
     def _address(self, slot: int, rank: int) -> int:
-        """Where one lies."""
+        """The address of a flag."""
         return self._first + (slot * self._size + rank) * LINE
 
 
 def _futex(address: int, operation: int, value: int, span: ctypes.Array[ctypes.c_long] | None) -> None:
-    """Sleep while the 32 bits at ``address``, which processes share, are ``value``, or wake as many."""
-    assert _libc is not None  # noqa: S101  # an arena is there
+    """Sleep while the shared 32 bits at ``address`` are ``value``, or wake ``value`` sleepers."""
+    assert _libc is not None  # noqa: S101  # checked by shared_file()
     word, limit = ctypes.c_uint32(value & 0xFFFFFFFF), None if span is None else ctypes.byref(span)
     _libc.syscall(_FUTEX, ctypes.c_void_p(address), operation, word, limit, None, 0)

@@ -1,4 +1,4 @@
-"""Work beside a GPU's computation: a stream of its own, and the event by which others wait for its end."""
+"""Work beside a GPU's computation: a stream of its own, and an event at its end."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Arrival:
     event: torch.cuda.Event | None = None  # recorded on its stream, after it
 
     def join(self) -> None:
-        """Let what is enqueued on the current stream from here on come after the work."""
+        """Let later work of the current stream wait for the end."""
         if self.event is not None:
             self.event.wait()
 
     def finish(self) -> None:
-        """Hold this thread until the work has ended, so that it may read, or write again, its memory."""
+        """Block this thread until the end, so that it may read or overwrite the work's memory."""
         if self.event is not None:
             self.event.synchronize()
 
@@ -35,7 +35,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[Arrival]:
-        """Enqueue the body here, after all that the current stream was given; yields its end."""
+        """Enqueue the body here, after the current stream's earlier work; yields its end."""
         arrival = Arrival()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
