@@ -3,10 +3,10 @@
 ``Weights(zero, which).full()`` and its like: ``which`` is a parameter as its module shows it, or its name in
 the unsharded model.  *Full* values have the parameter's shape, and are gathered along the ranks that share
 one copy: all must call it.  *Local* values are those of the elements in this rank's shard, 1-D, in order,
-possibly none.  What is returned is an fp32 copy; what is set must be the same on all ranks if it is full, and
-all must set it.
+possibly none.  Returned values are fp32 copies; full values to set must be equal on all ranks, which must all
+set them.
 
-All raise :class:`~impl.errors.ZeroError` for what is not a parameter of the model, for values of another
+All raise :class:`~impl.errors.ZeroError` for anything but a parameter of the model, for values of another
 shape, and inside a forward or backward pass.
 """
 
@@ -27,7 +27,7 @@ Which = str | nn.Parameter
 
 
 class _Values(ABC):
-    """Values of one parameter, of which ``_here`` are this rank's elements of the shard."""
+    """Values of one parameter; ``_local`` are this rank's elements in the shard."""
 
     _is_number = False
 
@@ -38,32 +38,32 @@ class _Values(ABC):
             if which not in shown:
                 raise ZeroError(f"the model has no parameter {which!r}")
             which = shown[which]
-        if (found := find(which)) is None or found.engine is not zero:
+        if (owner := find(which)) is None or owner.engine is not zero:
             shape = tuple(which.shape)
             raise ZeroError(f"a parameter of shape {shape} that is not one of this sharded model")
-        self._zero, self._unit, self._number = found
+        self._zero, self._unit, self._number = owner
         self._whole, self._slot = WholeValues(self._unit), self._unit.geometry.slots[self._number]
-        self._here = slice(*self._whole.part(self._number))
-        self._length = self._here.stop - self._here.start
+        self._local = slice(*self._whole.part(self._number))
+        self._length = self._local.stop - self._local.start
 
     @abstractmethod
     def _get(self) -> Tensor | None:
-        """(elements here,), or () for a state that is one number."""
+        """(n,) the local values, or () for a state that is one number."""
 
     @abstractmethod
     def _set(self, part: Tensor) -> None:
-        """Overwrite them."""
+        """Overwrite the local values."""
 
     def full(self) -> Tensor | None:
-        """(shape) whole; None of a gradient before there is one; () of a state that is one number."""
-        own = self._get()
-        if own is None or own.dim() == 0:
-            return self.local()
-        return self._whole.gather_member(self._number, own.float())
+        """(shape) full values; None for a gradient before there is one; () for a state that is one number."""
+        part = self.local()
+        return (
+            part if part is None or part.dim() == 0 else self._whole.gather_member(self._number, part.float())
+        )
 
     def local(self) -> Tensor | None:
-        """(elements here,) this rank's; None and () as :meth:`full`."""
-        return None if (own := self._get()) is None else own.clone()
+        """(n,) local values; None and () as :meth:`full`."""
+        return None if (part := self._get()) is None else part.clone()
 
     def set_full(self, value: Tensor) -> None:
         """Overwrite them with ``value`` (shape)."""
@@ -72,11 +72,11 @@ class _Values(ABC):
         self._set(whole if self._is_number else part_of(whole, geometry, self._slot, rank))
 
     def set_local(self, value: Tensor) -> None:
-        """Overwrite them with ``value`` (elements here,)."""
+        """Overwrite them with ``value`` (n,)."""
         self._set(self._checked(value, (self._length,)))
 
     def _checked(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """``value``, if it has ``shape``, or () of a state that is one number."""
+        """``value``, if it has ``shape``, or () for a state that is one number."""
         shape = () if self._is_number else shape
         if tuple(value.shape) != shape:
             raise ZeroError(f"value for {self._slot.spec.name!r} is {tuple(value.shape)}, expected {shape}")
@@ -84,10 +84,10 @@ class _Values(ABC):
 
 
 class Weights(_Values):
-    """From the masters; of weights held as codes, what these decode to."""
+    """From the masters; weights held as codes are decoded."""
 
     def _get(self) -> Tensor:
-        return self._unit.master_shard.master[self._here].detach()
+        return self._unit.master_shard.master[self._local].detach()
 
     def _set(self, part: Tensor) -> None:
         self._zero.check_hidden("access.Weights")
@@ -95,7 +95,7 @@ class Weights(_Values):
 
 
 class Gradient(_Values):
-    """The mean gradient that the next step will take; refused after a backward pass that failed."""
+    """The mean gradient for the next step; refused after a backward pass that failed."""
 
     def __init__(self, zero: Zero, which: Which) -> None:
         zero.hooks.check_finished("access to a gradient")
@@ -105,10 +105,10 @@ class Gradient(_Values):
 
     def _get(self) -> Tensor | None:
         mean = self._unit.master_shard.mean_gradient()
-        return None if mean is None else mean[self._here]
+        return None if mean is None else mean[self._local]
 
     def _set(self, part: Tensor) -> None:
-        self._unit.master_shard.load_gradient(self._here.start, self._here.stop, part)
+        self._unit.master_shard.load_gradient(self._local.start, self._local.stop, part)
 
 
 class OptimizerState(_Values):
@@ -119,15 +119,16 @@ class OptimizerState(_Values):
         name, group = self._slot.spec.name, self._slot.spec.group
         spans = self._unit.geometry.spans(self._unit.wire.mesh.rank)
         masters = zip(spans, self._unit.master_shard.masters, strict=False)  # none of a frozen unit
-        found = next(((first, one) for (own, first, _), (_, one) in masters if own == group), None)
-        if found is None:
+        spans_of_group = ((first, master) for (span, first, _), (_, master) in masters if span == group)
+        if (pair := next(spans_of_group, None)) is None:
             raise ZeroError(f"parameter {name!r} is frozen: no optimizer holds it")
-        state = optimizer.state.get(found[1], {})
+        first, master = pair
+        state = optimizer.state.get(master, {})
         if not isinstance(held := state.get(key), Tensor):
-            known, kind = ", ".join(sorted(state)) or "none", type(optimizer).__name__
-            raise ZeroError(f"{kind} has no state {key!r} of {name!r}; it has: {known}")
+            keys, kind = ", ".join(sorted(state)) or "none", type(optimizer).__name__
+            raise ZeroError(f"{kind} has no state {key!r} of {name!r}; it has: {keys}")
         self._is_number = held.dim() == 0
-        self._state = held if self._is_number else held[self._here.start - found[0] :][: self._length]
+        self._state = held if self._is_number else held[self._local.start - first :][: self._length]
 
     def _get(self) -> Tensor:
         return self._state

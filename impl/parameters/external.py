@@ -1,7 +1,7 @@
-"""External parameters: those that a module uses although they are another module's.
+"""External parameters: those of another module than the one that uses them.
 
-Most need nothing: a parameter that is used while its unit is released is gathered where it is used.
-Registering gathers it ahead of the module that uses it, and lets it go right after.
+Most need nothing: a parameter that is used while its unit is released is gathered at its use.  Registering
+gathers it ahead of the module that uses it, and releases it right after.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _registered: MutableMapping[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDict
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Say that ``module`` uses ``parameter``, which is another module's, in its forward pass.
+    """Declare that ``module`` uses another module's ``parameter`` in its forward pass.
 
     Its unit is gathered before each forward pass of ``module`` and released after it.  May be called before
-    or after the model is sharded.  Raises ZeroError: when it is sharded, if the parameter is not one of it.
+    or after the model is sharded.  Raises ZeroError: when it is sharded, if it lacks the parameter.
     """
-    if (found := find(parameter)) is not None:
-        register(module, found.unit)
+    if (owner := find(parameter)) is not None:
+        register(module, owner.unit)
     else:
         _registered.setdefault(module, []).append(parameter)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Let ``module.name(...)`` be a forward pass of ``module``, as a call of it is; as FSDP2's function does.
+    """Make ``module.name(...)`` a forward pass of ``module``, like a call of it, as FSDP2's function does.
 
     Such entry points may call one another, and ``forward`` may call them.  Register after
     :func:`impl.zero.shard`, on all ranks; ``module`` is a sharded model, or one of its blocks.  Raises
@@ -41,14 +41,14 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     entry = getattr(module, name, None)
     if not callable(entry):
         raise ZeroError(f"{type(module).__name__} has no method {name!r}")
-    found = next((one for parameter in module.parameters() if (one := find(parameter)) is not None), None)
-    if found is None:
+    owner = next(filter(None, map(find, module.parameters())), None)
+    if owner is None:
         raise ZeroError(f"{type(module).__name__} is not sharded: register {name!r} after shard()")
-    setattr(module, name, functools.wraps(entry)(functools.partial(found.engine.hooks.run, module, entry)))
+    setattr(module, name, functools.wraps(entry)(functools.partial(owner.engine.hooks.run, module, entry)))
 
 
 def external_to(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """What was registered for modules of ``model``, once."""
+    """Yield, and forget, the modules of ``model`` with their registered parameters."""
     for module in model.modules():
         for parameter in _registered.pop(module, ()):
             yield module, parameter
