@@ -28,12 +28,12 @@ _REPLACED: Final = 2  # beside 0, as it was, and 1, changed
 
 
 class GatheredParameters:
-    """Context in which parameters are seen whole, in their type, by whoever holds them.
+    """Context in which parameters are whole, in their type, in all modules that hold them.
 
-    All ranks must enter it.  What rank ``modifier_rank`` wrote is there on all ranks afterwards; what others
-    wrote is discarded.  Elements that were not changed keep their fp32 masters bit for bit.  Works on sharded
+    All ranks must enter it.  Afterwards all ranks have the values that rank ``modifier_rank`` wrote; other
+    ranks' writes are discarded.  Unchanged elements keep their fp32 masters bit for bit.  Works on sharded
     models outside of passes, after :class:`~impl.parameters.init.Init`, and inside it.  Plain parameters
-    outside of ``Init`` are left as they are.
+    outside of ``Init`` stay as they are.
 
     Contexts may be nested; a parameter is in one of them at a time.  After an exception inside, nothing is
     written back.  Without ``enabled`` nothing at all is done.
@@ -50,18 +50,18 @@ class GatheredParameters:
         *,
         enabled: bool = True,
     ) -> None:
-        given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
-        self._given = list({id(one): one for one in given}.values()) if enabled else []
+        listed = [parameters] if isinstance(parameters, nn.Parameter) else parameters
+        self._parameters = list({id(p): p for p in listed}.values()) if enabled else []
         self._modifier = modifier_rank
         self._open: list[_Place] = []
 
     def __enter__(self) -> Self:
-        found = _places(self._given)
-        world = found[0].wire.mesh.topology.world if found else 0
-        if found and self._modifier is not None and not 0 <= self._modifier < world:
+        places = _places(self._parameters)
+        world = places[0].wire.mesh.topology.world if places else 0
+        if places and self._modifier is not None and not 0 <= self._modifier < world:
             raise ZeroError(f"modifier_rank {self._modifier} of {world} ranks")
         try:
-            for place in found:
+            for place in places:
                 place.show()
                 self._open.append(place)
                 place.mark = _mark(place.shown)
@@ -75,9 +75,9 @@ class GatheredParameters:
             self._leave()
             return
         places, source, wire = self._open, self._modifier, self._open[0].wire
-        flags = [_REPLACED if one.replaced else int(_mark(one.shown) != one.mark) for one in places]
-        mine = torch.tensor(flags, dtype=torch.uint8, device=wire.mesh.device)
-        changed = wire.all_gather_small(mine).cpu()  # (ranks, parameters): who changed what
+        flags = [_REPLACED if p.replaced else int(_mark(p.shown) != p.mark) for p in places]
+        local = torch.tensor(flags, dtype=torch.uint8, device=wire.mesh.device)
+        changed = wire.all_gather_small(local).cpu()  # (ranks, parameters)
         parts: list[Tensor | None] = []
         if (refusal := self._refusal(changed)) is None and source is not None:
             pairs = zip(places, changed[source].tolist(), strict=True)
@@ -87,7 +87,7 @@ class GatheredParameters:
             raise ZeroError(refusal)
 
     def _refusal(self, changed: Tensor) -> str | None:
-        """Why changes (ranks, parameters) are not kept, in words; None if they are."""
+        """Why changes (ranks, parameters) are not kept; None if they are."""
         for rank, number in (changed == _REPLACED).nonzero().tolist():
             return (
                 f"parameter {self._open[number].name!r} was replaced by another object in its module under "
@@ -102,17 +102,17 @@ class GatheredParameters:
         )
 
     def _leave(self, parts: Sequence[Tensor | None] = ()) -> None:
-        """Keep ``parts``, or what was kept before."""
+        """Leave all places with ``parts`` as their new values, or with the old values."""
         for place, part in itertools.zip_longest(self._open, parts):
             place.leave(part)
         self._open = []
 
 
 class _Place(abc.ABC):
-    """Where one parameter's values are kept while nobody sees them whole."""
+    """The place of one parameter's values while they are not whole."""
 
-    shown: Tensor  # what modules hold while they are seen
-    mark = b""  # of the values as they were shown
+    shown: Tensor  # the whole values, in modules
+    mark = b""  # fingerprint of ``shown`` before changes
     replaced = False  # whether a module holds another object in place of the parameter
 
     def __init__(self, wire: Wire, geometry: UnitGeometry, number: int) -> None:
@@ -122,19 +122,19 @@ class _Place(abc.ABC):
 
     @abc.abstractmethod
     def show(self) -> None:
-        """Bring the values together."""
+        """Gather the values."""
 
     @abc.abstractmethod
     def leave(self, part: Tensor | None) -> None:
-        """Keep ``part`` (elements here,) fp32, or what was kept before."""
+        """End showing with ``part`` (n,) fp32 as this rank's new values, or with the old values."""
 
     @abc.abstractmethod
     def before(self) -> Tensor:
-        """(elements here,) fp32 that this rank kept."""
+        """(n,) fp32 this rank's old values."""
 
     @torch.no_grad()
     def received(self, source: int) -> Tensor:
-        """(elements here,) fp32: this rank's part of what ``source`` sees; what is unchanged as it was."""
+        """(n,) fp32: this rank's part of the values on ``source``; unchanged elements keep theirs."""
         mesh, before = self.wire.mesh, self.before()
         parts = [part_of(self.shown, self._geometry, self._slot, rank) for rank in range(mesh.topology.world)]
         longest, tag = max(map(len, parts)), Tag("step", "state", self._geometry.name)
@@ -142,15 +142,15 @@ class _Place(abc.ABC):
         part = received[: before.numel()].to(before.device)
         return torch.where(before.to(self.shown.dtype).float() == part, before, part)
 
-    def _twice(self) -> ZeroError:
+    def _nested_error(self) -> ZeroError:
         return ZeroError(f"GatheredParameters of {self.name!r} inside another one of it: leave that first")
 
 
 class _Sharded(_Place):
     """A parameter of a sharded model."""
 
-    def __init__(self, found: Owner) -> None:
-        self._engine, self._unit, number = found
+    def __init__(self, owner: Owner) -> None:
+        self._engine, self._unit, number = owner
         super().__init__(self._unit.wire, self._unit.geometry, number)
         self._values, self._member = WholeValues(self._unit), self._unit.members[number]
 
@@ -161,7 +161,7 @@ class _Sharded(_Place):
     def show(self) -> None:
         self._engine.hooks.check_idle("GatheredParameters")
         if self._number in self._unit.flat.shown:
-            raise self._twice()
+            raise self._nested_error()
         whole = self._values.gather_member(self._number, self.before())
         self.shown = self._values.show(self._number, whole.to(self._member.placeholder.dtype))
 
@@ -176,7 +176,7 @@ class _Sharded(_Place):
 
 
 class _BeforeSharding(_Place):
-    """A parameter of no engine yet: one that Init cut, or is to cut, and each rank has whole as its part."""
+    """A parameter without an engine yet: one that Init cut, or one to be cut, whole on each rank."""
 
     def __init__(self, parameter: nn.Parameter, wire: Wire, cut: Cut | None) -> None:
         self._cut, self.shown = cut, parameter
@@ -191,20 +191,20 @@ class _BeforeSharding(_Place):
     def show(self) -> None:
         if self._cut is not None:
             if self._number in self._cut.pinned:
-                raise self._twice()
+                raise self._nested_error()
             self._cut.pinned.add(self._number)
             if (init := active()) is not None:
-                init.bring([self._cut])
+                init.gather([self._cut])
             else:
                 self._cut.gather()
         self._kept = self.shown.detach().clone()
-        # No engine owns it, so nobody would average its gradients.
+        # No engine owns it, so nothing would average its gradients.
         self._guard = self.shown.register_hook(self._refuse) if self.shown.requires_grad else None  # type: ignore[no-untyped-call]
 
     def leave(self, part: Tensor | None) -> None:
         if self._guard is not None:
             self._guard.remove()
-        # Whole, not this rank's part alone: inside Init, or under an outer context, others may read it next.
+        # Whole, not this rank's part alone: inside Init, or an outer context, it may be read next.
         values = self._kept
         if part is not None:
             values = part if self._cut is None else self._cut.values(self._number, self.wire, part)
@@ -226,12 +226,12 @@ class _BeforeSharding(_Place):
 
 
 def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:
-    """Where each of them is kept; plain ones outside of Init are left out."""
+    """The place of each parameter; plain ones outside of Init are left out."""
     init = active()
     places: list[_Place] = []
     for parameter in parameters:
-        if (found := find(parameter)) is not None:
-            places.append(_Sharded(found))
+        if (owner := find(parameter)) is not None:
+            places.append(_Sharded(owner))
         elif (cut := cut_of(parameter)) is not None:
             places.append(_BeforeSharding(parameter, cut.wire(), cut))
         elif (keeper := keeper_of(parameter)) is not None:

@@ -1,7 +1,7 @@
 """Init: constructs models that are larger than one rank's memory, block by block.
 
-Every block is cut as soon as its constructor returns, so that no rank ever holds more than its slices and the
-block that is being made.
+Every block is cut as soon as its constructor returns, so that a rank holds no more than its slices and one
+block.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ WHOLE_BELOW: Final = 1024  # elements; to cut less saves nothing
 
 
 class Init:
-    """Context in which what constructors make is cut at once; all ranks must construct the same.
+    """Context that cuts the parameters of constructors at once; all ranks must construct the same.
 
-    While a constructor runs, the parameters of its module are whole.  Those of modules made before are
-    brought together when an operation uses them, on all ranks, and cut again when another one is brought or
-    the outermost constructor returns.  After the context a use of them is an error, except under
+    While a constructor runs, the parameters of its module are whole.  Those of earlier modules are gathered
+    when an operation uses them, on all ranks, and cut again when others are gathered or the outermost
+    constructor returns.  After the context a use of them is an error, except under
     :class:`~impl.parameters.gathered.GatheredParameters`.
 
     Args:
         mesh: the ranks, which must draw the same random numbers.
-        policy: that the model will be sharded with; another one costs messages when it is.
-        blocks: classes of the model's blocks, or a function that says whether a class is one: each block is
-            cut as a whole.  What is in no block is cut when the constructor of its module returns.
-        wire: what sends; a plain one by default.
-        remote_device: where values are made and slices stay; the mesh's by default, "meta" makes none.
+        policy: that the model will be sharded with; sharding with another one costs messages.
+        blocks: classes of the model's blocks, or a function that says whether a class is one.  Each block is
+            cut as a whole, the rest when the constructors of its modules return.
+        wire: that sends messages; a plain one by default.
+        remote_device: of new values and of slices; the mesh's by default, "meta" makes no values.
         enabled: False does nothing at all.
-        whole_below: parameters outside blocks of fewer elements stay whole until the model is sharded.
-        seed: of torch's random numbers inside the context; those outside go on as if nothing was drawn.
+        whole_below: smaller parameters outside blocks stay whole until the model is sharded.
+        seed: of torch's random numbers inside the context, which leave those outside as they were.
 
     Raises ZeroError: on entering inside another one.  PolicyError: if the policy does not fit the topology.
     """
@@ -65,7 +65,7 @@ class Init:
         self._device = torch.device(remote_device) if remote_device is not None else mesh.device
         self.wire = functools.cache(lambda: Wire(mesh) if wire is None else wire)  # when it is needed
         self._constructing: list[nn.Module] = []
-        self._brought: list[Cut] = []  # whole now, the last one used last
+        self._gathered: list[Cut] = []  # whole now, the last used last
         self._contexts = contextlib.ExitStack()
         if enabled:
             policy.check(mesh.topology)
@@ -82,8 +82,8 @@ class Init:
                 torch.manual_seed(self._seed)
             stack.enter_context(self._device)
             stack.enter_context(_watching())
-            _here.init = self
-            stack.callback(setattr, _here, "init", None)
+            _thread.init = self
+            stack.callback(setattr, _thread, "init", None)
             self._contexts = stack.pop_all()
         return self
 
@@ -94,8 +94,8 @@ class Init:
 
     @contextlib.contextmanager
     def constructing(self, module: nn.Module) -> Iterator[None]:
-        """Around a constructor of ``module``; what the outermost of its classes has made is cut."""
-        if any(module is one for one in self._constructing):  # a base class's
+        """Around a constructor of ``module``: cut its parameters after the outermost class's constructor."""
+        if any(module is other for other in self._constructing):  # a base class's
             yield
             return
         self._constructing.append(module)
@@ -103,7 +103,7 @@ class Init:
             yield
         finally:
             self._constructing.pop()
-        if not any(self._is_block(one) for one in self._constructing):  # else the block is cut as a whole
+        if not any(map(self._is_block, self._constructing)):  # else the block is cut as a whole
             whole = self._is_block(module)
             self.cut(module, recurse=whole, at_least=0 if whole else self._whole_below)
         if not self._constructing:
@@ -113,44 +113,45 @@ class Init:
         """Cut the parameters of ``module`` that are not cut yet, of ``at_least`` elements each."""
         small = max(at_least, self._policy.memory.persist_below)
         for trainable in (True, False):
-            found = {
-                name: one
-                for name, one in module.named_parameters(recurse=recurse)
-                # Plain ones with values; others are judged when the model is sharded.
-                if type(one) is nn.Parameter and not one.is_meta and one.is_floating_point()
-                if one.requires_grad == trainable and one.numel() >= small and cut_of(one) is None
+            parameters = {
+                name: parameter
+                for name, parameter in module.named_parameters(recurse=recurse)
+                # Plain ones with values; others are checked when the model is sharded.
+                if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.is_floating_point()
+                if parameter.requires_grad == trainable and parameter.numel() >= small
+                if cut_of(parameter) is None
             }
-            if found:
+            if parameters:
                 kind = type(module).__name__
-                Cut(kind, found, self._policy, mesh=self.mesh, wire=self.wire, on_use=self._use)
+                Cut(kind, parameters, self._policy, mesh=self.mesh, wire=self.wire, on_use=self._use)
 
-    def bring(self, cuts: Sequence[Cut]) -> None:
-        """Let ``cuts`` be whole at once; others are cut again, unless somebody looks at them."""
+    def gather(self, cuts: Sequence[Cut]) -> None:
+        """Gather ``cuts``; others are cut again, unless there are views of them."""
         self._settle(cuts)
         for cut in cuts:
             cut.gather()
-            if cut not in self._brought:
-                self._brought.append(cut)
+            if cut not in self._gathered:
+                self._gathered.append(cut)
 
     def _is_block(self, module: nn.Module) -> bool:
         kinds = self._blocks
         return isinstance(module, kinds) if isinstance(kinds, type | tuple) else kinds(type(module))
 
     def _use(self, cut: Cut, together: Sequence[Cut], name: str) -> None:
-        """A parameter is used while it is cut."""
+        """Gather the cuts of an operation that uses parameter ``name``, or refuse the use."""
         if active() is not self:
             raise ZeroError(
                 f"parameter {name!r} is used after Init cut it: use it inside Init, or read or change it "
                 "under GatheredParameters"
             )
-        self.bring(together)
+        self.gather(together)
 
-    def _settle(self, but: Sequence[Cut] = (), *, viewed: bool = False) -> None:
-        """Cut what was brought ``but`` these; while somebody holds a view of it, only if ``viewed``."""
-        for cut in list(self._brought):
-            if cut not in but and not cut.pinned and (viewed or not cut.viewed):
+    def _settle(self, kept: Sequence[Cut] = (), *, viewed: bool = False) -> None:
+        """Cut again what was gathered, except for ``kept``; where there are views, only if ``viewed``."""
+        for cut in list(self._gathered):
+            if cut not in kept and not cut.pinned and (viewed or not cut.viewed):
                 cut.cut()
-                self._brought.remove(cut)
+                self._gathered.remove(cut)
 
 
 def give_values(
@@ -160,12 +161,12 @@ def give_values(
     policy: Policy,
     initialise: Callable[[nn.Module], None] | None = None,
 ) -> None:
-    """Give a model on the meta device its values, one block at a time, and cut them at once.
+    """Initialise a model on the meta device, one block at a time, and cut each at once.
 
-    Modules come after the modules that they hold, as constructors return: with the same random numbers
-    values are those of a model that was constructed with them.  What has values is left alone.
+    Modules come after the modules that they hold, as constructors return: equal random numbers give the
+    values of a model constructed with values.  Modules with values are left alone.
     """
-    fresh = {module for module in model.modules() if any(one.is_meta for one in _own(module).values())}
+    fresh = {module for module in model.modules() if any(t.is_meta for t in _tensors(module).values())}
     if not fresh:
         return
     init = Init(mesh=mesh, policy=policy)
@@ -188,21 +189,21 @@ def give_values(
         visit(model, "", inside=False)
 
 
-def _own(module: nn.Module) -> dict[str, Tensor]:
-    """Its own parameters and buffers, by name."""
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Its parameters and buffers by name, without those of its children."""
     return dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
 
 
 def _initialise(
     module: nn.Module, name: str, device: torch.device, initialise: Callable[[nn.Module], None] | None
 ) -> None:
-    """Give the parameters and buffers of its own that have no values some; they stay the same objects.
+    """Initialise the module's parameters and buffers on the meta device; they stay the same objects.
 
-    Until then all bits are ones: a NaN that no arithmetic makes, or -1, by which what is left is known.
+    Before that all bits are ones, a NaN that no arithmetic makes, or -1, to find elements left out.
     """
     reset = getattr(module, "reset_parameters", None)
     versions = {}
-    for key, tensor in _own(module).items():
+    for key, tensor in _tensors(module).items():
         if not tensor.is_meta:
             continue
         if initialise is None and not callable(reset):
@@ -220,13 +221,13 @@ def _initialise(
         initialise(module)
     elif reset is not None:
         reset()
-    for key, tensor in _own(module).items():
+    for key, tensor in _tensors(module).items():
         if key not in versions or not tensor.numel():
             continue
         left = (_bits(tensor).view(tensor.numel(), -1) == 0xFF).all(1)  # all bits of an element
-        # Whole numbers may all be -1, if they were written.
-        kept = left.any() if tensor.is_floating_point() else left.all() and tensor._version == versions[key]  # noqa: SLF001
-        if kept:
+        # Integers may all be -1, if they were written.
+        missed = left.any() if tensor.is_floating_point() else left.all() and tensor._version == versions[key]  # noqa: SLF001
+        if missed:
             raise ZeroError(
                 f"{name} ({type(module).__name__}) was on the meta device, and was given no values for "
                 f"{int(left.sum())} of {tensor.numel()} elements of {key!r}: write all of them in "
@@ -235,29 +236,28 @@ def _initialise(
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """View of its memory as uint8, whose writes do not count as changes of ``tensor``."""
+    """View of its memory as uint8; writes to it do not count as changes of ``tensor``."""
     return tensor.detach().data.reshape(-1).view(torch.uint8)
 
 
-# Which constructors are watched: all of them while any thread is inside an Init, as no class can be asked
-# to say that it is done.
+# All constructors are watched while any thread is inside an Init, as no class announces its end.
 
-_here = threading.local()  # the Init of this thread
+_thread = threading.local()  # holds the Init of this thread
 _lock = threading.Lock()
-_watched: dict[type[nn.Module], Any] = {}  # their own constructors
-_inside: list[None] = []  # as many as contexts
+_watched: dict[type[nn.Module], Any] = {}  # original constructors
+_inside: list[None] = []  # one element a context
 
 
 def active() -> Init | None:
-    """The context that this thread is in."""
-    return getattr(_here, "init", None)
+    """The Init that this thread is inside."""
+    return getattr(_thread, "init", None)
 
 
 @contextlib.contextmanager
 def _watching() -> Iterator[None]:
     with _lock:
         if not _inside:
-            # First those to come: another thread may define one while those that there are are walked.
+            # New classes first: another thread may define one while the existing ones are walked.
             nn.Module.__init_subclass__ = classmethod(_watch_new)  # type: ignore[assignment,arg-type]
             for kind in type.__subclasses__(nn.Module):
                 _watch(kind)
@@ -269,8 +269,8 @@ def _watching() -> Iterator[None]:
             _inside.pop()
             if not _inside:
                 del nn.Module.__init_subclass__
-                for kind, own in _watched.items():
-                    kind.__init__ = own  # type: ignore[method-assign]
+                for kind, original in _watched.items():
+                    kind.__init__ = original  # type: ignore[method-assign]
                 _watched.clear()
 
 
@@ -286,13 +286,13 @@ def _watch(kind: type[nn.Module]) -> None:
         _watch(sub)
     if "__init__" not in vars(kind) or kind in _watched:
         return
-    own = vars(kind)["__init__"]
+    original = vars(kind)["__init__"]
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def construct(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         init = active()
         with contextlib.nullcontext() if init is None else init.constructing(module):
-            own(module, *args, **kwargs)
+            original(module, *args, **kwargs)
 
-    _watched[kind] = own
+    _watched[kind] = original
     kind.__init__ = construct  # type: ignore[method-assign,assignment]

@@ -98,13 +98,13 @@ class FlatBuffer:
         if self._flat is None:
             flat = self._flat = self._reserve.take(self._geometry.padded)
             self.lay()
-            self._own_views, self.address = _handles(flat), flat.data_ptr()
+            self._own_views, self.address = handles(flat), flat.data_ptr()
         return self._flat
 
     def detach(self) -> None:
         """Give the memory back, unless there are other views of it ([Note: flat buffer])."""
         flat = self._flat
-        if flat is None or self.shown or _handles(flat) != self._own_views:
+        if flat is None or self.shown or handles(flat) != self._own_views:
             return
         self._flat, self.address = None, 0
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
@@ -204,6 +204,6 @@ def check_plain(model: nn.Module) -> None:
             raise ZeroError(f"parameter {name!r} is a {kind}: only plain parameters can be sharded")
 
 
-def _handles(tensor: Tensor) -> int:
+def handles(tensor: Tensor) -> int:
     """The number of tensors that share the memory of ``tensor``, and handles of it."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # noqa: SLF001
