@@ -1,8 +1,7 @@
 """Checks, once when a model is sharded, that all ranks start from the same weights.
 
-What is compared is a sum of each parameter's bits, of all that it was cut from if it was cut while it was
-made; it goes through the store in which ranks met, and is in no ledger.  Thread ranks have no store, and are
-not compared.
+Ranks compare a sum of each parameter's bits, before cuts if it was cut while it was made, through the store
+of their rendezvous, which is in no ledger.  Thread ranks have no store, and are not compared.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from impl.unit.placeholder import Placeholder
 def check_same_start(mesh: Mesh, parameters: Mapping[str, Tensor], drawn: Mapping[str, int]) -> None:
     """Refuse values that differ between ranks, on all of them; all must call this.
 
-    ``parameters`` that are cut already, or have no values, are left out; ``drawn`` has for each of those that
-    are cut a number of the values that they were cut from here.
+    ``parameters`` that are cut already, or have no values, are left out; ``drawn`` has a number for the
+    values that each cut parameter was cut from on this rank.
     """
     store, rank = mesh.store(), mesh.rank
     if store is None:
@@ -31,27 +30,27 @@ def check_same_start(mesh: Mesh, parameters: Mapping[str, Tensor], drawn: Mappin
     mark = f"zeropp/starts/{store.add(f'zeropp/starts/{rank}', 1)}"
     store.set(f"{mark}/{rank}", json.dumps({**sums(parameters), **drawn}))
     if rank == 0:
-        told = [json.loads(store.get(f"{mark}/{other}")) for other in range(mesh.topology.world)]
-        store.set(f"{mark}/verdict", differing(told) or "")
+        ranks = [json.loads(store.get(f"{mark}/{other}")) for other in range(mesh.topology.world)]
+        store.set(f"{mark}/verdict", difference(ranks) or "")
     if verdict := store.get(f"{mark}/verdict").decode():
         raise ZeroError(verdict)
 
 
 def sums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """A number for the values of each parameter that has some; equal values have equal numbers."""
-    held = {
+    """A number for the values of each parameter with values; equal values have equal numbers."""
+    integers = {
         name: parameter.detach().contiguous().view(-1).view(getattr(torch, f"int{8 * parameter.itemsize}"))
         for name, parameter in parameters.items()
         if type(parameter) is not Placeholder and parameter.device.type != "meta"
     }
-    found = [words.sum(dtype=torch.int64) for words in held.values()]
-    return dict(zip(held, torch.stack(found).tolist() if found else (), strict=True))
+    totals = [bits.sum(dtype=torch.int64) for bits in integers.values()]
+    return dict(zip(integers, torch.stack(totals).tolist() if totals else (), strict=True))
 
 
-def differing(told: Sequence[Mapping[str, int]]) -> str | None:
-    """What to say of sums by rank; None if they are equal."""
-    for name in {name: None for found in told for name in found}:
-        others = [rank for rank, found in enumerate(told) if found.get(name) != told[0].get(name)]
+def difference(ranks: Sequence[Mapping[str, int]]) -> str | None:
+    """The error of sums that differ, in order of ``ranks``; None if they are equal."""
+    for name in {name: None for numbers in ranks for name in numbers}:
+        others = [rank for rank, numbers in enumerate(ranks) if numbers.get(name) != ranks[0].get(name)]
         if others:
             return (
                 f"parameter {name!r} starts from other values on {ranks_in_words(others)} than on rank 0; "

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from impl.comm.mesh import Mesh
 from impl.parameters.init import Init
-from impl.parameters.initial_weights import differing, sums
+from impl.parameters.initial_weights import difference, sums
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, shard
 from tests.support.models import Net
@@ -30,7 +30,7 @@ def test_a_single_value_that_differs_is_found(data: st.DataObject, dtype: torch.
         if rank == odd:
             values[1, 2] += 1
         told.append(sums({"same": torch.ones(3), "w": values, "empty": torch.empty(0, 3)}))
-    found = differing(told)
+    found = difference(told)
     if odd == ranks:
         assert found is None
     else:
@@ -43,7 +43,7 @@ def test_other_parameters_are_told() -> None:
     """A rank that has one more, or one less, is named."""
     one = sums({"w": torch.ones(3)})
     for other in ({}, {**one, "b": 0}):
-        assert "rank 1 " in differing([one, other])
+        assert "rank 1 " in difference([one, other])
 
 
 def _seeded(mesh: Mesh, cut: bool) -> list[str]:
