@@ -25,10 +25,10 @@ COSTS = st.lists(
 
 @given(COSTS, st.integers(0, 200))
 def test_a_choice_is_within_its_budget_and_no_worse_than_one_codec(
-    parts: list[dict[str, Cost]], more: int
+    parts: list[dict[str, Cost]], extra: int
 ) -> None:
     """Whatever the costs: bytes are within the budget, errors at most those of any single codec that fits."""
-    budget = sum(min(cost.bytes for cost in part.values()) for part in parts) + more
+    budget = sum(min(cost.bytes for cost in part.values()) for part in parts) + extra
     chosen = choose(parts, budget)
     spent = total(parts, chosen)
     assert spent.bytes <= budget
@@ -66,12 +66,12 @@ CODECS = ("int2:32", "int3:32", "int6:32", "int8:64", "bf16")
 def test_a_policys_budget_bounds_a_step(
     *, sizes: list[int], topology: Topology, name: str, chunks: int, draw: st.DataObject
 ) -> None:
-    """Whatever errors were measured: the units' codecs take no more than the budget, err no more than the
-    policy's own, and a step sends no more over either link than was said before.
+    """For any measured errors the units' codecs take no more than the budget, err no more than the policy's
+    own, and a step sends no more over either link than :func:`at_most`.
     """
-    own = {"weights": parse("int4:32"), "gradients": (parse("int8:64"), parse("int4:32"))}
+    initial = {"weights": parse("int4:32"), "gradients": (parse("int8:64"), parse("int4:32"))}
     budget = parse_budget(f"weights gradients every 1 of {' '.join(CODECS)}")
-    policy = preset(name, **own, budget=budget, chunks=chunks, memory=MemoryLimits(max_padding=1e9))
+    policy = preset(name, **initial, budget=budget, chunks=chunks, memory=MemoryLimits(max_padding=1e9))
     units = [
         lay_out(f"u{number}", [ParameterSpec("w", (size,))], grain=policy.grain, world=topology.world,
                 max_padding=1e9)
@@ -94,9 +94,9 @@ def test_a_policys_budget_bounds_a_step(
         once = predict(policy, topology, units, rank, step, decisions=decisions).sent
         twice = predict(policy, topology, units, rank, step * 2, decisions=decisions).sent
         sent = {"inter": 0, "intra": 0}
-        for key, found in twice.items():
-            sent[key.link] += found.bytes - once[key].bytes
-        most = at_most(policy, topology, units, {key: one.bytes for key, one in once.items()})
+        for key, (nbytes, _) in twice.items():
+            sent[key.link] += nbytes - once[key].bytes
+        most = at_most(policy, topology, units, {key: nbytes for key, (nbytes, _) in once.items()})
         assert sent["inter"] <= most["inter"]
         assert sent["intra"] <= most["intra"]
 

@@ -17,18 +17,18 @@ from impl.plan.topology import Topology
 
 @given(
     warmup=st.integers(0, 20),
-    more=st.integers(1, 30),
+    decaying=st.integers(1, 30),
     start=st.floats(0, 1),
     floor=st.floats(0, 1),
     decay=st.sampled_from(["none", "linear", "cosine"]),
 )
 def test_it_rises_to_one_and_falls_to_its_floor(
-    warmup: int, more: int, start: float, floor: float, decay: Any
+    warmup: int, decaying: int, start: float, floor: float, decay: Any
 ) -> None:
     """In ``warmup`` steps, and by the last; it stays there."""
-    steps = warmup + more
-    one = Schedule(steps=steps, warmup=warmup, start=start, decay=decay, floor=floor)
-    factors = [one.factor(step) for step in range(steps + 3)]
+    steps = warmup + decaying
+    schedule = Schedule(steps=steps, warmup=warmup, start=start, decay=decay, floor=floor)
+    factors = [schedule.factor(step) for step in range(steps + 3)]
     assert all(a <= b + 1e-12 for a, b in itertools.pairwise(factors[:warmup]))
     if warmup:
         assert factors[0] == pytest.approx(start + (1 - start) / warmup)
@@ -42,7 +42,7 @@ def test_it_rises_to_one_and_falls_to_its_floor(
 @pytest.mark.parametrize("shape", ["log", "linear"])
 @pytest.mark.parametrize("warmup", [1, 5])
 def test_deepspeeds_are_theirs(kind: str, shape: str, warmup: int) -> None:
-    """Step by step, beside DeepSpeed's own class on an optimizer."""
+    """Factors equal those of DeepSpeed's class on an optimizer, step by step."""
     from deepspeed.runtime import lr_schedules as schedules
 
     parameters: dict[str, Any] = {"warmup_num_steps": warmup, "warmup_type": shape}
@@ -53,22 +53,22 @@ def test_deepspeeds_are_theirs(kind: str, shape: str, warmup: int) -> None:
     if kind != "WarmupLR":
         parameters["total_num_steps"] = 12
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
-    theirs = getattr(schedules, kind)(optimizer, **parameters)
+    scheduler = getattr(schedules, kind)(optimizer, **parameters)
     table = {
         "scheduler": {"type": kind, "params": parameters},
         "optimizer": {"type": "Adam", "params": {"lr": 0.4}},
     }
-    found = recipe(table, topology=Topology(1, 1))
+    parsed = recipe(table, topology=Topology(1, 1))
     for step in range(15):
         rate = optimizer.param_groups[0]["lr"]
-        assert found.optimizer.lr * found.schedule.factor(step) == pytest.approx(rate, abs=1e-12)
-        theirs.step()
+        assert parsed.optimizer.lr * parsed.schedule.factor(step) == pytest.approx(rate, abs=1e-12)
+        scheduler.step()
 
 
 def test_a_schedule_that_leaves_its_length_open_has_the_runs() -> None:
     """``total_num_steps`` as a number, ``auto`` or not at all."""
     for given_steps in ({}, {"total_num_steps": "auto"}, {"total_num_steps": 30}):
         table = {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 4, **given_steps}}}
-        found = recipe(table, topology=Topology(1, 1), steps=30)
-        assert found.schedule.steps == 30
-        assert found.peak == 0.001
+        parsed = recipe(table, topology=Topology(1, 1), steps=30)
+        assert parsed.schedule.steps == 30
+        assert parsed.peak == 0.001

@@ -37,8 +37,8 @@ def test_memory_is_zeros_table_and_the_difference_is_named() -> None:
         names = ["masters", "gradients", "optimizer"]
         names += {1: ["gathered", "local_gradients"], 2: ["gathered"], 3: []}[stage]
         whole, shared = beside[stage]
-        ours = (sum(parts[name] for name in names) - whole * numel - shared * numel / ranks) / 1e9
-        assert ours == pytest.approx(float(row["gb_per_gpu"]), rel=0.005, abs=0.005), row
+        predicted = (sum(parts[name] for name in names) - whole * numel - shared * numel / ranks) / 1e9
+        assert predicted == pytest.approx(float(row["gb_per_gpu"]), rel=0.005, abs=0.005), row
 
 
 def test_hpzs_copy_in_16_bits_is_the_papers() -> None:
@@ -51,20 +51,20 @@ def test_hpzs_copy_in_16_bits_is_the_papers() -> None:
     released = MemoryLimits(max_reuse=0)
     frames, halves = (preset("zeropp", secondary_format=kept, memory=released) for kept in ("frames", "bf16"))
     assert secondary_either_way(frames, topology, [unit]) == secondary_either_way(halves, topology, [unit])
-    asked = secondary_either_way(frames, topology, [unit])
+    predicted = secondary_either_way(frames, topology, [unit])
     held = tuple(memory(policy, topology, [unit])["secondary"] for policy in (frames, halves))
-    assert held == asked
+    assert held == predicted
     assert held[1] == pytest.approx(2 * numel / 16, rel=1e-4)
     assert held[1] / held[0] == pytest.approx(2 / (1 + 4 / 2048), rel=1e-3)
     assert secondary_either_way(preset("qwz"), topology, [unit]) is None
     small, where = replace(unit, padded=2048 * 4, world=4), Topology(2, 2)
     sent = [predict(policy, where, [small], 0, ["forward", "backward"]).sent for policy in (frames, halves)]
     backward = [
-        {key.link: value.bytes for key, value in each.items() if key[:2] == ("backward", "weights")}
-        for each in sent
+        {key.link: nbytes for key, (nbytes, _) in book.items() if key[:2] == ("backward", "weights")}
+        for book in sent
     ]
     assert backward == [{"intra": 2 * (2048 + 16)}, {"intra": 2 * 2 * 2048}]
-    forward = [{key: value for key, value in each.items() if key.phase == "forward"} for each in sent]
+    forward = [{key: book[key] for key in book if key.phase == "forward"} for book in sent]
     assert forward[0] == forward[1]
 
 

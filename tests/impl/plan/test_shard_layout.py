@@ -71,7 +71,7 @@ def test_a_refusal_says_how_much_padding_to_allow(sizes: list[int], grain: int, 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.sampled_from([1, 8]))
 def test_received_pieces_tile_the_unit(group: int, groups: int, grain: int) -> None:
-    """Each rank's is in its shard, all together are the unit; of several groups another reduced it."""
+    """Each rank's piece is in its shard, all make the unit; with several groups another rank reduced it."""
     world = group * groups
     unit = lay_out("u", [ParameterSpec("p", (100,))], grain=grain, world=world, max_padding=1e9, group=group)
     pieces = [unit.received_piece(rank) for rank in range(world)]
@@ -79,19 +79,19 @@ def test_received_pieces_tile_the_unit(group: int, groups: int, grain: int) -> N
     for rank, (start, end) in enumerate(pieces):
         low, high = unit.bounds(rank)
         assert low <= start < end <= high
-        own, _ = unit.own_piece(rank)
-        assert (start == low + own) == (groups == 1)
+        reduced, _ = unit.own_piece(rank)
+        assert (start == low + reduced) == (groups == 1)
 
 
 @given(st.integers(1, 5000), st.integers(1, 40), st.sampled_from([1, 8, 256]))
 def test_chunks_cover_a_piece(piece: int, chunks: int, grain: int) -> None:
     """Chunks follow each other from the first element to the last, none empty, each from the grain on."""
-    found = chunked(piece, chunks, grain)
-    assert 1 <= len(found) <= chunks
-    assert (found[0][0], found[-1][1]) == (0, piece)
-    assert all(start < end for start, end in found)
-    assert all(end == start for (_, end), (start, _) in itertools.pairwise(found))
-    assert all(start % grain == 0 for start, _ in found)
+    bounds = chunked(piece, chunks, grain)
+    assert 1 <= len(bounds) <= chunks
+    assert (bounds[0][0], bounds[-1][1]) == (0, piece)
+    assert all(start < end for start, end in bounds)
+    assert all(end == start for (_, end), (start, _) in itertools.pairwise(bounds))
+    assert all(start % grain == 0 for start, _ in bounds)
 
 
 @given(st.integers(1, 500), st.integers(3, 12), st.sampled_from([1, 256]))

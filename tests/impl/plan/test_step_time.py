@@ -27,12 +27,12 @@ works = st.builds(Work, parameters=amounts, tokens=amounts, egress_bytes=amounts
 def test_more_to_do_never_takes_less_time_and_a_faster_link_never_more(
     machine: Machine, work: Work, factor: float
 ) -> None:
-    """A step of more parameters, tokens or bytes is at least as long, one over a faster link at most; over an
+    """More parameters, tokens or bytes never shorten a step, a faster link never lengthens it; over an
     infinite one it is its computation.
     """
     seconds = step_time(machine, work).seconds
-    for what in ("parameters", "tokens", "egress_bytes"):
-        assert step_time(machine, replace(work, **{what: getattr(work, what) * factor})).seconds >= seconds
+    for name in ("parameters", "tokens", "egress_bytes"):
+        assert step_time(machine, replace(work, **{name: getattr(work, name) * factor})).seconds >= seconds
     assert step_time(machine, replace(work, rate=work.rate * factor)).seconds <= seconds
     endless = step_time(machine, replace(work, rate=math.inf))
     assert endless.seconds == endless.compute

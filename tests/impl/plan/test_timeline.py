@@ -49,28 +49,27 @@ def _bare(collective: Collective) -> Collective:
 def test_a_pass_takes_its_longest_resource_at_least_and_all_in_a_row_at_most(
     loads: list[Load], prefetch: int
 ) -> None:
-    """At least all that the processor does, what adapter and inside carry, and its bound, the same walk where
-    less takes time; overlap never costs.
-    """
+    """It takes at least the times of processor, adapter and inside, and its bound; overlap never costs."""
     schedule = _schedule(len(loads), prefetch)
     bare = [
         replace(
-            one, gather=_bare(one.gather), regather=_bare(one.regather), reduce=_bare(one.reduce), engine=0
+            load, **{name: _bare(getattr(load, name)) for name in ("gather", "regather", "reduce")}, engine=0
         )
-        for one in loads
+        for load in loads
     ]
-    found, bound = pass_time(schedule, loads), least_pass_seconds(schedule, bare)
-    collectives = [one for load in loads for one in (load.gather, load.regather, load.reduce)]
+    run, bound = pass_time(schedule, loads), least_pass_seconds(schedule, bare)
+    collectives = [collective for load in loads for collective in (load.gather, load.regather, load.reduce)]
     hops = [hop for collective in collectives for hop in collective.hops]
     computing = sum(load.forward + load.backward for load in loads)
-    everything = computing + sum(2 * load.engine for load in loads) + sum(one.after for one in collectives)
+    everything = computing + sum(2 * load.engine for load in loads)
+    everything += sum(collective.after for collective in collectives)
     everything += sum(hop.adapter + hop.inside + hop.latency + hop.before for hop in hops)
     worked = everything - sum(hop.adapter + hop.inside + hop.latency for hop in hops)
-    assert found.seconds - found.exposed == pytest.approx(worked)
-    assert max(worked, found.adapter, sum(hop.inside for hop in hops), bound) - 1e-9 <= found.seconds
-    assert found.seconds <= everything + 1e-6
-    assert found.adapter == pytest.approx(sum(hop.adapter for hop in hops))
-    assert bound >= max(computing, found.adapter) - 1e-9
+    assert run.seconds - run.exposed == pytest.approx(worked)
+    assert max(worked, run.adapter, sum(hop.inside for hop in hops), bound) - 1e-9 <= run.seconds
+    assert run.seconds <= everything + 1e-6
+    assert run.adapter == pytest.approx(sum(hop.adapter for hop in hops))
+    assert bound >= max(computing, run.adapter) - 1e-9
 
 
 def test_a_pass_by_hand() -> None:
@@ -88,9 +87,9 @@ def test_the_second_hop_of_a_reduction_waits_for_the_next_gradient() -> None:
     two = Collective(hops=(Hop(adapter=0), Hop(adapter=1)))
     loads = [Load(forward=0, backward=0), *[Load(forward=0, backward=3, reduce=two)] * 2]
     # computed until 3; posted at 4, gone at 5; computed until 6, gone at 7
-    found = pass_time(_schedule(3), loads)
-    assert found.seconds == pytest.approx(7)
-    assert found.exposed == pytest.approx(1)
+    run = pass_time(_schedule(3), loads)
+    assert run.seconds == pytest.approx(7)
+    assert run.exposed == pytest.approx(1)
 
 
 def _units(topology: Topology, policy: Policy) -> list[UnitGeometry]:
@@ -175,8 +174,8 @@ def test_more_bandwidth_or_faster_codecs_never_lengthen_a_step(step: Step, facto
 @given(steps())
 def test_with_infinite_bandwidth_a_step_is_its_computation_and_overhead(step: Step) -> None:
     """Where messages take no time, nothing is exposed and no link is busy."""
-    found = step_of(replace(COSTLY, latency=0.0, inside=0.0), replace(step, rate=math.inf))
-    assert (found.wire, found.exposed) == (0.0, 0.0)
-    assert found.critical == "processor"
+    unlimited = step_of(replace(COSTLY, latency=0.0, inside=0.0), replace(step, rate=math.inf))
+    assert (unlimited.wire, unlimited.exposed) == (0.0, 0.0)
+    assert unlimited.critical == "processor"
     free = step_of(replace(MACHINE, optimizer=0.0), replace(step, rate=math.inf))
     assert free.seconds == pytest.approx(free.compute)

@@ -29,7 +29,7 @@ def test_later_hops_stay_inside_the_secondary_group(topology: Topology) -> None:
         for rank in range(topology.world):
             reached = {rank}
             for axis in axes[spared:]:
-                reached = {other for one in reached for other in axis.group(one)}
+                reached = {other for member in reached for other in axis.group(member)}
             assert reached == set(range(rank // secondary * secondary, (rank // secondary + 1) * secondary))
 
 

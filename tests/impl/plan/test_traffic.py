@@ -74,20 +74,20 @@ def test_volumes_of_successors_are_their_closed_forms(name: str, bits: list[floa
 def test_one_hop_sends_a_nodes_ranks_times_more_between_nodes(ranks: int) -> None:
     """One-hop all-to-all crosses nodes with N times the two-hop traffic, N ranks a node (facts A2)."""
     topology = Topology(2, ranks)
-    two = preset("zero3")
-    one = preset("zero3", reduce="one_hop")
-    gathers = 2 * inter_bytes(two, topology, passes(two)) / 3
-    assert inter_bytes(one, topology, passes(one)) - gathers == ranks * (
-        inter_bytes(two, topology, passes(two)) - gathers
+    two_hop, one_hop = (
+        inter_bytes(policy, topology, passes(policy))
+        for policy in (preset("zero3"), preset("zero3", reduce="one_hop"))
     )
+    gathers = 2 * two_hop / 3
+    assert one_hop - gathers == ranks * (two_hop - gathers)
 
 
-@pytest.mark.parametrize(("stage", "one", "three"), [(0, 2, 2), (1, 2, 2), (2, 2, 4), (3, 3, 9)])
-def test_volumes_of_stages_are_the_published_ones(stage: Stage, one: int, three: int) -> None:
-    """In M (facts A10) a step of one micro-batch sends so much, and one of three."""
+@pytest.mark.parametrize(("stage", "single", "triple"), [(0, 2, 2), (1, 2, 2), (2, 2, 4), (3, 3, 9)])
+def test_volumes_of_stages_are_the_published_ones(stage: Stage, single: int, triple: int) -> None:
+    """A step of one micro-batch, and one of three, sends the volumes of facts A10, in M."""
     policy, topology = preset("exact", stage=stage), Topology(4, 1)
-    shards = 3 * 4 * (1 << 22)  # each rank's to three others, or as much of its gradients
-    for count, volumes in ((1, one), (3, three)):
+    shards = 3 * 4 * (1 << 22)  # each rank's, or as much of its gradients, to three others
+    for count, volumes in ((1, single), (3, triple)):
         assert inter_bytes(policy, topology, passes(policy, micro_batches=count)) == volumes * shards
 
 
@@ -126,19 +126,18 @@ SHARES = st.sampled_from([0.0, 1.0]) | st.floats(0, 1)
 def test_offloaded_shares_are_reached_by_the_first_units_and_no_more(
     sizes: list[tuple[int, bool]], optimizer: float, weights: float
 ) -> None:
-    """Of whole units, in model order, at least each share is offloaded, and without the last chosen unit less
-    than it would be: of 0 none, of 1 all; a frozen unit, which has no optimizer state, has its shard where
-    its frames are.
+    """The first whole units, in model order, reach each share, and not without the last of them; a frozen
+    unit, which has no optimizer state, has its shard where its frames are.
     """
     cut = [_unit(f"blocks.{index}", size, trainable=trained) for index, (size, trained) in enumerate(sizes)]
     placements = placements_of(Offload(optimizer=optimizer, weights=weights), cut)
-    assert all(u.trainable or there.shard == there.frames for u, there in zip(cut, placements, strict=True))
-    trained = [(u.padded, t.shard) for u, t in zip(cut, placements, strict=True) if u.trainable]
-    every = [(u.padded, t.frames) for u, t in zip(cut, placements, strict=True)]
-    for share, of in ((optimizer, trained), (weights, every)):
-        chosen = [size for size, there in of if there]
-        assert [there for _, there in of] == [index < len(chosen) for index in range(len(of))]
-        wanted = share * sum(size for size, _ in of)
+    assert all(u.trainable or p.shard == p.frames for u, p in zip(cut, placements, strict=True))
+    trained = [(u.padded, p.shard) for u, p in zip(cut, placements, strict=True) if u.trainable]
+    every = [(u.padded, p.frames) for u, p in zip(cut, placements, strict=True)]
+    for share, pairs in ((optimizer, trained), (weights, every)):
+        chosen = [size for size, offloaded in pairs if offloaded]
+        assert [offloaded for _, offloaded in pairs] == [i < len(chosen) for i in range(len(pairs))]
+        wanted = share * sum(size for size, _ in pairs)
         assert sum(chosen) >= wanted
         assert not chosen or sum(chosen[:-1]) < wanted
     assert placements_of(Offload(), cut) == [ON_DEVICE] * len(cut)
