@@ -27,7 +27,7 @@ from tests.support.strategies import ROOMY
 from tests.support.training import batch, model, sgd, train, update
 
 NET = model()
-OWN = {"weights": parse("int4:8"), "gradients": (parse("int8:32"), parse("int4:8")), "memory": ROOMY}
+INITIAL = {"weights": parse("int4:8"), "gradients": (parse("int8:32"), parse("int4:8")), "memory": ROOMY}
 BOTH = parse_budget("weights gradients every 2 of int2:8 int3:8 int6:8:stochastic int8:32 mxfp4")
 KINDS = ("train", "train", "train", "accumulate", "evaluate", "skip", "rehearse", "drop", "again")
 
@@ -69,24 +69,24 @@ def _run(
     Topology(2, 2), "hpz", str(BOTH), {"chunks": 2},
 )  # fmt: skip
 def test_ranks_agree_and_send_what_is_foreseen(
-    kinds: list[str], topology: Topology, name: str, budget: str, more: dict[str, object]
+    kinds: list[str], topology: Topology, name: str, budget: str, changes: dict[str, object]
 ) -> None:
-    """Whatever happens in a run: all ranks choose the same and gather the same bits, their ledgers are the
-    predictions from their decisions, no choice is above the budget, and memory is within the formula.
+    """In any run all ranks choose the same and gather the same bits, their ledgers are the predictions from
+    their decisions, no choice is above the budget, and memory is within the formula.
     """
-    policy = preset(name, **{**OWN, **more}, budget=parse_budget(budget))
+    policy = preset(name, **{**INITIAL, **changes}, budget=parse_budget(budget))
     runs = on_threads(topology, _run, policy, kinds)
     weights, decisions, _, zero = runs[0]
     units = [unit.geometry for unit in zero.units]
-    for others, theirs, held, _ in runs:
-        assert theirs == decisions
-        assert all(torch.equal(one, other) for one, other in zip(weights, others, strict=True))
+    for rank_weights, rank_decisions, held, _ in runs:
+        assert rank_decisions == decisions
+        assert all(map(torch.equal, weights, rank_weights))
         assert held.get("secondary", 0) <= memory(policy, topology, units)["secondary"]
     for share in shares_of(policy, topology, units):
         for step in {decision.step for decision in decisions}:
             codecs = {d.unit: d.codec for d in decisions if (d.step, d.purpose) == (step, share.purpose)}
             sizes = zip(share.units, share.bytes, strict=True)
-            sent = [of[share.codecs.index(codecs[unit])] for unit, of in sizes if codecs]
+            sent = [row[share.codecs.index(codecs[unit])] for unit, row in sizes if codecs]
             assert sum(sent) <= share.limit
     if kinds[0] == "train":
         assert {decision.step for decision in decisions} >= {1}
@@ -94,11 +94,11 @@ def test_ranks_agree_and_send_what_is_foreseen(
 
 def test_a_decision_says_the_error_of_the_weights_that_are_sent() -> None:
     """The vNMSE of weights is that of all ranks' masters of the unit, encoded and decoded."""
-    policy = preset("zero3", **OWN, budget=parse_budget("weights every 1 of int2:8 int6:8"))
+    policy = preset("zero3", **INITIAL, budget=parse_budget("weights every 1 of int2:8 int6:8"))
     runs = on_threads(Topology(2, 2), train, NET, policy, 1)
     decisions = chosen(runs[0][2])
     for index, unit in enumerate(runs[0][2].units):
-        (decision,) = [one for one in decisions if one.unit == unit.geometry.name]
+        (decision,) = [choice for choice in decisions if choice.unit == unit.geometry.name]
         error = value = 0.0
         for _, _, zero in runs:
             master = zero.units[index].master_shard.master
@@ -116,26 +116,26 @@ def _overflowing(mesh: Mesh, policy: Policy) -> tuple[list[bool], list[Decision]
     history = begun(mesh, policy)
     for step in range(3):
         history.act("spike" if step == 0 and mesh.rank == 1 else "train", step)
-    done = [one.done for one in history.seen if isinstance(one, Stepped)]
+    done = [event.done for event in history.seen if isinstance(event, Stepped)]
     return done, chosen(history.zero), gathered(history.zero)
 
 
 def test_what_a_skipped_step_measured_is_dropped() -> None:
     """After an overflow no rank chooses; the next step is measured in its place, and is finite."""
-    policy = preset("zero3", **OWN, budget=BOTH, loss_scale=LossScale(initial=4.0))
+    policy = preset("zero3", **INITIAL, budget=BOTH, loss_scale=LossScale(initial=4.0))
     (done, decisions, weights), *others = on_threads(Topology(2, 2), _overflowing, policy)
     assert done == [False, True, True]
     assert {decision.step for decision in decisions} == {1}
     assert all(0 <= decision.vnmse < 1 for decision in decisions)
-    for _, theirs, gathers in others:
-        assert theirs == decisions
-        assert all(torch.equal(one, other) for one, other in zip(weights, gathers, strict=True))
+    for _, rank_decisions, rank_weights in others:
+        assert rank_decisions == decisions
+        assert all(map(torch.equal, weights, rank_weights))
 
 
 @each_rank(2, 1)
 def test_gradients_that_are_not_finite_choose_nothing(mesh: Mesh) -> None:
     """Without a loss scale the step is taken, and the codecs stay as they are."""
-    policy = preset("zero3", **OWN, budget=parse_budget("gradients every 1 of int2:8 int8:8"))
+    policy = preset("zero3", **INITIAL, budget=parse_budget("gradients every 1 of int2:8 int8:8"))
     zero = shard(net := model(), mesh=mesh, policy=policy)
     update(sgd(zero.param_groups(), lr=0.0), net(batch(0, mesh.rank)) * (torch.inf if mesh.rank == 0 else 1))
     assert chosen(zero) == []
@@ -144,15 +144,15 @@ def test_gradients_that_are_not_finite_choose_nothing(mesh: Mesh) -> None:
 @each_rank(2, 1)
 def test_a_state_of_another_budget_is_refused(mesh: Mesh) -> None:
     """By a policy without one, and, without one, by a policy that has."""
-    plain = preset("zero3", **OWN)
-    one, other = (shard(model(), mesh=mesh, policy=each) for each in (plain, replace(plain, budget=BOTH)))
-    for zero, saved in ((one, other), (other, one)):
+    plain = preset("zero3", **INITIAL)
+    engines = [shard(model(), mesh=mesh, policy=policy) for policy in (plain, replace(plain, budget=BOTH))]
+    for zero, saved in (engines, engines[::-1]):
         with pytest.raises(ZeroError, match="state of a budget"):
             zero.load_communication_state(saved.communication_state())
 
 
 def test_codecs_beyond_the_budget_are_refused_before_training() -> None:
     """The line names the bytes of both."""
-    policy = preset("zero3", **OWN, budget=parse_budget("gradients 3 every 1 of int2:8"))
+    policy = preset("zero3", **INITIAL, budget=parse_budget("gradients 3 every 1 of int2:8"))
     with pytest.raises(PolicyError, match=r"gives gradients \d+ bytes a rank, and int4:8, .* takes \d+"):
         on_threads(Topology(2, 1), train, NET, policy, 1)

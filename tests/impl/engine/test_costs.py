@@ -62,14 +62,14 @@ def calls_of_step(model: nn.Module, optimizer: torch.optim.Optimizer, package: s
 
 
 def both(mesh: Mesh, units: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """A step's of so many units, sharded by this project and by FSDP2."""
-    ours, peer = blocks(units), blocks(units)
-    zero = shard(ours, mesh=mesh, policy=preset("zero3"))
+    """Calls of a step of ``units`` units, sharded by this project and by FSDP2."""
+    model, peer = blocks(units), blocks(units)
+    zero = shard(model, mesh=mesh, policy=preset("zero3"))
     devices = init_device_mesh("cpu", (mesh.topology.world,))
     for block in (*peer, peer):
         fsdp.fully_shard(block, mesh=devices)
     return (
-        calls_of_step(ours, torch.optim.SGD(zero.param_groups(), lr=1e-3), OURS),
+        calls_of_step(model, torch.optim.SGD(zero.param_groups(), lr=1e-3), OURS),
         calls_of_step(peer, torch.optim.SGD(peer.parameters(), lr=1e-3), FSDP2),
     )
 
@@ -119,8 +119,8 @@ class _Moved(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.name().split(".")[0] in COPIES:
-            given = [arg for arg in args if isinstance(arg, Tensor)]
-            self.nbytes += sum(arg.nbytes for arg in given[-1:]) + out.nbytes
+            tensors = [arg for arg in args if isinstance(arg, Tensor)]
+            self.nbytes += sum(tensor.nbytes for tensor in tensors[-1:]) + out.nbytes
         return out
 
 

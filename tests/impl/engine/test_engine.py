@@ -29,14 +29,14 @@ from tests.support.training import batch, model, sgd, update
 
 @each_rank(1, 1)
 def test_an_engine_that_nobody_keeps_lives_as_long_as_its_model(mesh: Mesh) -> None:
-    """What finds it by its parameters and optimizers works on, as in a function that returns its model."""
+    """Its parameters and optimizers still find it, as after a function that returns its model."""
     net = model()
     optimizer = torch.optim.SGD(shard(net, mesh=mesh, policy=EXACT).param_groups(), lr=0.1)
     gc.collect()
-    found = find(net.head.weight)
+    owner = find(net.head.weight)
     net(batch(0, 0)).backward()
     optimizer.step()
-    del found
+    del owner
     gc.collect()
     net.zero_grad()
     assert all(master.grad is None for group in optimizer.param_groups for master in group["params"])
@@ -170,24 +170,22 @@ MISUSE: list[tuple[str, Misuse]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "misuse"), MISUSE)
+@pytest.mark.parametrize(("message", "misuse"), MISUSE)
 @each_rank(1, 2)
-def test_what_would_train_something_else_raises(mesh: Mesh, words: str, misuse: Misuse) -> None:
+def test_what_would_train_something_else_raises(mesh: Mesh, message: str, misuse: Misuse) -> None:
     """Misuse that plain torch would notice, or that would silently do nothing, is a clear error."""
     zero = shard(net := model(Stack), mesh=mesh, policy=EXACT)
-    with pytest.raises((ZeroError, RuntimeError), match=words):
+    with pytest.raises((ZeroError, RuntimeError), match=message):
         misuse(net, zero)
 
 
 @each_rank(1, 2)
 def test_a_full_state_is_loaded_with_extra_states(mesh: Mesh) -> None:
-    """load_full_state_dict(), and so model.load_state_dict(), takes what full_state_dict() gave: weights, and
-    modules' extra states.
-    """
+    """load_full_state_dict(), and so model.load_state_dict(), loads a full_state_dict() with extra states."""
     zero = shard(model(Dropping), mesh=mesh, policy=EXACT)
     for factor, load in ((2, zero.load_full_state_dict), (3, zero.model.load_state_dict)):
         state = zero.full_state_dict()
-        weights = {name: one * factor for name, one in state.items() if isinstance(one, Tensor)}
+        weights = {name: w * factor for name, w in state.items() if isinstance(w, Tensor)}
         load({**state, **weights, "_extra_state": {**state["_extra_state"], "passes": factor}})
         assert zero.model.passes == factor
         loaded = zero.full_state_dict()

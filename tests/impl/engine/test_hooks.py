@@ -135,7 +135,7 @@ def test_transforms_of_torch_func_are_refused(mesh: Mesh, how: str) -> None:
     """In one line, where a crash was; afterwards the model trains."""
     shard(net := model(Net), mesh=mesh, policy=EXACT)
     x, func = batch(0, mesh.rank), torch.func
-    weights = {name: torch.zeros(one.shape) for name, one in model(Net).named_parameters()}
+    weights = {name: torch.zeros(w.shape) for name, w in model(Net).named_parameters()}
     calls = {
         "vmap": lambda: func.vmap(net)(x[None]),
         "grad": lambda: func.grad(net)(x),
@@ -194,11 +194,11 @@ def test_gradient_hooks_are_refused_and_never_vanish(mesh: Mesh, how: str) -> No
 
 @each_rank(1, 1)
 def test_attributes_of_parameters_stay(mesh: Mesh) -> None:
-    """What was said of a parameter before shard() is read inside and outside of passes."""
+    """Users' attributes of a parameter from before shard() are read inside and outside of passes."""
     net = model(Net)
     net.head.weight.no_decay = True
-    groups = {name: getattr(one, "no_decay", False) for name, one in net.named_parameters()}
-    shard(net, mesh=mesh, policy=EXACT, group_of=lambda name, one: int(groups[name] and one.no_decay))
+    groups = {name: getattr(p, "no_decay", False) for name, p in net.named_parameters()}
+    shard(net, mesh=mesh, policy=EXACT, group_of=lambda name, p: int(groups[name] and p.no_decay))
     seen = []
     net.head.register_forward_hook(lambda head, *_: seen.append(head.weight.no_decay))
     net(batch(0, 0))

@@ -66,7 +66,7 @@ def test_clipping_masters_by_a_local_norm_is_refused(mesh: Mesh) -> None:
     net(batch(0, mesh.rank)).backward()
     before = zero.grad_norm()
     with pytest.raises(ZeroError, match=r"use zero\.step\(max_norm=\) or zero\.clip_grad_norm_\(\)"):
-        clip_grad_norm_((one for group in zero.param_groups() for one in group["params"]), 0.01)
+        clip_grad_norm_((p for group in zero.param_groups() for p in group["params"]), 0.01)
     assert torch.equal(zero.grad_norm(), before)
     plain = torch.nn.Parameter(torch.ones(4))
     plain.grad = torch.full((4,), 2.0)

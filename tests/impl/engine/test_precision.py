@@ -24,16 +24,16 @@ from tests.support.strategies import EXACT, ROOMY
 from tests.support.training import Training, batch, mean_losses, model, sgd, single, train
 
 
-@pytest.mark.parametrize(("given", "compute"), [("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "bf16")])
+@pytest.mark.parametrize(("dtype", "compute"), [("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "bf16")])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_model_may_be_computed_in_16_bits(given: Dtype, compute: Dtype, stage: Stage) -> None:
-    """Given in fp32, or in 16 bits: weights, activations and gradients have the compute type, masters are
+def test_a_model_may_be_computed_in_16_bits(dtype: Dtype, compute: Dtype, stage: Stage) -> None:
+    """Of models in fp32 or 16 bits, weights, activations and gradients have the compute type, masters are
     fp32, and losses within 2 %.
     """
     scale = LossScale(initial=1024.0) if compute == "fp16" else None
     policy = preset("zero3", stage=stage, compute=compute, loss_scale=scale, memory=ROOMY)
-    net = model().to(DTYPES[given])
-    loss_of = lambda net, number, rank: net(batch(number, rank).to(DTYPES[given]))  # noqa: E731
+    net = model().to(DTYPES[dtype])
+    loss_of = lambda net, number, rank: net(batch(number, rank).to(DTYPES[dtype]))  # noqa: E731
     results = on_threads(Topology(2, 2), partial(train, loss_of=loss_of), net, policy, 4, 2)
     assert mean_losses(results) == pytest.approx(single(model(), 4, 4, 2), rel=0.02)
     _, state, zero = results[0]
@@ -53,11 +53,11 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh: Mesh, codec: str) -
         history.act("spike" if step == 1 and mesh.rank == 1 else "train", step)
         scales.append(history.zero.scaler.scale)
         weights.append(torch.cat([unit.master_shard.master.clone() for unit in history.zero.units]))
-    assert [one.done for one in history.seen[1::2]] == [True, False, True, True]
+    assert [stepped.done for stepped in history.seen[1::2]] == [True, False, True, True]
     assert scales == [4.0, 2.0, 2.0, 4.0]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[1], weights[2])
-    assert all(torch.isfinite(each).all() for each in weights)
+    assert all(masters.isfinite().all() for masters in weights)
 
 
 def test_the_scale_moves_as_it_says() -> None:
@@ -102,20 +102,20 @@ def _buffers(mesh: Mesh) -> Any:
     run.net.derived.fill_(mesh.rank)
     for number in range(2):
         run.step(number)
-    own = {name: buffer.clone() for name, buffer in run.net.named_buffers()}
+    local = {name: buffer.clone() for name, buffer in run.net.named_buffers()}
     with torch.no_grad():
         loss = run.net.eval()(batch(9, 0)).item()
-    return own, dict(run.net.named_buffers()), loss, run.zero.full_state_dict()
+    return local, dict(run.net.named_buffers()), loss, run.zero.full_state_dict()
 
 
 def test_buffers_are_kept_equal() -> None:
     """Before the next pass all ranks hold the mean of running statistics; derived buffers stay their own."""
     results = on_threads(Topology(2, 2), _buffers)
-    for rank, (own, equal, loss, state) in enumerate(results):
-        assert torch.equal(equal.pop("derived"), torch.full_like(own["derived"], rank))
+    for rank, (local, equal, loss, state) in enumerate(results):
+        assert torch.equal(equal.pop("derived"), torch.full_like(local["derived"], rank))
         for name, value in equal.items():
             assert torch.equal(value, results[0][3][name])
-            mean = torch.stack([each[name].double() for each, *_ in results]).mean(0)
+            mean = torch.stack([buffers[name].double() for buffers, *_ in results]).mean(0)
             assert torch.allclose(value.double(), mean, rtol=1e-6)
             assert torch.equal(state[name], value)
         assert loss == results[0][2]
@@ -141,14 +141,14 @@ def test_scaled_gradients_are_unscaled_once(mesh: Mesh) -> None:
     """Several optimizers step together under one scale; one alone, or clipping before, is refused."""
     policy = replace(EXACT, loss_scale=LossScale(initial=8.0))
     zero = shard(model(), mesh=mesh, policy=policy, group_of=lambda name, _: int("head" in name))
-    one, other = (sgd([group]) for group in zero.param_groups())
+    optimizers = [sgd([group]) for group in zero.param_groups()]
     zero.scaler.scaled(zero.model(batch(0, mesh.rank))).backward()
     with pytest.raises(ZeroError, match="give all optimizers to one step"):
-        zero.step(one)
+        zero.step(optimizers[0])
     with pytest.raises(ZeroError, match="give max_norm to step"):
         zero.clip_grad_norm_(1.0)
     before = torch.cat([unit.master_shard.master.clone() for unit in zero.units])
-    assert zero.step(one, other, max_norm=1e9).done
+    assert zero.step(*optimizers, max_norm=1e9).done
     moved = torch.cat([unit.master_shard.master for unit in zero.units]) - before
     gradient = torch.cat([unit.master_shard.mean_gradient() for unit in zero.units])
     assert torch.allclose(moved, -0.1 * gradient, atol=1e-6)
@@ -178,9 +178,9 @@ def test_a_loss_that_was_not_scaled_is_noticed(mesh: Mesh) -> None:
     zero = shard(net := model(), mesh=mesh, policy=policy)
     optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
     for scaled in ((True, False), (False, True), (True, True)):
-        for one in scaled:
+        for scales in scaled:
             loss = net(batch(0, mesh.rank))
-            (zero.scaler.scaled(loss / 2) if one else loss / 2).backward()
+            (zero.scaler.scaled(loss / 2) if scales else loss / 2).backward()
         if all(scaled):
             assert zero.step(optimizer).done
         else:

@@ -228,9 +228,9 @@ def _choice(net: nn.Module, step: int, rank: int) -> Tensor:
 
 def _chosen(mesh: Mesh, policy: Policy) -> tuple[list[float], dict[str, Tensor]]:
     wire, optimize = Wire(mesh, timeout=20.0), partial(sgd, lr=0.5)
-    found = train(mesh, model(_Chooses), policy, 4, optimize=optimize, loss_of=_choice, wire=wire)
+    losses, state, _ = train(mesh, model(_Chooses), policy, 4, optimize=optimize, loss_of=_choice, wire=wire)
     wire.check_order()
-    return found[:2]
+    return losses, state
 
 
 @pytest.mark.parametrize("processes", [False, True])

@@ -32,9 +32,9 @@ def _losses(mesh: Mesh, transport: str, policy: Policy, seed: int | None) -> lis
     if seed is None:
         return _trained(mesh, transport, policy)
     with shaken(mesh.device, seed) as late:
-        found = _trained(mesh, transport, policy, late)
+        losses = _trained(mesh, transport, policy, late)
     assert late.given > 20
-    return found
+    return losses
 
 
 def _trained(mesh: Mesh, transport: str, policy: Policy, late: Late | None = None) -> list[str]:
@@ -97,10 +97,10 @@ CUDA = pytest.param("cuda:0", marks=pytest.mark.gpu)
 
 
 def _staged(mesh: Mesh, device: str, seed: int | None) -> dict[str, list[str]]:
-    there = torch.device(device)
-    if there.type == "cuda":
-        torch.cuda.set_device(there)
-    mesh = Mesh.create(mesh.topology, there)
+    place = torch.device(device)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    mesh = Mesh.create(mesh.topology, place)
     return {name: _losses(mesh, "staged", POLICIES[name], seed) for name in NAMES}
 
 
