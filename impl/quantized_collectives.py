@@ -20,7 +20,7 @@ from torch import Tensor
 from impl import ops
 from impl.codecs.codec import Codec, common_grain, parse
 from impl.codecs.reference import NAMES
-from impl.codecs.rounding_noise import Key, Noise, apart
+from impl.codecs.rounding_noise import Key, Noise, shard_stride
 from impl.comm.all_gather import FrameGather, are_elements, placed
 from impl.comm.mesh import Mesh
 from impl.comm.reduce_scatter import Reduction, Ring
@@ -68,7 +68,7 @@ def quantized_all_gather(
         )
     if numel == 0:
         return out
-    noise = key.noise(mesh.rank * apart(numel)) if key is not None and codec.stochastic else None
+    noise = key.noise(mesh.rank * shard_stride(numel)) if key is not None and codec.stochastic else None
     flat, whole, tag = x.detach().reshape(-1), out.view(-1), Tag("forward", "weights")
     Gathering(wire, codec, axes, flat, whole, tag=tag, ring=gather == "flat", noise=noise).finish()
     return out

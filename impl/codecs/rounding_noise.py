@@ -28,8 +28,8 @@ Purpose = Literal["weights", "gradients"]
 Words = tuple[int, int, int, int]
 
 
-def apart(numel: int) -> int:
-    """Elements from one shard's first to the next one's, as they are numbered: whole octets."""
+def shard_stride(numel: int) -> int:
+    """Elements between the first of one shard and of the next, as noise counts them: whole octets."""
     return -(-numel // OCTET) * OCTET
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from impl import ops
 from impl.codecs.codec import FP32, Codec, Sums
 from impl.codecs.reference import Carried
-from impl.codecs.rounding_noise import Key, Noise, apart
+from impl.codecs.rounding_noise import Key, Noise, shard_stride
 from impl.comm.all_gather import FrameGather, are_elements, placed
 from impl.comm.error_feedback import Errors
 from impl.comm.exchanges import Exchange, InMemory
@@ -84,7 +84,7 @@ class Reduction:
         codec = self.hops[hop][1] if hop < len(self.hops) else self.replica_codec
         if key is None or not codec.stochastic:
             return None
-        rank, strides = self.wire.mesh.rank, [stride * apart(self.piece) for stride in self.strides]
+        rank, strides = self.wire.mesh.rank, [stride * shard_stride(self.piece) for stride in self.strides]
         done = zip(self.hops[:hop], strides[:hop], strict=True)
         before = sum(axis.digit(rank) * stride for (axis, _), stride in done)
         return replace(key, hop=hop).noise(before + start, tuple(strides[hop:]))
@@ -289,7 +289,7 @@ class Ring(Reduction):
         exchange = self._exchange = self.wire.shift(self._axis, self._frames[0][0], self.tag)
         noise = None
         if codec.stochastic and self._key is not None:
-            first = (self._me - 1 - self._step) % size * apart(self.piece)
+            first = (self._me - 1 - self._step) % size * shard_stride(self.piece)
             noise = replace(self._key, hop=self._step).noise(first)
         ops.encode(codec, self._partial, exchange.send, noise=noise)
         if self._observer is not None:

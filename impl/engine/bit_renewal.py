@@ -16,7 +16,7 @@ from torch import Tensor
 
 from impl import ops
 from impl.codecs.codec import Codec
-from impl.codecs.rounding_noise import Key, apart
+from impl.codecs.rounding_noise import Key, shard_stride
 from impl.comm.wire import Hop, Observer
 from impl.plan.bit_budget import Share, shares_of
 from impl.plan.policy import BitBudget
@@ -129,7 +129,7 @@ def squares_of(codecs: Sequence[Codec], values: Tensor, key: Key, start: int = 0
     """(1 + codecs,) fp64 the sum of squared ``values`` (..., S), and of the squared errors of each codec."""
     x = values.detach().float().contiguous()
     exact, numel = x.double(), x.shape[-1]
-    strides = tuple(math.prod(x.shape[dim + 1 : -1]) * apart(numel) for dim in range(x.dim() - 1))
+    strides = tuple(math.prod(x.shape[dim + 1 : -1]) * shard_stride(numel) for dim in range(x.dim() - 1))
     sums, decoded = [exact.square().sum()], torch.empty_like(x)
     for codec in codecs:
         frames = torch.empty((*x.shape[:-1], codec.frame_bytes(numel)), dtype=torch.uint8, device=x.device)

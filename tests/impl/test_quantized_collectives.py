@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from impl import ops
 from impl.codecs.codec import Codec, CodecError, parse
 from impl.codecs.reference import random_bits
-from impl.codecs.rounding_noise import Clock, Key, Noise, apart
+from impl.codecs.rounding_noise import Clock, Key, Noise, shard_stride
 from impl.comm import reduce_scatter
 from impl.comm.mesh import Mesh
 from impl.comm.reduce_scatter import Reduction
@@ -52,7 +52,7 @@ def test_a_gather_is_every_ranks_tensor_bit_equal_everywhere(
     results = on_threads(topology, gathered)
     for rank in range(topology.world):
         x = values(rank, *shape).view(-1)
-        wanted = through(codec, x, KEY.noise(rank * apart(x.numel()))).view(shape)
+        wanted = through(codec, x, KEY.noise(rank * shard_stride(x.numel()))).view(shape)
         assert all(torch.equal(got[rank], wanted) for got in results)
 
 
@@ -104,7 +104,7 @@ def test_raw_tensors_arrive_exactly(mesh: Mesh, topology: Topology, transport: s
 @each_rank(3, 2)
 def test_noise_follows_the_number_of_the_element(mesh: Mesh, hop: int, start: int) -> None:
     """Each hop's bits are those of (hop, source, element of the unit), whatever rows it encodes."""
-    codec, apart = parse("int4:8:stochastic"), 24  # a shard of 20 elements takes whole octets
+    codec, stride = parse("int4:8:stochastic"), 24  # a shard of 20 elements takes whole octets
     how = Reduction(
         wire=Wire(mesh),
         hops=Policy(gradients=(codec, codec)).reduce_axes(mesh.topology),
@@ -117,7 +117,7 @@ def test_noise_follows_the_number_of_the_element(mesh: Mesh, hop: int, start: in
     whole = replace(KEY, hop=hop, source=mesh.rank).noise()
     mine = [d for d in range(6) if hop == 0 or d % 2 == mesh.rank % 2]
     mine.sort(key=lambda d: (d % 2, d // 2))  # (local, node): the order in which rows are sent
-    assert rows == [[bits_of(whole, d * apart + start + i) for i in range(8)] for d in mine]
+    assert rows == [[bits_of(whole, d * stride + start + i) for i in range(8)] for d in mine]
 
 
 def _ring_draws(mesh: Mesh) -> None:
