@@ -1,8 +1,8 @@
-"""Encodes and decodes with the backend of the tensors' device, and says which that is.
+"""Encodes and decodes with the backend of the tensors' device, and names it.
 
-Every backend equals the reference bit for bit.  CPU tensors use the C++ kernels, which the first use builds
-where no earlier one has; CUDA tensors the CUDA kernels, which CuPy compiles.  A machine that lacks what they
-need uses the reference: :func:`backend_of` says so, and :func:`warning_of` why.
+Every backend equals the reference bit for bit.  CPU tensors use the C++ kernels, which are built on
+first use; CUDA tensors the CUDA kernels, which CuPy compiles.  A machine that lacks what they need uses the
+reference: :func:`backend_of` says so, and :func:`warning_of` why.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from impl.cuda.launch import loaded_sha256, on_device
 
 
 def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
-    """Build what tensors on ``device`` need, so that no later call waits for a compiler.
+    """Build the kernels for ``device``, so that no later call waits for a compiler.
 
     On a GPU each codec is tried, so that a missing compiler is a RuntimeError here, and not in the first
-    step.  A ValueError refuses a device without a backend, or that a user's own codec is not for.
+    step.  A ValueError refuses a device without a backend, or one that a user's codec does not support.
     """
     operations, _ = _choose(device.type)
     codecs = dict.fromkeys(codecs)
@@ -52,12 +52,11 @@ def try_codec(operations: Operations, codec: Codec, device: torch.device) -> Non
 
 
 def check_devices(device: torch.device, codecs: Iterable[Codec]) -> None:
-    """Refuse tensors on ``device`` to users' own codecs that are not for it."""
+    """Refuse users' codecs that do not support ``device``."""
     for codec in codecs:
-        if not isinstance(codec, OwnCodec) or codec.thing.device == "any":
-            continue
-        if torch.device(codec.thing.device).type != device.type:
-            raise ValueError(f"{codec} is for {codec.thing.device}, and the tensors are on {device}")
+        target = codec.definition.device if isinstance(codec, OwnCodec) else "any"
+        if target != "any" and torch.device(target).type != device.type:
+            raise ValueError(f"{codec} is for {target}, and the tensors are on {device}")
 
 
 def backend_of(device: torch.device) -> str:
@@ -66,7 +65,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def loaded_kernels(device: torch.device) -> str | None:
-    """SHA-256 of the kernels that this process has loaded for ``device``; None of the reference."""
+    """SHA-256 of the kernels that this process has loaded for ``device``; None for the reference."""
     operations, _ = _choose(device.type)
     return loaded_sha256() if isinstance(operations, cuda.Kernels) else getattr(operations, "sha256", None)
 
@@ -88,7 +87,7 @@ def warning_of(device: torch.device) -> str | None:
 
 @functools.cache
 def _choose(device: str) -> tuple[Operations, str | None]:
-    """The operations for a kind of device, and why they are not faster ones."""
+    """The operations for a type of device, and the reason if they are only the reference."""
     if device == "cpu":
         try:
             return cpu.Kernels(build.library(build.user_folder())), None
@@ -122,7 +121,7 @@ def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
 def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
     """(..., S) ``frames`` as the elements that ``x`` is cast to or from, which torch does on all devices.
 
-    None of a copy without a cast, padded or misaligned frames, and whatever is to be refused.
+    None for a copy without a cast, padded or misaligned frames, and invalid arguments.
     """
     kind = DTYPES[codec.dtype]
     item, shape = kind.itemsize, x.shape

@@ -81,4 +81,4 @@ def forget_suite() -> None:
         if str(Path(file).parent) in theirs:
             del sys.modules[name]
     named_object._seen.clear()
-    own_object.imported.cache_clear()
+    own_object.import_definition.cache_clear()

@@ -80,7 +80,7 @@ def read(text: str) -> Codec | Subject:
 
 def user_subject(codec: OwnCodec) -> Subject:
     """A user's own codec, with its frames as it writes them; a Refusal if this machine lacks its device."""
-    implementation, claimed = codec.thing, codec.claimed
+    implementation, claimed = codec.definition, codec.claimed
     device = torch.device(implementation.tried_on)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise Refusal(f"{codec}: its device is {device}, and torch finds no CUDA device")

@@ -5,8 +5,8 @@ No torch.  A codec is a frozen value with a text form that suites use and that p
 ``fp8e4m3:128``, ``mxfp8``, ``mxfp4``; then ``:hadamard32`` and ``:stochastic``; a user's ``module:object``.
 "No quantisation" is the codec :class:`Raw`: the engine has no branch for it.
 
-A frame is the codes, then a scale for each block, then with offsets one of each block; codes and the rest
-are padded to 16 bytes.  docs/reference/wire_format.md has it byte by byte, and the arithmetic.
+A frame is the codes, then a scale a block, then, with offsets, an offset a block; codes and the rest are
+each padded to 16 bytes.  docs/reference/wire_format.md gives the bytes and the arithmetic.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _Scaled(_Framed):
 
     @property
     def steps(self) -> float:
-        """Scales in the range of a block: in its largest magnitude, or between its extremes."""
+        """A block's range in units of its scale: its largest magnitude, or the distance of its extremes."""
         return self.largest + self.clipped
 
     @property
@@ -187,7 +187,7 @@ class IntCodec(_Scaled):
     """
 
     bits: int  # 2 to 8
-    block: Block  # that share a scale, or "shard": one for the whole shard (the paper's non-blocked baseline)
+    block: Block  # elements that share a scale; "shard": all of them (the paper's non-blocked baseline)
     asymmetric: bool = False  # store an offset beside the scale
     hadamard: int = 0  # elements rotated together, a power of two that divides the block; 0 for none
     stochastic: bool = False  # round up or down at random, so that the mean is the value
@@ -215,7 +215,7 @@ class IntCodec(_Scaled):
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
         """Largest |decoded - x| for a block of finite values in [low, high] decoded to ``out``.
 
-        With a rotation they are those of the rotated block (:func:`impl.codecs.reference.rotated`).
+        With a rotation, low and high are those of the rotated block (:func:`impl.codecs.reference.rotated`).
         """
         top = max(abs(low), abs(high)) / self.steps
         scale = high / self.largest - low / self.largest if self.asymmetric else top
@@ -237,7 +237,7 @@ class FloatCodec(_Scaled):
     scale: Scale = "fp32"  # or ``e8m0``: a power of two in a byte, as in OCP's MX formats, of 32 elements
     hadamard: int = 0
     stochastic: bool = False
-    # Of the element: bits on the wire, of them of mantissa, exponent of the smallest normal one, largest one.
+    # Of an element: bits, bits of its mantissa, exponent of the smallest normal one, largest one.
     bits: int = field(init=False, repr=False, compare=False)
     mantissa: int = field(init=False, repr=False, compare=False)
     smallest_exponent: int = field(init=False, repr=False, compare=False)
@@ -246,8 +246,8 @@ class FloatCodec(_Scaled):
     def __post_init__(self) -> None:
         known = (self.element, self.scale) in _HEADS.values()
         if not known or (self.scale == "e8m0" and self.block != MX_BLOCK):
-            given = f"{self.element} with a scale in {self.scale} for {self.block} elements"
-            raise CodecError(f"{given}: expected {', '.join(_HEADS)}, of which MX have {MX_BLOCK}")
+            form = f"{self.element} with a scale in {self.scale} for {self.block} elements"
+            raise CodecError(f"{form}: expected {', '.join(_HEADS)}, of which MX have {MX_BLOCK}")
         self._check(self._head)
         for name, value in zip(
             ("bits", "mantissa", "smallest_exponent", "largest"), _FLOATS[self.element], strict=True
@@ -291,32 +291,32 @@ FORMATS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class OwnCodec(_Framed):
-    """A user's own codec or a published format; frames are its object's, padded with zeros to 16 bytes.
+    """A user's codec or a published format; frames are its object's, padded with zeros to 16 bytes.
 
-    ``name`` is ``module:object``, or a format's, imported when something of it is first asked, so that a
-    record with it can be read where it is not; or the name of an object that was ``given``.
+    ``name`` is ``module:object``, or a format's, and is imported on first use, so that a record that has it
+    can be read where the module is missing; or it is the name of ``instance``.
     """
 
     name: str
-    given: OwnObject | None = None
+    instance: OwnObject | None = None
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def published(self) -> bool:
-        """Whether it is a format of ``FORMATS``, for which backends have kernels; else a user's own."""
-        return self.given is None and self.name in FORMATS
+        """Whether it is one of ``FORMATS``, for which backends have kernels; else it is a user's."""
+        return self.instance is None and self.name in FORMATS
 
     @property
-    def thing(self) -> OwnObject:
-        """What it declares and can do; a CodecError if it cannot be imported, or lacks what a codec has."""
-        return self.given or own_object.imported(FORMATS.get(self.name, self.name))
+    def definition(self) -> OwnObject:
+        """Its attributes and methods; a CodecError if it cannot be imported, or lacks what a codec has."""
+        return self.instance or own_object.import_definition(FORMATS.get(self.name, self.name))
 
     @property
     def claimed(self) -> BuiltIn | None:
-        """The codec of ours that it says it is, bit for bit; None for what is new."""
-        text = self.thing.codec
+        """The built-in codec that it claims to equal bit for bit; None without such a claim."""
+        text = self.definition.codec
         try:
             return None if text is None else built_in(str(text))
         except CodecError as error:
@@ -324,8 +324,8 @@ class OwnCodec(_Framed):
 
     @property
     def _contract(self) -> BuiltIn | OwnObject:
-        """What says its sizes and promises: the codec that it claims to be, or its object."""
-        return self.claimed or self.thing
+        """The source of its sizes and promises: the codec that it claims to equal, or its object."""
+        return self.claimed or self.definition
 
     @property
     def block(self) -> Block:
@@ -350,27 +350,27 @@ class OwnCodec(_Framed):
     def own_bytes(self, numel: int) -> int:
         """Bytes of its object's frame, before padding; a CodecError for what is no number."""
         with raising(CodecError, f"{self.name}: frame_bytes({numel}):"):
-            return operator.index(self._contract.frame_bytes(numel))  # type: ignore[misc]  # looked at when read
+            return operator.index(self._contract.frame_bytes(numel))  # type: ignore[misc]  # checked when read
 
     def frame_bytes(self, numel: int) -> int:
         """Bytes of the frame of ``numel`` elements, with padding."""
         return padded_bytes(self.own_bytes(numel))
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """What it promises; infinite where it promises none."""
+        """The bound that it promises; infinite without one."""
         bound = self._contract.error_bound if self.laws & {Law.BOUND, Law.UNBIASED} else None
         return math.inf if bound is None else float(bound(low, high, out))
 
 
-def own(thing: Any, name: str | None = None) -> OwnCodec:
+def user_codec(source: Any, name: str | None = None) -> OwnCodec:
     """The codec of a user's object or class; a CodecError names what it lacks (docs/reference/codecs.md).
 
     ``name``, by default the class's, stands in messages; it must be the same on all ranks.
     """
-    kind = thing if isinstance(thing, type) else type(thing)
+    kind = source if isinstance(source, type) else type(source)
     name = name or f"{kind.__module__}:{kind.__qualname__}"
-    codec = OwnCodec(name, own_object.declared(name, thing))
-    _ = codec.claimed  # a text that means none raises here, not later
+    codec = OwnCodec(name, own_object.definition_of(name, source))
+    _ = codec.claimed  # an invalid claim raises here, not later
     return codec
 
 
@@ -411,15 +411,15 @@ _ALLOWED: Final = (
 def parse(text: str) -> Codec:
     """Read a codec's text form; a CodecError says what is allowed.  ``str(parse(text)) == text``.
 
-    ``module:object`` is a user's own, which is imported when something of it is first asked.
+    ``module:object`` is a user's codec, which is imported on first use.
     """
     if not isinstance(text, str):
         raise CodecError(f"codec {text!r} is a {type(text).__name__}: {_ALLOWED}")
     stripped = text.strip()
     if stripped in FORMATS or (not _HEAD.match(stripped) and is_name(stripped)):
         return OwnCodec(stripped)
-    found = _TEXT.fullmatch(stripped)
-    raw, bits, head, size, mx, scheme, hadamard, random = found.groups() if found else [None] * 8
+    match = _TEXT.fullmatch(stripped)
+    raw, bits, head, size, mx, scheme, hadamard, random = match.groups() if match else [None] * 8
     block: Block = "shard" if size == "shard" else int(size or MX_BLOCK)
     options = int(hadamard or 0), bool(random)
     try:
@@ -435,7 +435,7 @@ def parse(text: str) -> Codec:
 
 
 def built_in(text: str) -> BuiltIn:
-    """Read the text form of a codec that is no user's own, which is a CodecError too."""
+    """Read the text form of a built-in codec; a user's is a CodecError too."""
     codec = parse(text)
     if isinstance(codec, OwnCodec):
         raise CodecError(f"codec {text!r} is a user's own: expected one that is built in")

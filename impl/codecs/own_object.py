@@ -37,10 +37,10 @@ class CodecError(ValueError):
 
 @dataclass(slots=True, eq=False)
 class OwnObject:
-    """What a user's codec, an object or a class that is instantiated without arguments, has by these names.
+    """Attributes of a user's codec: an object, or a class that is instantiated without arguments.
 
-    docs/reference/codecs.md says what each is.  Either it has ``codec``, or ``laws`` (names of :class:`Law`,
-    here turned into them), ``block`` and ``frame_bytes``; all but the first two may be left out.
+    docs/reference/codecs.md explains them.  It has ``codec``, or ``laws`` (names, which become members of
+    :class:`Law`), ``block`` and ``frame_bytes``; all but ``encode`` and ``decode`` may be left out.
     """
 
     encode: Any = None
@@ -58,7 +58,7 @@ class OwnObject:
 
     @property
     def tried_on(self) -> str:
-        """A device that it is for."""
+        """A device that it supports."""
         return "cpu" if self.device == "any" else str(self.device)
 
     @property
@@ -68,49 +68,49 @@ class OwnObject:
 
 
 @cache
-def imported(name: str) -> OwnObject:
-    """The codec of ``module:object``, as :func:`declared`; a CodecError if it cannot be imported."""
+def import_definition(name: str) -> OwnObject:
+    """The codec of ``module:object``, as :func:`definition_of`; a CodecError if it cannot be imported."""
     try:
-        return declared(name, import_object(name))
+        return definition_of(name, import_object(name))
     except NamedObjectError as error:
         raise CodecError(str(error)) from error
 
 
-def declared(name: str, thing: Any) -> OwnObject:
-    """What a user's object has of what is listed; a CodecError names what it lacks, or what it raised."""
+def definition_of(name: str, source: Any) -> OwnObject:
+    """The attributes of a user's object or class; a CodecError names what it lacks, or what it raised."""
     with raising(CodecError, f"{name}: raised"):
-        thing = thing() if isinstance(thing, type) else thing
-        names = [field.name for field in fields(OwnObject) if hasattr(thing, field.name)]
-        found = OwnObject(**{field: getattr(thing, field) for field in names})
-    for lacks in _lacks(found):
-        raise CodecError(f"{name}: {lacks}")
-    if found.codec is None:
-        found.laws = frozenset(_LAWS[law] for law in found.laws)
-    return found
+        source = source() if isinstance(source, type) else source
+        names = [field.name for field in fields(OwnObject) if hasattr(source, field.name)]
+        definition = OwnObject(**{field: getattr(source, field) for field in names})
+    for problem in _problems(definition):
+        raise CodecError(f"{name}: {problem}")
+    if definition.codec is None:
+        definition.laws = frozenset(_LAWS[law] for law in definition.laws)
+    return definition
 
 
-def _lacks(found: OwnObject) -> Iterator[str]:
-    """What is wrong with it, in words; the first may make the others meaningless."""
+def _problems(definition: OwnObject) -> Iterator[str]:
+    """What is wrong with a definition; the first may make the others meaningless."""
     for name in ("encode", "decode", "decode_sum", "decode_sum_encode"):
-        function = getattr(found, name)
+        function = getattr(definition, name)
         if not callable(function) and (function is not None or name in ("encode", "decode")):
             yield f"has no method {name!r}"
-    if found.codec is None:
-        if not isinstance(found.laws, list | tuple | set | frozenset):
+    if definition.codec is None:
+        if not isinstance(definition.laws, list | tuple | set | frozenset):
             yield f"has neither 'codec' nor a list 'laws' with some of {', '.join(_LAWS)}"
-        for law in found.laws:
+        for law in definition.laws:
             if law not in _LAWS:
                 yield f"unknown law {law!r}: expected some of {', '.join(_LAWS)}"
-        if not callable(found.frame_bytes):
+        if not callable(definition.frame_bytes):
             yield "has no method 'frame_bytes'"
-        if {"bound", "unbiased"} & {*found.laws} and not callable(found.error_bound):
+        if {"bound", "unbiased"} & {*definition.laws} and not callable(definition.error_bound):
             yield "has no method 'error_bound'"
-        if "unbiased" in found.laws and not found.stochastic:
+        if "unbiased" in definition.laws and not definition.stochastic:
             yield "promises unbiased, and is not stochastic"
-        if found.block != "shard" and not (isinstance(found.block, int) and found.block >= 1):
-            yield f"block {found.block!r}: expected a number of elements from 1, or 'shard'"
-    kinds = found.kinds
+        if definition.block != "shard" and not (isinstance(definition.block, int) and definition.block >= 1):
+            yield f"block {definition.block!r}: expected a number of elements from 1, or 'shard'"
+    kinds = definition.kinds
     if not isinstance(kinds, list | tuple) or not kinds or any(kind not in _KINDS for kind in kinds):
         yield f"kinds {kinds!r}: expected a list with some of {', '.join(_KINDS)}"
-    if _DEVICE.fullmatch(str(found.device)) is None:
-        yield f"device {found.device!r}: expected any, cpu, cuda, or cuda with a number"
+    if _DEVICE.fullmatch(str(definition.device)) is None:
+        yield f"device {definition.device!r}: expected any, cpu, cuda, or cuda with a number"

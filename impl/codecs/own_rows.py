@@ -1,7 +1,7 @@
-"""Runs a user's own codec on rows of any shape and type; its object knows one row, of types that it lists.
+"""Runs a user's codec on rows of any shape and type; its methods take one row, of the types that it lists.
 
-Elements of another type go through fp32.  What an object reads is a copy: it may not spoil a master shard, or
-another rank's message.
+Other types go through fp32.  Methods read copies, so they cannot change a master shard or another rank's
+message.
 """
 
 from __future__ import annotations
@@ -41,49 +41,49 @@ def encode(codec: OwnCodec, x: Tensor, frames: Tensor, noise: Noise | None) -> N
     """Write the frames (..., F) uint8 of ``x`` (..., S)."""
     frame = frames[..., : codec.own_bytes(x.shape[-1])]  # without our padding
     frames[..., frame.shape[-1] :] = 0
-    source = _known(codec, x).clone(memory_format=torch.contiguous_format)
-    by_rows(codec.thing.encode, stochastic=codec.stochastic)(source, frame, noise)
+    source = _cast(codec, x).clone(memory_format=torch.contiguous_format)
+    by_rows(codec.definition.encode, stochastic=codec.stochastic)(source, frame, noise)
 
 
 def decode(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
     """Write the elements (..., S) of ``frames`` (..., F) uint8, saturated where ``out`` is narrower."""
-    kind = _known(codec, out[..., :0]).dtype
-    held = torch.empty(out.shape, dtype=kind, device=out.device)
-    by_rows(codec.thing.decode)(frames[..., : codec.own_bytes(out.shape[-1])].clone(), held)
+    kind = _cast(codec, out[..., :0]).dtype
+    x = torch.empty(out.shape, dtype=kind, device=out.device)
+    by_rows(codec.definition.decode)(frames[..., : codec.own_bytes(out.shape[-1])].clone(), x)
     largest = torch.finfo(out.dtype).max
-    out.copy_(held if kind == out.dtype else torch.where(held.isinf(), held, held.clamp(-largest, largest)))
+    out.copy_(x if kind == out.dtype else torch.where(x.isinf(), x, x.clamp(-largest, largest)))
 
 
 def decode_sum(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
     """Write the fp32 sum (..., S) of ``frames`` (sources, ..., F), in ascending order."""
-    if (function := codec.thing.decode_sum) is not None:
-        held = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        own = frames[..., : codec.own_bytes(out.shape[-1])].clone()
-        rows = own.movedim(0, -2).reshape(-1, own.shape[0], own.shape[-1])  # (rows, sources, F)
-        for row, one in zip(rows, held.view(-1, held.shape[-1]), strict=True):
-            function(row, one)
-        out.copy_(held)
+    if (function := codec.definition.decode_sum) is not None:
+        sums = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        codes = frames[..., : codec.own_bytes(out.shape[-1])].clone()
+        rows = codes.movedim(0, -2).reshape(-1, codes.shape[0], codes.shape[-1])  # (rows, sources, F)
+        for row, total in zip(rows, sums.view(-1, sums.shape[-1]), strict=True):
+            function(row, total)
+        out.copy_(sums)
         return
     decode(codec, frames[0], out)
-    one = torch.empty_like(out)
+    term = torch.empty_like(out)
     for source in frames[1:]:
-        decode(codec, source, one)
-        out.add_(one)
+        decode(codec, source, term)
+        out.add_(term)
 
 
 def decoded_sha256(codec: OwnCodec) -> str:
-    """SHA-256 of what one row of numbers is after ``codec``; the same on all ranks, as weights must be."""
+    """SHA-256 of a row of numbers, encoded and decoded; equal on all ranks, as weights must be."""
     numel = codec.grain * -(-256 // codec.grain)
-    x = torch.linspace(-3, 3, numel, device=codec.thing.tried_on)  # (S,)
+    x = torch.linspace(-3, 3, numel, device=codec.definition.tried_on)  # (S,)
     frame = torch.zeros(codec.frame_bytes(numel), dtype=torch.uint8, device=x.device)
     encode(codec, x, frame, Noise((0, 0, 0, 0)) if codec.stochastic else None)
     decode(codec, frame, x)
     return hashlib.sha256(x.cpu().numpy().tobytes()).hexdigest()
 
 
-def _known(codec: OwnCodec, x: Tensor) -> Tensor:
+def _cast(codec: OwnCodec, x: Tensor) -> Tensor:
     """``x`` in a type that the object takes."""
-    kinds = codec.thing.kinds
+    kinds = codec.definition.kinds
     if any(_DTYPES[kind] == x.dtype for kind in kinds):
         return x
     if "fp32" not in kinds:

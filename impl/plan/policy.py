@@ -548,8 +548,8 @@ class Policy:
         """Why users' codecs do not fit; importing them is left until the policy is used."""
         yield from self._chunk_errors(user_codecs=True)
         for codec in self.own_codecs:
-            kinds = ", ".join(codec.thing.kinds)
-            if "fp32" not in codec.thing.kinds:
+            kinds = ", ".join(codec.definition.kinds)
+            if "fp32" not in codec.definition.kinds:
                 yield f"{codec}: its kinds are {kinds}; expected fp32 too, of master shards and of sums"
             if self.loss_scale is not None and Law.NONFINITE not in codec.laws:
                 yield f"loss_scale = {self.loss_scale}, and {codec} does not promise 'nonfinite'"

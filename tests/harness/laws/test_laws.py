@@ -21,7 +21,7 @@ from harness.laws.laws import Case, Claim, Duty, Subject, Violation, attempt
 from harness.laws.rounding_edges import levels
 from harness.laws.subject import subject_of, user_subject
 from impl.codecs import reference
-from impl.codecs.codec import FORMATS, Codec, IntCodec, Law, Raw, own, parse
+from impl.codecs.codec import FORMATS, Codec, IntCodec, Law, Raw, parse, user_codec
 from impl.codecs.rounding_noise import Noise
 from tests.support.params import nightly
 from tests.support.strategies import codecs, stochastic_codecs
@@ -166,7 +166,7 @@ LATE = decoding(lambda _, out: out[6000:].zero_())  # as a kernel whose grid or 
 
 
 def toy_subject(implementation: Any) -> Subject:
-    return user_subject(own(implementation, "toy"))
+    return user_subject(user_codec(implementation, "toy"))
 
 
 def search(
@@ -447,13 +447,13 @@ def test_levels_are_what_codes_decode_to(text: str) -> None:
     """At scale 1 numbers of the whole range decode to levels alone, and every level to itself."""
     codec = parse(text)
     assert not isinstance(codec, Raw)
-    ascending = levels(codec).float()
-    assert ascending.tolist() == sorted(set(ascending.tolist()))
+    user_codec = levels(codec).float()
+    assert user_codec.tolist() == sorted(set(user_codec.tolist()))
     low = 0.0 if codec.asymmetric else -codec.largest
-    dense = torch.cat([torch.linspace(low, codec.largest, 3000), ascending])
+    dense = torch.cat([torch.linspace(low, codec.largest, 3000), user_codec])
     dense = torch.cat([dense, dense.new_full((-len(dense) % 30,), low)]).view(-1, 30)
     x = torch.cat([torch.tensor([[low, codec.largest]]).expand(len(dense), -1), dense], 1)  # of scale 1
     frames = torch.empty((len(x), codec.frame_bytes(32)), dtype=torch.uint8)
     reference.encode(codec, x, frames)
     reference.decode(codec, frames, x)
-    assert {*x.flatten().tolist()} == {*ascending.tolist()}
+    assert {*x.flatten().tolist()} == {*user_codec.tolist()}

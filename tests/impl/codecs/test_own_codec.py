@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impl.codecs.codec import CodecError, own, parse
+from impl.codecs.codec import CodecError, parse, user_codec
 from impl.codecs.reference import DTYPES, REFERENCE, Carried
 from impl.comm.mesh import Mesh
 from impl.ops import operations_of
@@ -77,7 +77,7 @@ BACKENDS = [operations_of(name) for name in ("reference", "cpu")]
 )
 def test_what_claims_to_be_ours_is(shape: list[int], numel: int, kind: Any, backend: Any, data: Any) -> None:
     """Frames, elements, sums and carried errors of any shape and type equal those of the claimed codec."""
-    mine, ours = own(Claims4), parse("int4:32")
+    mine, ours = user_codec(Claims4), parse("int4:32")
     torch.manual_seed(data.draw(st.integers(0, 99)))
     x = torch.randn(3, *shape, numel).to(DTYPES[kind])
     error = torch.randn(x.shape) if data.draw(st.booleans()) else None
@@ -98,7 +98,7 @@ def test_what_claims_to_be_ours_is(shape: list[int], numel: int, kind: Any, back
 
 def test_frames_of_any_length_are_padded_with_zeros() -> None:
     """To 16 bytes, whatever was there."""
-    codec, frame = own(Sixteenths()), torch.full((16,), 9, dtype=torch.uint8)
+    codec, frame = user_codec(Sixteenths()), torch.full((16,), 9, dtype=torch.uint8)
     assert codec.frame_bytes(5) == 16
     REFERENCE.encode(codec, torch.ones(5, dtype=torch.bfloat16), frame)
     assert frame.tolist() == [16] * 5 + [0] * 11
@@ -119,7 +119,7 @@ class Greedy(Sixteenths):
 
 def test_what_is_given_to_read_is_not_written() -> None:
     """It may be a master shard, or what another rank sent: an object reads copies."""
-    codec, frames, x = own(Greedy), torch.zeros(2, 16, dtype=torch.uint8), torch.ones(2, 16)
+    codec, frames, x = user_codec(Greedy), torch.zeros(2, 16, dtype=torch.uint8), torch.ones(2, 16)
     REFERENCE.encode(codec, x, frames)
     assert torch.equal(x, torch.ones(2, 16))
     sent, out = frames.clone(), torch.empty(2, 16)
@@ -144,7 +144,7 @@ def test_a_new_codec_trains() -> None:
     """One without blocks, scales or a bound carries weights; losses are near those without it."""
     topology = Topology(2, 2)
     wanted = on_threads(topology, train, model(), preset("zero3"), 3)
-    found = on_threads(topology, train, model(), preset("zero3", weights=own(Sixteenths)), 3)
+    found = on_threads(topology, train, model(), preset("zero3", weights=user_codec(Sixteenths)), 3)
     assert found[0][0] != wanted[0][0]
     assert found[0][0] == pytest.approx(wanted[0][0], abs=0.02)
 
@@ -153,8 +153,10 @@ def test_a_new_codec_trains() -> None:
 def test_what_cannot_carry_is_refused(mesh: Mesh) -> None:
     """Another device's object, one that hides overflows from a loss scale, and what is no codec."""
     with pytest.raises(ValueError, match="OnGpu is for cuda, and the tensors are on cpu"):
-        shard(model(), mesh=mesh, policy=preset("zero3", weights=own(OnGpu)))
-    scaled = preset("zero3", compute="fp16", loss_scale=LossScale(initial=8.0), weights=own(Sixteenths))
+        shard(model(), mesh=mesh, policy=preset("zero3", weights=user_codec(OnGpu)))
+    scaled = preset(
+        "zero3", compute="fp16", loss_scale=LossScale(initial=8.0), weights=user_codec(Sixteenths)
+    )
     with pytest.raises(PolicyError, match="Sixteenths does not promise 'nonfinite'"):
         scaled.check(Topology(1, 2))
     for text, words in (
@@ -167,4 +169,4 @@ def test_what_cannot_carry_is_refused(mesh: Mesh) -> None:
         with pytest.raises(CodecError, match=words):
             _ = codec.grain
     with pytest.raises(CodecError, match="has no method 'encode'"):
-        own(object())
+        user_codec(object())

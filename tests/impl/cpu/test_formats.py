@@ -121,7 +121,7 @@ def test_no_format_is_left_to_torch(backend: Backend, monkeypatch: pytest.Monkey
     for name in ("encode", "decode", "decode_sum"):
         monkeypatch.setattr(own_rows, name, None)
     use_all(backend, codec, carries=True)
-    given_by_a_user = replace(codec, given=codec.thing)
+    given_by_a_user = replace(codec, instance=codec.definition)
     with pytest.raises(TypeError):
         use_all(backend, given_by_a_user, carries=False)
 
