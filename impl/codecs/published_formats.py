@@ -1,7 +1,7 @@
 """Formats that others published, each as torch operations on rows: the reference of their kernels.
 
-Each is an object as :class:`impl.codecs.own_object.OwnObject` lists it.  A frame is the codes, element 0 in
-the lowest bits, then what each block has beside its codes, then what the shard has.
+Each has the attributes of :class:`impl.codecs.own_object.OwnObject`.  A frame is the codes, element 0 in the
+lowest bits, then the further bytes of each block, then those of the shard.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from impl.codecs.codec import HALF_ULP, LARGEST, SMALLEST_NORMAL
 from impl.codecs.reference import float_levels, of_e8m0, pack, random_bits, to_e8m0, unpack
 from impl.codecs.rounding_noise import Noise
 
-_ROOM: Final = 1 + 2.0**-15  # of bounds: fp32 rounds what is divided and multiplied
+_ROOM: Final = 1 + 2.0**-15  # in bounds, for the rounding of fp32 divisions and products
 # 2305.14314, appendix E
 _NF4: Final = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -28,7 +28,7 @@ _NF4: Final = (
 
 
 class _Format:
-    """Codes of ``bits`` in blocks of ``size``, with ``beside`` bytes for each, ``whole`` for a row."""
+    """Codes of ``bits`` in blocks of ``size``, with ``beside`` bytes a block and ``whole`` bytes a row."""
 
     device = "any"
     kinds: ClassVar = ["fp32"]
@@ -44,7 +44,7 @@ class _Format:
         return self.size
 
     def _parts(self, numel: int) -> list[int]:
-        """Bytes of the codes, of what lies beside all blocks, and of what the row has."""
+        """Bytes of the codes, of all blocks beside their codes, and of the row."""
         return [-(-numel * self.bits // 8), -(-numel // self.size) * self.beside, self.whole]
 
     def frame_bytes(self, numel: int) -> int:
@@ -81,11 +81,11 @@ class _Format:
         raise NotImplementedError
 
     def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of values (n, size): codes (n, size) uint8, bytes beside each block (n, beside), and of the row."""
+        """Codes (n, size) uint8 of values (n, size), bytes of the blocks (n, beside) and of the row."""
         raise NotImplementedError
 
     def _values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
-        """(n, size) fp32 of what :meth:`_codes` gave."""
+        """Values (n, size) fp32 of what :meth:`_codes` returns."""
         raise NotImplementedError
 
 
@@ -100,15 +100,15 @@ def _as(beside: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Table(_Format):
-    """Each element is the entry of a symmetric table that is nearest, times the block's scale.
+    """Each element becomes the nearest entry of a symmetric table, times the block's scale.
 
-    By the scale, fp32 or one byte of E8M0, the largest magnitude becomes the largest entry.
+    The scale, fp32 or one byte of E8M0, maps the block's largest magnitude to the largest entry.
     """
 
     table: tuple[float, ...]  # in ascending order; a code counts from the least
 
     def nearest(self, quotients: Tensor) -> Tensor:
-        """(n, size) uint8: the code of the nearest entry, of two as near that an even number from zero."""
+        """(n, size) uint8: codes of the nearest entries; a tie goes to the one an even number from zero."""
         table = torch.tensor(self.table, device=quotients.device)
         upper = torch.searchsorted(table, quotients.contiguous()).clamp_(1, len(self.table) - 1)
         below, above = quotients - table[upper - 1], table[upper] - quotients
@@ -181,7 +181,7 @@ class NVFP4(_Table):
     bits, size, beside, whole = 4, 16, 1, 4
     table = _float_table(4, 1, 0)
     laws: ClassVar = ["bound", "zero", "nonfinite", "sign"]
-    block = "shard"  # whose scale is everybody's
+    block = "shard"  # all blocks share its fp32 scale
 
     def _bound(self, low: float, high: float, top: float) -> float:
         """Half a step of 2 scales, each at most 17/16 of a sixth of the shard's largest magnitude."""
@@ -229,7 +229,7 @@ class _Spikes(_Format):
         empty = torch.isnan(rest).all(dim=1, keepdim=True)
         low = torch.where(rest.isnan(), math.inf, rest).amin(dim=1, keepdim=True).masked_fill_(empty, 0.0)
         high = torch.where(rest.isnan(), -math.inf, rest).amax(dim=1, keepdim=True).masked_fill_(empty, 0.0)
-        low, high = _bf16(low + 0.0), high + 0.0  # which zero an extreme is depends on the order
+        low, high = _bf16(low + 0.0), high + 0.0  # whether an extreme is -0 or +0 depends on the order
         step = _bf16((high / steps - low.float() / steps).clamp_(min=0.0))
         quotients = (rest / 2 - low.float() / 2) / (step.float() / 2).clamp(min=SMALLEST_NORMAL)
         codes = quotients.nan_to_num_(0.0).round_().clamp_(0, steps).to(torch.uint8)

@@ -36,49 +36,49 @@ from impl.codecs.rounding_noise import BITS, MULTIPLIERS, OCTET, ROUNDS, WEYL, N
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_SEEN: Final = 4096  # operations that are remembered; a unit has about six
-Again = Callable[[Tensor, Tensor], None]  # does an operation again, unchecked, to tensors like those it had
+Again = Callable[[Tensor, Tensor], None]  # repeats an operation, unchecked, on tensors of an equal layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Carried:
-    """Error feedback of one encoding: what it left over, to be added to the next one.
+    """Error feedback of one encoding: its error, which is added to the next one.
 
     With ``h = x + error`` encoded in place of ``x``, and ``d`` what the frames decode to in fp32:
     ``error = decay * error + (1 - decay) * (h - d)``, in fp32 with one rounding an operation, then cast
     to the state's type, saturated; 0 where it is not finite, so that an overflow does not stay.
     """
 
-    error: Tensor  # (..., S) fp32, bf16 or fp16, as many as are encoded; updated in place
+    error: Tensor  # (..., S) fp32, bf16 or fp16, S as in what is encoded; updated in place
     decay: float = 0.0  # 0 is classic error feedback; LoCo's moving average (2407.04480) has 0.8
 
     def keep(self, with_error: Tensor, decoded: Tensor) -> None:
-        """Keep what an encoding left over; ``with_error`` (..., S) fp32 is used up."""
-        left = with_error.sub_(decoded).mul_(1.0 - self.decay)
-        error = self.error.float().mul_(self.decay).add_(left)
+        """Update the error after an encoding; ``with_error`` (..., S) fp32 is overwritten."""
+        fresh = with_error.sub_(decoded).mul_(1.0 - self.decay)
+        error = self.error.float().mul_(self.decay).add_(fresh)
         largest = LARGEST[NAMES[self.error.dtype]]
         self.error.copy_(torch.where(error.isfinite(), error, 0.0).clamp_(-largest, largest))
 
 
 class Beside(NamedTuple):
-    """What an encoding has beside its elements: noise only where it is used."""
+    """Further inputs of an encoding; noise only of a stochastic codec."""
 
     noise: Noise | None = None
     carried: Carried | None = None
 
 
 class Operations:
-    """What a backend does, and here the reference.
+    """The operations of a backend, here of the reference.
 
-    Others override ``_encode``, ``_decode``, ``_decode_sum`` for codecs that they have kernels for, and
-    ``_decode_sum_encode`` for what it ``_fuses``.  They get tensors that were checked and hold elements, and
-    may return what does the same again.
+    Other backends override ``_encode``, ``_decode``, ``_decode_sum`` for codecs with kernels, and
+    ``_decode_sum_encode`` for pairs that ``_fuses`` accepts.  These methods get checked tensors that hold
+    elements, and may return a function that repeats the operation.
     """
 
     name = "reference"  # of the backend, for the record
 
     def __init__(self) -> None:
-        # Keys have codecs by their addresses, which therefore must live as long.
-        self._seen: dict[tuple[Hashable, ...] | None, tuple[Again, Sequence[Codec]]] = {}
+        # Keys hold the addresses of codecs, which are kept alive beside them.
+        self._repeats: dict[tuple[Hashable, ...] | None, tuple[Again, Sequence[Codec]]] = {}
 
     def encode(
         self,
@@ -91,12 +91,12 @@ class Operations:
     ) -> None:
         """Write the frames (..., F) uint8, padding included, of ``x`` (..., S) fp32, bf16 or fp16.
 
-        ``noise`` is for a codec that rounds stochastically.  Raises ValueError: for elements that are none or
-        have no dimension, what does not fit them, frames whose bytes are not contiguous, tensors on several
-        devices, or strides that the backend does not take.
+        ``noise`` is for a codec that rounds stochastically.  Raises ValueError: for elements of another type
+        or without a dimension, frames or noise of another size, frames that are not contiguous, tensors on
+        several devices, or strides that the backend does not take.
         """
         key = _key("encode", x, frames, codec) if noise is None and carried is None else None
-        if self._did_again(key, x, frames):
+        if self._repeated(key, x, frames):
             return
         _check(codec, x.shape, x.dtype, frames, x)
         _check_noise(codec, x.shape, noise)
@@ -107,7 +107,7 @@ class Operations:
     def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S); raises as :meth:`encode`."""
         key = _key("decode", frames, out, codec)
-        if self._did_again(key, frames, out):
+        if self._repeated(key, frames, out):
             return
         _check(codec, out.shape, out.dtype, frames, out)
         if out.numel() > 0:
@@ -120,7 +120,7 @@ class Operations:
         rounded to fp16, where what exceeds 65504 is infinite.  Raises as :meth:`encode`.
         """
         key = _key("decode_sum", frames, out, codec) if sums == "fp32" else None
-        if self._did_again(key, frames, out):
+        if self._repeated(key, frames, out):
             return
         if out.dtype != torch.float32:
             raise ValueError(f"{codec}: a sum is fp32, got {out.dtype}")
@@ -143,14 +143,14 @@ class Operations:
         carried: Carried | None = None,
         sums: Sums = "fp32",
     ) -> None:
-        """Write the frames of a sum (:meth:`decode_sum`): the middle of a two-hop reduction.
+        """Decode, sum and encode again: the middle of a two-hop reduction.
 
-        Of ``frames`` (sources, ..., F) uint8 by ``first``, each of ``numel`` elements, to ``out`` (..., F')
-        uint8 by ``second``, whose encoding ``noise`` and ``carried`` are of.  Raises as these do.
+        ``frames`` (sources, ..., F) uint8 are by ``first``, of ``numel`` elements each; ``out`` (..., F')
+        uint8 is by ``second``, with ``noise`` and ``carried``.  Raises as :meth:`encode`.
         """
         plain = noise is None and carried is None and sums == "fp32"
         key = _key(numel, frames, out, first, second) if plain else None
-        if self._did_again(key, frames, out):
+        if self._repeated(key, frames, out):
             return
         shape = torch.Size((*out.shape[:-1], numel))
         if not (
@@ -159,9 +159,9 @@ class Operations:
             and isinstance(second, Blocked)
             and self._fuses(first, second, numel, carried)
         ):
-            held = torch.empty(shape, dtype=torch.float32, device=out.device)
-            self.decode_sum(first, frames, held, sums=sums)
-            self.encode(second, held, out, noise=noise, carried=carried)
+            total = torch.empty(shape, dtype=torch.float32, device=out.device)
+            self.decode_sum(first, frames, total, sums=sums)
+            self.encode(second, total, out, noise=noise, carried=carried)
             return
         _check(first, shape, torch.float32, frames[0], out)
         _check(second, shape, torch.float32, out, out)
@@ -179,19 +179,19 @@ class Operations:
             total += out.half()
         out.copy_(total)
 
-    def _did_again(self, key: tuple[Hashable, ...] | None, first: Tensor, second: Tensor) -> bool:
-        if (seen := self._seen.get(key)) is not None:
-            seen[0](first, second)
-        return seen is not None
+    def _repeated(self, key: tuple[Hashable, ...] | None, first: Tensor, second: Tensor) -> bool:
+        if (repeat := self._repeats.get(key)) is not None:
+            repeat[0](first, second)
+        return repeat is not None
 
     def _remember(self, key: tuple[Hashable, ...] | None, again: Again | None, *codecs: Codec) -> None:
         if key is not None and again is not None:
-            if len(self._seen) >= _MOST_SEEN:
-                self._seen.clear()
-            self._seen[key] = again, codecs
+            if len(self._repeats) >= _MOST_SEEN:
+                self._repeats.clear()
+            self._repeats[key] = again, codecs
 
     def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
-        """Whether ``_decode_sum_encode`` can, instead of its two steps."""
+        """Whether ``_decode_sum_encode`` can replace its two steps."""
         return False
 
     def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> Again | None:
@@ -239,10 +239,10 @@ encode, decode = REFERENCE.encode, REFERENCE.decode
 decode_sum, decode_sum_encode = REFERENCE.decode_sum, REFERENCE.decode_sum_encode
 
 
-def _key(what: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple[Hashable, ...]:
-    """All that an operation without noise and carried errors depends on, but for where its tensors lie."""
+def _key(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple[Hashable, ...]:
+    """What an operation without noise and carried errors depends on, but for its tensors' addresses."""
     return (
-        what,
+        operation,
         *map(id, codecs),  # hashing a codec takes longer than the rest
         *(first.shape, first.stride(), first.dtype, first.device, first.data_ptr() % FRAME_ALIGNMENT),
         *(second.shape, second.stride(), second.dtype, second.device, second.data_ptr() % FRAME_ALIGNMENT),
@@ -250,45 +250,45 @@ def _key(what: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple
 
 
 def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor, other: Tensor) -> None:
-    """Refuse elements that are none, frames that do not fit them, and an ``other`` tensor elsewhere."""
+    """Refuse elements of another type, frames of another size, and an ``other`` tensor on another device."""
     if kind not in NAMES or not shape:
         raise ValueError(f"{codec}: elements are rows of fp32, bf16 or fp16, got {tuple(shape)} {kind}")
-    wanted = (*shape[:-1], codec.frame_bytes(shape[-1]))
-    whole = wanted[-1] == 0 or frames.stride()[-1:] == (1,)
-    if frames.dtype != torch.uint8 or frames.shape != wanted or not whole:
+    expected = (*shape[:-1], codec.frame_bytes(shape[-1]))
+    contiguous = expected[-1] == 0 or frames.stride()[-1:] == (1,)
+    if frames.dtype != torch.uint8 or frames.shape != expected or not contiguous:
         got = f"{tuple(frames.shape)} {frames.dtype} with strides {frames.stride()}"
         raise ValueError(
-            f"{codec}: {tuple(shape)} elements need frames {wanted} of contiguous uint8, got {got}"
+            f"{codec}: {tuple(shape)} elements need frames {expected} of contiguous uint8, got {got}"
         )
     if frames.device != other.device:
         raise ValueError(f"{codec}: tensors on {frames.device} and {other.device}")
 
 
 def _check_noise(codec: Codec, shape: torch.Size, noise: Noise | None) -> None:
-    """Refuse noise that is missing, or does not fit elements of ``shape``."""
+    """Refuse noise that is missing, or not for elements of ``shape``."""
     if codec.stochastic and (noise is None or len(noise.strides) != len(shape) - 1):
         raise ValueError(f"{codec} rounds stochastically: {tuple(shape)} elements need noise, got {noise}")
 
 
 def rotated(codec: Codec, x: Tensor) -> Tensor:
-    """(..., S) fp32: what is quantised of ``x``, its Hadamard rotation where the codec has one.
+    """(..., S) fp32, as they are quantised: ``x``, or its Hadamard rotation if the codec has one.
 
     Groups of ``n = codec.hadamard`` consecutive elements become ``H x / n``, ``H`` the Hadamard matrix in
-    Sylvester's order; what is left over at the end of a row, fewer than ``n``, stays as it is.
+    Sylvester's order; the last elements of a row, fewer than ``n``, stay as they are.
     """
     values = x.float().contiguous()
     return _rotate(values.clone(), codec.hadamard) if codec.hadamard else values
 
 
 def merged_rows(
-    tensors: Sequence[Tensor], noise: Noise | None, most: int, whose: str
+    tensors: Sequence[Tensor], noise: Noise | None, most: int, backend: str
 ) -> list[tuple[int, list[int]]]:
     """Leading dimensions, equal for all ``tensors``, merged to as few as possible: size and steps of each.
 
-    Steps go from one row to the next: of each tensor in bytes, then of the noise in elements.  ``whose``
-    kernels take ``most`` dimensions.
+    Steps go from one row to the next: of each tensor in bytes, then of the noise in elements.  The kernels
+    of ``backend`` take ``most`` dimensions.
     """
-    steps_of = [[stride * each.element_size() for stride in each.stride()[:-1]] for each in tensors]
+    steps_of = [[stride * x.element_size() for stride in x.stride()[:-1]] for x in tensors]
     if noise is not None:
         steps_of.append([*noise.strides])
     shape = tensors[0].shape[:-1]
@@ -301,8 +301,8 @@ def merged_rows(
     if len(merged) > most:
         random = "" if noise is None else f" and noise with {noise.strides}"
         raise ValueError(
-            f"leading dimensions {tuple(shape)} with strides {[each.stride() for each in tensors]}{random}: "
-            f"the {whose} kernels take {most}, and these do not merge to so few"
+            f"leading dimensions {tuple(shape)} with strides {[x.stride() for x in tensors]}{random}: "
+            f"the {backend} kernels take {most}, and these do not merge to so few"
         )
     return merged
 
@@ -319,12 +319,12 @@ def random_bits(noise: Noise, lead: torch.Size, numel: int, device: torch.device
     c, d = (torch.full_like(a, word) for word in noise.philox[:2])
     left, right = noise.philox[2:]
     for _ in range(ROUNDS):
-        first, second = MULTIPLIERS[0] * a, MULTIPLIERS[1] * c  # of which int64 keeps all 64 bits
+        first, second = MULTIPLIERS[0] * a, MULTIPLIERS[1] * c  # 64-bit products, all of which int64 keeps
         a, b = (second >> 32) & mask ^ b ^ left, second & mask
         c, d = (first >> 32) & mask ^ d ^ right, first & mask
         left, right = (left + WEYL[0]) & mask, (right + WEYL[1]) & mask
-    words = torch.stack([a, b, c, d], dim=-1)  # (..., octets, 4)
-    halves = torch.stack([words & 0xFFFF, words >> BITS], dim=-1)
+    outputs = torch.stack([a, b, c, d], dim=-1)  # (..., octets, 4)
+    halves = torch.stack([outputs & 0xFFFF, outputs >> BITS], dim=-1)
     return halves.reshape(*lead, -1)[..., :numel]
 
 
@@ -385,10 +385,10 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
     low, high = values.aminmax(dim=-1, keepdim=True)  # both propagate NaN
     broken = ~(torch.isfinite(low) & torch.isfinite(high))
     if codec.asymmetric:
-        low = (low + 0.0).masked_fill(broken, 0.0)  # which zero is least depends on the order: both are 0
+        low = (low + 0.0).masked_fill(broken, 0.0)  # the least of -0 and +0 depends on the order: store +0
         top = torch.full_like(low, codec.largest)
         scale = torch.clamp(high / top - low / top, min=SMALLEST_NORMAL)  # their difference may overflow
-        values = values.mul_(0.5).sub_(low * 0.5).div_(scale * 0.5)  # so may this one: halves are exact
+        values = values.mul_(0.5).sub_(low * 0.5).div_(scale * 0.5)  # this may overflow too; halves are exact
     else:
         absmax = torch.maximum(-low, high)
         scale = torch.clamp(absmax / torch.full_like(absmax, codec.steps), min=SMALLEST_NORMAL)
@@ -479,14 +479,14 @@ def _decode_blocks(codec: Blocked, frames: Tensor, numel: int, largest: float) -
 
 
 def _levels(codec: FloatCodec, device: torch.device) -> Tensor:
-    found = float_levels(codec.bits, codec.mantissa, codec.smallest_exponent)
-    return torch.tensor(found, dtype=torch.float32, device=device)
+    levels = float_levels(codec.bits, codec.mantissa, codec.smallest_exponent)
+    return torch.tensor(levels, dtype=torch.float32, device=device)
 
 
 def float_levels(bits: int, mantissa: int, least: int) -> list[float]:
-    """What is not negative of a float of so many bits and bits of mantissa, ascending, by its codes.
+    """The non-negative values of a float of ``bits``, ``mantissa`` of them of mantissa, by ascending code.
 
-    ``least`` is the smallest exponent of normal ones; each code is a number, beyond a format's largest too.
+    ``least`` is the exponent of the smallest normal value.  Codes above a format's largest have values too.
     """
     size = 1 << mantissa
     return [
@@ -498,7 +498,7 @@ def float_levels(bits: int, mantissa: int, least: int) -> list[float]:
 def _floats(frames: Tensor, start: int, count: int) -> Tensor:
     """(..., count, 1) fp32 stored at byte ``start``."""
     stored = frames[..., start : start + SCALE_BYTES * count]
-    aligned = stored.clone(memory_format=torch.contiguous_format)  # a view of a frame may not be
+    aligned = stored.clone(memory_format=torch.contiguous_format)  # a frame's bytes may not be
     return aligned.view(torch.float32).unsqueeze(-1)
 
 
@@ -509,13 +509,13 @@ def pack(codes: Tensor, bits: int, out: Tensor) -> None:
         return
     group = 8 // math.gcd(8, bits)  # codes that fill whole bytes
     rows = _in_groups(codes & ((1 << bits) - 1), group)
-    stream = codes.new_zeros((group * bits // 8 + 1, *rows.shape[1:]))  # of the last byte nothing is left
+    stream = codes.new_zeros((group * bits // 8, *rows.shape[1:]))
     for index, row in enumerate(rows):
         byte, shift = divmod(index * bits, 8)
         stream[byte] |= row << shift
         if shift + bits > 8:
             stream[byte + 1] |= row >> (8 - shift)
-    out.copy_(stream[:-1].movedim(0, -1).flatten(-2)[..., : out.shape[-1]])
+    out.copy_(stream.movedim(0, -1).flatten(-2)[..., : out.shape[-1]])
 
 
 def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:

@@ -78,8 +78,8 @@ class Clock:
     def weights(self, unit: str, *, frozen: bool = False) -> Key:
         """The key of a unit's weights: the same for every pass over the same weights.
 
-        Frozen ones are the same at every step.  What is gathered of them may stay for the whole run, and a
-        resumed run, which gathers them later, must get the same.
+        Frozen weights have one key at every step: they may stay gathered for the whole run, and a resumed
+        run, which gathers them later, must get the same.
         """
         return Key(self.seed, 0 if frozen else self.step, 0, unit, "weights")
 
