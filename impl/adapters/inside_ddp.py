@@ -34,11 +34,11 @@ class _Unit:
 class InDDP(Joined):
     """DDP with its gradients carried; all ranks must make it, before the first backward pass, and keep it.
 
-    What travels together are the units of a policy of stage 0, one a block, so that bytes do not depend on
-    DDP's buckets.  These fill units, in one order on all ranks; a full unit's reduction starts at once and
-    moves on whenever the next one starts; the last bucket waits for all.
+    Gradients travel in the units of a policy of stage 0, one a block, so that bytes do not depend on DDP's
+    buckets.  Buckets fill units, in one order on all ranks; a full unit's reduction starts at once and
+    posts its next hop whenever another starts; the last bucket waits for all.
 
-    ``model`` is in DDP over all ranks of ``wire.mesh``.  ``policy``, of stage 0, says codecs of gradients,
+    ``model`` is in DDP over all ranks of ``wire.mesh``.  ``policy``, of stage 0, sets codecs of gradients,
     reduce and chunks; all else is as in :data:`~impl.adapters.traffic.BASES`.
 
     Raises HostError: for a mesh that is not on the CPU.  PolicyError, GeometryError: for a policy that DDP
@@ -76,13 +76,13 @@ class InDDP(Joined):
         return take
 
     def _take(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """A bucket's local gradients are there; the future's value is its buffer, once it holds the mean."""
+        """Take a bucket of local gradients; the future's value is its buffer, once it holds the mean."""
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             unit, slot = self._places[parameter]
             unit.flat[slot.offset : slot.end].view(slot.spec.shape).copy_(gradient)
             unit.back.append((gradient, slot))
             if len(unit.back) == len(unit.geometry.slots):
-                for _, under_way in self._under_way:  # the units under way go on by a hop
+                for _, under_way in self._under_way:
                     under_way.post_next_hop()
                 reduction = self._reduction(unit.geometry.name, unit.geometry.piece)
                 reduction.start(unit.flat)
@@ -94,7 +94,7 @@ class InDDP(Joined):
         return future
 
     def _finish(self) -> None:
-        """The last bucket is there: wait for everything and hand it back."""
+        """After the last bucket: wait for all reductions and write the means back."""
         for unit in self._units:
             if len(unit.back) != len(unit.geometry.slots):
                 raise HostError(

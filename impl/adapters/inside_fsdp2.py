@@ -53,7 +53,7 @@ class InFSDP2(Joined):
         super().__init__("fsdp2", wire, policy)
         _check_sharded(model, wire.mesh.topology)
         modules: dict[str, Any] = dict(model.named_modules())
-        blocks: list[Any] = [one for name, one in modules.items() if name and isinstance(one, FSDPModule)]
+        blocks: list[Any] = [m for name, m in modules.items() if name and isinstance(m, FSDPModule)]
         self.units = groups = fsdp2_groups(model, blocks, wire.mesh.topology)
         self._model = model
         self.phase: Phase = "forward"
@@ -68,10 +68,9 @@ class InFSDP2(Joined):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most ``max_norm``; all ranks must call it.
 
-        Through the wire, which ``torch.nn.utils.clip_grad_norm_`` passes by.  Returns the norm before.
+        Uses the wire, which ``torch.nn.utils.clip_grad_norm_`` does not.  Returns the norm before scaling.
         """
-        found = [parameter.grad for parameter in self._model.parameters()]
-        gradients = [grad.to_local() for grad in found if isinstance(grad, DTensor)]
+        gradients = [p.grad.to_local() for p in self._model.parameters() if isinstance(p.grad, DTensor)]
         total = torch.zeros(1, dtype=torch.float64)
         for gradient in gradients:
             total += gradient.double().square().sum()
@@ -87,16 +86,16 @@ class InFSDP2(Joined):
     def _leave(self, *_: Any) -> None:
         self.phase = "backward"
 
-    def check(self, group: GroupGeometry, what: str, numel: int, dtype: torch.dtype, ranks: int) -> None:
-        """Refuse a message that is not the group's, naming the group and what does not fit."""
-        world, does = self.wire.mesh.topology.world, f"FSDP2 {what} {group.name!r}"
+    def check(self, group: GroupGeometry, verb: str, numel: int, dtype: torch.dtype, ranks: int) -> None:
+        """Refuse a message whose ranks, type or size are not the group's."""
+        world, prefix = self.wire.mesh.topology.world, f"FSDP2 {verb} {group.name!r}"
         if ranks != world:
-            raise HostError(f"{does} over {ranks} of {world} ranks: use reshard_after_forward=True")
+            raise HostError(f"{prefix} over {ranks} of {world} ranks: use reshard_after_forward=True")
         if dtype not in NAMES:
-            raise HostError(f"{does} in {dtype}; expected {', '.join(NAMES.values())}")
-        if what == "gathers" and numel != group.shard:
+            raise HostError(f"{prefix} in {dtype}; expected {', '.join(NAMES.values())}")
+        if verb == "gathers" and numel != group.shard:
             raise HostError(
-                f"{does} of {numel} elements a rank, its parameters make {group.shard}: "
+                f"{prefix} of {numel} elements a rank, its parameters make {group.shard}: "
                 "call fully_shard() on one module at a time, without a placement of your own"
             )
 

@@ -1,7 +1,7 @@
-"""What FSDP2 and DDP share when our collectives are inside them: they keep their training loop.
+"""What the adapters of FSDP2 and DDP share, which keep their training loop and use our collectives.
 
-What a host sends by itself is not ours and in no ledger: DDP's one broadcast of weights when it is made
-and of its buckets' order after the first step, and buffers unless ``broadcast_buffers=False``.
+Messages of the host itself are in no ledger: DDP's broadcasts of the weights when it is made, of its buckets'
+order after the first step, and of buffers unless ``broadcast_buffers=False``.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Joined:
         self._host, self.wire, self.policy = host, wire, policy
 
     def predict(self, events: Iterable[Event]) -> dict[LedgerKey, Sent]:
-        """What this rank sends in the passes of ``events``."""
-        where = self.policy, self.wire.mesh.topology, self.units
-        return predict_hosted(self._host, *where, rank=self.wire.mesh.rank, events=events)
+        """Bytes and messages that this rank sends in the passes of ``events``."""
+        layout = self.policy, self.wire.mesh.topology, self.units
+        return predict_hosted(self._host, *layout, rank=self.wire.mesh.rank, events=events)
 
     def describe(self) -> dict[str, Any]:
         """Algorithms, transports and kernels that ran, for the record."""
@@ -61,7 +61,7 @@ class Joined:
         }
 
     def _reduction(self, name: str, piece: int) -> Reduction:
-        """Of gradients of ``world * piece`` elements; inside DDP each rank ends with the whole mean."""
+        """A reduction of ``world * piece`` elements; inside DDP each rank receives the whole mean."""
         policy, topology = self.policy, self.wire.mesh.topology
         kind, (axes, codec) = Ring if policy.reduce == "ring" else Reduction, policy.replica_axes(topology)
         return kind(
@@ -76,37 +76,37 @@ class Joined:
 
 
 def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topology) -> list[GroupGeometry]:
-    """What FSDP2 gathers together: each of ``blocks``, and the rest with ``model``, the root, first.
+    """FSDP2's parameter groups: the rest of ``model``, the root, first, then each of ``blocks``.
 
     ``model`` may be sharded, or not yet; ``blocks``, each sharded by itself, may lie in one another.
 
     Raises HostError: for a parameter without dimensions, which FSDP2 cannot cut.
     """
     names = {module: name for name, module in model.named_modules()}
-    found: dict[nn.Module, dict[nn.Parameter, str]] = {owner: {} for owner in (model, *blocks)}
-    home: dict[nn.Module, nn.Module] = {}
+    groups: dict[nn.Module, dict[nn.Parameter, str]] = {owner: {} for owner in (model, *blocks)}
+    owner_of: dict[nn.Module, nn.Module] = {}
     for owner in names:  # outer ones first
-        if owner in found:
-            home |= dict.fromkeys(owner.modules(), owner)
-    for module, name in names.items():
-        for own, parameter in module.named_parameters(prefix=name, recurse=False):
+        if owner in groups:
+            owner_of |= dict.fromkeys(owner.modules(), owner)
+    for module, prefix in names.items():
+        for name, parameter in module.named_parameters(prefix=prefix, recurse=False):
             if parameter.dim() == 0:
-                raise HostError(f"FSDP2 cannot cut parameter {own!r}: it has no dimension")
-            found[home[module]].setdefault(parameter, own)
-    groups = []
-    for owner, parameters in found.items():
+                raise HostError(f"FSDP2 cannot cut parameter {name!r}: it has no dimension")
+            groups[owner_of[module]].setdefault(parameter, name)
+    geometries = []
+    for owner, parameters in groups.items():
         specs = tuple(ParameterSpec(name, tuple(parameter.shape)) for parameter, name in parameters.items())
         trained = tuple(parameter.requires_grad for parameter in parameters)
-        groups.append(GroupGeometry(names[owner] or ROOT, specs, trained, topology.world))
-    return [group for group in groups if group.parameters]
+        geometries.append(GroupGeometry(names[owner] or ROOT, specs, trained, topology.world))
+    return [geometry for geometry in geometries if geometry.parameters]
 
 
 def hosted_units(
     host: Host, model: nn.Module, topology: Topology, policy: Policy
 ) -> list[GroupGeometry] | list[UnitGeometry]:
-    """What travels together of an unwrapped model, on the meta device too; the blocks are our engine's.
+    """The units of an unwrapped model inside ``host``, on the meta device too, with our engine's blocks.
 
-    Raises PolicyError, GeometryError, HostError: as the adapters when they join it.
+    Raises PolicyError, GeometryError, HostError: as the host's adapter.
     """
     check_host(host, policy)
     if host == "fsdp2":

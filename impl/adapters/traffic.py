@@ -1,4 +1,4 @@
-"""What other engines send through our collectives, from the policy and their layout alone.
+"""Predicts what FSDP2 and DDP send through our collectives, from the policy and their layout alone.
 
 Pure: no torch.  Two hosts: FSDP2 gathers weights and scatters gradients one parameter group at a time, each
 parameter cut along its first dimension; DDP reduces gradients, laid out as a policy of stage 0 does.  The
@@ -21,7 +21,7 @@ from impl.plan.traffic import NORM_BYTES, Book, Event, LedgerKey, Phase, Sent, T
 Host = Literal["fsdp2", "ddp"]
 
 BASES: Final[dict[Host, Policy]] = {"fsdp2": Policy(), "ddp": Policy(stage=0, weights=FP32)}
-"""Policies that a host carries out; only the fields in :data:`_OPEN` may differ."""
+"""The policy of each host; only the fields in :data:`_OPEN` may differ."""
 
 HOSTED: Final[dict[str, tuple[Host, Policy]]] = {
     "fsdp2+exact": ("fsdp2", PRESETS["exact"]),
@@ -53,7 +53,7 @@ def carries(host: Host, name: str) -> bool:
 
 
 def check_host(host: Host, policy: Policy) -> None:
-    """Refuse a policy that ``host`` cannot carry out, by its first field, its value and what is expected."""
+    """Refuse a policy that ``host`` cannot carry out, naming the first such field and the value expected."""
     base = dict(_values(BASES[host]))
     for name, value in _values(policy):
         if name not in _OPEN[host] and value != base[name]:
@@ -68,17 +68,17 @@ def check_host(host: Host, policy: Policy) -> None:
 
 def _values(policy: Policy) -> Iterator[tuple[str, Any]]:
     """(name, value) of every field, those of memory limits and offload by themselves."""
-    for one in fields(policy):
-        value = getattr(policy, one.name)
+    for field in fields(policy):
+        value = getattr(policy, field.name)
         if isinstance(value, MemoryLimits | Offload):
-            yield from ((f"{one.name}.{limit.name}", getattr(value, limit.name)) for limit in fields(value))
+            yield from ((f"{field.name}.{limit.name}", getattr(value, limit.name)) for limit in fields(value))
         else:
-            yield one.name, value
+            yield field.name, value
 
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
-    """What FSDP2 gathers and scatters in one message: the parameters of one module that it shards.
+    """A group of FSDP2: the parameters of one module, gathered and scattered in one message.
 
     Every parameter is cut along its first dimension into ``world`` parts of equal size, the last ones padded
     or empty; a rank's message is its parts side by side, so a codec's block may straddle parameters.
@@ -106,12 +106,12 @@ class GroupGeometry:
 
     @property
     def padded(self) -> int:
-        """Elements that a gather brings."""
+        """Elements of a gathered group, padding included."""
         return self.world * self.shard
 
     @property
     def piece(self) -> int:
-        """Elements of the mean gradient with which one rank ends a reduction."""
+        """Elements of the mean gradient that one rank receives."""
         pairs = zip(self.parameters, self.trained, strict=True)
         return sum(self.part(parameter) for parameter, trained in pairs if trained)
 
@@ -127,19 +127,19 @@ def predict_hosted(
 ) -> dict[LedgerKey, Sent]:
     """Everything that ``rank`` sends inside ``host``, by a policy that it carries out (:func:`check_host`).
 
-    FSDP2, as it is by default, gathers every group in each pass, but the root, which it keeps after forward,
-    until the backward pass is done or the weights are said to have changed.  It reduces every group in each
-    backward pass.  DDP reduces in the last micro-batch of a step alone, and norms cost nothing.
+    FSDP2 by default gathers every group in each pass, but keeps the root from forward until the backward
+    pass ends or the weights change, and reduces every group in each backward pass.  DDP reduces in the last
+    micro-batch of a step only, and its norms send nothing.
 
     ``units`` are FSDP2's groups, cut into ``topology.world`` parts, or DDP's units, laid out for ``policy``.
     """
     if host == "ddp":
-        own = [unit for unit in units if isinstance(unit, UnitGeometry)]
-        alone = replace(policy, align=1, order_every=0)  # chunks on the codecs' own grain, and no checks
-        return predict(alone, topology, own, rank, ["backward"] * _reduced_steps(events)).sent
+        ddp_units = [unit for unit in units if isinstance(unit, UnitGeometry)]
+        unaligned = replace(policy, align=1, order_every=0)  # chunks on the codecs' own grain, and no checks
+        return predict(unaligned, topology, ddp_units, rank, ["backward"] * _reduced_steps(events)).sent
     book = Book(topology, rank)
     axes, _ = policy.gather_axes(topology)
-    ring, kept = policy.gather == "flat", False  # whether the root is gathered from the pass before
+    ring, kept = policy.gather == "flat", False  # kept: the root is still gathered
     for event in events:
         if event == "norm":
             book.control(NORM_BYTES)
@@ -159,7 +159,7 @@ def predict_hosted(
 
 
 def _reduced_steps(events: Iterable[Event]) -> int:
-    """Steps before which there was a backward pass."""
+    """Steps after at least one backward pass."""
     steps, waiting = 0, False
     for event in events:
         steps += waiting and event == "step"
