@@ -1,6 +1,6 @@
-"""How a checkpoint becomes complete: begun in a folder of its own, and committed by one rename.  No torch.
+"""Writes a checkpoint into a folder with another name, which one rename commits.  No torch.
 
-What a rename puts in a name's place is whole only if it, and the folder that names it, have been synced.
+After a crash the renamed folder is whole only if its files, it and its parent were synced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LEFT: Final = re.compile(r"\.checkpoint-[0-9]{6,}\.[0-9a-f]+\.partial")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, or read, as asked; one line that names what."""
+    """A checkpoint cannot be written or read; one line names the file and the reason."""
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -31,7 +31,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def named(folder: Path) -> list[Path]:
-    """What has a checkpoint's name in ``folder``, oldest first; broken, if it is not complete."""
+    """Folders with a checkpoint's name in ``folder``, complete or not, oldest first."""
     inside = folder.iterdir() if folder.is_dir() else ()
     return sorted((path for path in inside if _NAME.fullmatch(path.name)), key=_number)
 
@@ -47,7 +47,7 @@ def latest(folder: Path | str) -> Path | None:
 
 
 def resolve(folder: Path) -> Path:
-    """The checkpoint that ``folder`` is, or the newest that it holds; a CheckpointError if there is none."""
+    """``folder``, if it is a checkpoint, or the newest in it; a CheckpointError if there is none."""
     path = folder if (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name) else latest(folder)
     if path is None:
         raise CheckpointError(f"{folder}: {'no checkpoint in it' if folder.is_dir() else 'no such folder'}")
@@ -55,7 +55,7 @@ def resolve(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """Make the folder in which the next checkpoint is written, and remove what broken saves have left."""
+    """Make the folder in which the next checkpoint is written, and remove those of broken saves."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if _LEFT.fullmatch(path.name):
@@ -79,7 +79,7 @@ def commit(partial: Path, manifest: str) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has what was written to a file, or the names in a folder."""
+    """Sync a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -88,7 +88,7 @@ def sync(path: Path) -> None:
 
 
 def thin(folder: Path, keep: int) -> None:
-    """Remove all checkpoints but the ``keep`` newest; each leaves its name first, whole."""
+    """Remove all checkpoints but the ``keep`` newest; each is renamed first, and so never half there."""
     for path in checkpoints(folder)[:-keep]:
         try:
             gone = path.rename(path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial"))
@@ -99,7 +99,7 @@ def thin(folder: Path, keep: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove what is no checkpoint, of a link the name alone; logs what cannot be removed."""
+    """Remove a folder that is no checkpoint, or a link to one; logs a failure."""
     try:
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
     except OSError as error:

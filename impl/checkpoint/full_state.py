@@ -19,23 +19,23 @@ from impl.checkpoint.resharding import Parts, write_tensors
 def consolidated(folder: Path | str) -> dict[str, Any]:
     """The unsharded model's state dict out of a checkpoint, or out of the newest in a folder of them.
 
-    Parameters are fp32, tied ones under all their names.  A CheckpointError says what cannot be read.
+    Parameters are fp32, tied ones under all their names.  A CheckpointError names what cannot be read.
     """
     return dict(_entries(folder, torch.float32))
 
 
 def export(folder: Path | str, path: Path | str, *, dtype: torch.dtype = torch.float32) -> None:
-    """Write the same, parameters in ``dtype``, as one safetensors file, which must not be there yet.
+    """Write that state dict, parameters in ``dtype``, as one safetensors file, which must not exist yet.
 
     Extra states that are no tensors are left out.  The host holds all bytes until they are written.  A
-    CheckpointError says what cannot be read, or written.
+    CheckpointError names what cannot be read or written.
     """
     path = Path(path)
     if path.exists():
         raise CheckpointError(f"{path}: is there already")
     unfinished = path.with_name(f".{path.name}.partial")
     try:
-        write_tensors(unfinished, (one for one in _entries(folder, dtype) if isinstance(one[1], Tensor)))
+        write_tensors(unfinished, (e for e in _entries(folder, dtype) if isinstance(e[1], Tensor)))
         unfinished.replace(path)
         sync(path.parent)
     except OSError as error:
@@ -45,7 +45,7 @@ def export(folder: Path | str, path: Path | str, *, dtype: torch.dtype = torch.f
 
 
 def _entries(folder: Path | str, dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
-    """The state dict out of files that are all as they were written, one whole entry after the other."""
+    """The entries of the state dict, one at a time; all files are verified first."""
     path = resolve(Path(folder))
     manifest = read_manifest(path)
     manifest.verify(path, range(len(manifest.files)))

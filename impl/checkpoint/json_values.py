@@ -15,7 +15,7 @@ _KEYS: Final = ("__tuple__", "__number__")
 
 
 def to_json(value: object, where: str) -> Any:
-    """``value`` in what JSON has; refuses what has no such form, by its place in ``where``."""
+    """``value`` in JSON's types; a CheckpointError names the place, under ``where``, of what has no form."""
     kind = type(value)  # subclasses would come back as these
     if value is None or kind in (bool, int, float, str):
         return value
@@ -36,7 +36,7 @@ def to_json(value: object, where: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What :func:`to_json` was given."""
+    """The value that :func:`to_json` converted."""
     match value:
         case {"__tuple__": items}:
             return tuple(from_json(item) for item in items)

@@ -33,8 +33,8 @@ class Manifest:
 
     @property
     def parameters(self) -> dict[str, list[int]]:
-        """Shapes by the parameters' own names."""
-        return {one["parameter"]: one["shape"] for one in self.state.values() if "parameter" in one}
+        """Shapes by name of the parameter."""
+        return {e["parameter"]: e["shape"] for e in self.state.values() if "parameter" in e}
 
     @property
     def numel(self) -> int:
@@ -43,16 +43,16 @@ class Manifest:
 
     def text(self) -> str:
         """The file's text: JSON, whose last key is the SHA-256 of the JSON without it."""
-        held = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        return json.dumps({**held, "sha256": digest(held)}, indent=1) + "\n"
+        fields = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return json.dumps({**fields, "sha256": digest(fields)}, indent=1) + "\n"
 
     def verify(self, path: Path, numbers: Collection[int]) -> None:
-        """Refuse files in ``path`` that are missing or cut short, or, of the ranks ``numbers``, altered."""
+        """Refuse missing or shortened files in ``path``, and altered ones of the ranks ``numbers``."""
         for number, (nbytes, sha256) in enumerate(self.files):
             file = path / file_name(number)
             try:
-                if (held := file.stat().st_size) != nbytes:
-                    raise CheckpointError(f"{file}: {held} bytes, the manifest says {nbytes}")
+                if (size := file.stat().st_size) != nbytes:
+                    raise CheckpointError(f"{file}: {size} bytes, the manifest says {nbytes}")
                 if number in numbers and digest_of(file)[1] != sha256:
                     raise CheckpointError(f"{file}: altered since it was written: its digest is another")
             except OSError as error:
@@ -60,37 +60,37 @@ class Manifest:
 
 
 def file_name(rank: int) -> str:
-    """What a rank's file is called."""
+    """The name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
-def digest(held: Mapping[str, Any]) -> str:
-    """SHA-256 in hex of ``held`` as compact JSON."""
-    return hashlib.sha256(json.dumps(held, separators=(",", ":")).encode()).hexdigest()
+def digest(fields: Mapping[str, Any]) -> str:
+    """SHA-256 in hex of ``fields`` as compact JSON."""
+    return hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint in folder ``path``; refuses what is none, or is altered."""
+    """The manifest of the checkpoint in folder ``path``; refuses other files, and altered ones."""
     file = path / MANIFEST
     try:
-        held = json.loads(file.read_text(encoding="utf-8"))
+        fields = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: not a checkpoint: {MANIFEST}: {error.strerror}") from None
     except (ValueError, RecursionError):
         raise CheckpointError(f"{file}: cut short, or not JSON") from None
-    if not isinstance(held, dict) or held.get("format") != FORMAT:
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise CheckpointError(f"{file}: not a manifest of a {FORMAT}")
-    if (found := held.get("version")) != VERSION:
+    if (version := fields.get("version")) != VERSION:
         raise CheckpointError(
-            f"{file}: version {found!r} of the format; this program reads version {VERSION}"
+            f"{file}: version {version!r} of the format; this program reads version {VERSION}"
         )
-    if held.pop("sha256", None) != digest(held):
+    if fields.pop("sha256", None) != digest(fields):
         raise CheckpointError(f"{file}: altered since it was written: its digest is another")
-    return Manifest(**{name: value for name, value in held.items() if name not in ("format", "version")})
+    return Manifest(**{name: value for name, value in fields.items() if name not in ("format", "version")})
 
 
-def check_names(own: Collection[str], held: Collection[str], what: str) -> None:
+def check_names(model_names: Collection[str], saved_names: Collection[str], kind: str) -> None:
     """Refuse a checkpoint whose names are not the model's, naming the first that differs."""
-    if odd := sorted(set(own) ^ set(held)):
-        side = "only in the model" if odd[0] in own else "not in the model"
-        raise CheckpointError(f"{len(odd)} {what} differ, first {odd[0]!r}, {side}")
+    if different := sorted(set(model_names) ^ set(saved_names)):
+        side = "only in the model" if different[0] in model_names else "not in the model"
+        raise CheckpointError(f"{len(different)} {kind} differ, first {different[0]!r}, {side}")

@@ -1,8 +1,8 @@
 """Optimizer states in checkpoints: saved and restored by parameter name instead of by shard.
 
-What an optimizer keeps for each element of a master is cut into ranges of parameters; options and numbers
-(Adam's ``step``) belong to every parameter of the master.  So another layout, whose masters join other
-parameters, can be given the state again.
+An optimizer's state by element of a master is cut into ranges of parameters; options and numbers (Adam's
+``step``) are saved for every parameter of the master.  So another layout, whose masters join other
+parameters, can load the state.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from impl.checkpoint.resharding import Parts, Range, ranges
 from impl.unit.unit import Unit
 
 
-class Owned(NamedTuple):
-    """Of a master: its parameters with elements on any rank, what it holds here, and what of it is saved."""
+class MasterRanges(NamedTuple):
+    """A master's parameters with elements on any rank, its ranges on this rank, and those that it saves."""
 
     names: list[str]
-    held: list[Range]
+    ranges: list[Range]
     saved: list[Range]
 
 
@@ -34,95 +34,96 @@ class SavedMasters:
 
     def __init__(self, units: Sequence[Unit], rank: int, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
-        self._owned: dict[int, Owned] = {}
+        self._ranges: dict[int, MasterRanges] = {}
         for unit in units:
             geometry = unit.geometry
             spans = geometry.spans(rank) if geometry.trainable else ()
             for (_, master), (group, *span) in zip(unit.master_shard.masters, spans, strict=True):
                 specs = [slot.spec for slot in geometry.slots if slot.spec.group == group and slot.spec.numel]
-                held, saved = ([*ranges(geometry, rank, span, saved=part)] for part in (False, True))
-                self._owned[id(master)] = Owned([one.name for one in specs], held, saved)
-        free = set(self._owned)
+                local, saved = ([*ranges(geometry, rank, span, saved=part)] for part in (False, True))
+                self._ranges[id(master)] = MasterRanges([spec.name for spec in specs], local, saved)
+        unclaimed = set(self._ranges)
         for number, optimizer in enumerate(optimizers):
-            for one in map(id, _masters(optimizer)):
-                if one not in free:
-                    why = "twice a master of this" if one in self._owned else "what is no master of this"
+            for key in map(id, _masters(optimizer)):
+                if key not in unclaimed:
+                    why = "twice a master of this" if key in self._ranges else "what is no master of this"
                     raise CheckpointError(
                         f"optimizer {number} holds {why} engine: build it of Zero.param_groups()"
                     )
-                free.remove(one)
+                unclaimed.remove(key)
 
     def _names(self, masters: Sequence[Tensor]) -> list[str]:
-        return [name for master in masters for name in self._owned[id(master)].names]
+        return [name for master in masters for name in self._ranges[id(master)].names]
 
-    def described(self) -> list[dict[str, Any]]:
-        """What the manifest says of optimizers, the same on all ranks; refuses what JSON has not."""
-        said = []
+    def manifest_entries(self) -> list[dict[str, Any]]:
+        """The manifest's entries of the optimizers, equal on all ranks; refuses values that JSON lacks."""
+        entries = []
         for number, optimizer in enumerate(self._optimizers):
             parameters: dict[str, dict[str, Any]] = {}
             for group in optimizer.param_groups:
-                options = {key: value for key, value in group.items() if key != "params"}
-                written = to_json(options, f"optimizer {number}: options")
+                plain = {key: value for key, value in group.items() if key != "params"}
+                options = to_json(plain, f"optimizer {number}: options")
                 for master in group["params"]:
                     state = optimizer.state.get(master)
-                    one = {"options": written, "numbers": _numbers(state, master, number) if state else None}
-                    parameters |= dict.fromkeys(self._owned[id(master)].names, one)
-            said.append({"kind": type(optimizer).__name__, "parameters": parameters})
-        return said
+                    numbers = _numbers(state, master, number) if state else None
+                    entry = {"options": options, "numbers": numbers}
+                    parameters |= dict.fromkeys(self._ranges[id(master)].names, entry)
+            entries.append({"kind": type(optimizer).__name__, "parameters": parameters})
+        return entries
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What this rank saves: each range of each state by element, (n,)."""
+        """This rank's part of the state by element, as ranges (n,) by name."""
         for number, optimizer in enumerate(self._optimizers):
             for master in _masters(optimizer):
                 for key, value in optimizer.state.get(master, {}).items():
-                    for one in self._owned[id(master)].saved if _by_element(value) else ():
-                        yield one.key(f"optimizer{number}.{key}"), value[one.here]
+                    for part in self._ranges[id(master)].saved if _by_element(value) else ():
+                        yield part.key(f"optimizer{number}.{key}"), value[part.place]
 
     def check(self, saved: Sequence[dict[str, Any]]) -> None:
-        """Refuse state that these optimizers cannot take over; nothing is changed."""
-        if len(saved) != (here := len(self._optimizers)):
-            raise CheckpointError(f"it holds {len(saved)} optimizers, {here} are to be loaded")
-        for number, (optimizer, one) in enumerate(zip(self._optimizers, saved, strict=True)):
-            kind, held = type(optimizer).__name__, one["parameters"]
-            if kind != one["kind"]:
-                raise CheckpointError(f"optimizer {number} is {kind}, it holds the state of {one['kind']}")
-            check_names(self._names(_masters(optimizer)), held, f"parameters of optimizer {number}")
+        """Refuse a state that these optimizers cannot load; changes nothing."""
+        if len(saved) != (count := len(self._optimizers)):
+            raise CheckpointError(f"it holds {len(saved)} optimizers, {count} are to be loaded")
+        for number, (optimizer, entry) in enumerate(zip(self._optimizers, saved, strict=True)):
+            kind, parameters = type(optimizer).__name__, entry["parameters"]
+            if kind != entry["kind"]:
+                raise CheckpointError(f"optimizer {number} is {kind}, it holds the state of {entry['kind']}")
+            check_names(self._names(_masters(optimizer)), parameters, f"parameters of optimizer {number}")
             for group in optimizer.param_groups:
-                self._shared(held, group["params"], "options")
+                self._shared(parameters, group["params"], "options")
                 for master in group["params"]:
-                    self._shared(held, [master], "numbers")
+                    self._shared(parameters, [master], "numbers")
 
-    def _shared(self, held: dict[str, Any], masters: Sequence[Tensor], what: str) -> Any:
-        """The saved options, or numbers, that all parameters of some masters must share; None of none."""
+    def _shared(self, parameters: dict[str, Any], masters: Sequence[Tensor], key: str) -> Any:
+        """The saved ``options`` or ``numbers``, which ``masters`` must share; None without parameters."""
         names = self._names(masters)
         for name in names:
-            if held[name][what] != held[names[0]][what]:
-                raise CheckpointError(f"{names[0]!r} and {name!r} share {what} here, but not in it")
-        return from_json(held[names[0]][what]) if names else None
+            if parameters[name][key] != parameters[names[0]][key]:
+                raise CheckpointError(f"{names[0]!r} and {name!r} share {key} here, but not in it")
+        return from_json(parameters[names[0]][key]) if names else None
 
     def load(self, saved: Sequence[dict[str, Any]], parts: Parts) -> None:
-        """Take over state that :meth:`check` let pass."""
-        for number, (optimizer, one) in enumerate(zip(self._optimizers, saved, strict=True)):
+        """Load a state that passed :meth:`check`."""
+        for number, (optimizer, entry) in enumerate(zip(self._optimizers, saved, strict=True)):
             state: dict[int, dict[str, Any]] = {}
             masters, prefix = _masters(optimizer), f"optimizer{number}."
             for index, master in enumerate(masters):
-                if (numbers := self._shared(one["parameters"], [master], "numbers")) is not None:
-                    names, held, _ = self._owned[id(master)]
+                if (numbers := self._shared(entry["parameters"], [master], "numbers")) is not None:
+                    names, local, _ = self._ranges[id(master)]
                     state[index] = numbers
-                    for kind in sorted(one for one in parts.ranges[names[0]] if one.startswith(prefix)):
+                    for kind in sorted(key for key in parts.ranges[names[0]] if key.startswith(prefix)):
                         dtype = parts.read(kind, names[0], 0, 0).dtype
-                        empty = torch.zeros(master.numel(), dtype=dtype)  # of its padding it stays so
-                        state[index][kind.removeprefix(prefix)] = parts.fill(empty, kind, held)
+                        empty = torch.zeros(master.numel(), dtype=dtype)  # as padding stays
+                        state[index][kind.removeprefix(prefix)] = parts.fill(empty, kind, local)
             groups = optimizer.state_dict()["param_groups"]
-            for group, own in zip(groups, optimizer.param_groups, strict=True):
-                group.update(self._shared(one["parameters"], own["params"], "options") or {})
+            for options, group in zip(groups, optimizer.param_groups, strict=True):
+                options.update(self._shared(entry["parameters"], group["params"], "options") or {})
             optimizer.load_state_dict({"state": state, "param_groups": groups})
             for index, values in state.items():
-                own = optimizer.state[masters[index]]
+                loaded = optimizer.state[masters[index]]
                 for key, value in values.items():
-                    if isinstance(value, Tensor) and own[key].dtype != value.dtype:
-                        # torch gives all state the master's type, which may hold less, or another thing.
-                        own[key] = value.to(own[key].device)
+                    if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
+                        # torch casts all state to the master's type, which may lose bits.
+                        loaded[key] = value.to(loaded[key].device)
 
 
 def _masters(optimizer: Optimizer) -> list[Tensor]:
@@ -130,7 +131,7 @@ def _masters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _numbers(state: dict[str, Any], master: Tensor, number: int) -> dict[str, Any]:
-    """What ``state`` of a master has that is not of each element, in JSON."""
+    """The state of a master that is not by element, in JSON."""
     for key, value in state.items():
         if _by_element(value) and value.numel() != master.numel():
             raise CheckpointError(

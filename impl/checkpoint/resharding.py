@@ -1,8 +1,8 @@
 """Ranks' files, and resharding: reading any range of a saved layout for another one.
 
 The unit of saving is a *range*: elements [start, end) of one parameter, flattened, called
-``KIND/NAME@START`` in its file.  Ranges know nothing of units, shards or ranks: each rank of another layout
-asks for those that it holds, wherever they were saved.  Files are safetensors, by the format's own library.
+``KIND/NAME@START`` in its file.  Ranges do not depend on units, shards or ranks: a rank of another layout
+reads those of its own shards from all files.  Files are safetensors, by the format's library.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ class Range(NamedTuple):
     name: str
     start: int
     end: int
-    here: slice
+    place: slice
 
     def key(self, kind: str) -> str:
-        """What it is called in a file."""
+        """Its name in a file."""
         return f"{kind}/{self.name}@{self.start}"
 
 
 def ranges(
     geometry: UnitGeometry, rank: int, span: Sequence[int] = (), *, saved: bool = False
 ) -> Iterator[Range]:
-    """What the ``span`` (start, end) of a shard holds, by default all; padding is nobody's.
+    """The ranges in ``span`` (start, end) of a shard, by default all of it; padding belongs to none.
 
-    Of groups that hold copies of one another each saves a part, so nothing is ``saved`` twice.
+    ``saved`` ones are a part of these where state groups hold copies, so that nothing is saved twice.
     """
     first, _ = geometry.bounds(rank)
     start, end = span or (0, geometry.shard)
-    own, last = geometry.own_piece(rank) if saved else (start, end)
-    low, high = first + max(start, own), first + min(end, last)
+    piece_start, piece_end = geometry.own_piece(rank) if saved else (start, end)
+    low, high = first + max(start, piece_start), first + min(end, piece_end)
     for slot in geometry.slots:
         begin, stop = max(slot.offset, low), min(slot.end, high)
         if begin < stop:
-            here = slice(begin - first - start, stop - first - start)
-            yield Range(slot.spec.name, begin - slot.offset, stop - slot.offset, here)
+            place = slice(begin - first - start, stop - first - start)
+            yield Range(slot.spec.name, begin - slot.offset, stop - slot.offset, place)
 
 
 def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> tuple[int, str]:
     """Write and sync a file; returns its bytes, and their SHA-256 in hex.
 
-    Each tensor is asked for once, and may go then: the host has a copy of all until they are written.
+    Each tensor is copied once, and may be freed then; the host holds all copies until they are written.
     """
     from safetensors import SafetensorError  # machines that keep no checkpoint may lack it
     from safetensors.torch import save_file
 
-    held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
     try:
-        save_file(held, path, {"format": "pt"})  # by which other readers know torch's tensors
+        save_file(copies, path, {"format": "pt"})  # marks torch's tensors for other readers
     except (SafetensorError, KeyError) as error:  # or a type that such files do not have
         raise CheckpointError(f"{path}: {raised(error)}") from None
     sync(path)
@@ -76,7 +76,7 @@ class Parts:
         from safetensors import SafetensorError, safe_open
 
         self.path, self.manifest = path, manifest
-        # Of each parameter, by kind: where ranges start, and the numbers of their files.
+        # By parameter, then kind: the starts of ranges, and the numbers of their files.
         self.ranges = defaultdict[str, dict[str, list[tuple[int, int]]]](dict)
         names = [path / file_name(number) for number in range(len(manifest.files))]
         try:
@@ -91,25 +91,25 @@ class Parts:
                     self.ranges[name].setdefault(kind, []).append((int(start), number))
 
     def read(self, kind: str, name: str, start: int, end: int) -> Tensor:
-        """(end - start,) elements of a parameter, in memory of their own, if all of them were saved."""
+        """(end - start,) elements of a parameter, copied; a CheckpointError unless all were saved."""
         parts = []
         for low, number in sorted(self.ranges[name].get(kind, [])):
             values = self._files[number].get_tensor(f"{kind}/{name}@{low}")  # maps its pages alone
             parts.append(values[max(start - low, 0) : max(end - low, 0)])
-        if (held := sum(map(len, parts))) != end - start:
+        if (count := sum(map(len, parts))) != end - start:
             raise CheckpointError(
-                f"{self.path}: has {held} of elements {start} to {end} of {kind} of {name!r}"
+                f"{self.path}: has {count} of elements {start} to {end} of {kind} of {name!r}"
             )
         return torch.cat(parts) if parts else torch.empty(0)
 
-    def fill(self, whole: Tensor, kind: str, held: Iterable[Range]) -> Tensor:
-        """``whole``, a shard or a master (n,), with what it holds as it was saved."""
-        for one in held:
-            whole[one.here] = self.read(kind, one.name, one.start, one.end)
+    def fill(self, whole: Tensor, kind: str, wanted: Iterable[Range]) -> Tensor:
+        """``whole``, a shard or a master (n,), with the saved values of its ranges."""
+        for part in wanted:
+            whole[part.place] = self.read(kind, part.name, part.start, part.end)
         return whole
 
     def tensors(self, number: int, kind: str) -> dict[str, Tensor]:
-        """What is no range of a parameter in a rank's file, by the rest of its name, after ``kind/``."""
+        """The tensors ``kind/NAME`` in a rank's file that are no ranges, by NAME."""
         file, prefix = self._files[number], f"{kind}/"
         keys = [key for key in file.offset_keys() if key.startswith(prefix)]
         return {key.removeprefix(prefix): file.get_tensor(key).clone() for key in keys}

@@ -1,8 +1,8 @@
 """Checkpoints: saved by all ranks, loaded by any number of them under any policy.
 
 Each rank writes the ranges of parameters that it alone holds into one file; rank 0 adds the manifest, and one
-rename completes the checkpoint.  Whatever a rank cannot do, none does (:func:`together`).
-docs/guide/checkpoints.md says what is promised.
+rename completes the checkpoint.  If one rank fails, all do (:func:`together`).
+docs/guide/checkpoints.md has the guarantees.
 """
 
 from __future__ import annotations
@@ -33,46 +33,46 @@ from impl.errors import ZeroError, raised
 from impl.unit.whole_values import WholeValues
 from impl.zero import Zero
 
-MESSAGE_BYTES: Final = 1024  # of each rank: a result in JSON, or "!" and an error's line, which may be cut
+MESSAGE_BYTES: Final = 1024  # of each rank: a report in JSON, or "!" and an error's line, which may be cut
 _T = TypeVar("_T")
 
 __all__ = ["CheckpointError", "Loaded", "latest", "load", "save"]
 
 
 class Loaded(NamedTuple):
-    """What a load brought."""
+    """The result of a load."""
 
-    extra: Any  # what the caller gave to :func:`save`
+    extra: Any  # as the caller passed it to :func:`save`
     step: int  # optimizer steps before the checkpoint
-    dropped: tuple[str, ...]  # a line each: what this run could not, or was not asked to, take over
+    dropped: tuple[str, ...]  # a line each: state that this run could or should not load
 
 
 def together(
     wire: Wire, attempt: Callable[[], tuple[_T, Any]], unlike: str | None = None
 ) -> tuple[_T, list[Any]]:
-    """Run ``attempt`` on all ranks, which must call this; returns its result, and what each one told.
+    """Run ``attempt`` on all ranks, which must call this; returns its result, and the reports of all ranks.
 
-    ``attempt`` returns both; what is told is something short that JSON has.  If it raises on any rank, all
-    raise a CheckpointError, for none may be left waiting: the first rank's, with its number where not all say
-    the same; or, in the words ``unlike``, if a rank tells something else than rank 0.
+    ``attempt`` returns a result and a report, short and in JSON's types.  If it raises on any rank, all raise
+    the first such rank's error as a CheckpointError, with its number unless all are equal.  With ``unlike``,
+    a report that differs from rank 0's is a CheckpointError with that text.
     """
     failure, result = None, None
     try:
-        result, told = attempt()
-        outcome = json.dumps(told)
+        result, report = attempt()
+        outcome = json.dumps(report)
     except Exception as error:
         failure, outcome = error, "!" + _line(error)
     data = bytearray(outcome.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES))
     rows = wire.all_gather_small(torch.frombuffer(data, dtype=torch.uint8).to(wire.mesh.device))
     outcomes = [row.numpy().tobytes().decode(errors="ignore").rstrip() for row in rows.cpu()]
-    for rank, words in enumerate(outcomes):
-        if words.startswith("!"):
+    for rank, text in enumerate(outcomes):
+        if text.startswith("!"):
             where = "" if len(set(outcomes)) == 1 else f"rank {rank}: "
-            raise CheckpointError(where + words[1:]) from failure
-    others = [rank for rank, words in enumerate(outcomes) if words != outcomes[0]]
+            raise CheckpointError(where + text[1:]) from failure
+    others = [rank for rank, text in enumerate(outcomes) if text != outcomes[0]]
     if unlike and others:
         raise CheckpointError(f"rank {others[0]} {unlike}")
-    return result, [json.loads(words) for words in outcomes]  # type: ignore[return-value]  # no rank raised
+    return result, [json.loads(text) for text in outcomes]  # type: ignore[return-value]  # no rank raised
 
 
 def _line(error: Exception) -> str:
@@ -115,12 +115,12 @@ def save(
             topology=str(wire.mesh.topology),
             of=_identity(zero),
             state=to_json(_entries(zero), "state"),
-            optimizers=masters.described(),
+            optimizers=masters.manifest_entries(),
             loss_scale=None if setting is None else {"setting": repr(setting), **zero.scaler.state_dict()},
             extra=to_json(extra, "extra"),
             files=[],
         )
-        # Extra states of modules are rank 0's, as buffers that are no numbers are.
+        # Without the modules' extra states, which are rank 0's.
         return (manifest, masters), digest(asdict(replace(manifest, state={})))
 
     def complete() -> tuple[None, str]:
@@ -145,7 +145,7 @@ def save(
 
 
 def _identity(zero: Zero) -> dict[str, str]:
-    """What must be equal for a run to take over the state of codecs."""
+    """What must be equal for a run to load the state of codecs."""
     policy, topology = zero.policy, zero.wire.mesh.topology
     return {
         "topology": str(topology),
@@ -164,37 +164,37 @@ def _identity(zero: Zero) -> dict[str, str]:
 
 
 def _entries(zero: Zero) -> dict[str, dict[str, Any]]:
-    """The entries of its state dict, as the manifest has them, but extra states as they are."""
-    own = state.parameter_names(zero.model, zero.units)
+    """The manifest's entries of the model's state dict, with extra states as they are."""
+    names = state.parameter_names(zero.model, zero.units)
     entries: dict[str, dict[str, Any]] = {}
-    for name, value in zero.model.state_dict(keep_vars=True).items():  # no unit need hold an empty parameter
+    for name, value in zero.model.state_dict(keep_vars=True).items():  # an empty parameter may be in no unit
         if not isinstance(value, Tensor):
             entries[name] = {"extra": value}
-        elif name in own or (isinstance(value, nn.Parameter) and not value.numel()):
-            entries[name] = {"parameter": own.get(name, name), "shape": list(value.shape)}
+        elif name in names or (isinstance(value, nn.Parameter) and not value.numel()):
+            entries[name] = {"parameter": names.get(name, name), "shape": list(value.shape)}
         else:
             entries[name] = {"buffer": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     return entries
 
 
 def _tensors(zero: Zero, masters: SavedMasters) -> Iterator[tuple[str, Tensor]]:
-    """What this rank saves, by its name in the file."""
+    """This rank's tensors, by name in its file."""
     mesh = zero.wire.mesh
     for unit in zero.units:
         master = unit.master_shard.master  # of weights that are held as codes, decoding makes a copy
-        for one in ranges(unit.geometry, mesh.rank, saved=True):
-            yield one.key("weight"), master[one.here]
+        for part in ranges(unit.geometry, mesh.rank, saved=True):
+            yield part.key("weight"), master[part.place]
         codes = unit.master_shard.codes
         if codes is not None and mesh.rank < unit.geometry.shards:  # other groups hold copies
             yield f"codes/{unit.geometry.name}", codes
     yield from masters.tensors()
-    held = zero.model.state_dict(keep_vars=True)
+    values = zero.model.state_dict(keep_vars=True)
     for name, entry in _entries(zero).items() if mesh.rank == 0 else ():
         if "buffer" in entry:
-            yield f"buffer/{name}", held[name]
+            yield f"buffer/{name}", values[name]
     for name, value in zero.communication_state().items():
         yield f"codecs/{name}", value
-    name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  # the one that programs draw from unasked
+    name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  # NumPy's default generator
     text = json.dumps([random.getstate(), [name, np.asarray(keys).tolist(), *rest]])
     yield "random/torch", torch.get_rng_state()
     yield "random/python", torch.tensor(list(text.encode()), dtype=torch.uint8)
@@ -251,40 +251,40 @@ def _check_model(entries: dict[str, dict[str, Any]], saved: dict[str, dict[str, 
 
 
 def _take_weights(zero: Zero, parts: Parts) -> None:
-    """Overwrite the weights that this rank holds, unit by unit, buffers and modules' extra states."""
+    """Load this rank's weights, unit by unit, buffers and modules' extra states."""
     zero.model.zero_grad()  # of other weights
     for unit in zero.units:
         unit.reshard()
-        held, shard = ranges(unit.geometry, zero.wire.mesh.rank), torch.zeros(unit.geometry.shard)
-        WholeValues(unit).load_shard(parts.fill(shard, "weight", held))
-    own, buffers = zero.model.state_dict(keep_vars=True), parts.tensors(0, "buffer")
+        wanted, shard = ranges(unit.geometry, zero.wire.mesh.rank), torch.zeros(unit.geometry.shard)
+        WholeValues(unit).load_shard(parts.fill(shard, "weight", wanted))
+    current, buffers = zero.model.state_dict(keep_vars=True), parts.tensors(0, "buffer")
     for name, entry in parts.manifest.state.items():
         if "parameter" not in entry:
             value = buffers[name] if "buffer" in entry else from_json(entry["extra"])
-            state.load_entry(zero.model, name, own[name], value)
+            state.load_entry(zero.model, name, current[name], value)
 
 
 def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
-    """Take over loss scale, clock, state of codecs and random states; yields what is left."""
+    """Load loss scale, clock, state of codecs and random states; yields a line for each one dropped."""
     mesh, manifest = zero.wire.mesh, parts.manifest
     if manifest.loss_scale is not None:
-        scale, here = dict(manifest.loss_scale), repr(zero.policy.loss_scale)
+        scale, current = dict(manifest.loss_scale), repr(zero.policy.loss_scale)
         setting = scale.pop("setting")
-        if setting == here:
+        if setting == current:
             zero.scaler.load_state_dict(scale)
         else:
-            yield f"loss scale {setting}: here {here}"
+            yield f"loss scale {setting}: here {current}"
     zero.clock.step, zero.clock.micro_batch = manifest.step, manifest.micro_batch
     holding_codes = [unit for unit in zero.units if unit.master_shard.codes is not None]
     differ = [
         f"it was saved with {name} {manifest.of.get(name)}, here {value}"
         for name, value in _identity(zero).items()
-        if manifest.of.get(name, "none") != value  # one from before there was such a name has none
+        if manifest.of.get(name, "none") != value  # older checkpoints lack some names
     ]
     if differ:
-        for one in ("feedback", "differences", "budget"):
-            if manifest.of.get(one, "none") != "none":
-                yield f"state of {one}: {differ[0]}"
+        for feature in ("feedback", "differences", "budget"):
+            if manifest.of.get(feature, "none") != "none":
+                yield f"state of {feature}: {differ[0]}"
         if holding_codes:
             yield f"codes of frozen weights, which were encoded again: {differ[0]}"
     else:
