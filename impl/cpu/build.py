@@ -1,7 +1,7 @@
 """Builds ``kernels.cpp`` once with the system's compiler, and keeps the library for later processes.
 
-A library's name holds the hash of what made it: sources, flags, compiler and processor.  It has that name
-once it is whole and on the disk.  Of processes that start at once the first builds, the others find it.
+A library's name has the hash of its sources, flags, compiler and processor, and it gets that name once it
+is whole and on the disk.  Of processes that start at once, one builds and the others wait.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ FLAGS: Final = (
     "-fPIC",
     "-shared",
     "-fvisibility=hidden",
-    # Compilers prefer half of AVX-512's width, which suits code that uses it now and then.
+    # By default compilers use half of AVX-512's width.
     *(("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()),
 )
-# GCC's -O3 takes twice the time to build, for copies of loops that bring nothing.
+# GCC's -O3 takes twice the time to build and makes nothing faster.
 _OPTIMIZATION: Final = {"gcc": ("-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic"), "clang": ("-O3",)}
 _SECONDS: Final = 120.0  # for one compilation, or for another process's
 
@@ -43,7 +43,7 @@ class BuildError(RuntimeError):
 
 
 def user_folder() -> Path:
-    """Where this user's caches belong: in ``$XDG_CACHE_HOME`` if that is absolute, else in ``~/.cache``."""
+    """The user's cache of kernels, in ``$XDG_CACHE_HOME`` if that is absolute, else in ``~/.cache``."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         caches = named if named.is_absolute() else Path.home() / ".cache"
@@ -55,8 +55,8 @@ def user_folder() -> Path:
 def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = FLAGS) -> Path:
     """The shared library, built if ``folder`` does not hold it.
 
-    ``compiler`` is by default the first of COMPILERS that is installed; ``flags`` come beside those that
-    optimise.  Whatever fails is a BuildError.
+    ``compiler`` is by default the first of COMPILERS that is installed; ``flags`` are added to those that
+    optimise.  Every failure is a BuildError.
     """
     command = compiler or _compiler()
     path = folder / f"kernels-{_key(command, flags)}.so"
@@ -73,7 +73,7 @@ def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = 
 
 
 def identity() -> str:
-    """Key of the library that this machine would use, without building it; or why there would be none."""
+    """Key of this machine's library, which is not built; or why it cannot be built."""
     try:
         return _key(_compiler(), FLAGS)
     except BuildError as problem:
@@ -88,7 +88,7 @@ def _compiler() -> str:
 
 
 def _key(compiler: str, flags: tuple[str, ...]) -> str:
-    """16 hexadecimal digits that change with anything that changes the library."""
+    """16 hexadecimal digits, a hash of all that the library depends on."""
     total = hashlib.sha256()
     command = " ".join((*_optimization(compiler), *flags))
     facts = (_run([compiler, "--version"]), command, platform.machine(), _processor())
@@ -103,7 +103,7 @@ def _optimization(compiler: str) -> tuple[str, ...]:
 
 @functools.cache
 def _processor() -> str:
-    """The processor's model and features, as far as the system tells."""
+    """The processor's model and features, as far as the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
     except OSError:  # not Linux
@@ -123,7 +123,7 @@ def _build(compiler: str, flags: tuple[str, ...], path: Path) -> None:
 
 
 def _run(command: list[str]) -> str:
-    """What ``command`` prints; a BuildError with the first line of what it complains about."""
+    """The output of ``command``; a BuildError with its first line that has an error."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=False, timeout=_SECONDS

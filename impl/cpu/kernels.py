@@ -29,7 +29,7 @@ _Dims: Final = ctypes.c_int64 * MOST_DIMS
 
 
 class _Plane(ctypes.Structure):
-    """Rows of one tensor: where the first lies, and bytes from one to the next by dimension."""
+    """Rows of one tensor: address of the first, and bytes from one to the next by dimension."""
 
     _fields_ = (("address", ctypes.c_int64), ("strides", _Dims))
 
@@ -68,8 +68,8 @@ class Kernels(Operations):
         self._library = ctypes.CDLL(str(library))
         self.sha256 = hashlib.sha256(library.read_bytes()).hexdigest()
         self._library.job_bytes.restype = ctypes.c_int64
-        if (found := self._library.job_bytes()) != ctypes.sizeof(_Job):
-            raise OSError(f"{library}: a job has {found} bytes, not {ctypes.sizeof(_Job)}")
+        if (size := self._library.job_bytes()) != ctypes.sizeof(_Job):
+            raise OSError(f"{library}: a job has {size} bytes, not {ctypes.sizeof(_Job)}")
 
     def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
         return True
@@ -95,7 +95,7 @@ class Kernels(Operations):
         kernels, coding = _coding(codec, out.shape[-1])
         if coding is not None:
             return self._run_into(out, f"decode{kernels}", frames, kind=KINDS[out.dtype], coding=coding)
-        if _is_copy(codec, out):  # past the caches: read later, if at all
+        if _is_copy(codec, out):  # past the caches: not read soon
             planes = {"values": frames, "output": out}
             return self._run("stream", planes, numel=codec.code_bytes(out.shape[-1]))
         return super()._decode(codec, frames, out)
@@ -125,7 +125,7 @@ class Kernels(Operations):
         return self._run("decode_sum_encode", {"frames": frames[0], "output": out}, beside, **fields)
 
     def _run_into(self, out: Tensor, name: str, frames: Tensor, **fields: Any) -> Again | None:
-        """Decode ``frames`` to ``out``, by way of whole rows where it has none."""
+        """Decode ``frames`` to ``out``, through a contiguous copy if its rows are not contiguous."""
         values = out if _has_whole_rows(out) else torch.empty(out.shape, dtype=out.dtype)
         again = self._run(name, {"frames": frames, "values": values}, numel=out.shape[-1], **fields)
         if values is out:
@@ -140,9 +140,9 @@ class Kernels(Operations):
         beside: Beside = Beside(),  # noqa: B008  # immutable
         **fields: Any,
     ) -> Again:
-        """Call the function ``name`` of the library, with ``fields`` of the job; returns what does it again.
+        """Call the library's function ``name`` with the job's ``fields``; returns a function that repeats it.
 
-        ``tensors`` have equal leading dimensions, by the plane that they are, read ones first.
+        ``tensors`` have equal leading dimensions and are by the name of their plane, those read first.
         """
         job, planes, (noise, carried) = _Job(error_kind=-1, **fields), dict(tensors), beside
         if carried is not None:
@@ -164,8 +164,8 @@ class Kernels(Operations):
 
 
 def _run_job(function: Callable[[Any], int], job: bytes, planes: Sequence[str], *tensors: Tensor) -> None:
-    """Run a job that was checked and laid out, on tensors that may differ in their addresses."""
-    copy = _Job.from_buffer_copy(job)  # others may run the same at once
+    """Run a prepared job on tensors whose addresses may differ from the job's."""
+    copy = _Job.from_buffer_copy(job)  # other threads may run it too
     for name, tensor in zip(planes, tensors, strict=True):
         getattr(copy, name).address = tensor.data_ptr()
     if function(ctypes.byref(copy)) != 0:
@@ -178,7 +178,7 @@ def _has_whole_rows(x: Tensor) -> bool:
 
 
 def _is_copy(codec: Codec, x: Tensor) -> bool:
-    """Whether rows of ``x`` are, byte by byte, what frames hold."""
+    """Whether frames hold the bytes of ``x``'s rows."""
     return isinstance(codec, Raw) and x.dtype == DTYPES[codec.dtype] and _has_whole_rows(x)
 
 
@@ -187,7 +187,7 @@ def _sources(frames: Tensor) -> dict[str, int]:
 
 
 def _coding(codec: Codec, numel: int) -> tuple[str, _Coding | None]:
-    """What the names of a codec's kernels end with, and how it codes a row; None where it has no kernels."""
+    """The suffix of the names of a codec's kernels, and its coding of a row; None without kernels."""
     if isinstance(codec, OwnCodec) and codec.published:
         return "_formats", _Coding(kind=[*FORMATS].index(codec.name), frame_bytes=codec.frame_bytes(numel))
     if isinstance(codec, Raw | OwnCodec):

@@ -4,8 +4,8 @@
 device (:func:`impl.cuda.launch.on_device`), or a host that runs the same sources, in tests.  Raw codecs are
 casts, which the reference does.
 
-Which kernel (the sources say why).  *Plain* are integers of 4 and 8 bits without rotation and error
-feedback: their kernels are compiled for codec and type.  All else is asked of general kernels at launch.
+Which kernel (the sources give the reasons).  *Plain* are integers of 4 and 8 bits without rotation and error
+feedback: their kernels are compiled for codec and type.  General kernels read the codec at launch.
 
 ===================================  =============================================================
 block                                encode
@@ -47,7 +47,7 @@ MOST_LOOPS: Final = 16  # parts that a thread block does
 MOST_ROWS: Final = 65_535  # along y, and along z
 TYPES: Final = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 KINDS: Final = {dtype: kind for kind, dtype in enumerate(TYPES)}  # as launches say them
-# Sources under way at a time, by width: more need more registers than 1,024 threads of a multiprocessor have.
+# Sources loaded ahead, by width: more would need more registers than 1,024 threads of a multiprocessor have.
 AHEAD: Final = {4: 4, 8: 4}
 AHEAD_FUSED: Final = {4: 4, 8: 2}  # beside what encodes
 DECODED: Final = 2  # octets a thread of the plain decode
@@ -59,8 +59,8 @@ _ROUNDINGS: Final = ("false", "true")  # nearest, stochastic
 class _Call:
     """The argument of a kernel while it is filled in, and the rows that its grid covers.
 
-    ``tensors`` have equal leading dimensions, by the place that they are; ``codecs`` stand by the coding that
-    they are; ``frames`` are of several sources, whose first stands in ``tensors``.
+    ``tensors``, of equal leading dimensions, and ``codecs`` are by the name of the argument's field;
+    ``frames`` are those of several sources, the first of which is in ``tensors``.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class _Call:
         self.set(numel=numel, middle=b, loops=1, carried=carried is not None)
         if frames is not None:
             self.set(sources=len(frames), source_stride=frames.stride(0))
-        apart = frames.stride(0) if frames is not None and len(frames) > 1 else 0
-        self.aligned = True  # all that was placed, and octets to the blocks in which they lie
+        source_stride = frames.stride(0) if frames is not None and len(frames) > 1 else 0
+        self.aligned = True  # all tensors to vectors, and blocks to octets
         for index, (name, tensor) in enumerate(placed.items()):
             strides, inner = [steps[index] for _, steps in merged], tensor.stride(-1) * tensor.element_size()
-            starts = (tensor.data_ptr(), *strides, apart if name == "frames" else 0)
+            starts = (tensor.data_ptr(), *strides, source_stride if name == "frames" else 0)
             vectors = inner == tensor.element_size() and all(n % FRAME_ALIGNMENT == 0 for n in starts)
             self.aligned = self.aligned and vectors
             self.arguments[name] = (tensor.data_ptr(), strides, inner, vectors, KINDS.get(tensor.dtype, 0))
@@ -115,9 +115,9 @@ class _Call:
     ) -> Launch:
         """The launch of ``parts`` thread blocks a row, which may do several, one after the other."""
         if loops:
-            each = max(1, min(MOST_LOOPS, parts * math.prod(self.sizes) // self.spread))
-            self.set(loops=each)
-            parts = -(-parts // each)
+            repeats = max(1, min(MOST_LOOPS, parts * math.prod(self.sizes) // self.spread))
+            self.set(loops=repeats)
+            parts = -(-parts // repeats)
         a, b, c = self.sizes
         return Launch(file, kernel, (parts, c, a * b), threads, self.arguments)
 
@@ -131,30 +131,30 @@ class _Call:
         parts = -(-codec.blocks(self.numel) // (threads // team))
         return self.launch(file, kernel, parts, threads, loops=loops)
 
-    def octets(self, file: str, kernel: str, each: int = 1, *, loops: bool = False) -> Launch:
+    def octets(self, file: str, kernel: str, per_thread: int = 1, *, loops: bool = False) -> Launch:
         """The launch of a kernel with ``each`` octets a thread."""
         self.set(exact=self.aligned)
-        return self.launch(file, kernel, -(-self.numel // (OCTET * THREADS * each)), loops=loops)
+        return self.launch(file, kernel, -(-self.numel // (OCTET * THREADS * per_thread)), loops=loops)
 
     def extents(self, codec: Blocked, device: torch.device) -> Launch:
         """The launch that finds the extremes of each block, in memory that lives as long as this."""
         block, blocks = codec.block_size(self.numel), codec.blocks(self.numel)
-        self.found = torch.zeros(2 * blocks * math.prod(self.sizes), dtype=torch.int32, device=device)
+        self._extremes = torch.zeros(2 * blocks * math.prod(self.sizes), dtype=torch.int32, device=device)
         parts, coding = -(-block // SCANNED), _coding(codec, self.numel)
-        self.set(coding=coding, tile=SCANNED, parts=parts, extents=self.found.data_ptr())
+        self.set(coding=coding, tile=SCANNED, parts=parts, extents=self._extremes.data_ptr())
         return self.launch("quantize.cu", f"encode_extents<{_any(codec)}>", blocks * parts)
 
-    def format(self, what: str, codec: OwnCodec, dtype: torch.dtype) -> Launch:
+    def format(self, operation: str, codec: OwnCodec, dtype: torch.dtype) -> Launch:
         """The launch that encodes a published format from ``dtype``, or decodes it to that."""
         self.set(coding=_coding(codec, self.numel))
         name = FORMATS[codec.name].partition(":")[2]  # of a class here, and of a type in C++
-        return self.octets("formats.cu", f"{what}_format<{name}, {TYPES[dtype]}>", loops=True)
+        return self.octets("formats.cu", f"{operation}_format<{name}, {TYPES[dtype]}>", loops=True)
 
 
 class Kernels(Operations):
     """The operations as launches, each carried out by ``run`` for tensors on a device.
 
-    ``spread`` is how many thread blocks a launch has before they begin to do several parts each.
+    From ``spread`` thread blocks on, each does several parts of a launch.
     """
 
     name = "cuda"
@@ -170,12 +170,12 @@ class Kernels(Operations):
         self._run, self._spread, self._without = run, spread, frozenset(without)
 
     def _launch(self, launch: Launch, tensors: Mapping[str, Tensor]) -> Again:
-        """Run ``launch`` on ``tensors`` by their places; returns what does it again."""
+        """Run ``launch`` on ``tensors`` by field; returns a function that runs it again."""
         self._run(launch, tensors["frames"].device)
         return partial(self._run_again, launch, [*tensors])
 
     def _run_again(self, last: Launch, places: Sequence[str], *tensors: Tensor) -> None:
-        # Others may launch the same at once.  Of words, since a structure copies field by field, in 27 us.
+        # A copy, since others may launch the same; as integers, since NumPy copies structures in 27 us.
         arguments = last.arguments.view(np.int64).copy().view(ARGUMENTS)
         for place, tensor in zip(places, tensors, strict=True):
             arguments[place]["address"] = tensor.data_ptr()
@@ -187,7 +187,8 @@ class Kernels(Operations):
             return super()._encode(codec, x, frames, beside)
         tensors = {"values": x, "frames": frames}
         call = _Call(self._spread, x.shape[-1], tensors, {"coding": codec}, beside=beside)
-        launches = [self._launch(each, tensors) for each in self._encoding(call, codec, x, carries=carries)]
+        planned = self._encoding(call, codec, x, carries=carries)
+        launches = [self._launch(launch, tensors) for launch in planned]
         return launches[0] if len(launches) == 1 else None  # two have extents between them, zeroed anew
 
     def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
@@ -196,19 +197,19 @@ class Kernels(Operations):
     def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
         return self._add_up("decode_sum", codec, frames, out) or super()._decode_sum(codec, frames, out)
 
-    def _add_up(self, what: str, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
-        """Decode ``frames``, or sum them over sources, as kernels of formats do always; None if none can."""
+    def _add_up(self, name: str, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
+        """Decode ``frames``, or sum them; None without a kernel.  Kernels of formats always sum."""
         if not has_kernels(codec):
             return None
-        sources = frames if what == "decode_sum" else frames[None] if isinstance(codec, OwnCodec) else None
-        tensors = {"frames": frames[0] if what == "decode_sum" else frames, "values": out}
+        sources = frames if name == "decode_sum" else frames[None] if isinstance(codec, OwnCodec) else None
+        tensors = {"frames": frames[0] if name == "decode_sum" else frames, "values": out}
         call = _Call(self._spread, out.shape[-1], tensors, {"coding": codec}, frames=sources)
         file = "dequantize.cu"
         if isinstance(codec, OwnCodec):
             launch = call.format("decode", codec, out.dtype)
         elif not self._plain(codec):
-            launch = call.octets(file, f"{what}_general<{_any(codec)}>")
-        elif what == "decode":
+            launch = call.octets(file, f"{name}_general<{_any(codec)}>")
+        elif name == "decode":
             launch = call.octets(file, f"decode<{TYPES[out.dtype]}, {codec.bits}>", DECODED, loops=True)
         else:
             launch = call.octets(file, f"decode_sum<{codec.bits}, {AHEAD[codec.bits]}>", loops=True)
@@ -247,7 +248,7 @@ class Kernels(Operations):
         """The launches that encode ``x``, as the table at the top says."""
         file = "quantize.cu"
         if isinstance(codec, OwnCodec):
-            if codec.name == "nvfp4":  # whose row has a number of its largest magnitude
+            if codec.name == "nvfp4":  # its scale depends on the row's largest magnitude
                 yield call.extents(IntCodec(8, "shard"), x.device)
             yield call.format("encode", codec, x.dtype)
             return
@@ -270,9 +271,9 @@ class Kernels(Operations):
             yield call.octets(file, f"encode_given<{_any(codec)}>")
 
     def _plain(self, codec: Blocked) -> TypeGuard[IntCodec]:
-        """Whether kernels were compiled for it, and may be used."""
-        ours = isinstance(codec, IntCodec) and codec.bits in AHEAD and not codec.hadamard
-        return ours and "plain" not in self._without
+        """Whether a kernel compiled for it exists and may be used."""
+        compiled = isinstance(codec, IntCodec) and codec.bits in AHEAD and not codec.hadamard
+        return compiled and "plain" not in self._without
 
 
 def _coding(codec: Blocked | OwnCodec, numel: int) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ class Launch:
 def on_device(launch: Launch, device: torch.device, *, idle_bytes: int = 0) -> None:
     """Run ``launch`` on torch's current stream of ``device``, without waiting for it.
 
-    Each thread block asks for ``idle_bytes`` of shared memory, which it leaves alone: so fewer run at once.
+    Each thread block reserves ``idle_bytes`` of shared memory without using it, so that fewer run at once.
     """
     import cupy
 
@@ -102,7 +102,7 @@ def _kernel(file: str, kernel: str, device: int) -> Any:
 
 
 class Compiled(NamedTuple):
-    """Kernels of one file, and what the compiler said."""
+    """Kernels of one file, and the compiler's log."""
 
     image: bytes  # the cubin; PTX, which the driver compiles, where NVRTC is older than the architecture
     lowered: dict[str, str]  # name in the image by the name as C++ writes it
@@ -155,21 +155,21 @@ def cubin(file: str, kernel: str, architecture: int, folder: Path) -> Path:
     from cupy.cuda import nvrtc
 
     compiler = ".".join(map(str, nvrtc.getVersion()))
-    words = (file, kernel, str(architecture), compiler, digest())
-    key = "zeropp-" + hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
-    if found := next(folder.glob(f"{key}.*.cubin"), None):
-        return found
-    made = compile_kernels(file, [kernel], architecture)
-    name = f"{key}.{made.lowered[kernel]}.cubin"
+    parts = (file, kernel, str(architecture), compiler, digest())
+    key = "zeropp-" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    if path := next(folder.glob(f"{key}.*.cubin"), None):
+        return path
+    compiled = compile_kernels(file, [kernel], architecture)
+    name = f"{key}.{compiled.lowered[kernel]}.cubin"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return _written(folder / name, made.image)
-    except OSError:  # read-only, or full: this process has its own
-        return _written(Path(tempfile.mkdtemp(prefix="zeropp-")) / name, made.image)
+        return _written(folder / name, compiled.image)
+    except OSError:  # read-only, or full: this process uses a folder of its own
+        return _written(Path(tempfile.mkdtemp(prefix="zeropp-")) / name, compiled.image)
 
 
 def _written(path: Path, image: bytes) -> Path:
-    """The path, at which there is the whole image or nothing."""
+    """Write the image to ``path`` by one rename; returns the path."""
     aside = path.with_suffix(f".{os.getpid()}")
     try:
         aside.write_bytes(image)
