@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, key by key: what each takes, its default there, and what happens to it here.
+"""DeepSpeed's configuration, key by key: its type, DeepSpeed's default, and what we do with it.
 
 Configurations, files, JSON text or tables, are read as (path, value) pairs by the table ``keys.csv`` beside
 this, from which ``docs/guide/deepspeed.md`` is generated.
@@ -27,11 +27,11 @@ class Key:
     path: str  # dotted, from the top of the configuration
     fate: Fate  # what happens to it; ``only the default`` refuses every other value
     takes: Takes  # a switch is true or false, a count a whole number, also as ``5e8``
-    default: Any  # DeepSpeed's, also used here, in JSON; None where there is none
+    default: Any  # DeepSpeed's and ours; None where there is none
     text: str  # what its fate means
-    means: str  # of a renamed key, the path of the one that it is read as
+    means: str  # of a renamed key, the path of the key that it is read as
     allowed: tuple[str, ...]  # values, of whatever case; any if there is none
-    stage: int  # of ZeRO, from which on it may be anything but its default
+    stage: int  # of ZeRO, the lowest at which another value than the default is allowed
 
 
 ZERO: Final = "zero_optimization"
@@ -39,13 +39,13 @@ OFFLOAD_PARAM: Final = f"{ZERO}.offload_param"
 OFFLOAD_OPTIMIZER: Final = f"{ZERO}.offload_optimizer"
 AUTO: Final = "auto"  # HuggingFace's word, which counts as not given
 LOCO: Final = f"{ZERO}.zeropp_loco_param"
-NO_LIMIT: Final = 2**63 - 1  # Python's sys.maxsize on 64 bits, DeepSpeed's default of a limit that is none
+NO_LIMIT: Final = 2**63 - 1  # sys.maxsize on 64 bits, DeepSpeed's default for no limit
 
 SWITCHED: Final = (
     "elasticity", "compression_training", "data_efficiency", "curriculum_learning", "progressive_layer_drop",
     "eigenvalue", "quantize_training",
 )  # fmt: skip
-"""Tables that are no sections here, and that ``"enabled": false`` switches off there."""
+"""Unsupported tables, which ``"enabled": false`` switches off in DeepSpeed."""
 
 
 def _rows() -> Iterator[Key]:
@@ -73,9 +73,9 @@ class DeepSpeedError(ValueError):
 
 
 def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """The configuration as a table, its keys not looked at: of :func:`recipe`'s ``config``.
+    """The configuration as a table with unchecked keys; ``config`` as for :func:`recipe`.
 
-    Raises DeepSpeedError: naming the file, if it is one, that cannot be read or is no table in JSON.
+    Raises DeepSpeedError: if it cannot be read or is no table in JSON.
     """
     if isinstance(config, Mapping):
         return config
@@ -84,18 +84,18 @@ def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         if not text.lstrip().startswith("{"):
             where = text
             text = Path(config).read_text(encoding="utf-8")
-        found = json.loads(text, object_pairs_hook=_unique)
+        table = json.loads(text, object_pairs_hook=_unique)
     except OSError as error:
         raise DeepSpeedError(f"{where}: cannot read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise DeepSpeedError(f"{where}: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise DeepSpeedError(f"{where}: expected a table of keys, got {shown(found)}")
-    return found
+    if not isinstance(table, dict):
+        raise DeepSpeedError(f"{where}: expected a table of keys, got {shown(table)}")
+    return table
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A table, of whose equal keys Python would let the last one win, and DeepSpeed refuses them."""
+    """A table; a ValueError for a key that stands twice, as in DeepSpeed, where Python takes the last."""
     if len(table := dict(pairs)) < len(pairs):
         names = [key for key, _ in pairs]
         raise ValueError(f"key {max(names, key=names.count)!r} stands twice")
@@ -109,7 +109,7 @@ def shown(value: Any) -> str:
 
 
 def as_json(value: Any) -> str:
-    """A value as JSON on one line; what JSON has not, as Python writes it."""
+    """A value as JSON on one line; other types by their ``repr``."""
     return json.dumps(value, default=repr)
 
 
@@ -135,5 +135,5 @@ def _nearest(path: str) -> str:
     known = [*KEYS, *SECTIONS]
     short = {name.rpartition(".")[2]: name for name in known}
     near = difflib.get_close_matches(path, known, n=1, cutoff=0.7)
-    near += [short[found] for found in difflib.get_close_matches(path.rpartition(".")[2], short, n=1)]
+    near += [short[key] for key in difflib.get_close_matches(path.rpartition(".")[2], short, n=1)]
     return f"; did you mean {near[0]!r}?" if near else "; docs/guide/deepspeed.md lists what there is"

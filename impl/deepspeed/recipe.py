@@ -1,10 +1,9 @@
-"""Reads a DeepSpeed configuration as a recipe: a policy, and what a policy does not say.
+"""Reads a DeepSpeed configuration as a recipe: a policy, and the settings outside a policy.
 
 Pure: no torch.  Keys that change what is sent, held or computed are honoured, or refused by name; the others
-are accepted and listed as without effect (:mod:`impl.deepspeed.keys` has them all).  Where a key is not given
-DeepSpeed's default counts, not ours: ``stage3_param_persistence_threshold`` is 1e5 in a configuration that
-does not name it.  ``"auto"``, which HuggingFace's Trainer replaces before DeepSpeed reads it, counts as not
-given.
+are accepted and listed as without effect (:mod:`impl.deepspeed.keys` has them all).  A missing key has
+DeepSpeed's default, not ours: ``stage3_param_persistence_threshold`` is 1e5 in a configuration without it.
+``"auto"``, which HuggingFace's Trainer replaces before DeepSpeed reads it, counts as missing.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ Kind = Literal["honoured", "without effect", "renamed", "changed"]
 QWZ: Final = IntCodec(8, 2048, clipped=True)  # clipped: DeepSpeed's scale rule
 QGZ: Final = IntCodec(4, 256, clipped=True)
 MOST_SCALE_POWER: Final = 126
-LARGEST: Final = 1e30  # of any number; what is beyond is a slip of the pen, infinity and NaN included
+LARGEST: Final = 1e30  # number accepted; larger ones, infinity and NaN are mistakes
 _WIRE_TYPES: Final[dict[str, Codec]] = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "bfp16": BF16}
 _DECAYS: Final[dict[str, Decay]] = {"WarmupLR": "none", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _DECAY_LR: Final = 0.001  # WarmupDecayLR's default of warmup_max_lr
-_OF_SHARDS: Final = tuple(  # keys, or tables of them, that change nothing for parameters that persist
+_OF_SHARDS: Final = tuple(  # keys and tables without effect on parameters that persist
     f"{ZERO}.{name}."
     for name in (
         "zero_quantized_weights", "zero_hpz_partition_size", "zero_quantized_gradients", "zeropp_loco_param",
@@ -60,11 +59,11 @@ TORCH_DECAY: Final = 0.01  # torch.optim.AdamW's default weight decay
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What became of one key that a configuration names."""
+    """What became of one key of a configuration."""
 
-    key: str  # its dotted path, as it is spelt there
+    key: str  # its dotted path, as the configuration spells it
     value: Any
-    kind: Kind  # ``changed`` where something else is done than the key says
+    kind: Kind  # ``changed`` if we do something else than the key says
     text: str  # what that means
 
     def __str__(self) -> str:
@@ -73,7 +72,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamOptions:
-    """The optimizer of a configuration, under the name that torch gives it."""
+    """The optimizer of a configuration, by torch's name."""
 
     type: Literal["Adam", "AdamW"]
     lr: float
@@ -92,48 +91,48 @@ class Recipe:
     micro_batch: int | None  # sequences of one rank in a micro-batch; None where it is left open
     optimizer: AdamOptions | None  # None where it is left to the caller
     schedule: Schedule | None  # of its learning rate; None without one
-    peak: float | None  # learning rate that warm-up ends at, in place of the optimizer's if it is not None
-    findings: tuple[Finding, ...]  # one of every key that it names, in its order
+    peak: float | None  # learning rate at the end of warm-up; None for the optimizer's
+    findings: tuple[Finding, ...]  # one a key, in the configuration's order
 
 
 def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology, steps: int | None = None) -> Recipe:
     """Read a configuration: a table, JSON text (it begins with ``{``), or the path of a file in JSON.
 
-    On ``topology`` the sizes of hpZ's groups and batches depend; in ``steps``, of the run, a schedule decays
-    that does not say ``total_num_steps``.  Raises DeepSpeedError: for what is not JSON, is unknown,
-    contradictory or not possible here; one line.
+    ``topology`` limits hpZ's groups and sets the batch; a schedule without ``total_num_steps`` decays in
+    ``steps``, those of the run.  Raises DeepSpeedError: for what is not JSON, is unknown, contradictory or
+    not possible here; one line.
     """
     return _Reading(load(config), topology, steps).recipe()
 
 
-def laid_out(found: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
-    """The recipe with the findings that its units tell: switches of shards do nothing for what persists."""
-    if found.policy.stage < 3 or not all(unit.persistent for unit in units):
-        return found
+def laid_out(base: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
+    """The recipe for a model of ``units``: if all of them persist, keys of shards are without effect."""
+    if base.policy.stage < 3 or not all(unit.persistent for unit in units):
+        return base
     text = (
         "all parameters persist: they stay gathered and travel unquantised "
-        f"(stage3_param_persistence_threshold = {found.policy.memory.persist_below - 1:,})"
+        f"(stage3_param_persistence_threshold = {base.policy.memory.persist_below - 1:,})"
     )
     findings = tuple(
-        replace(one, kind="without effect", text=text)
-        if f"{one.key}.".startswith(_OF_SHARDS) and (one.value or one.key == LOCO) and one.value != AUTO
-        else one
-        for one in found.findings
+        replace(note, kind="without effect", text=text)
+        if f"{note.key}.".startswith(_OF_SHARDS) and (note.value or note.key == LOCO) and note.value != AUTO
+        else note
+        for note in base.findings
     )
-    return replace(found, findings=findings)
+    return replace(base, findings=findings)
 
 
 class _Reading:
-    """One configuration while it is read: values by the path that means them, and what to say of each key."""
+    """A configuration while it is read: values by current path, and findings that differ from KEYS."""
 
     def __init__(self, table: Mapping[str, Any], topology: Topology, steps: int | None) -> None:
         self.topology, self.steps = topology, steps
-        self.given: dict[str, Any] = dict(leaves(table))
+        self.entries: dict[str, Any] = dict(leaves(table))
         self.values: dict[str, Any] = {}  # typed, under the current spelling
         self.spelt: dict[str, str] = {}  # path -> as the configuration spells it
-        self.notes: dict[str, tuple[Kind, str]] = {}  # by path: other than the table of keys says
+        self.notes: dict[str, tuple[Kind, str]] = {}  # by path, where they differ from KEYS
         self.loco = isinstance(table.get(ZERO), Mapping) and table[ZERO].get("zeropp_loco_param") is not None
-        for path, value in self.given.items():
+        for path, value in self.entries.items():
             if path in KEYS and value not in (None, AUTO):
                 self._take(KEYS[path], value)
         stage = self.get(f"{ZERO}.stage")
@@ -142,14 +141,14 @@ class _Reading:
                 self.refuse(path, f"of stage {least}, but {self.says(f'{ZERO}.stage')}")
 
     def _take(self, key: Key, value: Any) -> None:
-        """Check one value's type and keep it under the path that it means."""
+        """Check the type of a value and store it under its current path."""
         target = key.means or key.path
         typed = _typed(key, value)
         if target.endswith(".device") and isinstance(typed, bool):
             typed = "cpu" if typed else "none"
         if target in self.values and self.values[target] != typed:
             other = self.spelt[target]
-            both = f"{key.path} = {shown(value)} and {other} = {shown(self.given[other])}"
+            both = f"{key.path} = {shown(value)} and {other} = {shown(self.entries[other])}"
             raise DeepSpeedError(f"{both} mean the same key, with different values")
         off = key.path in SWITCHED and isinstance(typed, Mapping) and typed.get("enabled") is False
         if key.fate == "only the default" and typed != key.default and not off:
@@ -178,28 +177,26 @@ class _Reading:
         )
 
     def get(self, path: str) -> Any:
-        """The value that counts: the given one, or DeepSpeed's default."""
+        """The configuration's value, or DeepSpeed's default."""
         return self.values.get(path, KEYS[path].default)
 
     def says(self, path: str) -> str:
         """``key = value`` as the configuration spells it."""
         spelt = self.spelt.get(path, path)
-        return f"{spelt} = {shown(self.given.get(spelt, self.get(path)))}"
+        return f"{spelt} = {shown(self.entries.get(spelt, self.get(path)))}"
 
-    def refuse(self, path: str, why: str) -> NoReturn:
+    def refuse(self, path: str, reason: str) -> NoReturn:
         """Refuse the value of a key."""
-        raise DeepSpeedError(f"{self.says(path)}: {why}")
+        raise DeepSpeedError(f"{self.says(path)}: {reason}")
 
     def note(self, path: str, kind: Kind, text: str) -> None:
-        """Say of a key, if it is given, something else than the table of keys does."""
+        """Set the finding of a key, if the configuration has it; the first one counts."""
         self.notes.setdefault(path, (kind, text))
-
-    # What it asks for
 
     def _policy(self) -> Policy:
         """Precision, techniques, limits and offload as one value."""
         stage: Stage = self.get(f"{ZERO}.stage")
-        for path in self.given if stage < 3 else ():
+        for path in self.entries if stage < 3 else ():
             if path.startswith(f"{ZERO}.stage3_"):
                 self.note(KEYS[path].means or path, "without effect", f"of stage 3; this is stage {stage}")
         scatters = f"{ZERO}.reduce_scatter"
@@ -227,7 +224,7 @@ class _Reading:
         on = {section: self.get(f"{section}.enabled") for section in ("fp16", "bf16")}
         if all(on.values()):
             self.refuse("fp16.enabled", f"not with {self.says('bf16.enabled')}")
-        for path in self.given:
+        for path in self.entries:
             section, _, key = path.partition(".")
             if key != "enabled" and not on.get(section, True):
                 self.note(path, "without effect", f"{section} is not enabled")
@@ -261,21 +258,21 @@ class _Reading:
     def _secondary(self) -> int:
         """Ranks of hpZ's group: at most all."""
         path = f"{ZERO}.zero_hpz_partition_size"
-        asked, world, nodes = self.get(path), self.topology.world, self.topology.nodes
-        if asked > world:
+        ranks, world, nodes = self.get(path), self.topology.world, self.topology.nodes
+        if ranks > world:
             span = f", which span {nodes} nodes: then hpZ saves no traffic between nodes" if nodes > 1 else ""
             self.note(path, "changed", f"the hpZ group became all {world} ranks{span}")
-        return min(asked, world) if min(asked, world) > 1 else 0
+        return min(ranks, world) if min(ranks, world) > 1 else 0
 
     def _group(self) -> int:
         """Ranks of a group of MiCS; 0 for all."""
         path, hpz = f"{ZERO}.mics_shard_size", f"{ZERO}.zero_hpz_partition_size"
-        asked, world = self.get(path), self.topology.world
-        if asked != int(asked) or not -1 <= asked <= world:
+        ranks, world = self.get(path), self.topology.world
+        if ranks != int(ranks) or not -1 <= ranks <= world:
             self.refuse(path, f"expected a whole number of the {world} ranks, or -1")
-        if asked >= 1 and self.get(hpz) > 1:
+        if ranks >= 1 and self.get(hpz) > 1:
             self.refuse(path, f"not with {self.says(hpz)}: the ranks of a group hold all weights already")
-        return int(asked) if 1 <= asked < world else 0
+        return int(ranks) if 1 <= ranks < world else 0
 
     def _feedback(self) -> Feedback | None:
         """LoCo's errors, if the configuration has its table."""
@@ -344,13 +341,13 @@ class _Reading:
     def _kind(self, section: str) -> str | None:
         """The type that a section of the configuration asks for; None without the section."""
         path = f"{section}.type"
-        if path not in self.values and any(one.startswith(f"{section}.") for one in self.values):
+        if path not in self.values and any(name.startswith(f"{section}.") for name in self.values):
             allowed = ", ".join(KEYS[path].allowed)
             raise DeepSpeedError(f"{section} without {path}: expected one of {allowed}")
         return cast("str | None", self.get(path))
 
     def _schedule(self) -> tuple[Schedule | None, float | None]:
-        """The schedule of the learning rate, and the rate at the end of its warm-up where it says that."""
+        """The schedule of the learning rate, and the rate at the end of its warm-up, if it is set."""
         say, kind = "scheduler.params.{}".format, self._kind("scheduler")
         if kind is None:
             return None, None
@@ -367,8 +364,8 @@ class _Reading:
         peak, least = self.values.get(say("warmup_max_lr"), usual), self.get(say("warmup_min_lr"))
         ends = self.get("optimizer.params.lr") if peak is None else peak
         if not cosine and least > ends:
-            why = f"expected 0 to the learning rate that the warm-up ends at, {ends:g}"
-            self.refuse(say("warmup_min_lr"), why)
+            reason = f"expected 0 to the learning rate that the warm-up ends at, {ends:g}"
+            self.refuse(say("warmup_min_lr"), reason)
         begins = self.get(say("warmup_min_ratio")) if cosine else least / ends if ends else 0.0
         try:
             schedule = Schedule(
@@ -413,8 +410,8 @@ class _Reading:
         )
 
     def _findings(self) -> Iterator[Finding]:
-        """One for every given key, in the configuration's order."""
-        for path, value in self.given.items():
+        """One for every key of the configuration, in its order."""
+        for path, value in self.entries.items():
             kind: Kind = "without effect"
             if value is None:
                 text = "null counts as not given"
