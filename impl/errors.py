@@ -16,14 +16,14 @@ def raised(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def raising(kind: type[Exception], words: str) -> Iterator[None]:
+def raising(kind: type[Exception], prefix: str) -> Iterator[None]:
     """Raise whatever the body raises, ``SystemExit`` too, as a ``kind`` of one line."""
     try:
         yield
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise kind(f"{words} {raised(error)}") from error
+        raise kind(f"{prefix} {raised(error)}") from error
 
 
 class ZeroError(RuntimeError):
@@ -35,8 +35,8 @@ class WrittenError(ZeroError):
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(dict.fromkeys(names))  # in order, each once
-        more = len(self.names) - _MOST_NAMED
-        shown = ", ".join(map(repr, self.names[:_MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
+        rest = len(self.names) - _MOST_NAMED
+        shown = ", ".join(map(repr, self.names[:_MOST_NAMED])) + (f" and {rest} more" if rest > 0 else "")
         super().__init__(
             f"written in place or through .data during a pass, which reaches no master: {shown}; write "
             "parameters between passes, under GatheredParameters"

@@ -1,6 +1,6 @@
-"""Imports a user's own objects, named ``module:object``: models, corpora, tokenizers, optimizers, codecs.
+"""Imports a user's objects, named ``module:object``: models, corpora, tokenizers, optimizers, codecs.
 
-Their modules are found in the working folder, and in those that :func:`see` adds.  No torch.
+Modules are searched in the working folder, and in those that :func:`see` adds.  No torch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Final
 from impl.errors import raising
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_seen: Final[list[Path]] = []  # folders whose modules count
+_seen: Final[list[Path]] = []  # folders that :func:`see` added
 
 
 class NamedObjectError(ValueError):
-    """A named object cannot be had; one line says why."""
+    """A named object cannot be imported; one line says why."""
 
 
 def is_name(text: str) -> bool:
@@ -29,27 +29,27 @@ def is_name(text: str) -> bool:
 
 def see(folder: Path) -> None:
     """Add a folder to ``sys.path``, so that its modules can be imported."""
-    here = folder.resolve()
-    if here not in _seen:
-        _seen.append(here)
-    if str(here) not in sys.path:
-        sys.path.append(str(here))
+    absolute = folder.resolve()
+    if absolute not in _seen:
+        _seen.append(absolute)
+    if str(absolute) not in sys.path:
+        sys.path.append(str(absolute))
 
 
 def import_object(text: str) -> Any:
     """The object of ``module:object``.
 
-    Raises NamedObjectError: if there is none, importing it raised, or an installed one hides the one meant.
+    Raises NamedObjectError: if it does not exist or its import raises, or if an installed module hides it.
     """
     name, _, path = text.partition(":")
     see(Path.cwd())
     with raising(NamedObjectError, f"{text}: cannot import {name!r}:"):
         module: Any = importlib.import_module(name)
     first, file = name.partition(".")[0], getattr(module, "__file__", None)
-    meant = [one for one in _seen if (one / f"{first}.py").exists() or (one / first / "__init__.py").exists()]
-    if meant and not (file and any(Path(file).resolve().is_relative_to(one) for one in _seen)):
+    holders = [f for f in _seen if (f / f"{first}.py").exists() or (f / first / "__init__.py").exists()]
+    if holders and not (file and any(Path(file).resolve().is_relative_to(f) for f in _seen)):
         raise NamedObjectError(
-            f"{text}: {name} is that of {file}, which hides the one in {meant[0]}; rename it"
+            f"{text}: {name} is that of {file}, which hides the one in {holders[0]}; rename it"
         )
     with raising(NamedObjectError, f"{text}: {name} has no {path!r}:"):
         return operator.attrgetter(path)(module)

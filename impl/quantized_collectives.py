@@ -75,10 +75,10 @@ def quantized_all_gather(
 
 
 class Gathering:
-    """An all-gather of one shard (S,) of every rank, each encoded by its owner; under way once it is made.
+    """An all-gather of one shard (S,) of every rank, encoded by its owner; the constructor starts it.
 
-    ``whole`` (ranks * S,) is where all come, in rank order; ``axes`` number the ranks, the first hop's first;
-    the ``ring`` is the library's, over the whole world.
+    ``whole`` (ranks * S,) receives all shards, in rank order; ``axes`` are those of the hops, in their order;
+    ``ring`` uses the library's all-gather over the whole world.
     """
 
     def __init__(
@@ -164,8 +164,8 @@ def _checked(codecs: Sequence[CodecOrText], x: Tensor, key: Key | None) -> list[
     """``codecs`` as values that can carry ``x`` with the random bits of ``key``."""
     if x.dtype not in NAMES:
         raise ValueError(f"quantised collectives take {', '.join(NAMES.values())}, got {x.dtype}")
-    found = [given if isinstance(given, Codec) else parse(given) for given in codecs]
-    for codec in found:
+    parsed = [codec if isinstance(codec, Codec) else parse(codec) for codec in codecs]
+    for codec in parsed:
         if codec.stochastic and key is None:
             raise ValueError(f"{codec} rounds stochastically: it needs a key")
-    return found
+    return parsed

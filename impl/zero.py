@@ -93,11 +93,11 @@ def shard(
     placements = placements_of(policy.offload, geometries)
     for draft, geometry, placement in zip(drafts, geometries, placements, strict=True):
         cut = taken_over(geometry, draft.parameters, wire)
-        given = geometry, draft.parameters, draft.holders, context, placement
-        units.append(Unit(*given, siblings=units, queue=queue, cut=cut))
+        arguments = geometry, draft.parameters, draft.holders, context, placement
+        units.append(Unit(*arguments, siblings=units, queue=queue, cut=cut))
     hooks = Hooks(model, units, [draft.module for draft in drafts], context, queue, casts_inputs=casts)
     zero = Zero(model, units, context, hooks)
-    unit_of = {id(one): unit for draft, unit in zip(drafts, units, strict=True) for one in draft.parameters}
+    unit_of = {id(p): unit for draft, unit in zip(drafts, units, strict=True) for p in draft.parameters}
     for module, parameter in external:
         if id(parameter) not in unit_of:
             raise ZeroError(
