@@ -21,7 +21,7 @@ from impl.plan.policy import Policy, preset
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, plan_units, shard
 from tests.impl.test_zero_models import Stack, data
-from tests.support.history import gathered, lived
+from tests.support.history import gathered, history_of
 from tests.support.models import Odd
 from tests.support.params import nightly
 from tests.support.ranks import each_rank, on_threads
@@ -67,8 +67,8 @@ PASSES = st.lists(
 
 
 def _passed(mesh: Mesh, net: nn.Module, policy: Policy, passes: list[str], width: int) -> list[Tensor]:
-    history = lived(mesh, net, policy, passes, width=width, optimize=sgd)
-    wanted = history.foreseen(buffer_bytes=history.zero.buffers.nbytes).sent
+    history = history_of(mesh, net, policy, passes, width=width, optimize=sgd)
+    wanted = history.predicted(buffer_bytes=history.zero.buffers.nbytes).sent
     got = history.zero.wire.ledger.rows()
     assert got == wanted, got.items() ^ wanted.items()
     return gathered(history.zero)

@@ -97,13 +97,13 @@ class History(Training):
             self.events += ["norm"] if self.max_norm else []
             self.events += ["step"] if stepped.done else []
 
-    def foreseen(self, **options: Any) -> Book:
+    def predicted(self, **options: Any) -> Book:
         """What this rank sends and copies, by its events."""
         units = [unit.geometry for unit in self.zero.units]
         return predict(self.policy, self.mesh.topology, units, self.mesh.rank, self.events, **options)
 
 
-def lived(mesh: Mesh, net: nn.Module, policy: Policy, kinds: Sequence[str], **options: Any) -> History:
+def history_of(mesh: Mesh, net: nn.Module, policy: Policy, kinds: Sequence[str], **options: Any) -> History:
     """A run in which these things happened."""
     history = History(mesh, net, policy, **options)
     for number, kind in enumerate(kinds):

@@ -72,7 +72,7 @@ class Host:
         return [told[0], *re.findall(r"gso_max_size \d+", told[1])]
 
     @property
-    def own(self) -> str:
+    def address_hex(self) -> str:
         return socket.inet_aton(self.address)[::-1].hex().upper()
 
 

@@ -35,12 +35,12 @@ class Late:
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
-        self.given = 0  # how many
+        self.delays = 0  # how many
 
     def __call__(self, device: torch.device) -> None:
         """Every other time nothing."""
         share = max(0.0, self._draw.uniform(-1, 1))
-        self.given += share > 0
+        self.delays += share > 0
         if device.type == "cuda":
             torch.cuda._sleep(int(share * _CYCLES))
         else:

@@ -325,8 +325,8 @@ def test_a_suite_with_failing_ranks_finishes_on_hosts(tmp_path: Path) -> None:
         assert run.wait() == 1, both[0].output
         inside = {"0100007F", "0" * 24 + "01000000"}  # 127.0.0.1 and ::1
         for host, found in zip(both, heard, strict=True):
-            assert host.own in found
-            assert found <= {host.own} | inside
+            assert host.address_hex in found
+            assert found <= {host.address_hex} | inside
         check(both[0].folder, "real", "distinct hosts")
         assert not list(both[1].folder.rglob("*.json"))
         command[3] = "doctor"

@@ -23,7 +23,7 @@ from impl.engine.unit_planning import find_blocks, plan_units
 from impl.plan.policy import Feedback, LossScale, MemoryLimits, Offload, Policy
 from impl.plan.topology import Topology
 from impl.zero import ZeroError
-from tests.support.history import lived
+from tests.support.history import history_of
 from tests.support.ranks import on_threads
 from tests.support.training import batch, mean_losses, model, single, train
 
@@ -492,7 +492,7 @@ def test_a_cut_block_may_have_parameters_of_its_own_and_use_a_part_without_calli
     units = {unit.name: unit for unit in plan_units(net, FOUR, policy)}
     assert "blocks.0.gain" in [slot.spec.name for slot in units["root"].slots]
     assert "blocks.0.parts.0" in units
-    evaluated = on_threads(FOUR, lived, net, policy, ["evaluate"] * 2)[0].seen
+    evaluated = on_threads(FOUR, history_of, net, policy, ["evaluate"] * 2)[0].seen
     with torch.no_grad():
         assert evaluated == pytest.approx([net(batch(0, 0)).item(), net(batch(1, 0)).item()], rel=1e-6)
     follows(policy, net, 3)

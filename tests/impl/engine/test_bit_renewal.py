@@ -21,7 +21,7 @@ from impl.plan.policy import Feedback, LossScale, Policy, PolicyError, parse_bud
 from impl.plan.topology import Topology
 from impl.plan.traffic import Decision
 from impl.zero import Zero, ZeroError, shard
-from tests.support.history import History, gathered, lived
+from tests.support.history import History, gathered, history_of
 from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import ROOMY
 from tests.support.training import batch, model, sgd, train, update
@@ -43,9 +43,9 @@ def chosen(zero: Zero) -> list[Decision]:
 def _run(
     mesh: Mesh, policy: Policy, kinds: Sequence[str]
 ) -> tuple[list[Tensor], list[Decision], dict[str, int], Zero]:
-    history = lived(mesh, NET, policy, kinds, optimize=sgd, max_norm=1.0)
+    history = history_of(mesh, NET, policy, kinds, optimize=sgd, max_norm=1.0)
     rows = history.zero.wire.ledger.rows()  # buffers travel whatever the codecs
-    foreseen = history.foreseen(decisions=chosen(history.zero)).sent
+    foreseen = history.predicted(decisions=chosen(history.zero)).sent
     assert {k: sent for k, sent in rows.items() if k.purpose != "buffers"} == foreseen
     held = history.zero.memory()
     return gathered(history.zero), chosen(history.zero), held, history.zero

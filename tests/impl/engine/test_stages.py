@@ -18,7 +18,7 @@ from impl.plan.memory import memory as formula_of
 from impl.plan.policy import Feedback, MemoryLimits, Offload, Policy, Stage, preset
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, shard
-from tests.support.history import lived
+from tests.support.history import history_of
 from tests.support.models import Odd
 from tests.support.params import nightly
 from tests.support.ranks import each_rank, on_processes, on_threads
@@ -128,7 +128,7 @@ def test_gradients_that_were_not_reduced_are_refused_by_the_step(mesh: Mesh) -> 
     """A step after accumulating passes alone says what is missing; where each micro-batch is reduced, as at
     stage 3 by default, accumulating names the setting.
     """
-    history = lived(mesh, NET, replace(EXACT, stage=1), ["accumulate"])
+    history = history_of(mesh, NET, replace(EXACT, stage=1), ["accumulate"])
     with pytest.raises(ZeroError, match="run the last micro-batch outside"):
         history.optimizer.step()
     with pytest.raises(ZeroError, match="reduce_every to 'step'"):

@@ -22,7 +22,7 @@ from impl.plan.traffic import Copied, CopyKey
 from impl.transport.side_stream import Arrival
 from impl.unit.context import ACCOUNTING, HostMemory, Meter, Reserve
 from impl.zero import shard
-from tests.support.history import History, lived
+from tests.support.history import History, history_of
 from tests.support.models import Odd
 from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import ROOMY, policies, topologies
@@ -36,7 +36,7 @@ def run(
     mesh: Mesh, net: nn.Module, policy: Policy, passes: list[str], width: int = 16
 ) -> tuple[History, dict[CopyKey, int], dict[str, Tensor]]:
     """A run, what it copied, and the state that was gathered after it."""
-    history = lived(mesh, net, policy, passes, width=width, seed=3)
+    history = history_of(mesh, net, policy, passes, width=width, seed=3)
     return history, history.zero.copied(), history.zero.full_state_dict()
 
 
@@ -50,7 +50,7 @@ def equal(topology: Topology, net: nn.Module, policy: Policy, passes: list[str],
         assert repr(one.seen) == repr(other.seen), rank  # numbers, to the bit; some are NaN
         torch.testing.assert_close(same, state, rtol=0, atol=0, equal_nan=True)
         assert none == {}
-        assert copied == other.foreseen().copied
+        assert copied == other.predicted().copied
         assert one.zero.wire.ledger.rows() == other.zero.wire.ledger.rows()
 
 

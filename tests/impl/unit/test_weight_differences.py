@@ -21,7 +21,7 @@ from impl.plan.topology import Topology
 from impl.unit.master_shard import part_of
 from impl.unit.unit import Unit
 from impl.zero import shard
-from tests.support.history import History, gathered, lived
+from tests.support.history import History, gathered, history_of
 from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import ROOMY
 from tests.support.training import batch, booked, model
@@ -32,8 +32,8 @@ KINDS = ("train", "train", "accumulate", "evaluate", "skip", "rehearse", "by han
 
 
 def _replicas(mesh: Mesh, policy: Policy, kinds: Sequence[str]) -> tuple[list[Tensor], bool]:
-    history = lived(mesh, NET, policy, kinds)
-    foreseen = history.foreseen().sent.items()
+    history = history_of(mesh, NET, policy, kinds)
+    foreseen = history.predicted().sent.items()
     wanted = sum(sent.bytes for k, sent in foreseen if (k.link, k.purpose) == ("inter", "weights"))
     as_foreseen = wanted == sent(history)
     return gathered(history.zero), as_foreseen
@@ -70,7 +70,7 @@ def test_replicas_are_equal_to_the_bit_after_any_history(
 
 
 def _between(mesh: Mesh, what: tuple[str, ...]) -> list[Tensor]:
-    history = lived(mesh, NET, SDP4BIT, ("train", "train"))
+    history = history_of(mesh, NET, SDP4BIT, ("train", "train"))
     for kind in what:
         if kind == "anew":  # as the harness does after a validation
             history.zero.forget_gathered()
@@ -95,7 +95,7 @@ def test_what_trains_nothing_leaves_no_trace_in_copies(what: tuple[str, ...]) ->
 
 
 def _interrupted(mesh: Mesh) -> list[Tensor]:
-    history = lived(mesh, NET, SDP4BIT, ("train", "train"))
+    history = history_of(mesh, NET, SDP4BIT, ("train", "train"))
 
     def stop(*_: Any) -> None:
         raise RuntimeError("stopped")
