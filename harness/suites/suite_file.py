@@ -1,8 +1,8 @@
 """Reads a suite file in TOML and expands it into a list of trials; docs/guide/suites.md says how.  No torch.
 
 Axes of ``[matrix]`` and ``[[zip]]`` multiply into cells over ``[defaults]``; then come ``[[exclude]]`` and,
-in order, ``[[override]]``.  What would turn strategies into others is left out of them, unless a [[zip]] or
-an [[override]] that names the strategy says it, or the suite has a single policy.
+in order, ``[[override]]``.  A field that would make another strategy of a cell's is left out, unless a
+[[zip]] or [[override]] that names the strategy sets it, or the suite has a single policy.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from harness.suites.suite import Suite, SuiteKeys
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial, configuration_text, following_model
 from impl.codecs.codec import CodecError
 
-MOST_TRIALS: Final = 2000  # of one suite; more is a slip of the pen, not a question
+MOST_TRIALS: Final = 2000  # of one suite; more is a mistake, not a question
 MOST_BYTES: Final = 1 << 20  # of its file
 _CONFIGURATION: Final = "deepspeed_config"
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines
 
 
 class SuiteError(ValueError):
-    """A suite file is invalid; one line that names file, key, value and what is allowed."""
+    """A suite file is invalid; the message is one line with file, key, value and what is allowed."""
 
 
 class _Override(BaseModel, extra="forbid", frozen=True):
@@ -71,7 +71,7 @@ _Cell = dict[str, _Setting]  # by dotted path
 
 
 def load(path: Path) -> Suite:
-    """Read a suite file and expand it; a SuiteError for the first of what is wrong."""
+    """Read a suite file and expand it; raises a SuiteError for the first mistake."""
     try:
         text, tables = _parse(path)
         folder.find_from(path.parent)
@@ -81,7 +81,7 @@ def load(path: Path) -> Suite:
 
 
 def name_of(path: Path) -> str:
-    """The name in a suite file, which is not expanded: nothing is imported; raises as :func:`load`."""
+    """The name in a suite file, without expanding it or importing anything; raises as :func:`load`."""
     try:
         return _validated(_parse(path)[1]).name
     except SuiteError as error:
@@ -100,14 +100,14 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 def differing(trials: Sequence[Mapping[str, Any]]) -> list[str]:
     """Dotted paths of the fields in which canonical trials differ, ``repeat`` left out, in field order."""
     flat = [dict(flatten(trial)) for trial in trials]
-    paths = dict.fromkeys(itertools.chain.from_iterable(flat))
-    return [path for path in paths if path != "repeat" and len({_text(one.get(path)) for one in flat}) > 1]
+    paths = dict.fromkeys(path for trial in flat for path in trial if path != "repeat")
+    return [path for path in paths if len({_text(trial.get(path)) for trial in flat}) > 1]
 
 
 def look_up(trial: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path of a canonical trial, which leaves out what has its default."""
-    found = dict(flatten(trial))
-    return found[path] if path in found else dict(flatten(Trial().model_dump(mode="json"))).get(path)
+    """The value at a dotted path of a canonical trial; the default where it is left out."""
+    values = dict(flatten(trial))
+    return values[path] if path in values else dict(flatten(Trial().model_dump(mode="json"))).get(path)
 
 
 def _parse(path: Path) -> tuple[str, dict[str, Any]]:
@@ -130,8 +130,8 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
 
 def _check_values(value: Any, where: str = "") -> None:
     """Refuse characters that a terminal would act on, and integers that are not TOML's."""
-    if isinstance(value, str) and (found := _CONTROL.search(value)):
-        raise SuiteError(f"{_text(value)}: has the control character {found[0]!r}; expected text")
+    if isinstance(value, str) and (match := _CONTROL.search(value)):
+        raise SuiteError(f"{_text(value)}: has the control character {match[0]!r}; expected text")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise SuiteError(f"{where} = {_text(value)}: expected a number below 2^63")
     for key, part in value.items() if isinstance(value, dict) else ():
@@ -148,9 +148,9 @@ def _validated(tables: dict[str, Any]) -> _File:
         first = error.errors()[0]
         where, known = ".".join(map(str, first["loc"])), _File.model_fields
         unknown = f"unknown key {where!r}: expected one of {', '.join(known)}{suggestion(where, known)}"
-        told = {"missing": f"key {where!r} is missing", "extra_forbidden": unknown}
-        otherwise = f"{where} = {_text(first['input'])}: {_expected([first])}"
-        raise SuiteError(told.get(first["type"], otherwise)) from None
+        reasons = {"missing": f"key {where!r} is missing", "extra_forbidden": unknown}
+        other = f"{where} = {_text(first['input'])}: {_expected([first])}"
+        raise SuiteError(reasons.get(first["type"], other)) from None
 
 
 def _expanded(file: _File) -> Suite:
@@ -160,7 +160,7 @@ def _expanded(file: _File) -> Suite:
     if total > MOST_TRIALS:
         raise SuiteError(f"{total} trials; at most {MOST_TRIALS} are allowed in one suite")
     defaults = _settings(file.defaults, "[defaults]")
-    cells = [functools.reduce(operator.or_, points, defaults) for points in itertools.product(*axes)]
+    cells = [functools.reduce(operator.or_, values, defaults) for values in itertools.product(*axes)]
     for number, match in enumerate(file.exclude, 1):
         hits = _hits(match, f"[[exclude]] #{number}", cells)
         cells = [cell for cell, hit in zip(cells, hits, strict=True) if not hit]
@@ -171,23 +171,23 @@ def _expanded(file: _File) -> Suite:
     if not cells:
         raise SuiteError("[[exclude]] leaves no trial")
     paths = dict.fromkeys(path for axis in axes for point in axis for path in point)
-    told = [", ".join(f"{p} = {_text(cell[p].value)}" for p in paths if p in cell) for cell in cells]
+    points = [", ".join(f"{p} = {_text(cell[p].value)}" for p in paths if p in cell) for cell in cells]
     cells, left_out = _fitting(cells, file)
     trials = [_trial(cell) for cell in cells]
-    for cell, trial, whose in zip(cells, trials, told, strict=True):
+    for cell, trial, point in zip(cells, trials, points, strict=True):
         try:
             check(trial)
         except ValueError as error:  # which begins with the path of a field
-            tables = [f"{one.table} " for path, one in cell.items() if str(error).startswith(f"{path} = ")]
-            raise SuiteError(f"{f'with {whose}: ' if whose else ''}{''.join(tables[:1])}{error}") from None
+            tables = [f"{table} " for path, (_, table) in cell.items() if str(error).startswith(f"{path} = ")]
+            raise SuiteError(f"{f'with {point}: ' if point else ''}{''.join(tables[:1])}{error}") from None
     trials = _aligned(trials)
     unique = _different(trials)
     _check_baselines(file.repeats, unique)
-    once = {id(trial) for trial in unique}
+    run = {id(trial) for trial in unique}
     return Suite.model_construct(
         **{name: getattr(file, name) for name in SuiteKeys.model_fields},
         cells=tuple(unique),
-        merged=tuple(cell for trial, cell in zip(trials, told, strict=True) if id(trial) not in once),
+        merged=tuple(point for trial, point in zip(trials, points, strict=True) if id(trial) not in run),
         left_out=tuple(left_out),
         roles=_roles(file, cells, trials),
         configurations=_configurations(file),
@@ -196,15 +196,15 @@ def _expanded(file: _File) -> Suite:
 
 def _configurations(file: _File) -> dict[str, str]:
     """The DeepSpeed configurations that the suite names as files, JSON by path."""
-    overrides = (table for one in file.override for table in (one.match, one.set))
+    overrides = (table for override in file.override for table in (override.match, override.set))
     tables = (file.defaults, file.matrix, *file.zip, *file.exclude, *overrides, file.baseline, file.contrast)
-    said = [table.get(_CONFIGURATION) for table in tables]
-    named = itertools.chain.from_iterable(one if isinstance(one, list) else [one] for one in said)
-    return {name: configuration_text(name) for name in named if isinstance(name, str)}
+    values = [table.get(_CONFIGURATION) for table in tables]
+    paths = itertools.chain.from_iterable(value if isinstance(value, list) else [value] for value in values)
+    return {path: configuration_text(path) for path in paths if isinstance(path, str)}
 
 
 def _axes(file: _File) -> list[list[_Cell]]:
-    """The axes: each a list of points, a point being its fields' values; a zip is one axis."""
+    """The axes as lists of points, which set some fields; a zip is one axis."""
     tables = [({path: values}, "[matrix]") for path, values in flatten(file.matrix)]
     tables += [(dict(flatten(table)), f"[[zip]] #{number}") for number, table in enumerate(file.zip, 1)]
     axes: list[list[_Cell]] = []
@@ -227,10 +227,10 @@ def _axes(file: _File) -> list[list[_Cell]]:
 
 def _settings(table: dict[str, Any], name: str) -> _Cell:
     """A table's values by dotted path."""
-    found = {path: _Setting(value, name) for path, value in flatten(table)}
-    if "repeat" in found:
+    settings = {path: _Setting(value, name) for path, value in flatten(table)}
+    if "repeat" in settings:
         raise SuiteError(f"{name} repeat: set by the key `repeats` at the top of the file")
-    return found
+    return settings
 
 
 def _trial(cell: _Cell) -> Trial:
@@ -246,51 +246,51 @@ def _trial(cell: _Cell) -> Trial:
         place[leaf] = value
     try:
         return Trial.model_validate_json(json.dumps(following_model(nested), default=str), strict=True)
-    except ValidationError as error:
-        errors = error.errors()
+    except ValidationError as invalid:
+        errors = invalid.errors()
         path = _path_of(errors[0], cell)
         value, table = cell[path]
         if errors[0]["type"] == "extra_forbidden":
             known = _fields(Trial)
-            near = suggestion(path, known) or suggestion(path, [one.rpartition(".")[2] for one in known])
+            near = suggestion(path, known) or suggestion(path, [name.rpartition(".")[2] for name in known])
             near = near or f"; expected one of {', '.join(known)}"
             raise SuiteError(f"{table} {path}: no such field of a trial{near}") from None
-        same = [one for one in errors if _path_of(one, cell) == path]
-        raise SuiteError(f"{table} {path} = {_text(value)}: {_expected(same)}") from None
+        expected = _expected([error for error in errors if _path_of(error, cell) == path])
+        raise SuiteError(f"{table} {path} = {_text(value)}: {expected}") from None
 
 
 def _fields(model: type[BaseModel], prefix: str = "") -> list[str]:
     """Dotted paths of the fields that a suite may set."""
-    found: list[str] = []
+    paths: list[str] = []
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found += _fields(field.annotation, f"{prefix}{name}.")
+            paths += _fields(field.annotation, f"{prefix}{name}.")
         elif name != "repeat":
-            found.append(f"{prefix}{name}")
-    return found
+            paths.append(f"{prefix}{name}")
+    return paths
 
 
 def _path_of(error: ErrorDetails, cell: _Cell) -> str:
-    """The path that the suite set nearest to where an error is."""
+    """The path, of those that the suite sets, that is nearest to an error's."""
     parts = [str(part) for part in error["loc"]]
     for length in range(len(parts), 0, -1):
         where = ".".join(parts[:length])
-        if found := [path for path in cell if f"{path}.".startswith(f"{where}.")]:
-            return found[0]
+        if paths := [path for path in cell if f"{path}.".startswith(f"{where}.")]:
+            return paths[0]
     return next(iter(cell))
 
 
 def _expected(errors: Sequence[ErrorDetails]) -> str:
     """What a field accepts, from pydantic's errors about one value."""
-    words = []
+    alternatives = []
     for error in errors:
-        said = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-        said = "expected a list of two" if error["type"] == "missing" else said
+        message = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        message = "expected a list of two" if error["type"] == "missing" else message
         near = ""
         if error["type"] == "literal_error":  # expected is as in 'a', 'b' or 'c'
             near = suggestion(str(error["input"]), error["ctx"]["expected"].split("'")[1::2])
-        words.append(f"{said[0].lower()}{said[1:]}{near}")
-    return " or ".join(dict.fromkeys(words))
+        alternatives.append(f"{message[0].lower()}{message[1:]}{near}")
+    return " or ".join(dict.fromkeys(alternatives))
 
 
 def _hits(match: dict[str, Any], name: str, cells: list[_Cell]) -> list[bool]:
@@ -307,39 +307,39 @@ def _hits(match: dict[str, Any], name: str, cells: list[_Cell]) -> list[bool]:
 
 
 def _at(trial: Trial, path: str) -> Any:
-    """Value of a trial at a dotted path, also where its canonical form leaves it out."""
+    """Value of a trial at a dotted path."""
     return look_up(trial.model_dump(mode="json"), path)
 
 
 def _fitting(cells: list[_Cell], file: _File) -> tuple[list[_Cell], list[str]]:
-    """The cells without what would turn their strategies into others, and what is left out, in words."""
+    """The cells without fields that would make other strategies, and a line for each field left out."""
     named = {f"[[zip]] #{n}" for n, table in enumerate(file.zip, 1) if "strategy" in table}
-    named |= {f"[[override]] #{n} set" for n, one in enumerate(file.override, 1) if "strategy" in one.match}
+    named |= {f"[[override]] #{n} set" for n, rule in enumerate(file.override, 1) if "strategy" in rule.match}
     trials = [_trial(cell) for cell in cells]
     several = len({trial.strategy for trial in trials} - set(PEERS)) > 1
     left_out: dict[tuple[str, str, str], list[tuple[str, str]]] = defaultdict(list)
     fitting = [dict(cell) for cell in cells]
     for cell, trial in zip(fitting, trials, strict=True):
-        others = unfitting_changes(trial) if several else {}
+        reasons = unfitting_changes(trial) if several else {}
         for path, (value, table) in list(cell.items()):
-            why = "" if table in named else others.get(path, "")
+            why = "" if table in named else reasons.get(path, "")
             if trial.strategy in PEERS and path.startswith("policy.") and table == "[matrix]":
-                why = "there is no policy in"  # peers' trials lose their policies, and are told of axes alone
+                why = "there is no policy in"  # of other tables, peers lose policies without a line
             if why:
                 left_out[path, table, why].append((_text(value), trial.strategy))
                 del cell[path]
     lines = []
-    for (path, table, why), told in left_out.items():
-        values, names = (", ".join(dict.fromkeys(column)) for column in zip(*told, strict=True))
+    for (path, table, why), pairs in left_out.items():
+        values, names = (", ".join(dict.fromkeys(column)) for column in zip(*pairs, strict=True))
         lines.append(f"{path} ({values} of {table}) is left out of {names}: {why} {names}")
     return fitting, lines
 
 
 def _aligned(trials: list[Trial]) -> list[Trial]:
-    """The trials with the common alignment of all policies; peers without policies' fields, and so on."""
+    """The trials with the common alignment of all policies; peers without a policy, others without a peer."""
     try:
-        grain = math.lcm(1, *(policy.grain for one in trials if (policy := one.resolved_policy())))
-    except CodecError as error:  # of a user's own, of which nothing was asked before
+        grain = math.lcm(1, *(policy.grain for trial in trials if (policy := trial.resolved_policy())))
+    except CodecError as error:  # by a user's own codec, which runs here for the first time
         raise SuiteError(str(error)) from None
     return [
         trial.model_copy(
@@ -352,12 +352,12 @@ def _aligned(trials: list[Trial]) -> list[Trial]:
 
 
 def _different(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials without duplicates that resolve to the same run; the one with fewest changes stays."""
-    found: dict[str, Trial] = {}
+    """The trials, of those that resolve to the same run only the one with fewest changes."""
+    runs: dict[str, Trial] = {}
     for trial in trials:
         key = _run_key(trial)
-        found[key] = min((found.get(key, trial), trial), key=lambda one: len(one.changes))
-    return list(found.values())
+        runs[key] = min((runs.get(key, trial), trial), key=lambda candidate: len(candidate.changes))
+    return list(runs.values())
 
 
 def _run_key(trial: Trial) -> str:
@@ -383,12 +383,12 @@ def _run_key(trial: Trial) -> str:
 
 
 def _check_baselines(repeats: Repeats, trials: Sequence[Trial]) -> None:
-    """Refuse to repeat until ratios are known where there is nothing that they would be over."""
+    """Refuse to repeat until ratios are known where a cell has no baseline."""
     for cell in comparable_groups(trials, "repeat", "seed") if repeats.within is not None else ():
         if all(trial.strategy != BASELINE for trial in cell):
-            there = ", ".join(dict.fromkeys(trial.strategy for trial in cell))
-            told = f"of ratios over {BASELINE}, which does not stand beside {there}"
-            raise SuiteError(f"repeats: {repeats}: {told}; expected it there, or a number of repeats")
+            present = ", ".join(dict.fromkeys(trial.strategy for trial in cell))
+            why = f"of ratios over {BASELINE}, which does not stand beside {present}"
+            raise SuiteError(f"repeats: {repeats}: {why}; expected it there, or a number of repeats")
 
 
 def _roles(file: _File, cells: list[_Cell], trials: list[Trial]) -> dict[str, str]:
@@ -400,13 +400,13 @@ def _roles(file: _File, cells: list[_Cell], trials: list[Trial]) -> dict[str, st
     base = _hits(file.baseline, "baseline", cells)
     against = _hits(file.contrast, "contrast", cells) if file.contrast else [not hit for hit in base]
     bases = {trial.id: setting_of(trial) for trial, hit in zip(trials, base, strict=True) if hit}
-    told = f"baseline = {_text(file.baseline)}"
+    key = f"baseline = {_text(file.baseline)}"
     if both := sum(map(operator.and_, base, against)):
-        raise SuiteError(f"{told}: {both} trials are baseline and contrast; expected two groups")
+        raise SuiteError(f"{key}: {both} trials are baseline and contrast; expected two groups")
     if not any(against):
-        raise SuiteError(f"{told}: every trial is the baseline; expected two groups")
+        raise SuiteError(f"{key}: every trial is the baseline; expected two groups")
     if len(set(bases.values())) < len(bases):
-        raise SuiteError(f"{told}: matches several contenders of one cell; expected one")
+        raise SuiteError(f"{key}: matches several contenders of one cell; expected one")
     others = {trial.id: "contrast" for trial, hit in zip(trials, against, strict=True) if hit}
     return others | dict.fromkeys(bases, "baseline")
 
