@@ -26,14 +26,14 @@ from impl.plan.learning_rate import Schedule
 from impl.plan.policy import PRESETS, Policy
 from impl.plan.topology import Topology
 
-RECIPE: Final = "recipe"  # the strategy whose policy a DeepSpeed configuration says
+RECIPE: Final = "recipe"  # the strategy whose policy comes from a DeepSpeed configuration
 STRATEGIES: Final = (*PEERS, *HOSTED, *PRESETS, RECIPE)
 
 _LARGEST_LR: Final = 1e3
 _LONGEST_SECONDS: Final = 10_000_000  # 116 days; the clock's own limit depends on the system
 
 
-_FIRST: Final = frozenset((  # fields that the first trials had; later ones are left out where unused
+_FIRST: Final = frozenset((  # fields of the first schema; later ones are left out where unused
     "strategy", "policy", "cluster", "model", "corpus", "sequence", "tokens_per_rank", "accumulation",
     "optimizer", "clip", "steps", "warmup", "validate_every", "validation_batches", "seed", "repeat",
     "threads", "timeout_seconds", "measure_quantisation", "nodes", "ranks_per_node", "link", "rate", "device",
@@ -46,7 +46,7 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def used(self) -> dict[str, Any]:
-        """The fields as JSON-ready data, but those that came to the schema later and have their default."""
+        """The fields as JSON-ready data, without later ones of the schema that have their default."""
         fields, data = type(self).model_fields, self.model_dump(mode="json")
         return {
             name: value
@@ -64,7 +64,7 @@ class Model(_Frozen):
     @field_validator("name")
     @classmethod
     def _known(cls, value: str, info: ValidationInfo) -> str:
-        # A record's may be a preset of an earlier version; a function is not imported here.
+        # A record may name a preset of an earlier version; a function is not imported here.
         if value in MODELS or ":" in value or info.context == CANONICAL:
             return value
         known = f"{', '.join(MODELS)} or 'module:function'"
@@ -135,7 +135,7 @@ _TEXT_FORMS: Final[dict[str, Callable[[str], Any]]] = {
 
 
 class PolicyChanges(_Frozen):
-    """What replaces fields of the preset's ``Policy``, its ``MemoryLimits`` and ``Offload``; as text."""
+    """Text that replaces fields of the preset's ``Policy``, its ``MemoryLimits`` and ``Offload``."""
 
     stage: Literal[0, 1, 2, 3] | None = None
     group: int | Literal["node"] | None = None
@@ -180,7 +180,7 @@ class PolicyChanges(_Frozen):
     @field_validator("secondary_format")
     @classmethod
     def _usual(cls, value: str | None) -> str | None:
-        """Every strategy keeps frames: saying so is the same trial, with the same id."""
+        """None for frames, which every strategy keeps: it is the same trial, with the same id."""
         return None if value == "frames" else value
 
     def applied(self, base: Policy) -> Policy:
@@ -192,7 +192,7 @@ class PolicyChanges(_Frozen):
         offload = {name.removeprefix("offload_"): changes.pop(name) for name in shares}
         if isinstance(self.gradients, str):
             changes["gradients"] = (self.gradients,) * 2
-        if isinstance(self.weights, tuple):  # of hops inside an hpZ group, and of those before them
+        if isinstance(self.weights, tuple):  # for hops inside an hpZ group, and for those before them
             inside, changes["weights"] = self.weights
             changes["inside"] = None if inside == changes["weights"] else parse(inside)
         for name in changes.keys() & _TEXT_FORMS.keys():
@@ -206,7 +206,7 @@ _AS_PUBLISHED: Final = ("sums", "blocks", "planes")  # left out where they are t
 
 
 def following_model(fields: dict[str, Any]) -> dict[str, Any]:
-    """A trial's fields as a suite says them; a preset that reads images has them, and 64 patches of them."""
+    """A trial's fields, with images in 64 patches by default for a preset that reads images."""
     model = fields.get("model")
     name = model.get("name") if isinstance(model, dict) else None
     images = isinstance(MODELS.get(str(name)), ViTShape)
@@ -214,28 +214,28 @@ def following_model(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class Generate(_Frozen):
-    """What is decoded for each of a rank's sequences: tokens after bytes of the corpus."""
+    """Lengths of a rank's decoded sequences: a prompt of the corpus, and tokens after it."""
 
     prompt: int = Field(32, ge=1)
     tokens: int = Field(32, ge=2)
 
 
 class Reinforcement(_Frozen):
-    """What workload ``rlhf`` learns by."""
+    """Settings of workload ``rlhf``."""
 
     group: int = Field(4, ge=2)  # continuations of one prompt, whose rewards are compared with each other
     kl: float = Field(0.04, ge=0)  # weight of the divergence from the frozen reference
 
 
 def configuration_text(value: Any) -> Any:
-    """The JSON text of a DeepSpeed configuration, of which a suite says a table or a file."""
+    """The JSON text of a DeepSpeed configuration, which a suite gives as a table or a file."""
     if isinstance(value, str) and not value.startswith("{"):
         value = load_configuration(folder.path_of(value))
     return json.dumps(value) if isinstance(value, Mapping) else value
 
 
 class PeerSettings(_Frozen):
-    """What is said to a peer: the type of weights and activations; the optimizer steps fp32 masters."""
+    """Settings of a peer: the type of weights and activations; the optimizer steps fp32 masters."""
 
     compute: Compute = "fp32"
 
@@ -282,19 +282,19 @@ class Trial(_Frozen):
     @field_validator("control", "tokenizer", mode="before")
     @classmethod
     def _none(cls, value: object) -> object:
-        """Nothing, as one value of a suite's axis."""
+        """None for the value "none" of a suite's axis."""
         return None if value == "none" else value
 
     def canonical(self) -> dict[str, Any]:
         """The trial as JSON-ready data; rates are in Mbit/s, ``latency`` in ms, ``memory_limit`` in bytes.
 
-        What came to the schema later and is not used is left out: trials from before keep their ids.
+        Unused fields that came to the schema later are left out, so that older trials keep their ids.
         """
         data = self.used() | {part: getattr(self, part).used() for part in ("cluster", "optimizer", "policy")}
         for part, is_used in (("generate", self.workload != "train"), ("rlhf", self.workload == "rlhf")):
             data.pop(part, None)
             data |= {part: getattr(self, part).model_dump(mode="json")} if is_used else {}
-        for name in ("hosts", "slurm"):  # which machines is no part of what is asked
+        for name in ("hosts", "slurm"):  # machines are no part of the question
             data["cluster"].pop(name, None)
         for name in _AS_PUBLISHED:
             if data["policy"].get(name) == getattr(PRESETS.get(self.strategy), name, None):
@@ -303,7 +303,7 @@ class Trial(_Frozen):
 
     @classmethod
     def from_canonical(cls, data: Mapping[str, Any]) -> Trial:
-        """The trial of which ``data`` is the canonical form; a ValidationError if it is not one."""
+        """The trial with this canonical form; a ValidationError if ``data`` is none."""
         return cls.model_validate(data, context=CANONICAL)
 
     @property
@@ -323,7 +323,7 @@ class Trial(_Frozen):
 
     @property
     def host(self) -> Host | None:
-        """The engine of torch's own inside which the policy is carried out; None for ours, and for peers."""
+        """Torch's engine that carries out the policy; None for our own engine, and for peers."""
         return HOSTED[self.strategy][0] if self.strategy in HOSTED else None
 
     def base_policy(self) -> Policy | None:
@@ -335,22 +335,22 @@ class Trial(_Frozen):
         return HOSTED[self.strategy][1] if self.strategy in HOSTED else PRESETS[self.strategy]
 
     def recipe(self) -> Recipe:
-        """What the DeepSpeed configuration of strategy ``recipe`` says here; a ValueError without one."""
+        """The recipe of strategy ``recipe``'s DeepSpeed configuration; a ValueError without one."""
         if self.deepspeed_config is None:
             raise ValueError(f"strategy = {RECIPE!r}: expected deepspeed_config, a file or a table, with it")
         return recipe(self.deepspeed_config, topology=self.topology(), steps=self.warmup + self.steps)
 
     def schedule(self) -> Schedule | None:
         """The schedule of the optimizer's rate; None for a constant one, a ValueError if it is too long."""
-        asked, total = self.optimizer.schedule, self.warmup + self.steps
-        if asked != LearningRates():
-            if (warmup := asked.warmup) > total:
+        rates, total = self.optimizer.schedule, self.warmup + self.steps
+        if rates != LearningRates():
+            if (warmup := rates.warmup) > total:
                 raise ValueError(f"optimizer.schedule.warmup = {warmup}: the trial has {total} steps in all")
-            return Schedule(steps=total, **asked.model_dump())
+            return Schedule(steps=total, **rates.model_dump())
         return self.recipe().schedule if self.strategy == RECIPE else None
 
     def peer_configuration(self) -> dict[str, Any]:
-        """The configuration of a peer of DeepSpeed's, without what the trial's own fields say."""
+        """A DeepSpeed peer's configuration, without what the trial's own fields set."""
         table = None if self.deepspeed_config is None else json.loads(self.deepspeed_config)
         return configuration(PEERS[self.strategy], self.cluster.ranks_per_node, table)
 
