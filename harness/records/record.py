@@ -1,8 +1,8 @@
 """Record of a trial: its raw measurements as one JSON file, written atomically.
 
 Every step's times, every loss and every byte counter is stored as measured; statistics belong to ``report``.
-A failure is a record too.  ``results/README.md`` says what every key means; here stands what is not plain
-from its name.  Times are in seconds.  No torch.
+A failure is a record too.  ``results/README.md`` explains every key; here are those whose name does not.
+Times are in seconds.  No torch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LedgerRow(_Part):
 
 
 class Step(_Part):
-    """Times of one optimizer step on one rank; ``exposed_*`` of a part is what it waited for messages."""
+    """Times of one optimizer step on one rank; ``exposed_*`` is how long a part waited for messages."""
 
     index: int
     warmup: bool
@@ -72,7 +72,7 @@ class Step(_Part):
 
     @property
     def exposed(self) -> float | None:
-        """Seconds that the rank stood waiting for communication; None if not known."""
+        """Seconds that the rank waited for communication; None if not known."""
         if self.exposed_forward is None or self.exposed_backward is None:
             return None
         before = (self.exposed_generate or 0.0) + (self.exposed_score or 0.0)
@@ -80,7 +80,7 @@ class Step(_Part):
 
 
 class Token(_Part):
-    """Time and bytes of decoding one token; ``step`` is which generation, ``index`` 0 reads the prompt."""
+    """Time and bytes of decoding one token; ``step`` numbers generations, ``index`` 0 reads the prompt."""
 
     step: int
     warmup: bool
@@ -155,10 +155,10 @@ class QuantisationError(_Part):
 
 
 class CommunicationError(_Part):
-    """Error of what was communicated of one unit in one step, summed over all ranks.
+    """Error of one unit's messages in one step, summed over all ranks.
 
-    Of one hop, of decoded frames beside what was encoded there, error feedback included; or end to end, of
-    the reduced beside the exact mean, or gathered weights beside masters.  None where values overflowed.
+    Of one hop: decoded frames against the values encoded there, error feedback included.  End to end: the
+    reduced against the exact mean, or gathered weights against masters.  None where values overflowed.
     """
 
     step: int
@@ -181,7 +181,7 @@ class ChosenCodec(_Part):
     unit: str
     hop: str  # name of the axis; empty of weights
     codec: str
-    vnmse: float  # of the codec in the step before, over all ranks; of gradients of what the hop encodes
+    vnmse: float  # of the codec in the step before, over all ranks; for gradients, of the hop's input
 
 
 class LinkRecord(_Part):
@@ -220,7 +220,7 @@ class GpuUse(_Part):
 
 
 class NodeUse(_Part):
-    """The GPUs of a node; ``seconds`` are of the timed steps and what came between them."""
+    """The GPUs of a node; ``seconds`` span the timed steps and the time between them."""
 
     node: int
     seconds: float
@@ -240,7 +240,7 @@ class ProcessorUse(_Part):
 
 
 class Foreseen(_Part):
-    """A step as it was predicted; ``compute`` and ``wire`` overlap, ``spread`` is the calibration's."""
+    """The prediction of a step; ``compute`` and ``wire`` overlap, ``spread`` is the calibration's."""
 
     machine: str
     calibrated: bool
@@ -257,11 +257,11 @@ class Predicted(_Part):
     equal: bool
 
 
-PASSING: Final = ("interrupted", "refused", "link", "killed", "disk", "lost")  # that may not come again
+PASSING: Final = ("interrupted", "refused", "link", "killed", "disk", "lost")  # may not happen again
 
 
 class Failure(_Part):
-    """Why a trial has no result; ``by`` is the peer's library that cannot do what was asked."""
+    """Why a trial has no result; ``by`` is the peer's library that cannot run it."""
 
     kind: str
     message: str
@@ -322,12 +322,12 @@ class Record(_Part):
 
     @property
     def padding(self) -> float:
-        """Of its units, as a share of the model's elements; 0 where it has no units."""
+        """Padding of its units, as a share of the model's elements; 0 without units."""
         return padding_share((numel, padded) for _, numel, padded in self.units)
 
     @property
     def settled(self) -> bool:
-        """Whether its trial need not be run again: what failed for a reason that may pass is."""
+        """Whether its trial need not run again; False if it failed for a reason that may pass."""
         return self.failure is None or self.failure.kind not in PASSING
 
     @property
@@ -337,7 +337,7 @@ class Record(_Part):
 
     @property
     def answers(self) -> bool:
-        """Whether it answers the suite's question: by a result, or as a limit or a library allows none."""
+        """Whether it answers the suite's question: by a result, or by a limit or library that allows none."""
         if self.failure is None or self.failure.by is not None:
             return True
         foreseen = self.failure.kind == "memory" and not self.ranks and self.failure.log is None
@@ -350,9 +350,9 @@ def joules(nodes: list[NodeUse]) -> float | None:
     return sum(gpu.sampled_joules if gpu.joules is None else gpu.joules for gpu in gpus) if gpus else None
 
 
-def slowest_seconds(one: Record) -> list[float]:
+def slowest_seconds(record: Record) -> list[float]:
     """Seconds of each timed step on its slowest rank."""
-    of_ranks = [[step.total for step in rank.steps if not step.warmup] for rank in one.ranks]
+    of_ranks = [[step.total for step in rank.steps if not step.warmup] for rank in record.ranks]
     return [max(totals) for totals in zip(*of_ranks, strict=True)]
 
 
@@ -375,7 +375,7 @@ def digest_of(data: dict[str, Any]) -> str:
 
 
 def with_digest(record: Model) -> Model:
-    """``record`` with the digest of what it holds now, which tells of edits and of damage, not of forgery."""
+    """``record`` with the digest of its content, which shows edits and damage, but no forgery."""
     return record.model_copy(update={"digest": digest_of(json.loads(record.model_dump_json()))})
 
 
@@ -410,11 +410,11 @@ def read_as(model: type[Model], path: Path) -> Model:
     if not isinstance(data, dict) or "schema_version" not in data:
         raise RecordError(f"{path}: not a record: no schema_version{_REMEDY}")
     if data["schema_version"] != version:
-        told = f"schema version {data['schema_version']}, this program reads and writes {version}"
-        raise RecordError(f"{path}: {told}; move the folder aside or use the version that wrote it")
-    if data.get("digest") is not None and data["digest"] != (found := digest_of(data)):
-        told = f"its digest is {str(data['digest'])[:12]}, that of its content {found[:12]}"
-        raise RecordError(f"{path}: edited or damaged since it was written: {told}{_REMEDY}")
+        versions = f"schema version {data['schema_version']}, this program reads and writes {version}"
+        raise RecordError(f"{path}: {versions}; move the folder aside or use the version that wrote it")
+    if data.get("digest") is not None and data["digest"] != (digest := digest_of(data)):
+        digests = f"its digest is {str(data['digest'])[:12]}, that of its content {digest[:12]}"
+        raise RecordError(f"{path}: edited or damaged since it was written: {digests}{_REMEDY}")
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -424,25 +424,25 @@ def read_as(model: type[Model], path: Path) -> Model:
 def wrong_field(error: ValidationError) -> str:
     """The first field that pydantic refuses, and why."""
     first = error.errors()[0]
-    where, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-    return f"{where}: {why}" if where else why
+    path, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    return f"{path}: {message}" if path else message
 
 
 def read_all(results: Path) -> list[Record]:
     """Read all records of a folder, in the order in which they ran; raises as :func:`read_as`."""
-    found, broken = read_valid(results)
-    if broken:
-        raise broken[0]
-    return found
+    records, errors = read_valid(results)
+    if errors:
+        raise errors[0]
+    return records
 
 
 def read_valid(results: Path) -> tuple[list[Record], list[RecordError]]:
-    """The records of a folder, in the order in which they ran, and what is wrong with its other files."""
-    found: list[Record] = []
-    broken: list[RecordError] = []
+    """The records of a folder, in the order in which they ran, and the errors of its other files."""
+    records: list[Record] = []
+    errors: list[RecordError] = []
     for path in sorted(results.glob("*.json")):
         try:
-            found.append(read(path))
+            records.append(read(path))
         except RecordError as error:
-            broken.append(error)
-    return sorted(found, key=lambda record: (record.started, record.id)), broken
+            errors.append(error)
+    return sorted(records, key=lambda record: (record.started, record.id)), errors
