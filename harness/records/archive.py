@@ -1,6 +1,6 @@
 """A suite's records in one compressed file, to be committed or handed on: a plain ``tar.xz``.
 
-In it is the folder of the suite as it was, without report and logs.  The same records give the same bytes.
+It holds the folder of the suite without report and logs.  The same records give the same bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAME: Final = re.compile(
     r"(([0-9a-f]{12}|runs/[0-9a-f]{16}|traces/trace-[0-9a-f]{12})\.json|journal\.jsonl)"
 )
 _PRESET: Final = 9 | lzma.PRESET_EXTREME  # 5 % less than 9 alone
-_MOST: Final = 64 << 20  # bytes of a file in it
+_MOST: Final = 64 << 20  # bytes of an entry
 
 
 def pack(folder: Path, into: Path) -> Path:
@@ -33,7 +33,7 @@ def pack(folder: Path, into: Path) -> Path:
         files += sorted(folder.glob(pattern))
     buffer = io.BytesIO()
     try:
-        with tarfile.open(  # type: ignore[call-overload]  # no preset is extreme to it
+        with tarfile.open(  # type: ignore[call-overload]  # typed for presets that are not extreme
             fileobj=buffer, mode="w:xz", format=tarfile.USTAR_FORMAT, preset=_PRESET
         ) as archive:
             for path in files:
@@ -52,17 +52,17 @@ def pack(folder: Path, into: Path) -> Path:
 
 
 def unpack(archive: Path, into: Path | None = None) -> Path:
-    """Write an archive's records into a folder, or beside it; a RecordError for what is none, or others."""
+    """Write an archive's records into a folder, or beside it; a RecordError for other files or records."""
     suite = archive.name.removesuffix(SUFFIX)
     into = archive.parent if into is None else into
     folder = into / suite
     try:
-        with tarfile.open(archive, mode="r:xz") as found:
-            for entry in (entries := found.getmembers()):
-                named = _NAME.fullmatch(entry.name)
-                if named is None or named[1] != suite or not entry.isfile() or entry.size > _MOST:
+        with tarfile.open(archive, mode="r:xz") as file:
+            for entry in (entries := file.getmembers()):
+                match = _NAME.fullmatch(entry.name)
+                if match is None or match[1] != suite or not entry.isfile() or entry.size > _MOST:
                     raise RecordError(f"{archive}: holds {entry.name!r}, which is no record of suite {suite}")
-            read = [(entry, found.extractfile(entry)) for entry in entries]
+            read = [(entry, file.extractfile(entry)) for entry in entries]
             contents = {into / entry.name: file.read() if file else b"" for entry, file in read}
         if others := sorted(set(folder.glob("*.json")) - contents.keys()):
             raise RecordError(

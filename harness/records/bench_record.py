@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: raw seconds of every round, in one file per run.  No torch.
+"""Record of a benchmark: raw seconds of every round, in one file per run.  No torch.
 
 The counterpart of :mod:`harness.records.record` for ``zeropp bench``: a record holds no rates and no ratios.
 """
@@ -22,7 +22,7 @@ ElementType = Literal["fp32", "bf16", "fp16"]
 
 
 class Sample(BaseModel, extra="forbid", frozen=True):
-    """One contender, timed in every round beside a reference, so that what drifts cancels in their ratio."""
+    """One contender, timed in every round beside a reference, so that drift cancels in their ratio."""
 
     kind: Kind
     names: dict[str, str | int | float | None]
@@ -30,7 +30,7 @@ class Sample(BaseModel, extra="forbid", frozen=True):
     seconds: list[float]  # by round, of the slowest rank
     reference_seconds: list[float]  # likewise
     parts: dict[str, list[float]] = {}  # further seconds likewise
-    sent: dict[str, int] = {}  # bytes that all ranks sent in one call, by link, by the wire's ledger
+    sent: dict[str, int] = {}  # bytes of one call, of all ranks, by link, from the wire's ledger
 
     @model_validator(mode="after")
     def _in_rounds(self) -> Sample:
@@ -53,18 +53,18 @@ class Sample(BaseModel, extra="forbid", frozen=True):
 
 
 def merge_ranks(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """All ranks' samples as one: of every round the slowest rank's seconds, and everybody's bytes."""
-    found = []
+    """All ranks' samples as one: the slowest rank's seconds of every round, and the sum of bytes."""
+    merged = []
     for samples in zip(*ranks, strict=True):
         first = samples[0]
         slowest: dict[str, Any] = {
-            name: [max(each) for each in zip(*(sample.timed[name] for sample in samples), strict=True)]
+            name: [max(seconds) for seconds in zip(*(sample.timed[name] for sample in samples), strict=True)]
             for name in first.timed
         }
         slowest["parts"] = {name: slowest.pop(name) for name in first.parts}
         sent = {link: sum(sample.sent[link] for sample in samples) for link in first.sent}
-        found.append(first.model_copy(update={**slowest, "sent": sent}))
-    return found
+        merged.append(first.model_copy(update={**slowest, "sent": sent}))
+    return merged
 
 
 class Bench(BaseModel, extra="forbid", frozen=True):
@@ -74,13 +74,13 @@ class Bench(BaseModel, extra="forbid", frozen=True):
     subject: Subject  # the command
     started: str  # ISO 8601 in UTC
     finished: str
-    setting: dict[str, Any]  # what the command was asked for
+    setting: dict[str, Any]  # arguments of the command
     machine: dict[str, Any]  # facts about where it ran (``harness.measure.machine``)
     code: dict[str, Any]  # version, commit, and whether the checkout was changed
     pool: str  # hash of the facts that must agree before two records are pooled
-    missing: dict[str, str] = {}  # what is not here and why, by name
+    missing: dict[str, str] = {}  # why a contender could not be timed, by name
     samples: list[Sample]
-    digest: str | None = None  # of all that the file holds beside it; None in older records
+    digest: str | None = None  # of all else in the file; None in older records
 
     @property
     def id(self) -> str:
@@ -90,14 +90,14 @@ class Bench(BaseModel, extra="forbid", frozen=True):
 
 
 def write(folder: Path, bench: Bench) -> Path:
-    """Write ``bench`` whole, or raise a RecordError; returns where."""
+    """Write ``bench`` atomically, or raise a RecordError; returns the file."""
     target = path_of(folder, bench.id)
     write_whole(target, with_digest(bench).model_dump_json(indent=1))
     return target
 
 
 def holds(folder: Path) -> bool:
-    """Whether ``folder`` is one of benchmarks' records: by its first record, else by its name."""
+    """Whether ``folder`` is of benchmarks' records: by its first record, else by its name."""
     for path in sorted(folder.glob("*.json")):
         with suppress(OSError, ValueError, RecursionError, TypeError):
             return "subject" in json.loads(path.read_text(encoding="utf-8"))
@@ -106,7 +106,7 @@ def holds(folder: Path) -> bool:
 
 def read_all(folder: Path) -> list[Bench]:
     """All records of a folder, by time; a RecordError if there is none, or a file is no benchmark's."""
-    found = [read_as(Bench, path) for path in sorted(folder.glob("*.json"))]
-    if not found:
+    benches = [read_as(Bench, path) for path in sorted(folder.glob("*.json"))]
+    if not benches:
         raise RecordError(f"{folder}: no records in it; `zeropp bench` writes them")
-    return sorted(found, key=lambda bench: (bench.started, bench.id))
+    return sorted(benches, key=lambda bench: (bench.started, bench.id))

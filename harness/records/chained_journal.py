@@ -1,7 +1,7 @@
 """A suite's journal: one line for each record that a sweep writes, chained by hashes.
 
-Each line holds the SHA-256 of the line before, so none can be taken out or changed alone.  A report names
-records that were deleted, edited with their digest made anew, or run again after a result (:func:`verify`).
+Each line holds the SHA-256 of the line before, so none can be removed or changed alone.  A report names
+records that were deleted, edited with a new digest, or run again after a result (:func:`verify`).
 It cannot stop a forger who has this program.  No torch.
 """
 
@@ -20,7 +20,7 @@ from harness.records.record import Record, RecordError, digest_of, write, write_
 from harness.suites.labels import counted
 
 JOURNAL: Final = "journal.jsonl"
-_LEFT_OUT: Final = {"role", "answer", "digest"}  # the first two are the question's, which may change
+_LEFT_OUT: Final = {"role", "answer", "digest"}  # the first two belong to the question, which may change
 
 
 class Entry(BaseModel, extra="forbid", frozen=True):
@@ -34,7 +34,7 @@ class Entry(BaseModel, extra="forbid", frozen=True):
 
 
 def content_of(record: Record) -> str:
-    """SHA-256 of a record but for what a changed question rewrites, and for defaults: they may be newer."""
+    """SHA-256 of a record without its role, answer and digest, and without defaults, which may be newer."""
     return digest_of(json.loads(record.model_dump_json(exclude=_LEFT_OUT, exclude_defaults=True)))
 
 
@@ -63,54 +63,54 @@ def append(results: Path, record: Record) -> Record:
 
 
 def verify(results: Path, records: Sequence[Record]) -> list[str]:
-    """In what records are unlike their folder's journal, in sentences; a RecordError if it cannot be read."""
+    """Sentences on records that do not match their folder's journal; a RecordError if it is unreadable."""
     lines = _lines(results / JOURNAL)
     of_trial: dict[str, list[Entry]] = defaultdict(list)
     for entry in (entries := _entries(lines)):
         of_trial[entry.trial].append(entry)
-    there = {record.id: record for record in records}
-    named = {
-        "without a record any more: deleted": [trial for trial in of_trial if trial not in there],
+    by_id = {record.id: record for record in records}
+    mismatches = {
+        "without a record any more: deleted": [trial for trial in of_trial if trial not in by_id],
         "run again after there was a result: rerun": [
-            trial for trial, told in of_trial.items() if not all(entry.failure for entry in told[:-1])
+            trial for trial, runs in of_trial.items() if not all(entry.failure for entry in runs[:-1])
         ],
         "with another record than was written: edited": [
             trial
-            for trial, told in of_trial.items()
-            if trial in there and content_of(there[trial]) != told[-1].content
+            for trial, runs in of_trial.items()
+            if trial in by_id and content_of(by_id[trial]) != runs[-1].content
         ],
         "whose record names a line that it lacks": [
-            one.id for one in records if one.entry is not None and one.id not in of_trial
+            record.id for record in records if record.entry is not None and record.id not in of_trial
         ],
     }
-    found = []
+    sentences = []
     if len(entries) < len(lines):
-        where = f"line {len(entries) + 1} of {len(lines)}"
-        found.append(f"The journal is not whole: {where} does not follow the line before it.")
-    found += [
-        f"By the journal {counted(len(trials), 'trial')} {what} ({', '.join(trials)})."
-        for what, trials in named.items()
+        line = f"line {len(entries) + 1} of {len(lines)}"
+        sentences.append(f"The journal is not whole: {line} does not follow the line before it.")
+    sentences += [
+        f"By the journal {counted(len(trials), 'trial')} {mismatch} ({', '.join(trials)})."
+        for mismatch, trials in mismatches.items()
         if trials
     ]
-    if older := sum(one.entry is None and one.id not in of_trial for one in records):
-        unknown = "whether trials were deleted or run again is not known"
-        found.append(f"Without journal: {counted(older, 'record')}, from before sweeps kept one; {unknown}.")
-    return found
+    if older := sum(record.entry is None and record.id not in of_trial for record in records):
+        unknown = "from before sweeps kept one; whether trials were deleted or run again is not known"
+        sentences.append(f"Without journal: {counted(older, 'record')}, {unknown}.")
+    return sentences
 
 
 def _entries(lines: Sequence[str]) -> list[Entry]:
-    """The lines up to the first that does not follow the one before."""
-    found, before = list[Entry](), ""
+    """The entries before the first that does not follow the one before it."""
+    entries, before = list[Entry](), ""
     for line in lines:
         try:
             entry = Entry.model_validate_json(line)
         except ValidationError:
             break
-        if (entry.number, entry.before) != (len(found), before):
+        if (entry.number, entry.before) != (len(entries), before):
             break
-        found.append(entry)
+        entries.append(entry)
         before = _hash(line)
-    return found
+    return entries
 
 
 def _hash(line: str) -> str:

@@ -1,7 +1,7 @@
 """Confidence intervals of medians, paired ratios and differences.  Formulas: docs/reference/metrics.md.
 
-Fewer than :data:`FEWEST` values, or :data:`FEWEST_SWEEPS` of several sweeps, by whose means intervals are,
-have none: its ends are NaN.  No torch.
+Values of several sweeps have an interval of the sweeps' means.  Fewer than :data:`FEWEST` values, or than
+:data:`FEWEST_SWEEPS` of several sweeps, have none: its ends are NaN.  No torch.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ class Interval:
         return self.low <= value <= self.high
 
 
-def of_another_sweep(found: Interval, *, ratio: bool) -> Interval:
-    """Where a further sweep is expected to be: Student's prediction interval, of a ratio by logarithms."""
-    low, middle, high = (math.log(x) if ratio else x for x in (found.low, found.estimate, found.high))
-    wider = math.sqrt(1 + found.sweeps)
+def of_another_sweep(interval: Interval, *, ratio: bool) -> Interval:
+    """Student's prediction interval of a further sweep; a ratio's is of its logarithm."""
+    numbers = (interval.low, interval.estimate, interval.high)
+    low, middle, high = map(math.log, numbers) if ratio else numbers
+    wider = math.sqrt(1 + interval.sweeps)
     ends = (middle + wider * (end - middle) for end in (low, high))
     low, high = (math.exp(end) if ratio else end for end in ends)
-    return replace(found, low=low, high=high)
+    return replace(interval, low=low, high=high)
 
 
 def median_interval(values: Sequence[float], sweeps: Sequence[int] | None = None) -> Interval:
@@ -95,15 +96,14 @@ def paired_ratio_interval(
         if not value > 0:  # NaN is neither
             raise ValueError(f"a ratio needs positive values, got {value}")
     logs = [math.log(above[key]) - math.log(below[key]) for key in both]
-    found = mean_interval(logs, None if sweeps is None else [sweeps[key] for key in both])
-    ends = (math.exp(found.estimate), math.exp(found.low), math.exp(found.high))
-    return Interval(*ends, found.n, found.sweeps)
+    log = mean_interval(logs, None if sweeps is None else [sweeps[key] for key in both])
+    return Interval(math.exp(log.estimate), math.exp(log.low), math.exp(log.high), log.n, log.sweeps)
 
 
 def geometric_interval(values: Sequence[float], sweeps: Sequence[int] | None = None) -> Interval:
     """Geometric mean of positive values, with the interval of their mean logarithm; else a ValueError."""
-    of = None if sweeps is None else dict(enumerate(sweeps))
-    return paired_ratio_interval(dict(enumerate(values)), dict.fromkeys(range(len(values)), 1.0), of)
+    by_index = None if sweeps is None else dict(enumerate(sweeps))
+    return paired_ratio_interval(dict(enumerate(values)), dict.fromkeys(range(len(values)), 1.0), by_index)
 
 
 def mean_interval(values: Sequence[float] | _Floats, sweeps: Sequence[int] | None = None) -> Interval:
@@ -119,11 +119,11 @@ def mean_interval(values: Sequence[float] | _Floats, sweeps: Sequence[int] | Non
 
 
 def _by_sweep(data: _Floats, sweeps: Sequence[int] | None, middle: Any) -> _Floats:
-    """The middle of each sweep's values; one value for one sweep."""
+    """Median or mean of each sweep's values; one value for one sweep."""
     if sweeps is None or len(set(sweeps)) == 1:
         return np.array([middle(data)])
-    of = np.asarray(sweeps)
-    return np.array([middle(data[of == sweep]) for sweep in sorted(set(sweeps))])
+    numbers = np.asarray(sweeps)
+    return np.array([middle(data[numbers == sweep]) for sweep in sorted(set(sweeps))])
 
 
 @functools.cache
@@ -135,7 +135,7 @@ def quantile(freedom: float) -> float:
 
 
 def power(difference: Interval, margin: float) -> float:
-    """Probability, by the noncentral t, that of equals the upper end lies below ``margin``; or NaN."""
+    """Probability, by the noncentral t, that equals have an upper end below ``margin``; or NaN."""
     if not difference.known:
         return math.nan
     freedom = (difference.n if difference.sweeps == 1 else difference.sweeps) - 1
@@ -149,7 +149,7 @@ def power(difference: Interval, margin: float) -> float:
 
 
 def verdict(difference: Interval, margin: float) -> str:
-    """What paired differences (more is worse) say of a contender: a test of non-inferiority.
+    """Non-inferiority test of a contender by paired differences, of which more is worse.
 
     ``inferior``, ``not inferior``: the interval lies above, below the margin, wrong in at most 2.5 % of
     samples; ``cannot tell``: it holds it; ``no power``: equal contenders would too seldom be found within it.
@@ -173,11 +173,11 @@ def crossing(
     of values paired by key. An end beyond both means is -inf or inf; of too few values or sweeps it is NaN.
     """
     both = [key for key in left if key in right]
-    of = None if sweeps is None else [sweeps[key] for key in both]
+    numbers = None if sweeps is None else [sweeps[key] for key in both]
     a, b = (_data([side[key] for key in both]) for side in (left, right))
     few = len(both) < FEWEST
-    if of is not None and len(set(of)) > 1:
-        a, b = (_by_sweep(side, of, np.mean) for side in (a, b))
+    if numbers is not None and len(set(numbers)) > 1:
+        a, b = (_by_sweep(side, numbers, np.mean) for side in (a, b))
         few |= len(a) < FEWEST_SWEEPS
     first, rise = float(a.mean()), float(b.mean() - a.mean())
     place = -first / rise
