@@ -1,6 +1,6 @@
 """The shell script that runs one recorded trial again: sources, packages, suite, command.
 
-Texts of a suite stand in it as quoted here-documents, which a shell copies and does not read.
+Texts of a suite are quoted here-documents, which a shell copies without expanding them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from harness.errors import one_line
 from harness.records.record import Record
 from harness.records.run_record import Node, Run
 
-_OURS: Final = "zeropp-bench"
-_EVERYWHERE: Final = ("stdlib", "glyphs")  # corpora
+_PACKAGE: Final = "zeropp-bench"
+_EVERYWHERE: Final = ("stdlib", "glyphs")  # corpora that every installation has
 
 
 def script(record: Record, run: Run) -> str:
-    """The script; what is not known, or not kept whole, is said in its comments.  It starts in a clone."""
+    """The script, which starts in a clone; its comments say what is not known, or not kept whole."""
     node, folder, changes = run.nodes[0], f"zeropp-{record.id}", run.changes
     lines = ["set -e", *_comments(record, run), ""]
     commit = node.code.get("commit")
@@ -47,38 +47,38 @@ def script(record: Record, run: Run) -> str:
 
 
 def _comments(record: Record, run: Run) -> list[str]:
-    """Where and when it ran, and what was set there."""
-    said = [f"Trial {record.id} of suite {record.suite}, {record.started}."]
+    """Comments on where and when it ran, and on the environment there."""
+    lines = [f"Trial {record.id} of suite {record.suite}, {record.started}."]
     for number, node in enumerate(run.nodes):
-        told = {name: fact for name, fact in node.machine.items() if fact and name != "packages"}
-        told |= node.software.libraries | node.environment
-        said.append(f"Node {number}: {', '.join(f'{name} {fact}' for name, fact in told.items())}")
+        facts = {name: fact for name, fact in node.machine.items() if fact and name != "packages"}
+        facts |= node.software.libraries | node.environment
+        lines.append(f"Node {number}: {', '.join(f'{name} {fact}' for name, fact in facts.items())}")
     for name, digest in record.inputs.items():
         if name != "corpus" or record.trial.get("corpus") not in _EVERYWHERE:
-            said.append(f"Its {name} is not kept; beside suite.toml it needs the file of SHA-256 {digest}.")
-    return ["# " + one_line(line) for line in said]
+            lines.append(f"Its {name} is not kept; beside suite.toml it needs the file of SHA-256 {digest}.")
+    return ["# " + one_line(line) for line in lines]
 
 
 def _installed(node: Node) -> list[str]:
     """A virtual environment of the same Python with the same packages, without builds that no index has."""
     python = ".".join(str(node.machine.get("python")).split(".")[:2])
-    wanted = [one for one in node.software.packages if one.partition("==")[0].lower() != _OURS]
+    packages = [name for name in node.software.packages if name.partition("==")[0].lower() != _PACKAGE]
     return [
         f"{shlex.quote(f'python{python}')} -m venv .venv",
-        *_file("packages.txt", "".join(f"{one.partition('+')[0]}\n" for one in wanted)),
+        *_file("packages.txt", "".join(f"{name.partition('+')[0]}\n" for name in packages)),
         ".venv/bin/pip install --no-deps -r packages.txt",
         ".venv/bin/pip install --no-deps -e .",
     ]
 
 
 def _file(name: str, text: str) -> list[str]:
-    """Commands that write ``text`` to a file in the current folder; only a comment for one outside of it."""
+    """Commands that write ``text`` to a file in the current folder; a comment for a path outside of it."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name + text:
         return [f"# Not written, since it is not in this folder: {one_line(name)}"]
     end = "END"
     while end in text.split("\n"):
         end += "_"
-    made = [f"mkdir -p {shlex.quote(str(path.parent))}"] if len(path.parts) > 1 else []
+    mkdir = [f"mkdir -p {shlex.quote(str(path.parent))}"] if len(path.parts) > 1 else []
     newline = "" if text.endswith("\n") or not text else "\n"
-    return [*made, f"cat > {shlex.quote(name)} <<'{end}'", f"{text}{newline}{end}"]
+    return [*mkdir, f"cat > {shlex.quote(name)} <<'{end}'", f"{text}{newline}{end}"]

@@ -34,7 +34,7 @@ class Changes(_Part):
 
     size: int  # of the whole, in bytes
     sha256: str  # of the whole
-    text: str  # the first bytes of it, as many as are kept, without what is no UTF-8
+    text: str  # its first bytes, without those that are no UTF-8
 
     @property
     def whole(self) -> bool:
@@ -43,10 +43,10 @@ class Changes(_Part):
 
 
 class Software(_Part):
-    """What runs trials beside our sources, on one node."""
+    """Software of one node, beside our sources."""
 
     packages: list[str]  # all that are installed, as ``name==version``
-    libraries: dict[str, str]  # versions of CUDA, cuDNN and NCCL, where they are there
+    libraries: dict[str, str]  # versions of CUDA, cuDNN and NCCL, if installed
 
 
 class Node(BaseModel, extra="ignore", frozen=True):
@@ -63,8 +63,8 @@ class Run(_Part):
     """What all trials of one run have in common."""
 
     schema_version: int = 1
-    suite: SuiteText | None  # None for trials that are of no file
-    changes: Changes | None  # of the checkout of node 0; None if it is that of its commit, or not known
+    suite: SuiteText | None  # None for trials of no file
+    changes: Changes | None  # of node 0's checkout; None if there are none, or they are not known
     nodes: list[Node] = Field(min_length=1)  # by number; the first wrote the records
 
 
@@ -74,7 +74,7 @@ def path_of(results: Path, run: str) -> Path:
 
 
 def write(results: Path, run: Run) -> str:
-    """Write ``run`` atomically, unless it is there, or raise a RecordError; returns its hash."""
+    """Write ``run`` atomically, unless its file exists, or raise a RecordError; returns its hash."""
     text = run.model_dump_json(indent=1)
     name = digest_of(json.loads(text))[:_LETTERS]
     if not path_of(results, name).exists():
@@ -83,10 +83,10 @@ def write(results: Path, run: Run) -> str:
 
 
 def read(results: Path, run: str) -> Run:
-    """Read the file of run ``run``, whose content is that of its name; raises as :func:`read_as`."""
+    """Read the file of run ``run`` and check its hash; raises as :func:`read_as`."""
     path = path_of(results, run)
-    found = read_as(Run, path)
+    record = read_as(Run, path)
     name = digest_of(json.loads(path.read_text(encoding="utf-8")))[:_LETTERS]
     if name != run:
         raise RecordError(f"{path}: edited or damaged since it was written: its content is that of {name}")
-    return found
+    return record
