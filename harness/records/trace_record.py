@@ -1,6 +1,6 @@
 """Traces of steps beside the records of their trials, as ``zeropp trace`` writes them.  No torch.
 
-Of the Chrome trace only this is read back: what every rank did when, and of which trial it is.
+Only the ranks' spans and the trial are read back from the Chrome trace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Event(BaseModel, extra="ignore", frozen=True):
-    """One event of the format: what a lane of a rank did for a while (``X``), or a name (``M``)."""
+    """One event of the format: a span of a rank's lane (``X``), or a name (``M``)."""
 
     ph: Literal["X", "M"]
     name: str
@@ -40,13 +40,13 @@ class Event(BaseModel, extra="ignore", frozen=True):
 
 
 class About(BaseModel, extra="ignore", frozen=True):
-    """Of which trial a trace is, where it was taken, and what it cost."""
+    """A trace's trial, its machine, and its cost."""
 
     trial: Annotated[str, Field(pattern="^[0-9a-f]{12}$")]
     pool: str  # of machine and code, as in records
     seconds: _Seconds  # of the slowest rank's step
-    before: _Seconds  # of the one before it, which nothing noted
-    shows: str  # in a line
+    before: _Seconds  # of the step before it, which was not traced
+    shows: str  # what the trace shows, in a line
 
 
 class Trace(BaseModel, extra="ignore", frozen=True):
@@ -56,7 +56,7 @@ class Trace(BaseModel, extra="ignore", frozen=True):
     otherData: About  # noqa: N815
 
     def spans(self) -> list[tuple[int, Span]]:
-        """What lanes did, with its rank; in seconds."""
+        """(rank, span) of every event of a lane, in seconds."""
         return [
             (event.pid, Span(event.cat, event.name, event.ts / 1e6, (event.ts + event.dur) / 1e6))
             for event in self.traceEvents
@@ -65,13 +65,13 @@ class Trace(BaseModel, extra="ignore", frozen=True):
 
 
 def path_of(folder: Path, identity: str) -> Path:
-    """The file of a trial's trace in its suite's folder of results."""
+    """The file of a trial's trace in its suite's results."""
     return folder / FOLDER / f"trace-{identity}.json"
 
 
 def read_traces(folder: Path) -> list[Trace]:
-    """All traces beside the records of a folder; a RecordError names one that is none, or another trial's."""
-    found = []
+    """All traces beside the records of a folder; a RecordError names one that is invalid, or another trial's."""
+    traces = []
     for path in sorted((folder / FOLDER).glob("trace-*.json")):
         try:
             trace = Trace.model_validate_json(path.read_bytes())
@@ -81,19 +81,19 @@ def read_traces(folder: Path) -> list[Trace]:
             raise RecordError(f"{path}: is no trace of a step: {wrong_field(error)}") from error
         if path != path_of(folder, trace.otherData.trial):
             raise RecordError(f"{path}: is of trial {trace.otherData.trial}")
-        found.append(trace)
-    return found
+        traces.append(trace)
+    return traces
 
 
 def overlap(spans: Sequence[Span]) -> tuple[float, float]:
-    """Seconds in which messages between nodes were under way on a rank, and those without waiting for one."""
+    """Seconds of a rank in which messages between nodes were under way, and of them those without waiting."""
     under_way = [span for span in spans if span.lane == BETWEEN]
     waited = [span for span in spans if (span.lane, span.name) == (WAITING, ACROSS)]
     return _covered(under_way), _covered(under_way + waited) - _covered(waited)
 
 
 def _covered(spans: Sequence[Span]) -> float:
-    """Seconds in which any of them is."""
+    """Seconds of the spans' union."""
     seconds, until = 0.0, -math.inf
     for begin, end in sorted((span.begin, span.end) for span in spans):
         seconds += max(0.0, end - max(begin, until))
