@@ -70,7 +70,7 @@ def path_of(folder: Path, identity: str) -> Path:
 
 
 def read_traces(folder: Path) -> list[Trace]:
-    """All traces beside the records of a folder; a RecordError names one that is invalid, or another trial's."""
+    """All traces beside the records of a folder; a RecordError names an invalid one, or another trial's."""
     traces = []
     for path in sorted((folder / FOLDER).glob("trace-*.json")):
         try:

@@ -27,15 +27,15 @@ def test_records_come_back_as_they_were(tmp_path: Path) -> None:
     (folder / "logs").mkdir()
     (folder / "logs" / "x.log").write_text("x", encoding="utf-8")
     packed = archive.pack(folder, tmp_path / "b")
-    found = archive.unpack(packed)
-    assert found == tmp_path / "b" / "q"
+    unpacked = archive.unpack(packed)
+    assert unpacked == tmp_path / "b" / "q"
     for part in ("*.json", "runs/*.json", "traces/*.json"):
-        assert {path.name: path.read_bytes() for path in found.glob(part)} == {
+        assert {path.name: path.read_bytes() for path in unpacked.glob(part)} == {
             path.name: path.read_bytes() for path in folder.glob(part)
         }
-    assert not (found / "logs").exists()
-    assert not list(found.rglob("*.svg"))
-    assert archive.pack(found, tmp_path / "c").read_bytes() == packed.read_bytes()
+    assert not (unpacked / "logs").exists()
+    assert not list(unpacked.rglob("*.svg"))
+    assert archive.pack(unpacked, tmp_path / "c").read_bytes() == packed.read_bytes()
 
 
 def test_what_would_not_come_back_is_not_packed(tmp_path: Path) -> None:
@@ -59,8 +59,8 @@ def test_nothing_but_records_comes_out(tmp_path: Path, name: str) -> None:
     entry = tarfile.TarInfo(name)
     if name.startswith("q/0"):
         entry.type, entry.linkname = tarfile.SYMTYPE, "/etc/passwd"
-    with tarfile.open(tmp_path / "q.tar.xz", "w:xz") as made:
-        made.addfile(entry, io.BytesIO())
+    with tarfile.open(tmp_path / "q.tar.xz", "w:xz") as file:
+        file.addfile(entry, io.BytesIO())
     with pytest.raises(RecordError, match="which is no record of suite q"):
         archive.unpack(tmp_path / "q.tar.xz")
     assert [path.name for path in tmp_path.iterdir()] == ["q.tar.xz"]

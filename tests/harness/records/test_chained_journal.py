@@ -16,11 +16,11 @@ from tests.report.records import changed_steps, record_of
 MADE = [record_of(Trial(steps=2, warmup=0, seed=seed), suite="q", order=seed) for seed in range(3)]
 
 
-def written(folder: Path) -> list[Record]:
+def write_all(folder: Path) -> list[Record]:
     return [chained_journal.append(folder, made) for made in MADE]
 
 
-def words(folder: Path) -> list[str]:
+def sentences(folder: Path) -> list[str]:
     return chained_journal.verify(folder, record.read_all(folder))
 
 
@@ -30,12 +30,12 @@ def test_what_a_sweep_wrote_is_not_named(tmp_path: Path) -> None:
     failed = record_of(Trial(steps=2, warmup=0, seed=9), failure=Failure(kind="lost", message="", log=None))
     chained_journal.append(folder, failed)
     chained_journal.append(folder, record_of(Trial(steps=2, warmup=0, seed=9)))
-    first, *_ = written(folder)
+    first, *_ = write_all(folder)
     record.write(folder, first.model_copy(update={"role": "baseline"}))
-    assert words(folder) == []
-    found = archive.unpack(archive.pack(folder, tmp_path / "b"))
-    assert words(found) == []
-    assert (found / JOURNAL).read_bytes() == (folder / JOURNAL).read_bytes()
+    assert sentences(folder) == []
+    unpacked = archive.unpack(archive.pack(folder, tmp_path / "b"))
+    assert sentences(unpacked) == []
+    assert (unpacked / JOURNAL).read_bytes() == (folder / JOURNAL).read_bytes()
 
 
 def delete(folder: Path) -> None:
@@ -48,8 +48,8 @@ def rerun(folder: Path) -> None:
 
 
 def scale_times(folder: Path) -> None:
-    there = record.read(record.path_of(folder, MADE[1].id))
-    faster = changed_steps(there, lambda step: {"total": step.total / 2})
+    slower = record.read(record.path_of(folder, MADE[1].id))
+    faster = changed_steps(slower, lambda step: {"total": step.total / 2})
     record.write(folder, with_digest(faster))
 
 
@@ -82,19 +82,19 @@ def edit_line(folder: Path) -> None:
 )
 def test_sabotages_are_named(tmp_path: Path, sabotage: Callable[[Path], None], named: str) -> None:
     """Deleted, rerun and edited trials are named by their ids, and so are cut and edited journals."""
-    written(tmp_path)
+    write_all(tmp_path)
     sabotage(tmp_path)
-    found = words(tmp_path)
-    assert any(named in sentence for sentence in found)
+    faults = sentences(tmp_path)
+    assert any(named in sentence for sentence in faults)
     if sabotage in (delete, rerun, scale_times):
-        assert len(found) == 1
-        assert MADE[1].id in found[0]
-        assert MADE[0].id not in found[0]
+        assert len(faults) == 1
+        assert MADE[1].id in faults[0]
+        assert MADE[0].id not in faults[0]
 
 
 def test_older_records_have_no_journal(tmp_path: Path) -> None:
     """They are counted, and nothing is said against them."""
     for made in MADE:
         record.write(tmp_path, made)
-    (sentence,) = words(tmp_path)
+    (sentence,) = sentences(tmp_path)
     assert sentence.startswith("Without journal: 3 records, from before")

@@ -36,20 +36,20 @@ def test_pairing_cancels_drift(drift: list[float], factor: float) -> None:
     """A drift that both sides share leaves a paired ratio exact."""
     below = {index: value for index, value in enumerate(drift)}  # noqa: C416 - says what is the key
     above = {index: factor * value for index, value in enumerate(drift)}
-    found = paired_ratio_interval(above | {-1: 100.0}, below)  # a repeat that one side lacks is left out
-    assert (found.estimate, found.low, found.high) == pytest.approx((factor,) * 3)
+    ratio = paired_ratio_interval(above | {-1: 100.0}, below)  # a repeat that one side lacks is left out
+    assert (ratio.estimate, ratio.low, ratio.high) == pytest.approx((factor,) * 3)
 
 
 @given(samples)
 def test_ratio_is_students(ratios: list[float]) -> None:
     """The interval of a paired ratio is Student's on the logarithms."""
-    found = paired_ratio_interval(dict(enumerate(ratios)), dict.fromkeys(range(len(ratios)), 1.0))
+    ratio = paired_ratio_interval(dict(enumerate(ratios)), dict.fromkeys(range(len(ratios)), 1.0))
     logs = np.log(ratios)
-    assert found.n == len(ratios)
-    assert found.estimate == pytest.approx(np.exp(logs.mean()))
+    assert ratio.n == len(ratios)
+    assert ratio.estimate == pytest.approx(np.exp(logs.mean()))
     if np.std(logs) > 1e-9:
         expected = stats.ttest_1samp(logs, 0).confidence_interval(0.95)
-        assert (math.log(found.low), math.log(found.high)) == pytest.approx((expected.low, expected.high))
+        assert (math.log(ratio.low), math.log(ratio.high)) == pytest.approx((expected.low, expected.high))
 
 
 @given(st.lists(values, min_size=1, max_size=FEWEST - 1))
@@ -57,13 +57,13 @@ def test_ratio_is_students(ratios: list[float]) -> None:
 def test_few_values_have_no_interval(few: list[float]) -> None:
     """Below six there is an estimate without ends, of medians, ratios and crossings."""
     ratio = paired_ratio_interval(dict(enumerate(few)), dict.fromkeys(range(len(few)), 1.0))
-    for found in (median_interval(few), ratio):
-        assert found.n == len(few)
-        assert found.estimate > 0
-        assert not found.known
-        assert math.isnan(found.low)
-        assert math.isnan(found.high)
-        assert not found.contains(found.estimate)
+    for interval in (median_interval(few), ratio):
+        assert interval.n == len(few)
+        assert interval.estimate > 0
+        assert not interval.known
+        assert math.isnan(interval.low)
+        assert math.isnan(interval.high)
+        assert not interval.contains(interval.estimate)
     sides = dict(enumerate([1.0] * 9)), {index: -value for index, value in enumerate(few)}
     assert np.isnan(crossing(*sides)[1:]).all()
 
@@ -74,9 +74,9 @@ def test_refusals() -> None:
         median_interval([])
     with pytest.raises(ValueError, match="at least one"):
         paired_ratio_interval({0: 1.0}, {1: 1.0})
-    for ours, theirs in ((0.0, 1.0), (math.nan, 1.0), (math.nan, -1.0)):
+    for numerator, denominator in ((0.0, 1.0), (math.nan, 1.0), (math.nan, -1.0)):
         with pytest.raises(ValueError, match="positive"):
-            paired_ratio_interval({0: 1.0, 1: ours}, {0: 1.0, 1: theirs})
+            paired_ratio_interval({0: 1.0, 1: numerator}, {0: 1.0, 1: denominator})
 
 
 _DRAWS: dict[str, tuple[Callable[[np.random.Generator, tuple[int, int]], Any], float]] = {
@@ -92,8 +92,8 @@ _DRAWS: dict[str, tuple[Callable[[np.random.Generator, tuple[int, int]], Any], f
 def test_intervals_of_medians_hold_them_as_often_as_they_say(name: str, n: int) -> None:
     """In 0.93 to 0.97 of 2000 samples, whatever the distribution."""
     draw, median = _DRAWS[name]
-    found = [median_interval(sample) for sample in draw(np.random.default_rng(n), (2000, n))]
-    assert 0.93 < sum(one.contains(median) for one in found) / 2000 < 0.97
+    intervals = [median_interval(sample) for sample in draw(np.random.default_rng(n), (2000, n))]
+    assert 0.93 < sum(interval.contains(median) for interval in intervals) / 2000 < 0.97
 
 
 @pytest.mark.parametrize("between", [0.0, 0.02, 0.1])
@@ -103,10 +103,10 @@ def test_intervals_of_several_sweeps_hold_what_one_sweep_would_find_on_average(
 ) -> None:
     """In 0.93 to 0.97 of 2000 samples, whether or not sweeps differ; pairs taken as independent miss it."""
     noise = np.random.default_rng(sweeps * repeats)
-    of = [sweep for sweep in range(sweeps) for _ in range(repeats)]
+    numbers = [sweep for sweep in range(sweeps) for _ in range(repeats)]
     shifts = noise.normal(0, between, (2000, sweeps)).repeat(repeats, axis=1)
-    values = 0.5 + shifts + noise.normal(0, 0.03, (2000, len(of)))
-    hits = sum(mean_interval(row, of).contains(0.5) for row in values)
+    values = 0.5 + shifts + noise.normal(0, 0.03, (2000, len(numbers)))
+    hits = sum(mean_interval(row, numbers).contains(0.5) for row in values)
     assert 0.93 < hits / 2000 < 0.97
     if between == 0.1:
         assert sum(mean_interval(row).contains(0.5) for row in values) / 2000 < 0.85
@@ -118,16 +118,16 @@ def test_a_further_sweep_is_found_where_it_is_expected_as_often_as_it_says(
 ) -> None:
     """In 0.93 to 0.97 of 2000 samples, of means and of ratios; the estimate's own interval misses it."""
     noise = np.random.default_rng(sweeps)
-    of = [sweep for sweep in range(sweeps + 1) for _ in range(6)]
+    numbers = [sweep for sweep in range(sweeps + 1) for _ in range(6)]
     shifts = noise.normal(0, between, (2000, sweeps + 1)).repeat(6, axis=1)
-    rows = 0.5 + shifts + noise.normal(0, 0.03, (2000, len(of)))
+    rows = 0.5 + shifts + noise.normal(0, 0.03, (2000, len(numbers)))
     narrow = hits = 0
     for row in rows:
-        found, further = mean_interval(row[:-6], of[:-6]), row[-6:].mean()
-        narrow += found.contains(further)
-        hits += (expected := of_another_sweep(found, ratio=False)).contains(further)
-        logs = (math.exp(x) for x in (found.estimate, found.low, found.high))
-        ratio = of_another_sweep(Interval(*logs, found.n, found.sweeps), ratio=True)
+        mean, further = mean_interval(row[:-6], numbers[:-6]), row[-6:].mean()
+        narrow += mean.contains(further)
+        hits += (expected := of_another_sweep(mean, ratio=False)).contains(further)
+        logs = (math.exp(x) for x in (mean.estimate, mean.low, mean.high))
+        ratio = of_another_sweep(Interval(*logs, mean.n, mean.sweeps), ratio=True)
         assert math.isclose(math.log(ratio.high), expected.high, rel_tol=1e-9)
     assert 0.93 < hits / 2000 < 0.97
     assert narrow / 2000 < 0.9
@@ -136,20 +136,21 @@ def test_a_further_sweep_is_found_where_it_is_expected_as_often_as_it_says(
 def test_of_several_sweeps_the_spread_between_them_is_in_every_interval() -> None:
     """Two sweeps that find 2.81 and 3.03 have no interval; three are wider than all their pairs by far."""
     noise = np.random.default_rng(0)
-    found = np.array([2.81, 3.03, 2.9]).repeat(6) * noise.lognormal(0, 0.002, 18)
-    of = {pair: pair // 6 for pair in range(18)}
-    above, below = dict(enumerate(found)), dict.fromkeys(of, 1.0)
-    two = paired_ratio_interval({key: above[key] for key in range(12)}, below, of)
+    ratios = np.array([2.81, 3.03, 2.9]).repeat(6) * noise.lognormal(0, 0.002, 18)
+    sweep_of = {pair: pair // 6 for pair in range(18)}
+    above, below = dict(enumerate(ratios)), dict.fromkeys(sweep_of, 1.0)
+    two = paired_ratio_interval({key: above[key] for key in range(12)}, below, sweep_of)
     assert (two.n, two.sweeps, two.known) == (12, 2, False)
-    three = paired_ratio_interval(above, below, of)
+    three = paired_ratio_interval(above, below, sweep_of)
     assert (three.n, three.sweeps) == (18, FEWEST_SWEEPS)
     assert three.contains(2.81)
     assert not paired_ratio_interval(above, below).contains(2.81)
-    assert not paired_ratio_interval({0: 2.8, 6: 2.9, 12: 3.0}, below, of).known  # three pairs are too few
+    few = paired_ratio_interval({0: 2.8, 6: 2.9, 12: 3.0}, below, sweep_of)
+    assert not few.known
     sides = [{key: value - by for key, value in above.items()} for by in (2.7, 3.1)]
-    (_, low, high), (_, inner, outer) = crossing(*sides, of), crossing(*sides)
+    (_, low, high), (_, inner, outer) = crossing(*sides, sweep_of), crossing(*sides)
     assert high - low > 2 * (outer - inner)
-    for sweeps, known in ((of.values(), False), ([pair // 3 for pair in range(18)], True)):
+    for sweeps, known in ((sweep_of.values(), False), ([pair // 3 for pair in range(18)], True)):
         assert median_interval(list(above.values()), list(sweeps)).known == known
 
 
@@ -186,9 +187,9 @@ def test_a_crossing_that_was_not_measured_has_open_ends() -> None:
 def test_verdicts_are_wrong_no_more_often_than_they_may_be(n: int, spread: float) -> None:
     """With differences at the margin itself, neither verdict comes more often than in 2.5 % of samples."""
     differences = np.random.default_rng(n).normal(1.0, spread, (4000, n))
-    said = [verdict(mean_interval(row), margin=1.0) for row in differences]
-    assert said.count("not inferior") / 4000 < 0.033  # four standard errors
-    assert said.count("inferior") / 4000 < 0.033
+    verdicts = [verdict(mean_interval(row), margin=1.0) for row in differences]
+    assert verdicts.count("not inferior") / 4000 < 0.033  # four standard errors
+    assert verdicts.count("inferior") / 4000 < 0.033
 
 
 @pytest.mark.parametrize("n", [6, 12])

@@ -1,4 +1,4 @@
-"""Records as they are read: those of today, and those from before a field was there."""
+"""Records of today, and of before a field existed, are read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_an_older_record_is_read(tmp_path: Path) -> None:
-    """What it lacks is not known, and what is no longer kept is read over."""
+    """Fields that it lacks are None, and fields that no longer exist are ignored."""
 
     def older(data: Any) -> None:
         del data["processor_use"]
@@ -46,9 +46,9 @@ def test_an_older_record_is_read(tmp_path: Path) -> None:
         for step in steps_of(data):
             del step["cpu_seconds"]
 
-    found = record.read(rewritten(tmp_path, older))
-    assert {step.cpu_seconds for rank in found.ranks for step in rank.steps} == {None}
-    assert found.processor_use is found.digest is None
+    old = record.read(rewritten(tmp_path, older))
+    assert {step.cpu_seconds for rank in old.ranks for step in rank.steps} == {None}
+    assert old.processor_use is old.digest is None
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_an_older_record_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_measurements_that_cannot_be_are_refused(tmp_path: Path, field: str, value: Any) -> None:
-    """Seconds below 0, infinite or no number, no time at all and no processor: the field is named."""
+    """Seconds below 0, infinite or no number, no time and no processor are refused, naming the field."""
 
     def wrong(data: Any) -> None:
         *_, name = field.split(".")
@@ -101,7 +101,7 @@ def test_a_digest_is_of_content_not_of_its_form(tmp_path: Path) -> None:
     path = record.write(tmp_path, made)
     data = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(dict(reversed(data.items())), indent=7), encoding="utf-8")
-    found = record.read(path)
-    assert found == made
-    changed = found.model_copy(update={"question": "What else?"})
+    reordered = record.read(path)
+    assert reordered == made
+    changed = reordered.model_copy(update={"question": "What else?"})
     assert record.read(record.write(tmp_path, changed)).digest != made.digest

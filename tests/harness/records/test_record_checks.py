@@ -18,7 +18,7 @@ def halved(record: Record) -> Record:
     """``record`` with half of every ledger's bytes, its flag as it was."""
     ranks = [
         rank.model_copy(
-            update={"ledger": [r.model_copy(update={"bytes": r.bytes // 2}) for r in rank.ledger or []]}
+            update={"ledger": [row.model_copy(update={"bytes": row.bytes // 2}) for row in rank.ledger or []]}
         )
         for rank in record.ranks
     ]
@@ -27,7 +27,7 @@ def halved(record: Record) -> Record:
 
 @pytest.mark.parametrize("strategy", ["zero3", "zeropp"])
 def test_a_halved_ledger_is_neither_the_prediction_nor_what_was_counted(strategy: str) -> None:
-    """Whatever flag stands beside it; both messages name the numbers."""
+    """Whatever the record's flag says; both messages name the numbers."""
     made = record_of(Trial(strategy=strategy, steps=2, warmup=0))
     assert record_checks.ledger_mismatch(made) is None
     assert record_checks.interface_mismatch(made) is None
@@ -37,9 +37,9 @@ def test_a_halved_ledger_is_neither_the_prediction_nor_what_was_counted(strategy
     (first, *_) = sorted(
         made.ranks[0].ledger or [], key=lambda r: (r.phase, r.purpose, r.unit, r.hop, r.link)
     )
-    words = record_checks.ledger_mismatch(wrong) or ""
-    assert f"rank 0 sent {first.bytes // 2} bytes in {first.messages} messages" in words
-    assert f"predicted are {first.bytes} bytes" in words
+    mismatch = record_checks.ledger_mismatch(wrong) or ""
+    assert f"rank 0 sent {first.bytes // 2} bytes in {first.messages} messages" in mismatch
+    assert f"predicted are {first.bytes} bytes" in mismatch
     assert "allowed is 0.99 to 1.02" in (record_checks.interface_mismatch(wrong) or "")
 
 
@@ -48,8 +48,8 @@ def test_prediction_and_ledger_of_other_ranks_differ() -> None:
     made = record_of(Trial(strategy="zero3", steps=2, warmup=0))
     assert made.predicted is not None
     fewer = made.predicted.model_copy(update={"ledgers": made.predicted.ledgers[:-1]})
-    words = record_checks.ledger_mismatch(made.model_copy(update={"predicted": fewer}))
-    assert words == f"{len(made.ranks) - 1} ledgers are predicted for {len(made.ranks)} ranks"
+    mismatch = record_checks.ledger_mismatch(made.model_copy(update={"predicted": fewer}))
+    assert mismatch == f"{len(made.ranks) - 1} ledgers are predicted for {len(made.ranks)} ranks"
 
 
 def test_peers_have_nothing_to_be_checked_against() -> None:
@@ -86,12 +86,12 @@ def test_a_link_of_another_rate_is_marked(share: float) -> None:
     assert made.link is not None
     probed = made.link.model_copy(update={"requested_mbit": 100.0, "probed_mbit": [100 * share] * 2})
     linked = made.model_copy(update={"link": probed})
-    words = record_checks.rate_mismatch(linked)
-    assert record_checks.rate_mismatch(linked, above=True) == (words if share > 1 else None)
+    mismatch = record_checks.rate_mismatch(linked)
+    assert record_checks.rate_mismatch(linked, above=True) == (mismatch if share > 1 else None)
     if 0.951 < share < 1.049:
-        assert words is None
+        assert mismatch is None
     elif not 0.949 < share < 1.051:
-        assert words == f"its link carried {share:.1%} of 100 Mbit/s"
+        assert mismatch == f"its link carried {share:.1%} of 100 Mbit/s"
 
 
 def row(nbytes: int, messages: int) -> LedgerRow:
@@ -111,13 +111,13 @@ def test_a_codec_that_the_trial_has_not_is_named(codec: str) -> None:
     right = made.model_copy(update={"communication_errors": [error]})
     wrong = right.model_copy(update={"communication_errors": [error.model_copy(update={"codec": codec})]})
     assert record_checks.codec_mismatch(right) is None
-    words = record_checks.codec_mismatch(wrong)
-    assert codec == "fp32" or (words is not None and f"sent as {codec} in hop 1" in words)
+    mismatch = record_checks.codec_mismatch(wrong)
+    assert codec == "fp32" or (mismatch is not None and f"sent as {codec} in hop 1" in mismatch)
 
 
 @given(nbytes=st.integers(0, 10**7), messages=st.integers(1, 50))
 def test_headers_of_a_real_network(nbytes: int, messages: int) -> None:
     """Equal messages have a header for each 1,448 bytes begun; no message has none."""
-    each = sum(1 for _ in range(0, nbytes, 1448))
-    assert record_checks.header_bytes(row(nbytes * messages, messages)) == 66 * each * messages
+    packets = sum(1 for _ in range(0, nbytes, 1448))
+    assert record_checks.header_bytes(row(nbytes * messages, messages)) == 66 * packets * messages
     assert record_checks.header_bytes(row(0, 0)) == 0

@@ -38,7 +38,7 @@ policy = { weights = "int8:64", gradients = "int4:64" }
 
 
 def shell(script: str, folder: Path) -> str:
-    """What a shell says that runs a script in a folder; it has our Python and no other Python path."""
+    """Output of a shell that runs a script in a folder; it has our Python and no other Python path."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash"], input=script, cwd=folder, env=environment, capture_output=True, text=True, check=False
@@ -61,14 +61,14 @@ def copied(to: Path) -> None:
 
 
 def ran(folder: Path) -> dict[str, Any]:
-    """What a sweep's records say that has to be the same again, by id."""
+    """What has to be equal when a trial runs again, of each record of a sweep, by id."""
     return {
-        one.id: (
-            one.code["source"],
-            [rank.ledger for rank in one.ranks],
-            [step.loss for rank in one.ranks for step in rank.steps],
+        made.id: (
+            made.code["source"],
+            [rank.ledger for rank in made.ranks],
+            [step.loss for rank in made.ranks for step in rank.steps],
         )
-        for one in record.read_all(folder)
+        for made in record.read_all(folder)
     }
 
 
@@ -100,8 +100,8 @@ def test_a_trial_runs_again_from_its_record(tmp_path: Path) -> None:
 
 def run_with(**fields: Any) -> run_record.Run:
     """The file of a run on this machine."""
-    found = run_environment.run_of(None, [run_environment.identity()])
-    return found.model_copy(update=fields)
+    run = run_environment.run_of(None, [run_environment.identity()])
+    return run.model_copy(update=fields)
 
 
 @pytest.mark.long
@@ -111,11 +111,11 @@ def run_with(**fields: Any) -> run_record.Run:
 @example(text="")
 def test_texts_reach_no_shell(text: str) -> None:
     """Whatever a suite's file holds is written as it is, and nothing of it is run."""
-    one = record_of(Trial(steps=2, warmup=0))
-    found = reproduce.script(one, run_with(changes=None, suite=SuiteText(name="q.toml", text=text)))
-    start = found.index("cat > suite.toml")
-    end = found.index(".venv/bin/zeropp run")
-    written = found[start:end]
+    made = record_of(Trial(steps=2, warmup=0))
+    script = reproduce.script(made, run_with(changes=None, suite=SuiteText(name="q.toml", text=text)))
+    start = script.index("cat > suite.toml")
+    end = script.index(".venv/bin/zeropp run")
+    written = script[start:end]
     head, _, rest = written.partition("\n")
     word = re.fullmatch(r"cat > suite.toml <<'(END_*)'", head)
     assert word is not None
@@ -128,9 +128,9 @@ def test_texts_reach_no_shell(text: str) -> None:
 def test_nothing_is_written_outside(path: str) -> None:
     """A configuration whose path leaves the folder is named, and not written."""
     text = SuiteText(name="q.toml", text="x", configurations={path: "{}"})
-    found = reproduce.script(record_of(Trial(steps=2, warmup=0)), run_with(suite=text))
-    assert f"# Not written, since it is not in this folder: {path}" in found
-    assert f"> {path}" not in found
+    script = reproduce.script(record_of(Trial(steps=2, warmup=0)), run_with(suite=text))
+    assert f"# Not written, since it is not in this folder: {path}" in script
+    assert f"> {path}" not in script
 
 
 def test_what_is_not_known_is_said() -> None:
@@ -139,11 +139,11 @@ def test_what_is_not_known_is_said() -> None:
     run = run_with(changes=changes)
     (node, *_) = run.nodes
     run = run.model_copy(update={"nodes": [node.model_copy(update={"code": node.code | {"commit": None}})]})
-    found = reproduce.script(record_of(Trial(steps=2, warmup=0)), run)
-    assert "not kept whole (1000000 bytes" in found
-    assert "git apply" not in found
-    assert "The commit is not known" in found
-    assert "The suite's file is not known" in found
+    script = reproduce.script(record_of(Trial(steps=2, warmup=0)), run)
+    assert "not kept whole (1000000 bytes" in script
+    assert "git apply" not in script
+    assert "The commit is not known" in script
+    assert "The suite's file is not known" in script
 
 
 def test_an_edited_file_of_a_run_is_refused(tmp_path: Path) -> None:
@@ -158,15 +158,15 @@ def test_an_edited_file_of_a_run_is_refused(tmp_path: Path) -> None:
 
 def test_secrets_are_not_kept() -> None:
     """Of the variables that matter, those whose names say that they are secret have no value."""
-    found = run_environment.variables(
+    kept = run_environment.variables(
         {"NCCL_DEBUG": "INFO", "TORCH_HUB_TOKEN": "s3cret", "PATH": "/bin", "OMP_NUM_THREADS": "2"}
     )
-    assert found == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2", "TORCH_HUB_TOKEN": run_environment.HIDDEN}
+    assert kept == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2", "TORCH_HUB_TOKEN": run_environment.HIDDEN}
 
 
 def test_a_record_without_the_file_of_a_run(tmp_path: Path, zeropp: Zeropp) -> None:
     """An older record is refused in one line."""
-    one = record_of(Trial(steps=2, warmup=0))
-    record.write(tmp_path / "q", one)
-    refused = zeropp("show", one.id, "--results", tmp_path, "--reproduce", status=cli.REFUSED)
+    made = record_of(Trial(steps=2, warmup=0))
+    record.write(tmp_path / "q", made)
+    refused = zeropp("show", made.id, "--results", tmp_path, "--reproduce", status=cli.REFUSED)
     assert "names no file of its run" in refused.stderr
