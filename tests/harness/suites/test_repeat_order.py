@@ -7,9 +7,9 @@ import pytest
 from harness.suites.repeat_order import LEAST, MOST, Repeats
 from harness.suites.suite import Suite
 from harness.suites.suite_file import SuiteError
-from tests.harness.suites.test_suite_file import HEAD, Read, suite
+from tests.harness.suites.test_suite_file import HEAD, Read, read
 
-__all__ = ["suite"]  # a fixture
+__all__ = ["read"]  # a fixture
 
 
 def repeated(read: Read, repeats: str, strategies: str = '["zero3", "zeropp", "qwz"]') -> Suite:
@@ -18,7 +18,7 @@ def repeated(read: Read, repeats: str, strategies: str = '["zero3", "zeropp", "q
 
 
 @pytest.mark.parametrize(
-    ("said", "meant"),
+    ("value", "repeats"),
     [
         (3, Repeats(3, None, 3)),
         ("until 2 %", Repeats(LEAST, 0.02, MOST)),
@@ -26,29 +26,29 @@ def repeated(read: Read, repeats: str, strategies: str = '["zero3", "zeropp", "q
         ("until 2 %, at most 30", Repeats(LEAST, 0.02, 30)),
     ],
 )
-def test_repeats_are_a_number_or_a_width(said: object, meant: Repeats) -> None:
+def test_repeats_are_a_number_or_a_width(value: object, repeats: Repeats) -> None:
     """A whole number, or a share of the ratio, with a limit that is stated where the suite states none."""
-    assert Repeats.parse(said) == meant
-    assert str(meant.most) in str(meant)
+    assert Repeats.parse(value) == repeats
+    assert str(repeats.most) in str(repeats)
 
 
-def test_a_further_sweep_changes_no_trial_of_those_before(suite: Read) -> None:
+def test_a_further_sweep_changes_no_trial_of_those_before(read: Read) -> None:
     """Its repeats go on where the first's end: two sweeps of three repeats are the trials of six repeats."""
-    three, six = repeated(suite, "3"), repeated(suite, "6")
+    three, six = repeated(read, "3"), repeated(read, "6")
     first, second = three.sweep(0), three.sweep(1)
     assert first == three.trials
     assert [trial.id for trial in first + second] == [trial.id for trial in six.trials]
     assert not {trial.id for trial in first} & {trial.id for trial in second}
 
 
-def test_sweeps_of_unknown_length_do_not_overlap(suite: Read) -> None:
+def test_sweeps_of_unknown_length_do_not_overlap(read: Read) -> None:
     """Where repeats go on until ratios are known, a sweep begins where the one before must have ended."""
-    found = repeated(suite, '"until 2 %, at most 10"')
-    assert {trial.repeat for trial in found.sweep(0)} == set(range(LEAST))
-    assert {trial.repeat for trial in found.sweep(2)} == set(range(20, 20 + LEAST))
+    suite = repeated(read, '"until 2 %, at most 10"')
+    assert {trial.repeat for trial in suite.sweep(0)} == set(range(LEAST))
+    assert {trial.repeat for trial in suite.sweep(2)} == set(range(20, 20 + LEAST))
 
 
-def test_ratios_need_a_baseline(suite: Read) -> None:
+def test_ratios_need_a_baseline(read: Read) -> None:
     """Repeating until a ratio is known is refused where nothing stands for the other side of it."""
     with pytest.raises(SuiteError, match="over zero3, which does not stand beside zeropp, qwz"):
-        repeated(suite, '"until 2 %"', '["zeropp", "qwz"]')
+        repeated(read, '"until 2 %"', '["zeropp", "qwz"]')

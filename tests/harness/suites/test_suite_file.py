@@ -30,24 +30,24 @@ Refused = Callable[..., str]
 
 
 @pytest.fixture
-def suite(tmp_path: Path) -> Read:
+def read(tmp_path: Path) -> Read:
     """Reads the suite of a body, and of another head than the usual one."""
 
-    def read(body: str, head: str = HEAD) -> Suite:
+    def read_suite(body: str, head: str = HEAD) -> Suite:
         file = tmp_path / "q.toml"
         file.write_text(head + body, encoding="utf-8")
         return load(file)
 
-    return read
+    return read_suite
 
 
 @pytest.fixture
-def refusal(tmp_path: Path, suite: Read) -> Refused:
+def refusal(tmp_path: Path, read: Read) -> Refused:
     """The one line that refuses a body, after the file's path."""
 
     def refused(*texts: str) -> str:
         with pytest.raises(SuiteError) as caught:
-            suite(*texts)
+            read(*texts)
         text = str(caught.value)
         assert "\n" not in text
         assert text.startswith(str(tmp_path / "q.toml"))
@@ -63,126 +63,126 @@ def refusal(tmp_path: Path, suite: Read) -> Refused:
     zipped=st.integers(1, 4),
     repeats=st.integers(1, 4),
 )
-def test_product(suite: Read, policies: list[str], steps: list[int], zipped: int, repeats: int) -> None:
+def test_product(read: Read, policies: list[str], steps: list[int], zipped: int, repeats: int) -> None:
     """Matrix and zips multiply, repeats come outermost, and ids are unique."""
-    found = suite(
+    suite = read(
         f"repeats = {repeats}\n[matrix]\nstrategy = {policies}\nsteps = {steps}\n"
         f"[[zip]]\nsequence = {[64 * (i + 1) for i in range(zipped)]}\n"
         f"tokens_per_rank = {[128 * (i + 1) for i in range(zipped)]}\n"
     )
     cells = len(policies) * len(steps) * zipped
-    assert len(found.trials) == cells * repeats
-    assert len({trial.id for trial in found.trials}) == len(found.trials)
-    assert [trial.repeat for trial in found.trials] == [r for r in range(repeats) for _ in range(cells)]
-    assert all(trial.tokens_per_rank == 2 * trial.sequence for trial in found.trials)
+    assert len(suite.trials) == cells * repeats
+    assert len({trial.id for trial in suite.trials}) == len(suite.trials)
+    assert [trial.repeat for trial in suite.trials] == [r for r in range(repeats) for _ in range(cells)]
+    assert all(trial.tokens_per_rank == 2 * trial.sequence for trial in suite.trials)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(NAMED), min_size=2, max_size=6, unique=True), st.integers(2, 4))
-def test_interleaving(suite: Read, policies: list[str], repeats: int) -> None:
+def test_interleaving(read: Read, policies: list[str], repeats: int) -> None:
     """Compared trials stand together in every repeat, and none of them always runs first."""
-    found = suite(f"repeats = {repeats}\n[matrix]\ncluster.nodes = [2, 3, 4]\nstrategy = {policies}\n")
-    blocks = [found.trials[i : i + len(policies)] for i in range(0, len(found.trials), len(policies))]
+    suite = read(f"repeats = {repeats}\n[matrix]\ncluster.nodes = [2, 3, 4]\nstrategy = {policies}\n")
+    blocks = [suite.trials[i : i + len(policies)] for i in range(0, len(suite.trials), len(policies))]
     for block in blocks:
         assert len({(trial.repeat, trial.cluster.nodes) for trial in block}) == 1
         assert Counter(trial.strategy for trial in block) == Counter(policies)
     assert len({block[0].strategy for block in blocks}) > 1
 
 
-def test_one_geometry(suite: Read) -> None:
+def test_one_geometry(read: Read) -> None:
     """All policies of a suite start on the least common multiple of all their grains."""
-    found = suite('[matrix]\nstrategy = ["zero3", "zeropp"]\npolicy.weights = ["int8:96", "bf16"]\n')
-    grains = {policy.grain for trial in found.trials if (policy := trial.resolved_policy())}
+    suite = read('[matrix]\nstrategy = ["zero3", "zeropp"]\npolicy.weights = ["int8:96", "bf16"]\n')
+    grains = {policy.grain for trial in suite.trials if (policy := trial.resolved_policy())}
     assert grains == {math.lcm(96, 256)}
 
 
-def test_peers_run_once(suite: Read) -> None:
+def test_peers_run_once(read: Read) -> None:
     """A peer's cells that differ in policy alone are one run, and that is said."""
-    found = suite('[matrix]\nstrategy = ["zero3", "ddp"]\npolicy.weights = ["int8:64", "bf16"]\n')
-    assert Counter(trial.strategy for trial in found.trials) == {"zero3": 2, "ddp": 1}
-    assert found.merged == ('strategy = "ddp", policy.weights = "bf16"',)
-    (line,) = found.left_out
+    suite = read('[matrix]\nstrategy = ["zero3", "ddp"]\npolicy.weights = ["int8:64", "bf16"]\n')
+    assert Counter(trial.strategy for trial in suite.trials) == {"zero3": 2, "ddp": 1}
+    assert suite.merged == ('strategy = "ddp", policy.weights = "bf16"',)
+    (line,) = suite.left_out
     assert line.startswith(
         'policy.weights ("int8:64", "bf16" of [matrix]) is left out of ddp: there is no policy'
     )
 
 
-def resolved(found: Suite) -> list[tuple[str, str, str, object]]:
+def resolved(suite: Suite) -> list[tuple[str, str, str, object]]:
     """Strategy, weights, gradients and secondary of every trial."""
     rows = []
-    for trial in found.trials:
+    for trial in suite.trials:
         policy = trial.resolved_policy()
         assert policy is not None
         rows.append((trial.strategy, str(policy.weights), str(policy.gradients[0]), policy.secondary))
     return sorted(rows, key=str)
 
 
-def test_a_strategy_stays_what_it_is(suite: Read) -> None:
-    """What all strategies are given alike quantises none that does not, and copies for none without hpZ."""
-    found = suite(
+def test_a_strategy_stays_what_it_is(read: Read) -> None:
+    """Fields for all strategies quantise none that does not, and give no copy to one without hpZ."""
+    suite = read(
         'defaults.policy.secondary = 2\n[matrix]\nstrategy = ["exact", "zero3", "qgz", "zeropp"]\n'
         'policy.weights = ["int8:64", "int6:64"]\n'
     )
-    assert resolved(found) == [
+    assert resolved(suite) == [
         ("exact", "fp32", "fp32", 0),
         ("qgz", "bf16", "int4:256:clip", 0),
         ("zero3", "bf16", "bf16", 0),
         ("zeropp", "int6:64", "int4:256:clip", 2),
         ("zeropp", "int8:64", "int4:256:clip", 2),
     ]
-    assert len(found.merged) == 3
-    assert 'strategy = "zero3", policy.weights = "int6:64"' in found.merged
-    assert len(found.left_out) == 2, "one line for each key"
+    assert len(suite.merged) == 3
+    assert 'strategy = "zero3", policy.weights = "int6:64"' in suite.merged
+    assert len(suite.left_out) == 2, "one line for each key"
     assert any(
         'policy.weights ("int8:64", "int6:64" of [matrix]) is left out of exact, zero3, qgz' in line
-        for line in found.left_out
+        for line in suite.left_out
     )
-    assert not any("zeropp" in line for line in found.left_out)
-    found = suite('[matrix]\nstrategy = ["zero0", "zero2"]\npolicy.reduce_every = ["micro_batch", "step"]\n')
-    assert Counter(trial.strategy for trial in found.trials) == {"zero0": 1, "zero2": 2}
-    assert any("is left out of zero0: it would make another strategy of" in line for line in found.left_out)
+    assert not any("zeropp" in line for line in suite.left_out)
+    suite = read('[matrix]\nstrategy = ["zero0", "zero2"]\npolicy.reduce_every = ["micro_batch", "step"]\n')
+    assert Counter(trial.strategy for trial in suite.trials) == {"zero0": 1, "zero2": 2}
+    assert any("is left out of zero0: it would make another strategy of" in line for line in suite.left_out)
 
 
-def test_what_is_said_of_a_strategy_holds(suite: Read) -> None:
+def test_what_is_said_of_a_strategy_holds(read: Read) -> None:
     """A zip or an override that names the strategy changes it, and so does a suite of one policy."""
-    zipped = suite('[[zip]]\nstrategy = ["zero3", "qgz"]\npolicy.weights = ["int8:64", "bf16"]\n')
+    zipped = read('[[zip]]\nstrategy = ["zero3", "qgz"]\npolicy.weights = ["int8:64", "bf16"]\n')
     assert [row[:2] for row in resolved(zipped)] == [("qgz", "bf16"), ("zero3", "int8:64")]
     override = '[[override]]\nmatch = { strategy = "zero3" }\nset = { policy.gradients = "int8:64" }\n'
-    overridden = suite('[matrix]\nstrategy = ["zero3", "hpz"]\n' + override)
+    overridden = read('[matrix]\nstrategy = ["zero3", "hpz"]\n' + override)
     assert [row[2] for row in resolved(overridden)] == ["bf16", "int8:64"]
-    alone = suite('[defaults]\nstrategy = "zero3"\n[matrix]\npolicy.weights = ["int8:64", "bf16"]\n')
+    alone = read('[defaults]\nstrategy = "zero3"\n[matrix]\npolicy.weights = ["int8:64", "bf16"]\n')
     assert [row[1] for row in resolved(alone)] == ["bf16", "int8:64"]
     assert not zipped.left_out + overridden.left_out + alone.left_out
 
 
-def test_one_policy_of_two_names_runs_once(suite: Read) -> None:
+def test_one_policy_of_two_names_runs_once(read: Read) -> None:
     """Two strategies that resolve to one policy are one run, under the plainer name."""
-    found = suite(
+    suite = read(
         '[[zip]]\nstrategy = ["zero3", "qgz", "hpz", "hpz"]\n'
         'policy.gradients = [["int4:256", "int4:256"], "int4:256", "bf16", "bf16"]\n'
         'policy.secondary = [0, 0, "node", 2]\n'
     )
-    assert len(found.trials) == 2
-    assert len(found.merged) == 2
-    groups = suite('[matrix]\nstrategy = ["zero3"]\npolicy.group = ["node", 2, 0, 4]\n')
+    assert len(suite.trials) == 2
+    assert len(suite.merged) == 2
+    groups = read('[matrix]\nstrategy = ["zero3"]\npolicy.group = ["node", 2, 0, 4]\n')
     assert len(groups.trials) == 2  # on two nodes of two ranks
-    qgz = suite(
+    qgz = read(
         '[matrix]\nstrategy = ["zero3", "qgz"]\n'
         '[[override]]\nmatch = { strategy = "zero3" }\nset = { policy.gradients = "int4:256:clip" }\n'
     )
     assert [trial.strategy for trial in qgz.trials] == ["qgz"]
 
 
-def test_the_papers_baseline_keeps_its_flat_rings(suite: Read) -> None:
+def test_the_papers_baseline_keeps_its_flat_rings(read: Read) -> None:
     """Hops and chunks for all strategies do not turn it into the best ZeRO-3; the suite says so."""
-    found = suite(
+    suite = read(
         '[defaults]\npolicy.chunks = 2\npolicy.reduce = "two_hop"\npolicy.gather = "hierarchical"\n'
         '[matrix]\nstrategy = ["zero3-flat", "zero3"]\n'
     )
-    flat, best = sorted(found.trials, key=lambda trial: trial.strategy, reverse=True)
+    flat, best = sorted(suite.trials, key=lambda trial: trial.strategy, reverse=True)
     assert flat.resolved_policy() == replace(PRESETS["zero3-flat"], align=flat.policy.align)
     assert best.resolved_policy().chunks == 2  # type: ignore[union-attr]
-    assert sum("is left out of zero3-flat: " in line for line in found.left_out) == 3
+    assert sum("is left out of zero3-flat: " in line for line in suite.left_out) == 3
 
 
 CELLS = {
@@ -199,50 +199,50 @@ CELLS = {
 @pytest.mark.parametrize("path", sorted(SUITES.glob("*.toml")), ids=lambda path: path.stem)
 def test_shipped_suites_ask_what_they_say(path: Path) -> None:
     """Each is named like its file, states its time, loses no cell to merging, and changes no strategy."""
-    found = load(path)
-    assert found.name == path.stem
+    suite = load(path)
+    assert suite.name == path.stem
     assert path.read_text(encoding="utf-8").startswith("# Time: ")
-    assert found.time != "not stated"
-    assert len({trial.model_copy(update={"repeat": 0}).id for trial in found.trials}) == CELLS[path.stem]
-    assert found.merged == ()
-    assert found.left_out == ()
+    assert suite.time != "not stated"
+    assert len({trial.model_copy(update={"repeat": 0}).id for trial in suite.trials}) == CELLS[path.stem]
+    assert suite.merged == ()
+    assert suite.left_out == ()
 
 
-def test_data_follow_from_a_model_of_images(suite: Read) -> None:
+def test_data_follow_from_a_model_of_images(read: Read) -> None:
     """A vision model has images and as many patches as fit, unless the suite says otherwise."""
-    found = suite('[matrix]\nmodel.name = ["gpt-tiny", "vit-tiny"]\n')
-    assert [(t.corpus, t.sequence) for t in found.trials] == [("stdlib", 128), ("glyphs", 64)]
-    found = suite('[defaults]\nmodel.name = "vit-tiny"\nsequence = 16\n')
-    assert [(t.corpus, t.sequence) for t in found.trials] == [("glyphs", 16)]
+    suite = read('[matrix]\nmodel.name = ["gpt-tiny", "vit-tiny"]\n')
+    assert [(t.corpus, t.sequence) for t in suite.trials] == [("stdlib", 128), ("glyphs", 64)]
+    suite = read('[defaults]\nmodel.name = "vit-tiny"\nsequence = 16\n')
+    assert [(t.corpus, t.sequence) for t in suite.trials] == [("glyphs", 16)]
 
 
-def test_a_match_on_what_only_generation_has_hits_no_training(suite: Read) -> None:
+def test_a_match_on_what_only_generation_has_hits_no_training(read: Read) -> None:
     """An override of generations by their tokens leaves alone trials that train."""
-    found = suite(
+    suite = read(
         '[[zip]]\nworkload = ["train", "generate"]\ngenerate.tokens = [32, 8]\n'
         "[[override]]\nmatch = { generate.tokens = 8 }\nset = { steps = 3 }\n"
     )
-    assert [(t.workload, t.steps) for t in found.trials] == [("train", 8), ("generate", 3)]
+    assert [(t.workload, t.steps) for t in suite.trials] == [("train", 8), ("generate", 3)]
 
 
-def test_exclude_and_override(suite: Read) -> None:
+def test_exclude_and_override(read: Read) -> None:
     """Excludes and overrides match by value, and a list of a match is any of its members."""
-    found = suite(
+    suite = read(
         '[matrix]\nstrategy = ["zero3", "hpz", "qgz"]\ncluster.rate = ["1 Gbit/s", "50 Mbit/s"]\n'
         '[[exclude]]\nstrategy = ["hpz", "qgz"]\ncluster.rate = "1000 Mbit/s"\n'
         '[[override]]\nmatch = { strategy = "zero3" }\nset = { steps = 3, cluster.link = "paced" }\n'
     )
-    assert {(t.strategy, t.cluster.rate) for t in found.trials} == {
+    assert {(t.strategy, t.cluster.rate) for t in suite.trials} == {
         ("zero3", 1000.0), ("zero3", 50.0), ("hpz", 50.0), ("qgz", 50.0),
     }  # fmt: skip
-    assert all((t.steps == 3) == (t.strategy == "zero3") for t in found.trials)
-    assert all((t.cluster.link == "paced") == (t.strategy == "zero3") for t in found.trials)
+    assert all((t.steps == 3) == (t.strategy == "zero3") for t in suite.trials)
+    assert all((t.cluster.link == "paced") == (t.strategy == "zero3") for t in suite.trials)
 
 
-def test_quoted_and_nested_axes(suite: Read) -> None:
+def test_quoted_and_nested_axes(read: Read) -> None:
     """An axis may be a quoted path, a dotted key or a list of tables; free keys reach the model."""
-    found = suite('[matrix]\n"model.arguments.layers" = [1, 2]\ncluster = [{ nodes = 1 }, { nodes = 4 }]\n')
-    assert {(t.model.arguments["layers"], t.cluster.nodes) for t in found.trials} == {
+    suite = read('[matrix]\n"model.arguments.layers" = [1, 2]\ncluster = [{ nodes = 1 }, { nodes = 4 }]\n')
+    assert {(t.model.arguments["layers"], t.cluster.nodes) for t in suite.trials} == {
         (1, 1), (1, 4), (2, 1), (2, 4),
     }  # fmt: skip
 
@@ -257,11 +257,11 @@ def test_quoted_and_nested_axes(suite: Read) -> None:
         ("retry 1, then stop", Answer(retries=1, stop=True)),
     ],
 )
-def test_a_suite_says_what_follows_a_failure(suite: Read, text: str, answer: Answer) -> None:
+def test_a_suite_says_what_follows_a_failure(read: Read, text: str, answer: Answer) -> None:
     """By kind, and without another trial."""
-    found = suite(f'[on_failure]\nkilled = "{text}"\n')
-    assert found.on_failure == {"killed": answer}
-    assert found.trials == suite("").trials
+    suite = read(f'[on_failure]\nkilled = "{text}"\n')
+    assert suite.on_failure == {"killed": answer}
+    assert suite.trials == read("").trials
 
 
 CASES = {
@@ -297,16 +297,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("body", "found", "allowed"), CASES.values(), ids=CASES)
-def test_refusals(refusal: Refused, body: str, found: str, allowed: str) -> None:
-    """What cannot be used is one line with file, key, value and what is allowed."""
+@pytest.mark.parametrize(("body", "key", "allowed"), CASES.values(), ids=CASES)
+def test_refusals(refusal: Refused, body: str, key: str, allowed: str) -> None:
+    """An invalid suite is refused in one line with file, key, value and what is allowed."""
     text = refusal(body)
-    assert found in text
+    assert key in text
     assert allowed in text
 
 
 @pytest.mark.parametrize(
-    ("head", "words"),
+    ("head", "message"),
     [
         ('question = "?"\n', "'name' is missing"),
         ('name = "../q"\nquestion = "?"\n', "should match pattern"),
@@ -314,9 +314,9 @@ def test_refusals(refusal: Refused, body: str, found: str, allowed: str) -> None
         ('name = 3\nquestion = "?"\n', "expected a valid string"),
     ],
 )
-def test_refused_heads(refusal: Refused, head: str, words: str) -> None:
+def test_refused_heads(refusal: Refused, head: str, message: str) -> None:
     """A suite has a question and a name that can name a folder."""
-    assert words in refusal("", head)
+    assert message in refusal("", head)
 
 
 def test_an_endless_file_is_refused() -> None:
@@ -341,13 +341,13 @@ def test_no_traceback(tmp_path: Path, junk: bytes) -> None:
 STAGE_3 = '{"zero_optimization": {"stage": 3, "zero_quantized_weights": true, "overlap_comm": true}}'
 
 
-def test_a_deepspeed_configuration_is_a_strategy(tmp_path: Path, suite: Read) -> None:
+def test_a_deepspeed_configuration_is_a_strategy(tmp_path: Path, read: Read) -> None:
     """A file beside the suite or a table: the same trial, of the recipe's policy, which holds its text."""
     (tmp_path / "ds.json").write_text(STAGE_3, encoding="utf-8")
     head = '[defaults]\nstrategy = "recipe"\n'
-    of_file = suite(head + 'deepspeed_config = "ds.json"\n')
+    of_file = read(head + 'deepspeed_config = "ds.json"\n')
     table = "{ stage = 3, zero_quantized_weights = true, overlap_comm = true }"
-    of_table = suite(head + f"deepspeed_config.zero_optimization = {table}\n")
+    of_table = read(head + f"deepspeed_config.zero_optimization = {table}\n")
     assert of_file.trials == of_table.trials
     assert list(of_file.configurations) == ["ds.json"]
     assert not of_table.configurations
@@ -358,12 +358,12 @@ def test_a_deepspeed_configuration_is_a_strategy(tmp_path: Path, suite: Read) ->
     assert Trial.from_canonical(trial.canonical()) == trial
     (tmp_path / "other.json").write_text('{"zero_optimization": {"stage": 2}}', encoding="utf-8")
     files = '[matrix]\ndeepspeed_config = ["ds.json", "other.json"]\n'
-    axis = suite('[defaults]\nstrategy = "recipe"\n' + files).trials
-    assert [policy.stage for one in axis if (policy := one.resolved_policy())] == [3, 2]
+    axis = read('[defaults]\nstrategy = "recipe"\n' + files).trials
+    assert [policy.stage for trial in axis if (policy := trial.resolved_policy())] == [3, 2]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "fields", "words"),
+    ("strategy", "fields", "message"),
     [
         ("recipe", "", "strategy = 'recipe': expected deepspeed_config"),
         ("recipe", 'deepspeed_config = "none.json"', "none.json: cannot read"),
@@ -383,40 +383,40 @@ def test_a_deepspeed_configuration_is_a_strategy(tmp_path: Path, suite: Read) ->
     ],
 )
 def test_what_a_trial_says_of_deepspeed_is_said_once(
-    tmp_path: Path, refusal: Refused, strategy: str, fields: str, words: str
+    tmp_path: Path, refusal: Refused, strategy: str, fields: str, message: str
 ) -> None:
     """A configuration that contradicts a field of the trial is refused in one line with both values."""
     (tmp_path / "ds.json").write_text(STAGE_3, encoding="utf-8")
-    assert words in refusal(f'[defaults]\nstrategy = "{strategy}"\n{fields}\n')
+    assert message in refusal(f'[defaults]\nstrategy = "{strategy}"\n{fields}\n')
 
 
-def test_deepspeed_itself_takes_the_configuration_that_a_recipe_reads(tmp_path: Path, suite: Read) -> None:
+def test_deepspeed_itself_takes_the_configuration_that_a_recipe_reads(tmp_path: Path, read: Read) -> None:
     """Both may stand in a suite with one file; without one, DeepSpeed's is its ZeRO-3 as shipped."""
     (tmp_path / "ds.json").write_text(STAGE_3, encoding="utf-8")
     body = (
         '[matrix]\nstrategy = ["recipe", "deepspeed"]\n[[override]]\n'
         'match = { strategy = ["recipe", "deepspeed"] }\nset = { deepspeed_config = "ds.json" }\n'
     )
-    ours, theirs = suite(body).trials
-    assert (ours.strategy, theirs.strategy) == ("recipe", "deepspeed")
-    assert ours.resolved_policy() is not None
-    assert theirs.resolved_policy() is None
-    assert theirs.peer_configuration() == json.loads(STAGE_3)
-    (bare,) = suite('[defaults]\nstrategy = "deepspeed"\n').trials
+    recipe, peer = read(body).trials
+    assert (recipe.strategy, peer.strategy) == ("recipe", "deepspeed")
+    assert recipe.resolved_policy() is not None
+    assert peer.resolved_policy() is None
+    assert peer.peer_configuration() == json.loads(STAGE_3)
+    (bare,) = read('[defaults]\nstrategy = "deepspeed"\n').trials
     assert bare.peer_configuration() == {"zero_optimization": {"stage": 3}}
 
 
-def test_the_type_of_peers_leaves_policies_alone(suite: Read) -> None:
+def test_the_type_of_peers_leaves_policies_alone(read: Read) -> None:
     """Peers' ``compute`` changes peers alone: a policy beside them is the same run, under its id."""
     head = '[matrix]\nstrategy = ["zero3", "fsdp2-prefetch"]\n'
-    plain, peer = suite(head).trials
-    same, other = suite(f'[defaults]\npeer.compute = "bf16"\n{head}').trials
+    plain, peer = read(head).trials
+    same, other = read(f'[defaults]\npeer.compute = "bf16"\n{head}').trials
     assert same == plain
     assert other != peer
     assert other.peer.compute == "bf16"
     assert "peer" not in plain.canonical()
-    found = suite(f'{head}peer.compute = ["fp32", "bf16"]\n')
-    assert Counter(trial.strategy for trial in found.trials) == {"zero3": 1, "fsdp2-prefetch": 2}
+    suite = read(f'{head}peer.compute = ["fp32", "bf16"]\n')
+    assert Counter(trial.strategy for trial in suite.trials) == {"zero3": 1, "fsdp2-prefetch": 2}
 
 
 COUNTS = [*_fields(Trial), "model.arguments.layers"]
