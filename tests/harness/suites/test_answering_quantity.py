@@ -23,20 +23,20 @@ SUITES = Path(__file__).resolve().parents[3] / "suites"
 )  # fmt: skip
 def test_shipped_suites_ask_for_what_their_questions_say(suite: str, expected: str) -> None:
     """Losses where a question is of training, errors of blocks, a break-even of rates, and so on."""
-    found = load(SUITES / f"{suite}.toml")
-    assert quantity(found.cells, found.answer) == expected
+    shipped = load(SUITES / f"{suite}.toml")
+    assert quantity(shipped.cells, shipped.answer) == expected
 
 
 def test_a_suite_names_one_of_the_quantities(tmp_path: Path) -> None:
     """What it names comes before the axes; any other word is refused with those that there are."""
     path = tmp_path / "q.toml"
     text = 'name = "q"\nquestion = "Less?"\nanswer = "{}"\n[defaults.cluster]\nnodes = 2\n'
-    words = set(get_args(ChosenQuantity)) - {""}
-    assert words <= set(get_args(Quantity))
-    for word in words:
-        path.write_text(text.format(word))
+    names = set(get_args(ChosenQuantity)) - {""}
+    assert names <= set(get_args(Quantity))
+    for name in names:
+        path.write_text(text.format(name))
         suite = load(path)
-        assert quantity(suite.cells, suite.answer) == suite.answer == word
+        assert quantity(suite.cells, suite.answer) == suite.answer == name
     path.write_text(text.format("speed"))
     with pytest.raises(SuiteError, match=r"answer = \"speed\": .*'loss', 'step', 'bytes'"):
         load(path)

@@ -25,7 +25,7 @@ _ONE_NODE: Final = {"nodes": 1, "ranks_per_node": 4}
 
 
 @pytest.mark.parametrize(
-    ("cluster", "words"),
+    ("cluster", "message"),
     [
         ({"link": "shaped"}, "cluster.link = 'shaped': expected a cluster.rate"),
         ({"link": "none", "rate": "50 Mbit/s"}, "cluster.rate = 50 Mbit/s"),
@@ -40,14 +40,14 @@ _ONE_NODE: Final = {"nodes": 1, "ranks_per_node": 4}
         (_ADAPTERS | _SHAPED | {"hcas": ["mlx5_0"]}, r"cluster.hcas = \[.mlx5_0.\]: .*'real' with it"),
     ],
 )
-def test_a_link_or_transport_that_cannot_be_is_refused(cluster: dict[str, Any], words: str) -> None:
+def test_a_link_or_transport_that_cannot_be_is_refused(cluster: dict[str, Any], message: str) -> None:
     """In a line that names the fields and their values."""
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         check(Trial(cluster=Cluster.model_validate(cluster)))
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"tokens_per_rank": 100}, "tokens_per_rank = 100: expected a multiple of sequence = 128"),
         (_STAGED | {"strategy": "fsdp2"}, "strategy 'fsdp2' sends past our wire; expected 'nccl'"),
@@ -82,9 +82,9 @@ def test_a_link_or_transport_that_cannot_be_is_refused(cluster: dict[str, Any], 
         (_DDP | {"policy": {"gather": "flat"}}, "gather = flat inside ddp"),
     ],
 )
-def test_impossible_together(fields: dict[str, Any], words: str) -> None:
+def test_impossible_together(fields: dict[str, Any], message: str) -> None:
     """Fields that are fine alone and impossible together are refused, naming both."""
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         check(Trial.model_validate(fields))
 
 
@@ -92,12 +92,12 @@ def test_impossible_together(fields: dict[str, Any], words: str) -> None:
 def test_adapters_have_names_or_a_number(hcas: object) -> None:
     """The canonical form has them, and gives them back; without them it is that of before there were any."""
     plain = Trial(cluster=Cluster.model_validate(_ADAPTERS))
-    asked = Trial(cluster=Cluster.model_validate(_ADAPTERS | {"hcas": hcas}))
-    check(asked)
+    trial = Trial(cluster=Cluster.model_validate(_ADAPTERS | {"hcas": hcas}))
+    check(trial)
     for wrong in (0, [], True, ["=mlx5_0,mlx5_1"], ["mlx5_0", ""], 1.5):
         with pytest.raises(ValueError, match="hcas"):
             Cluster.model_validate(_ADAPTERS | {"hcas": wrong})
     assert "hcas" not in plain.canonical()["cluster"]
-    assert asked.canonical()["cluster"]["hcas"] == hcas
-    assert asked.id != plain.id
-    assert Trial.from_canonical(asked.canonical()) == asked
+    assert trial.canonical()["cluster"]["hcas"] == hcas
+    assert trial.id != plain.id
+    assert Trial.from_canonical(trial.canonical()) == trial

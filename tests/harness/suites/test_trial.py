@@ -46,9 +46,9 @@ def test_round_trip(trial: Trial) -> None:
 
 
 @given(trials, trials)
-def test_ids(one: Trial, other: Trial) -> None:
+def test_ids(trial: Trial, other: Trial) -> None:
     """Two trials have one id exactly if they are equal."""
-    assert (one.id == other.id) == (one == other)
+    assert (trial.id == other.id) == (trial == other)
 
 
 @given(st.integers(1, 1000))
@@ -68,21 +68,21 @@ def test_units(number: int) -> None:
     "value", [50, "50", "50 Mbps", "0 Mbit/s", "-1 Mbit/s", "", True, "0.5 kbit/s", "1001 Gbit/s", "64 MB"]
 )
 def test_other_quantities_are_refused(value: object) -> None:
-    """One without a known unit, of nothing, or that no link has; the allowed ones are named."""
-    for fields, words in (
+    """Without a known unit, of nothing, or beyond any link; the message names the allowed ones."""
+    for fields, message in (
         ({"cluster": {"rate": value}}, "kbit/s, Mbit/s or Gbit/s, or 'unshaped', from 1 kbit/s to 1000"),
         ({"memory_limit": value}, "a number above 0 with a unit, MiB or GiB"),
     ):
-        with pytest.raises(ValidationError, match=words):
+        with pytest.raises(ValidationError, match=message):
             Trial.model_validate(fields)
 
 
 def test_frames_are_what_is_kept_unless_said_otherwise() -> None:
     """Saying that hpZ's copy is of frames changes no id; in 16 bits it is another trial, on record."""
-    plain, said, other = (
+    plain, frames, other = (
         Trial(policy=PolicyChanges(secondary_format=kept)) for kept in (None, "frames", "bf16")
     )
-    assert plain.id == said.id != other.id
+    assert plain.id == frames.id != other.id
     assert Trial.from_canonical(other.canonical()) == other
     policy = other.resolved_policy()
     assert policy is not None
@@ -99,16 +99,16 @@ def test_presets(name: str) -> None:
 @example("int4:shard")
 def test_one_codec_for_both_hops(text: str) -> None:
     """A single gradient codec is meant for both hops, a pair for one each."""
-    one = Trial(strategy="zero3", policy=PolicyChanges(gradients=text)).resolved_policy()
-    two = Trial(strategy="zero3", policy=PolicyChanges(gradients=(text, "fp32"))).resolved_policy()
-    assert one is not None
-    assert two is not None
-    assert one.gradients == (one.gradients[0],) * 2
-    assert two.gradients == (one.gradients[0], Raw("fp32"))
+    single = Trial(strategy="zero3", policy=PolicyChanges(gradients=text)).resolved_policy()
+    pair = Trial(strategy="zero3", policy=PolicyChanges(gradients=(text, "fp32"))).resolved_policy()
+    assert single is not None
+    assert pair is not None
+    assert single.gradients == (single.gradients[0],) * 2
+    assert pair.gradients == (single.gradients[0], Raw("fp32"))
 
 
 def test_every_field_of_a_policy_can_be_said() -> None:
-    """What a suite may change are the fields of policies and of their limits, all of them."""
+    """A suite may change every field of policies and of their limits."""
     named = {field.name for kind in (Policy, MemoryLimits) for field in dataclasses.fields(kind)}
     shares = {f"offload_{field.name}" for field in dataclasses.fields(Offload)}
     assert set(PolicyChanges.model_fields) == named - {"memory", "offload", "inside"} | shares
@@ -125,9 +125,9 @@ def test_every_field_of_a_policy_can_be_said() -> None:
     policy = trial.resolved_policy()
     assert policy is not None
     for name, value in changes.items():
-        of = policy.memory if hasattr(policy.memory, name) else policy.offload if "offl" in name else policy
-        found = getattr(of, name.removeprefix("offload_"))
-        assert (str(found) if isinstance(value, str) else found) == value
+        part = policy.memory if hasattr(policy.memory, name) else policy.offload if "offl" in name else policy
+        setting = getattr(part, name.removeprefix("offload_"))
+        assert (str(setting) if isinstance(value, str) else setting) == value
     assert Trial.from_canonical(trial.canonical()) == trial
 
 
@@ -147,7 +147,7 @@ def test_what_came_later_changes_no_id() -> None:
     assert Trial(tokenizer="mine:words").id != Trial().id
     assert {"workload", "generate"} <= set(Trial(workload="generate").canonical())
     assert Trial(policy=PolicyChanges(stage=2)).canonical()["policy"]["stage"] == 2
-    for strategy, own, other in (("zeropp", "fp32", "fp16"), ("zeropp-shipped", "fp16", "fp32")):
-        said, changed = (Trial(strategy=strategy, policy=PolicyChanges(sums=sums)) for sums in (own, other))  # type: ignore[arg-type]
-        assert said.id == Trial(strategy=strategy).id != changed.id
+    for strategy, *types in (("zeropp", "fp32", "fp16"), ("zeropp-shipped", "fp16", "fp32")):
+        same, changed = (Trial(strategy=strategy, policy=PolicyChanges(sums=sums)) for sums in types)  # type: ignore[arg-type]
+        assert same.id == Trial(strategy=strategy).id != changed.id
         assert Trial.from_canonical(changed.canonical()) == changed
