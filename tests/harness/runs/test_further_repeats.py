@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from harness.records.confidence_intervals import FEWEST, paired_ratio_interval
-from harness.runs.further_repeats import Batch, batches, enough, seconds_of
+from harness.runs.further_repeats import Batch, batches, narrow, seconds_of
 from harness.suites.repeat_order import BEYOND, Repeats
 from harness.suites.suite import Suite
 from harness.suites.trial import Cluster, Trial
@@ -120,7 +120,7 @@ def test_intervals_that_were_waited_for_hold_the_ratio_as_often_as_they_say(spre
     squares = np.cumsum(logs**2, axis=1)[:, counts - 1] - counts * means**2
     half = stats.t.ppf(0.975, counts - 1) * np.sqrt(squares / (counts - 1) / counts)
     at = [
-        next((k for k in range(len(counts)) if enough(list(row[: k + 1]), within)), len(counts) - 1)
+        next((k for k in range(len(counts)) if narrow(list(row[: k + 1]), within)), len(counts) - 1)
         for row in np.expm1(half)
     ]
     rows = np.arange(len(logs))
@@ -129,11 +129,11 @@ def test_intervals_that_were_waited_for_hold_the_ratio_as_often_as_they_say(spre
 
 def test_one_narrow_interval_is_not_enough() -> None:
     """It must have been narrow some repeats ago, and be so now."""
-    assert not enough([0.01], 0.02)
-    assert not enough([0.01] * BEYOND, 0.02)
-    assert enough([0.01] * (BEYOND + 1), 0.02)
-    assert not enough([0.01] * 9 + [0.03], 0.02)
-    assert not enough([math.nan] * 9, 0.02)
+    assert not narrow([0.01], 0.02)
+    assert not narrow([0.01] * BEYOND, 0.02)
+    assert narrow([0.01] * (BEYOND + 1), 0.02)
+    assert not narrow([0.01] * 9 + [0.03], 0.02)
+    assert not narrow([math.nan] * 9, 0.02)
 
 
 def test_what_trials_took_is_what_the_report_says() -> None:
