@@ -25,9 +25,9 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
         ledgers = [outcome.predicted or [] for outcome in outcomes]
         predicted = Predicted(ledgers=ledgers, equal=[rank.ledger for rank in ranks] == ledgers)
     if processor_use is not None:
-        ran = math.fsum(use.ranks for use in spent if use is not None)
-        processor_use = processor_use.model_copy(update={"ranks": ran})
-    found = blank.model_copy(
+        seconds = math.fsum(use.ranks for use in spent if use is not None)
+        processor_use = processor_use.model_copy(update={"ranks": seconds})
+    record = blank.model_copy(
         update={
             "ranks": ranks,
             "interfaces": [outcome.sent for outcome in outcomes if outcome.sent is not None] or None,
@@ -36,7 +36,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "ran": first.ran,
             "units": first.units,
             "parameters": first.parameters,
-            "machine_use": [one.machine_use for one in outcomes if one.machine_use is not None],
+            "machine_use": [o.machine_use for o in outcomes if o.machine_use is not None],
             "decoded_sha256": [outcome.decoded[0] for outcome in outcomes if outcome.decoded],
             "processor_use": processor_use,
             "chosen_codecs": first.chosen,
@@ -48,9 +48,9 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "quantisation": compared[0].errors,
         }
     )
-    if (why := next(_wrong(outcomes, found), None)) is not None:
-        raise TrialError(why)
-    return found
+    if (error := next(_errors(outcomes, record), None)) is not None:
+        raise TrialError(error)
+    return record
 
 
 def _mean(shares: Sequence[Validation]) -> Validation:
@@ -65,10 +65,10 @@ def _mean(shares: Sequence[Validation]) -> Validation:
 
 
 def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
-    """What all ranks compared, by step and unit."""
-    found: dict[tuple[int, str], list[GradientError]] = defaultdict(list)
+    """All ranks' errors, merged by step and unit."""
+    by_unit: dict[tuple[int, str], list[GradientError]] = defaultdict(list)
     for error in compared:
-        found[error.step, error.unit].append(error)
+        by_unit[error.step, error.unit].append(error)
     return [
         GradientCheck(
             unit=unit,
@@ -76,13 +76,13 @@ def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
             share=max(error.share for error in errors),
             step=step,
         )
-        for (step, unit), errors in found.items()
+        for (step, unit), errors in by_unit.items()
     ]
 
 
-def _wrong(outcomes: Sequence[Outcome], found: Record) -> Iterator[str]:
-    """What is wrong with a record of these outcomes, in the order in which it came about."""
-    first, control, tokens = outcomes[0], found.trial.get("control"), found.inputs.get("corpus")
+def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
+    """Errors in a record of these outcomes, earliest step first."""
+    first, control, tokens = outcomes[0], record.trial.get("control"), record.inputs.get("corpus")
     scaler, count = first.ran.get("loss_scale"), len(first.record.steps)
     checked = [outcome.checked for outcome in outcomes]
     for rank, outcome in enumerate(outcomes):
@@ -94,17 +94,17 @@ def _wrong(outcomes: Sequence[Outcome], found: Record) -> Iterator[str]:
                     f"codec {codec} decodes the same elements on rank {rank} to others (SHA-256 "
                     f"{digest[:12]}) than on rank 0 ({expected[:12]})"
                 )
-        read = outcome.ran["corpus_sha256"]
-        if tokens is not None and read not in ("", tokens):
+        digest = outcome.ran["corpus_sha256"]
+        if tokens is not None and digest not in ("", tokens):
             yield (
-                f"rank {rank} has other tokens (SHA-256 {read[:12]}) of the corpus than the process that "
+                f"rank {rank} has other tokens (SHA-256 {digest[:12]}) of the corpus than the process that "
                 f"started it ({tokens[:12]}): expected what gives the same each time, on every machine"
             )
-        yield from _unlike_one_process(rank, outcome, later=False, gradients=control != "unordered")
-    if found.communication_errors and not control:
-        policy = Trial.from_canonical(found.trial).resolved_policy() or Policy()
-        if (why := communication_error.refusal(found.communication_errors, policy)) is not None:
-            yield why
+        yield from _reference_errors(rank, outcome, later=False, gradients=control != "unordered")
+    if record.communication_errors and not control:
+        policy = Trial.from_canonical(record.trial).resolved_policy() or Policy()
+        if (error := communication_error.refusal(record.communication_errors, policy)) is not None:
+            yield error
     if scaler is not None and count and scaler["skipped"] >= count:
         yield (
             f"all {count} steps were skipped: gradients overflow, at last at a loss scale of "
@@ -115,7 +115,7 @@ def _wrong(outcomes: Sequence[Outcome], found: Record) -> Iterator[str]:
             if not math.isfinite(step.loss):
                 yield f"the loss of rank {rank} is {step.loss} in step {step.index}"
         if not control:
-            yield from _unlike_one_process(rank, outcome, later=True)
+            yield from _reference_errors(rank, outcome, later=True)
         if outcome.chosen != first.chosen:
             yield f"rank {rank} chose other codecs within its budget than rank 0"
         for number, digest in enumerate(outcome.decoded):
@@ -125,24 +125,24 @@ def _wrong(outcomes: Sequence[Outcome], found: Record) -> Iterator[str]:
                     f"generation 0 ({outcome.decoded[0][:12]}) from the same prompt and weights"
                 )
     inconsistent = (
-        record_checks.ledger_mismatch(found),
-        record_checks.interface_mismatch(found),
-        record_checks.codec_mismatch(found),
-        record_checks.rate_mismatch(found, above=True),
-        record_checks.training_fault(checked, found.ranks),
+        record_checks.ledger_mismatch(record),
+        record_checks.interface_mismatch(record),
+        record_checks.codec_mismatch(record),
+        record_checks.rate_mismatch(record, above=True),
+        record_checks.training_fault(checked, record.ranks),
     )
     yield from filter(None, inconsistent)
 
 
-def _unlike_one_process(rank: int, outcome: Outcome, *, later: bool, gradients: bool = True) -> Iterator[str]:
-    """Losses before a step, or in it, that are not a single process's, and reduced gradients that are farther
-    from its than the codecs promise.
+def _reference_errors(rank: int, outcome: Outcome, *, later: bool, gradients: bool = True) -> Iterator[str]:
+    """Losses before a step, or in it, that differ from a single process's, and reduced gradients that differ
+    from its gradients by more than the codecs allow.
     """
     trained = {step.index: step.loss for step in outcome.record.steps}
     for loss in outcome.compared.losses:
-        if bool(loss.step) == later and not same_loss(loss.found, loss.expected):
+        if bool(loss.step) == later and not same_loss(loss.sharded, loss.expected):
             yield (
-                f"{_when(loss.step)} the loss of rank {rank} is {loss.found:.6f}, of a single process on "
+                f"{_when(loss.step)} the loss of rank {rank} is {loss.sharded:.6f}, of a single process on "
                 f"the same batches with equal weights {loss.expected:.6f}: more than {TOLERANCE:g} apart"
             )
         if later and loss.trained is not None and not same_loss(trained[loss.step], loss.trained):

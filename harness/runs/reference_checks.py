@@ -1,10 +1,10 @@
-"""Compares a trial with a single process and with exact values, at stated steps, outside of what is timed.
+"""Compares a trial with a single process and with exact values, at stated steps, not while it is timed.
 
-Before training, in evaluation mode: the sharded model's loss and reduced gradients beside a single process's
+Before training, in evaluation mode: the sharded model's loss and reduced gradients with a single process's
 (:mod:`harness.measure.gradient_bounds`).  Where errors are measured, before the first, a middle and the last
-step: what is sent beside exact values (:mod:`harness.measure.communication_error`), and before the later ones
-loss and gradients again, beside a single process that has the masters of then.  After the steps: a grid of
-codecs, nothing sent (:mod:`harness.measure.quantisation_error`).  Training is left as it was.
+step: all messages with exact values (:mod:`harness.measure.communication_error`), and before the later ones
+loss and gradients again, with a single process that has the masters of that step.  After the steps: a grid of
+codecs, without messages (:mod:`harness.measure.quantisation_error`).  Training is left as it was.
 """
 
 from __future__ import annotations
@@ -73,27 +73,27 @@ class ComparedLoss:
     expected: float  # of one with weights as all-gathered
     trained: float | None = None  # of that in training mode, as the step's own; None where that is random
     step: int = 0  # just before which they were compared
-    found: float = math.nan  # of the sharded model
+    sharded: float = math.nan  # of the sharded model
 
 
 @dataclass(slots=True)
 class Compared:
-    """What one rank compared."""
+    """Comparisons of one rank."""
 
     losses: list[ComparedLoss] = field(default_factory=list)  # before training, and before later steps
     gradient_errors: list[GradientError] = field(default_factory=list)  # by step and unit
-    communicated: list[tuple[Place, list[float]]] = field(default_factory=list)  # sums of what was sent
+    communicated: list[tuple[Place, list[float]]] = field(default_factory=list)  # sums of errors sent
     errors: list[QuantisationError] = field(default_factory=list)  # of the grid of codecs, over all ranks
 
 
 class Comparison:
-    """A trial's comparisons on one rank, made of the unsharded model; all ranks must call each method."""
+    """A trial's comparisons on one rank with the unsharded model; all ranks must call each method."""
 
     def __init__(self, trial: Trial, model: nn.Module, data: Batches, rank: Rank) -> None:
         self.trial, self.data, self.rank = trial, data, rank
         self.expected, self.gradient = self._single_process(model)
         total = trial.warmup + trial.steps
-        # Further repeats send the same, and would take their time for it.
+        # Further repeats would measure the same errors again.
         self.measures = trial.measure_quantisation and trial.repeat == 0
         self.steps = sorted(communication_error.measured_steps(total)) if self.measures else []
         self.compared = Compared()
@@ -102,38 +102,38 @@ class Comparison:
     def before_training(self, strategy: Strategy) -> None:
         """Compare the sharded model's loss and reduced gradients with a single process's."""
         if self.gradient is None:
-            found = mean_loss(strategy.model, batches_of(self.data))
-            strategy.weights_changed()  # what the check gathered must not serve the first step
+            loss = mean_loss(strategy.model, batches_of(self.data))
+            strategy.weights_changed()  # weights gathered by the check must not serve the first step
         else:
             with evaluating(strategy.model):
                 passes = run_passes(self.trial, strategy, self.data, 0)
             self.compared.gradient_errors += _gradient_errors(self.gradient, strategy)
-            found = passes.mean
+            loss = passes.mean
             strategy.forget_gradients()
             self.events = [*passes.events, "changed"]
-        self.compared.losses.append(replace(self.expected, found=found))
+        self.compared.losses.append(replace(self.expected, sharded=loss))
 
     def before_step(self, index: int, strategy: Strategy, checks: TrainingChecks) -> None:
-        """Compare what step ``index`` is about to send with exact values; no other trace is left of it."""
+        """Send the messages of step ``index`` in advance, and compare them with exact values."""
         self.rank.report(Progress("measuring errors", self.steps.index(index) + 1, len(self.steps)))
-        policy, found = self.trial.resolved_policy(), SumsByPlace()
+        policy, errors = self.trial.resolved_policy(), SumsByPlace()
         differ = policy is not None and communication_error.outcomes_differ(policy)
         for repeated in (1, communication_error.REPEATED) if differ and index == self.steps[-1] else (1,):
             with _rehearsal(strategy) as observed:
                 if repeated == 1 and strategy.zero is not None:
-                    found |= communication_error.weight_errors(index, strategy.zero)
+                    errors |= communication_error.weight_errors(index, strategy.zero)
                 for _ in range(repeated):
                     run_passes(self.trial, strategy, self.data, index)
-            found |= communication_error.gradient_errors(index, observed, repeated=repeated)
-        self.compared.communicated += [(place, sums.tolist()) for place, sums in found.items()]
+            errors |= communication_error.gradient_errors(index, observed, repeated=repeated)
+        self.compared.communicated += [(place, sums.tolist()) for place, sums in errors.items()]
         if index and strategy.zero is not None:
-            self._beside_one_process(index, strategy, strategy.zero, checks)
+            self._compare_later_step(index, strategy, strategy.zero, checks)
 
-    def _beside_one_process(self, index: int, strategy: Strategy, zero: Zero, checks: TrainingChecks) -> None:
+    def _compare_later_step(self, index: int, strategy: Strategy, zero: Zero, checks: TrainingChecks) -> None:
         """Compare loss and reduced gradients of step ``index`` with one process that has the masters.
 
-        Not of weights that are sums of differences, nor gradients that carry errors over: they are not what
-        one encoding makes of a single process's.  Nor where a budget chose other codecs than the trial's.
+        Weights that are sums of differences, and gradients that carry errors over, are left out: they are not
+        one encoding of a single process's. So are trials whose budget chooses other codecs than their policy.
         """
         if zero.policy.differences is not None or zero.policy.budget is not None:
             return
@@ -149,7 +149,7 @@ class Comparison:
                 checks.note_rehearsal(index)
             if gradient is not None and zero.policy.feedback is None:
                 self.compared.gradient_errors += _gradient_errors(gradient, strategy)
-        self.compared.losses.append(replace(expected, found=passes.mean))
+        self.compared.losses.append(replace(expected, sharded=passes.mean))
 
     def after_steps(self, strategy: Strategy) -> None:
         """Try a grid of codecs on this rank's weights, and on gradients of one more backward pass."""
@@ -163,9 +163,9 @@ class Comparison:
         self, model: nn.Module, step: int = 0, clock: Clock | None = None
     ) -> tuple[ComparedLoss, FirstGradient | None]:
         """Losses of the unsharded model on this rank's batches of ``step``, and all ranks' mean gradient, or
-        None where a trial decodes or a peer keeps its own; all ranks call it.
+        None if a trial decodes or a peer keeps its gradients to itself; all ranks must call it.
 
-        ``clock`` says how weights are rounded at random; by default the first step's.
+        ``clock`` determines the random rounding of weights; by default the first step's.
         """
         trial, topology, policy = self.trial, self.rank.topology, self.trial.resolved_policy()
         try:
@@ -186,7 +186,7 @@ class Comparison:
                 layouts = model_layouts(model)
             if units:
                 layouts = layouts_of(units, policy, topology)
-            if policy is not None and family != "ddp":  # which has whole weights on every rank
+            if policy is not None and family != "ddp":  # DDP has whole weights on every rank
                 columns = by_columns(model, policy, units)
                 gathered.enter_context(as_gathered(model, policy, units, clock or Clock(trial.seed)))
             computed = as_computed(trial, model)
@@ -194,7 +194,7 @@ class Comparison:
                 loss = mean_loss(computed, batches_of(self.data, step))
                 return ComparedLoss(reference, loss, None, step), None
             loss, gradient = self._gradient(computed, layouts, step, columns)
-            trained: float | None = None  # where it is the same in training mode, of steps that follow
+            trained: float | None = None  # of later steps, where training mode has the same loss
             if step:
                 with torch.no_grad():
                     computed.train()
@@ -206,7 +206,7 @@ class Comparison:
         self, model: nn.Module, layouts: Sequence[Layout], step: int, columns: Mapping[str, Tensor]
     ) -> tuple[float, FirstGradient]:
         """This rank's mean loss of a step's batches, and all ranks' mean gradient; backward passes compute
-        with the values ``columns``, if there are any, in place of the model's.
+        with the values of ``columns``, if any, in place of the model's.
         """
         trial, policy = self.trial, None if self.trial.host is not None else self.trial.resolved_policy()
         compute, scale = (_type_of(trial), None) if policy is None else (policy.compute, policy.loss_scale)
@@ -233,8 +233,8 @@ class Comparison:
 
 @contextlib.contextmanager
 def _rehearsal(strategy: Strategy) -> Iterator[communication_error.ReductionObserver]:
-    """Passes inside send what a step would, and leave no trace; yields what the wire is seen to do."""
-    assert strategy.wire is not None  # noqa: S101  # nothing is due without
+    """Passes in the body send what a step would, and leave no trace; yields observations of the wire."""
+    assert strategy.wire is not None  # noqa: S101  # else no step is compared
     observed, device = communication_error.ReductionObserver(), next(strategy.model.parameters()).device
     random = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with strategy.wire.observed(observed), strategy.rehearsing(), random:
@@ -244,12 +244,12 @@ def _rehearsal(strategy: Strategy) -> Iterator[communication_error.ReductionObse
 def _gradient_errors(gradient: FirstGradient, strategy: Strategy) -> list[GradientError]:
     """How far each unit's reduced gradient is from a single process's."""
     scale = strategy.loss_scale
-    errors = (gradient.compare(one, *strategy.mean_gradient(one), scale) for one in gradient.layouts)
+    errors = (gradient.compare(unit, *strategy.mean_gradient(unit), scale) for unit in gradient.layouts)
     return [error for error in errors if error is not None]
 
 
 def _type_of(trial: Trial) -> Dtype:
-    """The coarser of the types in which a peer computes and sends; of hosts, whose codecs say it, fp32."""
+    """The coarser of the types in which a peer computes and sends; fp32 for hosts, whose codecs round."""
     if trial.strategy not in PEERS:
         return "fp32"
     compute = trial.peer.compute

@@ -170,7 +170,7 @@ def test_what_is_not_as_it_must_be_is_no_result(budgeted: list[Outcome]) -> None
     loss, error = ours.compared.losses[0], ours.compared.gradient_errors[0]
     first, *others = ours.record.ledger or []
     ledger = [first.model_copy(update={"bytes": first.bytes + 1}), *others]
-    off = replace(ours.compared, losses=[replace(loss, found=loss.found + 2e-3)])
+    off = replace(ours.compared, losses=[replace(loss, sharded=loss.sharded + 2e-3)])
     for wrong, words in (
         ({"compared": off}, r"loss of rank 1 is .* more than 0.0001 apart"),
         (
@@ -253,7 +253,7 @@ def test_peers_in_16_bits_are_checked_against_a_single_process(
     """
     for outcome in outcomes(trial(text, strategy, peer={"compute": peer}, accumulation=2), tmp_path / "log"):
         first = outcome.compared.losses[0]
-        assert first.found == pytest.approx(first.expected, abs=1e-4)
+        assert first.sharded == pytest.approx(first.expected, abs=1e-4)
         assert (first.expected == first.reference) == (peer == "fp32")
 
 
@@ -407,7 +407,7 @@ def test_quantised_weights_have_the_loss_of_their_codec(text: str, tmp_path: Pat
     one = trial(text, "qwz", policy={"weights": weights, "max_padding": 9.0}, steps=1, warmup=0)
     for outcome in outcomes(one, tmp_path / "log"):
         first = outcome.compared.losses[0]
-        assert first.found == pytest.approx(first.expected, abs=1e-6)
+        assert first.sharded == pytest.approx(first.expected, abs=1e-6)
         assert first.expected != first.reference
 
 
