@@ -1,4 +1,4 @@
-"""Progress output of a sweep: a live line on a terminal, plain lines elsewhere."""
+"""Progress of a sweep: a live line in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _ALWAYS: Final = ("strategy", "cluster.nodes", "cluster.ranks_per_node", "cluste
 
 
 class Display:
-    """Progress of a sweep into ``results``, of at least ``total`` trials; a live line in a terminal."""
+    """Prints the progress of a sweep of at least ``total`` trials into the folder ``results``."""
 
     def __init__(self, console: Console, results: Path, total: int = 0) -> None:
         self._console, self._results = console, results
-        self._asked, self._done, self._trials = 0, 0, total
+        self._known, self._done, self._trials = 0, 0, total
         self._axes: list[str] = []  # in which the trials differ
         self._durations: list[float] = []  # of trials
         self._began = time.monotonic()
         self._name = ""  # of the trial under way
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
         self._live = bars.Progress(
             bars.TimeElapsedColumn(),
             bars.TextColumn("{task.description}", markup=False),
@@ -40,28 +40,28 @@ class Display:
         )
         self._line = self._live.add_task("")
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         """Print a line as it is, however long."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def asked(self, trials: Sequence[Trial], missing: int, why: str, failures: Sequence[Record]) -> None:
-        """Trials follow, so many of which have to run, further ones for a reason; some failed before."""
-        first, done = not self._asked, len(trials) - missing
-        self._asked += len(trials)
-        self._trials = max(self._trials, self._asked)
+    def batch(self, trials: Sequence[Trial], missing: int, why: str, failures: Sequence[Record]) -> None:
+        """Begin a batch: print failures of earlier runs and, after the first one, why trials have to run."""
+        first, done = not self._known, len(trials) - missing
+        self._known += len(trials)
+        self._trials = max(self._trials, self._known)
         self._done += done
         if first:
             varying = varying_paths([trial.canonical() for trial in trials])
             self._axes = [path for path in varying if path not in _ALWAYS]
         if first and done:
-            self.say(f"{done} of {len(trials)} trials are done, and skipped")
+            self.print(f"{done} of {len(trials)} trials are done, and skipped")
         elif missing and not first:
-            self.say(why)
+            self.print(why)
         if failures:
             count = f"{len(failures)} of {self._trials} trials failed before"
-            self.say(f"{count}; --retry-failed runs them again:")
+            self.print(f"{count}; --retry-failed runs them again:")
         for record in failures:
-            self.say(f"  {record.id} {outcome(record)}")
+            self.print(f"  {record.id} {outcome(record)}")
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -77,14 +77,14 @@ class Display:
         self.progress(Progress("set-up"))
 
     def progress(self, progress: Progress) -> None:
-        """The trial under way got this far; what it says is printed once, whatever trial says it again."""
+        """Show the progress of the current trial; print its ``text`` unless any trial has printed it."""
         step = f" {progress.step}/{progress.steps}" if progress.steps else ""
         left = f" (about {eta} left)" if (eta := self._eta()) else ""
         shown = f"[{self._done + 1}/{self._trials}] {progress.stage}{step}{left} {self._name}"
         self._live.update(self._line, description=shown)
-        if progress.text and progress.text not in self._said:
-            self._said.add(progress.text)
-            self.say(progress.text)
+        if progress.text and progress.text not in self._printed:
+            self._printed.add(progress.text)
+            self.print(progress.text)
 
     def finished(self, record: Record) -> None:
         """Print the outcome of the current trial from its record."""
@@ -103,26 +103,26 @@ class Display:
             if record.link is not None and record.link.probed_mbit:
                 end += f", link {statistics.median(record.link.probed_mbit):.0f} Mbit/s"
         left = f", {eta} left" if (eta := self._eta()) else ""
-        self.say(f"[{self._done}/{self._trials}] {self._name}: {end} ({seconds:.1f} s{left})")
+        self.print(f"[{self._done}/{self._trials}] {self._name}: {end} ({seconds:.1f} s{left})")
         self._live.update(self._line, description="")
 
-    def again(self, record: Record, number: int, most: int) -> None:
+    def retried(self, record: Record, number: int, most: int) -> None:
         """Print that the current trial failed, and runs again."""
-        self.say(f"{self._name}: {outcome(record)}; tried again ({number} of {most})")
+        self.print(f"{self._name}: {outcome(record)}; tried again ({number} of {most})")
 
     def stopped(self, why: str) -> None:
         """Print that the run ends before its last trial."""
-        self.say(f"{why}; {self._done} of {self._trials} trials are done, the same command goes on")
+        self.print(f"{why}; {self._done} of {self._trials} trials are done, the same command goes on")
 
     def _name_of(self, trial: Trial) -> str:
         fields = trial.canonical()
-        words = [trial.strategy, f"{trial.topology()}", at(fields, "cluster.rate")]
-        said = {path: at(fields, path) for path in self._axes}
-        words += [f"{path.rpartition('.')[2]} {value}" for path, value in said.items() if value != NONE]
-        return f"{trial.id} {', '.join(words)}, repeat {trial.repeat}"
+        parts = [trial.strategy, f"{trial.topology()}", at(fields, "cluster.rate")]
+        values = {path: at(fields, path) for path in self._axes}
+        parts += [f"{path.rpartition('.')[2]} {value}" for path, value in values.items() if value != NONE]
+        return f"{trial.id} {', '.join(parts)}, repeat {trial.repeat}"
 
     def _eta(self) -> str:
-        """Time left, by the trials but the first, which starts up for all; empty until the second ends."""
+        """Time left, by all trials but the first, which starts up for all; empty until the second ends."""
         if len(self._durations) < 2 or self._done == self._trials:
             return ""
         seconds = statistics.fmean(self._durations[1:]) * (self._trials - self._done)

@@ -1,7 +1,7 @@
 """Runs the trials of a suite that have no record yet, one after the other, and writes their records.
 
-What can be known of a trial is decided before any runs.  A failed trial is recorded and the sweep goes on;
-Ctrl-C ends it, and the current trial is recorded as interrupted, to be run again next time.
+Records are filled in as far as possible before any trial runs.  A failed trial is recorded and the sweep goes
+on; Ctrl-C ends it, and the current trial is recorded as interrupted, to be run again next time.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def run_sweep(
 ) -> SweepOutcome:
     """Run the trials that have no record in ``results``, in order; logs of failed ones go to its ``logs``.
 
-    Each of ``batches`` is asked for once all trials before have records; ``total`` are known to come.
+    Each of ``batches`` is taken once all trials before it have records; ``total`` trials are known to come.
     ``nodes`` are a launcher's, None if all ranks run here; steps are predicted ``on`` a machine.  A
     RecordError if ``results`` cannot be read or written, a Refusal if a sweep was begun on another machine.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(alone(results))
+        stack.enter_context(locked(results))
         display = stack.enter_context(Display(console, results, total))
         runner = stack.enter_context(TrialRunner(results, nodes))
         sweep = _Sweep(suite, results, runner, display, retry_failed, on)
@@ -79,8 +79,8 @@ def run_sweep(
 
 
 @contextlib.contextmanager
-def alone(results: Path) -> Iterator[None]:
-    """Hold the lock of a folder, into which one run writes: a RecordError if another does, on NFS too."""
+def locked(results: Path) -> Iterator[None]:
+    """Hold the lock of a folder for this run: a RecordError if another run holds it, on NFS too."""
     with contextlib.ExitStack() as stack:
         try:
             results.mkdir(parents=True, exist_ok=True)
@@ -96,18 +96,18 @@ def alone(results: Path) -> Iterator[None]:
 
 
 def finished(results: Path, trial: Trial, pool: str) -> Record | None:
-    """The record of a trial that need not run again; a failure counts if code and inputs are the same."""
+    """The record of a trial that need not run again; of a failure only if code and inputs are the same."""
     path = path_of(results, trial.id)
     if not path.exists():
         return None
     record = read(path)
-    same = record.measured or (record.pool == pool and record.inputs == digests(trial))
-    return record if record.settled and same else None
+    current = record.measured or (record.pool == pool and record.inputs == digests(trial))
+    return record if record.settled and current else None
 
 
 @dataclass(slots=True)
 class _Sweep:
-    """State of a sweep between trials: what is known of them, and facts about the machine."""
+    """State of a sweep between trials: its records, and facts about the machine."""
 
     suite: Suite
     results: Path
@@ -119,45 +119,45 @@ class _Sweep:
     _number: int = 0
     _pools: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))  # of results, by sweep
     _orders: dict[str, int] = field(default_factory=dict)
-    _blanks: dict[str, Record] = field(default_factory=dict)  # records, as they are known before trials run
+    _blanks: dict[str, Record] = field(default_factory=dict)  # records before their trials have run
     _run: str | None = None
     _machine: dict[str, Any] = field(default_factory=machine.facts)
     _code: dict[str, Any] = field(default_factory=machine.code)
 
     def missing(self, batch: Batch) -> list[Trial]:
-        """The trials of a batch that have to run; a Refusal if some of its sweep ran on another machine: its
-        pairs would be of two machines.
+        """The trials of a batch that have to run; a Refusal if others of its sweep ran on another machine, as
+        its pairs would be of two machines.
         """
-        why, here = "some intervals are not narrow enough", machine.pool_key(self._machine, self._code)
+        why, pool = "some intervals are not narrow enough", machine.pool_key(self._machine, self._code)
         if batch.sweep != self._number:
             why = f"sweep {batch.sweep + 1}"
             self._number = batch.sweep
             self.runner.close_links()  # they are calibrated anew
-        for trial in batch.trials:  # numbered in the order in which they are asked for
-            self._orders.setdefault(trial.id, len(self._orders))
-        there = {trial.id: finished(self.results, trial, here) for trial in batch.trials}
+        done = dict[str, Record]()
         for trial in batch.trials:
-            record, asked = there[trial.id], self._asked(trial)
-            if record is not None and asked != record.model_dump(include=set(asked)):  # the question's change
-                write(self.results, record.model_copy(update=asked))
-        failures = [record for record in there.values() if record is not None and not record.answers]
+            self._orders.setdefault(trial.id, len(self._orders))
+            if (record := finished(self.results, trial, pool)) is not None:
+                done[trial.id], fields = record, self._question_fields(trial)
+                if fields != record.model_dump(include=set(fields)):  # the question has changed
+                    write(self.results, record.model_copy(update=fields))
+        failures = [record for record in done.values() if not record.answers]
         if self.retry_failed:
-            there |= {record.id: None for record in failures}
+            done = {name: record for name, record in done.items() if record.answers}
             failures = []
-        missing = [trial for trial in batch.trials if there[trial.id] is None]
+        missing = [trial for trial in batch.trials if trial.id not in done]
         pools = self._pools[batch.sweep]
-        pools |= {one.pool for one in there.values() if one is not None and one.measured}
-        if missing and (others := pools - {here}):
+        pools |= {record.pool for record in done.values() if record.measured}
+        if missing and (others := pools - {pool}):
             raise Refusal(
                 f"{self.results}: sweep {batch.sweep + 1} was begun on another machine (hash {min(others)}, "
-                f"here {here}), and a sweep is of one machine: finish it there, or choose another "
+                f"here {pool}), and a sweep is of one machine: finish it there, or choose another "
                 "folder with --results; finished ones stand beside further sweeps of this machine (--sweeps)"
             )
         self.tally.failed += len(failures)
         self.tally.skipped += len(batch.trials) - len(missing)
-        self.display.asked(batch.trials, len(missing), f"{why}: {counted(len(missing), 'trial')}", failures)
+        self.display.batch(batch.trials, len(missing), f"{why}: {counted(len(missing), 'trial')}", failures)
         if missing:
-            self._prepare(missing, here)
+            self._prepare(missing, pool)
         return missing
 
     def run_and_write(self, trial: Trial) -> bool:
@@ -166,11 +166,11 @@ class _Sweep:
         record, earlier = self.run(trial), list[Failed]()
         while record.failure is not None and len(earlier) < self._answer(record).retries:
             earlier.append(Failed(kind=record.failure.kind, message=record.failure.message))
-            self.display.again(record, len(earlier), self._answer(record).retries)
+            self.display.retried(record, len(earlier), self._answer(record).retries)
             self.display.began(trial)
             record = self.run(trial).model_copy(update={"earlier": earlier})
         chained_journal.append(self.results, record)
-        if record.failure is None or record.failure.log is None:  # what an earlier run left
+        if record.failure is None or record.failure.log is None:  # else an earlier run's log would stay
             (self.results / LOGS / f"{trial.id}.log").unlink(missing_ok=True)
         self.tally.ok += record.answers
         self.tally.failed += not record.answers
@@ -181,34 +181,33 @@ class _Sweep:
         return stops
 
     def _answer(self, record: Record) -> Answer:
-        """What follows the outcome of a trial."""
+        """The suite's answer to the outcome of a trial."""
         failure = None if record.answers else record.failure
         return SKIP if failure is None else self.suite.on_failure.get(cast("Kind", failure.kind), SKIP)
 
-    def _asked(self, trial: Trial) -> dict[str, Any]:
-        """What a record says of the question and its trial's part in it."""
+    def _question_fields(self, trial: Trial) -> dict[str, Any]:
+        """A record's fields about the question and its trial's part in it."""
         suite = self.suite
         return {"role": suite.role_of(trial), "answer": suite.answer, "margin": suite.margin}
 
     def _prepare(self, missing: Sequence[Trial], pool: str) -> None:
-        """Decide of trials that have to run what can be decided before any of them does."""
+        """Fill in the records of trials that have to run, as far as possible before any of them does."""
         suite = self.suite
         if self._run is None:
             nodes = self.runner.nodes
             facts = [run_environment.identity()] if nodes is None else [node.facts for node in nodes.nodes]
-            told = SuiteText(name=suite.file, text=suite.text, configurations=dict(suite.configurations))
-            run = run_environment.run_of(told if suite.text else None, facts)
+            text = SuiteText(name=suite.file, text=suite.text, configurations=dict(suite.configurations))
+            run = run_environment.run_of(text if suite.text else None, facts)
             self._run = run_record.write(self.results, run)
-        for trial, one in zip(missing, forecast(missing, any_host()), strict=True):
-            step = None if self.on is None else predict(trial, one.step, one.egress, self.on)
-            foreseen = None
-            if step is not None and self.on is not None:
+        for prediction in forecast(missing, any_host()):
+            trial, foreseen = prediction.trial, None
+            if self.on is not None and (step := predict(trial, prediction.step, prediction.egress, self.on)):
                 foreseen = Foreseen.model_validate({"machine": self.on.name} | asdict(step))
             self._blanks[trial.id] = Record(
                 id=trial.id,
                 suite=suite.name,
                 question=suite.question,
-                **self._asked(trial),
+                **self._question_fields(trial),
                 trial=trial.canonical(),
                 started="",
                 finished="",
@@ -218,15 +217,15 @@ class _Sweep:
                 code=self._code,
                 inputs=digests(trial),
                 pool=pool,
-                failure=one.failure,
-                findings=list(one.findings),
-                parameters=one.parameters or 0,
+                failure=prediction.failure,
+                findings=list(prediction.findings),
+                parameters=prediction.parameters or 0,
                 foreseen=foreseen,
                 run=self._run,
             )
 
     def run(self, trial: Trial) -> Record:
-        """Run one trial and return its record, of a failure too; one that Ctrl-C ends is written first."""
+        """Run one trial and return its record, also of a failure; Ctrl-C has the record written first."""
         now = _now()
         blank = self._blanks[trial.id].model_copy(update={"started": now, "finished": now})
         if blank.failure is not None:

@@ -18,7 +18,7 @@ def line(trials: list[Trial], log: str | None = None, over: int = 1) -> str:
     """What is printed when the first ``over`` of ``trials`` are, which are refused."""
     shown = io.StringIO()
     with Display(Console(file=shown, width=80), Path("results/q")) as display:
-        display.asked(trials, len(trials), "", [])
+        display.batch(trials, len(trials), "", [])
         for one in trials[:over]:
             display.began(one)
             record = Record(

@@ -26,7 +26,7 @@ from harness.measure import machine, run_environment
 from harness.records.record import RecordError, read, read_all
 from harness.runs import feasibility as plan
 from harness.runs.further_repeats import Batch
-from harness.runs.sweep import SweepOutcome, alone, finished, run_sweep
+from harness.runs.sweep import SweepOutcome, finished, locked, run_sweep
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 from harness.workloads import input_digests
@@ -298,7 +298,7 @@ def test_what_follows_a_failure_is_the_suites_to_say(
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     """A second sweep into a folder is refused in one line and touches nothing of the first."""
-    with alone(tmp_path), pytest.raises(RecordError, match="another zeropp run is writing there"):
+    with locked(tmp_path), pytest.raises(RecordError, match="another zeropp run is writing there"):
         sweep([trial("single")], tmp_path)
     assert not read_all(tmp_path)
 
