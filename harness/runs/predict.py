@@ -1,4 +1,4 @@
-"""Predicts what a trial sends and holds, and on a machine how long its step takes, without running it.
+"""Predicts the bytes that a trial sends and holds, and a machine's time for its step, without running it.
 
 The model is built on the meta device, its units are planned, and ``impl.plan.traffic`` counts their
 bytes.  So models and clusters that do not fit here, such as 100 B parameters on 64x16, are predicted
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 FP32_BYTES: Final = 4
 BYTES_PER_MBIT: Final = 1e6 / 8
 Models = dict[str, "nn.Module | Refusal"]
-"""Models that were built, by their text."""
+"""Models, or refusals to build them, by their JSON."""
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -60,60 +60,61 @@ def per_node_bytes(
     *,
     judges: bool = False,
 ) -> tuple[int, int]:
-    """Bytes that the ranks of one node send in a timed step, to other nodes and inside it, in the mean; of a
-    budget at most, as if its codecs were chosen anew after each step.
+    """Mean bytes that the ranks of one node send in a timed step, to other nodes and inside it; with a budget
+    at most so many, as if its codecs were chosen anew after each step.
 
-    All nodes send the same, so the ranks of node 0 are enough.  ``units`` are of the model that is trained,
-    or decodes, maybe inside of a host; or of the ``judges`` of workload ``rlhf``.
+    All nodes send the same, so the ranks of node 0 are enough.  ``units`` are those of the model that trains
+    or decodes, maybe inside a host; or of the ``judges`` of workload ``rlhf``.
     """
     loads, later = _loads(policy, trial)
-    begins = _begins(policy, trial)
-    if judges:  # their weights never change: what is kept of them is of all steps before
+    beginnings = _beginnings(policy, trial)
+    if judges:  # their weights never change, so those kept in earlier steps are still current
         timed: list[Event] = ["evaluate"] * trial.steps
-        loads, later, begins = (timed, timed), 0, [(1, ["evaluate"] * trial.warmup)]
-    own = [unit for unit in units if isinstance(unit, UnitGeometry)]  # all but FSDP2's groups
+        loads, later, beginnings = (timed, timed), 0, [(1, ["evaluate"] * trial.warmup)]
+    zero_units = [unit for unit in units if isinstance(unit, UnitGeometry)]  # all but FSDP2's groups
 
-    def sent(rank: int, events: list[Event]) -> dict[LedgerKey, int]:
+    def nbytes(rank: int, events: list[Event]) -> dict[LedgerKey, int]:
         if trial.host is None:
-            found = traffic.predict(policy, topology, own, rank, events).sent
+            ledger = traffic.predict(policy, topology, zero_units, rank, events).sent
         else:
-            found = predict_hosted(trial.host, policy, topology, units, rank=rank, events=events)
-        return {key: one.bytes for key, one in found.items()}
+            ledger = predict_hosted(trial.host, policy, topology, units, rank=rank, events=events)
+        return {key: sent.bytes for key, sent in ledger.items()}
 
     total = {"inter": 0, "intra": 0}
     for rank in range(topology.ranks_per_node):
-        for steps, before in begins:
-            none, one, two = (sent(rank, [*before, *load]) for load in ([], *loads))
-            for link, nbytes in at_most(policy, topology, own, _step(none, one, two, later)).items():
-                total[link] += steps * nbytes
+        for steps, before in beginnings:
+            none, first, both = (nbytes(rank, [*before, *load]) for load in ([], *loads))
+            step = _step(none, first, both, later)
+            for link, size in at_most(policy, topology, zero_units, step).items():
+                total[link] += steps * size
     return total["inter"] // trial.steps, total["intra"] // trial.steps
 
 
 def _step(
-    none: Mapping[_Key, int], one: Mapping[_Key, int], two: Mapping[_Key, int], later: int
+    none: Mapping[_Key, int], first: Mapping[_Key, int], both: Mapping[_Key, int], later: int
 ) -> dict[_Key, int]:
-    """A step whose first micro-batch (or token) takes what was sent from ``none`` to ``one``, and each of the
-    ``later`` ones as much as from there to ``two``.
+    """Bytes of a step by those sent before it, after its first and after its second micro-batch (or token);
+    each of the ``later`` ones sends as much as the second.
     """
     return {
-        key: one.get(key, 0) - none.get(key, 0) + later * (size - one.get(key, 0))
-        for key, size in two.items()
+        key: first.get(key, 0) - none.get(key, 0) + later * (size - first.get(key, 0))
+        for key, size in both.items()
     }
 
 
 def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]], int]:
-    """Passes of a step of one and of two micro-batches (or tokens), and how many more follow the first."""
+    """Passes of a step of one and of two micro-batches (or tokens), and the number that follows the first."""
     if trial.workload == "generate":
         return (["evaluate"], ["evaluate"] * 2), trial.generate.tokens - 1
     norms = 0 if trial.clip is None else 1
-    one, two = (traffic.passes(policy, micro_batches=n, norms=norms) for n in (1, 2))
+    first, both = (traffic.passes(policy, micro_batches=n, norms=norms) for n in (1, 2))
     if trial.workload == "rlhf":
-        return (["evaluate", *one], ["evaluate", "evaluate", *one]), trial.generate.tokens - 1
-    return (one, two), trial.accumulation - 1
+        return (["evaluate", *first], ["evaluate", "evaluate", *first]), trial.generate.tokens - 1
+    return (first, both), trial.accumulation - 1
 
 
-def _begins(policy: Policy, trial: Trial) -> list[tuple[int, list[Event]]]:
-    """How many timed steps go on from which events: where differences are sent, most from an earlier step."""
+def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, list[Event]]]:
+    """Numbers of timed steps, by the events before them: with differences, most follow an earlier step."""
     if policy.differences is None:
         return [(trial.steps, [])]
     every = policy.refresh or trial.warmup + trial.steps
@@ -124,30 +125,30 @@ def _begins(policy: Policy, trial: Trial) -> list[tuple[int, list[Event]]]:
 def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:
     """Bytes that one rank copies between host and device in one step, both ways."""
     loads, later = _loads(policy, trial)
-    one, two = (traffic.predict(policy, topology, units, 0, load).copied for load in loads)
-    return sum(_step({}, one, two, later).values())
+    first, both = (traffic.predict(policy, topology, units, 0, load).copied for load in loads)
+    return sum(_step({}, first, both, later).values())
 
 
 def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
-    """Weights and gradients in fp32 and the optimizer's ``state`` bytes an element, each rank's share of what
-    a peer shards: FSDP2 all, DeepSpeed by its stage.
+    """A rank's bytes of weights and gradients in fp32 and of the optimizer, ``state`` bytes an element; FSDP2
+    shards all of them, DeepSpeed by its stage.
     """
     peer = PEERS.get(trial.host or trial.strategy)
     family = "" if peer is None else peer.family
     stage = zero_stage(trial.peer_configuration()) if family == "deepspeed" else 3 * (family == "fsdp2")
 
-    def held(least: int) -> int:
+    def elements(least: int) -> int:
         return -(-parameters // trial.topology().world) if stage >= least else parameters
 
     return {
-        "masters": FP32_BYTES * held(3),
-        "gradients": FP32_BYTES * held(2),
-        "optimizer": state * held(1),
+        "masters": FP32_BYTES * elements(3),
+        "gradients": FP32_BYTES * elements(2),
+        "optimizer": state * elements(1),
     }
 
 
 def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) -> Step | None:
-    """What a trial's step asks of a machine; None for what is no step of this engine's training."""
+    """The work of a trial's step; None where this engine does not train."""
     policy = trial.resolved_policy()
     if policy is None or trial.host is not None or trial.workload != "train":
         return None
@@ -165,15 +166,14 @@ def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) 
 
 
 def predict(trial: Trial, step: Step | None, egress: int | None, machine: Machine) -> StepTime | None:
-    """A trial's predicted step; None for what this engine does not train, or whose bytes are not known."""
+    """A trial's predicted step; None where this engine does not train, or the bytes are unknown."""
     if step is None or egress is None:
         return None
     if machine.overlap == "schedule":
         latency = machine.latency + (trial.cluster.latency or 0.0) / 1e3
         inside = machine.inside
         if (inner := trial.cluster.inner_rate) is not None:  # the ranks of a node share it
-            shared = inner * BYTES_PER_MBIT / trial.cluster.ranks_per_node
-            inside = min(inside or math.inf, shared)
+            inside = min(inside or math.inf, inner * BYTES_PER_MBIT / trial.cluster.ranks_per_node)
         return step_of(replace(machine, latency=latency, inside=inside), step)
     tokens = step.tokens * step.micro_batches
     work = Work(parameters=step.parameters, tokens=tokens, egress_bytes=egress, rate=step.rate)

@@ -17,7 +17,7 @@ _COMMAND: Final = (sys.executable, "-m", "harness.cli")
 
 
 class Job:
-    """What Slurm runs on every node: the command line once more, now inside of the job."""
+    """The command line, as Slurm runs it on every node inside the job."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.arguments = list(arguments)
@@ -27,7 +27,7 @@ class Job:
         return subprocess.run([*_COMMAND, *self.arguments], check=False).returncode
 
     def checkpoint(self) -> Any:
-        """Called before a time limit or a preemption: the same again, which goes on where it was."""
+        """The same job again, which goes on where it was; called before a time limit or a preemption."""
         import submitit
 
         return submitit.helpers.DelayedSubmission(Job(self.arguments))
@@ -43,7 +43,7 @@ def submit(arguments: Sequence[str], cluster: Cluster, name: str, folder: Path) 
         ) from error
     try:
         executor = submitit.SlurmExecutor(folder=folder / JOBS, max_num_timeout=100)
-        options = {"exclusive": True} | cluster.slurm  # whoever shares a node disturbs its timings
+        options = {"exclusive": True} | cluster.slurm  # other jobs on a node would disturb its timings
         gpus = {"gpus_per_node": cluster.ranks_per_node} if cluster.device == "cuda" else {}
         executor.update_parameters(
             job_name=name, nodes=cluster.nodes, ntasks_per_node=1, use_srun=True, **gpus, **options
@@ -57,6 +57,6 @@ def step(arguments: Sequence[str], nodes: int) -> None:
     """Replace this process, inside a job but in none of its steps, by a step with a process on each node."""
     command = ["srun", f"--nodes={nodes}", "--ntasks-per-node=1", *_COMMAND]
     try:
-        os.execvp("srun", [*command, *arguments])  # noqa: S606  # what is wanted: no shell
+        os.execvp("srun", [*command, *arguments])  # noqa: S606  # no shell is needed
     except OSError as error:
         raise Refusal(f"srun: {error.strerror}") from error
