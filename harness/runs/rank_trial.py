@@ -2,7 +2,7 @@
 
 Set-up, warm-up, timed steps between two barriers, validation on the fixed split, a probe of the link, and
 comparisons (:mod:`harness.runs.reference_checks`).  A step trains or, in workload ``generate``, decodes.
-In workload ``rlhf`` it does both, and scores between them with frozen models of an engine of their own.
+In workload ``rlhf`` it does both, and scores between them with frozen models of a second engine.
 Each rank returns raw values, which ``harness.runs.merge_ranks`` merges.
 """
 
@@ -66,17 +66,17 @@ class Assignment:
 
     trial: Trial
     probe_bytes: int | None  # size of a probe's message; None for no probe
-    folder: Path = field(default_factory=folder.current)  # from which the trial's own inputs are found
+    folder: Path = field(default_factory=folder.current)  # to which paths of a user's inputs are relative
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one rank; named as in :class:`~harness.records.record.Record` where it is a share of that."""
+    """Result of one rank; shares of a :class:`~harness.records.record.Record` are named as there."""
 
     record: RankRecord
     validations: list[Validation]
-    predicted: list[LedgerRow] | None  # as ``impl.plan.traffic`` has the timed steps; None for peers
-    sent: InterfaceCounters | None  # over the timed steps, evaluations left out; of a node's first rank
+    predicted: list[LedgerRow] | None  # of the timed steps, by ``impl.plan.traffic``; None for peers
+    sent: InterfaceCounters | None  # over the timed steps, without evaluations; of a node's first rank
     probed: list[float]  # Mbit/s into its node
     compared: Compared  # with a single process and with exact values
     checked: Checked  # of training, step by step
@@ -85,22 +85,22 @@ class Outcome:
     parameters: int
     machine_use: NodeUse | None
     decoded: list[str]  # digests of what its generations decoded, warm-ups included
-    spent: ProcessorUse | None  # over the timed steps, ``ranks`` of this one; if all are on one machine
+    spent: ProcessorUse | None  # over the timed steps, ``ranks`` of this one; None on several machines
     chosen: list[ChosenCodec]  # codecs, by a budget; the same on all ranks
 
 
 def run(rank: Rank, assignment: Assignment) -> Outcome:
-    """Run a trial on this rank, in the default process group; raises what cannot be run as asked."""
+    """Run a trial on this rank, in the default process group; a Refusal or the like if it cannot."""
     folder.find_from(assignment.folder)
     return TrialRun(rank, assignment).run()
 
 
 WORKS: Final = {work.__name__: work for work in (run, measure_link)}
-"""What a supervisor lets its ranks do, by name."""
+"""Functions that a supervisor may run on its ranks, by name."""
 
 
 class TrialRun:
-    """A trial on one rank, as far as it has run."""
+    """State of a trial on one rank."""
 
     def __init__(self, rank: Rank, assignment: Assignment) -> None:
         trial = assignment.trial
@@ -114,7 +114,7 @@ class TrialRun:
             model = models.of_trial(trial) if actor is None else actor
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         batches: Batches = self.data
-        if judges is not None:  # of one process: what the sharded actor is compared on, too
+        if judges is not None:  # a single process's, on which the sharded actor is compared, too
             batches = collect(trial, self.data, model, judges, rank=rank.rank, index=0, clock=StepClock())
         with rank.open_link():
             self.comparison = Comparison(trial, model, batches, rank)
@@ -122,15 +122,15 @@ class TrialRun:
             self.strategy: Strategy = prepare(trial, model, rank, self.device)
             policy, wire = trial.resolved_policy(), self.strategy.wire
             self.judges: Sharded | None = None  # under the actor's policy, on its wire
-            if judges is not None and wire is not None and policy is not None:  # suites are checked
+            if judges is not None and wire is not None and policy is not None:  # as suites ensure
                 self.judges = shard_model(trial, judges, wire, policy)
             if policy is not None and (why := ops.warning_of(self.device)) is not None:
-                slower = "PyTorch's reference does its work, far more slowly"
-                rank.report(Progress("set-up", text=f"{why}; {slower}"))
+                text = f"{why}; PyTorch's reference does its work, far more slowly"
+                rank.report(Progress("set-up", text=text))
             self.comparison.before_training(self.strategy)
         self.loop = TrainingLoop(trial, self.strategy, self.data, self.device)
         self.loop.collect = None if judges is None else partial(self._collect, judges)
-        self.judged: list[Event] = []  # passes of the judges, as ``impl.plan.traffic`` has them
+        self.judge_events: list[Event] = []  # passes of the judges, for ``impl.plan.traffic``
         self.loop.checks = checks = TrainingChecks(trial, self.data, rank.rank, self.loop.optimizer)
         self.checks, self.checked = checks, checks.checked  # of training, step by step
         if policy is not None:
@@ -140,13 +140,13 @@ class TrialRun:
         self.generator = self._generator() if trial.workload == "generate" else None
         self.validations: list[Validation] = []
         self.peak_rss = 0  # before the last measurement, which may have held more
-        # What checks, evaluations and measurements sent, which belong to no step: by ledger, by interface.
-        self.booked_apart = self._booked() or 0
-        self.counts = rank.port.holder is not None  # whether its interface is a node's alone
-        self.apart = self._count()
+        # Sent by checks, evaluations and measurements, which belong to no step: by ledger, by interface.
+        self.booked_untimed = self._booked() or 0
+        self.own_interface = rank.port.holder is not None  # whether its node alone has the interface
+        self.counted_untimed = self._count()
 
     def run(self) -> Outcome:
-        """All of it."""
+        """Run the whole trial."""
         trial, total = self.trial, self.trial.warmup + self.trial.steps
         forget_peak(self.device)
         for index in range(trial.warmup):
@@ -154,8 +154,8 @@ class TrialRun:
             self.step(index)
         dist.barrier()
         booked, foreseen = self.strategy.books(), self._predicted()
-        counted = -self._trained()
-        alone = trial.cluster.launcher == "local"  # else ranks may stand on several machines
+        counted = -self._counted_training()
+        one_machine = trial.cluster.launcher == "local"  # else maybe several
         processors = ProcessorMeter()
         self.checked.untimed, begin = 0.0, time.perf_counter()
         with self._sampling() as sampled:
@@ -164,8 +164,8 @@ class TrialRun:
                 self.step(index)
             self.checked.seconds = time.perf_counter() - begin - self.checked.untimed
         dist.barrier()
-        spent = processors.use() if alone else None
-        counted += self._trained()
+        spent = processors.use() if one_machine else None
+        counted += self._counted_training()
         if trial.validate_every is not None and all(v.step != total for v in self.validations):
             self._validate(total)
         ledger, copied = _since(booked, self.strategy.books())
@@ -174,8 +174,8 @@ class TrialRun:
         if self.generator is not None:
             engine, formula = without_training(engine), without_training(formula)
         if self.judges is not None:
-            counted_too, foreseen_too = self.judges.memory(trial, self.loop.optimizer)
-            engine, formula = sum_parts(engine, counted_too), sum_parts(formula, foreseen_too)
+            judge_engine, judge_formula = self.judges.memory(trial, self.loop.optimizer)
+            engine, formula = sum_parts(engine, judge_engine), sum_parts(formula, judge_formula)
         memory = Memory(
             engine=engine,
             formula=formula,
@@ -210,7 +210,7 @@ class TrialRun:
             ),
             validations=self.validations,
             predicted=predicted,
-            sent=sent if self.counts and self.rank.first_of_node else None,
+            sent=sent if self.own_interface and self.rank.first_of_node else None,
             probed=probed,
             compared=self.comparison.compared,
             checked=self.checked,
@@ -232,12 +232,12 @@ class TrialRun:
         if self.rank.first_of_node and self.device.type == "cuda":
             first, count = self.device.index, torch.cuda.device_count()
             ranks = 1 if self.trial.strategy == "single" else self.rank.topology.ranks_per_node
-            used = dict.fromkeys((first + i) % count for i in range(ranks))  # once each, if ranks share some
+            used = dict.fromkeys((first + i) % count for i in range(ranks))  # shared ones once
             uuids = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in used]
         return gpu_use.sampling(self.rank.node, uuids)
 
     def _compute_alone(self, model: nn.Module | None, when: Literal["before", "after"]) -> list[Alone]:
-        """Time computation by itself, of ``model`` or one like it."""
+        """Time computation by itself, of ``model`` or of a new one."""
         trial = self.trial
         count = compute_alone.samples(trial.steps * trial.accumulation, when)
         if trial.workload != "train" or trial.strategy == "single" or not count:
@@ -267,19 +267,18 @@ class TrialRun:
         self.events += ["evaluate"] * self.trial.generate.tokens
 
     def _collect(self, judges: Judges, index: int, clock: StepClock) -> ExperienceBatch:
-        """What step ``index`` trains on."""
-        found = collect(
+        """The batches on which step ``index`` trains, generated and scored."""
+        self.events += ["evaluate"] * self.trial.generate.tokens
+        self.judge_events.append("evaluate")
+        return collect(
             self.trial, self.data, self.strategy.model, judges, rank=self.rank.rank, index=index, clock=clock
         )
-        self.events += ["evaluate"] * self.trial.generate.tokens
-        self.judged.append("evaluate")
-        return found
 
     def _predicted(self) -> Books:
-        """All passes so far as ``impl.plan.traffic`` predicts them."""
+        """Messages and copies of all passes so far, by ``impl.plan.traffic``."""
         sent, copied = self.strategy.predicted(self.events)
         if self.judges is not None:
-            sent = (sent or {}) | (self.judges.predicted(self.judged)[0] or {})  # no unit is of both
+            sent = (sent or {}) | (self.judges.predicted(self.judge_events)[0] or {})  # no unit is of both
         return sent, copied
 
     def _generator(self) -> Generator:
@@ -287,16 +286,17 @@ class TrialRun:
         generate = self.trial.generate
         prompts = [tokens[:, : generate.prompt] for tokens, _ in batches_of(self.data)]
         shape = models.shape_of(self.trial.model)
-        return Generator(torch.cat(prompts), generate.tokens, shape.layers, self._counted, self.device)
+        return Generator(torch.cat(prompts), generate.tokens, shape.layers, self._counts, self.device)
 
-    def _counted(self) -> Counts:
+    def _counts(self) -> Counts:
+        """Seconds waited for messages, and bytes sent between and inside nodes, so far."""
         ledger, exposed = self.strategy.ledger(), self.strategy.exposed_seconds()
         if ledger is None:
             return exposed, None, None
-        sent = {"inter": 0, "intra": 0}
-        for key, one in ledger.items():
-            sent[key.link] += one.bytes
-        return exposed, sent["inter"], sent["intra"]
+        nbytes = {"inter": 0, "intra": 0}
+        for key, sent in ledger.items():
+            nbytes[key.link] += sent.bytes
+        return exposed, nbytes["inter"], nbytes["intra"]
 
     def _train(self, index: int) -> None:
         checked, clock = self.checked, ThreadClock()
@@ -304,9 +304,9 @@ class TrialRun:
         self.loop.step(index, warmup=index < self.trial.warmup)
         seconds, slept = clock.read()
         checked.step_seconds.append(seconds - (checked.untimed - untimed))
-        # A GPU's rank sleeps while it computes, and a user's own model or optimizer may by itself.
-        own = any(":" in name for name in (self.trial.model.name, self.trial.optimizer.name))
-        if slept is not None and self.device.type == "cpu" and not own:
+        # A rank sleeps while its GPU computes, and a user's model or optimizer may sleep by itself.
+        users = any(":" in name for name in (self.trial.model.name, self.trial.optimizer.name))
+        if slept is not None and self.device.type == "cpu" and not users:
             checked.slept.append(slept)
         if self.trial.validate_every and (index + 1) % self.trial.validate_every == 0:
             self._validate(index + 1)
@@ -321,7 +321,7 @@ class TrialRun:
                 losses.append(float(self.strategy.model(*batch)))
                 self.events.append("evaluate")
             self.strategy.model.train()
-            self.strategy.forget_gathered()  # or the next forward pass would be spared its gathers
+            self.strategy.forget_gathered()  # else the next forward pass would save its gathers
             self.events.append("forgotten")
         loss = math.fsum(losses) / len(losses)
         share = Validation(step=step, loss=loss, train_seconds=self.loop.seconds, inter_bytes=inter)
@@ -329,45 +329,44 @@ class TrialRun:
 
     @contextlib.contextmanager
     def _untimed(self) -> Iterator[None]:
-        """What the body sends belongs to no step, and passes an open link.  All ranks must call it."""
+        """Messages of the body belong to no step, and pass an open link.  All ranks must call it."""
         begin = time.perf_counter()
-        self.apart -= self._count()
+        self.counted_untimed -= self._count()
         with self.rank.open_link():
             yield
-        self.apart += self._count()
+        self.counted_untimed += self._count()
         dist.barrier()  # the next step begins on all ranks at once
         self.checked.untimed += time.perf_counter() - begin
 
     def _count(self) -> NDArray[np.int64]:
-        """What the node's interface has sent, read on its first rank, else zeros.  All ranks must call it."""
-        found = np.zeros(2, np.int64)
-        if self.counts:
+        """Bytes and packets sent by a node's interface, on its first rank, else zeros; all ranks call it."""
+        count = np.zeros(2, np.int64)
+        if self.own_interface:
             dist.barrier()
-            found = counters(str(self.rank.port.interface)) if self.rank.first_of_node else found
-            dist.barrier()  # else the node's other ranks could already send what comes next
-        return found
+            count = counters(str(self.rank.port.interface)) if self.rank.first_of_node else count
+            dist.barrier()  # else the node's other ranks could already send their next messages
+        return count
 
-    def _trained(self) -> NDArray[np.int64]:
-        """What it has sent in training so far."""
-        return self._count() - self.apart
+    def _counted_training(self) -> NDArray[np.int64]:
+        """Bytes and packets that the node's interface has sent in training so far."""
+        return self._count() - self.counted_untimed
 
     def _inter_bytes(self) -> int | None:
         """Bytes that training sent between nodes so far: this rank's or, by the interface, its node's."""
         if (booked := self._booked()) is not None:
-            return booked - self.booked_apart
-        if self.counts:
-            return int(self._trained()[0])
+            return booked - self.booked_untimed
+        if self.own_interface:
+            return int(self._counted_training()[0])
         return 0 if self.rank.topology.nodes == 1 else None
 
     def _booked(self) -> int | None:
-        """Bytes that this rank has booked to other nodes, evaluations left out; None without a ledger."""
-        ledger = self.strategy.ledger()
-        if ledger is None:
+        """Bytes that this rank has booked to other nodes, without evaluations; None without a ledger."""
+        if (ledger := self.strategy.ledger()) is None:
             return None
         return sum(s.bytes for key, s in ledger.items() if key.link == "inter" and key.phase != "evaluate")
 
     def _compare(self, index: int) -> None:
-        """Compare what step ``index`` is about to send with exact values, if that is due; it is not timed."""
+        """Compare the messages of step ``index`` with exact values, if that is due; this is not timed."""
         if self.strategy.wire is None or index not in self.comparison.steps:
             return
         self.peak_rss = max(self.peak_rss, peak_rss())
@@ -378,7 +377,7 @@ class TrialRun:
 
     def _ran(self) -> dict[str, Any]:
         policy = self.trial.resolved_policy()
-        own = {} if policy is None else {str(codec): decoded_sha256(codec) for codec in policy.own_codecs}
+        users = {} if policy is None else {str(codec): decoded_sha256(codec) for codec in policy.own_codecs}
         kernels = ops.loaded_kernels(self.device)
         return {
             **self.strategy.describe(),
@@ -388,7 +387,7 @@ class TrialRun:
             "torch": torch.__version__,
             "optimizer": type(self.loop.optimizer).__name__,
             "corpus_sha256": self.data.sha256,
-            **({"own_codecs": own} if own else {}),
+            **({"own_codecs": users} if users else {}),
             **({"kernels_sha256": kernels} if policy and kernels else {}),
         }
 
@@ -401,16 +400,16 @@ def device_of(trial: Trial, rank: Rank) -> torch.device:
 
 
 def _since(before: Books, now: Books) -> tuple[list[LedgerRow] | None, dict[str, int]]:
-    """What was sent since, None without a ledger, and bytes that were copied, by direction and purpose."""
+    """Messages since then, None without a ledger, and bytes copied since then, by direction and purpose."""
     copied: dict[str, int] = defaultdict(int)
     for key, nbytes in sorted(now[1].items()):
         copied[f"{key.direction} {key.purpose}"] += nbytes - before[1].get(key, 0)
     if now[0] is None:
         return None, dict(copied)
-    whole = [(key, sent, (before[0] or {}).get(key, Sent(0, 0))) for key, sent in sorted(now[0].items())]
+    pairs = [(key, sent, (before[0] or {}).get(key, Sent(0, 0))) for key, sent in sorted(now[0].items())]
     rows = [
-        LedgerRow(**key._asdict(), bytes=sent.bytes - was.bytes, messages=sent.messages - was.messages)
-        for key, sent, was in whole
-        if sent != was
+        LedgerRow(**key._asdict(), bytes=sent.bytes - old.bytes, messages=sent.messages - old.messages)
+        for key, sent, old in pairs
+        if sent != old
     ]
     return rows, dict(copied)
