@@ -158,9 +158,8 @@ def _set(queue: _Queue, state: bytes | None = None) -> None:
             try:
                 route.tc("add", "netem", index, handle="1:", **delay)
             except Exception as error:
-                raise OSError(
-                    f"no latency of {queue.latency_ms:g} ms: the kernel has no netem ({error})"
-                ) from error
+                message = f"no latency of {queue.latency_ms:g} ms: the kernel has no netem ({error})"
+                raise OSError(message) from error
         if shape is None:
             return
         if state is None:
@@ -194,9 +193,8 @@ def _join(prefix: str, names: Sequence[str], holders: Sequence[int]) -> list[str
     """
     with _netlink(os.getpid()) as route:
         if len(holders) == 2:
-            route.link(
-                "add", ifname=names[0], kind="veth", peer={"ifname": names[1], "net_ns_pid": holders[1]}
-            )
+            peer = {"ifname": names[1], "net_ns_pid": holders[1]}
+            route.link("add", ifname=names[0], kind="veth", peer=peer)
             route.link("set", index=route.link_lookup(ifname=names[0])[0], net_ns_pid=holders[0])
             return []
         ports, bridge = [f"{prefix}p{node}" for node in range(len(holders))], f"{prefix}br"

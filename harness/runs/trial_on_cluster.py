@@ -1,8 +1,8 @@
-"""Where trials run: links between nodes, opened and calibrated when they are needed, and ranks on them.
+"""Runs trials: opens and calibrates links between nodes when they are needed, and starts ranks on them.
 
 Links are calibrated once a sweep and kept for its later trials; hosts' interfaces are shaped while ranks run.
-Whatever fails, a rank, a node, the link or a check of the results, is a
-:class:`~harness.records.record.Failure` on record, and the next trial has fresh ranks.
+A failure of a rank, a node, the link or a check of the results is a :class:`~harness.records.record.Failure`
+on record, and the next trial has fresh ranks.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ LOGS: Final = "logs"
 INTERRUPTED: Final = "Ctrl-C; not yet run again"
 _CALIBRATION_SECONDS: Final = 120.0
 _TAIL_LINES: Final = 20  # of a log, on the record
-# What of a cluster makes its link.
+# Fields of a cluster that determine its link.
 _JOINING: Final = {"link", "nodes", "rate", "latency", "transport", "hcas", "slow", "inner_rate"}
 
 
 def cluster_of(trial: Trial) -> Cluster:
-    """Where its ranks stand; of ``single`` there is one."""
-    alone = {"nodes": 1, "ranks_per_node": 1}
-    return trial.cluster.model_copy(update=alone) if trial.strategy == "single" else trial.cluster
+    """The cluster of a trial's ranks; ``single`` has one rank."""
+    single = {"nodes": 1, "ranks_per_node": 1}
+    return trial.cluster.model_copy(update=single) if trial.strategy == "single" else trial.cluster
 
 
 @dataclass(slots=True)
 class TrialRunner:
     """Runs the trials of a sweep; a context manager that closes their links."""
 
-    results: Path  # folder of the records, in which logs of failures are left
+    results: Path  # folder of the records and of logs of failures
     nodes: Nodes | None  # those of a launcher; None if all ranks run on this host
     _links: dict[str, Link] = field(default_factory=dict)  # by what joins the nodes
     _folder: Path = field(default_factory=folder.current)
@@ -69,13 +69,13 @@ class TrialRunner:
         self.close_links()
 
     def close_links(self) -> None:
-        """Close all links; later trials have new ones."""
+        """Close all links; later trials open new ones."""
         for link in self._links.values():
             link.close()
         self._links.clear()
 
     def run(self, trial: Trial, blank: Record, on_progress: Report) -> Record:
-        """Run the ranks of a trial; returns ``blank`` with what they measured, or with why that failed."""
+        """Run the ranks of a trial; returns ``blank`` with their measurements, or with their failure."""
         try:
             link = self._link(trial, on_progress)
             blank = blank.model_copy(update={"link": link.record([])})
@@ -99,33 +99,32 @@ class TrialRunner:
         """The open, calibrated link of a trial."""
         cluster = cluster_of(trial)
         key = cluster.model_dump_json(include=_JOINING)
-        if key not in self._links:
+        if (link := self._links.get(key)) is None:
             on_progress(Progress("link"))
             link = self._open(cluster)
             try:
                 self._calibrate(link, trial)
-            except BaseException:  # the next trial that needs it begins anew
+            except BaseException:  # the next trial that needs it opens it anew
                 link.close()
                 raise
             self._links[key] = link
-        found = self._links[key]
-        if found.paced_mbit is not None and trial.resolved_policy() is None:
+        if link.paced_mbit is not None and trial.resolved_policy() is None:
             raise LinkError(
                 f"strategy {trial.strategy!r} sends past our wire, and link 'paced' holds only that to "
-                f"{found.paced_mbit:g} Mbit/s; it needs network namespaces ({found.why})"
+                f"{link.paced_mbit:g} Mbit/s; it needs network namespaces ({link.why})"
             )
-        return found
+        return link
 
     def _open(self, cluster: Cluster) -> Link:
         if cluster.launcher == "local" or cluster.nodes == 1:
             return open_link(cluster, secrets.token_hex(3))
         nodes, kind = self.nodes, cluster.link
         assert nodes is not None  # noqa: S101  # the launcher's
-        same = nodes.on_one_host(cluster.nodes)
-        why = "distinct hosts" if same is None else f"nodes {same[0]} and {same[1]} are one host"
+        pair = nodes.on_one_host(cluster.nodes)
+        why = "distinct hosts" if pair is None else f"nodes {pair[0]} and {pair[1]} are one host"
         if kind == "auto":
-            kind = "real" if same is None else "none"
-        elif kind not in (("real", "shaped", "paced") if same is None else ("none", "paced")):
+            kind = "real" if pair is None else "none"
+        elif kind not in (("real", "shaped", "paced") if pair is None else ("none", "paced")):
             raise LinkError(
                 f"link {kind!r}: {why}; a real or shaped link joins distinct hosts, 'none' those of one"
             )
@@ -134,8 +133,8 @@ class TrialRunner:
         ports = [replace(node.port, shaped_mbit=shaped) for node in nodes.nodes[: cluster.nodes]]
         if cluster.hcas is not None:
             for node, port in enumerate(ports):
-                there = nodes.nodes[node].facts["hcas"]
-                ports[node] = replace(port, hcas=choose_hcas(cluster.hcas, there, node))
+                present = nodes.nodes[node].facts["hcas"]
+                ports[node] = replace(port, hcas=choose_hcas(cluster.hcas, present, node))
         link.why, link.ports = why, tuple(ports)
         if cluster.hcas is not None or (kind == "shaped" and cluster.transport == "nccl"):
             link.details["nccl"] = nccl_in_words(ports)
@@ -151,9 +150,8 @@ class TrialRunner:
             timeout_seconds=_CALIBRATION_SECONDS,
         )
         message = link.message_bytes, REPETITIONS, link.cluster.transport, link.cluster.launcher
-        link.calibrated_mbit = slowest_rates(
-            self._start(trial)(measure_link, message, launch, lambda _: None)
-        )
+        by_rank = self._start(trial)(measure_link, message, launch, lambda _: None)
+        link.calibrated_mbit = slowest_rates(by_rank)
         if link.kind == "shaped" and self.nodes is not None:
             link.details["nodes"] = self.nodes.shaped
         link.check()
@@ -162,18 +160,18 @@ class TrialRunner:
         """How the ranks of a trial are started on its link."""
         cluster = cluster_of(trial)
         topology = Topology(cluster.nodes, cluster.ranks_per_node)
-        here = topology.world if cluster.launcher == "local" else topology.ranks_per_node
+        local_ranks = topology.world if cluster.launcher == "local" else topology.ranks_per_node
         return Launch(
             topology=topology,
             ports=link.ports,
             paced_mbit=link.paced_mbit,
             paced_latency_ms=cluster.latency or 0.0,
-            threads=trial.threads or max(1, self._cores // here),
+            threads=trial.threads or max(1, self._cores // local_ranks),
             timeout_seconds=trial.timeout_seconds,
             log=self.results / LOGS / f"{log}.log",
             backend=BACKENDS.get(cluster.transport, cluster.transport),  # else a module's
         )
 
     def _start(self, trial: Trial) -> Callable[[Work, Any, Launch, Report], list[Any]]:
-        """What runs ranks where the trial's launcher has them, and returns their results by rank."""
+        """The function that runs the trial's ranks, on this host or a launcher's nodes, by rank."""
         return run_ranks if self.nodes is None or trial.cluster.launcher == "local" else self.nodes.run
