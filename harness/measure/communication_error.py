@@ -152,8 +152,7 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
     ends = [
         (error, error.squared_error / error.squared_value)
         for error in errors
-        if error.hop is None
-        and error.repeated == 1
+        if (error.hop, error.repeated) == (None, 1)
         and error.squared_error is not None
         and error.squared_value
     ]

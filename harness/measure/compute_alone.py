@@ -1,4 +1,4 @@
-"""Measures computation by itself: the unsharded model on every rank at once, which send nothing."""
+"""Measures computation by itself: the unsharded model on all ranks at once, which send nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHARE: Final = 8  # micro-batches of timed steps for each sample of either
 
 
 def samples(micro_batches: int, when: Literal["before", "after"]) -> int:
-    """Samples that are taken before, and after, so many micro-batches of timed steps."""
+    """Number of samples before, or after, ``micro_batches`` of timed steps."""
     share = micro_batches // _SHARE
     return min(MOST, share if when == "after" else max(2, share))
 
@@ -27,20 +27,20 @@ def samples(micro_batches: int, when: Literal["before", "after"]) -> int:
 def measure(
     model: nn.Module,
     batch: tuple[Tensor, Tensor],
-    stepping: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     *,
     ranks: int,
     when: Literal["before", "after"],
     count: int,
 ) -> list[Alone]:
     """Time ``count`` micro-batches, in evaluation mode, of the unsharded ``model`` on all ranks at once, and
-    the step of the optimizer that ``stepping`` makes of a rank's share; all ranks must call it.
+    an optimizer's step on a rank's share of its parameters; all ranks must call it.
     """
-    device, found = batch[0].device, []
+    device, measured = batch[0].device, list[Alone]()
     numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     share = nn.Parameter(torch.zeros(-(-numel // ranks), device=device))
     share.grad = torch.zeros_like(share)
-    optimizer = stepping([share])
+    optimizer = make_optimizer([share])
     with evaluating(model):
         for _ in range(count + 1):
             dist.barrier()
@@ -58,6 +58,6 @@ def measure(
                 cpu_seconds=computed_both - computed,
                 optimizer_cpu_seconds=time.process_time() - computed_both,
             )
-            found.append(sample)
+            measured.append(sample)
             model.zero_grad()
-    return found[1:]  # the first warms up
+    return measured[1:]  # the first warms up

@@ -33,48 +33,49 @@ class _Gpu:
 
     def __init__(self, nvml: Any, uuid: str) -> None:
         self._nvml, self._handle = nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)
-        self._read: dict[str, list[Any]] = defaultdict(list)  # by what was read, where the GPU reports it
-        ranks = (one for one in psutil.process_iter(["ppid"]) if one.info["ppid"] == os.getppid())
-        self._ours = {one.pid for one in ranks}
-        self._energy = self._ask("TotalEnergyConsumption")
+        self._samples: dict[str, list[Any]] = defaultdict(list)  # by name, of what the GPU reports
+        processes = psutil.process_iter(["ppid"])
+        self._ranks = {process.pid for process in processes if process.info["ppid"] == os.getppid()}
+        self._energy = self._query("TotalEnergyConsumption")
 
-    def _ask(self, what: str, *arguments: Any) -> Any:
-        """What NVML says; None where this GPU or driver does not."""
+    def _query(self, name: str, *arguments: Any) -> Any:
+        """The answer of ``nvmlDeviceGetNAME``; None if this GPU or driver has none."""
         try:
-            return getattr(self._nvml, f"nvmlDeviceGet{what}")(self._handle, *arguments)
+            return getattr(self._nvml, f"nvmlDeviceGet{name}")(self._handle, *arguments)
         except (self._nvml.NVMLError, AttributeError):
             return None
 
     def read(self) -> None:
         """Take a sample."""
-        if (power := self._ask("PowerUsage")) is not None:
-            self._read["seconds"].append(time.monotonic())
-            self._read["watts"].append(power / 1e3)
-        if (rates := self._ask("UtilizationRates")) is not None:
-            self._read["utilisation"].append(rates.gpu / 100)
-        if (clock := self._ask("ClockInfo", _SM_CLOCK)) is not None:
-            self._read["clock"].append(clock)
-        self._read["reasons"].append(self._ask("CurrentClocksEventReasons") or 0)
-        processes = self._ask("ComputeRunningProcesses") or []
-        self._read["others"].append(len({process.pid for process in processes} - self._ours))
+        if (power := self._query("PowerUsage")) is not None:
+            self._samples["seconds"].append(time.monotonic())
+            self._samples["watts"].append(power / 1e3)
+        if (rates := self._query("UtilizationRates")) is not None:
+            self._samples["utilisation"].append(rates.gpu / 100)
+        if (clock := self._query("ClockInfo", _SM_CLOCK)) is not None:
+            self._samples["clock"].append(clock)
+        self._samples["reasons"].append(self._query("CurrentClocksEventReasons") or 0)
+        processes = self._query("ComputeRunningProcesses") or []
+        self._samples["others"].append(len({process.pid for process in processes} - self._ranks))
 
     def use(self) -> GpuUse:
         """All samples together."""
-        energy, read = self._ask("TotalEnergyConsumption"), self._read
+        energy, samples = self._query("TotalEnergyConsumption"), self._samples
         throttled = {
-            reason: _mean([bool(one & bit) for one in read["reasons"]]) for bit, reason in _REASONS.items()
+            reason: _mean([bool(bits & bit) for bits in samples["reasons"]])
+            for bit, reason in _REASONS.items()
         }
         return GpuUse(
             index=self._nvml.nvmlDeviceGetIndex(self._handle),
-            name=self._ask("Name") or "",
-            samples=len(read["others"]),
+            name=self._query("Name") or "",
+            samples=len(samples["others"]),
             joules=None if None in (energy, self._energy) else (energy - self._energy) / 1e3,
-            sampled_joules=float(np.trapezoid(read["watts"], read["seconds"])),
-            watts=_mean(read["watts"]),
-            utilisation=_mean(read["utilisation"]),
-            clock_mhz=_mean(read["clock"]),
+            sampled_joules=float(np.trapezoid(samples["watts"], samples["seconds"])),
+            watts=_mean(samples["watts"]),
+            utilisation=_mean(samples["utilisation"]),
+            clock_mhz=_mean(samples["clock"]),
             throttled={reason: share for reason, share in throttled.items() if share},
-            others=max(read["others"], default=0),
+            others=max(samples["others"], default=0),
         )
 
 
@@ -85,10 +86,10 @@ def _mean(values: Sequence[float]) -> float:
 @contextlib.contextmanager
 def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
     """Sample a node's GPUs, by UUID, in a thread while the body runs; the list is filled at its end."""
-    found, stop, began = list[NodeUse](), threading.Event(), time.monotonic()
-    devices = _opened(gpus) if gpus else []
+    uses, stop, began = list[NodeUse](), threading.Event(), time.monotonic()
+    devices = _open(gpus) if gpus else []
     if not devices:
-        yield found
+        yield uses
         return
 
     def sample() -> None:
@@ -102,15 +103,15 @@ def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
     try:
-        yield found
+        yield uses
     finally:
         stop.set()
         thread.join()
         seconds = time.monotonic() - began
-        found.append(NodeUse(node=node, seconds=seconds, gpus=[device.use() for device in devices]))
+        uses.append(NodeUse(node=node, seconds=seconds, gpus=[device.use() for device in devices]))
 
 
-def _opened(uuids: Sequence[str]) -> list[_Gpu]:
+def _open(uuids: Sequence[str]) -> list[_Gpu]:
     """The GPUs that NVML knows."""
     import pynvml
 

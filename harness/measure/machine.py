@@ -48,7 +48,7 @@ def facts() -> dict[str, Any]:
 
 
 def identity() -> str:
-    """What a calibration is of: processor, cores and kernel."""
+    """The host of a calibration: processor, cores and kernel."""
     return f"{_cpu_model()}, {cores()} cores, {platform.system()} {platform.release()}"
 
 
@@ -78,10 +78,10 @@ def source_digest(root: Path = ROOT) -> str:
 
 def pool_key(machine: dict[str, Any], code: dict[str, Any]) -> str:
     """Hash of what must agree before two records are pooled: hardware, Linux, torch, sources, C++ kernels."""
-    agree = {name: machine.get(name) for name in MUST_AGREE}
-    agree["torch"] = machine.get("packages", {}).get("torch")
-    agree |= {name: code.get(name) for name in ("source", "kernels")}
-    text = json.dumps(agree, sort_keys=True, separators=(",", ":"))
+    facts = {name: machine.get(name) for name in MUST_AGREE}
+    facts["torch"] = machine.get("packages", {}).get("torch")
+    facts |= {name: code.get(name) for name in ("source", "kernels")}
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -100,7 +100,7 @@ def memory_bytes() -> int:
 
 
 def hcas(devices: Path = INFINIBAND) -> list[str]:
-    """InfiniBand adapters, RoCE's too, of which a port is active, in the order of their numbers."""
+    """InfiniBand adapters, RoCE's too, with an active port, in the order of their numbers."""
     names = set()
     for state in devices.glob("*/ports/*/state"):
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -122,8 +122,8 @@ def shared_memory_bytes() -> int:
 def _cpu_model() -> str | None:
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        if found := re.search(r"^model name\s*:\s*(.*?)\s*$", text, re.MULTILINE):
-            return found[1]
+        if match := re.search(r"^model name\s*:\s*(.*?)\s*$", text, re.MULTILINE):
+            return match[1]
     return platform.processor() or platform.machine() or None
 
 
@@ -135,17 +135,17 @@ def _version(distribution: str) -> str | None:
 
 
 def git(root: Path, *arguments: str, differs: int = 0) -> bytes | None:
-    """Output of git in a checkout; None without one, or if it ends with neither 0 nor ``differs``."""
+    """Output of git in a checkout; None without one, or if its status is neither 0 nor ``differs``."""
     if not (root / ".git").exists():
         return None
     environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", *arguments], cwd=root, env=environment, capture_output=True, timeout=20, check=False
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout if done.returncode in (0, differs) else None
+    return process.stdout if process.returncode in (0, differs) else None
 
 
 def nvml() -> tuple[list[dict[str, Any]], str | None, str | None]:

@@ -38,20 +38,20 @@ def read(path: Path) -> Machine:
 
 
 def write(path: Path, machine: Machine) -> None:
-    """Write what a machine does not have by default, so that :func:`read` gives it back."""
+    """Write the fields that differ from their defaults; :func:`read` gives the machine back."""
     values = asdict(machine)
     codecs: Mapping[str, Mapping[str, float]] = values.pop("codecs")
-    usual = {field.name: field.default for field in fields(Machine)}
+    defaults = {field.name: field.default for field in fields(Machine)}
     # TOML writes numbers, truth values and text as JSON does.
-    lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if value != usual[name]]
-    for text, cost in codecs.items():
-        lines += ["", f"[codecs.{json.dumps(text)}]", *(f"{way} = {json.dumps(cost[way])}" for way in cost)]
+    lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if value != defaults[name]]
+    for codec, cost in codecs.items():
+        lines += ["", f"[codecs.{json.dumps(codec)}]", *(f"{key} = {json.dumps(cost[key])}" for key in cost)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def check_host(path: Path, machine: Machine, host: str) -> None:
-    """Refuse a machine that was not calibrated on this host lately."""
+    """Refuse a machine that was not calibrated on ``host`` within the last :data:`STALE_DAYS` days."""
     if not machine.host:
         raise Refusal(f"{path}: a machine as published, not calibrated: nothing is run by it")
     if machine.host != host:

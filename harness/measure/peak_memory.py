@@ -21,9 +21,8 @@ def forget_peak(device: torch.device) -> None:
 def peak_rss() -> int:
     """Peak resident memory of this process, in bytes."""
     with contextlib.suppress(OSError):
-        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
-        if found:
-            return int(found[1]) * 1024
+        if match := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii")):
+            return int(match[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -18,27 +18,27 @@ BLOCKS: Final[tuple[Block, ...]] = (64, 256, 1024, 2048, "shard")
 
 
 def measure(zero: Zero) -> list[QuantisationError]:
-    """Errors over all ranks of a grid of bits and block sizes; zeros have none.  All ranks must call it."""
+    """Errors over all ranks of a grid of bits and block sizes; none of zeros.  All ranks must call it."""
     grid = [IntCodec(bits, block) for bits in BITS for block in BLOCKS]
-    found = []
+    errors = []
     for unit in zero.units:
         shard, name = unit.master_shard, unit.geometry.name
         for purpose, tensor in (("weights", shard.master), ("gradients", shard.mean_gradient())):
             if tensor is None:
                 continue
-            summed = torch.stack([_sums(codec, tensor) for codec in grid])  # (codecs, 4)
-            largest = summed.clone()
-            dist.all_reduce(summed)
+            sums = torch.stack([_sums(codec, tensor) for codec in grid])  # (codecs, 4)
+            largest = sums.clone()
+            dist.all_reduce(sums)
             dist.all_reduce(largest, dist.ReduceOp.MAX)
-            vnmse, most = (summed[:, 0] / summed[:, 1]).tolist(), (largest[:, 2] / largest[:, 3]).tolist()
-            found += [
+            vnmse, worst = (sums[:, 0] / sums[:, 1]).tolist(), (largest[:, 2] / largest[:, 3]).tolist()
+            errors += [
                 QuantisationError(
-                    purpose=purpose, unit=name, codec=str(codec), vnmse=_short(error), largest=_short(worst)
+                    purpose=purpose, unit=name, codec=str(codec), vnmse=_short(mean), largest=_short(most)
                 )
-                for codec, error, worst, value in zip(grid, vnmse, most, summed[:, 1], strict=True)
-                if value
+                for codec, mean, most, squares in zip(grid, vnmse, worst, sums[:, 1], strict=True)
+                if squares
             ]
-    return found
+    return errors
 
 
 @torch.no_grad()
@@ -53,5 +53,5 @@ def _sums(codec: Codec, x: Tensor) -> Tensor:
 
 
 def _short(value: float) -> float:
-    """Six digits: more say nothing of an error, and fill a record."""
+    """``value`` in six digits: more are of no use, and fill a record."""
     return float(f"{value:.6g}")

@@ -1,4 +1,4 @@
-"""What a run's file holds of this machine: changes of the checkout, packages, variables that matter."""
+"""This machine in a run's file: changes of the checkout, packages, variables that matter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Final
 from harness.measure import machine
 from harness.records.run_record import Changes, Node, Run, Software, SuiteText
 
-MOST_CHANGES: Final = 256 << 10  # bytes of them that are kept
+MOST_CHANGES: Final = 256 << 10  # bytes of changes that are kept
 _PREFIXES: Final = (
     "CUBLAS_", "CUDA_", "GLOO_", "GOMP_", "KMP_", "MALLOC_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_", "PYTORCH_",
     "THP_", "TORCH_",
@@ -28,7 +28,7 @@ _DIFF: Final = (  # whatever the user's configuration of git says
 
 
 def identity() -> dict[str, Any]:
-    """What a node tells the others of itself, JSON-ready: :class:`~harness.records.run_record.Node`."""
+    """This node for the others, JSON-ready: :class:`~harness.records.run_record.Node`."""
     return Node(
         machine=machine.facts(),
         code=machine.code(),
@@ -39,17 +39,17 @@ def identity() -> dict[str, Any]:
 
 
 def run_of(suite: SuiteText | None, nodes: list[dict[str, Any]]) -> Run:
-    """What all trials of a run have in common that begins now, on nodes that told their :func:`identity`."""
+    """The record of a run that begins now, on nodes with these :func:`identity` values."""
     return Run(suite=suite, changes=changes(), nodes=[Node.model_validate(node) for node in nodes])
 
 
 def packages() -> list[str]:
     """All installed packages, ``name==version``; the first of a name is the one that is imported."""
-    found: dict[str, str] = {}
-    for one in importlib.metadata.distributions():
-        if name := one.metadata["Name"]:  # None of a broken one
-            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), f"{name}=={one.version}")
-    return [found[key] for key in sorted(found)]
+    lines: dict[str, str] = {}
+    for package in importlib.metadata.distributions():
+        if name := package.metadata["Name"]:  # None of a broken one
+            lines.setdefault(re.sub(r"[-_.]+", "-", name).lower(), f"{name}=={package.version}")
+    return [lines[key] for key in sorted(lines)]
 
 
 def libraries() -> dict[str, str]:
@@ -57,12 +57,12 @@ def libraries() -> dict[str, str]:
     import torch
     import torch.distributed as dist
 
-    found: dict[str, Any] = {"cuda_of_driver": machine.nvml()[2], "cuda": torch.version.cuda}
+    versions: dict[str, Any] = {"cuda_of_driver": machine.nvml()[2], "cuda": torch.version.cuda}
     if torch.version.cuda is not None:
-        found["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        versions["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     if dist.is_nccl_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return {name: str(value) for name, value in found.items() if value is not None}
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return {name: str(version) for name, version in versions.items() if version is not None}
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -75,7 +75,7 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def changes(root: Path = machine.ROOT) -> Changes | None:
-    """How the checkout differs from its commit, new sources included; None if it does not, or is none."""
+    """How the checkout differs from its commit, new sources included; None if equal, or without git."""
     patch = machine.git(root, *_DIFF, "HEAD") or b""
     new = machine.git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *machine.SOURCES)
     for name in sorted(os.fsdecode(part) for part in (new or b"").split(b"\0") if part):

@@ -1,4 +1,4 @@
-"""Times the parts of a step, with what was waited for communication; keeps raw values."""
+"""Times the parts of a step, and the waits for communication in them; keeps raw values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Part = Literal["generate", "score", "forward", "backward", "optimizer"]
 
 
 def now(device: torch.device) -> float:
-    """Seconds of the clock once the device has done what it was given."""
+    """Seconds of the clock once the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -33,7 +33,7 @@ class StepClock:
         self._waited: dict[str, float] = {}
         self._begun = self._computed = 0.0
         self.steps: list[Step] = []
-        self.note: Callable[[str, float], None] | None = None  # is told of each part, and when it began
+        self.note: Callable[[str, float], None] | None = None  # called with each part and its beginning
 
     def begin(self) -> None:
         """Begin a step."""
@@ -57,19 +57,19 @@ class StepClock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What the body takes is no part of the step."""
+        """Leave the body's time out of the step."""
         wall, computed = now(self._device), time.process_time()
         yield
         self._computed += time.process_time() - computed
         self._begun += now(self._device) - wall
 
     def end(self, *, index: int, warmup: bool, loss: float, norm: float | None) -> None:
-        """End the step and return its times; ``index`` counts from the first warm-up step."""
+        """End the step and keep its times; ``index`` counts from the first warm-up step."""
         computed = time.process_time() - self._computed
         seconds = {"total": now(self._device) - self._begun, "cpu_seconds": computed, **self._seconds}
         waited = {
             f"exposed_{part}": self._waited.get(part) for part in ("forward", "backward", "generate", "score")
         }
-        told: dict[str, Any] = {name: of and round(of, _DIGITS) for name, of in (seconds | waited).items()}
+        times: dict[str, Any] = {name: t and round(t, _DIGITS) for name, t in (seconds | waited).items()}
         loss = float(f"{loss:.9g}")  # as many digits as tell any two fp32 apart
-        self.steps.append(Step(index=index, warmup=warmup, loss=loss, gradient_norm=norm, **told))
+        self.steps.append(Step(index=index, warmup=warmup, loss=loss, gradient_norm=norm, **times))

@@ -54,8 +54,9 @@ def as_gathered(
     """Inside, an unsharded fp32 model has its weights as all-gathered then; they are restored after."""
     with _restored(model.named_parameters()) as parameters:
         for unit in units:
-            own = _policy_of(unit, policy)
-            for codec in (own.weights, own.copy_codec) if own.sends_copy else (own.weights,):
+            unit_policy = _policy_of(unit, policy)
+            codecs = (unit_policy.weights, unit_policy.copy_codec)
+            for codec in codecs if unit_policy.sends_copy else codecs[:1]:
                 _encode_and_decode(codec, unit, parameters, clock)
         yield
 
@@ -63,21 +64,21 @@ def as_gathered(
 def by_columns(
     model: nn.Module, policy: Policy, units: Sequence[UnitGeometry | GroupGeometry]
 ) -> dict[str, Tensor]:
-    """Values by name with which backward computes where two planes are sent; empty where one is."""
+    """Values by name with which backward computes, if two planes are sent; empty if one is."""
     if policy.planes == 1:
         return {}
     with _restored(model.named_parameters()) as parameters:
         for unit in units:
-            own, rows = _policy_of(unit, policy), 0
-            if own.planes > 1 and isinstance(own.weights, Blocked):
-                rows = own.weights.block_size(unit.shard)
-            _encode_and_decode(own.weights, unit, parameters, Clock(0), rows)
+            unit_policy, rows = _policy_of(unit, policy), 0
+            if unit_policy.planes > 1 and isinstance(unit_policy.weights, Blocked):
+                rows = unit_policy.weights.block_size(unit.shard)
+            _encode_and_decode(unit_policy.weights, unit, parameters, Clock(0), rows)
         return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
 @contextmanager
 def computing_with(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, parameters have these values without autograd's knowing; they are restored after."""
+    """Inside, parameters have these values, unseen by autograd; they are restored after."""
     with _restored((name, model.get_parameter(name)) for name in values) as parameters:
         for name, parameter in parameters.items():
             parameter.data.copy_(values[name])
@@ -85,7 +86,7 @@ def computing_with(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[N
 
 
 def as_computed(trial: Trial, model: nn.Module) -> nn.Module:
-    """``model`` as a trial computes: itself in fp32; else a copy, by autocast in DDP and one process."""
+    """The model in a trial's precision: itself in fp32; else a copy, by autocast in DDP and one process."""
     policy = trial.resolved_policy() or Policy(compute=trial.peer.compute)
     if policy.compute == "fp32":
         return model
@@ -109,7 +110,7 @@ def packed(
     values: Mapping[str, Tensor | None],
     device: torch.device | None = None,
 ) -> Tensor:
-    """(ranks, shard) fp32 of values by name, laid out as a unit or a parameter group; all else is zero."""
+    """(ranks, shard) fp32 of values by name, laid out as a unit or a parameter group; zeros elsewhere."""
     whole = torch.zeros(geometry.padded, device=device).view(-1, geometry.shard)
     for name, place in _places(geometry, whole):
         place.copy_(padded(values[name], place.numel()).view_as(place))
@@ -124,7 +125,7 @@ def padded(value: Tensor | None, numel: int) -> Tensor:
 
 
 def _places(geometry: UnitGeometry | GroupGeometry, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """(name, its elements and, in a group, its padding: a view of ``whole``) of each parameter."""
+    """Each parameter's name and its view of ``whole``, in a group with its padding."""
     if isinstance(geometry, UnitGeometry):
         for slot in geometry.slots:
             yield slot.spec.name, whole.view(-1)[slot.offset : slot.end]
@@ -141,13 +142,13 @@ def _policy_of(unit: UnitGeometry | GroupGeometry, policy: Policy) -> Policy:
 @contextmanager
 def _restored(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[dict[str, nn.Parameter]]:
     """Yields the parameters by name, to be changed; restores their values afterwards."""
-    found = dict(parameters)
-    kept = {name: parameter.detach().clone() for name, parameter in found.items()}
+    by_name = dict(parameters)
+    values = {name: parameter.detach().clone() for name, parameter in by_name.items()}
     try:
-        yield found
+        yield by_name
     finally:
-        for name, parameter in found.items():
-            parameter.data.copy_(kept[name])
+        for name, parameter in by_name.items():
+            parameter.data.copy_(values[name])
 
 
 @torch.no_grad()
@@ -158,7 +159,7 @@ def _encode_and_decode(
     clock: Clock,
     rows: int = 0,
 ) -> None:
-    """Pass every rank's message through the reference; bands of so many ``rows`` are turned meanwhile."""
+    """Pass every rank's message through the reference; bands of ``rows`` rows are turned meanwhile."""
     device, noise = next(iter(parameters.values())).device, None
     shards, turned = packed(geometry, parameters, device), list[tuple[Band, ...]]()
     if isinstance(geometry, UnitGeometry):
