@@ -33,7 +33,7 @@ from harness.cluster.control_channel import Place
 from harness.cluster.interrupts import INTERRUPTED
 from harness.cluster.rank_processes import LaunchError, end_if_in_group
 from harness.errors import LinkError, Refusal, one_line
-from harness.expected_time import expected
+from harness.expected_time import estimate
 from harness.lab import command as lab
 from harness.laws import command as check
 from harness.measure import machine as machine_facts
@@ -125,7 +125,7 @@ def plan(file: SuiteFile, *, machine: MachineFile = None, as_json: Json = False,
     if not _print_rows(table, whole, as_json=as_json, as_csv=as_csv):
         out = terminal_table.console()
         terminal.forecasts(suite, found, out, made)
-        terminal_table.say(expected(found).words, out)
+        terminal_table.say(estimate(found).sentence, out)
         if impossible:
             out.print(f"{impossible} of {len(found)} trials cannot run here: `zeropp run` refuses the suite")
     raise typer.Exit(SOME_FAILED if impossible else OK)

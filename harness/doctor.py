@@ -1,4 +1,4 @@
-"""What is there, what is missing, and what it would add.  Changes nothing."""
+"""Lists what this machine has, what it lacks, and what that would add.  Changes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.strategies import deepspeed
 ENOUGH_CORES: Final = 2
 ENOUGH_MEMORY: Final = 4 << 30
 ENOUGH_SHARED_MEMORY: Final = 256 << 20
-_ADDS: Final = {  # what each is for and, if it is missing, what to do
+_ADDS: Final = {  # its use and, if it is missing, what to do
     "cores": f"{ENOUGH_CORES} or more: suites' times are for 2",
     "/dev/shm": "ranks of a node exchange through it; in a container, --shm-size=1g; else transport = 'gloo'",  # noqa: S108
     "torch": "runs every trial: pip install torch",
@@ -31,20 +31,20 @@ _ADDS: Final = {  # what each is for and, if it is missing, what to do
 
 
 def examine() -> list[dict[str, Any]]:
-    """Look at everything that a trial may use; a row for each thing, ``there`` if it is and is enough."""
+    """A row for everything that a trial may use; ``there`` if the machine has enough of it."""
     cores, memory, shared = machine.cores(), machine.memory_bytes(), machine.shared_memory_bytes()
     facts = machine.facts()
     packages, driver = facts["packages"], facts["driver"]
     cupy = [f"{name} {packages[name]}" for name in ("cupy-cuda12x", "cupy-cuda13x") if packages[name]]
     nvml = "no NVIDIA driver answers" if packages["nvidia-ml-py"] else "nvidia-ml-py is not installed"
     compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    missing, apart, tbf = deepspeed.why_missing(), namespaces(None), namespaces()
-    looked_for: dict[str, tuple[object, object]] = {  # whether it is there, and what was found
+    missing, unshaped, tbf = deepspeed.why_missing(), namespaces(None), namespaces()
+    features: dict[str, tuple[object, object]] = {  # whether it is enough, and what the machine has
         "cores": (cores >= ENOUGH_CORES, cores),
         "memory": (memory >= ENOUGH_MEMORY, gib(memory)),
         "/dev/shm": (shared >= ENOUGH_SHARED_MEMORY, shared and gib(shared)),  # noqa: S108  # a name to print
         "torch": (packages["torch"], packages["torch"]),
-        "network namespaces": (apart is None, apart or "works"),
+        "network namespaces": (unshaped is None, unshaped or "works"),
         "tbf": (tbf is None, tbf or "works"),
         "C++ compiler": (compiler, compiler and Path(compiler).name),
         "CUDA device": _cuda(),
@@ -54,39 +54,40 @@ def examine() -> list[dict[str, Any]]:
     }
     adds = _ADDS | {"memory": f"holds at most {memory // PROCESS_BYTES} ranks"}
     return [
-        {"what": what, "there": bool(there), "found": str(found or "none"), "adds": adds[what]}
-        for what, (there, found) in looked_for.items()
+        {"what": name, "there": bool(enough), "found": str(value or "none"), "adds": adds[name]}
+        for name, (enough, value) in features.items()
     ]
 
 
-_OWN: Final = ("address", "host")  # which differ where nothing is wrong
+_DIFFERENT: Final = ("address", "host")  # differ although nothing is wrong
 _FACTS: Final = (
     "system", "kernel", "architecture", "cpu", "cores", "memory_gib", "shared_memory_gib", "python", "driver",
 )  # fmt: skip
 
 
 def compare(nodes: Sequence[Node]) -> list[dict[str, Any]]:
-    """Facts of all nodes side by side, a row each; ``host`` has a letter for each distinct one."""
+    """A row for each fact, with the values of all nodes; ``host`` is a letter for each distinct host."""
     hosts = list(dict.fromkeys(node.identity for node in nodes))
-    tables = [
+    columns = [
         {"host": string.ascii_uppercase[hosts.index(node.identity) % 26]} | _facts_of(node) for node in nodes
     ]
     rows = []
-    for name in dict.fromkeys(name for table in tables for name in table):
-        values = [str(table.get(name) or "-") for table in tables]
-        rows.append({"what": name, "values": values, "differs": len({*values}) > 1 and name not in _OWN})
+    for name in dict.fromkeys(name for facts in columns for name in facts):
+        values = [str(facts.get(name) or "-") for facts in columns]
+        differs = len({*values}) > 1 and name not in _DIFFERENT
+        rows.append({"what": name, "values": values, "differs": differs})
     return rows
 
 
 def _facts_of(node: Node) -> dict[str, Any]:
-    here, code = node.facts["machine"], node.facts["code"]
+    facts, code = node.facts["machine"], node.facts["code"]
     return {
         "interface": node.port.interface,
         "address": node.port.address,
-        **{name: here.get(name) for name in _FACTS},
-        "gpus": ", ".join(f"{gpu['name']} {gpu['memory_gib']} GiB" for gpu in here["gpus"]),
+        **{name: facts.get(name) for name in _FACTS},
+        "gpus": ", ".join(f"{gpu['name']} {gpu['memory_gib']} GiB" for gpu in facts["gpus"]),
         "hcas": ", ".join(node.facts["hcas"]),
-        **here["packages"],
+        **facts["packages"],
         **{f"code {name}": code.get(name) for name in ("version", "commit", "source", "kernels")},
     }
 

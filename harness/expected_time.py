@@ -1,8 +1,8 @@
 """Estimates how long a suite takes here, from a short measurement of how fast a core computes.
 
-A step takes the forward and backward passes of its micro-batches, stretched where there are more ranks than
-cores, and the time that its bytes take at the link's rate.  A trial takes its steps, as much again of
-computing for what is checked around them, its validations, and :data:`OVERHEAD` seconds for the rest.
+A step takes the forward and backward passes of its micro-batches, longer with more ranks than cores, and the
+time of its bytes at the link's rate.  A trial takes its steps, the passes of the checks around them, its
+validations, and :data:`OVERHEAD` seconds for the rest.
 """
 
 from __future__ import annotations
@@ -20,51 +20,52 @@ from impl.codecs.codec import ITEM_BYTES
 
 OVERHEAD: Final = 4.5  # seconds of a trial beside its steps, on 2 cores
 _CHECKS: Final = 6  # passes of a micro-batch before and after the steps
-_ERRORS: Final = 8  # and more where errors of what is sent are measured, in the first repeat
+_ERRORS: Final = 8  # more passes if errors of messages are measured, in the first repeat
 _MEASURED: Final = (2, 128)  # sequences, and tokens of each, of a measured pass
-_OPERATIONS: Final = 6  # floating-point ones of a parameter and token, forward and backward
+_OPERATIONS: Final = 6  # floating-point operations of a parameter and token, forward and backward
 _FORWARD: Final = 1 / 3  # share of a pass
 
 
-class Expected(NamedTuple):
-    """An estimate of all trials of a suite."""
+class Estimate(NamedTuple):
+    """The time of all trials of a suite."""
 
-    seconds: float | None  # None where none can be said
-    words: str  # a sentence
+    seconds: float | None  # None if they cannot be estimated
+    sentence: str
 
 
-def expected(found: Sequence[Forecast]) -> Expected:
-    """Estimate how long the trials take one after the other; or say why that cannot be said."""
-    asked = [one for one in found if not one.reasons]
-    if not asked:
-        return Expected(None, "No expected time: no trial runs.")
-    if any(one.trial.cluster.device != "cpu" or one.trial.cluster.launcher != "local" for one in asked):
-        return Expected(None, "No expected time: it is estimated for the processors of one machine alone.")
+def estimate(forecasts: Sequence[Forecast]) -> Estimate:
+    """Estimate how long the trials take one after the other, or say why that is not possible."""
+    possible = [forecast for forecast in forecasts if not forecast.reasons]
+    if not possible:
+        return Estimate(None, "No expected time: no trial runs.")
+    clusters = [forecast.trial.cluster for forecast in possible]
+    if any(cluster.device != "cpu" or cluster.launcher != "local" for cluster in clusters):
+        return Estimate(None, "No expected time: it is estimated for the processors of one machine alone.")
     flops = core_flops()
-    seconds = sum(_trial_seconds(one, flops) for one in asked)
-    words = (
+    seconds = sum(_trial_seconds(forecast, flops) for forecast in possible)
+    sentence = (
         f"Expected here: about {spoken(seconds)}, an estimate: {flops / 1e9:.2g} GFLOPS of a core (measured "
         f"now, in a small GPT), bytes at the link's rate, and {OVERHEAD:g} s a trial."
     )
-    return Expected(seconds, words)
+    return Estimate(seconds, sentence)
 
 
-def _trial_seconds(one: Forecast, flops: float) -> float:
-    trial, world = one.trial, one.trial.topology().world
+def _trial_seconds(forecast: Forecast, flops: float) -> float:
+    trial, world = forecast.trial, forecast.trial.topology().world
     ranks, parts = (1, world) if trial.strategy == "single" else (world, 1)
     threads = trial.threads or max(1, machine.cores() // ranks)
-    operations = _OPERATIONS * (one.parameters or 0) * trial.tokens_per_rank * parts
+    operations = _OPERATIONS * (forecast.parameters or 0) * trial.tokens_per_rank * parts
     computing = operations / flops / min(threads, machine.cores() / ranks)  # of a micro-batch
     micro_batches = float(trial.accumulation)
     if trial.workload == "generate":
         micro_batches = _FORWARD * (1 + trial.generate.tokens / trial.sequence)
-    if trial.workload == "rlhf":  # and two frozen models pass over what was decoded
+    if trial.workload == "rlhf":  # and two frozen models pass over the decoded tokens
         micro_batches += _FORWARD * (3 + trial.generate.tokens / trial.sequence)
-    sent, rate = one.egress, trial.slowest_mbit
+    sent, rate = forecast.egress, trial.slowest_mbit
     if sent is None and ranks > 1:  # a peer: rings of an all-reduce, or of two all-gathers and a reduction
         peer = PEERS[trial.strategy]
         rings = 2 if peer.family == "ddp" else 3 * trial.accumulation
-        sent = rings * (one.parameters or 0) * ITEM_BYTES[peer.wire(trial.peer.compute)]
+        sent = rings * (forecast.parameters or 0) * ITEM_BYTES[peer.wire(trial.peer.compute)]
     wire = sent * 8 / (rate * 1e6) if sent and rate and trial.cluster.nodes > 1 else 0.0
     steps = trial.warmup + trial.steps
     passes = float(_CHECKS + (_ERRORS if trial.measure_quantisation and trial.repeat == 0 else 0))
@@ -81,24 +82,24 @@ def core_flops() -> float:
 
     from harness.workloads.models import build
 
-    threads, found = torch.get_num_threads(), list[float]()
+    threads, seconds = torch.get_num_threads(), list[float]()
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng():
             model = build(Model(), _MEASURED[1])
         tokens = torch.zeros(_MEASURED, dtype=torch.int64)
         for _ in range(3):
-            begun = time.process_time()  # what else runs here does not count
+            begun = time.process_time()  # without other processes
             model(tokens, tokens).backward()
-            found.append(time.process_time() - begun)
+            seconds.append(time.process_time() - begun)
     finally:
         torch.set_num_threads(threads)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return _OPERATIONS * parameters * tokens.numel() / min(found)
+    return _OPERATIONS * parameters * tokens.numel() / min(seconds)
 
 
 def spoken(seconds: float) -> str:
-    """Seconds in words, of two digits."""
+    """Seconds, minutes or hours with their unit, in two digits."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:

@@ -1,4 +1,4 @@
-"""Writes a first suite: one contrast that ends in minutes here, with all further axes as comments."""
+"""Writes a first suite: one contrast that takes minutes on this machine, and further axes as comments."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from string import Template
 from typing import Final
 
 from harness.errors import Refusal
-from harness.expected_time import expected, spoken
+from harness.expected_time import estimate, spoken
 from harness.measure import machine
 from harness.runs.feasibility import PROCESS_BYTES, Host, forecast
 from harness.suites.suite import LONGEST_NAME, NAME
 from harness.suites.suite_file import load
 
-WITHIN: Final = 200.0  # seconds that it may be expected to take: five minutes, with a margin
+WITHIN: Final = 200.0  # seconds that it may take by estimate: five minutes, with a margin
 _TEMPLATE: Final = Path(__file__).with_name("new_suite.template")
 _SIZES: Final = ((512, 20), (512, 8), (512, 4), (256, 4), (128, 4), (128, 2))  # tokens of a rank, steps
 _GPUS: Final = 4  # two nodes of two ranks
@@ -23,28 +23,27 @@ _SHARED_MEMORY: Final = 64 << 20  # of a node, through which its ranks exchange
 
 
 def write(name: str, host: Host) -> tuple[Path, str]:
-    """Write ``<name>.toml`` into the working folder; returns its path, and how long it should take.
+    """Write ``<name>.toml`` into the working folder; return its path and a sentence on its time.
 
-    A Refusal for a name that a suite cannot have, a FileExistsError where the file is there already.
+    A Refusal for a name that a suite cannot have, a FileExistsError if the file exists.
     """
     name = name.removesuffix(".toml")
     if len(name) > LONGEST_NAME or re.fullmatch(NAME, name) is None:
-        wanted = f"at most {LONGEST_NAME} letters, digits, '_', '-' and '.', which is not the first"
-        raise Refusal(f"{name!r}: expected {wanted}")
+        form = f"at most {LONGEST_NAME} letters, digits, '_', '-' and '.', which is not the first"
+        raise Refusal(f"{name!r}: expected {form}")
     path = Path(f"{name}.toml")
     for tokens, steps in _SIZES:
-        written = suite_text(name, host, tokens, steps)
+        text = suite_text(name, host, tokens, steps)
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "suite.toml"
-            file.write_text(written, encoding="utf-8")
-            seconds, words = expected(forecast(load(file).trials, host))
+            draft = Path(folder) / "suite.toml"
+            draft.write_text(text, encoding="utf-8")
+            seconds, sentence = estimate(forecast(load(draft).trials, host))
         if seconds is None or seconds <= WITHIN:
             break
     time = "not estimated" if seconds is None else f"about {spoken(seconds)} (estimated)"
-    written = written.replace("\nrepeats =", f'\ntime = "{time}"\nrepeats =', 1)
-    with path.open("x", encoding="utf-8") as whole:
-        whole.write(written)
-    return path, words
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text.replace("\nrepeats =", f'\ntime = "{time}"\nrepeats =', 1))
+    return path, sentence
 
 
 def suite_text(name: str, host: Host, tokens: int, steps: int) -> str:
@@ -54,7 +53,7 @@ def suite_text(name: str, host: Host, tokens: int, steps: int) -> str:
 
 
 def _cluster(host: Host) -> str:
-    """Two nodes of what the machine has: GPUs for four ranks, or processors; a shaped or a paced link."""
+    """Two nodes on this machine: with GPUs for four ranks, or on processors; a shaped or a paced link."""
     gpus = len(host.gpus) >= _GPUS
     ranks = 2 if gpus or host.memory >= 8 * PROCESS_BYTES else 1
     lines = ["nodes = 2", f"ranks_per_node = {ranks}", 'rate = "50 Mbit/s"']

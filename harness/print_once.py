@@ -1,4 +1,4 @@
-"""Of the ranks of torchrun that fail alike one prints the error.  Imports torch only after an error."""
+"""One of torchrun's ranks prints an error that several have.  Imports torch only after an error."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Final
 _PATIENCE: Final = timedelta(seconds=5)  # for the store
 
 
-def speaks(words: str) -> bool:
-    """Whether this process prints ``words``: the first that asks torchrun's store; without one, every one."""
+def speaks(line: str) -> bool:
+    """Whether this process prints ``line``: the first to ask torchrun's store; without a store, all do."""
     # Without the agent's store rank 0 would have to serve one, and may have failed first.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
     import torch.distributed as dist
 
-    key = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{hashlib.sha256(words.encode()).hexdigest()}"
+    key = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{hashlib.sha256(line.encode()).hexdigest()}"
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False, timeout=_PATIENCE)  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness import expected_time
-from harness.expected_time import OVERHEAD, Expected, expected
+from harness.expected_time import OVERHEAD, Estimate, estimate
 from harness.records.record import Failure
 from harness.runs.feasibility import Forecast, any_host, forecast
 from harness.suites.trial import Cluster, Model, Trial
@@ -24,13 +24,13 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expected_time, "core_flops", lambda: flops)
 
 
-def estimated(**fields: Any) -> Expected:
-    return expected(forecast([Trial(strategy="zero3", steps=10, warmup=0, **TINY | fields)], any_host()))
+def estimated(**fields: Any) -> Estimate:
+    return estimate(forecast([Trial(strategy="zero3", steps=10, warmup=0, **TINY | fields)], any_host()))
 
 
 def seconds(**fields: Any) -> float:
     found = estimated(**fields)
-    assert found.seconds is not None, found.words
+    assert found.seconds is not None, found.sentence
     return found.seconds
 
 
@@ -62,16 +62,16 @@ def test_steps_wait_for_cores_and_for_the_link() -> None:
 )
 def test_what_is_not_estimated_says_why(fields: dict[str, Any], words: str) -> None:
     """A GPU is not measured, and what cannot run takes no time."""
-    assert words in estimated(**fields).words
+    assert words in estimated(**fields).sentence
 
 
 def test_a_core_is_measured_once() -> None:
     """All trials share it, one of the paper's scale too, and the estimate is printed as one."""
     trials = [Trial(strategy=name, seed=seed, **TINY) for name in ("zero3", "hpz") for seed in (0, 1)]
-    found = expected(forecast(trials, any_host()))
+    found = estimate(forecast(trials, any_host()))
     assert found.seconds is not None
     assert 4 * OVERHEAD < found.seconds < 4 * OVERHEAD + 60
-    assert "an estimate" in found.words
+    assert "an estimate" in found.sentence
     assert seconds(model=Model(name="gpt-1.5b")) > found.seconds
     refused = Failure(kind="refused", message="not here", log=None)
-    assert expected([Forecast(trial, 1, failure=refused) for trial in trials]).seconds is None
+    assert estimate([Forecast(trial, 1, failure=refused) for trial in trials]).seconds is None

@@ -50,7 +50,7 @@ def test_it_is_written_and_fits_here(folder: Path, zeropp: Zeropp) -> None:
     assert (suite.name, len(suite.trials), suite.repeats.least) == ("mine", 12, 6)
     found = forecast(suite.trials, HERE)
     assert not any(one.problems for one in found)
-    seconds, _ = expected_time.expected(found)
+    seconds, _ = expected_time.estimate(found)
     assert seconds is not None
     assert seconds <= 300
     assert f"about {expected_time.spoken(seconds)}" in suite.time
