@@ -115,19 +115,19 @@ def plan(file: SuiteFile, *, machine: MachineFile = None, as_json: Json = False,
 
     With --machine also the seconds of a step, as modelled from what that machine achieves.
     """
-    made = None if machine is None else machine_file.read(machine)
+    calibrated = None if machine is None else machine_file.read(machine)
     suite = load(file)
-    here = launchers.slurm_cluster(suite.trials) is None  # else on nodes that are not known yet
-    found = forecast(suite.trials, this_host() if here else feasibility.any_host())
-    impossible = sum(bool(one.problems) for one in found)
-    table = plan_rows.rows(found, made)
-    whole = plan_rows.whole(suite, found, table)
+    local = launchers.slurm_cluster(suite.trials) is None  # else on nodes that are not known yet
+    forecasts = forecast(suite.trials, this_host() if local else feasibility.any_host())
+    impossible = sum(bool(planned.problems) for planned in forecasts)
+    table = plan_rows.rows(forecasts, calibrated)
+    whole = plan_rows.plan_json(suite, forecasts, table)
     if not _print_rows(table, whole, as_json=as_json, as_csv=as_csv):
         out = terminal_table.console()
-        terminal.forecasts(suite, found, out, made)
-        terminal_table.say(estimate(found).sentence, out)
+        terminal.plan(suite, forecasts, out, calibrated)
+        terminal_table.say(estimate(forecasts).sentence, out)
         if impossible:
-            out.print(f"{impossible} of {len(found)} trials cannot run here: `zeropp run` refuses the suite")
+            out.print(f"{impossible} of {len(table)} trials cannot run here: `zeropp run` refuses the suite")
     raise typer.Exit(SOME_FAILED if impossible else OK)
 
 
@@ -136,8 +136,8 @@ def new(name: Annotated[str, typer.Argument(help="Of the suite, and of its file.
     """Write NAME.toml: a suite for this machine that ends in five minutes, with further axes as comments."""
     from harness import new_suite
 
-    path, time_here = new_suite.write(name, this_host())
-    terminal_table.say(time_here, terminal_table.console(stderr=True))
+    path, time_sentence = new_suite.write(name, this_host())
+    terminal_table.say(time_sentence, terminal_table.console(stderr=True))
     print(path)
 
 
@@ -150,10 +150,10 @@ def calibrate(
     if not file.absolute().parent.is_dir():
         raise Refusal(f"{file}: there is no folder {file.absolute().parent}")
 
-    from harness.bench.calibration import calibrate as measured
+    from harness.bench import calibration
 
     interrupts.take_over()
-    machine_file.write(file, measured(file.stem, results, terminal_table.console(stderr=True)))
+    machine_file.write(file, calibration.calibrate(file.stem, results, terminal_table.console(stderr=True)))
     print(file)
 
 
@@ -175,49 +175,49 @@ def run(
 
     On a cluster the launcher starts this on every host; the first one's writes records and report.
     """
-    made = None if machine is None else machine_file.read(machine)
-    if made is not None and machine is not None:
-        machine_file.check_host(machine, made, machine_facts.identity())
+    calibrated = None if machine is None else machine_file.read(machine)
+    if calibrated is not None and machine is not None:
+        machine_file.check_host(machine, calibrated, machine_facts.identity())
     suite = load(file)
-    asked = [trial for number in range(sweeps) for trial in suite.sweep(number)]
-    if len(asked) > MOST_TRIALS:
-        told = f"{len(asked)} trials; at most {MOST_TRIALS} are allowed in one folder"
-        raise Refusal(f"--sweeps {sweeps}: {told}")
+    trials = [trial for number in range(sweeps) for trial in suite.sweep(number)]
+    if len(trials) > MOST_TRIALS:
+        count = f"{len(trials)} trials; at most {MOST_TRIALS} are allowed in one folder"
+        raise Refusal(f"--sweeps {sweeps}: {count}")
     if only is not None:
-        asked = [suite.trial_by_prefix(only, sweeps)]
-    if (waiting := launchers.slurm_cluster(suite.trials)) is not None:
-        check_feasible(file, forecast(asked, feasibility.any_host()))
-        more = ["--sweeps", str(sweeps), *(["--only", only] if only is not None else [])]
-        more += [*["--retry-failed"] * retry_failed, *["--no-report"] * (not report)]
-        _to_slurm(suite, file, results, waiting, more)
+        trials = [suite.trial_by_prefix(only, sweeps)]
+    if (cluster := launchers.slurm_cluster(suite.trials)) is not None:
+        check_feasible(file, forecast(trials, feasibility.any_host()))
+        options = ["--sweeps", str(sweeps), *(["--only", only] if only is not None else [])]
+        options += [*["--retry-failed"] * retry_failed, *["--no-report"] * (not report)]
+        _to_slurm(suite, file, results, cluster, options)
         raise typer.Exit(OK)
     place = _place(suite)
     folder = results / suite.name
-    there = feasibility.check_folder(folder)
-    feasibility.check_inputs(folder, asked)
-    check_feasible(file, forecast(suite.trials if only is None else asked, this_host()))
-    own = check.check_laws(asked)
+    records = feasibility.check_folder(folder)
+    feasibility.check_inputs(folder, trials)
+    check_feasible(file, forecast(suite.trials if only is None else trials, this_host()))
+    user_codecs = check.check_laws(trials)
 
     from harness.runs.further_repeats import Batch, batches, seconds_in
     from harness.runs.sweep import run_sweep
 
     interrupts.take_over()
     progress, count = terminal_table.console(stderr=True), counted(len(suite.trials), "trial")
-    times, each = (f"{sweeps} sweeps of {count}", " (each)") if sweeps > 1 else (count, "")
+    counts, by_sweep = (f"{sweeps} sweeps of {count}", " (each)") if sweeps > 1 else (count, "")
     say = partial(terminal_table.say, out=progress)
     say(f"{suite.name}: {suite.question}")
-    say(f"{times} ({suite.repeats}) into {folder}. Stated time{each}: {suite.time}.")
+    say(f"{counts} ({suite.repeats}) into {folder}. Stated time{by_sweep}: {suite.time}.")
     say("" if only is None else f"Of them {only} alone.")
-    say(f"The declared laws of {', '.join(own)} hold." if own else "")
-    known = suite.all_repeats(max(sweeps, *(1 + record.sweep for record in there))) if there else {}
-    if others := len({record.id for record in there} - known.keys()):
-        what = f"{counted(others, 'record')} that this suite does not ask for"
-        say(f"This folder also holds {what}; the report draws them too.")
-    rest = batches(suite, sweeps, seconds_in(folder))
+    say(f"The declared laws of {', '.join(user_codecs)} hold." if user_codecs else "")
+    known = suite.all_repeats(max(sweeps, *(1 + record.sweep for record in records))) if records else {}
+    if others := len({record.id for record in records} - known.keys()):
+        foreign = f"{counted(others, 'record')} that this suite does not ask for"
+        say(f"This folder also holds {foreign}; the report draws them too.")
+    sweep = batches(suite, sweeps, seconds_in(folder)) if only is None else [Batch(0, tuple(trials))]
     with launchers.lead_nodes(place, suite.trials) as nodes:
         outcome = run_sweep(
-            suite, rest if only is None else [Batch(0, tuple(asked))], folder, progress,
-            nodes=nodes, retry_failed=retry_failed, total=len(asked), on=made,
+            suite, sweep, folder, progress,
+            nodes=nodes, retry_failed=retry_failed, total=len(trials), on=calibrated,
         )  # fmt: skip
         status = INTERRUPTED if outcome.interrupted else SOME_FAILED if outcome.failed else OK
         if report and status != INTERRUPTED:
@@ -253,7 +253,7 @@ def trace(
 
 @app.command()
 def show(
-    what: Annotated[
+    suite_or_id: Annotated[
         str, typer.Argument(help="Suite name or file, results folder, or trial id.", metavar="SUITE-OR-ID")
     ],
     results: ResultsFolder = RESULTS,
@@ -270,30 +270,30 @@ def show(
     """Print one record, or all records of a suite as a table."""
     out = terminal_table.console()
     if follow:
-        _follow(load(Path(what)), results, out)
+        _follow(load(Path(suite_or_id)), results, out)
         return
-    folder = None if again else report_command.folder_of(what, results)
+    folder = None if again else report_command.folder_of(suite_or_id, results)
     if folder is None:
-        path = _record(what, results)
-        one = read(path)
-        if again and one.run is None:
+        path = _record(suite_or_id, results)
+        record = read(path)
+        if again and record.run is None:
             raise Refusal(f"{path}: names no file of its run, for it was written before there were any")
         if again:
-            print(reproduce.script(one, run_record.read(path.parent, one.run or "")), end="")
+            print(reproduce.script(record, run_record.read(path.parent, record.run or "")), end="")
         else:
             whole = json.loads(path.read_text(encoding="utf-8"))
-            if not _print_rows(plan_rows.of_records([one]), whole, as_json=as_json, as_csv=as_csv):
-                terminal.record(one, out, path.parent)
+            if not _print_rows(plan_rows.record_rows([record]), whole, as_json=as_json, as_csv=as_csv):
+                terminal.single_record(record, out, path.parent)
     elif bench_record.holds(folder):
         from report.bench_page import show as show_bench
 
         show_bench(bench_record.read_all(folder), out)
     else:
-        found, broken = read_valid(folder)
-        if not found and not broken:
+        records, broken = read_valid(folder)
+        if not records and not broken:
             raise Refusal(f"{folder}: no records in it; `zeropp run` writes them")
-        if found and not _print_rows(plan_rows.of_records(found), as_json=as_json, as_csv=as_csv):
-            terminal.records(found, out, folder)
+        if records and not _print_rows(plan_rows.record_rows(records), as_json=as_json, as_csv=as_csv):
+            terminal.records(records, out, folder)
         if broken:
             raise RecordError(f"{broken[0]}{f' (and {len(broken) - 1} more)' if broken[1:] else ''}")
 
@@ -328,7 +328,7 @@ def doctor(
         assert nodes is not None  # noqa: S101  # there is a place
         table = compare(nodes.nodes)
         if not _print_rows(table, as_json=as_json, as_csv=as_csv):
-            terminal.compared(table, terminal_table.console())
+            terminal.nodes(table, terminal_table.console())
         nodes.status = OK
 
 
@@ -347,12 +347,12 @@ def list_checkpoints(
     """
     broken: list[CheckpointError] = []
     for path in named(folder) or [resolve(folder)]:
-        said, state = "", "sizes and digests checked" if digests else "sizes checked, contents not (--verify)"
+        text, state = "", "sizes and digests checked" if digests else "sizes checked, contents not (--verify)"
         try:
             manifest = read_manifest(path)
-            optimizers = ", ".join(one["kind"] for one in manifest.optimizers) or "none"
+            optimizers = ", ".join(optimizer["kind"] for optimizer in manifest.optimizers) or "none"
             nbytes = sum(size for size, _ in manifest.files)
-            said = (
+            text = (
                 f"{train_command.steps_text(manifest)}, {manifest.numel:,} elements in "
                 f"{len(manifest.parameters)} parameters, optimizers {optimizers}, {nbytes:,} bytes "
                 f"in {len(manifest.files)} files, from {manifest.topology} ranks at stage "
@@ -362,10 +362,10 @@ def list_checkpoints(
         except CheckpointError as error:
             broken.append(error)
             state = f"BROKEN: {error}"
-        print(f"{path}: {said}{state}")
+        print(f"{path}: {text}{state}")
     if broken:
-        more = f" (the first of {len(broken)} that are broken)" if len(broken) > 1 else ""
-        raise CheckpointError(f"{broken[0]}{more}")
+        count = f" (the first of {len(broken)} that are broken)" if len(broken) > 1 else ""
+        raise CheckpointError(f"{broken[0]}{count}")
 
 
 @app.command("export")
@@ -386,7 +386,7 @@ def export_checkpoint(
 def _print_rows(
     table: Sequence[dict[str, Any]], whole: dict[str, Any] | None = None, *, as_json: bool, as_csv: bool
 ) -> bool:
-    """Print rows for programs, if that is asked for, as JSON all of it; returns whether it is."""
+    """Print rows as CSV, or ``whole`` as JSON, if an option says so; return whether one does."""
     if as_json and as_csv:
         raise Refusal("--json and --csv: expected at most one of them")
     if as_json:
@@ -397,22 +397,22 @@ def _print_rows(
 
 
 def _follow(suite: Suite, results: Path, out: Console) -> None:
-    """Print the outcome of each trial of a suite's first sweep once its record is written, until all are."""
+    """Print the outcome of each trial of a suite's first sweep, as soon as its record is written."""
     from harness.runs.further_repeats import batches, seconds_in
     from harness.runs.progress import outcome
 
-    folder, asked = results / suite.name, 0
+    folder, total = results / suite.name, 0
     for batch in batches(suite, 1, seconds_in(folder)):
-        done, asked = asked, asked + len(batch.trials)
+        done, total = total, total + len(batch.trials)
         for number, trial in enumerate(batch.trials, done + 1):
             path = path_of(folder, trial.id)
-            while not path.exists() or (told := outcome(read(path))).startswith("interrupted: "):
+            while not path.exists() or (text := outcome(read(path))).startswith("interrupted: "):
                 time.sleep(_FOLLOW_SECONDS)
-            out.print(f"[{number}/{asked}] {trial.id} {told}", markup=False, highlight=False, soft_wrap=True)
+            out.print(f"[{number}/{total}] {trial.id} {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _place(suite: Suite) -> Place | None:
-    """The first node's place in a run across hosts; another node is its supervisor, and ends as the run."""
+    """The first node's place in a run across hosts; another node is a supervisor, and exits after the run."""
     place = launchers.place(suite.trials)
     if place is not None and place.follows:
         from harness.runs.rank_trial import WORKS
@@ -421,9 +421,9 @@ def _place(suite: Suite) -> Place | None:
     return place
 
 
-def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, more: Sequence[str]) -> None:
-    """Submit a suite's run, with ``more`` options, to Slurm; inside of a job, start its step instead."""
-    arguments = ["run", str(file.absolute()), "--results", str(results.absolute()), *more]
+def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, options: Sequence[str]) -> None:
+    """Submit a suite's run with these options to Slurm; inside a job, start its step instead."""
+    arguments = ["run", str(file.absolute()), "--results", str(results.absolute()), *options]
     if "SLURM_JOB_ID" in os.environ:
         slurm.step(arguments, cluster.nodes)
     folder = results / suite.name
@@ -433,33 +433,33 @@ def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, more: S
 
 
 def _record(trial_id: str, results: Path) -> Path:
-    """Where the record lies whose id starts with ``trial_id``."""
-    found = sorted(results.glob(f"*/{trial_id}*.json")) if re.fullmatch("[0-9a-f]{4,12}", trial_id) else []
-    if not found:
-        told = f"{results} holds {report_command.suites_in(results)}"
-        raise Refusal(f"unknown suite or id {trial_id!r}: {told}; an id is at least 4 of its 12 hex digits")
-    if len({path.stem for path in found}) > 1:
-        raise Refusal(f"id {trial_id!r} is not unique: {', '.join(path.stem for path in found)}")
-    return found[0]
+    """The path of the record with an id that starts with ``trial_id``."""
+    paths = sorted(results.glob(f"*/{trial_id}*.json")) if re.fullmatch("[0-9a-f]{4,12}", trial_id) else []
+    if not paths:
+        suites = f"{results} holds {report_command.suites_in(results)}"
+        raise Refusal(f"unknown suite or id {trial_id!r}: {suites}; an id is at least 4 of its 12 hex digits")
+    if len({path.stem for path in paths}) > 1:
+        raise Refusal(f"id {trial_id!r} is not unique: {', '.join(path.stem for path in paths)}")
+    return paths[0]
 
 
-def _say_whole(group: typer.Typer) -> None:
-    """Let a group's help give its commands' first lines whole: by itself it cuts them to the terminal."""
+def _keep_whole(group: typer.Typer) -> None:
+    """Print the first lines of a group's commands whole in its help, which cuts them to the terminal."""
     for command in group.registered_commands:
         command.short_help = (inspect.getdoc(command.callback) or "").partition("\n\n")[0]
     for inner in group.registered_groups:
         assert inner.typer_instance is not None  # noqa: S101  # each was added with one
         inner.short_help = inner.typer_instance.info.help
-        _say_whole(inner.typer_instance)
+        _keep_whole(inner.typer_instance)
 
 
-_say_whole(app)
+_keep_whole(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line with ``arguments``, or the process's own, and return the exit status.
 
-    That is 0, 1 if trials failed or, planned, cannot run here, 2 for what cannot be done, 130 after Ctrl-C.
+    It is 0; 1 if trials failed or, planned, cannot run here; 2 for bad input; 130 after Ctrl-C.
     """
     if arguments is not None:
         return _main(arguments)
@@ -477,30 +477,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str] | None) -> int:
     try:
-        words = sys.argv[1:] if arguments is None else arguments
-        status = app(list(words), prog_name="zeropp", standalone_mode=False)
+        arguments = sys.argv[1:] if arguments is None else arguments
+        status = app(list(arguments), prog_name="zeropp", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", INTERRUPTED)
     except (SuiteError, RecordError, Refusal, LinkError, CheckpointError, CodecError) as error:
         return _complain(str(error), REFUSED)
     except LaunchError as error:
-        words = str(error).splitlines()[0]
+        line = str(error).splitlines()[0]
         status = REFUSED if error.kind == "refused" else SOME_FAILED
-        return _complain(f"{words}; log {error.log}" if error.log else words, status)
+        return _complain(f"{line}; log {error.log}" if error.log else line, status)
     except OSError as error:
         return _complain(f"{error.filename or 'cannot go on'}: {error.strerror or error}", REFUSED)
     except Exception as error:
         if not hasattr(error, "format_message"):  # a usage error; its class has moved between versions
             raise
-        at = getattr(getattr(error, "ctx", None), "command_path", None) or "zeropp"
-        return _complain(f"{error.format_message()} ({at} --help lists what there is)", REFUSED)
-    if status == INTERRUPTED:  # what typer makes of Ctrl-C
+        command = getattr(getattr(error, "ctx", None), "command_path", None) or "zeropp"
+        return _complain(f"{error.format_message()} ({command} --help lists what there is)", REFUSED)
+    if status == INTERRUPTED:  # by typer, after Ctrl-C
         return _complain("interrupted", INTERRUPTED)
     return status if isinstance(status, int) else OK
 
 
-def _complain(words: str, status: int) -> int:
-    line = f"zeropp: {one_line(words)}"
+def _complain(message: str, status: int) -> int:
+    line = f"zeropp: {one_line(message)}"
     if status != REFUSED or speaks(line):
         print(line, file=sys.stderr, flush=True)
     return status

@@ -1,4 +1,4 @@
-"""What a plan and a record say, as rows for other programs: JSON and CSV.  No torch."""
+"""Plans and records as rows for other programs: JSON and CSV.  No torch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _MODELLED: Final = (
 )  # fmt: skip
 
 
-def rows(found: Sequence[Forecast], machine: Machine | None = None) -> list[dict[str, Any]]:
-    """One for each trial: who and where, what varies in the suite, and what is predicted.
+def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[dict[str, Any]]:
+    """A row for each trial: its setting, what varies in the suite, and its predictions.
 
     Bytes are those of an optimizer step or of one generation, null for peers; ``egress_bytes`` are what one
-    node sends to the others, ``wire_seconds`` what these take at the link's rate, ``least_seconds`` that of
-    all steps, and ``memory_bytes`` are of the fullest rank without activations; ``secondary_frames`` and
+    node sends to the others, ``wire_seconds`` their time at the link's rate, ``least_seconds`` that of all
+    steps, and ``memory_bytes`` are of the fullest rank without activations; ``secondary_frames`` and
     ``secondary_wide`` are bytes of hpZ's copy on a rank, as frames and in 16 bits.
 
     On a ``machine`` also, prefixed with ``modelled_`` and null for peers and generation, the seconds of a
@@ -41,29 +41,29 @@ def rows(found: Sequence[Forecast], machine: Machine | None = None) -> list[dict
     ``tflops`` a rank, of 6 operations a parameter and token, 8 with activation checkpointing, ``speed_up``
     over ZeRO-3 in the same setting, and as ``basis`` whether the machine was measured there.
     """
-    varying = varying_paths([one.trial.canonical() for one in found])
-    table = [_row(one, varying) for one in found]
+    varying = varying_paths([forecast.trial.canonical() for forecast in forecasts])
+    table = [_row(forecast, varying) for forecast in forecasts]
     if machine is None:
         return table
-    steps = [predict(one.trial, one.step, one.egress, machine) for one in found]
+    pairs = [(f, predict(f.trial, f.step, f.egress, machine)) for f in forecasts]
     base = {
-        setting_of(one.trial): step.seconds
-        for one, step in sorted(zip(found, steps, strict=True), key=lambda pair: -len(pair[0].trial.changes))
-        if step is not None and one.trial.strategy == BASELINE  # the one with the fewest changes comes last
+        setting_of(forecast.trial): step.seconds
+        for forecast, step in sorted(pairs, key=lambda pair: -len(pair[0].trial.changes))
+        if step is not None and forecast.trial.strategy == BASELINE  # with the fewest changes comes last
     }
-    for row, one, step in zip(table, found, steps, strict=True):
-        timed = _modelled(one, step, base.get(setting_of(one.trial)))
-        row |= {f"modelled_{name}": value for name, value in timed.items()}
+    for row, (forecast, step) in zip(table, pairs, strict=True):
+        modelled = _modelled(forecast, step, base.get(setting_of(forecast.trial)))
+        row |= {f"modelled_{name}": value for name, value in modelled.items()}
     return table
 
 
-def _modelled(one: Forecast, step: StepTime | None, base: float | None) -> dict[str, Any]:
-    trial = one.trial
+def _modelled(forecast: Forecast, step: StepTime | None, base: float | None) -> dict[str, Any]:
+    trial = forecast.trial
     tokens = trial.tokens_per_rank * trial.accumulation
-    operations = (8 if trial.activation_checkpointing else 6) * (one.parameters or 0) * tokens
+    operations = (8 if trial.activation_checkpointing else 6) * (forecast.parameters or 0) * tokens
     if step is None:
         return dict.fromkeys(_MODELLED)
-    low, high = (step.seconds * math.exp(by * step.spread) if step.spread else None for by in (-2, 2))
+    low, high = (step.seconds * math.exp(sigma * step.spread) if step.spread else None for sigma in (-2, 2))
     values = (
         step.seconds, low, high, step.compute, step.wire,
         None if math.isnan(step.exposed) else step.exposed, step.critical,
@@ -73,10 +73,9 @@ def _modelled(one: Forecast, step: StepTime | None, base: float | None) -> dict[
     return dict(zip(_MODELLED, values, strict=True))
 
 
-def _row(one: Forecast, varying: Sequence[str]) -> dict[str, Any]:
-    trial = one.trial
-    canonical, memory = trial.canonical(), one.memory
-    seconds = one.wire_seconds
+def _row(forecast: Forecast, varying: Sequence[str]) -> dict[str, Any]:
+    trial, memory, seconds = forecast.trial, forecast.memory, forecast.wire_seconds
+    canonical = trial.canonical()
     return {
         "id": trial.id,
         "strategy": trial.strategy,
@@ -87,82 +86,82 @@ def _row(one: Forecast, varying: Sequence[str]) -> dict[str, Any]:
         "rate_mbit": trial.cluster.rate,
         "repeat": trial.repeat,
         **{path: look_up(canonical, path) for path in varying},
-        "parameters": one.parameters,
-        "padding": one.padding,
-        "inter_bytes": one.inter,
-        "intra_bytes": one.intra,
-        "egress_bytes": one.egress,
+        "parameters": forecast.parameters,
+        "padding": forecast.padding,
+        "inter_bytes": forecast.inter,
+        "intra_bytes": forecast.intra,
+        "egress_bytes": forecast.egress,
         "wire_seconds": seconds,
         "least_seconds": None if seconds is None else seconds * (trial.warmup + trial.steps),
         "memory_bytes": None if memory is None else sum(on_device(memory).values()),
         "host_bytes": None if memory is None else sum(on_host(memory).values()),
-        "secondary_frames": one.secondary and one.secondary[0],
-        "secondary_wide": one.secondary and one.secondary[1],
-        "copied_bytes": one.copied,
-        "runs_here": not one.problems,
-        "why": "; ".join(one.reasons),
+        "secondary_frames": forecast.secondary and forecast.secondary[0],
+        "secondary_wide": forecast.secondary and forecast.secondary[1],
+        "copied_bytes": forecast.copied,
+        "runs_here": not forecast.problems,
+        "why": "; ".join(forecast.reasons),
     }
 
 
-def whole(suite: Suite, found: Sequence[Forecast], table: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A suite's name, question and trials, each with its row and its whole form."""
-    trials = [row | {"trial": one.trial.canonical()} for row, one in zip(table, found, strict=True)]
+def plan_json(suite: Suite, forecasts: Sequence[Forecast], table: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A suite's name, question and trials, each with its row and its canonical form."""
+    trials = [row | {"trial": f.trial.canonical()} for row, f in zip(table, forecasts, strict=True)]
     return {"suite": suite.name, "question": suite.question, "stated_time": suite.time, "trials": trials}
 
 
-def of_records(found: Sequence[Record]) -> list[dict[str, Any]]:
-    """One for each record: who and where, what varies, what was measured and how it ended."""
-    varying = [path for path in varying_paths([one.trial for one in found]) if path != "strategy"]
+def record_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """A row for each record: its setting, what varies, its measurements and its outcome."""
+    varying = [path for path in varying_paths([record.trial for record in records]) if path != "strategy"]
     return [
         {
-            "id": one.id,
-            "strategy": one.trial.get("strategy"),
-            **{path: look_up(one.trial, path) for path in varying},
-            "repeat": one.trial.get("repeat"),
-            "sweep": one.sweep,
-            "padding": one.padding,
-            **_summary(one),
-            "outcome": "ok" if one.failure is None else one.failure.kind,
-            "why": "" if one.failure is None else one.failure.message,
+            "id": record.id,
+            "strategy": record.trial.get("strategy"),
+            **{path: look_up(record.trial, path) for path in varying},
+            "repeat": record.trial.get("repeat"),
+            "sweep": record.sweep,
+            "padding": record.padding,
+            **_summary(record),
+            "outcome": "ok" if record.failure is None else record.failure.kind,
+            "why": "" if record.failure is None else record.failure.message,
         }
-        for one in found
+        for record in records
     ]
 
 
 _TRAINING: Final = ("forward", "backward", "step")  # phases
 
 
-def _summary(one: Record) -> dict[str, Any]:
-    """The main numbers of a record, None for what was not measured.
+def _summary(record: Record) -> dict[str, Any]:
+    """The main numbers of a record, None if not measured.
 
     Medians are of the slowest rank's steps (a generation is a step without loss), of the first rank's exposed
-    communication, and of the link's probes; bytes between nodes are of a step, counted by the nodes'
-    interfaces for want of a ledger; the loss is the last, its mean over ranks.
+    communication, and of the link's probes; bytes between nodes are of a step, by the nodes' interfaces if
+    there is no ledger; the loss is the last, its mean over ranks.
     """
-    timed = [[step for step in rank.steps if not step.warmup] for rank in one.ranks]
-    tokens = [[token for token in rank.tokens if not token.warmup] for rank in one.ranks]
+    timed = [[step for step in rank.steps if not step.warmup] for rank in record.ranks]
+    tokens = [[token for token in rank.tokens if not token.warmup] for rank in record.ranks]
     seconds, waited, sent = list[float](), list[float](), list[int]()
     by_interfaces, loss = False, None
-    if one.ranks and tokens[0]:
-        of_steps = [list(group) for _, group in itertools.groupby(tokens[0], lambda token: token.step)]
-        seconds = [sum(token.seconds for token in group) for group in of_steps]
+    if record.ranks and tokens[0]:
+        generations = [list(group) for _, group in itertools.groupby(tokens[0], lambda token: token.step)]
+        seconds = [sum(token.seconds for token in generation) for generation in generations]
         if tokens[0][0].exposed is not None:
-            waited = [sum(token.exposed or 0.0 for token in group) for group in of_steps]
+            waited = [sum(token.exposed or 0.0 for token in generation) for generation in generations]
         sent = [token.inter_bytes for token in itertools.chain(*tokens) if token.inter_bytes is not None]
-    elif one.ranks and timed[0]:
-        seconds = slowest_seconds(one)
+    elif record.ranks and timed[0]:
+        seconds = slowest_seconds(record)
         if timed[0][0].exposed is not None:
             waited = [step.exposed or 0.0 for step in timed[0]]
-        ledgers = [rank.ledger for rank in one.ranks if rank.ledger is not None]
-        decodes = one.trial.get("workload") == "rlhf"  # else evaluations belong to no step
+        ledgers = [rank.ledger for rank in record.ranks if rank.ledger is not None]
+        decodes = record.trial.get("workload") == "rlhf"  # else evaluations belong to no step
         sent = [
             sum(row.bytes for row in ledger if row.link == "inter" and (decodes or row.phase in _TRAINING))
             for ledger in ledgers
         ]
-        if not ledgers and one.interfaces:
-            sent, by_interfaces = [counters.tx_bytes for counters in one.interfaces], True
-        loss = statistics.fmean(rank.steps[-1].loss for rank in one.ranks)
-    rates = [] if one.link is None else one.link.probed_mbit or one.link.calibrated_mbit
+        if not ledgers and record.interfaces:
+            sent, by_interfaces = [counters.tx_bytes for counters in record.interfaces], True
+        loss = statistics.fmean(rank.steps[-1].loss for rank in record.ranks)
+    rates = [] if record.link is None else record.link.probed_mbit or record.link.calibrated_mbit
     return {
         "step_seconds": statistics.median(seconds) if seconds else None,
         "exposed_seconds": statistics.median(waited) if waited else None,
@@ -174,7 +173,7 @@ def _summary(one: Record) -> dict[str, Any]:
 
 
 def as_csv(table: Sequence[dict[str, Any]]) -> str:
-    """A header and a line for each row; what is not known is empty, tables are JSON."""
+    """A header and a line for each row; None is empty, tables are JSON."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
     writer.writeheader()

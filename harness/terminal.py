@@ -1,4 +1,4 @@
-"""What the command line prints: forecasts, records and findings as tables.  Decides nothing."""
+"""Prints forecasts, records and findings as tables.  Decides nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from harness import terminal_table
 from harness.errors import one_line
-from harness.plan_rows import of_records, rows
+from harness.plan_rows import record_rows, rows
 from harness.records.confidence_intervals import FEWEST
 from harness.records.record import Record
 from harness.runs.feasibility import Forecast, gib
@@ -73,62 +73,62 @@ _MEASURED: Final = (
 )
 
 
-def forecasts(suite: Suite, found: Sequence[Forecast], out: Console, machine: Machine | None = None) -> None:
+def plan(suite: Suite, forecasts: Sequence[Forecast], out: Console, machine: Machine | None = None) -> None:
     """Print a suite's plan: one row for all seeds and repeats of a trial, then why some cannot run.
 
-    On a ``machine`` also what its steps are predicted to take.
+    On a ``machine`` also the predicted time of its steps.
     """
-    cells = {one.trial.model_copy(update={"repeat": 0, "seed": 0}).id: one for one in reversed(found)}
-    trials = [one.trial.canonical() for one in cells.values()]
-    varying = [path for path in varying_paths(trials) if path != "seed"]
-    come = {path: list(dict.fromkeys(at(one.trial.canonical(), path) for one in found)) for path in varying}
-    shown = sorted(  # by what varies, in the order in which the values first came
-        cells.values(),
-        key=lambda one: [
-            values.index(at(one.trial.canonical(), path)) for path, values in reversed(come.items())
+    merged = [(f.trial.model_copy(update={"repeat": 0, "seed": 0}), f) for f in reversed(forecasts)]
+    varying = varying_paths([trial.canonical() for trial, _ in merged])
+    orders = {path: list(dict.fromkeys(at(f.trial.canonical(), path) for f in forecasts)) for path in varying}
+    cells = sorted(  # by what varies, in the order of the values' first appearance
+        {trial.id: cell for trial, cell in merged}.values(),
+        key=lambda cell: [
+            order.index(at(cell.trial.canonical(), path)) for path, order in reversed(orders.items())
         ],
     )
     say = partial(terminal_table.say, out=out)
     say(f"{suite.name}: {suite.question}")
-    count = f"{counted(len(found), 'trial')}: {_cells(suite, len(shown))} x {suite.repeats}"
+    count = f"{counted(len(forecasts), 'trial')}: {_cells(suite, len(cells))} x {suite.repeats}"
     say(f"{count}. Stated time: {suite.time}.")
     if suite.merged:
         say(f"Run once, being the same run as another cell, {len(suite.merged)}: {'; '.join(suite.merged)}.")
-    peers = (one.trial.strategy for one in shown if one.trial.strategy in PEERS)
-    said = (f"{name}: {PEERS[name].says.replace('`', '')}" for name in peers)
-    other = (str(finding) for one in shown for finding in one.findings if finding.kind != "honoured")
-    for line in dict.fromkeys([*suite.left_out, *said, *other]):
+    peers = (cell.trial.strategy for cell in cells if cell.trial.strategy in PEERS)
+    about_peers = (f"{name}: {PEERS[name].says.replace('`', '')}" for name in peers)
+    findings = (str(finding) for cell in cells for finding in cell.findings if finding.kind != "honoured")
+    for line in dict.fromkeys([*suite.left_out, *about_peers, *findings]):
         say(line)
-    notes = list(dict.fromkeys(why for one in shown for why in one.reasons))
-    named = [Column(path, always=True) for path in varying or ["strategy"]]
-    columns = [*named, *_PLANNED, Column("runs here", always=bool(notes))]
+    reasons = list(dict.fromkeys(reason for cell in cells for reason in cell.reasons))
+    settings = [Column(path, always=True) for path in varying or ["strategy"]]
+    columns = [*settings, *_PLANNED, Column("runs here", always=bool(reasons))]
     table = [
-        row | {"runs here": _outcome(one, notes)}
-        for row, one in zip(rows(shown, machine), shown, strict=True)
+        row | {"runs here": _outcome(cell, reasons)}
+        for row, cell in zip(rows(cells, machine), cells, strict=True)
     ]
     terminal_table.show(table, columns, out, whole=_WHOLE)
     say(_NOTES)
     say("" if machine is None else f"On {machine.name} ({machine.source}): {_MODELLED}")
-    say(labels.pad_note(one.padding for one in shown))
-    for number, why in enumerate(notes, 1):
-        of_it = [one for one in shown if why in one.reasons]
-        what = "cannot run here" if of_it[0].problems else _outcome(of_it[0])
-        say(f"{number}: {what} ({len(of_it)} of {len(shown)} cells): {one_line(why)}")
-    say(_too_short(found))
+    say(labels.pad_note(cell.padding for cell in cells))
+    for number, reason in enumerate(reasons, 1):
+        stopped = [cell for cell in cells if reason in cell.reasons]
+        kind = "cannot run here" if stopped[0].problems else _outcome(stopped[0])
+        say(f"{number}: {kind} ({len(stopped)} of {len(cells)} cells): {one_line(reason)}")
+    say(_too_short(forecasts))
 
 
 def _cells(suite: Suite, rows: int) -> str:
-    """How many cells there are, and how many seeds each has."""
+    """The number of cells, and of their seeds."""
     cells, seeds = counted(rows, "cell"), len({trial.seed for trial in suite.cells})
     if len(suite.cells) == rows:
         return cells
-    each, alike = counted(seeds, "seed"), len(suite.cells) == rows * seeds
-    return f"{cells} x {each}" if alike else f"{cells}, {len(suite.cells)} with all their seeds,"
+    if len(suite.cells) != rows * seeds:
+        return f"{cells}, {len(suite.cells)} with all their seeds,"
+    return f"{cells} x {counted(seeds, 'seed')}"
 
 
-def _too_short(found: Sequence[Forecast]) -> str:
-    """Why a suite that validates will give no verdict on losses; empty if it may."""
-    validated = [one.trial for one in found if one.trial.validate_every is not None]
+def _too_short(forecasts: Sequence[Forecast]) -> str:
+    """Why a suite that validates will give no verdict on losses; empty if it may give one."""
+    validated = [f.trial for f in forecasts if f.trial.validate_every is not None]
     if not validated:
         return ""
     seeds = len({trial.seed for trial in validated})
@@ -138,89 +138,89 @@ def _too_short(found: Sequence[Forecast]) -> str:
     return f"Too short for a verdict on losses: {', and '.join(short)}." if short else ""
 
 
-def _outcome(one: Forecast, notes: Sequence[str] = ()) -> str:
-    """What comes of a cell in a word, "yes" if it can run, and the numbers of the ``notes`` that say why."""
-    kind = "yes" if one.failure is None else one.failure.kind
-    word = "no" if one.problems else "over its limit" if kind == "memory" else kind
-    numbers = ", ".join(str(notes.index(why) + 1) for why in one.reasons if why in notes)
+def _outcome(cell: Forecast, reasons: Sequence[str] = ()) -> str:
+    """The outcome of a cell, "yes" if it can run, and the numbers of its reasons in ``reasons``."""
+    kind = "yes" if cell.failure is None else cell.failure.kind
+    word = "no" if cell.problems else "over its limit" if kind == "memory" else kind
+    numbers = ", ".join(str(reasons.index(reason) + 1) for reason in cell.reasons if reason in reasons)
     return f"{word}: {numbers}" if numbers else word
 
 
-def records(found: Sequence[Record], out: Console, folder: Path) -> None:
+def records(measured: Sequence[Record], out: Console, folder: Path) -> None:
     """Print the records of a results folder, one row each, then why trials failed."""
-    varying = [path for path in varying_paths([record.trial for record in found]) if path != "strategy"]
-    table, tells = of_records(found), [Column(path, always=True) for path in varying]
-    columns = [Column("id", always=True, whole=True), Column("strategy"), *tells, *_MEASURED]
+    varying = [path for path in varying_paths([record.trial for record in measured]) if path != "strategy"]
+    table, settings = record_rows(measured), [Column(path, always=True) for path in varying]
+    columns = [Column("id", always=True, whole=True), Column("strategy"), *settings, *_MEASURED]
     terminal_table.show(table, columns, out, whole=_WHOLE)
-    terminal_table.say(labels.pad_note(record.padding for record in found), out)
+    terminal_table.say(labels.pad_note(record.padding for record in measured), out)
     by_interfaces = any(row["counted_by_interfaces"] for row in table)
     terminal_table.say(labels.INTERFACES_IN_WORDS if by_interfaces else "", out)
-    for record in found:
+    for record in measured:
         if record.failure is not None:
             out.print(escape(f"{record.id} {outcome(record, folder)}"), soft_wrap=True)
 
 
-# Of a record, rows and long lists: --json has them.
-_ROWS: Final = {
+# Lists and tables of a record, which --json has.
+_NOT_PRINTED: Final = {
     "trial", "ran", "units", "findings", "ranks", "interfaces", "validations", "quantisation", "predicted",
     "communication_errors", "first_gradients", "decoded_sha256", "machine_use", "earlier",
 }  # fmt: skip
 
 
-def record(one: Record, out: Console, folder: Path) -> None:
-    """Print one record of a results folder: what defines it, where it ran, what came out.
+def single_record(record: Record, out: Console, folder: Path) -> None:
+    """Print one record of a results folder: its trial, its machine and its measurements.
 
     Names are keys of the record (``results/README.md``), or of the suite.
     """
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    (row,) = of_records([one])
-    parts = sorted({part for rank in one.ranks for part in rank.memory.engine})
-    held = {part: max(rank.memory.engine.get(part, 0) for rank in one.ranks) for part in parts}
-    validations = [v for v in one.validations if v.step >= LEAST_STEPS]
+    (row,) = record_rows([record])
+    parts = sorted({part for rank in record.ranks for part in rank.memory.engine})
+    sizes = {part: max(rank.memory.engine.get(part, 0) for rank in record.ranks) for part in parts}
+    validations = [v for v in record.validations if v.step >= LEAST_STEPS]
     lines: dict[str, Any] = {
-        **dict(flatten(one.model_dump(mode="json", exclude=_ROWS))),
-        **{path: at(one.trial, path) for path, value in flatten(one.trial) if value is not None},
-        **{f"ran {name}": value for name, value in one.ran.items()},
-        "padding of its units": f"{one.padding:.1%} of them" if one.units else None,
+        **dict(flatten(record.model_dump(mode="json", exclude=_NOT_PRINTED))),
+        **{path: at(record.trial, path) for path, value in flatten(record.trial) if value is not None},
+        **{f"ran {name}": value for name, value in record.ran.items()},
+        "padding of its units": f"{record.padding:.1%} of them" if record.units else None,
         **{column.heading: column.cells[0] for column in filled([row], _MEASURED)},
-        **{f"memory, {part.replace('_', ' ')}": gib(size) for part, size in held.items() if size},
+        **{f"memory, {part.replace('_', ' ')}": gib(size) for part, size in sizes.items() if size},
         "validations": ", ".join(f"{v.loss:.4f} after {v.step} steps" for v in validations),
-        "ledger equals prediction": None if one.predicted is None else one.predicted.equal,
-        "outcome": outcome(one),
+        "ledger equals prediction": None if record.predicted is None else record.predicted.equal,
+        "outcome": outcome(record),
     }
     for name, value in lines.items():
         table.add_row(name, escape(labels.in_words(value)))
     out.print(table)
     terminal_table.say(labels.INTERFACES_IN_WORDS if row["counted_by_interfaces"] else "", out)
-    if one.failure is not None and one.failure.log:
-        out.print(escape(f"log: {folder / one.failure.log}"), soft_wrap=True)
+    if record.failure is not None and record.failure.log:
+        out.print(escape(f"log: {folder / record.failure.log}"), soft_wrap=True)
 
 
-def findings(found: Sequence[Mapping[str, Any]], out: Console) -> None:
-    """Print what the doctor found."""
+def findings(features: Sequence[Mapping[str, Any]], out: Console) -> None:
+    """Print the doctor's findings."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("", "what", "found", "what it adds, and what to do"):
         table.add_column(name, overflow="fold")
-    for one in found:
-        table.add_row("ok" if one["there"] else "--", one["what"], escape(one["found"]), escape(one["adds"]))
+    for row in features:
+        table.add_row("ok" if row["there"] else "--", row["what"], escape(row["found"]), escape(row["adds"]))
     out.print(table)
 
 
-def compared(found: Sequence[Mapping[str, Any]], out: Console) -> None:
-    """Print the nodes of a run side by side, what differs first marked."""
-    count = len(found[0]["values"])
+def nodes(facts: Sequence[Mapping[str, Any]], out: Console) -> None:
+    """Print the nodes of a run side by side, with a mark where they differ."""
+    count = len(facts[0]["values"])
     table = [
         {"differs": "differs" if row["differs"] else "", "what": row["what"]}
         | {f"node {number}": value for number, value in enumerate(row["values"])}
-        for row in found
+        for row in facts
     ]
     columns = [Column(f"node {n}", rank=n, always=True) for n in range(count)]
     columns = [Column("differs", " ", always=True), Column("what", always=True), *columns]
     terminal_table.show(table, columns, out, whole=_WHOLE)
-    differing = [row["what"] for row in found if row["differs"]]
+    differing = [row["what"] for row in facts if row["differs"]]
     out.print(f"What differs: {', '.join(differing)}." if differing else "Nothing differs that should agree.")
-    hosts = len(set(found[0]["values"]))
-    many = f"{count} nodes on {counted(hosts, 'host')}"
-    out.print(f"{many}: no network is between those of one host." if hosts < count else f"{many}.")
+    hosts = len(set(facts[0]["values"]))
+    counts = f"{count} nodes on {counted(hosts, 'host')}"
+    out.print(f"{counts}: no network is between those of one host." if hosts < count else f"{counts}.")

@@ -1,8 +1,8 @@
-"""Prints tables that fit the terminal, and says what it left out.
+"""Prints tables that fit the terminal, and names the columns that it left out.
 
-A column that holds one value in all rows becomes a part of a line above the table; one of nothing but zeros,
-or of what is not known, is left out.  Headings break at dots and spaces alone.  Columns that do not fit even
-so are left out, the least important first, and named below.
+A column with one value in all rows becomes a part of a line above the table; one of zeros and unknown values
+alone is left out.  Headings break at dots and spaces only.  Columns that still do not fit are left out, the
+least important first, and named below.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WIDEST: Final = 40  # characters of a text's cell before it is folded
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that does not cut tables when it is piped, unless COLUMNS says how wide they may be."""
+    """A console that does not cut tables when it is piped, unless COLUMNS limits their width."""
     plain = Console(stderr=stderr, highlight=False)
     if plain.is_terminal or os.environ.get("COLUMNS", "").isdecimal():
         return plain
@@ -36,17 +36,17 @@ def console(*, stderr: bool = False) -> Console:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """How one key of rows is printed; what is not known is a dash."""
+    """How one key of rows is printed; None is a dash."""
 
     key: str
     name: str = ""  # its heading, which may break at dots and spaces; by default the key
-    form: str = ""  # of numbers, which stand to the right; empty for words
+    form: str = ""  # of numbers, aligned to the right; empty for text
     unit: str = ""  # of all cells; stands in the heading
-    rank: int = 0  # importance; columns of rank 0 are never left out, those of the highest rank are first
-    mark: Callable[[Mapping[str, Any]], str] = lambda _: ""  # of a row: what stands behind its number
-    always: bool = False  # whether it is a column even where it holds one value
-    whole: bool = False  # whether no cell is ever folded, since it is there to be copied
-    cells: tuple[str, ...] = ()  # by row, as :func:`show` fills them in
+    rank: int = 0  # columns of rank 0 are never left out, those of the highest rank first
+    mark: Callable[[Mapping[str, Any]], str] = lambda _: ""  # printed behind the number of a row
+    always: bool = False  # whether it stays a column if all its values are equal
+    whole: bool = False  # whether its cells are never folded, so that users can copy them
+    cells: tuple[str, ...] = ()  # by row, from :func:`filled`
 
     @property
     def heading(self) -> str:
@@ -66,14 +66,14 @@ def filled(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> Iter
             form, unit = ".4g", f"{prefix}{unit}"
         cells = []
         for value, row in zip(values, rows, strict=True):
-            words = as_written(column.key, value) if not form or value is None else format(value, form)
-            cells.append(words + column.mark(row))
+            text = as_written(column.key, value) if not form or value is None else format(value, form)
+            cells.append(text + column.mark(row))
         yield replace(column, name=column.name or column.key, unit=unit, cells=tuple(cells))
 
 
 def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], out: Console, *, whole: str) -> None:
-    """Print rows as a table that fits; ``whole`` names where all of it is to be had."""
-    known = [one for one in columns if one.always or any(row.get(one.key) for row in rows)]
+    """Print rows as a table that fits; ``whole`` says where to get all columns."""
+    known = [column for column in columns if column.always or any(row.get(column.key) for row in rows)]
     shown, same = list[Column](), list[str]()
     for column in filled(rows, known):
         if column.always or len(rows) == 1 or len(set(column.cells)) > 1:
@@ -97,7 +97,7 @@ def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], out: Cons
 
 
 def say(line: str, out: Console) -> None:
-    """Print a line, if it says anything, broken at words in a terminal; elsewhere it stays one line."""
+    """Print a line unless it is empty, broken at words in a terminal; elsewhere it stays one line."""
     if line:
         out.print(line, markup=False, highlight=False, soft_wrap=out.width >= PIPE_WIDTH)
 

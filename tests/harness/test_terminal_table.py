@@ -34,7 +34,7 @@ def test_plans_fit_the_terminal(name: str) -> None:
     found = forecast(suite.trials, any_host())
     for width in (80, 100, 120, 170, 190):
         file = io.StringIO()
-        terminal.forecasts(suite, found, Console(file=file, width=width))
+        terminal.plan(suite, found, Console(file=file, width=width))
         said = file.getvalue()
         assert max(map(len, said.splitlines())) <= width
         heading = said.partition("\u2500")[0].split()
