@@ -12,14 +12,14 @@ Zeropp = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def zeropp(capsys: pytest.CaptureFixture[str]) -> Zeropp:
-    """Runs a command that ends with the ``status`` that is expected; gives what it said."""
+    """Runs a command that has to end with ``status``; returns its output."""
     from harness import cli  # which a GPU's machine cannot import
 
     def run(*arguments: object, status: int = 0) -> subprocess.CompletedProcess[str]:
         capsys.readouterr()
-        words = [*map(str, arguments)]
-        done = subprocess.CompletedProcess(words, cli.main(words), *capsys.readouterr())
-        assert done.returncode == status, done.stderr
-        return done
+        command = [*map(str, arguments)]
+        process = subprocess.CompletedProcess(command, cli.main(command), *capsys.readouterr())
+        assert process.returncode == status, process.stderr
+        return process
 
     return run

@@ -1,4 +1,4 @@
-"""The command line does what it says, or refuses in one line with exit status 2."""
+"""The command line runs its commands, or refuses in one line with exit status 2."""
 
 from __future__ import annotations
 
@@ -66,34 +66,34 @@ def suite(folder: Path, body: str = SMALL, head: str = HEAD) -> str:
 
 
 def record(failure: Failure | None = None, **fields: Any) -> Record:
-    """A record of one rank, whose one step sent 2 MB between nodes at a loss of 5.5; written."""
-    made = record_of(Trial(strategy="zero3", **fields), suite="q", failure=failure, code={}, units=[])
+    """Write a record of one rank with one step, which sent 2 MB between nodes at a loss of 5.5."""
+    written = record_of(Trial(strategy="zero3", **fields), suite="q", failure=failure, code={}, units=[])
     ranks = []
-    for rank in made.ranks[:1]:
+    for rank in written.ranks[:1]:
         step = rank.steps[-1].model_copy(update={"loss": 5.5})
         row = (rank.ledger or [])[0].model_copy(update={"link": "inter", "bytes": 2_000_000})
         ranks.append(rank.model_copy(update={"steps": [step], "ledger": [row]}))
-    made = made.model_copy(update={"ranks": ranks})
-    write(RESULTS, made)
-    return made
+    written = written.model_copy(update={"ranks": ranks})
+    write(RESULTS, written)
+    return written
 
 
 PADDING = "use smaller blocks or raise max_padding to 9.64: policy.max_padding = 9.64 in the suite"
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "message"),
     [
         ("polcy.weights = 1\n", "polcy.weights"),
         (SMALL + "cluster.nodes = 4096\n", "more than this machine can hold"),
         ('policy.weights = "int8:65536"\n', PADDING),
     ],
 )
-def test_bad_suites(folder: Path, capsys: pytest.CaptureFixture[str], body: str, words: str) -> None:
+def test_bad_suites(folder: Path, capsys: pytest.CaptureFixture[str], body: str, message: str) -> None:
     """Running a bad suite is refused in one line and touches nothing."""
     error = refused(folder, capsys, "run", suite(folder, body))
     assert "q.toml" in error
-    assert words in error
+    assert message in error
 
 
 def test_bad_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,14 +115,14 @@ def test_usage(folder: Path, capsys: pytest.CaptureFixture[str], arguments: tupl
     assert "--help lists what there is" in refused(folder, capsys, *arguments)
 
 
-@pytest.mark.parametrize("what", ["nothing", "abcdef012345", "../..", "*", "..", ""])
+@pytest.mark.parametrize("name", ["nothing", "abcdef012345", "../..", "*", "..", ""])
 @pytest.mark.parametrize("command", ["show", "report"])
-def test_unknown_id(folder: Path, capsys: pytest.CaptureFixture[str], command: str, what: str) -> None:
-    """An unknown suite or id is refused, naming what is there; a folder without records says so."""
-    if what in ("../..", ".."):
-        what = f"{what}/no-such-folder"
+def test_unknown_id(folder: Path, capsys: pytest.CaptureFixture[str], command: str, name: str) -> None:
+    """An unknown suite or id is refused, naming the suites there are; so is a folder without records."""
+    if name in ("../..", ".."):
+        name = f"{name}/no-such-folder"
     record()
-    text = refused(folder, capsys, command, what)
+    text = refused(folder, capsys, command, name)
     assert f"unknown suite{' or id' if command == 'show' else ''} " in text
     assert "results holds q" in text
     (folder / "results" / "empty").mkdir()
@@ -139,7 +139,7 @@ def test_results_not_writable(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ('{"schema_version": 99}', f"schema version 99, this program reads and writes {SCHEMA_VERSION}"),
         ("[" * 100_000, "0123456789ab.json: not a record"),  # beyond Python's limits
@@ -148,13 +148,13 @@ def test_results_not_writable(folder: Path, capsys: pytest.CaptureFixture[str]) 
     ids=["other", "deep", "long"],
 )
 def test_records_that_cannot_be_read(
-    folder: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
+    folder: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
     """They are left alone by every command, and one line says so."""
     (folder / "results" / "q").mkdir(parents=True)
     (folder / "results" / "q" / "0123456789ab.json").write_text(text)
     for arguments in (("run", suite(folder)), ("show", "q"), ("show", "0123"), ("report", "q")):
-        assert words in refused(folder, capsys, *arguments)
+        assert message in refused(folder, capsys, *arguments)
 
 
 def test_one_damaged_record(folder: Path, capsys: pytest.CaptureFixture[str], zeropp: Zeropp) -> None:
@@ -163,9 +163,9 @@ def test_one_damaged_record(folder: Path, capsys: pytest.CaptureFixture[str], ze
     (folder / "results" / "q" / "0123456789ab.json").write_text('{"schema_version": 1,')
     for arguments in (("run", suite(folder)), ("report", "q"), ("show", "0123")):
         assert "; delete the file and run again" in refused(folder, capsys, *arguments)
-    found = zeropp("show", "q", status=cli.REFUSED)
-    assert whole.id in found.stdout
-    assert re.fullmatch(r".*0123456789ab.json: not a record.*; delete the file and run again\n", found.stderr)
+    shown = zeropp("show", "q", status=cli.REFUSED)
+    assert whole.id in shown.stdout
+    assert re.fullmatch(r".*0123456789ab.json: not a record.*; delete the file and run again\n", shown.stderr)
 
 
 def test_records_of_another_suite_of_that_name(
@@ -180,14 +180,14 @@ def test_records_of_another_suite_of_that_name(
 
 def test_bytes_of_peers_are_those_of_the_interfaces(folder: Path, zeropp: Zeropp) -> None:
     """Without a ledger they are what interfaces counted over the timed steps, marked so in both tables."""
-    made = record()
-    rank = made.ranks[0].model_copy(update={"ledger": None})
+    counted = record()
+    rank = counted.ranks[0].model_copy(update={"ledger": None})
     counters = [InterfaceCounters(node=node, tx_bytes=500_000, tx_packets=1) for node in (0, 1)]
-    write(RESULTS, made.model_copy(update={"ranks": [rank], "interfaces": counters}))
-    for what in ("q", made.id):
-        said = zeropp("show", what).stdout
-        assert re.search(r"between +\n.*MB/step.* 1 \*|between nodes, MB/step +1 \*", said, re.DOTALL)
-        assert "*: counted by the interfaces of the nodes" in said
+    write(RESULTS, counted.model_copy(update={"ranks": [rank], "interfaces": counters}))
+    for name in ("q", counted.id):
+        text = zeropp("show", name).stdout
+        assert re.search(r"between +\n.*MB/step.* 1 \*|between nodes, MB/step +1 \*", text, re.DOTALL)
+        assert "*: counted by the interfaces of the nodes" in text
 
 
 def test_other_code(
@@ -196,10 +196,10 @@ def test_other_code(
     """Records of other code are left alone, before anything runs; what failed on it, with nothing measured,
     stops no run.
     """
-    made = record()
+    other = record()
     error = refused(folder, capsys, "run", suite(folder))
     assert "holds 1 record of other code (hash of sources None, here " in error
-    (folder / "results" / "q" / f"{made.id}.json").unlink()
+    (folder / "results" / "q" / f"{other.id}.json").unlink()
     record(CRASHED)
     zeropp("run", "q.toml")
     assert machinery == [("sweep", "q", 1, RESULTS), ("report", RESULTS)]
@@ -209,8 +209,8 @@ def test_show_folder(folder: Path, zeropp: Zeropp) -> None:
     """A results folder is shown as a table, failures with their message and log."""
     good = record()
     bad = record(Failure(kind="crashed", message="it [broke]", log="logs/x.log"), repeat=1)
-    for what in ("q", "results/q"):
-        text = zeropp("show", what).stdout
+    for name in ("q", "results/q"):
+        text = zeropp("show", name).stdout
         assert good.id in text
         assert re.search(r"between +\n.*MB/step.* 2 ", text, re.DOTALL)
         assert f"{bad.id} crashed: it [broke]; log: results/q/logs/x.log\n" in text
@@ -220,14 +220,14 @@ def test_show_folder(folder: Path, zeropp: Zeropp) -> None:
 def test_show_record(folder: Path, zeropp: Zeropp) -> None:
     """One record is shown by its id or the start of it; rates and limits on memory as a suite writes them."""
     cluster = Cluster(rate="0.05 Gbit/s")  # type: ignore[arg-type]
-    made = record(cluster=cluster, memory_limit="1536 MiB")
-    for what in (made.id, made.id[:5]):
-        lines = [" ".join(line.split()) for line in zeropp("show", what).stdout.splitlines()]
-        assert {"cluster.rate 50 Mbit/s", "memory_limit 1.5 GiB", f"id {made.id}", "loss 5.5000"} <= {*lines}
+    identity = record(cluster=cluster, memory_limit="1536 MiB").id
+    for name in (identity, identity[:5]):
+        lines = [" ".join(line.split()) for line in zeropp("show", name).stdout.splitlines()]
+        assert {"cluster.rate 50 Mbit/s", "memory_limit 1.5 GiB", f"id {identity}", "loss 5.5000"} <= {*lines}
 
 
 def test_ids_are_whole_in_narrow_terminals(folder: Path) -> None:
-    """An id is there to be copied: it is never broken over lines, nor is a log's path."""
+    """An id can be copied: it is never broken over lines, nor is a log's path."""
     changes = {
         "policy": PolicyChanges(weights="int8:2048", gradients="int4:256"),
         "model": Model(name="gpt-tiny", arguments={"width": 1024}),
@@ -235,22 +235,22 @@ def test_ids_are_whole_in_narrow_terminals(folder: Path) -> None:
         "sequence": 64,
     }
     failure = Failure(kind="crashed", message="rank 0: " + "many words " * 9, log="logs/0123456789ab.log")
-    found = [record(), record(failure, repeat=1, **changes)]
+    records = [record(), record(failure, repeat=1, **changes)]
     for width in (40, 80, 100):
         shown = io.StringIO()
-        terminal.records(found, Console(file=shown, width=width), Path("results/a-suite-of-some-name"))
+        terminal.records(records, Console(file=shown, width=width), Path("results/a-suite-of-some-name"))
         text = shown.getvalue()
-        for one in found:
-            assert any(one.id in line.split() for line in text.splitlines())
+        for identity in (written.id for written in records):
+            assert any(identity in line.split() for line in text.splitlines())
         assert "results/a-suite-of-some-name/logs/0123456789ab.log" in text
         assert "\u2026" not in text
 
 
 def test_show_means_over_ranks(folder: Path, zeropp: Zeropp) -> None:
     """The loss that is shown is the mean over ranks, whatever the strategy."""
-    made = record()
-    (rank,) = changed_steps(made, lambda step: {"loss": step.loss + 1}).ranks
-    write(RESULTS, made.model_copy(update={"ranks": [*made.ranks, rank]}))
+    first = record()
+    (rank,) = changed_steps(first, lambda step: {"loss": step.loss + 1}).ranks
+    write(RESULTS, first.model_copy(update={"ranks": [*first.ranks, rank]}))
     assert "6.0000" in zeropp("show", "q").stdout
 
 
@@ -271,17 +271,17 @@ def test_seeds_of_a_cell_are_one_row_of_a_plan(folder: Path, zeropp: Zeropp) -> 
     """Their number stands beside the cells', and the plan says where seeds or steps are too few for a verdict
     on losses.
     """
-    for seeds, steps, words in (
+    for seeds, steps, count in (
         (3, 4, "6 trials: 2 cells x 3 seeds x 1 repeat. "),
         (6, 99, "12 trials: 2 cells x 6 seeds x 1 repeat. "),
     ):
         body = f"validate_every = 0\nwarmup = 1\nsteps = {steps}\n[matrix]\nseed = {list(range(seeds))}\n"
         suite(folder, f'{SMALL}{body}strategy = ["zero3", "zeropp"]\n')
-        said = " ".join(zeropp("plan", "q.toml").stdout.split())
-        assert words in said
-        assert said.count(" zeropp ") == 1
+        text = " ".join(zeropp("plan", "q.toml").stdout.split())
+        assert count in text
+        assert text.count(" zeropp ") == 1
         short = "Too short for a verdict on losses: 5 steps where 100 are needed, and 3 seeds where 6 are"
-        assert (short in said, "Too short" in said) == (seeds < 6, seeds < 6)
+        assert (short in text, "Too short" in text) == (seeds < 6, seeds < 6)
 
 
 @pytest.mark.parametrize("table", ["defaults", "matrix"])
@@ -301,37 +301,37 @@ def test_plan_says_which_limit_stops_each_cell(folder: Path, zeropp: Zeropp) -> 
     padded = 'policy.weights = "int8:4096"\n[matrix]\nstrategy = ["zero3", "zeropp", "ddp"]\n'
     suite(folder, padded + 'memory_limit = ["1 MiB", "1 GiB"]\n')
     lines = [line.rstrip() for line in zeropp("plan", "q.toml", status=cli.SOME_FAILED).stdout.splitlines()]
-    said = {line.partition(":")[0]: line for line in lines if line[:2] in ("1:", "2:", "3:")}
+    reasons = {line.partition(":")[0]: line for line in lines if line[:2] in ("1:", "2:", "3:")}
     (limit,) = [
-        number for number, line in said.items() if "limit (1 of 6 cells): not run: a rank holds " in line
+        number for number, line in reasons.items() if "limit (1 of 6 cells): not run: a rank holds " in line
     ]
-    assert "memory_limit is 1,048,576" in said[limit]
+    assert "memory_limit is 1,048,576" in reasons[limit]
     ends = {name: {line[-9:] for line in lines if line.split()[:1] == [name]} for name in ("zero3", "zeropp")}
-    for name, own in (("zero3", True), ("zeropp", False)):
-        ((_, _, number),) = (end.rpartition("no: ") for end in ends[name])
-        assert "elements would be padding" in said[number]
-        assert "allowed 20.0% by max_padding) for blocks of 4096 (the common multiple of " in said[number]
-        assert ("of int8:4096, " if own is False else "of bf16, align = 4096) on 4 ranks") in said[number]
-        assert ("for policy.align = 4096, the blocks of all policies of its suite" in said[number]) == own
-    found = sorted(line.rpartition("  ")[2] for line in lines if line.split()[:1] == ["ddp"])
-    assert found == [f"over its limit: {limit}", "yes"]
+    for name, common in (("zero3", True), ("zeropp", False)):
+        (reason,) = (reasons[end.rpartition("no: ")[2]] for end in ends[name])
+        assert "elements would be padding" in reason
+        assert "allowed 20.0% by max_padding) for blocks of 4096 (the common multiple of " in reason
+        assert ("of bf16, align = 4096) on 4 ranks" if common else "of int8:4096, ") in reason
+        assert ("for policy.align = 4096, the blocks of all policies of its suite" in reason) == common
+    outcomes = sorted(line.rpartition("  ")[2] for line in lines if line.split()[:1] == ["ddp"])
+    assert outcomes == [f"over its limit: {limit}", "yes"]
 
 
 def test_plan_and_show_mark_padding_and_not_its_limit(folder: Path, zeropp: Zeropp) -> None:
-    """Bytes of models padded by more than 5 % are marked and told; the limit is no column."""
+    """Bytes of models padded by more than 5 % are marked and explained; the limit is no column."""
     body = '[matrix]\nstrategy = ["zero3", "zeropp"]\n[[override]]\nmatch.strategy = "zeropp"\n'
     suite(folder, body + "set.policy.max_padding = 0.5\n")
-    said = zeropp("plan", "q.toml").stdout
-    assert re.search(r"^The same in all rows: parameters [\d,]+ ¶", said, re.MULTILINE)
-    assert "¶: more than 5% of the model's elements, at most 16.6%, is added to them as padding" in said
+    text = zeropp("plan", "q.toml").stdout
+    assert re.search(r"^The same in all rows: parameters [\d,]+ ¶", text, re.MULTILINE)
+    assert "¶: more than 5% of the model's elements, at most 16.6%, is added to them as padding" in text
     record(policy={"max_padding": 0.5})
-    path = record()
-    bare = zeropp("show", "q").stdout
+    unpadded = record()
+    plain = zeropp("show", "q").stdout
     for units, marked in (([("u", 1000, 1050)], False), ([("u", 1000, 1051)], True)):
-        write(RESULTS, path.model_copy(update={"units": units}))
-        said = zeropp("show", "q").stdout
-        assert (" 2 ¶ " in said, "at most 5.1%, is added" in said) == (marked, marked)
-        assert "max_padding" not in said + bare
+        write(RESULTS, unpadded.model_copy(update={"units": units}))
+        text = zeropp("show", "q").stdout
+        assert (" 2 ¶ " in text, "at most 5.1%, is added" in text) == (marked, marked)
+        assert "max_padding" not in text + plain
 
 
 def test_plan_tells_what_became_of_a_configuration(folder: Path, zeropp: Zeropp) -> None:
@@ -380,20 +380,20 @@ def test_run(folder: Path, zeropp: Zeropp, machinery: list[tuple[Any, ...]]) -> 
     """A run sweeps, builds the report and prints nothing but its path on standard output, and the answer
     beside its progress; or neither. Failed trials leave a report and exit status 1.
     """
-    said = zeropp("run", suite(folder), "--results", "there")
-    assert said.stdout == "there/q/report.html\n"
-    assert said.stderr.endswith("\nYes, by 2.\nBesides.\n")
-    assert machinery == [("sweep", "q", 1, Path("there/q")), ("report", Path("there/q"))]
+    process = zeropp("run", suite(folder), "--results", "elsewhere")
+    assert process.stdout == "elsewhere/q/report.html\n"
+    assert process.stderr.endswith("\nYes, by 2.\nBesides.\n")
+    assert machinery == [("sweep", "q", 1, Path("elsewhere/q")), ("report", Path("elsewhere/q"))]
     assert zeropp("run", "q.toml", "--no-report").stdout == ""
     assert machinery[2:] == [("sweep", "q", 1, RESULTS)]
-    said = zeropp("run", suite(folder, head=HEAD.replace('"q"', '"bad"')), status=cli.SOME_FAILED)
-    assert said.stdout == "results/bad/report.html\n"
+    process = zeropp("run", suite(folder, head=HEAD.replace('"q"', '"bad"')), status=cli.SOME_FAILED)
+    assert process.stdout == "results/bad/report.html\n"
 
 
 def test_run_with_sweeps(
     folder: Path, capsys: pytest.CaptureFixture[str], zeropp: Zeropp, machinery: list[tuple[Any, ...]]
 ) -> None:
-    """The first sweep's trials are asked for at once, others when these are done; too many are refused."""
+    """The first sweep's trials are requested at once, others after them; too many are refused."""
     assert "3 sweeps of 1 trial (1 repeat)" in zeropp("run", suite(folder), "--sweeps", 3).stderr
     assert machinery[0] == ("sweep", "q", 1, RESULTS)
     assert "--sweeps" in refused(folder, capsys, "run", "q.toml", "--sweeps", "0")
@@ -402,9 +402,9 @@ def test_run_with_sweeps(
 
 def test_a_sweep_is_shown_beside_its_repeat(folder: Path, zeropp: Zeropp) -> None:
     """Once there is a second one; a single sweep has no column."""
-    made = record()
+    first = record()
     assert "sweep" not in zeropp("show", "q").stdout
-    write(RESULTS, made.model_copy(update={"sweep": 1}))
+    write(RESULTS, first.model_copy(update={"sweep": 1}))
     assert "sweep" in zeropp("show", "q").stdout
 
 
@@ -412,22 +412,22 @@ def test_report(folder: Path, zeropp: Zeropp, machinery: list[tuple[Any, ...]]) 
     """A report is built from a suite's name, file or folder."""
     record()
     suite(folder)
-    for what in ("q", "q.toml", "results/q"):
-        assert zeropp("report", what).stdout == "results/q/report.html\n"
+    for name in ("q", "q.toml", "results/q"):
+        assert zeropp("report", name).stdout == "results/q/report.html\n"
 
 
 def test_doctor(zeropp: Zeropp) -> None:
     """The doctor names everything a trial may use, and leaves with status 0."""
     text = zeropp("doctor").stdout
-    looked_for = ["torch", "CuPy", "NVML", "tbf", "shm", "DeepSpeed", "compiler", "cores", "memory"]
-    assert all(word in text for word in ["network namespaces", *looked_for])
+    features = ["torch", "CuPy", "NVML", "tbf", "shm", "DeepSpeed", "compiler", "cores", "memory"]
+    assert all(feature in text for feature in ["network namespaces", *features])
 
 
 MAIN = "import sys; from harness.cli import main; sys.exit(main())"
 
 
 def by_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """What a new process does by some code."""
+    """Run some code in a new process."""
     environment = {**os.environ, "PYTHONPATH": str(machine.ROOT)}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -445,8 +445,8 @@ def test_what_takes_seconds_is_not_imported(folder: Path, command: tuple[str, ..
     """Torch for help, its compiler or FSDP to predict a policy and a peer."""
     suite(folder, SMALL + '[matrix]\nstrategy = ["zeropp", "ddp"]\n')
     code = "import sys; from harness.cli import main; status = main(sys.argv[2:]); "
-    done = by_python(code + "assert sys.argv[1] not in sys.modules; sys.exit(status)", heavy, *command)
-    assert done.returncode == 0, done.stderr
+    process = by_python(code + "assert sys.argv[1] not in sys.modules; sys.exit(status)", heavy, *command)
+    assert process.returncode == 0, process.stderr
 
 
 COMMANDS = [
@@ -476,10 +476,10 @@ def test_help_cuts_nothing(command: tuple[str, ...], zeropp: Zeropp, monkeypatch
         assert all(name in text for name in longest)
 
 
-def test_nothing_asked(zeropp: Zeropp) -> None:
+def test_no_command(zeropp: Zeropp) -> None:
     """Without a command the help is printed, and nothing is wrong; or the version and nothing else."""
-    said = zeropp()
-    assert ("report" in said.stdout, said.stderr) == (True, "")
+    process = zeropp()
+    assert ("report" in process.stdout, process.stderr) == (True, "")
     assert zeropp("--version").stdout.count("\n") == 1
 
 
@@ -489,9 +489,9 @@ def test_nothing_asked(zeropp: Zeropp) -> None:
     ids=["plain", "inside an extension in C"],
 )
 def test_interrupt_while_importing(raised: str) -> None:
-    """Ctrl-C before the command line is there ends in the same line."""
-    done = by_python(f"import harness.cluster.interrupts; raise {raised}")
-    assert (done.returncode, done.stderr) == (cli.INTERRUPTED, "zeropp: interrupted\n")
+    """Ctrl-C before the command line is imported ends in the same line."""
+    process = by_python(f"import harness.cluster.interrupts; raise {raised}")
+    assert (process.returncode, process.stderr) == (cli.INTERRUPTED, "zeropp: interrupted\n")
 
 
 LOST = """
@@ -516,8 +516,8 @@ def test_interrupt_where_no_exception_passes(folder: Path, arguments: tuple[str,
     """
     suite(folder)
     before = tree(folder)
-    done = by_python(LOST, *arguments)
-    assert (done.returncode, done.stdout, done.stderr) == (cli.INTERRUPTED, "", "zeropp: interrupted\n")
+    ended = by_python(LOST, *arguments)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (cli.INTERRUPTED, "", "zeropp: interrupted\n")
     assert tree(folder) == before
 
 
@@ -525,8 +525,8 @@ def test_interrupt_where_no_exception_passes(folder: Path, arguments: tuple[str,
     "seconds", [0.7, 2.1, *(pytest.param(later, marks=pytest.mark.nightly) for later in (1.4, 3.0, 5.0))]
 )
 def test_interrupt_at_any_moment(folder: Path, seconds: float) -> None:
-    """Whenever a terminal's Ctrl-C comes, nobody prints a traceback and the exit status is 130; no process
-    and no half-written file is left.
+    """Whenever a terminal's Ctrl-C comes, there is no traceback and the exit status is 130; no process and
+    no half-written file is left.
     """
     suite(folder, 'strategy = "single"\nsteps = 1000000\ntimeout_seconds = 60\n')
     with subprocess.Popen(
@@ -543,14 +543,14 @@ def test_interrupt_at_any_moment(folder: Path, seconds: float) -> None:
     assert process.returncode == cli.INTERRUPTED, error
     assert "Traceback" not in error
     assert error.endswith("zeropp: interrupted\n")
-    until(lambda: not any(_session(one) == process.pid for one in psutil.pids()))
+    until(lambda: not any(_session(pid) == process.pid for pid in psutil.pids()))
     left = {Path(name).name for name in tree(folder) if not name.endswith(".json")}
     assert left <= {"q.toml", "results", "q", ".lock", "runs", "journal.jsonl"}
 
 
-def _session(process: int) -> int | None:
+def _session(pid: int) -> int | None:
     """The session of a process; None if it has ended."""
     try:
-        return os.getsid(process)
+        return os.getsid(pid)
     except ProcessLookupError:
         return None

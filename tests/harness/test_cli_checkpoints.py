@@ -39,8 +39,8 @@ def test_checkpoints_are_listed(tmp_path: Path, zeropp: Zeropp) -> None:
     lines = zeropp("checkpoints", tmp_path).stdout.splitlines()
     assert len(lines) == 2
     sizes = [parameter.numel() for parameter in NET.parameters()]
-    words = f"{sum(sizes):,} elements in {len(sizes)} parameters, optimizers AdamW"
-    assert f"checkpoint-000002: step 0, {words}" in lines[1]
+    contents = f"{sum(sizes):,} elements in {len(sizes)} parameters, optimizers AdamW"
+    assert f"checkpoint-000002: step 0, {contents}" in lines[1]
     assert "in 2 files, from 2x1 ranks at stage 3; zeropp " in lines[1]
     assert zeropp("checkpoints", tmp_path / "checkpoint-000001").stdout.splitlines() == lines[:1]
 
@@ -55,17 +55,17 @@ def test_what_was_checked_is_said(tmp_path: Path, zeropp: Zeropp) -> None:
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     lines = zeropp("checkpoints", tmp_path).stdout.splitlines()
     assert all(line.endswith("; sizes checked, contents not (--verify)") for line in lines)
-    told = zeropp("checkpoints", tmp_path, "--verify", status=2)
-    first, second = told.stdout.splitlines()
-    words = "rank-00001.safetensors: altered since it was written: its digest is another"
-    assert re.search(rf"checkpoint-000001: step 0, .*; BROKEN: .*{words}$", first)
+    process = zeropp("checkpoints", tmp_path, "--verify", status=2)
+    first, second = process.stdout.splitlines()
+    message = "rank-00001.safetensors: altered since it was written: its digest is another"
+    assert re.search(rf"checkpoint-000001: step 0, .*; BROKEN: .*{message}$", first)
     assert second.endswith("; sizes and digests checked")
-    assert told.stderr.endswith(f"{words}\n")
+    assert process.stderr.endswith(f"{message}\n")
     zeropp("export", tmp_path / "checkpoint-000001", tmp_path / "out", status=2)
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "words"),
+    ("file", "text", "message"),
     [
         ("rank-00001.safetensors", b"cut", r"rank-00001.safetensors: 3 bytes, the manifest says \d+"),
         ("manifest.json", b"{}", "manifest.json: "),
@@ -73,7 +73,7 @@ def test_what_was_checked_is_said(tmp_path: Path, zeropp: Zeropp) -> None:
     ],
 )
 def test_a_broken_checkpoint_hides_no_other(
-    tmp_path: Path, zeropp: Zeropp, file: str, text: bytes | None, words: str
+    tmp_path: Path, zeropp: Zeropp, file: str, text: bytes | None, message: str
 ) -> None:
     """Each has a line, one without a manifest too; the error says why, and how many are broken; status 2."""
     on_threads(Topology(2, 1), _saved, tmp_path, NET)
@@ -82,10 +82,10 @@ def test_a_broken_checkpoint_hides_no_other(
         path.unlink()
         if text is not None:
             path.write_bytes(text)
-        told = zeropp("checkpoints", tmp_path, status=2)
-        first, _ = told.stdout.splitlines()
-        assert re.search(f"checkpoint-000001: .*BROKEN: .*{words}", first)
-        assert re.search(f"{words}.*{count}\n$", told.stderr)
+        process = zeropp("checkpoints", tmp_path, status=2)
+        first, _ = process.stdout.splitlines()
+        assert re.search(f"checkpoint-000001: .*BROKEN: .*{message}", first)
+        assert re.search(f"{message}.*{count}\n$", process.stderr)
 
 
 def _overflowing(mesh: Mesh, folder: Path, net: torch.nn.Module) -> None:
@@ -103,14 +103,14 @@ def _overflowing(mesh: Mesh, folder: Path, net: torch.nn.Module) -> None:
 
 
 def test_steps_are_counted_as_the_log_of_a_run_counts_them(tmp_path: Path, zeropp: Zeropp) -> None:
-    """A step that an overflow skipped is one, and is told apart."""
+    """A step that an overflow skipped counts, and is counted by itself too."""
     on_threads(Topology(1, 2), _overflowing, tmp_path, NET)
-    words = "checkpoint-000001: step 3, 1 of them skipped for an overflow, "
-    assert words in zeropp("checkpoints", tmp_path).stdout
+    steps = "checkpoint-000001: step 3, 1 of them skipped for an overflow, "
+    assert steps in zeropp("checkpoints", tmp_path).stdout
 
 
 def test_a_checkpoint_is_exported(tmp_path: Path, zeropp: Zeropp) -> None:
-    """The newest of a folder, in the type asked for; the path is printed."""
+    """The newest of a folder, in the requested type; the path is printed."""
     on_threads(Topology(2, 1), _saved, tmp_path, NET)
     out = tmp_path / "out.safetensors"
     assert zeropp("export", tmp_path, out, "--dtype", "bf16").stdout.split() == [str(out)]
@@ -120,7 +120,7 @@ def test_a_checkpoint_is_exported(tmp_path: Path, zeropp: Zeropp) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["checkpoints", "FOLDER/nowhere"], "nowhere: no such folder"),
         (["checkpoints", "FOLDER"], "no checkpoint in it"),
@@ -137,13 +137,12 @@ def test_a_checkpoint_is_exported(tmp_path: Path, zeropp: Zeropp) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
-    tmp_path: Path, zeropp: Zeropp, arguments: list[str], words: str
+    tmp_path: Path, zeropp: Zeropp, arguments: list[str], message: str
 ) -> None:
-    """What is not a checkpoint, or not a type, is said; nothing is written."""
-    (line,) = zeropp(
-        *(one.replace("FOLDER", str(tmp_path)) for one in arguments), status=2
-    ).stderr.splitlines()
-    assert words in line
+    """A line says what is no checkpoint, or no type; nothing is written."""
+    arguments = [argument.replace("FOLDER", str(tmp_path)) for argument in arguments]
+    (line,) = zeropp(*arguments, status=2).stderr.splitlines()
+    assert message in line
     assert list(tmp_path.iterdir()) == []
 
 
@@ -151,9 +150,9 @@ def test_the_documented_program_reads_a_checkpoint(tmp_path: Path) -> None:
     """docs/guide/checkpoints.md, "Reading one without this project", with the format's own library."""
     text = Path("docs/guide/checkpoints.md").read_text(encoding="utf-8").partition("Reading one without")[2]
     (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    found: dict[str, Any] = {}
-    exec(program, found)  # noqa: S102  # our own docs
+    namespace: dict[str, Any] = {}
+    exec(program, namespace)  # noqa: S102  # our own docs
     on_threads(Topology(3, 1), _saved, tmp_path, ODD)
-    state = found["read"](tmp_path / "checkpoint-000002")
+    state = namespace["read"](tmp_path / "checkpoint-000002")
     assert state.keys() == ODD.state_dict().keys()
     assert all(torch.equal(state[name], value) for name, value in ODD.state_dict().items())

@@ -1,4 +1,4 @@
-"""What a message may do to a terminal: nothing but be read."""
+"""Messages are safe for a terminal."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_what_cannot_be_read_is_escaped_or_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "meant"),
+    ("name", "hint"),
     [("zero++", "; did you mean 'zeropp'?"), ("ZeRO-3", "; did you mean 'zero3'?"), ("nothing like it", "")],
 )
-def test_a_name_close_to_a_known_one_is_suggested(word: str, meant: str) -> None:
+def test_a_name_close_to_a_known_one_is_suggested(name: str, hint: str) -> None:
     """As the literature writes it, too: ZeRO++ is zeropp, and not the nearest by letters, zero3."""
-    assert suggestion(word, STRATEGIES) == meant
+    assert suggestion(name, STRATEGIES) == hint

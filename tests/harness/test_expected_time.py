@@ -1,4 +1,4 @@
-"""An expected time adds up what is known of a suite, and says so where nothing is."""
+"""An expected time adds up the parts of a suite's time, or says why there is none."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def estimated(**fields: Any) -> Estimate:
 
 
 def seconds(**fields: Any) -> float:
-    found = estimated(**fields)
-    assert found.seconds is not None, found.sentence
-    return found.seconds
+    total, sentence = estimated(**fields)
+    assert total is not None, sentence
+    return total
 
 
 @pytest.mark.usefixtures("cores")
@@ -39,7 +39,7 @@ def test_steps_wait_for_cores_and_for_the_link() -> None:
     """Four ranks on two cores take twice as long as two; micro-batches add up; bytes take their time; and
     validations are forward passes.
     """
-    two, four = (seconds(cluster=Cluster(nodes=2, ranks_per_node=each, link="none")) for each in (1, 2))
+    two, four = (seconds(cluster=Cluster(nodes=2, ranks_per_node=ranks, link="none")) for ranks in (1, 2))
     assert four - OVERHEAD == pytest.approx(2 * (two - OVERHEAD))
     assert two == pytest.approx(OVERHEAD + 0.1 * (10 + 6))
     none = Cluster(nodes=2, ranks_per_node=1, link="none")
@@ -48,30 +48,30 @@ def test_steps_wait_for_cores_and_for_the_link() -> None:
         two + 3 * 6 * 0.1 / 3
     )
     slow = Cluster(nodes=2, ranks_per_node=1, rate="1 Mbit/s")  # type: ignore[arg-type]
-    (one,) = forecast([Trial(strategy="zero3", cluster=slow, **TINY)], any_host())
-    assert seconds(cluster=slow) == pytest.approx(two + 10 * one.wire_seconds)
+    (planned,) = forecast([Trial(strategy="zero3", cluster=slow, **TINY)], any_host())
+    assert seconds(cluster=slow) == pytest.approx(two + 10 * planned.wire_seconds)
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "reason"),
     [
         ({"cluster": Cluster(device="cuda", transport="nccl")}, "processors of one machine alone"),
         ({"corpus": "no/such"}, "no trial runs"),
         ({"memory_limit": "1 MiB"}, "no trial runs"),
     ],
 )
-def test_what_is_not_estimated_says_why(fields: dict[str, Any], words: str) -> None:
+def test_what_is_not_estimated_says_why(fields: dict[str, Any], reason: str) -> None:
     """A GPU is not measured, and what cannot run takes no time."""
-    assert words in estimated(**fields).sentence
+    assert reason in estimated(**fields).sentence
 
 
 def test_a_core_is_measured_once() -> None:
     """All trials share it, one of the paper's scale too, and the estimate is printed as one."""
     trials = [Trial(strategy=name, seed=seed, **TINY) for name in ("zero3", "hpz") for seed in (0, 1)]
-    found = estimate(forecast(trials, any_host()))
-    assert found.seconds is not None
-    assert 4 * OVERHEAD < found.seconds < 4 * OVERHEAD + 60
-    assert "an estimate" in found.sentence
-    assert seconds(model=Model(name="gpt-1.5b")) > found.seconds
+    total, sentence = estimate(forecast(trials, any_host()))
+    assert total is not None
+    assert 4 * OVERHEAD < total < 4 * OVERHEAD + 60
+    assert "an estimate" in sentence
+    assert seconds(model=Model(name="gpt-1.5b")) > total
     refused = Failure(kind="refused", message="not here", log=None)
     assert estimate([Forecast(trial, 1, failure=refused) for trial in trials]).seconds is None

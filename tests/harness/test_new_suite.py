@@ -15,7 +15,7 @@ from tests.harness.conftest import Zeropp
 
 GIB = 2**30
 HERE = Host(memory=8 * GIB, gpus=(), namespaces=lambda: None)
-NO_AXIS = {  # what has a meaning only with other keys, limits a run, or is said for the whole suite
+NO_AXIS = {  # keys that need other keys, limit a run, or are for the whole suite
     "workload", "generate.prompt", "generate.tokens", "rlhf.group", "rlhf.kl", "strategy", "peer.compute",
     "deepspeed_config",
     "control", "policy.gather", "policy.largest_unit",
@@ -43,14 +43,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_is_written_and_fits_here(folder: Path, zeropp: Zeropp) -> None:
-    """In its own name, asked nothing; twelve trials, six pairs, all of which can run, in five minutes."""
-    said = zeropp("new", "mine")
-    assert (said.stdout, "Expected here: about" in said.stderr) == ("mine.toml\n", True)
+    """In its own name, without a question; twelve trials, six pairs, which all can run, in five minutes."""
+    process = zeropp("new", "mine")
+    assert (process.stdout, "Expected here: about" in process.stderr) == ("mine.toml\n", True)
     suite = load(Path("mine.toml"))
     assert (suite.name, len(suite.trials), suite.repeats.least) == ("mine", 12, 6)
-    found = forecast(suite.trials, HERE)
-    assert not any(one.problems for one in found)
-    seconds, _ = expected_time.estimate(found)
+    forecasts = forecast(suite.trials, HERE)
+    assert not any(planned.problems for planned in forecasts)
+    seconds, _ = expected_time.estimate(forecasts)
     assert seconds is not None
     assert seconds <= 300
     assert f"about {expected_time.spoken(seconds)}" in suite.time
@@ -79,7 +79,7 @@ def test_every_axis_can_be_switched_on(folder: Path, axis: str) -> None:
     Path("mine.toml").write_text(body, encoding="utf-8")
     suite = load(Path("mine.toml"))
     assert len(suite.cells) > 2
-    assert not [one.problems for one in forecast(suite.cells, any_host()) if one.problems]
+    assert not any(planned.problems for planned in forecast(suite.cells, any_host()))
 
 
 def test_every_field_of_a_trial_is_an_axis_or_known_not_to_be() -> None:
@@ -106,10 +106,10 @@ def test_the_cluster_is_what_the_machine_has(host: Host, lines: list[str]) -> No
     assert ("cuda" in text) == (len(host.gpus) >= 4)
 
 
-def test_what_is_there_is_not_overwritten(folder: Path, zeropp: Zeropp) -> None:
+def test_an_existing_file_is_not_overwritten(folder: Path, zeropp: Zeropp) -> None:
     """Nor is a name taken that no suite can have; both with status 2, in one line."""
     (folder / "mine.toml").write_text("mine", encoding="utf-8")
-    for name, words in (
+    for name, message in (
         ("mine", "mine.toml: File exists"),
         ("mine.toml", "mine.toml: File exists"),
         ("a/b", "'a/b': expected at most 100 letters"),
@@ -117,8 +117,8 @@ def test_what_is_there_is_not_overwritten(folder: Path, zeropp: Zeropp) -> None:
         ("", "'': expected"),
         ("x" * 101, "expected at most 100 letters"),
     ):
-        said = zeropp("new", name, status=cli.REFUSED).stderr
-        assert words in said
-        assert said.count("\n") == 1
+        stderr = zeropp("new", name, status=cli.REFUSED).stderr
+        assert message in stderr
+        assert stderr.count("\n") == 1
     assert [path.name for path in folder.iterdir()] == ["mine.toml"]
     assert (folder / "mine.toml").read_text(encoding="utf-8") == "mine"

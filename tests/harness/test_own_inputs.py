@@ -120,12 +120,12 @@ policy.max_padding = 0.9
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the module and the suite in it; the working folder is another."""
-    there, here = tmp_path / "suites", tmp_path / "work"
-    there.mkdir()
-    here.mkdir()
-    (there / "mine.py").write_text(MINE, encoding="utf-8")
-    monkeypatch.chdir(here)
-    return there
+    suites, work = tmp_path / "suites", tmp_path / "work"
+    suites.mkdir()
+    work.mkdir()
+    (suites / "mine.py").write_text(MINE, encoding="utf-8")
+    monkeypatch.chdir(work)
+    return suites
 
 
 def write(folder: Path, body: str) -> str:
@@ -134,23 +134,23 @@ def write(folder: Path, body: str) -> str:
     return str(folder / "q.toml")
 
 
-Done = subprocess.CompletedProcess[str]
+Process = subprocess.CompletedProcess[str]
 
 
 @pytest.fixture
-def zeropp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+def zeropp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Process]:
     """A command line in this process, which knows nothing of the user's module, nor of a suite, beforehand.
 
     Ranks are processes of their own, which import the user's module themselves.
     """
-    monkeypatch.setitem(sys.modules, "mine", sys)  # whatever there is: the end of the test takes it away
+    monkeypatch.setitem(sys.modules, "mine", sys)  # any module: it is removed when the test ends
 
-    def zeropp(*arguments: str) -> Done:
+    def zeropp(*arguments: str) -> Process:
         sys.modules.pop("mine", None)
         importlib.invalidate_caches()
         forget_suite()
         capsys.readouterr()
-        return Done(arguments, cli.main(arguments), stderr=capsys.readouterr().err)
+        return Process(arguments, cli.main(arguments), stderr=capsys.readouterr().err)
 
     return zeropp
 
@@ -160,20 +160,20 @@ def losses(record: Record) -> list[float]:
     return [step.loss for step in record.ranks[0].steps]
 
 
-def of(records: list[Record], strategy: str, **fields: Any) -> Record:
-    """The one record of a strategy whose trial has these fields."""
-    (found,) = (
-        one
-        for one in records
-        if one.trial["strategy"] == strategy
-        and all(one.trial.get(name, False) == value for name, value in fields.items())
+def single(records: list[Record], strategy: str, **fields: Any) -> Record:
+    """The only record of a strategy with these fields in its trial."""
+    (record,) = (
+        record
+        for record in records
+        if record.trial["strategy"] == strategy
+        and all(record.trial.get(name, False) == value for name, value in fields.items())
     )
-    return found
+    return record
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("undrawn")
-def test_all_that_is_ones_own_runs_together(folder: Path, zeropp: Callable[..., Done]) -> None:
+def test_all_that_is_ones_own_runs_together(folder: Path, zeropp: Callable[..., Process]) -> None:
     """Found in the suite's folder; checkpointing of activations changes no loss; sources are on the record;
     the report and the table need none of the user's code.
     """
@@ -182,27 +182,27 @@ def test_all_that_is_ones_own_runs_together(folder: Path, zeropp: Callable[..., 
         '[matrix]\nstrategy = ["single", "ddp", "qwz", "zeropp"]\npolicy.weights = ["mine:Eighths"]\n'
         "activation_checkpointing = [false, true]\n"
     )
-    done = zeropp("run", "--no-report", write(folder, body))
-    assert done.returncode == cli.OK, done.stderr
-    assert "The declared laws of mine:Eighths hold." in done.stderr
+    process = zeropp("run", "--no-report", write(folder, body))
+    assert process.returncode == cli.OK, process.stderr
+    assert "The declared laws of mine:Eighths hold." in process.stderr
     records = read_all(Path("results/q"))
     assert len(records) == 8
     for strategy in ("single", "ddp", "qwz", "zeropp"):
-        plain, again = (of(records, strategy, activation_checkpointing=on) for on in (False, True))
+        plain, again = (single(records, strategy, activation_checkpointing=on) for on in (False, True))
         assert losses(plain) == losses(again)
-    assert of(records, "qwz", activation_checkpointing=True).inputs.keys() == {
+    assert single(records, "qwz", activation_checkpointing=True).inputs.keys() == {
         "corpus", "optimizer", "codec mine:Eighths",
     }  # fmt: skip
     (folder / "mine.py").write_text("raise SystemExit(0)", encoding="utf-8")
-    done = zeropp("report", str(folder / "q.toml"))
-    assert done.returncode == cli.OK, done.stderr
+    process = zeropp("report", str(folder / "q.toml"))
+    assert process.returncode == cli.OK, process.stderr
     shutil.rmtree(folder)
     for command in (["report", "q"], ["show", "q"], ["show", records[0].id]):
-        done = zeropp(*command)
-        assert done.returncode == cli.OK, done.stderr
+        process = zeropp(*command)
+        assert process.returncode == cli.OK, process.stderr
 
 
-def test_rates_follow_the_schedule(folder: Path, zeropp: Callable[..., Done]) -> None:
+def test_rates_follow_the_schedule(folder: Path, zeropp: Callable[..., Process]) -> None:
     """A single step at the end of a decay has no rate: weights stay what they were; in peers likewise."""
     body = BODY.replace("lr = 0.5", "lr = 50.0") + (
         "[matrix]\nstrategy = ['single', 'ddp', 'exact']\n"
@@ -210,19 +210,19 @@ def test_rates_follow_the_schedule(folder: Path, zeropp: Callable[..., Done]) ->
         "optimizer.schedule.warmup = [0, 0]\n"
     )
     body = body.replace("steps = 3\nwarmup = 1", "steps = 1\nwarmup = 0")
-    done = zeropp("run", "--no-report", write(folder, body))
-    assert done.returncode == cli.OK, done.stderr
+    process = zeropp("run", "--no-report", write(folder, body))
+    assert process.returncode == cli.OK, process.stderr
     records = read_all(Path("results/q"))
     for strategy in ("single", "ddp", "exact"):
-        mine = [one for one in records if one.trial["strategy"] == strategy]
-        (still,) = (one for one in mine if "schedule" in one.trial["optimizer"])
-        (moved,) = (one for one in mine if "schedule" not in one.trial["optimizer"])
+        pair = [record for record in records if record.trial["strategy"] == strategy]
+        (still,) = (record for record in pair if "schedule" in record.trial["optimizer"])
+        (moved,) = (record for record in pair if "schedule" not in record.trial["optimizer"])
         assert still.validations[-1].loss == pytest.approx(6.24, abs=0.1)  # log(512), untrained
         assert moved.validations[-1].loss > still.validations[-1].loss + 1
 
 
 @pytest.mark.nightly
-def test_a_tokenizer_makes_the_tokens(folder: Path, zeropp: Callable[..., Done]) -> None:
+def test_a_tokenizer_makes_the_tokens(folder: Path, zeropp: Callable[..., Process]) -> None:
     """Of a text beside the suite, and token files are as good; what changed is found by its digest."""
     (folder / "text").mkdir()
     (folder / "text" / "a.txt").write_text(
@@ -234,20 +234,20 @@ def test_a_tokenizer_makes_the_tokens(folder: Path, zeropp: Callable[..., Done])
     body = BODY.replace('corpus = "mine:tokens"\n', "") + (
         "[[zip]]\ncorpus = ['text', 'ids']\ntokenizer = ['mine:lengths', 'none']\n"
     )
-    done = zeropp("run", "--no-report", write(folder, body + "[matrix]\nstrategy = ['zero3']\n"))
-    assert done.returncode == cli.OK, done.stderr
+    process = zeropp("run", "--no-report", write(folder, body + "[matrix]\nstrategy = ['zero3']\n"))
+    assert process.returncode == cli.OK, process.stderr
     records = read_all(Path("results/q"))
-    assert {"tokenizer" in one.inputs for one in records} == {True, False}
+    assert {"tokenizer" in record.inputs for record in records} == {True, False}
     (folder / "mine.py").write_text(MINE.replace("len(word)", "1 + len(word)"), encoding="utf-8")
-    done = by_python(MAIN, "run", "--no-report", write(folder, body + "[matrix]\nstrategy = ['zero3']\n"))
-    assert done.returncode == cli.REFUSED, done.stderr
-    assert "was made of another" in done.stderr
+    process = by_python(MAIN, "run", "--no-report", write(folder, body + "[matrix]\nstrategy = ['zero3']\n"))
+    assert process.returncode == cli.REFUSED, process.stderr
+    assert "was made of another" in process.stderr
 
 
 @pytest.mark.long
-def test_an_image_classifier_of_ones_own_learns(folder: Path, zeropp: Callable[..., Done]) -> None:
+def test_an_image_classifier_of_ones_own_learns(folder: Path, zeropp: Callable[..., Process]) -> None:
     """That of the guide, with its images: arrays of one's own reach a model of one's own, and it learns ten
-    classes; what the images are is on the record, and other images are another corpus.
+    classes; the images' digest is on the record, and other images are another corpus.
     """
     guide = (machine.ROOT / "docs" / "guide" / "suites.md").read_text(encoding="utf-8")
     section = guide.partition("### Examples of any kind")[2].partition("### Batches")[0]
@@ -255,15 +255,15 @@ def test_an_image_classifier_of_ones_own_learns(folder: Path, zeropp: Callable[.
     body = section.partition("```toml\n")[2].partition("```")[0]
     (folder / "mine.py").write_text(module, encoding="utf-8")
     (folder / "images.toml").write_text(body, encoding="utf-8")
-    done = zeropp("run", "--no-report", str(folder / "images.toml"))
-    assert done.returncode == cli.OK, done.stderr
+    process = zeropp("run", "--no-report", str(folder / "images.toml"))
+    assert process.returncode == cli.OK, process.stderr
     for record in read_all(Path("results/images")):
         assert losses(record)[0] > 1.0
         assert record.validations[-1].loss < 0.6
         assert record.inputs.keys() == {"corpus", "model"}
     (folder / "mine.py").write_text(module.replace("rng(0)", "rng(1)"), encoding="utf-8")
-    done = by_python(MAIN, "run", "--no-report", str(folder / "images.toml"))
-    assert "was made of another corpus 'mine:images'" in done.stderr
+    process = by_python(MAIN, "run", "--no-report", str(folder / "images.toml"))
+    assert "was made of another corpus 'mine:images'" in process.stderr
 
 
 DATA = {
@@ -303,13 +303,13 @@ CODECS = {
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
-        *((("mine:tokens", data), words) for data, words in DATA.items()),
-        *((("mine:Plain", optimizer), words) for optimizer, words in OPTIMIZERS.items()),
+        *((("mine:tokens", data), message) for data, message in DATA.items()),
+        *((("mine:Plain", optimizer), message) for optimizer, message in OPTIMIZERS.items()),
         *(
-            (("", f"[matrix]\nstrategy = ['qwz']\npolicy.weights = ['{c}']\n"), words)
-            for c, words in CODECS.items()
+            (("", f"[matrix]\nstrategy = ['qwz']\npolicy.weights = ['{c}']\n"), message)
+            for c, message in CODECS.items()
         ),
         (("vocab = 512", "vocab = 256"), "its largest token is 299, and the vocabulary has 256"),
         (('"gpt-tiny"', '"mine:flat"\nactivation_checkpointing = true'), "the model has no blocks"),
@@ -318,7 +318,7 @@ CODECS = {
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_first_trial(
-    folder: Path, change: tuple[str, str], words: str, zeropp: Callable[..., Done]
+    folder: Path, change: tuple[str, str], message: str, zeropp: Callable[..., Process]
 ) -> None:
     """In one line, with status 2; nothing is written."""
     (folder / "json.py").write_text(MINE, encoding="utf-8")  # which the standard library's hides
@@ -330,15 +330,15 @@ def test_what_does_not_fit_is_refused_before_the_first_trial(
     body = BODY.replace(before, after) if before else BODY + after
     if "strategy" not in body:
         body += "[matrix]\nstrategy = ['zero3']\n"
-    done = zeropp("run", write(folder, body))
-    assert done.returncode == cli.REFUSED, done.stderr
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1
+    process = zeropp("run", write(folder, body))
+    assert process.returncode == cli.REFUSED, process.stderr
+    assert message in process.stderr
+    assert process.stderr.count("\n") == 1
     assert not Path("results").exists()
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (("mine:tokens", "mine:other"), "of the corpus than the process that started it"),
         (("'zero3'", "'qwz'"), "codec mine:Apart decodes the same elements on rank 1 to others"),
@@ -346,12 +346,12 @@ def test_what_does_not_fit_is_refused_before_the_first_trial(
     ],
 )
 def test_a_users_code_that_fails_on_a_rank_is_named(
-    folder: Path, change: tuple[str, str], words: str, zeropp: Callable[..., Done]
+    folder: Path, change: tuple[str, str], message: str, zeropp: Callable[..., Process]
 ) -> None:
     """Data that differ each time, a codec that decodes differently on another rank, a model that raises."""
     body = BODY + "[matrix]\nstrategy = ['zero3']\n"
     body = body.replace(*change) + ("policy.weights = ['mine:Apart']\n" if "qwz" in change[1] else "")
-    done = zeropp("run", "--no-report", write(folder, body))
-    assert done.returncode == cli.SOME_FAILED, done.stderr
+    process = zeropp("run", "--no-report", write(folder, body))
+    assert process.returncode == cli.SOME_FAILED, process.stderr
     (record,) = read_all(Path("results/q"))
-    assert words in record.failure.message
+    assert message in record.failure.message

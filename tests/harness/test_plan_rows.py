@@ -1,4 +1,4 @@
-"""A plan for programs says what the table says."""
+"""A plan for programs holds what its table shows."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ SUITES = Path(__file__).parents[2] / "suites"
 
 @pytest.mark.parametrize("suite", ["quickstart", "peers", "generation", "offload"])
 def test_json_and_csv_hold_the_same_trials(suite: str, zeropp: Zeropp) -> None:
-    """Every trial of the suite once, under its id, with what is predicted; unknown is null, or empty."""
+    """Every trial of the suite once, under its id, with its predictions; unknown is null, or empty."""
     path = SUITES / f"{suite}.toml"
-    told = json.loads(zeropp("plan", path, "--json").stdout)
+    rows = json.loads(zeropp("plan", path, "--json").stdout)["trials"]
     lines = list(csv.DictReader(io.StringIO(zeropp("plan", path, "--csv").stdout)))
     trials = load(path).trials
-    assert [one["id"] for one in told["trials"]] == [one["id"] for one in lines] == [one.id for one in trials]
-    for one, line, trial in zip(told["trials"], lines, trials, strict=True):
-        assert Trial.from_canonical(one["trial"]) == trial
-        assert one["runs_here"] is True
+    for row, line, trial in zip(rows, lines, trials, strict=True):
+        assert row["id"] == line["id"] == trial.id
+        assert Trial.from_canonical(row["trial"]) == trial
+        assert row["runs_here"] is True
         for key in ("inter_bytes", "memory_bytes"):
-            assert line[key] == ("" if one[key] is None else str(one[key]))
+            assert line[key] == ("" if row[key] is None else str(row[key]))
 
 
 def test_what_cannot_run_says_why(zeropp: Zeropp) -> None:
@@ -63,19 +63,19 @@ def test_a_machine_adds_seconds(zeropp: Zeropp) -> None:
         assert (row["modelled_basis"] == "calibrated") == (row["tokens_per_rank"] == 1024)
         assert (row["modelled_speed_up"] == 1) == (row["strategy"] == "zero3")
     assert "TFLOPS" in planned().stdout
-    for command, file, words in (
+    for command, file, message in (
         ("plan", path, "no key of a machine"),
         ("run", machine, "nothing is run by it"),
     ):
-        assert words in zeropp(command, path, "--machine", file, status=cli.REFUSED).stderr
+        assert message in zeropp(command, path, "--machine", file, status=cli.REFUSED).stderr
 
 
 def test_the_published_machine_is_the_fitted_one() -> None:
-    """What is shipped are the numbers that the fit to the published bars gives, to four digits."""
+    """The shipped numbers are those of the fit to the published bars, to four digits."""
     shipped = machine_file.read(SUITES / "machines" / "v100-dgx2.toml")
-    found = predict(read(published.FOLDER / "zeropp_throughput.csv")).machine
+    fitted = predict(read(published.FOLDER / "zeropp_throughput.csv")).machine
     for name in ("fixed", "per_token", "efficiency"):
-        assert getattr(shipped, name) == pytest.approx(getattr(found, name), rel=2e-3)
+        assert getattr(shipped, name) == pytest.approx(getattr(fitted, name), rel=2e-3)
 
 
 def test_a_rate_gives_the_least_time() -> None:

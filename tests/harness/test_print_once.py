@@ -13,7 +13,7 @@ from harness import print_once
 from harness.print_once import speaks
 
 
-def test_equal_words_are_printed_once_and_different_ones_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_errors_are_printed_once_and_different_ones_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the first that fails, once more after a restart of the job; where no store answers, or without
     torchrun, by all.
     """
@@ -22,7 +22,7 @@ def test_equal_words_are_printed_once_and_different_ones_each(monkeypatch: pytes
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
-    assert [speaks(words) for words in "aabab"] == [True, False, True, False, False]
+    assert [speaks(error) for error in "aabab"] == [True, False, True, False, False]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert [speaks("a"), speaks("a")] == [True, False]
     monkeypatch.setenv("MASTER_PORT", "none")
@@ -38,6 +38,6 @@ def test_torchrun_prints_a_refusal_once() -> None:
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python",
         sys.executable, "-m", "harness.cli", "train", "--fp16", "--bf16",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode != 0
-    assert done.stderr.count("zeropp: flags: fp16.enabled = true: not with bf16.enabled = true") == 1
+    process = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert process.returncode != 0
+    assert process.stderr.count("zeropp: flags: fp16.enabled = true: not with bf16.enabled = true") == 1

@@ -1,4 +1,4 @@
-"""Tables fit the terminal: nothing is cut, and what is not there is named."""
+"""Tables fit the terminal: nothing is cut, and columns that are left out are named."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ def shown(rows: list[dict[str, Any]], columns: list[Column], width: int) -> str:
 @pytest.mark.parametrize("name", ["quickstart", "bits", "peers", *nightly("paper_scale")])
 def test_plans_fit_the_terminal(name: str) -> None:
     """No line of a shipped suite's plan is longer than the terminal, no word of its headings is cut, and the
-    columns that are not there are named.
+    columns that are left out are named.
     """
     suite = load(SUITES / f"{name}.toml")
-    found = forecast(suite.trials, any_host())
+    forecasts = forecast(suite.trials, any_host())
     for width in (80, 100, 120, 170, 190):
         file = io.StringIO()
-        terminal.plan(suite, found, Console(file=file, width=width))
-        said = file.getvalue()
-        assert max(map(len, said.splitlines())) <= width
-        heading = said.partition("\u2500")[0].split()
+        terminal.plan(suite, forecasts, Console(file=file, width=width))
+        text = file.getvalue()
+        assert max(map(len, text.splitlines())) <= width
+        heading = text.partition("\u2500")[0].split()
         assert "strategy" in heading
         assert not {"strateg", "policy.seco", "policy.gradient", "seconda"} & set(heading)
-        assert "memory/rank" in said.partition("between, inside nodes:")[0]
-    assert "left out" not in said
+        assert "memory/rank" in text.partition("between, inside nodes:")[0]
+    assert "left out" not in text
 
 
 def test_what_does_not_vary_is_a_line() -> None:
-    """With its unit; a table of one row keeps all its columns but those of which nothing is known."""
+    """With its unit; a table of one row keeps all its columns but the unknown ones."""
     columns = [
         Column("strategy"),
         Column("sent", "", BYTES, "/step", mark=lambda row: row["mark"]),
@@ -53,14 +53,14 @@ def test_what_does_not_vary_is_a_line() -> None:
     ]
     row = {"strategy": "a", "sent": 2e6, "mark": " ¶", "lost": None}
     assert "The same in all rows: sent 2 ¶ MB/step.\n" in shown([row, row | {"strategy": "b"}], columns, 80)
-    one = shown([row], columns, 80)
-    assert "The same" not in one
-    assert "sent,\n" in re.sub(" +\n", "\n", one)
-    assert "lost" not in one
+    single = shown([row], columns, 80)
+    assert "The same" not in single
+    assert "sent,\n" in re.sub(" +\n", "\n", single)
+    assert "lost" not in single
 
 
 def test_the_least_important_columns_are_left_out_first() -> None:
-    """What tells rows apart stays, folded at last."""
+    """The columns in which rows differ stay, folded at last."""
     rows = [
         {"model.name": "gpt-small", "strategy": "zero3", "step": 0, "sequence": 128, "memory": 0},
         {"model.name": "bert-tiny", "strategy": "zeropp", "step": 1, "sequence": 64, "memory": 1},
@@ -78,8 +78,8 @@ def test_the_least_important_columns_are_left_out_first() -> None:
 
 
 def test_bytes_of_a_column_have_one_unit() -> None:
-    """That of the largest, in its heading; what is not known is a dash."""
+    """That of the largest, in its heading; None is a dash."""
     rows = [{"sent": sent} for sent in (1_500_000, 2_000, None)]
-    said = shown(rows, [Column("sent", "", BYTES, "/step")], 80).split()
-    assert said[:2] == ["sent,", "MB/step"]
-    assert said[3:] == ["1.5", "0.002", "-"]
+    cells = shown(rows, [Column("sent", "", BYTES, "/step")], 80).split()
+    assert cells[:2] == ["sent,", "MB/step"]
+    assert cells[3:] == ["1.5", "0.002", "-"]
