@@ -11,7 +11,7 @@ import pandas as pd
 from harness.records.confidence_intervals import FEWEST
 from harness.suites.answering_quantity import LEAST_STEPS
 from report.answer import by_seconds, effects
-from report.answer.effects import NO, OPEN, YES, Effect, Found, apart, g3, spelled
+from report.answer.effects import NO, OPEN, YES, Draft, Effect, distinct_names, g3, spelled
 from report.data import loss_verdicts
 from report.data.loss_verdicts import Row
 from report.data.metrics import Derived
@@ -36,7 +36,7 @@ def rows_of(derived: Derived) -> list[Row]:
     return sorted(mine, key=lambda row: names.index(row["contender"]))
 
 
-def loss(derived: Derived) -> Found:
+def loss(derived: Derived) -> Draft:
     """By the validation loss at the end."""
     rows, found = rows_of(derived), effects.effects(derived)
     if not rows:
@@ -47,9 +47,9 @@ def loss(derived: Derived) -> Found:
     if gone := failed["seed"].nunique():
         name, seeds = spelled(main["contender"]), gone + main["seeds"]
         text = f"Cannot be told by loss: {gone} of {seeds} seeds of {name} ended without one"
-        return Found(f"{text}; of the others it differs by {nats(main)} nats.", [OPEN], found[:1])
+        return Draft(f"{text}; of the others it differs by {nats(main)} nats.", [OPEN], found[:1])
     if all(row["verdict"].startswith("too") for row in rows):
-        return Found(_without_verdict(derived, rows), [OPEN], of_main)
+        return Draft(_without_verdict(derived, rows), [OPEN], of_main)
     front = loss_verdicts.front(derived)
     among = derived.trials[derived.trials["contender"].isin(front["contender"])]
     if len(set(front["cell"])) == 1 and len(set(among["strategy"])) >= loss_verdicts.FEWEST_OF_FRONT:
@@ -68,10 +68,10 @@ def loss(derived: Derived) -> Found:
     text = f"{claim}: its validation loss differs by {nats(main)} nats ({_test(derived, main)})."
     more = [f"By validation loss minus {base}'s, in nats, {by_verdict(derived, others)}."] if others else []
     of_main = [one for one in found if one.contender == main["contender"]]
-    return Found(text, [_VERDICTS.get(main["verdict"], OPEN)], of_main, more)
+    return Draft(text, [_VERDICTS.get(main["verdict"], OPEN)], of_main, more)
 
 
-def _of_all(derived: Derived, rows: Sequence[Row], found: Sequence[Effect]) -> Found:
+def _of_all(derived: Derived, rows: Sequence[Row], found: Sequence[Effect]) -> Draft:
     """The verdicts on all contenders, and which of the good ones sends least."""
     good = {row["contender"] for row in rows if row["verdict"] == "not inferior"}
     known = [one for one in found if one.contender in good and not math.isnan(one.bytes_ratio)]
@@ -82,10 +82,10 @@ def _of_all(derived: Derived, rows: Sequence[Row], found: Sequence[Effect]) -> F
     first = f"By validation loss minus {spelled(rows[0]['base'])}'s in nats ({_test(derived, rows[0])})"
     verdicts = [_VERDICTS.get(row["verdict"], OPEN) for row in rows]
     kept = [least] if least else found[:1]
-    return Found(f"{first}, {by_verdict(derived, rows)}.", verdicts, kept, more)
+    return Draft(f"{first}, {by_verdict(derived, rows)}.", verdicts, kept, more)
 
 
-def _of_front(derived: Derived, rows: Sequence[Row], front: pd.DataFrame) -> Found:
+def _of_front(derived: Derived, rows: Sequence[Row], front: pd.DataFrame) -> Draft:
     """Of many contenders in one cell: whom none beats in bytes and loss, and of whom it cannot be told."""
     size, unit = byte_unit(float(front["sent"].max()))
     front = front.assign(sent=front["sent"] / size, name=front["contender"].map(spelled))
@@ -112,7 +112,7 @@ def _of_front(derived: Derived, rows: Sequence[Row], front: pd.DataFrame) -> Fou
             f"nats ({_test(derived, least)})."
         )
         told = [best, *told]
-    return Found(told[0], more=told[1:], figure="frontier")
+    return Draft(told[0], details=told[1:], figure="frontier")
 
 
 def _test(derived: Derived, row: Row) -> str:
@@ -139,7 +139,7 @@ def by_verdict(derived: Derived, rows: Sequence[Row]) -> str:
 
 def _names(derived: Derived, rows: Sequence[Row]) -> list[str]:
     """The contender of each row, with its setting where there are several."""
-    names = apart(derived, [row["contender"] for row in rows])
+    names = distinct_names(derived, [row["contender"] for row in rows])
     cells = pd.DataFrame(rows, columns=["cell", "where"]).drop_duplicates()
     places = titles_of(cells) if len(cells) > 1 else {}
     return [names[row["contender"]] + (f" on {places[row['cell']]}" if places else "") for row in rows]

@@ -10,7 +10,18 @@ import pandas as pd
 from harness.records.confidence_intervals import FEWEST, Interval
 from harness.suites.peers import family_of
 from report.answer import effects
-from report.answer.effects import NO, OPEN, Effect, Found, apart, g3, listed_most, ratio, seconds, spelled
+from report.answer.effects import (
+    NO,
+    OPEN,
+    Draft,
+    Effect,
+    distinct_names,
+    g3,
+    listed_most,
+    ratio,
+    seconds,
+    spelled,
+)
 from report.data import bytes_and_memory, decoding, speedups
 from report.data.contender import NAMES, PROPOSED
 from report.data.frames import groups
@@ -19,7 +30,7 @@ from report.data.text import counted, listed, sentence, with_interval
 from report.tables import peers
 
 
-def step(derived: Derived) -> Found:
+def step(derived: Derived) -> Draft:
     """By the seconds of a step."""
     lists = [] if derived.compared.named_in_suite else effects.variants(derived)
     peers_named = any(effects.is_named(derived, NAMES[name]) for name in peers.FAMILIES)
@@ -36,7 +47,7 @@ def ordered(derived: Derived) -> list[Effect]:
     return sorted(found, key=lambda effect: names.index(effect.contender))
 
 
-def faster(derived: Derived, found: Sequence[Effect]) -> Found:
+def faster(derived: Derived, found: Sequence[Effect]) -> Draft:
     """Who is faster than the baseline, by how much, and of whom it cannot be told."""
     if not found:
         return alone(derived)
@@ -47,7 +58,7 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
         found = [fastest[cell] for cell in dict.fromkeys(one.cell for one in found)]
         settings = f"; the fastest of {others} in each setting"
     main, names = found[0], list(dict.fromkeys(one.contender for one in found))
-    called, pair = apart(derived, names), apart(derived, [main.contender, main.base])
+    called, pair = distinct_names(derived, names), distinct_names(derived, [main.contender, main.base])
     subject, over = f"a step of {spelled(main.contender)}", f" as {spelled(main.base)}'s"
     if len(names) == 1 and pair[main.base] != spelled(main.base):
         subject = f"a step of {effects.strategy(main.contender)} with {pair[main.contender]}"
@@ -79,13 +90,13 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
         word = (
             "nobody is told to be faster, and nearest is" if fastest_alone else "no difference can be told:"
         )
-        text += f"; {word} {listed(said)} ({effects.would_tell(unclear)})"
+        text += f"; {word} {listed(said)} ({effects.needed_pairs(unclear)})"
         there = [one.cell for one in unclear if fastest_alone and one.contender != names[0]]
         rest = [one for one in every if one.contender == names[0] and one.cell in there]
         text += "".join(f", {spelled(one.contender)} {ratio(one.ratio)}" for one in rest)
     if not told:
-        text = f"Cannot be told ({effects.would_tell(found)}): {claim(found)}"
-    return Found(sentence(text), [one.verdict for one in named], found, [seconds(main)])
+        text = f"Cannot be told ({effects.needed_pairs(found)}): {claim(found)}"
+    return Draft(sentence(text), [one.verdict for one in named], found, [seconds(main)])
 
 
 def most_compared(table: pd.DataFrame) -> str:
@@ -93,9 +104,9 @@ def most_compared(table: pd.DataFrame) -> str:
     return str(table.groupby("cell", sort=False)["contender"].nunique().idxmax())
 
 
-def _of_variants(derived: Derived, lists: Sequence[Sequence[str]]) -> Found:
+def _of_variants(derived: Derived, lists: Sequence[Sequence[str]]) -> Draft:
     """Strategies with several codecs or groups: of two the second beside the first, of more the fastest."""
-    found: list[Found] = []
+    found: list[Draft] = []
     for names in lists:
         ran = derived.trials[derived.trials["contender"].isin(names)]
         cell = most_compared(ran)
@@ -109,12 +120,12 @@ def _of_variants(derived: Derived, lists: Sequence[Sequence[str]]) -> Found:
     if not found:
         return alone(derived)
     last = found[-1]  # the one with the most techniques
-    return Found(last.first, last.verdicts, last.effects, [*last.more, *(one.first for one in found[:-1])])
+    return Draft(last.first, last.verdicts, last.effects, [*last.details, *(one.first for one in found[:-1])])
 
 
-def _fastest(derived: Derived, found: Sequence[Effect], names: Sequence[str]) -> Found:
+def _fastest(derived: Derived, found: Sequence[Effect], names: Sequence[str]) -> Draft:
     """The fastest of several values, which others cannot be told from it, and what their ranks hold."""
-    called, first = apart(derived, names), found[0]
+    called, first = distinct_names(derived, names), found[0]
     base, name = called[first.base], effects.strategy(first.base)
 
     def times(verdict: str) -> str:
@@ -128,20 +139,20 @@ def _fastest(derived: Derived, found: Sequence[Effect], names: Sequence[str]) ->
     if not times(NO):
         shortest = f"the shortest step of {name}{place}, {took} s, is that with {base}"
         others = f"others take longer by a factor of {times(OPEN)}"
-        return Found(f"Cannot be told ({effects.would_tell(found)}): {shortest}; {others}.", [OPEN], found)
+        return Draft(f"Cannot be told ({effects.needed_pairs(found)}): {shortest}; {others}.", [OPEN], found)
     text = f"{name} is fastest with {base}, at {took} s a step{place}; "
     text += f"it takes longer by a factor of {times(NO)}"
     text += f"; it cannot be told from {times(OPEN)}" if times(OPEN) else ""
     held = [f"{effects.device_mib(derived, name):.1f} MiB with {called[name]}" for name in names]
     more = [f"The engine holds {listed(held)} on the fullest rank."]
-    return Found(f"{text} ({first.intervals}).", [], found, more)
+    return Draft(f"{text} ({first.intervals}).", [], found, more)
 
 
-def alone(derived: Derived) -> Found:
+def alone(derived: Derived) -> Draft:
     """Without a pair: the steps of those that ran."""
     if derived.trials.empty:
         ran = counted(len(derived.finished), "trial")
-        return Found(f"Cannot be told: {ran} finished, and no two are compared.", [OPEN])
+        return Draft(f"Cannot be told: {ran} finished, and no two are compared.", [OPEN])
     here = derived.trials[derived.trials["cell"] == most_compared(derived.trials)]
     steps = [
         f"{g3(speedups.step_interval(mine).estimate)} s with {spelled(name)}"
@@ -149,10 +160,10 @@ def alone(derived: Derived) -> Found:
     ]
     why = "no two contenders ran in one repeat" if len(steps) > 1 else "nothing stands beside it"
     text = f"Cannot be told, for {why}: on {here['where'].iloc[0]} a step takes {listed_most(steps)}."
-    return Found(text, [OPEN])
+    return Draft(text, [OPEN])
 
 
-def _beside_peers(derived: Derived) -> Found | None:
+def _beside_peers(derived: Derived) -> Draft | None:
     """Ours beside the fastest setting of each family of peers, where several families ran."""
     families = {family_of(one) for one in derived.trials["strategy"]} & peers.FAMILIES.keys()
     rows = peers.peers(derived).data.to_dict("records") if len(families) > 1 else []
@@ -173,10 +184,10 @@ def _beside_peers(derived: Derived) -> Found | None:
     pairs = int(derived.trials.groupby("contender").size().min())
     few = "" if pairs >= FEWEST else f" ({counted(pairs, 'pair')} each, where an interval takes {FEWEST})"
     more = [f"{text}." for (name, _), text in told.items() if name != main[0]]
-    return Found(f"{told[main]}, the fastest setting of each library{few}.", more=more[:2])
+    return Draft(f"{told[main]}, the fastest setting of each library{few}.", details=more[:2])
 
 
-def rate(derived: Derived) -> Found:
+def rate(derived: Derived) -> Draft:
     """By the rate from which on the baseline is as fast."""
     found = ordered(derived)
     if not found:
@@ -214,7 +225,7 @@ def rate(derived: Derived) -> Found:
         text += f"; whether it pays there cannot be told {listed(unsure)}" if unsure else ""
     more = [f"At the lowest rates it is {listed(slow)} ({found[0].intervals})."]
     more += [f"Of others, as fast as {base} is {listed_most(others)}."] if others else []
-    return Found(f"{text}.", verdicts, found[:1], more)
+    return Draft(f"{text}.", verdicts, found[:1], more)
 
 
 def rate_of(effect: Effect) -> str:
@@ -225,7 +236,7 @@ def rate_of(effect: Effect) -> str:
     return f"{rate:g} Mbit/s"
 
 
-def nodes(derived: Derived) -> Found:
+def nodes(derived: Derived) -> Draft:
     """By the throughput of more nodes."""
     rows = bytes_and_memory.by_nodes(derived)
     if rows.empty:
@@ -241,16 +252,16 @@ def nodes(derived: Derived) -> Found:
     least = int(rows.groupby(["kind", "contender", "nodes"]).size().min())
     few = f" (geometric means of {counted(least, 'repeat')}, where an interval takes {FEWEST})"
     text = f"Tokens per second of all ranks change by a factor of {'; of '.join(changes)}"
-    return Found(f"{text}{few if least < FEWEST else ''}.", [], ordered(derived)[:1])
+    return Draft(f"{text}{few if least < FEWEST else ''}.", [], ordered(derived)[:1])
 
 
-def tokens(derived: Derived) -> Found:
+def tokens(derived: Derived) -> Draft:
     """By decoded tokens per second."""
     table = derived.generations
     rows = table[table["baseline"].notna() & (table["id"] != table["baseline"])]
     if rows.empty:
         ran = counted(table["id"].nunique(), "trial")
-        return Found(f"Cannot be told: {ran} decoded, and none beside a baseline.", [OPEN])
+        return Draft(f"Cannot be told: {ran} decoded, and none beside a baseline.", [OPEN])
     base, several = spelled(derived.compared.baseline), len(set(rows["cell"])) > 1
     rows = rows[rows["cell"] == most_compared(rows)]
     place = f" on {rows['where'].iloc[0]}" if several else ""
@@ -271,4 +282,4 @@ def tokens(derived: Derived) -> Found:
     few = "" if best.known else f" ({effects.too_few(best)})"
     named = [name for name in names if effects.is_named(derived, name)] or names
     verdicts = [effects.is_faster(speeds[name]) for name in named]
-    return Found(f"{spelled(first)} decodes{place} {listed_most(told)}{few}.", verdicts, [], more)
+    return Draft(f"{spelled(first)} decodes{place} {listed_most(told)}{few}.", verdicts, [], more)

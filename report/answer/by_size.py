@@ -6,7 +6,7 @@ import math
 
 from harness.records.confidence_intervals import FEWEST
 from report.answer import by_seconds, effects
-from report.answer.effects import NO, OPEN, YES, Found, apart, g2, g3, listed_most, spelled
+from report.answer.effects import NO, OPEN, YES, Draft, distinct_names, g2, g3, listed_most, spelled
 from report.data import bytes_and_memory, speedups
 from report.data.frames import groups
 from report.data.metrics import Derived
@@ -41,7 +41,7 @@ def within_memory(derived: Derived) -> str:
     return f"Within {budget} the fastest is {told[0]}, within twice that {told[1]}."
 
 
-def error(derived: Derived) -> Found:
+def error(derived: Derived) -> Draft:
     """By error end to end and seconds, of one strategy's codecs or algorithms."""
     found, table = effects.errors(derived), derived.trials
     if found.empty:
@@ -50,7 +50,7 @@ def error(derived: Derived) -> Found:
     cell = by_seconds.most_compared(table)
     errors = found.xs(cell, level="cell")
     here = table[(table["cell"] == cell) & table["contender"].isin(errors.index)]
-    names = apart(derived, list(here["contender"].unique()))
+    names = distinct_names(derived, list(here["contender"].unique()))
     rows = sorted(
         (float(errors[name]), speedups.step_interval(mine).estimate, mine["sent_bytes"].median(), names[name])
         for (name,), mine in groups(here, ["contender"])
@@ -65,20 +65,20 @@ def error(derived: Derived) -> Found:
     if least < FEWEST:
         few = counted(least, "trial")
         which = f"Which step is the fastest cannot be told from {few} each; an interval takes {FEWEST}."
-    return Found(first, more=[which])
+    return Draft(first, details=[which])
 
 
-def memory(derived: Derived) -> Found:
+def memory(derived: Derived) -> Draft:
     """By what the fullest rank holds on its device."""
     ran = derived.finished.sort_values(["place", "first"], kind="stable")
     lists = effects.variants(derived) or [[str(name) for name in ran["contender"].unique()]]
     lists = [[name for name in names if effects.device_mib(derived, name) > 0] for names in lists]
     lists = [names for names in lists if len(names) > 1]
     if not lists:
-        return Found("Cannot be told: the memory of no two contenders of our engine is on record.", [OPEN])
+        return Draft("Cannot be told: the memory of no two contenders of our engine is on record.", [OPEN])
     told, copied = [], []
     for names in lists:
-        called, strategy = apart(derived, names), effects.strategy(names[0])
+        called, strategy = distinct_names(derived, names), effects.strategy(names[0])
         base, *others = (effects.device_mib(derived, name) for name in names)
         held = zip(names[1:], others, strict=True)
         rest = [f"{size:.1f} ({size / base:.2f} of it) with {called[name]}" for name, size in held]
@@ -88,15 +88,15 @@ def memory(derived: Derived) -> Found:
         copied += [f"With {strategy}, a step copies {listed(said)} between host and device."] if said else []
     last = lists[-1]
     beside = effects.between(derived, last[0], last[-1:])
-    return Found(f"The fullest rank holds {'; '.join(told)}.", [], beside, copied)
+    return Draft(f"The fullest rank holds {'; '.join(told)}.", [], beside, copied)
 
 
-def size(derived: Derived) -> Found:
+def size(derived: Derived) -> Draft:
     """By the largest model under a limit of memory."""
     rows = bytes_and_memory.under_limits(derived)
     if rows.empty:
         ran = counted(len(derived.finished), "trial")
-        return Found(f"Cannot be told: {ran} trained, and none met its limit of memory.", [OPEN])
+        return Draft(f"Cannot be told: {ran} trained, and none met its limit of memory.", [OPEN])
     rows, limits = rows.sort_values(["limit_bytes", "place"], kind="stable"), []
     for (limit,), within in groups(rows, ["limit_bytes"]):
         told: list[str] = []
@@ -106,24 +106,24 @@ def size(derived: Derived) -> Found:
             verb, unit = ("", "") if told else (" trains at most", " parameters")
             told.append(f"{spelled(name)}{verb} {g3(largest)} M{unit}{beyond}")
         limits.append(f"in {limit / 2**20:g} MiB a rank, {listed(told)}")
-    return Found(sentence("; ".join(limits)))
+    return Draft(sentence("; ".join(limits)))
 
 
-def trials(derived: Derived) -> Found:
+def trials(derived: Derived) -> Draft:
     """By the trials that finished."""
     ran, failed = len(derived.finished), len(derived.frames.failures)
     if stopped := derived.frames.interrupted:
         of = counted(ran + stopped, "trial")
-        return Found(f"Cannot be told: {stopped} of {of} were interrupted.", [OPEN])
+        return Draft(f"Cannot be told: {stopped} of {of} were interrupted.", [OPEN])
     if failed:
-        return Found(f"{failed} of {counted(ran + failed, 'trial')} failed.", [NO])
-    return Found(f"All {counted(ran, 'trial')} finished.", [YES], effects.effects(derived))
+        return Draft(f"{failed} of {counted(ran + failed, 'trial')} failed.", [NO])
+    return Draft(f"All {counted(ran, 'trial')} finished.", [YES], effects.effects(derived))
 
 
-def bytes_(derived: Derived) -> Found:
+def bytes_(derived: Derived) -> Draft:
     """By the bytes between nodes."""
     known = [one for one in by_seconds.ordered(derived) if not math.isnan(one.bytes_ratio)]
     if not known:
-        return Found("Cannot be told: no bytes between nodes are on record of two that are compared.", [OPEN])
+        return Draft("Cannot be told: no bytes between nodes are on record of two that are compared.", [OPEN])
     verdicts = [YES if effect.bytes_ratio < 1 else NO for effect in known]
-    return Found(effects.sent(known), verdicts, known, [effects.seconds(known[0])])
+    return Draft(effects.sent(known), verdicts, known, [effects.seconds(known[0])])

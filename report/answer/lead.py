@@ -15,7 +15,7 @@ from typing import Final
 
 from harness.suites.answering_quantity import Quantity, quantity
 from report.answer import by_loss, by_seconds, by_size, effects
-from report.answer.effects import NO, OPEN, YES, Effect, Found, apart, is_named, ratio, spelled
+from report.answer.effects import NO, OPEN, YES, Draft, Effect, distinct_names, is_named, ratio, spelled
 from report.data import metrics, speedups
 from report.data.frames import load
 from report.data.metrics import Derived, derive
@@ -60,7 +60,7 @@ def answer(derived: Derived) -> Answer:
         return Answer((text,), OPEN, asked, figure)
     found = answered(derived)
     caveat = _caveat(derived, found.effects)
-    told = [found.first, *found.more, *_others(derived, asked, found.effects)]
+    told = [found.first, *found.details, *_others(derived, asked, found.effects)]
     if any("in the memory" in question for question in frames.questions):
         told = [by_size.within_memory(derived), *told]
     first, *rest = filter(None, dict.fromkeys(told))
@@ -104,7 +104,8 @@ def _others(derived: Derived, asked: Quantity, found: Sequence[Effect]) -> list[
     if asked == "step":
         told.append(by_size.within_memory(derived))
     if asked != "error":
-        called, errors = apart(derived, names), effects.errors(derived).groupby(level="contender").median()
+        called = distinct_names(derived, names)
+        errors = effects.errors(derived).groupby(level="contender").median()
         mine = [f"{effects.g2(float(errors[name]))} with {called[name]}" for name in names if name in errors]
         said = f"The error of the gradients end to end (vNMSE) is {effects.listed_most(mine)}."
         told += [said] if mine else []
@@ -126,7 +127,7 @@ def _caveat(derived: Derived, found: Sequence[Effect]) -> list[str]:
     return [sentence(text)] if text else []
 
 
-_BY_QUANTITY: Final[dict[Quantity, tuple[Callable[[Derived], Found], str]]] = {  # and its figure
+_BY_QUANTITY: Final[dict[Quantity, tuple[Callable[[Derived], Draft], str]]] = {  # and its figure
     "loss": (by_loss.loss, "final_loss"), "step": (by_seconds.step, "speedup"),
     "bytes": (by_size.bytes_, "volume"), "error": (by_size.error, "sent_error"),
     "memory": (by_size.memory, "memory"), "trials": (by_size.trials, "speedup"),
