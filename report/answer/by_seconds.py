@@ -10,18 +10,7 @@ import pandas as pd
 from harness.records.confidence_intervals import FEWEST, Interval
 from harness.suites.peers import family_of
 from report.answer import effects
-from report.answer.effects import (
-    NO,
-    OPEN,
-    Draft,
-    Effect,
-    distinct_names,
-    g3,
-    listed_most,
-    ratio,
-    seconds,
-    spelled,
-)
+from report.answer.effects import NO, OPEN, Draft, Effect, distinct_names, g3, listed_most, ratio, spelled
 from report.data import bytes_and_memory, decoding, speedups
 from report.data.contender import NAMES, PROPOSED
 from report.data.frames import groups
@@ -37,66 +26,67 @@ def step(derived: Derived) -> Draft:
     by_peers = not derived.compared.named_in_suite and (peers_named or not lists)
     if by_peers and (beside := _beside_peers(derived)):
         return beside
-    return _of_variants(derived, lists) if lists else faster(derived, ordered(derived))
+    return _of_variants(derived, lists) if lists else faster(derived, named_first(derived))
 
 
-def ordered(derived: Derived) -> list[Effect]:
+def named_first(derived: Derived) -> list[Effect]:
     """All effects, those of contenders that the question names first."""
-    found = effects.effects(derived)
-    names = effects.named_first(derived, (effect.contender for effect in found))
-    return sorted(found, key=lambda effect: names.index(effect.contender))
+    unsorted = effects.effects(derived)
+    names = effects.named_first(derived, (effect.contender for effect in unsorted))
+    return sorted(unsorted, key=lambda effect: names.index(effect.contender))
 
 
-def faster(derived: Derived, found: Sequence[Effect]) -> Draft:
+def faster(derived: Derived, every: Sequence[Effect]) -> Draft:
     """Who is faster than the baseline, by how much, and of whom it cannot be told."""
-    if not found:
+    if not every:
         return alone(derived)
-    every, settings, others = found, "", len({one.contender for one in found})
-    many = len(found) > effects.MOST_NAMED and others > 1
-    if fastest_alone := many and not effects.is_named(derived, found[0].contender):
-        fastest = {one.cell: one for one in sorted(found, key=lambda one: one.ratio.estimate)}  # its last
-        found = [fastest[cell] for cell in dict.fromkeys(one.cell for one in found)]
-        settings = f"; the fastest of {others} in each setting"
-    main, names = found[0], list(dict.fromkeys(one.contender for one in found))
+    shown, settings, contenders = every, "", len({effect.contender for effect in every})
+    many = len(every) > effects.MOST_NAMED and contenders > 1
+    if fastest_alone := many and not effects.is_named(derived, every[0].contender):
+        by_speed = sorted(every, key=lambda effect: effect.ratio.estimate)
+        fastest = {effect.cell: effect for effect in by_speed}  # the last of each cell
+        shown = [fastest[cell] for cell in dict.fromkeys(effect.cell for effect in every)]
+        settings = f"; the fastest of {contenders} in each setting"
+    main, names = shown[0], list(dict.fromkeys(effect.contender for effect in shown))
     called, pair = distinct_names(derived, names), distinct_names(derived, [main.contender, main.base])
     subject, over = f"a step of {spelled(main.contender)}", f" as {spelled(main.base)}'s"
     if len(names) == 1 and pair[main.base] != spelled(main.base):
         subject = f"a step of {effects.strategy(main.contender)} with {pair[main.contender]}"
         over = f" as with {pair[main.base]}"
-    places = {cell: f" on {title}" if title else "" for cell, title in effects.titles(found).items()}
+    places = {cell: f" on {title}" if title else "" for cell, title in effects.titles(shown).items()}
 
-    def claim(mine: Sequence[Effect]) -> str:
-        """Who is how fast: of the first in words, of others the number alone."""
+    def claim(compared: Sequence[Effect]) -> str:
+        """How fast each is: the first one as a clause, others by their number alone."""
         claims: list[str] = []
-        for one in mine:
-            name, place, is_main = called[one.contender], places[one.cell], one.contender == names[0]
-            own = name == spelled(one.contender)  # a strategy's name, where others have what differs
+        for effect in compared:
+            name, factor = called[effect.contender], ratio(effect.ratio)
+            place, is_main = places[effect.cell], effect.contender == names[0]
+            is_strategy = name == spelled(effect.contender)  # else the name is the field that differs
             if not claims:
-                who = subject if is_main else f"a step {'of' if own else 'with'} {name}"
-                claims.append(f"{who} is {ratio(one.ratio)} times as fast{over}{place}")
-            elif own and not is_main:
-                claims.append(f"that of {name} {ratio(one.ratio)}{place}")
+                steps = subject if is_main else f"a step {'of' if is_strategy else 'with'} {name}"
+                claims.append(f"{steps} is {factor} times as fast{over}{place}")
+            elif is_strategy and not is_main:
+                claims.append(f"that of {name} {factor}{place}")
             else:
-                claims.append(f"{ratio(one.ratio)}{'' if is_main else f' with {name}'}{place}")
+                claims.append(f"{factor}{'' if is_main else f' with {name}'}{place}")
         return listed_most(claims)
 
-    told = [one for one in found if one.verdict != OPEN]
-    unclear = [one for one in found if one.verdict == OPEN]
-    named = [one for one in found if effects.is_named(derived, one.contender)] or found
-    text = f"{claim(told)} ({told[0].intervals}{settings})" if told else ""
+    clear = [effect for effect in shown if effect.verdict != OPEN]
+    unclear = [effect for effect in shown if effect.verdict == OPEN]
+    named = [effect for effect in shown if effects.is_named(derived, effect.contender)] or shown
+    text = f"{claim(clear)} ({clear[0].intervals}{settings})" if clear else ""
     if unclear:
-        said = [f"{ratio(one.ratio)} with {called[one.contender]}{places[one.cell]}" for one in unclear]
-        # The fastest of a setting that is not told from the baseline: no other one is faster there.
-        word = (
-            "nobody is told to be faster, and nearest is" if fastest_alone else "no difference can be told:"
-        )
-        text += f"; {word} {listed(said)} ({effects.needed_pairs(unclear)})"
-        there = [one.cell for one in unclear if fastest_alone and one.contender != names[0]]
-        rest = [one for one in every if one.contender == names[0] and one.cell in there]
-        text += "".join(f", {spelled(one.contender)} {ratio(one.ratio)}" for one in rest)
-    if not told:
-        text = f"Cannot be told ({effects.needed_pairs(found)}): {claim(found)}"
-    return Draft(sentence(text), [one.verdict for one in named], found, [seconds(main)])
+        factors = [f"{ratio(e.ratio)} with {called[e.contender]}{places[e.cell]}" for e in unclear]
+        # Where the fastest contender of a setting cannot be told from the baseline, no other one is faster.
+        nobody = "nobody is told to be faster, and nearest is"
+        text += f"; {nobody if fastest_alone else 'no difference can be told:'} {listed(factors)}"
+        text += f" ({effects.needed_pairs(unclear)})"
+        cells = [effect.cell for effect in unclear if fastest_alone and effect.contender != names[0]]
+        slower = [effect for effect in every if effect.contender == names[0] and effect.cell in cells]
+        text += "".join(f", {spelled(effect.contender)} {ratio(effect.ratio)}" for effect in slower)
+    if not clear:
+        text = f"Cannot be told ({effects.needed_pairs(shown)}): {claim(shown)}"
+    return Draft(sentence(text), [effect.verdict for effect in named], shown, [effects.seconds(main)])
 
 
 def most_compared(table: pd.DataFrame) -> str:
@@ -106,70 +96,72 @@ def most_compared(table: pd.DataFrame) -> str:
 
 def _of_variants(derived: Derived, lists: Sequence[Sequence[str]]) -> Draft:
     """Strategies with several codecs or groups: of two the second beside the first, of more the fastest."""
-    found: list[Draft] = []
+    drafts: list[Draft] = []
     for names in lists:
-        ran = derived.trials[derived.trials["contender"].isin(names)]
-        cell = most_compared(ran)
-        steps = ran[ran["cell"] == cell].groupby("contender")["step_seconds"].agg(speedups.geometric)
+        rows = derived.trials[derived.trials["contender"].isin(names)]
+        cell = most_compared(rows)
+        steps = rows[rows["cell"] == cell].groupby("contender")["step_seconds"].agg(speedups.geometric)
         best = names[0] if len(names) == 2 else str(steps.idxmin())
-        mine = effects.between(derived, best, set(names) - {best})
+        others = effects.between(derived, best, set(names) - {best})
         if len(names) > 2:
-            mine = [effect for effect in mine if effect.cell == cell]
-        if mine:
-            found.append(faster(derived, mine) if len(names) == 2 else _fastest(derived, mine, names))
-    if not found:
+            others = [effect for effect in others if effect.cell == cell]
+        if others:
+            drafts.append(faster(derived, others) if len(names) == 2 else _fastest(derived, others, names))
+    if not drafts:
         return alone(derived)
-    last = found[-1]  # the one with the most techniques
-    return Draft(last.first, last.verdicts, last.effects, [*last.details, *(one.first for one in found[:-1])])
+    *earlier, last = drafts  # the last has the most techniques
+    details = [*last.details, *(draft.first for draft in earlier)]
+    return Draft(last.first, last.verdicts, last.effects, details)
 
 
-def _fastest(derived: Derived, found: Sequence[Effect], names: Sequence[str]) -> Draft:
-    """The fastest of several values, which others cannot be told from it, and what their ranks hold."""
-    called, first = distinct_names(derived, names), found[0]
+def _fastest(derived: Derived, others: Sequence[Effect], names: Sequence[str]) -> Draft:
+    """The fastest of several contenders, how far the others are from it, and the memory of all."""
+    called, first = distinct_names(derived, names), others[0]
     base, name = called[first.base], effects.strategy(first.base)
 
-    def times(verdict: str) -> str:
+    def factors(verdict: str) -> str:
         """By which factors those with a verdict take longer."""
-        mine = [(called[one.contender], one.ratio) for one in found if one.verdict == verdict]
-        turned = [(Interval(1 / of.estimate, 1 / of.high, 1 / of.low, 0), name) for name, of in mine]
-        return listed([f"{ratio(longer)} with {name}" for longer, name in turned])
+        ratios = [(called[effect.contender], effect.ratio) for effect in others if effect.verdict == verdict]
+        inverse = [(name, Interval(1 / r.estimate, 1 / r.high, 1 / r.low, 0)) for name, r in ratios]
+        return listed([f"{ratio(factor)} with {name}" for name, factor in inverse])
 
-    took = g3(speedups.step_interval(first.pairs, "baseline_seconds").estimate)
+    step = g3(speedups.step_interval(first.pairs, "baseline_seconds").estimate)
     place = f" on {first.where}" if len(set(derived.trials["cell"])) > 1 else ""
-    if not times(NO):
-        shortest = f"the shortest step of {name}{place}, {took} s, is that with {base}"
-        others = f"others take longer by a factor of {times(OPEN)}"
-        return Draft(f"Cannot be told ({effects.needed_pairs(found)}): {shortest}; {others}.", [OPEN], found)
-    text = f"{name} is fastest with {base}, at {took} s a step{place}; "
-    text += f"it takes longer by a factor of {times(NO)}"
-    text += f"; it cannot be told from {times(OPEN)}" if times(OPEN) else ""
+    slower, unclear = factors(NO), factors(OPEN)
+    if not slower:
+        text = f"Cannot be told ({effects.needed_pairs(others)}): the shortest step of {name}{place}, {step} "
+        text += f"s, is that with {base}; others take longer by a factor of {unclear}."
+        return Draft(text, [OPEN], others)
+    text = f"{name} is fastest with {base}, at {step} s a step{place}; "
+    text += f"it takes longer by a factor of {slower}"
+    text += f"; it cannot be told from {unclear}" if unclear else ""
     held = [f"{effects.device_mib(derived, name):.1f} MiB with {called[name]}" for name in names]
-    more = [f"The engine holds {listed(held)} on the fullest rank."]
-    return Draft(f"{text} ({first.intervals}).", [], found, more)
+    memory = f"The engine holds {listed(held)} on the fullest rank."
+    return Draft(f"{text} ({first.intervals}).", [], others, [memory])
 
 
 def alone(derived: Derived) -> Draft:
-    """Without a pair: the steps of those that ran."""
+    """The seconds of steps where no two contenders are paired."""
     if derived.trials.empty:
-        ran = counted(len(derived.finished), "trial")
-        return Draft(f"Cannot be told: {ran} finished, and no two are compared.", [OPEN])
-    here = derived.trials[derived.trials["cell"] == most_compared(derived.trials)]
+        trials = counted(len(derived.finished), "trial")
+        return Draft(f"Cannot be told: {trials} finished, and no two are compared.", [OPEN])
+    rows = derived.trials[derived.trials["cell"] == most_compared(derived.trials)]
     steps = [
-        f"{g3(speedups.step_interval(mine).estimate)} s with {spelled(name)}"
-        for (name,), mine in groups(here, ["contender"])
+        f"{g3(speedups.step_interval(group).estimate)} s with {spelled(name)}"
+        for (name,), group in groups(rows, ["contender"])
     ]
     why = "no two contenders ran in one repeat" if len(steps) > 1 else "nothing stands beside it"
-    text = f"Cannot be told, for {why}: on {here['where'].iloc[0]} a step takes {listed_most(steps)}."
+    text = f"Cannot be told, for {why}: on {rows['where'].iloc[0]} a step takes {listed_most(steps)}."
     return Draft(text, [OPEN])
 
 
 def _beside_peers(derived: Derived) -> Draft | None:
-    """Ours beside the fastest setting of each family of peers, where several families ran."""
-    families = {family_of(one) for one in derived.trials["strategy"]} & peers.FAMILIES.keys()
+    """Policies beside the fastest setting of each family of peers, where several families ran."""
+    families = {family_of(name) for name in derived.trials["strategy"]} & peers.FAMILIES.keys()
     rows = peers.peers(derived).data.to_dict("records") if len(families) > 1 else []
-    told: dict[tuple[str, str], str] = {}
+    clauses: dict[tuple[str, str], str] = {}
     for row in rows:
-        gains = {row[f"best_{one}"]: row[f"over_{one}"] for one in peers.FAMILIES if f"over_{one}" in row}
+        gains = {row[f"best_{key}"]: row[f"over_{key}"] for key in peers.FAMILIES if f"over_{key}" in row}
         over = [
             f"{ratio(gain)} times as fast as {best.replace(', ', ' (', 1)}{')' * (', ' in best)}"
             for best, gain in gains.items()
@@ -177,55 +169,56 @@ def _beside_peers(derived: Derived) -> Draft | None:
         ]
         if over:
             name, carried = row["contender"], row["carried"]
-            told[name, carried] = f"{name}, carried by {carried}, is {listed(over)}"
-    if not told:
+            clauses[name, carried] = f"{name}, carried by {carried}, is {listed(over)}"
+    if not clauses:
         return None
-    main = next((key for key in told if key[0] == NAMES[PROPOSED]), next(iter(told)))
+    main = next((key for key in clauses if key[0] == NAMES[PROPOSED]), next(iter(clauses)))
     pairs = int(derived.trials.groupby("contender").size().min())
     few = "" if pairs >= FEWEST else f" ({counted(pairs, 'pair')} each, where an interval takes {FEWEST})"
-    more = [f"{text}." for (name, _), text in told.items() if name != main[0]]
-    return Draft(f"{told[main]}, the fastest setting of each library{few}.", details=more[:2])
+    others = [f"{clause}." for (name, _), clause in clauses.items() if name != main[0]]
+    return Draft(f"{clauses[main]}, the fastest setting of each library{few}.", details=others[:2])
 
 
 def rate(derived: Derived) -> Draft:
     """By the rate from which on the baseline is as fast."""
-    found = ordered(derived)
-    if not found:
+    every = named_first(derived)
+    if not every:
         return alone(derived)
-    name, base = found[0].contender, spelled(found[0].base)
-    mine = [one for one in found if one.contender == name]
-    mine.sort(key=lambda one: one.pairs["achieved_mbit"].median())
+    name, base = every[0].contender, spelled(every[0].base)
+    by_rate = [effect for effect in every if effect.contender == name]
+    by_rate.sort(key=lambda effect: effect.pairs["achieved_mbit"].median())
     crossed, kept, slow, verdicts = list[str](), list[str](), list[str](), list[str]()
-    unsure: list[str] = []  # of those kept, whose interval at the highest rate holds 1
+    unsure: list[str] = []  # places of ``kept`` with an interval around 1 at the highest rate
     others: list[str] = []  # break-evens of further contenders
     for row in speedups.break_even(derived.pairs).to_dict("records"):
-        at: Interval = row["break_even_mbit"]
-        size = f"on {row['nodes']}x{row['ranks_per_node']} ranks with {row['tokens_per_rank']} tokens a rank"
-        size += "".join(f", {part}" for part in row["elsewhere"].split(", ")[2:])
-        crossing = with_interval(at, lambda end: "beyond what was measured" if math.isinf(end) else g3(end))
+        mbit: Interval = row["break_even_mbit"]
+        place = f"on {row['nodes']}x{row['ranks_per_node']} ranks with {row['tokens_per_rank']} tokens a rank"
+        place += "".join(f", {part}" for part in row["elsewhere"].split(", ")[2:])
+        crossing = with_interval(mbit, lambda end: "beyond what was measured" if math.isinf(end) else g3(end))
         if row["contender"] != name:
-            bounded = math.isfinite(at.low) or math.isfinite(at.high)
-            others += [f"{spelled(row['contender'])} at {crossing} Mbit/s {size}"] if bounded else []
+            bounded = math.isfinite(mbit.low) or math.isfinite(mbit.high)
+            others += [f"{spelled(row['contender'])} at {crossing} Mbit/s {place}"] if bounded else []
             continue
-        here = [one for one in mine if one.pairs["elsewhere"].iloc[0] == row["elsewhere"]]
-        verdicts += [one.verdict for one in here]
-        slow.append(f"{ratio(here[0].ratio)} {size} at {rate_of(here[0])}")
-        if not math.isnan(at.estimate):
-            crossed.append(f"{crossing} Mbit/s {size}")
+        rates = [effect for effect in by_rate if effect.pairs["elsewhere"].iloc[0] == row["elsewhere"]]
+        lowest, highest = rates[0], rates[-1]
+        verdicts += [effect.verdict for effect in rates]
+        slow.append(f"{ratio(lowest.ratio)} {place} at {rate_of(lowest)}")
+        if not math.isnan(mbit.estimate):
+            crossed.append(f"{crossing} Mbit/s {place}")
             continue
         times = "" if kept else f" times as fast as {base}'s"
-        kept.append(f"{ratio(here[-1].ratio)}{times} {size} at {rate_of(here[-1])}")
-        unsure += [size] if here[-1].verdict == OPEN else []
+        kept.append(f"{ratio(highest.ratio)}{times} {place} at {rate_of(highest)}")
+        unsure += [place] if highest.verdict == OPEN else []
     if not slow:
-        return faster(derived, found)
+        return faster(derived, every)
     text = f"{spelled(name)} is as fast as {base} at {listed(crossed)}" if crossed else ""
     if kept:
         up_to = "break-even was found up to the highest rate, where a step of"
         text += f"{'; else no' if text else 'No'} {up_to} {spelled(name)} is {listed(kept)}"
         text += f"; whether it pays there cannot be told {listed(unsure)}" if unsure else ""
-    more = [f"At the lowest rates it is {listed(slow)} ({found[0].intervals})."]
-    more += [f"Of others, as fast as {base} is {listed_most(others)}."] if others else []
-    return Draft(f"{text}.", verdicts, found[:1], more)
+    details = [f"At the lowest rates it is {listed(slow)} ({every[0].intervals})."]
+    details += [f"Of others, as fast as {base} is {listed_most(others)}."] if others else []
+    return Draft(f"{text}.", verdicts, every[:1], details)
 
 
 def rate_of(effect: Effect) -> str:
@@ -242,17 +235,18 @@ def nodes(derived: Derived) -> Draft:
     if rows.empty:
         return step(derived)
     changes = []
-    for (kind, _), mine in groups(rows, ["kind", "title"]):
-        middles = mine.pivot_table("tokens_per_second", "contender", "nodes", speedups.geometric, sort=False)
-        common = middles.dropna(axis=1).sort_index(axis=1)
+    for (kind, _), group in groups(rows, ["kind", "title"]):
+        means = group.pivot_table("tokens_per_second", "contender", "nodes", speedups.geometric, sort=False)
+        common = means.dropna(axis=1).sort_index(axis=1)
         first, last = common.columns[[0, -1]]
-        told = [f"{of:.2f} with {spelled(str(name))}" for name, of in (common[last] / common[first]).items()]
+        ratios = (common[last] / common[first]).items()
+        factors = [f"{factor:.2f} with {spelled(str(name))}" for name, factor in ratios]
         batch = "equal batches a rank" if kind == "weak" else "equal batches in all"
-        changes.append(f"{listed(told)} from {first} to {last} nodes at {batch}")
+        changes.append(f"{listed(factors)} from {first} to {last} nodes at {batch}")
     least = int(rows.groupby(["kind", "contender", "nodes"]).size().min())
     few = f" (geometric means of {counted(least, 'repeat')}, where an interval takes {FEWEST})"
     text = f"Tokens per second of all ranks change by a factor of {'; of '.join(changes)}"
-    return Draft(f"{text}{few if least < FEWEST else ''}.", [], ordered(derived)[:1])
+    return Draft(f"{text}{few if least < FEWEST else ''}.", [], named_first(derived)[:1])
 
 
 def tokens(derived: Derived) -> Draft:
@@ -260,26 +254,26 @@ def tokens(derived: Derived) -> Draft:
     table = derived.generations
     rows = table[table["baseline"].notna() & (table["id"] != table["baseline"])]
     if rows.empty:
-        ran = counted(table["id"].nunique(), "trial")
-        return Draft(f"Cannot be told: {ran} decoded, and none beside a baseline.", [OPEN])
+        trials = counted(table["id"].nunique(), "trial")
+        return Draft(f"Cannot be told: {trials} decoded, and none beside a baseline.", [OPEN])
     base, several = spelled(derived.compared.baseline), len(set(rows["cell"])) > 1
     rows = rows[rows["cell"] == most_compared(rows)]
     place = f" on {rows['where'].iloc[0]}" if several else ""
     names = effects.named_first(derived, rows["contender"])
     speeds = {name: decoding.speedup(rows[rows["contender"] == name]) for name in names}
     (first, best), *others = speeds.items()
-    mine = rows[rows["contender"] == first]
-    told = [f"{ratio(best)} times as fast as {base}"]
-    told += [f"{ratio(one)} with {spelled(name)}" for name, one in others]
+    of_first = rows[rows["contender"] == first]
+    factors = [f"{ratio(best)} times as fast as {base}"]
+    factors += [f"{ratio(speed)} with {spelled(name)}" for name, speed in others]
     columns = ("tokens_per_second", "baseline_tokens_per_second")
-    ours, theirs = (g3(speedups.step_interval(mine, name).estimate) for name in columns)
-    pace = f"decodes {ours} tokens per second and rank where {base} decodes {theirs}"
-    later = f"{mine['later_bytes'].max():.0f} bytes between nodes"
-    more = [
+    speed, base_speed = (g3(speedups.step_interval(of_first, name).estimate) for name in columns)
+    pace = f"decodes {speed} tokens per second and rank where {base} decodes {base_speed}"
+    later = f"{of_first['later_bytes'].max():.0f} bytes between nodes"
+    details = [
         f"{spelled(first)} {pace} (geometric means of {counted(best.n, 'pair')}).",
         f"For a token after the first, its ranks send {later}.",
     ]
     few = "" if best.known else f" ({effects.too_few(best)})"
     named = [name for name in names if effects.is_named(derived, name)] or names
     verdicts = [effects.is_faster(speeds[name]) for name in named]
-    return Draft(f"{spelled(first)} decodes{place} {listed_most(told)}{few}.", verdicts, [], more)
+    return Draft(f"{spelled(first)} decodes{place} {listed_most(factors)}{few}.", verdicts, [], details)

@@ -122,7 +122,7 @@ def trials(derived: Derived) -> Draft:
 
 def bytes_(derived: Derived) -> Draft:
     """By the bytes between nodes."""
-    known = [one for one in by_seconds.ordered(derived) if not math.isnan(one.bytes_ratio)]
+    known = [one for one in by_seconds.named_first(derived) if not math.isnan(one.bytes_ratio)]
     if not known:
         return Draft("Cannot be told: no bytes between nodes are on record of two that are compared.", [OPEN])
     verdicts = [YES if effect.bytes_ratio < 1 else NO for effect in known]
