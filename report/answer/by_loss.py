@@ -18,9 +18,9 @@ from report.data.metrics import Derived
 from report.data.text import byte_unit, counted, listed, with_interval
 from report.draw.names_of_rows import titles_of
 
-_BEATEN: Final = 3  # that are named with who beats them
+_MOST_BEATEN: Final = 3  # contenders in a sentence
 _VERDICTS: Final = {"not inferior": YES, "inferior": NO}
-_WORDS: Final = {
+_CLAUSES: Final = {  # beginnings, by verdict
     "not inferior": "not inferior: ",
     "inferior": "inferior: ",
     "cannot tell": "it cannot be told of ",
@@ -30,97 +30,100 @@ _WORDS: Final = {
 
 
 def rows_of(derived: Derived) -> list[Row]:
-    """Rows of :func:`loss_verdicts.losses` of what the suite compares, those that it names first."""
+    """Rows of :func:`loss_verdicts.losses` with verdicts on the suite's contrast, named ones first."""
     names = effects.named_first(derived, derived.compared.contrast)
-    mine = [row for row in loss_verdicts.losses(derived) if row["verdict"] and row["contender"] in names]
-    return sorted(mine, key=lambda row: names.index(row["contender"]))
+    rows = [row for row in loss_verdicts.losses(derived) if row["verdict"] and row["contender"] in names]
+    return sorted(rows, key=lambda row: names.index(row["contender"]))
 
 
 def loss(derived: Derived) -> Draft:
     """By the validation loss at the end."""
-    rows, found = rows_of(derived), effects.effects(derived)
+    rows, every = rows_of(derived), effects.effects(derived)
     if not rows:
         return by_seconds.step(derived)
     main, failed = rows[0], derived.frames.failures
-    of_main = [one for one in found if one.contender == main["contender"]]
     failed = failed[(failed["contender"] == main["contender"]) & (failed["cell"] == main["cell"])]
-    if gone := failed["seed"].nunique():
-        name, seeds = spelled(main["contender"]), gone + main["seeds"]
-        text = f"Cannot be told by loss: {gone} of {seeds} seeds of {name} ended without one"
-        return Draft(f"{text}; of the others it differs by {nats(main)} nats.", [OPEN], found[:1])
-    if all(row["verdict"].startswith("too") for row in rows):
-        return Draft(_without_verdict(derived, rows), [OPEN], of_main)
-    front = loss_verdicts.front(derived)
-    among = derived.trials[derived.trials["contender"].isin(front["contender"])]
-    if len(set(front["cell"])) == 1 and len(set(among["strategy"])) >= loss_verdicts.FEWEST_OF_FRONT:
-        return _of_front(derived, rows, front)
+    if failed_seeds := failed["seed"].nunique():
+        name, seeds = spelled(main["contender"]), failed_seeds + main["seeds"]
+        text = f"Cannot be told by loss: {failed_seeds} of {seeds} seeds of {name} ended without one"
+        return Draft(f"{text}; of the others it differs by {nats(main)} nats.", [OPEN], every[:1])
     rows.sort(key=lambda row: row["verdict"].startswith("too"))
     main, *others = rows
+    of_main = [effect for effect in every if effect.contender == main["contender"]]
+    if main["verdict"].startswith("too"):  # and so are all
+        return Draft(_without_verdict(derived, rows), [OPEN], of_main)
+    front = loss_verdicts.front(derived)
+    trials = derived.trials[derived.trials["contender"].isin(front["contender"])]
+    if len(set(front["cell"])) == 1 and len(set(trials["strategy"])) >= loss_verdicts.FEWEST_OF_FRONT:
+        return _of_front(derived, rows, front)
     name, base = spelled(main["contender"]), spelled(main["base"])
     several = any(row["contender"] == main["contender"] for row in others)
     if others and (several or not effects.is_named(derived, main["contender"])):
-        return _of_all(derived, rows, found)
+        return _of_all(derived, rows, every)
     within, cannot = loss_verdicts.allowed(derived), f"Cannot be told whether {name} trains as well as {base}"
     claim = {
         "not inferior": f"{name} trains as well as {base} to within {within}",
         "inferior": f"{name} trains worse than {base} by more than {within}",
     }.get(main["verdict"], cannot)
     text = f"{claim}: its validation loss differs by {nats(main)} nats ({_test(derived, main)})."
-    more = [f"By validation loss minus {base}'s, in nats, {by_verdict(derived, others)}."] if others else []
-    of_main = [one for one in found if one.contender == main["contender"]]
-    return Draft(text, [_VERDICTS.get(main["verdict"], OPEN)], of_main, more)
+    losses = f"By validation loss minus {base}'s, in nats, {by_verdict(derived, others)}."
+    return Draft(text, [_VERDICTS.get(main["verdict"], OPEN)], of_main, [losses] if others else [])
 
 
-def _of_all(derived: Derived, rows: Sequence[Row], found: Sequence[Effect]) -> Draft:
+def _of_all(derived: Derived, rows: Sequence[Row], every: Sequence[Effect]) -> Draft:
     """The verdicts on all contenders, and which of the good ones sends least."""
     good = {row["contender"] for row in rows if row["verdict"] == "not inferior"}
-    known = [one for one in found if one.contender in good and not math.isnan(one.bytes_ratio)]
-    least = min(known, key=lambda one: one.bytes_ratio, default=None)
-    more = (
-        [f"Of those not inferior, {spelled(least.contender)} sends least."] * (len(good) > 1) if least else []
-    )
+    known = [effect for effect in every if effect.contender in good and not math.isnan(effect.bytes_ratio)]
     first = f"By validation loss minus {spelled(rows[0]['base'])}'s in nats ({_test(derived, rows[0])})"
+    text = f"{first}, {by_verdict(derived, rows)}."
     verdicts = [_VERDICTS.get(row["verdict"], OPEN) for row in rows]
-    kept = [least] if least else found[:1]
-    return Draft(f"{first}, {by_verdict(derived, rows)}.", verdicts, kept, more)
+    if not known:
+        return Draft(text, verdicts, every[:1])
+    least = min(known, key=lambda effect: effect.bytes_ratio)
+    details = [f"Of those not inferior, {spelled(least.contender)} sends least."] if len(good) > 1 else []
+    return Draft(text, verdicts, [least], details)
 
 
 def _of_front(derived: Derived, rows: Sequence[Row], front: pd.DataFrame) -> Draft:
-    """Of many contenders in one cell: whom none beats in bytes and loss, and of whom it cannot be told."""
+    """Of many contenders in one cell, those that none beats in bytes and loss, those beaten, and the rest."""
     size, unit = byte_unit(float(front["sent"].max()))
     front = front.assign(sent=front["sent"] / size, name=front["contender"].map(spelled))
     kinds = ("yes", "no", loss_verdicts.OPEN)
     ahead, worse, unsure = (front[front["front"] == kind].to_dict("records") for kind in kinds)
-    told = ["Who has the lowest loss for its bytes between nodes cannot be told."]
+    sentences = ["Who has the lowest loss for its bytes between nodes cannot be told."]
     if ahead:
-        names = [f"{one['name']} ({g3(one['sent'])} {unit}, loss {one['loss']:.3f})" for one in ahead]
-        told = [f"Nobody who sends as few bytes between nodes has a lower loss than {listed(names)}"]
-        told[0] += f"; of {listed([one['name'] for one in unsure])} it cannot be told." if unsure else "."
+        names = [f"{row['name']} ({g3(row['sent'])} {unit}, loss {row['loss']:.3f})" for row in ahead]
+        text = f"Nobody who sends as few bytes between nodes has a lower loss than {listed(names)}"
+        text += f"; of {listed([row['name'] for row in unsure])} it cannot be told" if unsure else ""
+        sentences = [f"{text}."]
     if worse:
-        worse.sort(key=lambda one: "(" in one["contender"])  # presets first
-        beaten = [f"{one['name']} (by {spelled(one['beaten'])})" for one in worse]
-        rest = f", and {len(beaten) - _BEATEN} more" if len(beaten) > _BEATEN else ""
-        told.append(f"Beaten in loss by one that sends no more are {listed(beaten[:_BEATEN])}{rest}.")
+        worse.sort(key=lambda row: "(" in row["contender"])  # presets first
+        beaten = [f"{row['name']} (by {spelled(row['beaten'])})" for row in worse]
+        rest = f", and {len(beaten) - _MOST_BEATEN} more" if len(beaten) > _MOST_BEATEN else ""
+        beaten = beaten[:_MOST_BEATEN]
+        sentences.append(f"Beaten in loss by one that sends no more are {listed(beaten)}{rest}.")
     sent = front.set_index("contender")["sent"]
     good = [row for row in rows if row["verdict"] == "not inferior"]
     saving = [row for row in good if sent[row["contender"]] < sent[row["base"]]]
     if least := min(saving, key=lambda row: sent[row["contender"]], default=None):
         name, base = least["contender"], least["base"]
-        best = (
+        text = (
             f"{spelled(name)} trains as well as {spelled(base)} and sends least of those: {g3(sent[name])} "
             f"of {g3(sent[base])} {unit} between nodes in a step, at a loss that differs by {nats(least)} "
             f"nats ({_test(derived, least)})."
         )
-        told = [best, *told]
-    return Draft(told[0], details=told[1:], figure="frontier")
+        sentences = [text, *sentences]
+    return Draft(sentences[0], details=sentences[1:], figure="frontier")
 
 
 def _test(derived: Derived, row: Row) -> str:
-    seeds, of = counted(row["difference"].n, "seed"), "its loss"
+    """``margin 0.02 nats, 1% of its loss; 8 seeds``."""
+    base = "its loss"
     if derived.frames.margin:
         steps = derived.frames.margin * row["difference"].estimate / row["margin"]
-        of = f"its training, and the difference {steps:.0f}"
-    return f"margin {g3(row['margin'])} nats, {loss_verdicts.allowed(derived)} of {of}; {seeds}"
+        base = f"its training, and the difference {steps:.0f}"
+    margin = f"margin {g3(row['margin'])} nats, {loss_verdicts.allowed(derived)} of {base}"
+    return f"{margin}; {counted(row['difference'].n, 'seed')}"
 
 
 def nats(row: Row) -> str:
@@ -130,11 +133,11 @@ def nats(row: Row) -> str:
 
 def by_verdict(derived: Derived, rows: Sequence[Row]) -> str:
     """``not inferior: A +0.01 and B -0.02; inferior: C +1.00``."""
-    told = {verdict: list[str]() for verdict in _WORDS}
+    losses = {verdict: list[str]() for verdict in _CLAUSES}
     for name, row in zip(_names(derived, rows), rows, strict=True):
-        kind = "too" if row["verdict"].startswith("too") else row["verdict"]
-        told[kind].append(f"{name} {row['difference'].estimate:+.4f}")
-    return "; ".join(f"{_WORDS[verdict]}{listed(names)}" for verdict, names in told.items() if names)
+        verdict = "too" if row["verdict"].startswith("too") else row["verdict"]
+        losses[verdict].append(f"{name} {row['difference'].estimate:+.4f}")
+    return "; ".join(f"{_CLAUSES[verdict]}{listed(texts)}" for verdict, texts in losses.items() if texts)
 
 
 def _names(derived: Derived, rows: Sequence[Row]) -> list[str]:
@@ -146,21 +149,21 @@ def _names(derived: Derived, rows: Sequence[Row]) -> list[str]:
 
 
 def _without_verdict(derived: Derived, rows: Sequence[Row]) -> str:
-    """How far losses of too few seeds or steps are apart."""
+    """A sentence on differences of losses with too few seeds or steps for verdicts."""
     why = f"{counted(rows[0]['difference'].n, 'seed')}, where a verdict takes {FEWEST}"
     if rows[0]["steps"] < LEAST_STEPS:
         why = f"{rows[0]['steps']} steps, where a verdict takes {LEAST_STEPS}"
     ranked = sorted(rows, key=lambda row: row["difference"].estimate)
-    told = [f"{name} {nats(row)}" for name, row in zip(_names(derived, ranked), ranked, strict=True)]
-    base, shown = spelled(rows[0]["base"]), effects.listed_most(told)
-    return f"Cannot be told by loss ({why}): losses minus {base}'s, in nats, are {shown}."
+    texts = [f"{name} {nats(row)}" for name, row in zip(_names(derived, ranked), ranked, strict=True)]
+    base, losses = spelled(rows[0]["base"]), effects.listed_most(texts)
+    return f"Cannot be told by loss ({why}): losses minus {base}'s, in nats, are {losses}."
 
 
 def in_short(derived: Derived, names: Sequence[str]) -> str:
     """A sentence on the loss beside an answer by another quantity; empty where none was validated."""
     steps = derived.frames.validations["step"]
-    told = [row for row in rows_of(derived) if row["contender"] in names]
-    if told and not told[0]["verdict"].startswith("too"):
-        return f"By validation loss minus {spelled(told[0]['base'])}'s, in nats, {by_verdict(derived, told)}."
+    rows = [row for row in rows_of(derived) if row["contender"] in names]
+    if rows and not rows[0]["verdict"].startswith("too"):
+        return f"By validation loss minus {spelled(rows[0]['base'])}'s, in nats, {by_verdict(derived, rows)}."
     few = f"a verdict takes {LEAST_STEPS} steps and {FEWEST} seeds"
     return "" if steps.empty else f"Validation losses after {steps.max()} steps are not compared: {few}."
