@@ -118,12 +118,11 @@ def _of_front(derived: Derived, rows: Sequence[Row], front: pd.DataFrame) -> Dra
 
 def _test(derived: Derived, row: Row) -> str:
     """``margin 0.02 nats, 1% of its loss; 8 seeds``."""
-    base = "its loss"
+    seeds, base = counted(row["difference"].n, "seed"), "its loss"
     if derived.frames.margin:
         steps = derived.frames.margin * row["difference"].estimate / row["margin"]
         base = f"its training, and the difference {steps:.0f}"
-    margin = f"margin {g3(row['margin'])} nats, {loss_verdicts.allowed(derived)} of {base}"
-    return f"{margin}; {counted(row['difference'].n, 'seed')}"
+    return f"margin {g3(row['margin'])} nats, {loss_verdicts.allowed(derived)} of {base}; {seeds}"
 
 
 def nats(row: Row) -> str:

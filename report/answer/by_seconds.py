@@ -21,11 +21,12 @@ from report.tables import peers
 
 def step(derived: Derived) -> Draft:
     """By the seconds of a step."""
-    lists = [] if derived.compared.named_in_suite else effects.variants(derived)
+    if derived.compared.named_in_suite:
+        return faster(derived, named_first(derived))
+    lists = effects.variants(derived)
     peers_named = any(effects.is_named(derived, NAMES[name]) for name in peers.FAMILIES)
-    by_peers = not derived.compared.named_in_suite and (peers_named or not lists)
-    if by_peers and (beside := _beside_peers(derived)):
-        return beside
+    if (peers_named or not lists) and (draft := _beside_peers(derived)):
+        return draft
     return _of_variants(derived, lists) if lists else faster(derived, named_first(derived))
 
 

@@ -36,6 +36,7 @@ g2: Final = number(2)
 class Effect:
     """One contender beside its baseline in one cell."""
 
+    cell: str  # its hash
     contender: str
     base: str
     where: str  # the cell's description
@@ -46,11 +47,6 @@ class Effect:
     def verdict(self) -> str:
         """Whether the contender is faster."""
         return is_faster(self.ratio)
-
-    @property
-    def cell(self) -> str:
-        """The cell's hash."""
-        return str(self.pairs["cell"].iloc[0])
 
     @property
     def count(self) -> str:
@@ -102,10 +98,7 @@ def between(derived: Derived, base: str, others: Iterable[str]) -> list[Effect]:
 def _effects(rows: pd.DataFrame, contenders: Iterable[str]) -> list[Effect]:
     rows = rows[rows["contender"].isin(list(contenders))]
     keys = ["cell", "contender", "baseline_contender", "where"]
-    return [
-        Effect(contender, base, where, pairs, speedups.speedup(pairs))
-        for (_, contender, base, where), pairs in groups(rows, keys)
-    ]
+    return [Effect(*key, pairs, speedups.speedup(pairs)) for key, pairs in groups(rows, keys)]
 
 
 def variants(derived: Derived) -> list[list[str]]:
