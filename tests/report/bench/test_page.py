@@ -28,14 +28,17 @@ def tables(*benches: Bench) -> dict[str, list[dict[str, Any]]]:
 def test_ratios_are_of_pairs() -> None:
     """A speed is the median over rounds of the copy's seconds over the operation's, of one round."""
     record = codecs(("int8:256",))
-    samples = {(OPERATIONS[str(one.names["operation"])], one.names["backend"]): one for one in record.samples}
+    samples = {
+        (OPERATIONS[str(sample.names["operation"])], sample.names["backend"]): sample
+        for sample in record.samples
+    }
     rows = tables(record)["codecs"]
     assert len(rows) == len(samples)
     for row in rows:
         sample = samples[row["where"].split(",")[0], row["backend"]]
         pairs = zip(sample.reference_seconds, sample.seconds, strict=True)
         speed = row["speed"]
-        assert speed.estimate == pytest.approx(statistics.median(copy / took for copy, took in pairs))
+        assert speed.estimate == pytest.approx(statistics.median(copy / seconds for copy, seconds in pairs))
         assert speed.known == (len(sample.seconds) >= FEWEST)
         assert not speed.known or speed.low <= speed.estimate <= speed.high
         work = sample.sizes["moved_bytes"] / (2 * sample.sizes["element_bytes"])
@@ -50,16 +53,16 @@ def test_runs_of_one_machine_are_put_together() -> None:
 
 
 def test_what_a_round_is_divided_by() -> None:
-    """Times gloo is gloo's seconds over ours; a step stands beside compute alone of its round, chunks beside
-    the shorter hop of theirs.
+    """Times gloo is gloo's seconds over ours; a step is divided by compute alone of its round, chunks by the
+    shorter hop of theirs.
     """
     rows = tables(collectives(ratio=5.0))["collectives"]
     assert [row["times"].estimate for row in rows] == pytest.approx([5.0] * len(rows))
-    found = tables(overlap(of_alone=1.05, hidden=0.9))
-    for row in found["steps"]:
+    by_name = tables(overlap(of_alone=1.05, hidden=0.9))
+    for row in by_name["steps"]:
         assert row["of_alone"].estimate == pytest.approx(1.05)
         assert row["room_forward"].estimate == pytest.approx(1.26)
-    (hops,) = found["hops"]
+    (hops,) = by_name["hops"]
     assert hops["hidden"].estimate == pytest.approx(0.9)
     assert hops["first_milliseconds"].estimate == pytest.approx(25.0)
 
@@ -74,11 +77,11 @@ PAGES: dict[str, tuple[Callable[[], Bench], tuple[str, ...]]] = {
 @pytest.mark.parametrize("subject", PAGES)
 def test_page(tmp_path: Path, subject: str) -> None:
     """The page holds every table, escapes what records hold, and comes out equal twice."""
-    made, tables = PAGES[subject]
-    bench_record.write(tmp_path, made())
+    make, names = PAGES[subject]
+    bench_record.write(tmp_path, make())
     page = build(tmp_path)
     text = page.read_text(encoding="utf-8")
-    for name in tables:
+    for name in names:
         assert f'<section id="table-{name}">' in text
         assert (tmp_path / "tables" / f"{name}.csv").exists()
     assert "<codebook>" not in text
@@ -86,23 +89,23 @@ def test_page(tmp_path: Path, subject: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("subject", "said"),
+    ("subject", "texts"),
     [
         ("codecs", ("GB/s: bytes moved / (10^9 * seconds)", "'carried error' adds")),
         ("collectives", ()),
         ("overlap", ("At 1 everything is hidden",)),
     ],
 )
-def test_a_terminal_shows_narrow_tables_and_how_to_read_them(subject: str, said: tuple[str, ...]) -> None:
-    """They need no more than 100 columns; below stands what brackets, ratios and columns are."""
+def test_a_terminal_shows_narrow_tables_and_how_to_read_them(subject: str, texts: tuple[str, ...]) -> None:
+    """They need no more than 100 columns; text below them explains brackets, ratios and columns."""
     out = Console(width=200, file=io.StringIO(), color_system=None)
     show([PAGES[subject][0]()], out)
     text = out.file.getvalue()  # type: ignore[attr-defined]
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 100
-    told = " ".join(text.split())
-    for words in ("ratios are formed inside a round", *said):
-        assert words in told
-    assert ("GB/s:" in told) == (subject == "codecs")
+    printed = " ".join(text.split())
+    for part in ("ratios are formed inside a round", *texts):
+        assert part in printed
+    assert ("GB/s:" in printed) == (subject == "codecs")
 
 
 def test_what_is_not_put_together(tmp_path: Path) -> None:

@@ -71,57 +71,57 @@ def test_latex_has_no_special_left_bare(cell: str) -> None:
 
 def test_numbers_have_their_significant_digits() -> None:
     """Significant digits, plain where short; nothing for NaN and None."""
-    told = {1234.4: "1234", 0.12345: "0.123", 0.00001234: "1.23e-05", 0: "0", 9.996: "10.0"}
-    assert {value: number(3)(value) for value in told} == told
+    texts = {1234.4: "1234", 0.12345: "0.123", 0.00001234: "1.23e-05", 0: "0", 9.996: "10.0"}
+    assert {value: number(3)(value) for value in texts} == texts
     assert number(3)(math.nan) == number(3)(None) == wording.NOTHING
 
 
 def test_the_summary_is_of_all_repeats() -> None:
     """Step seconds of the summary's CSV are the geometric mean over repeats, bytes the median."""
     derived = derive(frames_of(records_of("quickstart")))
-    found = pd.read_csv(io.StringIO(all_tables.summary(derived).csv())).set_index("contender")
-    for name, mine in derived.trials.groupby("contender"):
-        assert found.loc[name, "step_seconds"] == pytest.approx(geometric(mine["step_seconds"]))
-        assert found.loc[name, "sent_mb"] == pytest.approx(mine["sent_bytes"].median() / 1e6)
-        assert found.loc[name, "trials"] == 3
+    table = pd.read_csv(io.StringIO(all_tables.summary(derived).csv())).set_index("contender")
+    for name, trials in derived.trials.groupby("contender"):
+        assert table.loc[name, "step_seconds"] == pytest.approx(geometric(trials["step_seconds"]))
+        assert table.loc[name, "sent_mb"] == pytest.approx(trials["sent_bytes"].median() / 1e6)
+        assert table.loc[name, "trials"] == 3
 
 
 def test_bytes_without_a_ledger_are_those_of_the_interfaces() -> None:
-    """DDP's bytes between nodes are printed, marked as counted by the interfaces; nothing else is."""
+    """DDP's bytes between nodes are marked as counted by the interfaces; no others are."""
     records = [record_of(Trial(strategy=name)) for name in ("ddp", "exact", "zero3", "zeropp")]
     table = all_tables.summary(derive(frames_of(records)))
     sent = {name: row["Sent, MB/step"] for name, row in _printed(table).items()}
     assert sent["DDP"].endswith(" *")
     assert float(sent["DDP"].removesuffix(" *")) > 0
-    assert not any("*" in told for name, told in sent.items() if name != "DDP")
+    assert not any("*" in cell for name, cell in sent.items() if name != "DDP")
     assert "*: counted by the interfaces of the nodes" in table.caption
 
 
 def test_short_names_are_explained() -> None:
     """The Summary's caption says what w and g are where a contender's name has them, and only there."""
     trials = [Trial(strategy="zero3"), Trial(strategy="zeropp", policy=PolicyChanges(weights="int6:2048"))]
-    told = all_tables.summary(derive(frames_of([record_of(trial) for trial in trials]))).caption
-    assert "In names w is the codec of weights." in told
-    assert "g is" not in told
+    caption = all_tables.summary(derive(frames_of([record_of(trial) for trial in trials]))).caption
+    assert "In names w is the codec of weights." in caption
+    assert "g is" not in caption
     assert "In names" not in all_tables.summary(derive(frames_of(records_of("quickstart")))).caption
 
 
 def test_both_speedups_are_printed_where_the_papers_baseline_ran() -> None:
-    """Over the best ZeRO-3, and over the flat one, each from its own pairs; elsewhere there is one column."""
+    """Over the best ZeRO-3 and over the flat one, each from pairs with it; elsewhere there is one column."""
     derived = derive(frames_of(records_of("baselines", repeats=6)))
-    found = all_tables.summary(derived)
-    titles = [column.title for column in found.columns]
+    table = all_tables.summary(derived)
+    titles = [column.title for column in table.columns]
     both = ["Speed-up over the best ZeRO-3", "over the paper's baseline"]
     assert [title for title in titles if title in both] == both
-    rows = found.data.set_index("contender")
+    rows = table.data.set_index("contender")
     seconds = derived.trials.groupby("contender")["step_seconds"].agg(geometric)
     for name in ("ZeRO-3", "hpZ", "ZeRO++"):
         for column, base in (("speedup", "ZeRO-3"), ("over_papers", "flat ZeRO-3")):
             assert rows.loc[name, column].estimate == pytest.approx(seconds[base] / seconds[name])
-    printed = _printed(found)
+    printed = _printed(table)
     assert printed["flat ZeRO-3"]["over the paper's baseline"] == "1.00"
     assert re.fullmatch(r"[\d.]+ \([\d.]+ to [\d.]+\)", printed["ZeRO++"]["over the paper's baseline"])
-    assert "one ring sends" in found.caption
+    assert "one ring sends" in table.caption
     alone = all_tables.summary(derive(frames_of(records_of("quickstart"))))
     assert not {column.title for column in alone.columns} & set(both)
     assert "ring" not in alone.caption
@@ -131,10 +131,11 @@ def test_volume_is_in_units_of_one_gather() -> None:
     """ZeRO-3 sends 3 M less what stays for backward, ZeRO++ a little over 0.75 M, beside the published."""
     records = records_of("quickstart", repeats=1)
     table = all_tables.volume(derive(frames_of(records))).data.set_index("contender")
-    units = next(one.units for one in records if one.units)
+    units = next(record.units for record in records if record.units)
     sizes, padded = ([unit[at] for unit in units] for at in (1, 2))
     assert sum(padded) > sum(sizes)
-    stays, whole = ((of[0] + of[-1]) / sum(sizes) for of in (sizes, padded))  # the root, and the last block
+    # Of the root, and of the last block.
+    stays, whole = ((counts[0] + counts[-1]) / sum(sizes) for counts in (sizes, padded))
     pads = sum(padded) / sum(sizes) - 1
     sent = (3 - stays, 3 * (1 + pads) - whole)
     assert table.loc["ZeRO-3", "ledger"] == pytest.approx(sent[1], abs=1e-4)
@@ -159,41 +160,41 @@ def test_checks_count_ledgers_that_equal_their_prediction() -> None:
 
 
 def test_errors_of_codecs_that_were_tried_stand_by_block_and_are_one_contenders() -> None:
-    """Each integer codec's median error stands under its block size, of one contender, whom the caption
-    names; what was sent is elsewhere.
+    """Each integer codec's median error stands under its block size, for the contender in the caption; errors
+    of messages have a table of their own.
     """
-    records = [one for one in committed("quickstart") if one.quantisation]
+    records = [record for record in committed("quickstart") if record.quantisation]
     table = all_tables.quantisation(derive(frames_of(records)))
     assert [column.title for column in table.columns] == ["Of", "Codec", "64", "256", "1024", "2048", "shard"]
-    tried = [one for record in records if record.trial["strategy"] == "zero2" for one in record.quantisation]
-    found = [one.vnmse for one in tried if (one.purpose, one.codec) == ("weights", "int8:64")]
+    tried = [row for record in records if record.trial["strategy"] == "zero2" for row in record.quantisation]
+    errors = [row.vnmse for row in tried if (row.purpose, row.codec) == ("weights", "int8:64")]
     row = table.data.set_index(["purpose", "kind"]).loc[("weights", "int8")]
-    assert row["64"] == pytest.approx(float(np.median(found)))
+    assert row["64"] == pytest.approx(float(np.median(errors)))
     assert "ZeRO-2 (2x2 ranks" in table.caption
     assert "Nothing of it is sent" in table.caption
 
 
 @pytest.mark.parametrize("suite", ["quickstart", "algorithms"])
 def test_errors_of_what_was_sent_are_never_put_together(suite: str) -> None:
-    """Every contender of every setting has rows of its own, one a measured step; each hop stands beside the
-    end, and each number is that of its own trials.
+    """Every contender of every setting has a row for each measured step, with errors of its trials alone;
+    hops stand beside the end.
     """
-    records = [one for one in committed(suite) if one.communication_errors]
+    records = [record for record in committed(suite) if record.communication_errors]
     derived = derive(frames_of(records))
     table = all_tables.sent_error(derived)
     of_trial = {row["id"]: (row["contender"], row["where"]) for row in derived.trials.to_dict("records")}
     measured = {(of_trial[r.id], e.step) for r in records for e in r.communication_errors}
     assert len(table.data) == len(measured)
     for row in table.data.to_dict("records"):
-        whose = row["contender"], row["where"]
-        errors_of = [e for r in records if of_trial[r.id] == whose for e in r.communication_errors]
-        mine = [e for e in errors_of if (e.step, e.purpose, e.unit) == (row["step"], "gradients", "")]
-        ends = [(e.squared_error or 0) / (e.squared_value or 1) for e in mine if e.hop is None]
-        hops = [(e.squared_error or 0) / (e.squared_value or 1) for e in mine if e.hop is not None]
+        key, kind = (row["contender"], row["where"]), (row["step"], "gradients", "")
+        every = [e for r in records if of_trial[r.id] == key for e in r.communication_errors]
+        chosen = [e for e in every if (e.step, e.purpose, e.unit) == kind]
+        ends = [(e.squared_error or 0) / (e.squared_value or 1) for e in chosen if e.hop is None]
+        hops = [(e.squared_error or 0) / (e.squared_value or 1) for e in chosen if e.hop is not None]
         assert len(set(ends)) == 1  # it is of one contender in one setting
         assert row["end_to_end"] == pytest.approx(ends[0])
         assert (row["smallest_of_a_hop"], row["largest_of_a_hop"]) == pytest.approx((min(hops), max(hops)))
-        for axis in {e.axis for e in mine if e.hop is not None}:
+        for axis in {e.axis for e in chosen if e.hop is not None}:
             assert f"{axis} " in str(row["hops"])
     titles = [column.title for column in table.columns]
     assert titles.index("End to end") == titles.index("Each hop") + 1
@@ -206,8 +207,8 @@ def test_the_steps_of_a_ring_are_told_as_a_range() -> None:
     ring = [("world", "int4:64", hop, 0.01 * (hop + 1)) for hop in range(3)]
     hops = [("local", "int4:64", 0, 0.012), ("node", "int8:64", 1, 0.00034)]
     columns = ["axis", "codec", "hop", "vnmse"]
-    told = [errors.hops_text(pd.DataFrame(rows, columns=columns)) for rows in (ring, hops)]
-    assert told == ["world int4:64 0.010 to 0.030 in 3 steps", "local int4:64 0.012; node int8:64 0.00034"]
+    texts = [errors.hops_text(pd.DataFrame(rows, columns=columns)) for rows in (ring, hops)]
+    assert texts == ["world int4:64 0.010 to 0.030 in 3 steps", "local int4:64 0.012; node int8:64 0.00034"]
 
 
 def _printed(table: Table) -> dict[str, dict[str, str]]:
@@ -217,20 +218,20 @@ def _printed(table: Table) -> dict[str, dict[str, str]]:
 
 
 def test_a_share_above_one_is_marked_and_explained() -> None:
-    """Where a probe found a lower rate than steps had, shares above 1 bear a mark, and the caption says why;
-    below 1 there is neither.
+    """Where a probe measured a lower rate than steps had, shares above 1 have a mark, which the caption
+    explains; below 1 there is neither.
     """
     record = record_of(Trial(strategy="zero3", cluster=Cluster(rate="50 Mbit/s"), steps=4, warmup=1))
     (row,) = derive(frames_of([record])).trials.to_dict("records")
     for wire, marked in ((1.2, True), (0.3, False)):  # the share of each step that its bytes alone need
         mbit = 8 * row["egress_bytes"] / (wire * row["step_seconds"]) / 1e6
         derived = derive(frames_of([on_link(record, mbit)]))
-        for found in (all_tables.summary(derived), all_tables.time(derived)):
-            cell = _printed(found)["ZeRO-3"]["Allowed step/step"]
+        for table in (all_tables.summary(derived), all_tables.time(derived)):
+            cell = _printed(table)["ZeRO-3"]["Allowed step/step"]
             assert cell.endswith(" §") is marked
             assert float(cell.removesuffix(" §")) == pytest.approx(derived.trials["share"].iloc[0], abs=0.005)
-            assert ("§: above 1" in found.caption) is marked
-            assert ("at a higher rate than the probe" in found.caption) is marked
+            assert ("§: above 1" in table.caption) is marked
+            assert ("at a higher rate than the probe" in table.caption) is marked
 
 
 def _at_two_rates_and_batches() -> list[Record]:
@@ -254,21 +255,21 @@ def _at_two_rates_and_batches() -> list[Record]:
 def test_tables_over_rates_bear_the_marks_of_the_summary(
     maker: Callable[[Derived], Table], column: str
 ) -> None:
-    """A row made of trials during which others had processors, or of links whose rates differ, bears both
-    marks, another none; the caption explains them in the Summary's words, and only where they stand.
+    """A row of trials during which others had processors, and of links whose rates differ, has both marks,
+    another none; the caption explains them as the Summary's does, and only where they stand.
     """
     derived = derive(frames_of(_at_two_rates_and_batches()))
-    made = maker(derived)
-    titles = [told.title for told in made.columns]
-    cells = [dict(zip(titles, row, strict=True)) for row in made.rows()]
+    table = maker(derived)
+    titles = [column.title for column in table.columns]
+    cells = [dict(zip(titles, row, strict=True)) for row in table.rows()]
     marked, plain, *published = cells
-    trials = {"Break-even": 4, "Parity": 2}[made.title]
+    trials = {"Break-even": 4, "Parity": 2}[table.title]
     assert (marked["n"], plain["n"]) == (f"{trials} (1 ‡)", str(trials))
     assert marked[column].endswith(" †")
     assert not [row for row in (plain, *published) if "†" in row[column]]
-    for words in (caveats.FOOTNOTES[caveats.RATES], caveats.FOOTNOTES[caveats.TAKEN]):
-        assert words in made.caption
-        assert words in all_tables.summary(derived).caption
+    for footnote in (caveats.FOOTNOTES[caveats.RATES], caveats.FOOTNOTES[caveats.TAKEN]):
+        assert footnote in table.caption
+        assert footnote in all_tables.summary(derived).caption
     assert not {"†", "‡"} & set(maker(derive(frames_of(records_of("bandwidth", repeats=1)))).caption)
 
 
@@ -278,25 +279,25 @@ def test_tables_over_rates_bear_the_marks_of_the_summary(
      (math.nan, math.nan, wording.NOTHING)],
 )  # fmt: skip
 def test_parity_is_held_missed_or_cannot_be_told(low: float, high: float, verdict: str) -> None:
-    """By where 1 lies: it is held if ZeRO++ was shown to be as fast, so 1 at the upper end is none."""
+    """It is held if the interval begins at 1 or above, missed if it ends below 1."""
     assert break_even.verdict(Interval((low * high) ** 0.5, low, high, 6)) == verdict
 
 
 def test_bytes_of_much_padding_are_marked() -> None:
     """In the summary, and in words among the warnings before all numbers; little padding is not."""
-    for by, mark in ((50, ""), (51, f" {PADDED}")):
-        found = derive(frames_of([record_of(Trial(strategy="zero3"), units=[("u", 1000, 1000 + by)])]))
-        told = _printed(all_tables.summary(found))["ZeRO-3"]["Sent, MB/step"]
-        assert told.endswith(mark or told)
-        assert any(f"{PADDED}: more than 5%" in warning for warning in warnings(found)) == bool(mark)
+    for padding, mark in ((50, ""), (51, f" {PADDED}")):
+        derived = derive(frames_of([record_of(Trial(strategy="zero3"), units=[("u", 1000, 1000 + padding)])]))
+        cell = _printed(all_tables.summary(derived))["ZeRO-3"]["Sent, MB/step"]
+        assert cell.endswith(mark or cell)
+        assert any(f"{PADDED}: more than 5%" in warning for warning in warnings(derived)) == bool(mark)
 
 
 def test_the_table_of_memory_prints_hpzs_copy_in_both_forms() -> None:
     """Of policies that keep one: as frames, which are what the engine held here, and in 16 bits."""
-    found = all_tables.memory(derive(frames_of(records_of("quickstart", repeats=1))))
+    table = all_tables.memory(derive(frames_of(records_of("quickstart", repeats=1))))
     both = ["hpZ's copy as frames", "in 16 bits"]
-    assert [column.title for column in found.columns if column.title in both] == both
-    rows = found.data.set_index("contender")
+    assert [column.title for column in table.columns if column.title in both] == both
+    rows = table.data.set_index("contender")
     assert rows.loc["ZeRO++", "copy_frames_mib"] == pytest.approx(rows.loc["ZeRO++", "engine_secondary_mib"])
     assert rows.loc["ZeRO++", "copy_halves_mib"] > 1.9 * rows.loc["ZeRO++", "copy_frames_mib"]
     assert rows.loc["hpZ", "copy_halves_mib"] == rows.loc["hpZ", "copy_frames_mib"]  # 16-bit frames
@@ -306,14 +307,14 @@ def test_the_table_of_memory_prints_hpzs_copy_in_both_forms() -> None:
 
 
 def test_latex_is_a_bare_tabular_with_stacked_heads() -> None:
-    """No float and no caption, which are the paper's; heads are no wider than cells or their longest word."""
+    """It has no float and no caption; heads are no wider than cells or their longest word."""
     table = all_tables.summary(derive(frames_of(records_of("quickstart"))))
-    told = latex.tabular(table)
-    assert told.startswith("% Summary. Needs booktabs.")
-    assert "\\begin{table}" not in told
-    assert table.caption[:40] not in told
-    assert r"\shortstack[r]{Speed{-}up\\over\\ZeRO{-}3}" in told or r"\shortstack[r]{Speed{-}up" in told
-    assert told.count(r" \\") == 1 + len(table.data)
+    tabular = latex.tabular(table)
+    assert tabular.startswith("% Summary. Needs booktabs.")
+    assert "\\begin{table}" not in tabular
+    assert table.caption[:40] not in tabular
+    assert r"\shortstack[r]{Speed{-}up\\over\\ZeRO{-}3}" in tabular or r"\shortstack[r]{Speed{-}up" in tabular
+    assert tabular.count(r" \\") == 1 + len(table.data)
 
 
 def test_every_number_is_a_macro_with_its_records() -> None:
@@ -321,27 +322,27 @@ def test_every_number_is_a_macro_with_its_records() -> None:
     records = records_of("quickstart", repeats=2)
     derived = derive(frames_of(records))
     shown = [all_tables.summary(derived), all_tables.checks(derived)]
-    told = latex.numbers(shown, derived)
+    macros = latex.numbers(shown, derived)
     ids = sorted(record.id for record in records if record.trial["strategy"] == "zeropp")
-    assert f"% summary, row {len(shown[0].data)}: {' '.join(ids)}" in told
+    assert f"% summary, row {len(shown[0].data)}: {' '.join(ids)}" in macros
     place = shown[0].data["where"].iloc[0]
-    line = rf"\zpset{{summary/ZeRO++, {place}/step_seconds}}"
-    steps = [one for one in told.splitlines() if one.startswith(line)]
+    start = rf"\zpset{{summary/ZeRO++, {place}/step_seconds}}"
+    steps = [line for line in macros.splitlines() if line.startswith(start)]
     assert len(steps) == 1
-    names = re.findall(r"^\\zpset\{([^}]*)\}", told, re.MULTILINE)
+    names = re.findall(r"^\\zpset\{([^}]*)\}", macros, re.MULTILINE)
     assert len(names) == len(set(names)) > 20
 
 
 def test_only_the_columns_that_are_asked_for_are_printed() -> None:
-    """In the order asked, by title or by name, after places and contender; the CSV keeps all; a table that is
-    not there is refused.
+    """In the requested order, by title or name, after places and contender; the CSV keeps all; an unknown
+    table is refused.
     """
     shown = [all_tables.summary(derive(frames_of(records_of("bandwidth", repeats=2))))]
-    (found,) = with_columns(shown, {"summary": ["speedup", "Step, s"]})
-    assert [column.title for column in found.columns if not column.place] == [
+    (table,) = with_columns(shown, {"summary": ["speedup", "Step, s"]})
+    assert [column.title for column in table.columns if not column.place] == [
         "Contender", "Speed-up over ZeRO-3", "Step, s",
     ]  # fmt: skip
-    assert [column.place for column in found.columns][:1] == [True]
-    assert found.csv() == shown[0].csv()
+    assert [column.place for column in table.columns][:1] == [True]
+    assert table.csv() == shown[0].csv()
     with pytest.raises(Refusal, match="no table 'sumary': expected one of summary"):
         with_columns(shown, {"sumary": ["n"]})

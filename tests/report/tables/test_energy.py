@@ -1,4 +1,4 @@
-"""The table of energy: joules per token of all GPUs, and which of them were held down or shared."""
+"""The table of energy: joules per token of all GPUs, with marks for throttled or shared ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from report.tables.provenance import HELD, energy
 from tests.report.records import changed, record_of
 
 
-def one(joules: float | None, *, throttled: float = 0.0, others: int = 0) -> Record:
+def gpu_record(joules: float | None, *, throttled: float = 0.0, others: int = 0) -> Record:
     """A record of two nodes of two GPUs each, a quarter of the energy on each."""
     gpus = [
         GpuUse(
@@ -24,7 +24,7 @@ def one(joules: float | None, *, throttled: float = 0.0, others: int = 0) -> Rec
         )
         for index in range(4)
     ]  # fmt: skip
-    nodes = [NodeUse(node=node, seconds=1, gpus=mine) for node, mine in enumerate((gpus[:2], gpus[2:]))]
+    nodes = [NodeUse(node=node, seconds=1, gpus=on_node) for node, on_node in enumerate((gpus[:2], gpus[2:]))]
     return record_of(Trial(cluster=Cluster(rate="50 Mbit/s")), machine_use=nodes)
 
 
@@ -33,18 +33,18 @@ def one(joules: float | None, *, throttled: float = 0.0, others: int = 0) -> Rec
 def test_energy_is_of_all_gpus_per_token(joules: float, throttled: float, others: int) -> None:
     """By the counters, else by the samples; a GPU that was held down or shared is marked."""
     held = throttled > 0.05 or others > 0
-    counted = one(joules, throttled=throttled, others=others)
-    for record, wanted, marked in ((counted, joules, held), (one(None), 8.0, False)):
+    with_counters = gpu_record(joules, throttled=throttled, others=others)
+    for record, expected, marked in ((with_counters, joules, held), (gpu_record(None), 8.0, False)):
         (row,) = energy(derive(frames_of([record]))).data.to_dict("records")
         trial = Trial.from_canonical(record.trial)
         tokens = trial.tokens_per_rank * trial.accumulation * trial.topology().world * trial.steps
-        assert row["joules_per_token"].estimate == pytest.approx(wanted / tokens)
+        assert row["joules_per_token"].estimate == pytest.approx(expected / tokens)
         assert row["watts"] == pytest.approx(150)
         assert (HELD in row["_taken"]) == (row["held_or_shared"] == 1) == marked
 
 
 def test_without_gpus_there_is_no_table() -> None:
     """CPUs have no energy on record; one GPU's record has a row."""
-    for machine_use, there in (([], False), (one(1.0).machine_use, True)):
-        derived = derive(frames_of([changed(one(1.0), machine_use=machine_use)]))
-        assert energy(derived).data.empty != there
+    for machine_use, has_table in (([], False), (gpu_record(1.0).machine_use, True)):
+        derived = derive(frames_of([changed(gpu_record(1.0), machine_use=machine_use)]))
+        assert energy(derived).data.empty != has_table

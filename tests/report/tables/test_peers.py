@@ -18,8 +18,8 @@ from report.tables.peers import peers
 from tests.report.records import changed_steps, record_of
 
 
-def one(strategy: str, seconds: float, transport: str = "gloo", *, repeat: int = 0, **changes: Any) -> Record:
-    """A record of a trial, all of whose steps took ``seconds``."""
+def run(strategy: str, seconds: float, transport: str = "gloo", *, repeat: int = 0, **changes: Any) -> Record:
+    """A record of a trial in which every step took ``seconds``."""
     cluster = {"transport": transport, "rate": "50 Mbit/s"}
     trial = Trial.model_validate({"strategy": strategy, "cluster": cluster, "repeat": repeat, **changes})
     return changed_steps(record_of(trial), lambda _: {"total": seconds})
@@ -33,60 +33,60 @@ def rows(*records: Record) -> pd.DataFrame:
 @given(
     st.lists(st.floats(0.5, 2.0), min_size=3, max_size=3), st.floats(0.5, 2.0), st.sampled_from([1.0, 3.0])
 )
-def test_the_best_of_each_library_is_divided_by(theirs: list[float], ours: float, deepspeed: float) -> None:
-    """A gain is of pairs, over that setting of a library over which it is least, which is named."""
+def test_the_best_of_each_library_is_divided_by(fsdp2: list[float], engine: float, deepspeed: float) -> None:
+    """A gain is of pairs, over the setting of a library that gives the least, which is named."""
     names = ("fsdp2", "fsdp2-prefetch", "fsdp2-kept")
     records = [
         record
         for repeat, scale in enumerate((1.0, 1.1))
         for record in (
-            *(one(name, scale * took, repeat=repeat) for name, took in zip(names, theirs, strict=True)),
-            one("deepspeed", scale * deepspeed, repeat=repeat),
-            one("exact", scale * ours, repeat=repeat),
-            one("exact", scale * ours / 2, "shm", repeat=repeat),
+            *(run(name, scale * seconds, repeat=repeat) for name, seconds in zip(names, fsdp2, strict=True)),
+            run("deepspeed", scale * deepspeed, repeat=repeat),
+            run("exact", scale * engine, repeat=repeat),
+            run("exact", scale * engine / 2, "shm", repeat=repeat),
         )
     ]
-    found = rows(*records)
-    ((_, gloo), (_, shm)) = found.loc[["exact (fp32)"]].iterrows()
-    for row, own in ((gloo, ours), (shm, ours / 2)):
-        assert row["over_fsdp2"].estimate == pytest.approx(min(theirs) / own)
-        assert row["over_deepspeed"].estimate == pytest.approx(deepspeed / own)
+    table = rows(*records)
+    ((_, gloo), (_, shm)) = table.loc[["exact (fp32)"]].iterrows()
+    for row, seconds in ((gloo, engine), (shm, engine / 2)):
+        assert row["over_fsdp2"].estimate == pytest.approx(min(fsdp2) / seconds)
+        assert row["over_deepspeed"].estimate == pytest.approx(deepspeed / seconds)
         assert "over_ddp" not in row
         assert row["best_fsdp2"] in {"FSDP2", "FSDP2, prefetch", "FSDP2, kept"}
 
 
 def test_the_same_transport_comes_first() -> None:
     """Peers, then ours over gloo alone, then ours with shared memory, whatever ran first, and said so."""
-    found = rows(one("zeropp", 0.2, "shm"), one("zeropp", 0.4), one("ddp", 1.0), one("fsdp2", 1.0, "shm"))
-    assert list(found.index) == [
+    table = rows(run("zeropp", 0.2, "shm"), run("zeropp", 0.4), run("ddp", 1.0), run("fsdp2", 1.0, "shm"))
+    assert list(table.index) == [
         *((name, "gloo alone") for name in ("DDP", "FSDP2", "ZeRO++")), ("ZeRO++", "shm, gloo")
     ]  # fmt: skip
-    assert "on the same footing" in peers(derive(frames_of([one("ddp", 1.0), one("zeropp", 1.0)]))).caption
+    assert "on the same footing" in peers(derive(frames_of([run("ddp", 1.0), run("zeropp", 1.0)]))).caption
 
 
 def test_types_are_not_mixed() -> None:
-    """What computes in bf16 is divided by peers that do, however fast those in fp32 are."""
-    theirs = one("fsdp2", 0.1), one("fsdp2", 2.0, peer={"compute": "bf16"})
-    found = rows(*theirs, one("exact", 1.0), one("zero3", 1.0, policy={"compute": "bf16"}))
-    assert found["over_fsdp2"]["exact (fp32)", "gloo alone"].estimate == pytest.approx(0.1)
-    in_bf16 = found[found["compute"] == "bf16"]["over_fsdp2"].dropna()
-    assert [one.estimate for one in in_bf16] == pytest.approx([2.0])
+    """Policies in bf16 are compared with peers in bf16, however fast those in fp32 are."""
+    peer_records = run("fsdp2", 0.1), run("fsdp2", 2.0, peer={"compute": "bf16"})
+    table = rows(*peer_records, run("exact", 1.0), run("zero3", 1.0, policy={"compute": "bf16"}))
+    assert table["over_fsdp2"]["exact (fp32)", "gloo alone"].estimate == pytest.approx(0.1)
+    in_bf16 = table[table["compute"] == "bf16"]["over_fsdp2"].dropna()
+    assert [gain.estimate for gain in in_bf16] == pytest.approx([2.0])
 
 
 def test_without_both_there_is_no_table() -> None:
     """Peers alone, policies alone, or one process beside them, are no comparison."""
-    for records in ([one("ddp", 1.0)], [one("exact", 1.0)], [one("single", 1.0), one("exact", 1.0)]):
+    for records in ([run("ddp", 1.0)], [run("exact", 1.0)], [run("single", 1.0), run("exact", 1.0)]):
         assert peers(derive(frames_of(records))).data.empty
 
 
 def test_a_refusal_of_a_library_is_a_row_with_its_reason() -> None:
     """It stands among the trials without a result, by its kind, and the caption says what that means."""
-    why = Failure(kind="refused", message="no kernels for CPUs", log=None, by="deepspeed")
+    failure = Failure(kind="refused", message="no kernels for CPUs", log=None, by="deepspeed")
     config = '{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}}'
-    refused = record_of(Trial(strategy="deepspeed", deepspeed_config=config), failure=why)
+    refused = record_of(Trial(strategy="deepspeed", deepspeed_config=config), failure=failure)
     assert refused.answers
-    found = all_tables.failures(derive(frames_of([one("exact", 1.0), refused])))
-    (row,) = found.data.to_dict("records")
-    assert (row["kind"], row["message"], row["by"]) == ("refused", why.message, "deepspeed")
+    table = all_tables.failures(derive(frames_of([run("exact", 1.0), refused])))
+    (row,) = table.data.to_dict("records")
+    assert (row["kind"], row["message"], row["by"]) == ("refused", failure.message, "deepspeed")
     assert row["contender"] == "DeepSpeed (zero_quantized_weights True)"
-    assert "Refused by a peer's library" in found.caption
+    assert "Refused by a peer's library" in table.caption

@@ -15,19 +15,19 @@ def test_phases_add_up_to_the_step() -> None:
     """Each trial has all phases; their bytes between nodes are the step's, and so are their seconds."""
     alike = [  # all steps of all ranks: medians of parts are then parts of the median
         changed_steps(
-            one, lambda _, last=one.ranks[0].steps[-1]: last.model_dump(exclude={"index", "warmup"})
+            record, lambda _, last=record.ranks[0].steps[-1]: last.model_dump(exclude={"index", "warmup"})
         )
-        for one in committed("rlhf")
+        for record in committed("rlhf")
     ]
     derived = derive(frames_of(alike))
     table, parts = by_phase(derived), split(derived.frames)
     assert len(table) == 3 * len(derived.trials)
-    for identity, mine in table.groupby("id"):
+    for identity, group in table.groupby("id"):
         (row,) = derived.trials[derived.trials["id"] == identity].to_dict("records")
-        assert tuple(mine["phase"].sort_values()) == PHASES
-        assert mine["inter_bytes"].sum() == row["sent_bytes"] == row["predicted_bytes"]
-        assert mine["seconds"].sum() == pytest.approx(row["step_seconds"], rel=1e-6)
-        waited = (mine["seconds"] * mine["exposed"]).sum()
+        assert tuple(group["phase"].sort_values()) == PHASES
+        assert group["inter_bytes"].sum() == row["sent_bytes"] == row["predicted_bytes"]
+        assert group["seconds"].sum() == pytest.approx(row["step_seconds"], rel=1e-6)
+        waited = (group["seconds"] * group["exposed"]).sum()
         assert waited == pytest.approx(row["exposed_seconds"], rel=1e-6)
         assert {"generate", "exposed in score"} <= set(parts[parts["id"] == identity]["part"])
     kept = table[(table["phase"] == "score") & (table["strategy"] == "hpz")]
@@ -39,16 +39,16 @@ def test_the_table_stands_beside_the_published_rates() -> None:
     """A row for each contender and phase, then the blog's four pairs, each by its phase."""
     derived = derive(frames_of(committed("rlhf")))
     rows = phases(derived).data
-    ours = rows[rows["published"].isna()]
-    assert list(ours["phase"]) == [phase for phase in PHASES for _ in range(5)]
-    found = {(row["phase"], row["contender"]): row for row in rows.to_dict("records")}
-    assert found["generate", "ZeRO-3"]["speedup"].estimate == 1
-    faster = found["train", "ZeRO++"]["speedup"]
+    measured = rows[rows["published"].isna()]
+    assert list(measured["phase"]) == [phase for phase in PHASES for _ in range(5)]
+    by_key = {(row["phase"], row["contender"]): row for row in rows.to_dict("records")}
+    assert by_key["generate", "ZeRO-3"]["speedup"].estimate == 1
+    faster = by_key["train", "ZeRO++"]["speedup"]
     assert faster.known
     assert faster.low > 1
-    blog = found["generate", "published: ZeRO++, 66B on 32 GPUs"]
+    blog = by_key["generate", "published: ZeRO++, 66B on 32 GPUs"]
     assert (blog["published"], round(blog["speedup"], 2)) == ("0.834 tokens/s/GPU", 2.25)
-    assert found["train", "published: ZeRO-3, 30B on 16 GPUs"]["published"] == "5.68 samples/s/GPU"
+    assert by_key["train", "published: ZeRO-3, 30B on 16 GPUs"]["published"] == "5.68 samples/s/GPU"
     assert volume(derived).data.empty  # M is of one model
 
 
