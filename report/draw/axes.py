@@ -20,9 +20,9 @@ from report.draw.theme import Look, Style
 ROW_INCHES: Final = 0.32  # height of a row with its air
 _FEW_DECADES: Final = 1e3  # ratio of an axis' ends
 _MOST_TICKS: Final = 9
-_LETTER_INCHES: Final = 0.062  # of a legend's label, on the average
-_ENTRY_INCHES: Final = 0.45  # of a legend, beside its label: handle and gaps
-_LINE_INCHES: Final = 0.17  # of a legend
+_LETTER_INCHES: Final = 0.062  # average width of a letter of a legend's label
+_ENTRY_INCHES: Final = 0.45  # width of a legend's entry without its label
+_LINE_INCHES: Final = 0.17  # height of a legend's line
 _EDGES_INCHES: Final = 0.1  # of a figure, left and right of what is drawn
 
 
@@ -44,18 +44,18 @@ def rows_inches(count: int) -> float:
 
 
 def wrapped(name: str, limit: int = 26, most: int | None = None) -> str:
-    """Break a long name into two lines, before a parenthesis or after a comma, nearest to its middle."""
+    """Break a long name near its middle, before a parenthesis or after a comma; past ``most`` at slashes."""
     if most is not None and len(name) > most:
         name = name.replace("/", "/\n")
-    places = [found.start() for found in re.finditer(r"(?<=,) | (?=\()", name)]
+    places = [match.start() for match in re.finditer(r"(?<=,) | (?=\()", name)]
     if len(name) <= limit or not places:
         return name
-    at = min(places, key=lambda place: abs(place - len(name) / 2))
-    return f"{name[:at]}\n{name[at + 1 :]}"
+    place = min(places, key=lambda place: abs(place - len(name) / 2))
+    return f"{name[:place]}\n{name[place + 1 :]}"
 
 
 def name_rows(ax: Axes, names: Sequence[str], *, first: bool = True) -> None:
-    """Write the names of rows, the first on top; only the ``first`` of panels that share them has them."""
+    """Write the names of rows, the first on top; of panels that share rows only the ``first`` shows them."""
     ax.set_yticks(range(len(names)), [wrapped(name) for name in names])
     ax.set_ylim(len(names) - 0.45, -0.55)
     ax.set_ylabel("")
@@ -64,7 +64,7 @@ def name_rows(ax: Axes, names: Sequence[str], *, first: bool = True) -> None:
 
 
 def log_ticks(ax: Axes, axis: Literal["x", "y"]) -> None:
-    """Make an axis logarithmic with plain labels: at decades, over few of them at 1, 2 and 5 of each."""
+    """Make an axis logarithmic with plain labels at decades, or at 1, 2 and 5 of each if they are few."""
     (ax.set_xscale if axis == "x" else ax.set_yscale)("log")
     part, (low, high) = (ax.xaxis, ax.get_xlim()) if axis == "x" else (ax.yaxis, ax.get_ylim())
     subs = (1, 2, 5) if high / low < _FEW_DECADES else (1,)
@@ -80,7 +80,7 @@ def beside(ax: Axes, x: float, y: float, text: str) -> None:
 
 
 def room(ax: Axes, *, zero: bool, share: float = 0.2) -> None:
-    """Leave room for labels right of all that is drawn; the axis begins at 0, or near the least."""
+    """Leave room for labels on the right; the axis begins at 0, or near the least value."""
     low, high = ax.dataLim.x0, ax.dataLim.x1
     if not (math.isfinite(low) and math.isfinite(high)):
         return
@@ -91,8 +91,8 @@ def room(ax: Axes, *, zero: bool, share: float = 0.2) -> None:
 def lines(looks: Mapping[str, Look], **changes: Any) -> dict[str, Artist]:
     """A legend's entries of lines or, with ``changes`` of the artist, points."""
     entries: dict[str, Artist] = {
-        name: Line2D([], [], color=one.colour, marker=one.marker, dashes=one.dashes)
-        for name, one in looks.items()
+        name: Line2D([], [], color=look.colour, marker=look.marker, dashes=look.dashes)
+        for name, look in looks.items()
     }
     for entry in entries.values():
         entry.set(**changes)
@@ -105,7 +105,7 @@ def patches(colours: Mapping[str, str]) -> dict[str, Artist]:
 
 
 def legend(figure: Figure, entries: Mapping[str, Artist], style: Style) -> None:
-    """Draw a legend above all panels, in as many columns as fit, on height of its own."""
+    """Draw a legend above all panels, in as many columns as fit, and make the figure higher by it."""
     parts = [name.split("\n") for name in entries]
     longest = _ENTRY_INCHES + _LETTER_INCHES * max(len(part) for name in parts for part in name)
     columns = max(1, min(len(entries), int((style.inches - _EDGES_INCHES) / longest)))

@@ -1,4 +1,4 @@
-"""A figure: its declaration, by a question and the columns of one tidy table, and its drawing into files."""
+"""A figure: its declaration, a question and the columns of one tidy table, and its files."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _METADATA: Final[dict[str, dict[str, Any]]] = {
 }
 FORMS: Final = tuple(_METADATA)
 _MARGIN: Final = 0.05  # inches around what is drawn
-_LETTERS: Final = 36  # of a line over or under a panel of a narrow figure
-_LAYOUTS: Final = 4  # at most: labels beside the axes keep their widths, so the second to fourth fits
+_LETTERS: Final = 36  # of a line above or below a narrow panel
+_LAYOUTS: Final = 4  # at most; labels keep their widths, so the width converges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Figure:
 
     name: str  # of its files, and of its anchor on the page
     title: str
-    question: str  # that it answers, with which its caption begins
+    question: str  # that it answers; its caption begins with it
     mark: Rows | Lines | Stacked | Front | Lanes
     # its data of a suite's records; without rows if they hold nothing to draw
     table: Callable[[Derived], pd.DataFrame] = lambda derived: derived.trials
@@ -54,7 +54,7 @@ class Figure:
         return f"{self.title}. {self.question} Tables on this page have the numbers."
 
     def caption(self, data: pd.DataFrame) -> str:
-        """The question, what is drawn how, and what all rows have in common."""
+        """The question, what is drawn and how, and what all rows have in common."""
         parts = [self.question, self.mark.says(data), self.note, *(note(data) for note in self.notes)]
         parts += [caveats.FOOTNOTES[caveats.RATES]] if caveats.rates(data) else []
         parts += [peers_note(data)] if "strategy" in data else []
@@ -70,7 +70,7 @@ class Figure:
         return None if data.empty else self.write(data, folder, style, forms)
 
     def write(self, data: pd.DataFrame, folder: Path, style: Style, forms: Collection[str] = FORMS) -> Drawn:
-        """Draw a table with rows, and write it as ``forms``, and as CSV of its raw values."""
+        """Draw a table with rows into files of these ``forms``, and write its raw values as CSV."""
         rendered = {}
         with fonts():
             drawn = self.mark.draw(data, style)
@@ -110,11 +110,11 @@ class Drawn:
 def records_behind(data: pd.DataFrame) -> tuple[str, ...]:
     """Sorted ids of the records behind a figure's data, those of column ``baseline`` among them."""
     ids = data.filter(["id", "baseline"]).melt()["value"].dropna()
-    return tuple(sorted({one for identity in ids for one in str(identity).split()}))
+    return tuple(sorted({identity for cell in ids for identity in str(cell).split()}))
 
 
 def style_of(derived: Derived, width: float = WIDTH) -> Style:
-    """The style of a page: presets have the plain looks of their strategies, changed ones follow."""
+    """The style of a page: presets first, with the plain looks of their strategies, then changed ones."""
     ran = derived.finished.sort_values("place", kind="stable")
     ran = ran.assign(changed=ran["contender"] != ran["strategy"].map(NAMES))
     ran = ran.sort_values("changed", kind="stable")
@@ -122,7 +122,7 @@ def style_of(derived: Derived, width: float = WIDTH) -> Style:
 
 
 def _laid_out(figure: matplotlib.figure.Figure, style: Style) -> Bbox:
-    """Lay a figure out, once for all forms, so that it is as wide as asked, or as it must."""
+    """Lay a figure out, once for all forms, at the width of its style, or wider if labels need it."""
     inner = style.inches - 2 * _MARGIN
     for _ in range(_LAYOUTS):
         figure.draw_without_rendering()

@@ -36,13 +36,13 @@ class Measure:
 
     column: str
     label: str  # of its axis, with the unit
-    says: str  # what it is, as a part of a sentence, for the caption
+    says: str  # its definition, a part of a sentence of the caption
     # of the rows of one contender in one cell; their median by default
     estimate: Callable[[pd.DataFrame], Interval] | None = None
     form: Callable[[float], str] = _THREE_DIGITS  # prints an estimate
-    bar: bool = True  # whether it is a length from 0; else a position, on an axis that need not begin there
+    bar: bool = True  # a length from 0; else a position, on an axis that may begin elsewhere
     log: bool = False  # whether its axis is logarithmic
-    line: float | None = None  # at which value a line is drawn
+    line: float | None = None  # value at which a line is drawn
     stroke: str = ""  # column whose median is drawn as a stroke across
 
     def interval(self, group: pd.DataFrame) -> Interval:
@@ -53,15 +53,20 @@ class Measure:
 
 
 def _measured(measures: Sequence[Measure], data: pd.DataFrame) -> list[Measure]:
-    """Those that have a value, with the baseline's name in their labels."""
+    """Measures that have a value, with the baseline's name in their labels."""
     base = listed(list(data["baseline_contender"].unique())) if "baseline_contender" in data else ""
-    there = [one for one in measures if data[one.column].notna().any()]
-    return [replace(one, label=one.label.format(base=base)) for one in there]
+    known = [measure for measure in measures if data[measure.column].notna().any()]
+    return [replace(measure, label=measure.label.format(base=base)) for measure in known]
 
 
-def _said(measures: Sequence[Measure]) -> str:
-    """What the measures are."""
-    return sentence("; ".join(f"{one.label}: {one.says}" for one in measures if one.says))
+def _definitions(measures: Sequence[Measure]) -> str:
+    """A sentence that defines each measure."""
+    return sentence("; ".join(f"{measure.label}: {measure.says}" for measure in measures if measure.says))
+
+
+def _strokes(measures: Sequence[Measure], mark: str) -> str:
+    """The end of a caption, with the names of columns drawn as strokes."""
+    return "".join(f"; {mark}: {measure.stroke.replace('_', ' ')}" for measure in measures if measure.stroke)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,44 +78,43 @@ class Rows:
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
         """Bars or points with their intervals."""
         rows, shown = by_cell_and_contender(data), _measured(self.measures, data)
-        names = [name + caveats.rates(mine) for name, _, mine in rows]
+        names = [name + caveats.rates(group) for name, _, group in rows]
         figure, (panels,) = axes.grid(style, 1, len(shown), [axes.rows_inches(len(rows))], share_y=True)
         looks = [style.look(contender) for _, contender, _ in rows]
         for ax, measure in zip(panels, shown, strict=True):
-            _row_panel(ax, [mine for *_, mine in rows], measure, looks)
+            _row_panel(ax, [group for *_, group in rows], measure, looks)
             axes.name_rows(ax, names, first=ax is panels[0] or style.narrow)
             ax.set_xlabel(axes.wrapped(measure.label, 60 // len(shown)))
         return figure
 
     def says(self, data: pd.DataFrame) -> str:
-        """What each measure is."""
+        """Sentences on the measures."""
         shown = _measured(self.measures, data)
-        strokes = [f"; strokes ( | ): {one.stroke.replace('_', ' ')}" for one in shown if one.stroke]
-        return f"{_said(shown)} Dots: single values{''.join(strokes)}."
+        return f"{_definitions(shown)} Dots: single values{_strokes(shown, 'strokes ( | )')}."
 
 
 def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: Sequence[Look]) -> None:
     """One measure of all rows."""
     places, column = np.arange(len(rows)), measure.column
-    found = pd.DataFrame([measure.interval(mine) for mine in rows])
-    found["stroke"] = [mine[measure.stroke].median() if measure.stroke else np.nan for mine in rows]
+    ends = pd.DataFrame([measure.interval(group) for group in rows])
+    ends["stroke"] = [group[measure.stroke].median() if measure.stroke else np.nan for group in rows]
     colours = [look.colour for look in looks]
     common: dict[str, Any] = {"y": places, "hue": places, "palette": colours, "legend": False, "ax": ax}
     if measure.bar:
-        sns.barplot(found, x="estimate", **common, orient="h", width=0.62, saturation=1, native_scale=True)
+        sns.barplot(ends, x="estimate", **common, orient="h", width=0.62, saturation=1, native_scale=True)
     else:
         markers = [look.marker for look in looks]
-        sns.scatterplot(found, x="estimate", **common, style=places, markers=markers, s=40, zorder=3)
-    ends = [theme.INK] * len(rows) if measure.bar else colours
-    ax.hlines(places, found["low"], found["high"], colors=ends, zorder=3)
-    values = pd.concat([mine[[column]].astype(float).assign(place=at) for at, mine in enumerate(rows)])
+        sns.scatterplot(ends, x="estimate", **common, style=places, markers=markers, s=40, zorder=3)
+    inks = [theme.INK] * len(rows) if measure.bar else colours
+    ax.hlines(places, ends["low"], ends["high"], colors=inks, zorder=3)
+    values = pd.concat([rows[place][[column]].astype(float).assign(place=place) for place in places])
     sns.scatterplot(x=values[column], y=values["place"] + 0.22, ax=ax, **_DOT)
     if measure.stroke:
-        ax.plot(found["stroke"], places, "|", color=theme.INK, ms=11, mew=1.3, zorder=3)
+        ax.plot(ends["stroke"], places, "|", color=theme.INK, ms=11, mew=1.3, zorder=3)
     axes.line_at(ax, measure.line, across=False)
-    found["most"] = values.groupby("place")[column].max()
-    right = found[["estimate", "high", "most", "stroke"]].max(axis=1)
-    for place, (end, estimate) in enumerate(zip(right, found["estimate"], strict=True)):
+    ends["most"] = values.groupby("place")[column].max()
+    right = ends[["estimate", "high", "most", "stroke"]].max(axis=1)
+    for place, (end, estimate) in enumerate(zip(right, ends["estimate"], strict=True)):
         axes.beside(ax, end, place, measure.form(estimate))
     if measure.log:
         ax.set_xlim(values[column].min() / 1.5, values[column].max() * 3)
@@ -145,9 +149,9 @@ class Lines:
         for ax in flat[len(places) :]:
             ax.set_axis_off()
         for ax, (measure, title) in zip(flat, places, strict=False):
-            mine = data[data["panel"] == title].dropna(subset=[self.x, measure.column])
-            if len(mine):
-                self._panel(ax, mine, measure, looks)
+            group = data[data["panel"] == title].dropna(subset=[self.x, measure.column])
+            if len(group):
+                self._panel(ax, group, measure, looks)
             ax.set_title(axes.wrapped(title) if self.label and measure is shown[0] else "")
             ax.set_xlabel("" if self.label and not style.narrow else self.label or title)
             ax.set_ylabel(axes.wrapped(measure.label) if title == titles[0] or style.narrow else "")
@@ -158,84 +162,83 @@ class Lines:
         axes.legend(figure, axes.lines(looks), style)
         return figure
 
-    def _panel(self, ax: Axes, mine: pd.DataFrame, measure: Measure, looks: Mapping[str, Look]) -> None:
-        x, y, at = self.x, measure.column, self.points or self.x
-        mine = mine.assign(line=mine[self.lines].astype(str))
-        points = groups(mine, ["line", at])
-        rows = [(line, group[x].median(), measure.interval(group).estimate) for (line, _), group in points]
-        found = pd.DataFrame(rows, columns=["line", "x", "y"])
-        there = [name for name in looks if (found["line"] == name).any()]
-        colours = {name: looks[name].colour for name in there}
+    def _panel(self, ax: Axes, rows: pd.DataFrame, measure: Measure, looks: Mapping[str, Look]) -> None:
+        x, y, key = self.x, measure.column, self.points or self.x
+        rows = rows.assign(line=rows[self.lines].astype(str))
+        pairs = groups(rows, ["line", key])
+        middles = [(line, group[x].median(), measure.interval(group).estimate) for (line, _), group in pairs]
+        points = pd.DataFrame(middles, columns=["line", "x", "y"])
+        names = [name for name in looks if (points["line"] == name).any()]
+        colours = {name: looks[name].colour for name in names}
         sns.lineplot(
-            found, x="x", y="y", hue="line", style="line", hue_order=there, style_order=there,
-            palette=colours, markers={name: looks[name].marker for name in there},
-            dashes={name: looks[name].dashes for name in there},
+            points, x="x", y="y", hue="line", style="line", hue_order=names, style_order=names,
+            palette=colours, markers={name: looks[name].marker for name in names},
+            dashes={name: looks[name].dashes for name in names},
             estimator=None, markersize=5, linewidth=1.4, legend=False, ax=ax,
         )  # fmt: skip
         if self.band:
-            for (line,), group in groups(mine, ["line"]):
-                ends = group.groupby(at)[[x, y]].agg(["median", "min", "max"])
+            for (line,), group in groups(rows, ["line"]):
+                ends = group.groupby(key)[[x, y]].agg(["median", "min", "max"])
                 low, high = ends[y, "min"], ends[y, "max"]
                 ax.fill_between(ends[x, "median"], low, high, color=colours[line], alpha=0.15, lw=0)
         else:
             dots: dict[str, Any] = {"s": 7, "alpha": 0.5, "linewidth": 0, "legend": False}
-            sns.scatterplot(mine, x=x, y=y, hue="line", palette=colours, ax=ax, **dots)
+            sns.scatterplot(rows, x=x, y=y, hue="line", palette=colours, ax=ax, **dots)
         if measure.stroke:
-            strokes = mine.groupby(["line", at])[[x, measure.stroke]].median()
+            strokes = rows.groupby(["line", key])[[x, measure.stroke]].median()
             for line, group in strokes.groupby(level=0):
                 ax.plot(group[x], group[measure.stroke], "_", color=looks[str(line)].colour, ms=9, mew=1.3)
         axes.line_at(ax, measure.line, across=True)
-        if "rates_differ" in mine:
-            for _, cell in mine[mine["rates_differ"]].groupby("cell"):
+        if "rates_differ" in rows:
+            for _, cell in rows[rows["rates_differ"]].groupby("cell"):
                 above = (cell[x].median(), cell[y].max())
                 ax.annotate(caveats.RATES, above, (0, 4), textcoords="offset points", ha="center")
-        if is_integer_dtype(mine[x]) and found["x"].nunique() < _FEW:
-            ax.set_xticks(sorted(found["x"].unique()))
+        if is_integer_dtype(rows[x]) and points["x"].nunique() < _FEW:
+            ax.set_xticks(sorted(points["x"].unique()))
         if self.log:
             axes.log_ticks(ax, "x")
         if measure.log:
             axes.log_ticks(ax, "y")
 
     def says(self, data: pd.DataFrame) -> str:
-        """What each measure is."""
+        """Sentences on the measures."""
         shown = _measured(self.measures, data)
         raw = "bands: from the lowest to the highest" if self.band else "small dots: single values"
-        strokes = "".join(f"; dashes: {one.stroke.replace('_', ' ')}" for one in shown if one.stroke)
-        return f"{_said(shown)} Markers: estimates; {raw}{strokes}."
+        return f"{_definitions(shown)} Markers: estimates; {raw}{_strokes(shown, 'dashes')}."
 
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """A stacked bar for each contender: rows of ``kind`` bar are its parts, others totals that are marked."""
+    """A stacked bar for each contender: rows of ``kind`` bar are its parts, other kinds are marked totals."""
 
-    value: str  # column of the lengths, of which means are drawn
+    value: str  # column of the lengths; means are drawn
     label: str  # of the axis, with the unit
-    says_parts: str  # what is drawn, for the caption
-    parts: tuple[str, ...]  # in which order parts stand; others follow
-    # by kind, the marker, its colour and what it is
+    says_parts: str  # a sentence of the caption on the bars
+    parts: tuple[str, ...]  # in order; others follow
+    # by kind, the marker, its colour and its meaning
     also: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
         """Bars and marks, in panels by the column ``panel``."""
         held = set(data[(data["kind"] == "bar") & data[self.value].gt(0)]["part"])
-        there = [part for part in self.parts if part in held]
-        colours = theme.of_parts([*there, *sorted(held - set(there))])
+        known = [part for part in self.parts if part in held]
+        colours = theme.of_parts([*known, *sorted(held - set(known))])
         rows = groups(data, ["panel"])
-        heights = [axes.rows_inches(mine["contender"].nunique()) for _, mine in rows]
+        heights = [axes.rows_inches(group["contender"].nunique()) for _, group in rows]
         figure, panels = axes.grid(style, len(rows), 1, heights)
-        for (ax,), ((title,), mine) in zip(panels, rows, strict=True):
-            self._panel(ax, mine, colours)
+        for (ax,), ((title,), group) in zip(panels, rows, strict=True):
+            self._panel(ax, group, colours)
             ax.set_title(title)
         panels[-1][0].set_xlabel(self.label)
-        drawn = {kind: of for kind, of in self.also.items() if kind in set(data["kind"])}
-        looks = {kind: Look(colour, marker) for kind, (marker, colour, _) in drawn.items()}
+        also = {kind: self.also[kind] for kind in self.also if kind in set(data["kind"])}
+        looks = {kind: Look(colour, marker) for kind, (marker, colour, _) in also.items()}
         marks = axes.lines(looks, linestyle="none", markerfacecolor="none")
         axes.legend(figure, axes.patches(colours) | marks, style)
         return figure
 
-    def _panel(self, ax: Axes, mine: pd.DataFrame, colours: dict[str, str]) -> None:
-        names = contenders(mine)
-        bars = mine[mine["kind"] == "bar"]
+    def _panel(self, ax: Axes, rows: pd.DataFrame, colours: dict[str, str]) -> None:
+        names = contenders(rows)
+        bars = rows[rows["kind"] == "bar"]
         wide = bars.pivot_table(index="contender", columns="part", values=self.value, aggfunc="mean")
         wide = wide.reindex(index=names, columns=list(colours)).astype(float)
         if colours:
@@ -244,24 +247,24 @@ class Stacked:
         ends = wide.sum(axis=1, min_count=1)
         totals = ends.copy()
         for kind, (marker, colour, _) in self.also.items():
-            found = mine[mine["kind"] == kind].groupby("contender")[self.value].mean().reindex(names)
-            ax.plot(found, range(len(names)), marker, color=colour, mfc="none", mew=1.2, ms=6)
-            ends, totals = ends.combine(found, np.fmax), totals.combine_first(found)
+            means = rows[rows["kind"] == kind].groupby("contender")[self.value].mean().reindex(names)
+            ax.plot(means, range(len(names)), marker, color=colour, mfc="none", mew=1.2, ms=6)
+            ends, totals = ends.combine(means, np.fmax), totals.combine_first(means)
         for place, (end, total) in enumerate(zip(ends, totals, strict=True)):
             axes.beside(ax, float(end), place, number(4)(float(total)))
         axes.name_rows(ax, names)
         axes.room(ax, zero=True, share=0.12)
 
     def says(self, data: pd.DataFrame) -> str:
-        """What bars and marks are."""
+        """Sentences on bars and marks."""
         also = [self.also[kind] for kind in self.also if kind in set(data["kind"])]
-        told = "".join(f"; {_MARKERS[marker]}: {what}" for marker, _, what in also)
-        return f"{self.says_parts}{told}. Means over trials; numbers are of bars, where there are any."
+        marks = "".join(f"; {_MARKERS[marker]}: {meaning}" for marker, _, meaning in also)
+        return f"{self.says_parts}{marks}. Means over trials; numbers are of bars, where there are any."
 
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """Measures over ``x``: each contender's medians as a point, and what none beats as steps."""
+    """Measures over ``x``: each contender's medians as a point, and their Pareto front as steps."""
 
     x: str
     label: str
@@ -272,9 +275,9 @@ class Front:
         """A panel for each cell and measure."""
         shown, cells = _measured(self.measures, data), by_cell(data)
         figure, panels = axes.grid(style, len(cells), len(shown), [3.6 if self.log else 2.6] * len(cells))
-        for row, (title, mine) in zip(panels, cells, strict=True):
+        for row, (title, rows) in zip(panels, cells, strict=True):
             for ax, measure in zip(row, shown, strict=True):
-                known = mine.dropna(subset=[measure.column])
+                known = rows.dropna(subset=[measure.column])
                 middles = known.groupby("contender", sort=False)[[self.x, measure.column]].median()
                 ahead = front(middles).to_numpy().T
                 ax.plot(*ahead, drawstyle="steps-post", color=theme.FAINT, lw=1.1, zorder=1.5)
@@ -288,10 +291,10 @@ class Front:
                     ax.set_ylim(known[measure.column].min() / 2, known[measure.column].max() * 2)
                     axes.log_ticks(ax, "y")
                 if self.log:
-                    ax.set_xlim(mine[self.x].min() / 1.2, mine[self.x].max() * 1.2)
+                    ax.set_xlim(rows[self.x].min() / 1.2, rows[self.x].max() * 1.2)
                     axes.log_ticks(ax, "x")
                 else:
-                    ax.set_xlim(0, mine[self.x].max() * 1.08)
+                    ax.set_xlim(0, rows[self.x].max() * 1.08)
                 ax.set_xlabel(self.label)
                 ax.set_ylabel(measure.label)
             row[0].set_title(title)
@@ -300,15 +303,16 @@ class Front:
         return figure
 
     def says(self, data: pd.DataFrame) -> str:
-        """What each measure is, and the front."""
+        """Sentences on the measures and the front."""
+        measures = _definitions(_measured(self.measures, data))
         return (
-            f"{_said(_measured(self.measures, data))} Markers: medians; dots: trials; grey: the Pareto front "
+            f"{measures} Markers: medians; dots: trials; grey: the Pareto front "
             f"of the medians, whom none beats in {self.label} without being worse in the other."
         )
 
 
 def front(points: pd.DataFrame) -> pd.DataFrame:
-    """Rows of (bytes, value) that none beats in one and equals or beats in the other, by bytes."""
+    """Rows of (bytes, value), by bytes, that no other row beats in one and equals or beats in the other."""
     ordered = points.sort_values(list(points.columns), kind="stable")
     values = ordered.iloc[:, 1]
     return ordered[values < values.cummin().shift(fill_value=np.inf)]
@@ -316,7 +320,7 @@ def front(points: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """What a rank did when: a panel for each title, in it a row of bars for each lane."""
+    """Spans of time: a panel for each title, with a row of bars for each lane."""
 
     lanes: tuple[str, ...]
 
@@ -325,9 +329,9 @@ class Lanes:
         rows, colours = groups(data, ["panel"]), theme.of_parts(self.lanes)
         height = 0.35 + 0.13 * len(self.lanes)
         figure, panels = axes.grid(style, len(rows), 1, [height] * (len(rows) - 1) + [height + 0.25])
-        for (ax,), ((title,), mine) in zip(panels, rows, strict=True):
+        for (ax,), ((title,), group) in zip(panels, rows, strict=True):
             for place, lane in enumerate(self.lanes):
-                spans = mine[mine["lane"] == lane]
+                spans = group[group["lane"] == lane]
                 bars = list(zip(1e3 * spans["begin"], 1e3 * (spans["end"] - spans["begin"]), strict=True))
                 ax.broken_barh(bars, (place - 0.45, 0.9), color=colours[lane], lw=0)
             ax.set_ylim(len(self.lanes) - 0.5, -0.5)

@@ -1,4 +1,4 @@
-"""Rows of a tidy table by contender and cell, with their names; and what captions say of all of them."""
+"""Rows of a tidy table by contender and cell, with their names; and sentences of captions on all rows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from report.data.text import listed
 
 
 def common_and_rest(wheres: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-    """What descriptions of cells have in common, part by part; and by description, what else it has."""
+    """Parts that all descriptions of cells have; and the other parts of each, by description."""
     parts = {where: where.split(", ") for where in map(str, wheres)}
-    common = [part for part in next(iter(parts.values()), []) if all(part in of for of in parts.values())]
-    rest = {where: ", ".join(part for part in of if part not in common) for where, of in parts.items()}
+    common = [part for part in next(iter(parts.values()), []) if all(part in cell for cell in parts.values())]
+    rest = {where: ", ".join(part for part in cell if part not in common) for where, cell in parts.items()}
     return common, rest
 
 
@@ -39,14 +39,14 @@ def peers_note(data: pd.DataFrame) -> str:
         if strategy in PEERS and strategy != "single":
             wire = PEERS[strategy].wire("bf16" if "compute bf16" in contender else "fp32")
             travels[wire][NAMES[strategy]] = None
-    told = [
+    sentences = [
         f"{listed(list(names))} {'travel' if len(names) > 1 else 'travels'} in {wire}"
         for wire, names in travels.items()
         if names
     ]
     if any(PEERS[strategy].family == "fsdp2" for strategy in set(data["strategy"]) & set(PEERS)):
-        told.append("on gloo, FSDP2's reduce-scatter sends the bytes of an all-reduce")
-    return f"{'; '.join(told)}." if told else ""
+        sentences.append("on gloo, FSDP2's reduce-scatter sends the bytes of an all-reduce")
+    return f"{'; '.join(sentences)}." if sentences else ""
 
 
 def contenders(data: pd.DataFrame) -> list[str]:
@@ -68,6 +68,6 @@ def by_cell_and_contender(data: pd.DataFrame) -> list[tuple[str, str, pd.DataFra
     """(name, contender, rows) of each contender of each cell; the name ends with the cell's short title."""
     return [
         (f"{contender}, {title}" if title else contender, contender, group)
-        for title, of_cell in by_cell(data)
-        for contender, group in by_contender(of_cell)
+        for title, rows in by_cell(data)
+        for contender, group in by_contender(rows)
     ]

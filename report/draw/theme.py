@@ -21,7 +21,7 @@ INK: Final = "#222222"
 FAINT: Final = "#8a8a8a"
 PUBLISHED: Final = "#c00000"  # numbers of the papers
 _NARROW_BELOW: Final = 130.0  # mm, panels stand above one another
-# How the second and further contenders of a strategy differ from its first: colour to mix in, and its share.
+# Of the contenders of a strategy in turn: the colour mixed in, and its share.
 _SHADES: Final = (("black", 0.0), ("black", 0.45), ("white", 0.5), ("black", 0.7), ("white", 0.3))
 _MARKERS: Final = "DosPXv^p<h>*dH8"
 _FONTS: Final = mpl.rc_params_from_file(
@@ -32,7 +32,7 @@ _DASHES: Final[tuple[Any, ...]] = ("", (4, 1.5), (1, 1), (3, 1, 1, 1))
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a contender is drawn: the dashes of its line as seaborn takes them."""
+    """How a contender is drawn; dashes as seaborn takes them."""
 
     colour: str = "#bbbbbb"
     marker: str = "o"
@@ -62,16 +62,17 @@ class Style:
 
 
 def looks_of(contenders: Iterable[tuple[str, str]]) -> dict[str, Look]:
-    """Looks by contender, from (strategy, contender) in list order: no two of one strategy are alike."""
-    found: dict[str, Look] = {}
+    """Looks by contender, from (strategy, contender) in list order; those of one strategy differ."""
+    looks: dict[str, Look] = {}
     counts: Counter[str] = Counter()
     for strategy, contender in dict.fromkeys(contenders):
         usual = STRATEGIES.get(strategy) or Look()
-        markers = [usual.marker, *(one for one in _MARKERS if one != usual.marker)]
-        shade, marker, dashes = (of[counts[strategy] % len(of)] for of in (_SHADES, markers, _DASHES))
-        found[contender] = Look(_mixed(usual.colour, *shade), marker, dashes)
+        markers = [usual.marker, *(marker for marker in _MARKERS if marker != usual.marker)]
+        cycles = (_SHADES, markers, _DASHES)
+        shade, marker, dashes = (cycle[counts[strategy] % len(cycle)] for cycle in cycles)
+        looks[contender] = Look(_mixed(usual.colour, *shade), marker, dashes)
         counts[strategy] += 1
-    return found
+    return looks
 
 
 def _mixed(colour: str, other: str, share: float) -> str:
@@ -80,14 +81,14 @@ def _mixed(colour: str, other: str, share: float) -> str:
 
 
 def of_parts(parts: Sequence[str]) -> dict[str, str]:
-    """Colours of the parts of a whole, in their order: a full one, then its pale one, and so on."""
+    """Colours of the parts of a whole, in order: each full colour is followed by its pale one."""
     full = sns.color_palette("colorblind", -(-len(parts) // 2))
-    colours = [shade for one in full for shade in (to_hex(one), _mixed(to_hex(one), "white", 0.55))]
+    colours = [shade for rgb in full for shade in (to_hex(rgb), _mixed(to_hex(rgb), "white", 0.55))]
     return dict(zip(parts, colours, strict=False))
 
 
 def shades(names: Sequence[str]) -> dict[str, Look]:
-    """Looks of lines that are ordered and no contenders, legible on white."""
+    """Looks of ordered lines that are no contenders, legible on white."""
     colours = sns.color_palette("viridis", len(names) + 1).as_hex()  # the last is too pale
     return {name: Look(colour) for name, colour in zip(names, colours, strict=False)}
 
