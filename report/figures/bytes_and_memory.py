@@ -20,8 +20,8 @@ _PLACE: Final = ["nodes", "ranks_per_node", "shape", "accumulation"]
 
 def _place(row: pd.Series) -> str:
     """Ranks and model of a panel."""
-    told = f"{row['nodes']}x{row['ranks_per_node']} ranks, {plain(row['shape'])}"
-    return told + (f", {row['accumulation']} micro-batches" if row.get("accumulation", 1) > 1 else "")
+    place = f"{row['nodes']}x{row['ranks_per_node']} ranks, {plain(row['shape'])}"
+    return place + (f", {row['accumulation']} micro-batches" if row.get("accumulation", 1) > 1 else "")
 
 
 def _volume(derived: Derived) -> pd.DataFrame:
@@ -29,24 +29,26 @@ def _volume(derived: Derived) -> pd.DataFrame:
     named = table[["id", "strategy", "contender", "place", "first", *_PLACE, "m_bytes", "where", "cell"]]
     parts = [bytes_and_memory.volume(derived.frames, table).assign(kind="bar")]
     totals = {"predicted": "predicted_bytes", "interfaces": "interface_bytes"}
-    parts += [table[["id"]].assign(kind=kind, part="total", bytes=table[of]) for kind, of in totals.items()]
-    found = named.merge(pd.concat(parts)[["id", "kind", "part", "bytes"]].dropna(), on="id")
-    found = found.assign(m=found["bytes"].astype(float) / found["m_bytes"])
+    parts += [table[["id"]].assign(kind=kind, part="total", bytes=table[key]) for kind, key in totals.items()]
+    rows = named.merge(pd.concat(parts)[["id", "kind", "part", "bytes"]].dropna(), on="id")
+    rows = rows.assign(m=rows["bytes"].astype(float) / rows["m_bytes"])
     rule = named.drop_duplicates([*_PLACE, "contender"]).assign(kind="published rule", part="total")
-    rule["m"] = [published.total(*one) for one in zip(rule["strategy"], rule["contender"], strict=True)]
-    found = pd.concat([found, rule.dropna(subset=["m"])], ignore_index=True) if len(found) else found
-    return found.assign(panel=found.apply(_place, axis=1) if len(found) else "")
+    rule["m"] = list(map(published.total, rule["strategy"], rule["contender"]))
+    if rows.empty:
+        return rows.assign(panel="")
+    rows = pd.concat([rows, rule.dropna(subset=["m"])], ignore_index=True)
+    return rows.assign(panel=rows.apply(_place, axis=1))
 
 
 def _m_in_words(data: pd.DataFrame) -> str:
     """The size of M in each panel."""
     m = data["m_bytes"] / data["accumulation"] / 1e6
     panels = data.groupby("panel", sort=False)
-    told = "; ".join(f"{panel}: {m[mine.index[0]]:.2f} MB" for panel, mine in panels)
+    sizes = "; ".join(f"{panel}: {m[rows.index[0]]:.2f} MB" for panel, rows in panels)
     several = " Of several micro-batches: the mean of one." if data["accumulation"].gt(1).any() else ""
     return (
         "M is what one hierarchical gather of the whole model in 16 bits carries between nodes: 2 bytes x "
-        f"elements x (nodes - 1) ({told}), without padding, which is a part of its own.{several}"
+        f"elements x (nodes - 1) ({sizes}), without padding, which is a part of its own.{several}"
     )
 
 
@@ -74,21 +76,17 @@ VOLUME: Final = Figure(
 
 
 def _memory(derived: Derived) -> pd.DataFrame:
-    found: pd.DataFrame = bytes_and_memory.memory(derived.frames, derived.trials)
-    engine, formula = (found[found["source"] == source] for source in ("engine", "formula"))
+    parts: pd.DataFrame = bytes_and_memory.memory(derived.frames, derived.trials)
+    engine, formula = (parts[parts["source"] == source] for source in ("engine", "formula"))
     if engine["secondary"].nunique() < 2:
-        return found[:0]
+        return parts[:0]
     keys = [name for name in formula.columns if name not in ("part", "bytes")]
     totals = formula.groupby(keys, as_index=False, sort=False)["bytes"].sum()
-    found = pd.concat([engine.assign(kind="bar"), totals.assign(kind="formula", part="total")])
+    rows = pd.concat([engine.assign(kind="bar"), totals.assign(kind="formula", part="total")])
     order = ["nodes", "ranks_per_node", "shape", "secondary"]
-    found = found.sort_values(order, kind="stable", ignore_index=True)
-    mib, part, panel = (
-        found["bytes"] / 2**20,
-        found["part"].str.replace("_", " "),
-        found.apply(_place, axis=1),
-    )
-    return found.assign(mib=mib, part=part, place=found["secondary"], panel=panel)
+    rows = rows.sort_values(order, kind="stable", ignore_index=True)
+    mib, part = rows["bytes"] / 2**20, rows["part"].str.replace("_", " ")
+    return rows.assign(mib=mib, part=part, place=rows["secondary"], panel=rows.apply(_place, axis=1))
 
 
 VARIED: Final = (
@@ -115,13 +113,13 @@ MEMORY: Final = Figure(
 
 
 def _largest(derived: Derived) -> pd.DataFrame:
-    """A row for each trial under a limit: millions of parameters of those that trained, and of others."""
-    found = bytes_and_memory.under_limits(derived)
-    millions, trained = found["parameters"] / 1e6, found["trained"].astype(bool)
-    least = millions.mask(trained).groupby(found["contender"]).transform("min")
-    limits = [f"{size / 2**20:g} MiB a rank" for size in found["limit_bytes"]]
+    """A row for each trial under a limit: millions of parameters if it trained, and the least of others."""
+    rows = bytes_and_memory.under_limits(derived)
+    millions, trained = rows["parameters"] / 1e6, rows["trained"].astype(bool)
+    least = millions.mask(trained).groupby(rows["contender"]).transform("min")
+    limits = [f"{size / 2**20:g} MiB a rank" for size in rows["limit_bytes"]]
     millions = millions.where(trained)
-    return found.assign(trained_millions=millions, next_size_not_run=least, where=limits, cell=limits)
+    return rows.assign(trained_millions=millions, next_size_not_run=least, where=limits, cell=limits)
 
 
 _TRAINED: Final = Measure(
@@ -130,7 +128,7 @@ _TRAINED: Final = Measure(
     "masters, gradients, optimizer state, copies and gathered weights within the limit, by formula before "
     "the run and as the engine counted them after it; activations and buffers of the wire are not in it. The "
     "next larger size was recorded as a failure with its numbers, and not run",
-    lambda mine: Interval(bytes_and_memory.largest(mine)[0], math.nan, math.nan, len(mine)),
+    lambda trials: Interval(bytes_and_memory.largest(trials)[0], math.nan, math.nan, len(trials)),
     stroke="next_size_not_run",
 )
 LARGEST_MODEL: Final = Figure(

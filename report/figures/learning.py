@@ -1,4 +1,4 @@
-"""Figures of losses, of errors of what was sent, and of what fewer bytes cost."""
+"""Figures of losses, of errors of messages, and of the cost of fewer bytes."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ _OF_SEED: Final = "of the last validation, same seed"
 
 
 def _curves(derived: Derived) -> pd.DataFrame:
-    """Validations of trials that made three or more, once against each of steps, seconds and bytes."""
+    """Validations of trials with three or more, once against each of steps, seconds and bytes."""
     long = derived.trials[derived.trials["validation_loss"].notna()]
-    found = long[OF_TRIAL].merge(derived.frames.validations, on="id")
-    found = found[found.groupby("id")["step"].transform("nunique") >= 3]
-    if found.empty:
-        return found
-    found = found.assign(inter_bytes=pd.to_numeric(found["inter_bytes"]))
-    size, unit = byte_unit(float(found["inter_bytes"].max()))
-    against = {"optimizer steps": found["step"], "seconds in steps": found["train_seconds"],
-               f"{unit} sent between nodes": found["inter_bytes"] / size}  # fmt: skip
-    heads = {cell: f"{title}: " if title else "" for cell, title in titles_of(found).items()}
-    parts = [found.assign(against=of, panel=found["cell"].map(heads) + name) for name, of in against.items()]
-    return pd.concat(parts)
+    rows = long[OF_TRIAL].merge(derived.frames.validations, on="id")
+    rows = rows[rows.groupby("id")["step"].transform("nunique") >= 3]
+    if rows.empty:
+        return rows
+    rows = rows.assign(inter_bytes=pd.to_numeric(rows["inter_bytes"]))
+    size, unit = byte_unit(float(rows["inter_bytes"].max()))
+    axes = {"optimizer steps": rows["step"], "seconds in steps": rows["train_seconds"],
+            f"{unit} sent between nodes": rows["inter_bytes"] / size}  # fmt: skip
+    heads = {cell: f"{title}: " if title else "" for cell, title in titles_of(rows).items()}
+    return pd.concat(rows.assign(against=x, panel=rows["cell"].map(heads) + name) for name, x in axes.items())
 
 
 def _seeds_in_words(data: pd.DataFrame) -> str:
@@ -50,7 +49,7 @@ LOSS: Final = Figure(
     mark=Lines(
         "against", "",
         (Measure("loss", "validation loss, nats", "mean over seeds",
-                 lambda mine: loss_verdicts.over_seeds(mine, "loss"), "{:.3f}".format, bar=False),),
+                 lambda rows: loss_verdicts.over_seeds(rows, "loss"), "{:.3f}".format, bar=False),),
         points="step", band=True,
     ),
     notes=(_seeds_in_words,),
@@ -82,19 +81,19 @@ FINAL_LOSS: Final = Figure(
 def _front(derived: Derived) -> pd.DataFrame:
     """One row per trial of cells that have a front, with the bytes of a step in M."""
     known = loss_verdicts.front(derived)
-    found = derived.trials[derived.trials["cell"].isin(known["cell"])].dropna(subset=["validation_loss"])
-    return found[[*OF_TRIAL, "validation_loss"]].assign(
-        m=(found["sent_bytes"] / found["m_bytes"]).round(3),
-        front=found["contender"].map(known.set_index("contender")["front"]),
-        excess=_excess(derived, found),
+    trials = derived.trials[derived.trials["cell"].isin(known["cell"])].dropna(subset=["validation_loss"])
+    return trials[[*OF_TRIAL, "validation_loss"]].assign(
+        m=(trials["sent_bytes"] / trials["m_bytes"]).round(3),
+        front=trials["contender"].map(known.set_index("contender")["front"]),
+        excess=_excess(derived, trials),
     )
 
 
-def _excess(derived: Derived, found: pd.DataFrame) -> pd.Series[float]:
+def _excess(derived: Derived, trials: pd.DataFrame) -> pd.Series[float]:
     """Each trial's validation loss less the baseline's of its cell and seed."""
     every, keys = derived.trials, ["cell", "seed"]
     base = every[is_baseline(every)].groupby(keys)["validation_loss"].mean()
-    return found["validation_loss"] - found.join(base.rename("base"), on=keys)["base"]
+    return trials["validation_loss"] - trials.join(base.rename("base"), on=keys)["base"]
 
 
 FRONTIER: Final = Figure(
@@ -111,15 +110,15 @@ FRONTIER: Final = Figure(
 
 
 def _sent(derived: Derived) -> pd.DataFrame:
-    """Errors of gradients at the last measured step, of hops and end to end; exact messages are left out."""
-    found = derived.sent_errors
-    last = _last(found[found["purpose"].eq("gradients") & found["repeated"].eq(1) & found["vnmse"].gt(0)])
+    """Errors of gradients at the last measured step, of hops and end to end, without exact messages."""
+    errors = derived.sent_errors
+    last = _last(errors[errors["purpose"].eq("gradients") & errors["repeated"].eq(1) & errors["vnmse"].gt(0)])
     end = last["hop"].isna()
     return last.assign(end_to_end=last["vnmse"].where(end), each_hop=last["vnmse"].where(~end))
 
 
 def _last(errors: pd.DataFrame) -> pd.DataFrame:
-    """Those of the last measured step of each trial."""
+    """Errors of the last measured step of each trial."""
     return errors[errors["step"] == errors.groupby("id")["step"].transform("max")]
 
 
@@ -147,17 +146,17 @@ SENT_ERROR: Final = Figure(
 
 
 def _costs(derived: Derived) -> pd.DataFrame:
-    """One row per trial of cells with enough contenders whose bytes and errors are known."""
-    found, sent = derived.trials, derived.sent_errors
-    last = _last(sent[sent["hop"].isna() & sent["repeated"].eq(1)])
-    found = found.assign(
-        m=found["sent_bytes"] / found["m_bytes"],
-        vnmse=found["id"].map(last.groupby("id")["vnmse"].max()),
-        excess=_excess(derived, found),
+    """One row per trial of cells in which enough contenders have known bytes and errors."""
+    trials, errors = derived.trials, derived.sent_errors
+    last = _last(errors[errors["hop"].isna() & errors["repeated"].eq(1)])
+    trials = trials.assign(
+        m=trials["sent_bytes"] / trials["m_bytes"],
+        vnmse=trials["id"].map(last.groupby("id")["vnmse"].max()),
+        excess=_excess(derived, trials),
     )
-    found = found[found["m"].gt(0) & found["vnmse"].gt(0)]
-    enough = found.groupby("cell")["contender"].transform("nunique") >= _FEWEST
-    return found[enough][[*OF_TRIAL, "m", "vnmse", "excess", "step_seconds"]]
+    trials = trials[trials["m"].gt(0) & trials["vnmse"].gt(0)]
+    enough = trials.groupby("cell")["contender"].transform("nunique") >= _FEWEST
+    return trials[enough][[*OF_TRIAL, "m", "vnmse", "excess", "step_seconds"]]
 
 
 PARETO: Final = Figure(

@@ -1,4 +1,4 @@
-"""Figures of time: speed-ups, throughput over rates and nodes, decoding, and where a step's time goes."""
+"""Figures of time: speed-ups, throughput over rates and nodes, decoding, and the parts of a step."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def _pairs(derived: Derived) -> pd.DataFrame:
     rows = derived.pairs[derived.pairs["nodes"] > 1]
     if not (rows["id"] != rows["baseline"]).any():
         rows = rows.iloc[:0]
-    more = ["baseline", "baseline_contender", "baseline_seconds", "step_seconds", "best_seconds", "speedup"]
-    return rows[[*KEPT, *more, "allowed", *metrics.SHARES, "alone", "rates_differ"]]
+    keys = ["baseline", "baseline_contender", "baseline_seconds", "step_seconds", "best_seconds", "speedup"]
+    return rows[[*KEPT, *keys, "allowed", *metrics.SHARES, "alone", "rates_differ"]]
 
 
 def _at_one_rate(derived: Derived, known: str) -> pd.DataFrame:
@@ -61,7 +61,7 @@ def _at_one_rate(derived: Derived, known: str) -> pd.DataFrame:
 
 
 def _bounds_in_words(data: pd.DataFrame) -> str:
-    """Caption text on what the shortest step is, and on shares above 1, where one is drawn."""
+    """Caption text on the shortest step, and on shares above 1 if one is drawn."""
     drawn = data.groupby(["cell", "contender"])["share"].median()
     above = f" {caveats.FOOTNOTES[caveats.ABOVE]}" if drawn.round(2).gt(1).any() else ""
     return formula("best possible step", "scheduled step", "best step by processors") + above
@@ -105,21 +105,21 @@ THROUGHPUT: Final = Figure(
 
 
 def _beside_published(derived: Derived) -> pd.DataFrame:
-    pairs, theirs = derived.pairs[derived.pairs["role"] == ""], published.throughput()
-    ours = _over_rates(pairs[pairs["contender"] == NAMES[PROPOSED]]).sort_index()
-    if ours.empty:
-        return ours
-    size = ours["panel"].str.replace(" tokens per rank", " tokens")
-    ours = ours.assign(panel="here, Mbit/s", line=size, rate=ours["achieved_mbit"])
-    gpus, rate = theirs["gpus"].astype(str) + " " + theirs["gpu"], theirs["inter_node_gbps"]
-    theirs = theirs.assign(
+    pairs, blog = derived.pairs[derived.pairs["role"] == ""], published.throughput()
+    pairs = _over_rates(pairs[pairs["contender"] == NAMES[PROPOSED]]).sort_index()
+    if pairs.empty:
+        return pairs
+    size = pairs["panel"].str.replace(" tokens per rank", " tokens")
+    pairs = pairs.assign(panel="here, Mbit/s", line=size, rate=pairs["achieved_mbit"])
+    gpus, rate = blog["gpus"].astype(str) + " " + blog["gpu"], blog["inter_node_gbps"]
+    blog = blog.assign(
         panel=f"published, {listed(list(gpus.unique()))}, Gbit/s",
-        line="published, " + theirs["tokens_per_gpu"].astype(str) + " tokens",
+        line="published, " + blog["tokens_per_gpu"].astype(str) + " tokens",
         rate=rate,
         cell="published " + rate.astype(str),
     )
-    more = ["baseline", "panel", "line", "rate", "speedup", "model", "source"]
-    return pd.concat([ours, theirs], ignore_index=True)[[*KEPT, *more]]
+    keys = ["baseline", "panel", "line", "rate", "speedup", "model", "source"]
+    return pd.concat([pairs, blog], ignore_index=True)[[*KEPT, *keys]]
 
 
 _BESIDE: Final = Measure(
@@ -200,16 +200,16 @@ SCALING: Final = Figure(
 def _split(derived: Derived) -> pd.DataFrame:
     """Each trial's parts, scaled so that the means of a contender add up to the step of the Summary."""
     table = derived.trials[[*KEPT, "step_seconds"]].merge(metrics.split(derived.frames), on="id")
-    whose = ["cell", "contender"]
-    means = table.groupby([*whose, "id"])["seconds"].sum().groupby(level=whose).mean()
-    steps = {key: speedups.step_interval(mine).estimate for key, mine in derived.trials.groupby(whose)}
-    scale = [steps[key] / means[key] for key in table[whose].itertuples(index=False, name=None)]
+    keys = ["cell", "contender"]
+    means = table.groupby([*keys, "id"])["seconds"].sum().groupby(level=keys).mean()
+    steps = {key: speedups.step_interval(trials).estimate for key, trials in derived.trials.groupby(keys)}
+    scale = [steps[key] / means[key] for key in table[keys].itertuples(index=False, name=None)]
     panel = table["cell"].map(titles_of(table))
     return table.assign(kind="bar", seconds=table["seconds"] * scale, panel=panel)
 
 
 def _unexposed_in_words(data: pd.DataFrame) -> str:
-    """Of whom exposed communication is not known, where there are such contenders."""
+    """A sentence on contenders without known exposed communication, if there are any."""
     known = set(data[data["part"].str.startswith("exposed")]["contender"])
     without = [contender for contender in contenders(data) if contender not in known]
     return f"For {listed(without)} it is not known: it is part of forward and backward." if without else ""

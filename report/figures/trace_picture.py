@@ -26,15 +26,15 @@ def _traced(derived: Derived) -> pd.DataFrame:
     spans = derived.frames.traces
     table = derived.trials[KEPT].merge(spans[spans["rank"] == 0], on="id")
     parts = []
-    for name, _, group in by_cell_and_contender(table):
-        for identity, mine in group.groupby("id", sort=False):
-            total, apart = overlap([Span(*row) for row in mine[["lane", "name", "begin", "end"]].to_numpy()])
-            share, first = apart / total if total else 0.0, mine.iloc[0]
-            told = (
+    for name, _, trials in by_cell_and_contender(table):
+        for identity, rows in trials.groupby("id", sort=False):
+            total, apart = overlap([Span(*row) for row in rows[["lane", "name", "begin", "end"]].to_numpy()])
+            share, first = apart / total if total else 0.0, rows.iloc[0]
+            sentence = (
                 f"{name} ({identity}): {total:.3g} s under way, {share:.0%} of it hidden, in a step of "
                 f"{first['seconds']:.3g} s (the one before, which nothing noted: {first['before']:.3g} s)"
             )
-            parts.append(mine.assign(panel=f"{name} ({identity})", told=told))
+            parts.append(rows.assign(panel=f"{name} ({identity})", told=sentence))
     return pd.concat(parts, ignore_index=True) if parts else table
 
 
@@ -50,16 +50,16 @@ TRACE: Final = Figure(
 
 
 def write(trace: Path) -> Path:
-    """Draw a trace that ``zeropp trace`` wrote beside it, as SVG; returns where."""
-    found = Trace.model_validate_json(trace.read_bytes())
+    """Draw a trace of ``zeropp trace`` into an SVG file beside it, and return its path."""
+    record = Trace.model_validate_json(trace.read_bytes())
     rows = [
         {"panel": f"rank {rank}", "lane": span.lane, "begin": span.begin, "end": span.end}
-        for rank, span in found.spans()
+        for rank, span in record.spans()
     ]
     buffer = io.BytesIO()
     with fonts():
         figure = _LANES.draw(pd.DataFrame(rows), Style())
-        figure.supxlabel(textwrap.fill(found.otherData.shows, 110), fontsize=8)
+        figure.supxlabel(textwrap.fill(record.otherData.shows, 110), fontsize=8)
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     picture = trace.with_suffix(".svg")
     write_whole(picture, buffer.getvalue())
