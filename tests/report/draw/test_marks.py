@@ -1,4 +1,4 @@
-"""What marks show, read from their axes: estimates, intervals, values, names, and nothing that overlaps."""
+"""Marks show estimates, intervals, values and names, as read from their axes."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def _labels(ax: Axes) -> list[str]:
 
 @given(st.lists(st.tuples(_NUMBERS, _NUMBERS), min_size=1, max_size=12))
 def test_the_front_has_what_nothing_beats(points: list[tuple[float, float]]) -> None:
-    """Each row of it is beaten by none in both, and each row off it is beaten or equalled by one on it."""
+    """No other row beats one on it, and each row off it is beaten or equalled by one on it."""
     kept = list(front(pd.DataFrame(points)).index)
     ahead = [points[place] for place in kept]
     assert ahead == sorted(set(ahead))
     for place, (sent, value) in enumerate(points):
-        others = [one for one in points if one != (sent, value) and one[0] <= sent and one[1] <= value]
-        assert (place in kept) <= (not others)
-        assert place in kept or any(one <= sent and other <= value for one, other in ahead)
+        beaten = any(point != (sent, value) and point[0] <= sent and point[1] <= value for point in points)
+        assert (place in kept) <= (not beaten)
+        assert place in kept or any(fewer <= sent and less <= value for fewer, less in ahead)
 
 
 @pytest.mark.parametrize("width", [84.0, 178.0])
 @pytest.mark.parametrize(("count", "name"), [(1, "ZeRO-3"), (11, "qgZ (g int2:128, feedback classic:all)")])
 def test_a_legend_of_many_long_names_fits(count: int, name: str, width: float, tmp_path: Path) -> None:
-    """The figure is as wide as asked; four columns of such names once left its panels no width at all."""
+    """The figure has the requested width; four columns of such names once left its panels no width at all."""
     rows = [
         {"contender": f"{name}{'i' * number}", "strategy": "qgz", "place": 0, "first": number, "panel": "p",
          "x": x, "y": 1.0, "id": "0"}
@@ -76,16 +76,17 @@ def test_a_legend_of_many_long_names_fits(count: int, name: str, width: float, t
 
 
 def test_bars_intervals_and_values_are_those_of_the_table() -> None:
-    """Of six pairs the point is the Summary's speed-up, the line its interval, and the dots are the pairs."""
+    """The point is the Summary's speed-up, the line its interval, and the dots are the six pairs."""
     derived = derive(frames_of(records_of("quickstart", repeats=6)))
     figure, data, _ = _drawn("speedup", derived)
     left = figure.axes[0]
     table = tables.MAKERS["summary"](derived).data.set_index("contender")
-    spans = [segment[:, 0] for one in left.collections for segment in getattr(one, "get_segments", list)()]
-    found = table.loc["ZeRO++", "speedup"]
-    assert any(np.allclose(span, [found.low, found.high]) for span in spans)
-    assert f"{found.estimate:.2f}" in _labels(left)
-    dots = np.concatenate([np.ma.getdata(one.get_offsets())[:, 0] for one in left.collections])
+    bars = [collection for collection in left.collections if hasattr(collection, "get_segments")]
+    spans = [segment[:, 0] for bar in bars for segment in bar.get_segments()]
+    speedup = table.loc["ZeRO++", "speedup"]
+    assert any(np.allclose(span, [speedup.low, speedup.high]) for span in spans)
+    assert f"{speedup.estimate:.2f}" in _labels(left)
+    dots = np.concatenate([np.ma.getdata(collection.get_offsets())[:, 0] for collection in left.collections])
     assert set(np.round(data["speedup"], 9)) <= set(np.round(dots, 9))
 
 
@@ -104,7 +105,7 @@ def test_each_share_has_its_stroke_at_the_schedules() -> None:
 
 
 def test_points_over_rates_are_the_summarys() -> None:
-    """Of two uneven repeats too, and tokens/s are those of the step."""
+    """Estimates of two uneven repeats are the Summary's."""
 
     def uneven(record: Record) -> Record:
         longer = {"zeropp": 5}.get(record.trial["strategy"], 3) if record.trial["repeat"] else 1
@@ -114,9 +115,9 @@ def test_points_over_rates_are_the_summarys() -> None:
     rows = tables.MAKERS["summary"](derived).data
     figure, _, _ = _drawn("speedup_over_rates", derived)
     marked = [float(y) for ax in figure.axes for line in ax.lines for y in np.atleast_1d(line.get_ydata())]
-    ours = [one.estimate for one in rows[rows["contender"] == "ZeRO++"]["speedup"]]
-    assert len(ours) > 3
-    assert all(np.isclose(marked, value, rtol=1e-9).any() for value in ours)
+    estimates = [speedup.estimate for speedup in rows[rows["contender"] == "ZeRO++"]["speedup"]]
+    assert len(estimates) > 3
+    assert all(np.isclose(marked, value, rtol=1e-9).any() for value in estimates)
 
 
 def test_a_part_of_what_a_rank_holds_is_as_long_as_its_bytes() -> None:
@@ -137,16 +138,16 @@ def test_a_step_is_divided_into_the_summarys() -> None:
     derived = derive(frames_of(records_of("quickstart", repeats=3)))
     _, data, _ = _drawn("step_split", derived)
     sums = data.groupby(["contender", "id"])["seconds"].sum().groupby("contender").mean()
-    for name, mine in derived.trials.groupby("contender"):
-        assert sums[name] == pytest.approx(speedups.step_interval(mine).estimate)
+    for name, trials in derived.trials.groupby("contender"):
+        assert sums[name] == pytest.approx(speedups.step_interval(trials).estimate)
 
 
 def test_a_caption_says_of_whom_exposed_time_is_not_known() -> None:
-    """Where there are such contenders, and not otherwise."""
-    for names, some in ((("ddp", "exact", "zero3"), True), (("zero3", "zeropp"), False)):
-        derived = derive(frames_of([record_of(Trial(strategy=one)) for one in names]))
+    """It names such contenders, and says nothing without them."""
+    for strategies, unknown in ((("ddp", "exact", "zero3"), True), (("zero3", "zeropp"), False)):
+        derived = derive(frames_of([record_of(Trial(strategy=strategy)) for strategy in strategies]))
         _, data, drawn = _drawn("step_split", derived)
-        assert ("For DDP it is not known: it is part of forward" in drawn.caption(data)) is some
+        assert ("For DDP it is not known: it is part of forward" in drawn.caption(data)) is unknown
 
 
 def test_links_of_different_rates_are_marked() -> None:
@@ -158,8 +159,8 @@ def test_links_of_different_rates_are_marked() -> None:
             for strategy, mbit in (("zero3", 30.0), ("zeropp", 50.0))
         ]
         figure, data, drawn = _drawn(name, derive(frames_of(records)))
-        said = [text.get_text() for ax in figure.axes for text in (*ax.texts, *ax.get_yticklabels())]
-        assert sum("†" in text for text in said) >= 2
+        texts = [text.get_text() for ax in figure.axes for text in (*ax.texts, *ax.get_yticklabels())]
+        assert sum("†" in text for text in texts) >= 2
         assert "†: the links" in drawn.caption(data)
 
 
@@ -173,12 +174,12 @@ def test_captions_say_how_peers_travel() -> None:
     assert peers_note(pd.DataFrame({"strategy": ["zero3", "single"]})) == ""
     names = ["DDP", "DDP, bf16 hook", "DeepSpeed", "DeepSpeed (compute bf16)"]
     several = pd.DataFrame({"strategy": ["ddp", "ddp-bf16", "deepspeed", "deepspeed"], "contender": names})
-    told = peers_note(several)
-    assert "DDP and DeepSpeed travel in fp32; DDP, bf16 hook and DeepSpeed travel in bf16." in told
+    note = peers_note(several)
+    assert "DDP and DeepSpeed travel in fp32; DDP, bf16 hook and DeepSpeed travel in bf16." in note
 
 
 def test_the_size_of_m_is_told_of_every_place() -> None:
-    """M is that of one gather, of each number of nodes and whatever the micro-batches of a step."""
+    """M is that of one gather, by number of nodes, whatever the micro-batches of a step."""
     trials = [
         Trial(strategy="zero3", cluster=Cluster(nodes=nodes), accumulation=accumulation)
         for nodes, accumulation in ((2, 1), (2, 2), (4, 1))
@@ -187,8 +188,8 @@ def test_the_size_of_m_is_told_of_every_place() -> None:
     _, data, drawn = _drawn("volume", derived)
     numel = derived.trials.drop_duplicates("nodes").set_index("nodes")["numel"]
     two, four = (f"{2 * numel[nodes] * (nodes - 1) / 1e6:.2f} MB" for nodes in (2, 4))
-    for told in (f"gpt-small: {two}", f"gpt-small, 2 micro-batches: {two}", f"gpt-small: {four}"):
-        assert told in drawn.caption(data)
+    for size in (f"gpt-small: {two}", f"gpt-small, 2 micro-batches: {two}", f"gpt-small: {four}"):
+        assert size in drawn.caption(data)
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=8))
@@ -202,7 +203,7 @@ def test_ticks_of_a_log_axis_are_in_view_and_few(values: list[float]) -> None:
 
 
 def test_a_row_without_a_value_has_none() -> None:
-    """A measure that nobody has is no panel, and of one that some have the others' rows are empty."""
+    """A measure without values has no panel; contenders without a value of one have empty rows."""
     rows = [
         {"contender": name, "strategy": name, "place": 0, "first": n, "cell": "c", "where": "w", "a": 1.0,
          "b": value, "c": np.nan, "id": name}
@@ -216,7 +217,7 @@ def test_a_row_without_a_value_has_none() -> None:
 
 
 def test_settings_of_the_user_change_no_figure() -> None:
-    """A matplotlibrc of one's own changes no byte: equal records give equal files."""
+    """A user's matplotlibrc changes no byte: equal records give equal files."""
 
     def drawn() -> bytes:
         buffer = io.BytesIO()
@@ -228,8 +229,8 @@ def test_settings_of_the_user_change_no_figure() -> None:
             plt.close(figure)
         return buffer.getvalue()
 
-    own = {"svg.fonttype": "none", "font.family": ["monospace"], "axes.axisbelow": False}
-    with mpl.rc_context(own | {"figure.constrained_layout.use": False}):
+    user = {"svg.fonttype": "none", "font.family": ["monospace"], "axes.axisbelow": False}
+    with mpl.rc_context(user | {"figure.constrained_layout.use": False}):
         changed = drawn()
     assert changed == drawn()
 

@@ -1,4 +1,4 @@
-"""Figures: there with their data, absent without, naming a suite."""
+"""Figures are drawn if a suite's records have their data, and only then."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ EXPECTED = {  # of committed records
 
 @pytest.mark.parametrize("suite", EXPECTED)
 def test_figures_appear_with_their_data_and_only_then(suite: str, tmp_path: Path) -> None:
-    """A suite's records give exactly its figures, with ids and words; a figure is in all its forms, which are
-    drawn with the first suite that has it.
+    """A suite's records give exactly its figures, with ids and captions; each is drawn in all forms with the
+    first suite that has it.
     """
     derived = derive(load(archive.unpack(REFERENCE / f"{suite}.tar.xz", tmp_path)))
     earlier = [EXPECTED[other] for other in list(EXPECTED)[: list(EXPECTED).index(suite)]]
@@ -70,11 +70,11 @@ def test_figures_appear_with_their_data_and_only_then(suite: str, tmp_path: Path
 @pytest.mark.long
 @pytest.mark.parametrize("suite", ["bandwidth", *nightly("quickstart")])
 def test_figures_fit_a_column_of_a_paper(suite: str, tmp_path: Path) -> None:
-    """Drawn 84 mm wide, they are: panels above one another, lines broken, legends in fewer columns."""
+    """They can be drawn 84 mm wide: panels above one another, wrapped lines, fewer columns of legends."""
     derived = derive(frames_of(records_of(suite, repeats=2)))
     for plot in all_figures.FIGURES:
-        if (found := plot.draw(derived, tmp_path, Style(84.0), ("svg",))) is not None:
-            (wide,) = re.findall(rb'<svg [^>]*?width="([0-9.]+)pt"', found.svg)
+        if (drawing := plot.draw(derived, tmp_path, Style(84.0), ("svg",))) is not None:
+            (wide,) = re.findall(rb'<svg [^>]*?width="([0-9.]+)pt"', drawing.svg)
             assert float(wide) / 72 * 25.4 == pytest.approx(84, abs=0.01), plot.name
 
 
@@ -82,26 +82,25 @@ def test_one_process_alone_draws_no_comparison(tmp_path: Path) -> None:
     """A single trial on one node has a step to split, and neither link nor speed-up nor volume."""
     alone = Trial(strategy="zero3", cluster=Cluster(nodes=1, ranks_per_node=1))
     derived = derive(frames_of([record_of(alone)]))
-    found = {plot.name for plot in all_figures.FIGURES if plot.draw(derived, tmp_path, Style())}
-    assert found == {"step_split"}
+    drawn = {plot.name for plot in all_figures.FIGURES if plot.draw(derived, tmp_path, Style())}
+    assert drawn == {"step_split"}
 
 
 def test_names_with_dollars_and_foreign_letters_are_drawn(tmp_path: Path) -> None:
-    """Model names that TeX, XML or the font could choke on do not stop a figure."""
+    """Model names that TeX, XML or the font cannot take do not stop a figure."""
     names = ("a$^{:b", "<script>:&'\"", "模型:\x07" + "long " * 40)
     trials = [Trial(strategy=s, model=Model(name=n)) for n in names for s in ("zero3", "hpz", "zeropp")]
     derived = derive(frames_of([record_of(trial) for trial in trials]))
-    found = {plot.name for plot in all_figures.FIGURES if plot.draw(derived, tmp_path, Style(), ("svg",))}
-    assert {"speedup", "share", "step_split", "volume", "memory"} <= found
+    drawn = {plot.name for plot in all_figures.FIGURES if plot.draw(derived, tmp_path, Style(), ("svg",))}
+    assert {"speedup", "share", "step_split", "volume", "memory"} <= drawn
 
 
 def test_each_policy_has_its_own_colour_and_marker() -> None:
-    """No two strategies share a colour; markers are filled, and shared by one library's settings, a host and
-    its guests, and by stages, groups and what others published with combinations of techniques or peers,
-    which no suite runs beside them.
+    """No two strategies share a colour.  Markers are filled; one library's settings share one, and so do a host
+    and its guests; stages, groups and successors share theirs with strategies that no suite runs beside them.
     """
-    markers = {name: one.marker for name, one in STRATEGIES.items()}
-    assert len({one.colour for one in STRATEGIES.values()}) == len(STRATEGIES)
+    markers = {name: look.marker for name, look in STRATEGIES.items()}
+    assert len({look.colour for look in STRATEGIES.values()}) == len(STRATEGIES)
     shared = {name: markers[name] for name in ("zero0", "zero1", "zero2", "mics")}
     assert len({*shared.values(), markers["zero3"]}) == len(shared) + 1
     assert set(markers.values()) <= set(MarkerStyle.filled_markers)

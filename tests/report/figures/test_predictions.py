@@ -1,4 +1,4 @@
-"""How well steps were predicted: errors by cell and trial, order and regret, against numbers made up."""
+"""Scores of predicted steps: errors by cell and trial, order and regret, for made-up predictions."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from tests.report.records import changed, records_of
 
 
 def _derived(factor: dict[str, float]) -> Derived:
-    """Records whose steps were predicted to take ``factor`` by strategy of what they took."""
-    records = [one for one in records_of("quickstart", repeats=2) if one.trial["strategy"] in factor]
-    took = derive(frames_of(records)).trials.set_index("id")["step_seconds"]
+    """Records whose predicted steps are ``factor`` by strategy times the real ones."""
+    records = [record for record in records_of("quickstart", repeats=2) if record.trial["strategy"] in factor]
+    seconds = derive(frames_of(records)).trials.set_index("id")["step_seconds"]
 
-    def foreseen(one: Record) -> Foreseen:
-        parts = {"compute": took[one.id], "wire": took[one.id], "spread": 0.0}
-        seconds = took[one.id] * factor[one.trial["strategy"]]
-        return Foreseen(machine="m", calibrated=True, seconds=seconds, **parts)
+    def foreseen(record: Record) -> Foreseen:
+        parts = {"compute": seconds[record.id], "wire": seconds[record.id], "spread": 0.0}
+        total = seconds[record.id] * factor[record.trial["strategy"]]
+        return Foreseen(machine="m", calibrated=True, seconds=total, **parts)
 
-    return derive(frames_of([changed(one, foreseen=foreseen(one)) for one in records]))
+    return derive(frames_of([changed(record, foreseen=foreseen(record)) for record in records]))
 
 
 def test_errors_are_those_that_were_made_up() -> None:
     """Predictions 10 % short, and twice too long without overlap; the order is right throughout."""
     rows = measured_over(_derived({"zero3": 0.9, "zeropp": 0.9, "qwz": 0.9}))
-    found = score(rows)
-    assert (found["median"], found["ninth"]) == pytest.approx((0.1, 0.1))
-    assert found["trial_median"] == pytest.approx(0.1)
-    assert found["naive_median"] == pytest.approx(1.0)
-    assert (found["cells"], found["ordered"], found["regret"]) == (3, 1.0, 0.0)
+    scores = score(rows)
+    assert (scores["median"], scores["ninth"]) == pytest.approx((0.1, 0.1))
+    assert scores["trial_median"] == pytest.approx(0.1)
+    assert scores["naive_median"] == pytest.approx(1.0)
+    assert (scores["cells"], scores["ordered"], scores["regret"]) == (3, 1.0, 0.0)
     assert rows["over_constant"].median() == pytest.approx(1.0)
     assert "90th percentile" in score_in_words(rows)
 
 
 def test_a_wrong_order_is_counted_and_has_its_price() -> None:
-    """Where the slowest is predicted to be the fastest, the regret is what it takes longer."""
+    """If the slowest is predicted to be the fastest, the regret is its excess."""
     derived = _derived({"zero3": 0.01, "zeropp": 1.0})
     rows = measured_over(derived)
-    took = rows.groupby("strategy")["step_seconds"].median()
-    found = score(rows)
-    assert found["ordered"] == 0.0
-    assert found["regret"] == pytest.approx(took["zero3"] / took["zeropp"] - 1)
+    seconds = rows.groupby("strategy")["step_seconds"].median()
+    scores = score(rows)
+    assert scores["ordered"] == 0.0
+    assert scores["regret"] == pytest.approx(seconds["zero3"] / seconds["zeropp"] - 1)
     assert PREDICTED.caption(rows)

@@ -33,27 +33,28 @@ def traced(pool: str = POOL, trial: Trial = TRIAL) -> Trace:
 
 
 def test_the_figure_shows_the_first_ranks_lanes() -> None:
-    """Bars as long as its spans, and in words what was under way, what of it hid, and the slowest step."""
+    """Bars are as long as spans; the caption has the seconds under way, the hidden share, and the step."""
     derived = derive(frames_of([record_of(TRIAL)], [traced()]))
     data = PLOT.table(derived)
     assert set(data["rank"]) == {0}
     (ax,) = PLOT.mark.draw(data, Style()).axes
-    bars = [path.get_extents() for one in ax.collections for path in one.get_paths()]
+    bars = [path.get_extents() for collection in ax.collections for path in collection.get_paths()]
     assert [(round(bar.x0), round(bar.x1)) for bar in bars] == [(0, 2000), (1000, 3000), (2000, 3000)]
     assert "2 s under way, 50% of it hidden, in a step of 7 s" in PLOT.caption(data)
 
 
 @pytest.mark.parametrize("other", [traced("another pool"), traced(trial=Trial(strategy="zeropp", seed=7))])
 def test_what_is_not_of_these_records_is_not_drawn_and_said(other: Trace) -> None:
-    """Of another machine or code, or of a trial that is not there."""
+    """A trace of another machine or code, or of an unknown trial, gives a warning."""
     derived = derive(frames_of([record_of(TRIAL)], [other]))
     assert PLOT.table(derived).empty
-    assert any("Not drawn: 1 trace" in said for said in caveats.warnings(derived))
-    assert not any("Not drawn" in said for said in caveats.warnings(derive(frames_of([record_of(TRIAL)]))))
+    assert any("Not drawn: 1 trace" in warning for warning in caveats.warnings(derived))
+    without = caveats.warnings(derive(frames_of([record_of(TRIAL)])))
+    assert not any("Not drawn" in warning for warning in without)
 
 
 def test_the_picture_has_a_panel_for_each_rank(tmp_path: Path) -> None:
-    """Beside the trace, which is read as it was written, as SVG, with the bars of every rank."""
+    """An SVG with the bars of every rank stands beside the trace, which is read as it was written."""
     path = path_of(tmp_path, TRIAL.id)
     path.parent.mkdir()
     path.write_text(traced().model_dump_json())
@@ -64,7 +65,7 @@ def test_the_picture_has_a_panel_for_each_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         ("{", "is no trace of a step"),
         ('{"traceEvents": []}', "otherData: Field required"),
@@ -73,10 +74,10 @@ def test_the_picture_has_a_panel_for_each_rank(tmp_path: Path) -> None:
          f"lane 'idling'; expected one of {COMPUTE}"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: str, words: str) -> None:
-    """By its name: none, cut off, renamed, or with a lane that is none."""
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    """The message names a file that is cut off, empty, renamed, or has an unknown lane."""
     path = path_of(tmp_path, "0" * 12)
     path.parent.mkdir()
     path.write_text(content)
-    with pytest.raises(RecordError, match=f"{path.name}.*{words}"):
+    with pytest.raises(RecordError, match=f"{path.name}.*{message}"):
         read_traces(tmp_path)
