@@ -96,7 +96,7 @@ def test_names_with_dollars_and_foreign_letters_are_drawn(tmp_path: Path) -> Non
 
 
 def test_each_policy_has_its_own_colour_and_marker() -> None:
-    """No two strategies share a colour.  Markers are filled; one library's settings share one, and so do a host
+    """No two strategies share a colour.  Markers are filled; one library's settings share one, so do a host
     and its guests; stages, groups and successors share theirs with strategies no suite runs beside them.
     """
     markers = {name: look.marker for name, look in STRATEGIES.items()}
