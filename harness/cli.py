@@ -149,6 +149,7 @@ def calibrate(
     """Measure what this machine achieves, in two minutes, for predictions of steps."""
     if not file.absolute().parent.is_dir():
         raise Refusal(f"{file}: there is no folder {file.absolute().parent}")
+    feasibility.check_writable(file.absolute().parent, f"{file}: its folder")
 
     from harness.bench import calibration
 

@@ -131,7 +131,8 @@ def test_unknown_id(folder: Path, capsys: pytest.CaptureFixture[str], command: s
 
 
 def test_results_not_writable(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A results folder that cannot be written is refused before anything runs."""
+    """A folder that cannot be written is refused before anything runs, or is measured for two minutes."""
+    assert "m.toml: its folder not writable" in refused(folder, capsys, "calibrate", "/proc/m.toml")
     (folder / "file").write_text("")
     for results in ("file/results", "/proc/none"):
         error = refused(folder, capsys, "run", suite(folder), "--results", results)
