@@ -41,17 +41,17 @@ def run(
 
 
 def equal(topology: Topology, net: nn.Module, policy: Policy, passes: list[str], width: int = 16) -> None:
-    """Assert that offloading changes nothing but where bytes lie, and that what it copies was foreseen."""
-    plain, moved = (
-        on_threads(topology, run, net, each, passes, width)
-        for each in (replace(policy, offload=Offload()), policy)
+    """Assert that offloading changes only where bytes lie, and that its copies were predicted."""
+    plain, offloaded = (
+        on_threads(topology, run, net, run_policy, passes, width)
+        for run_policy in (replace(policy, offload=Offload()), policy)
     )
-    for rank, ((one, none, state), (other, copied, same)) in enumerate(zip(plain, moved, strict=True)):
-        assert repr(one.seen) == repr(other.seen), rank  # numbers, to the bit; some are NaN
+    for rank, ((before, none, state), (after, copied, same)) in enumerate(zip(plain, offloaded, strict=True)):
+        assert repr(before.seen) == repr(after.seen), rank  # numbers, to the bit; some are NaN
         torch.testing.assert_close(same, state, rtol=0, atol=0, equal_nan=True)
         assert none == {}
-        assert copied == other.predicted().copied
-        assert one.zero.wire.ledger.rows() == other.zero.wire.ledger.rows()
+        assert copied == after.predicted().copied
+        assert before.zero.wire.ledger.rows() == after.zero.wire.ledger.rows()
 
 
 def frozen_parts(net: nn.Module) -> nn.Module:
@@ -151,7 +151,7 @@ def test_a_gpu_trains_to_the_same_bits_with_offload(name: str, offload: Offload)
     try:
         mesh = Mesh.create(Topology(1, 1), torch.device("cuda", 0))
         plain, moved = (
-            _on_gpu(mesh, preset(name, memory=ROOMY, offload=each)) for each in (Offload(), offload)
+            _on_gpu(mesh, preset(name, memory=ROOMY, offload=share)) for share in (Offload(), offload)
         )
         assert plain[0] == moved[0]
         assert all(torch.equal(value, moved[1][key]) for key, value in plain[1].items())
@@ -200,8 +200,8 @@ def test_a_reserve_never_holds_more_than_was_in_use_at_once(order: list[int], la
             assert taken[-1].shape == (size,)
         elif taken:
             reserve.give_back(taken.pop(0))
-        assert all(bool((one == one[0]).all()) for one in taken)
-        assert len({float(one[0]) for one in taken}) == len(taken)
+        assert all(bool((buffer == buffer[0]).all()) for buffer in taken)
+        assert len({float(buffer[0]) for buffer in taken}) == len(taken)
         most = max(most, sum(map(Tensor.numel, taken)))
         assert 4 * sum(map(Tensor.numel, taken)) <= meter.now.get("gathered", 0) <= 4 * most
     assert meter.peak.get("gathered", 0) == 4 * most

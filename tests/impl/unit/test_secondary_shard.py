@@ -31,7 +31,7 @@ def _phases(mesh: Mesh, policy: Policy) -> list[int]:
 def test_hpz_inside_a_node_sends_nothing_between_nodes_in_backward(secondary: Any) -> None:
     """With a group inside a node, backward gathers cross no node border, and forward ones once a step."""
     topology, exact = Topology(2, 4), replace(EXACT, memory=replace(EXACT.memory, max_reuse=0))
-    kept, plain = (on_threads(topology, _phases, replace(exact, secondary=each)) for each in (secondary, 0))
+    kept, plain = (on_threads(topology, _phases, replace(exact, secondary=ranks)) for ranks in (secondary, 0))
     for (forward, backward), (gathered, again) in zip(kept, plain, strict=True):
         assert backward == 0
         assert forward * 2 == gathered == again > 0
@@ -52,7 +52,7 @@ def test_hpz_inside_a_node_sends_nothing_between_nodes_in_backward(secondary: An
 def test_a_copy_in_16_bits_is_the_decoded_frames_cast(
     mesh: Mesh, weights: str, kept: Any, secondary: Any, offload: float
 ) -> None:
-    """What backward computes with is, bit for bit, what forward did, cast to 16 bits, whatever the codec."""
+    """Backward computes with forward's weights cast to 16 bits, bit for bit, in any codec."""
     policy = replace(
         EXACT, weights=parse(weights), secondary=secondary, secondary_format=kept,
         offload=Offload(optimizer=offload, weights=offload),
@@ -67,8 +67,8 @@ def test_a_copy_in_16_bits_is_the_decoded_frames_cast(
             unit.reshard()
         first, *again = seen
         assert first
-        for each in again:
-            for later, value in zip(each, first, strict=True):
+        for weights_again in again:
+            for later, value in zip(weights_again, first, strict=True):
                 assert torch.equal(later, value.to(DTYPES[kept]).to(value.dtype))
 
 

@@ -73,10 +73,10 @@ def test_streams_change_nothing_and_race_nowhere(
     topology, policy = Topology(nodes, 2), POLICIES[name]
     wanted = on_threads(topology, trained, policy, False, backend="nccl_rules", seconds=20)
     on_streams(monkeypatch)
-    found = on_threads(topology, trained, policy, True, backend="nccl_rules", seconds=20)
-    for one, other in zip(found, wanted, strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[key], other[key]) for key in one)
+    states = on_threads(topology, trained, policy, True, backend="nccl_rules", seconds=20)
+    for state, expected in zip(states, wanted, strict=True):
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[key], expected[key]) for key in state)
 
 
 def test_hops_are_posted_when_a_gather_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,14 +95,14 @@ def test_hops_are_posted_when_a_gather_starts(monkeypatch: pytest.MonkeyPatch) -
         with Detector():
             net = model()
             shard(net, mesh=mesh, policy=POLICIES["zeropp"])
-            said = log.setdefault(str(mesh.rank), [])
-            said.clear()
+            lines = log.setdefault(str(mesh.rank), [])
+            lines.clear()
             seen: list[int] = []
             for module in net.modules():
                 if type(module).__name__ == "Block":
-                    module.register_forward_pre_hook(lambda *_: seen.append(len(said)))
+                    module.register_forward_pre_hook(lambda *_: seen.append(len(lines)))
             net(batch(0, mesh.rank))
-            return [*said[: seen[0]], f"{seen}"]
+            return [*lines[: seen[0]], f"{seen}"]
 
     first, *others = on_threads(Topology(2, 2), forward, backend="nccl_rules", seconds=20)
     assert all(other == first for other in others)

@@ -58,7 +58,7 @@ def sent(history: History) -> int:
 def test_replicas_are_equal_to_the_bit_after_any_history(
     kinds: list[str], differences: str, kept: Any, refresh: int, where: tuple[Topology, Any]
 ) -> None:
-    """Whatever happened, all ranks gather the same bits, and sent between nodes what was foreseen."""
+    """In any run all ranks gather the same bits, and send the predicted bytes between nodes."""
     topology, secondary = where
     policy = replace(
         SDP4BIT, differences=parse(differences), secondary=secondary, secondary_format=kept, refresh=refresh
@@ -69,9 +69,9 @@ def test_replicas_are_equal_to_the_bit_after_any_history(
         assert all(map(torch.equal, first[0], values))
 
 
-def _between(mesh: Mesh, what: tuple[str, ...]) -> list[Tensor]:
+def _between(mesh: Mesh, kinds: tuple[str, ...]) -> list[Tensor]:
     history = history_of(mesh, NET, SDP4BIT, ("train", "train"))
-    for kind in what:
+    for kind in kinds:
         if kind == "anew":  # as the harness does after a validation
             history.zero.forget_gathered()
         else:
@@ -82,16 +82,16 @@ def _between(mesh: Mesh, what: tuple[str, ...]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "what",
+    "kinds",
     [
         ("rehearse",), ("evaluate", "anew"), ("evaluate", "rehearse"), ("evaluate", "anew", "rehearse"),
         ("save",), ("evaluate", "save"), ("evaluate", "save", "rehearse"), ("save", "evaluate", "save"),
     ],
 )  # fmt: skip
-def test_what_trains_nothing_leaves_no_trace_in_copies(what: tuple[str, ...]) -> None:
+def test_what_trains_nothing_leaves_no_trace_in_copies(kinds: tuple[str, ...]) -> None:
     """A run whose weights were evaluated and gathered anew, or saved and loaded, goes on as one without."""
-    with_one, without = (on_threads(Topology(2, 2), _between, one)[0] for one in (what, ()))
-    assert all(map(torch.equal, with_one, without))
+    after, without = (on_threads(Topology(2, 2), _between, between)[0] for between in (kinds, ()))
+    assert all(map(torch.equal, after, without))
 
 
 def _interrupted(mesh: Mesh) -> list[Tensor]:
@@ -129,18 +129,18 @@ def test_the_drift_of_a_copy_is_bounded_by_one_encoding(mesh: Mesh, differences:
     checked = 0
     for number in range(6):
         history.act("train", number)
-        before = [_own(unit) for unit in history.zero.units]
+        before = [_copy_of_shard(unit) for unit in history.zero.units]
         masters = [unit.master_shard.master.clone() for unit in history.zero.units]
         gathered(history.zero)
         for unit, old, master in zip(history.zero.units, before, masters, strict=True):
             if (codec := unit.policy.differences) is not None:
-                found, bound = (_own(unit) - master).abs(), _bound(codec, master - old, old)
-                assert bool((found <= bound).all()), float((found - bound).max())
+                drift, bound = (_copy_of_shard(unit) - master).abs(), _bound(codec, master - old, old)
+                assert bool((drift <= bound).all()), float((drift - bound).max())
                 checked += 1
     assert checked
 
 
-def _own(unit: Unit) -> Tensor:
+def _copy_of_shard(unit: Unit) -> Tensor:
     return unit.weight_gather.secondary.copy_of_shard().float()
 
 
@@ -155,11 +155,11 @@ def _bound(codec: Any, difference: Tensor, copied: Tensor) -> Tensor:
 
 def _crossing(mesh: Mesh, policy: Policy) -> list[int]:
     history = History(mesh, NET, policy)
-    found = [0]
+    totals = [0]
     for number in range(5):
         history.act("train", number)
-        found.append(sent(history))
-    return [after - before for before, after in itertools.pairwise(found)]
+        totals.append(sent(history))
+    return [after - before for before, after in itertools.pairwise(totals)]
 
 
 def test_a_refresh_is_on_the_ledger() -> None:
@@ -191,6 +191,6 @@ def test_weights_travel_in_a_codec_for_each_hop(mesh: Mesh, between: str, inside
             unit.all_gather(phase)
             for member, slot in zip(unit.members, unit.geometry.slots, strict=True):
                 start, stop = unit.geometry.part(slot, mesh.rank)
-                mine = part_of(member.parameter, unit.geometry, slot, mesh.rank)
-                assert torch.equal(mine, shards[start:stop])
+                part = part_of(member.parameter, unit.geometry, slot, mesh.rank)
+                assert torch.equal(part, shards[start:stop])
             unit.reshard()
