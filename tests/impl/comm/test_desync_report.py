@@ -37,7 +37,7 @@ def _rank(rank: int, world: int, folder: str, body: Callable[[Mesh, Any], str], 
 
 
 def _survivors(folder: Path, world: int, body: Callable[[Mesh, Any], str], argument: Any) -> dict[int, str]:
-    """What ranks returned, by rank; it may be that others died, sleep or were stopped: they are killed."""
+    """The ranks' texts; ranks that died, sleep or were stopped have none, and are killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "impl.zero"])
     ranks = [
@@ -46,17 +46,17 @@ def _survivors(folder: Path, world: int, body: Callable[[Mesh, Any], str], argum
     ]
     for process in ranks:
         process.start()
-    found: dict[int, str] = {}
+    texts: dict[int, str] = {}
     try:
         deadline = time.monotonic() + 120
-        while 0 not in found and time.monotonic() < deadline:
+        while 0 not in texts and time.monotonic() < deadline:
             time.sleep(0.1)
-            found = {int(path.stem): path.read_text(encoding="utf-8") for path in folder.glob("*.txt")}
+            texts = {int(path.stem): path.read_text(encoding="utf-8") for path in folder.glob("*.txt")}
     finally:
         for process in ranks:
             process.kill()
             process.join()
-    return found
+    return texts
 
 
 def _exchange(wire: Wire, unit: str) -> None:

@@ -139,8 +139,8 @@ def test_state_that_does_not_fit_is_refused_whole(mesh: Mesh, policy: Policy, pa
         _loss(zero, 0, mesh.rank)
     before = zero.communication_state()
     *_, last = (name for name in before if f"/{part}" in name)
-    given = {name: value + 1 for name, value in before.items()} | {last: before[last][..., 1:]}
+    misfit = {name: value + 1 for name, value in before.items()} | {last: before[last][..., 1:]}
     with pytest.raises(ZeroError, match=r"^state of unit '"):
-        zero.load_communication_state(given)
+        zero.load_communication_state(misfit)
     after = zero.communication_state()
     assert all(torch.equal(before[name], after[name]) for name in before)

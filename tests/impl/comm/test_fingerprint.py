@@ -39,28 +39,28 @@ def _collective_log(opened: list[Fields]) -> CollectiveLog:
 
 
 @given(st.lists(_fields(), max_size=30), st.lists(_fields(), max_size=30))
-def test_fingerprints_are_equal_exactly_where_the_orders_are(one: list[Fields], other: list[Fields]) -> None:
+def test_fingerprints_are_equal_exactly_where_the_orders_are(left: list[Fields], right: list[Fields]) -> None:
     """Two ranks send the same fingerprint if, and only if, they opened the same exchanges in one order."""
-    first, second = _collective_log(one), _collective_log(other)
-    assert ((first.count, first.fingerprint) == (second.count, second.fingerprint)) == (one == other)
+    first, second = _collective_log(left), _collective_log(right)
+    assert ((first.count, first.fingerprint) == (second.count, second.fingerprint)) == (left == right)
 
 
 @given(st.lists(_fields(), max_size=20), st.lists(st.lists(_fields(), max_size=20), min_size=2, max_size=4))
 def test_the_first_exchange_that_differs_is_found(common: list[Fields], rests: list[list[Fields]]) -> None:
     """Ranks part at the first number at which two of them opened something else; one may be behind."""
     orders = [common + rest for rest in rests]
-    found = parting({rank: _collective_log(order).steps for rank, order in enumerate(orders)})
+    sentence = parting({rank: _collective_log(order).steps for rank, order in enumerate(orders)})
     longest = max(len(order) for order in orders)
     expected = next((n for n in range(longest) if len({o[n] for o in orders if n < len(o)}) > 1), None)
     if expected is None:
-        assert found is None
+        assert sentence is None
     else:
-        first, _, sides = found.partition(": ")
+        first, _, sides = sentence.partition(": ")
         assert first == f"the ranks part at exchange {expected + 1}"
         opened = {rank: order[expected] for rank, order in enumerate(orders) if expected < len(order)}
-        alike = {one: [rank for rank, other in opened.items() if other == one] for one in opened.values()}
-        told = [f"{ranks_in_words(ranks)} opened {described(fields)}" for fields, ranks in alike.items()]
-        assert sides == "; ".join(told)
+        alike = {fields: [rank for rank in opened if opened[rank] == fields] for fields in opened.values()}
+        texts = [f"{ranks_in_words(ranks)} opened {described(fields)}" for fields, ranks in alike.items()]
+        assert sides == "; ".join(texts)
 
 
 Plan = list[tuple[str, int, int, str]]  # kind, which axis, bytes, unit
@@ -83,8 +83,8 @@ def test_thread_ranks_that_differ_are_told_apart_by_their_fingerprints(mesh: Mes
     _play(wire, [("all_gather", 0, 16, unit) for unit in ("embed", f"blocks.{mesh.rank}")])
     with pytest.raises(WireError) as caught:
         wire.check_order()
-    text, said = str(caught.value), "found that the ranks' exchanges differ: rank 0 opened 2 ("
-    assert text.startswith(f"rank {mesh.rank} {said}")
+    text, start = str(caught.value), "found that the ranks' exchanges differ: rank 0 opened 2 ("
+    assert text.startswith(f"rank {mesh.rank} {start}")
     assert "rank 1 opened 2 (" in text
 
 
@@ -119,9 +119,9 @@ def test_the_first_differing_exchange_is_named_whatever_the_transport() -> None:
         for rank, (mark, text) in enumerate(on_processes(Topology(2, 2), _parted, transport)):
             marks.add(mark)
             first, second = text.splitlines()[:2]
-            found = "found that the ranks' exchanges differ: it is in exchange 6"
+            differ = "found that the ranks' exchanges differ: it is in exchange 6"
             waited = f"could not finish exchange {6 if rank >= 2 else 8}"
-            assert first.startswith(f"rank {rank} {found if transport == 'shm' and rank >= 2 else waited}")
+            assert first.startswith(f"rank {rank} {differ if transport == 'shm' and rank >= 2 else waited}")
             gather = "all_gather of 16 B along local (2 ranks) for forward weights"
             assert second == (
                 f"the ranks part at exchange 6: ranks 0, 1 and 3 opened {gather} blocks.0; "

@@ -24,8 +24,8 @@ from tests.support.strategies import policies, topologies
 from tests.support.training import batch, model
 
 
-class Told(Observer):
-    """Keeps the means that one rank is told, by unit."""
+class Means(Observer):
+    """Keeps the means observed on one rank, by unit."""
 
     def __init__(self) -> None:
         self.means: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
@@ -35,8 +35,8 @@ class Told(Observer):
 
 
 def _trained(mesh: Mesh, policy: Policy, *, rehearsed: bool) -> tuple[Any, ...]:
-    """Two steps of two micro-batches, with a rehearsal before each: what came of them, and what was told."""
-    net, wire, told = model(), Wire(mesh), Told()
+    """Two steps of two micro-batches, with a rehearsal before each: their outcome, and the observed means."""
+    net, wire, seen = model(), Wire(mesh), Means()
     zero = shard(net, mesh=mesh, policy=policy, wire=wire)
     optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
     losses = []
@@ -51,20 +51,20 @@ def _trained(mesh: Mesh, policy: Policy, *, rehearsed: bool) -> tuple[Any, ...]:
 
     for step in range(2):
         if rehearsed:
-            told = Told()
-            with wire.observed(told), zero.rehearsing():
+            seen = Means()
+            with wire.observed(seen), zero.rehearsing():
                 passes(step)
             del losses[-2:]
             assert all(master.grad is None for master in zero.masters)
         else:
-            zero.forget_gathered()  # what was kept of frozen units is gathered anew after a rehearsal too
+            zero.forget_gathered()  # frozen units are gathered anew after a rehearsal too
         passes(step)
         means = {unit.geometry.name: unit.master_shard.mean_gradient() for unit in zero.units}
         kept = {name: mean.clone() for name, mean in means.items() if mean is not None}
         optimizer.step()
         optimizer.zero_grad()
     masters = [master.detach().clone() for master in zero.masters]
-    return losses, masters, wire.ledger.rows(), zero.memory(), told, kept, [u.geometry for u in zero.units]
+    return losses, masters, wire.ledger.rows(), zero.memory(), seen, kept, [u.geometry for u in zero.units]
 
 
 def _both(mesh: Mesh, policy: Policy) -> Sequence[tuple[Any, ...]]:
@@ -75,25 +75,25 @@ def _both(mesh: Mesh, policy: Policy) -> Sequence[tuple[Any, ...]]:
 @settings(deadline=None, max_examples=20)
 @given(st.data())
 def test_a_rehearsal_leaves_no_trace_and_tells_what_the_step_will_do(data: st.DataObject) -> None:
-    """Under any policy losses, masters, the ledger and memory held are equal to the bit with a rehearsal
-    before each step, which was told the very means that the step's masters got, each element on one rank.
+    """Under any policy losses, masters, ledger and memory are equal to the bit with a rehearsal before each
+    step, which observes the means of the step's masters, each element on one rank.
     """
     topology: Topology = data.draw(topologies(4))
     policy = data.draw(policies(topology))
     results = on_threads(topology, _both, policy)
     for plain, rehearsed in results:
         assert plain[0] == rehearsed[0]
-        assert all(torch.equal(one, other) for one, other in zip(plain[1], rehearsed[1], strict=True))
+        assert all(map(torch.equal, plain[1], rehearsed[1]))
         assert plain[2] == rehearsed[2]
         assert plain[3] == rehearsed[3]
     for unit in results[0][1][6]:
         if not unit.trainable:
             continue
         tiles = []
-        for rank, (_, (*_, told, kept, _)) in enumerate(results):
-            starts = {start for start, _ in told.means[unit.name]}
+        for rank, (_, (*_, seen, kept, _)) in enumerate(results):
+            starts = {start for start, _ in seen.means[unit.name]}
             assert len(starts) == 1
-            (start,), mean = starts, sum(mean for _, mean in told.means[unit.name])
+            (start,), mean = starts, sum(mean for _, mean in seen.means[unit.name])
             low, _ = unit.bounds(rank)
             assert torch.equal(mean, kept[unit.name][start - low : start - low + mean.numel()])
             tiles.append((start, mean))

@@ -41,9 +41,9 @@ class Stream:
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     """The device's."""
-    one = Stream()
-    monkeypatch.setattr(torch.cuda, "Event", one.event)
-    return one
+    device_stream = Stream()
+    monkeypatch.setattr(torch.cuda, "Event", device_stream.event)
+    return device_stream
 
 
 @pytest.fixture

@@ -47,17 +47,17 @@ def test_every_policy_trains_as_over_the_backend(topology: Topology, transport: 
     """Every preset and algorithm, through host memory or by NCCL's rules: ledgers and losses of all ranks are
     the same to the bit.
     """
-    found = on_threads(topology, _all_policies, transport, (), backend=backend)
-    assert found == on_threads(topology, _all_policies, "backend", ())
+    runs = on_threads(topology, _all_policies, transport, (), backend=backend)
+    assert runs == on_threads(topology, _all_policies, "backend", ())
 
 
 def test_over_gloo_too() -> None:
     """Between processes, point to point."""
     names = ("zero3-flat", "zeropp", "ring", "two_hop in 4 chunks", "loco", "offloaded")
-    found, wanted = (
+    staged, backend = (
         on_processes(Topology(2, 2), _all_policies, transport, names) for transport in ("staged", "backend")
     )
-    assert found == wanted
+    assert staged == backend
 
 
 @each_rank(2, 2, processes=True)
@@ -66,7 +66,7 @@ def test_the_record_says_so(mesh: Mesh) -> None:
     wire = Wire(mesh, transport="staged")
     shard(model(), mesh=mesh, policy=preset("exact", memory=record.policies()["exact"].memory), wire=wire)
     wire.check_order()
-    assert all(words.endswith("through host memory") for words in wire.describe().values())
+    assert all(carriers.endswith("through host memory") for carriers in wire.describe().values())
 
 
 def _trained(mesh: Mesh, net: nn.Module, policy: Policy, transport: Any, width: int) -> Any:
@@ -83,14 +83,13 @@ def _trained(mesh: Mesh, net: nn.Module, policy: Policy, transport: Any, width: 
     st.sampled_from([(model(), 16), (model(tied=True), 16), (model(recompute=True), 16), (model(Odd), 7)]),
 )
 def test_training_is_the_same_to_the_bit_and_the_byte(
-    data: st.DataObject, topology: Topology, what: tuple[nn.Module, int]
+    data: st.DataObject, topology: Topology, case: tuple[nn.Module, int]
 ) -> None:
     """Losses, state and ledger over shared memory are those over the backend."""
-    (net, width), policy = what, data.draw(policies(topology))
+    (net, width), policy = case, data.draw(policies(topology))
     if data.draw(st.booleans()):
         policy = replace(policy.without_secondary(), stage=3, weights=FP32)
     backend, shared = (on_threads(topology, _trained, net, policy, way, width) for way in ("backend", "shm"))
-    for ours, theirs in zip(shared, backend, strict=True):
-        assert ours[0] == theirs[0]
-        assert all(torch.equal(value, theirs[1][name]) for name, value in ours[1].items())
-        assert ours[2] == theirs[2]
+    for (losses, state, ledger), expected in zip(shared, backend, strict=True):
+        assert (losses, ledger) == (expected[0], expected[2])
+        assert all(torch.equal(value, expected[1][name]) for name, value in state.items())
