@@ -157,8 +157,8 @@ def test_misuse_is_a_clear_error(mesh: Mesh) -> None:
 def test_an_exception_inside_writes_nothing_back(mesh: Mesh) -> None:
     """The exception comes through, and the weights are what they were."""
     net, zero = made(mesh, EXACT)
-    mine = pytest.raises(KeyError, match="mine")
-    with mine, torch.no_grad(), GatheredParameters(weight(net), modifier_rank=0):
+    raised = pytest.raises(KeyError, match="mine")
+    with raised, torch.no_grad(), GatheredParameters(weight(net), modifier_rank=0):
         weight(net).zero_()
         raise KeyError("mine")
     assert torch.equal(zero.full_state_dict()[NAME], VALUES[NAME])
@@ -205,12 +205,12 @@ def test_what_writes_weights_is_refused_while_parameters_are_seen_whole(mesh: Me
     net(batch(0, mesh.rank)).backward()
     whole = zero.full_state_dict()
     with GatheredParameters(weight(net)):
-        for what, write in {
+        for call, write in {
             r"optimizer\.step\(\)": optimizer.step,
             r"load_full_state_dict\(\)": lambda: zero.load_full_state_dict(whole),
             r"access.Weights": lambda: Weights(zero, NAME).set_full(whole[NAME]),
         }.items():
-            with pytest.raises(ZeroError, match=f"{what} under GatheredParameters of '{NAME}'"):
+            with pytest.raises(ZeroError, match=f"{call} under GatheredParameters of '{NAME}'"):
                 write()
     optimizer.step()
 

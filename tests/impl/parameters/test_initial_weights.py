@@ -22,48 +22,47 @@ from tests.support.strategies import EXACT
 @given(st.data(), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), st.integers(2, 5))
 def test_a_single_value_that_differs_is_found(data: st.DataObject, dtype: torch.dtype, ranks: int) -> None:
     """One element on one rank makes a difference, named with the rank; whatever the layout, no other does."""
-    told = []
+    numbers = []
     odd = data.draw(st.integers(0, ranks))  # ranks: none
     for rank in range(ranks):
         values = torch.arange(12, dtype=dtype).view(3, 4)
         values = values.t().contiguous().t() if data.draw(st.booleans()) else values
         if rank == odd:
             values[1, 2] += 1
-        told.append(sums({"same": torch.ones(3), "w": values, "empty": torch.empty(0, 3)}))
-    found = difference(told)
+        numbers.append(sums({"same": torch.ones(3), "w": values, "empty": torch.empty(0, 3)}))
+    sentence = difference(numbers)
     if odd == ranks:
-        assert found is None
+        assert sentence is None
     else:
-        assert "'w'" in found
-        others = f"rank {odd} " if odd else "rank"
-        assert others in found
+        assert "'w'" in sentence
+        assert (f"rank {odd} " if odd else "rank") in sentence
 
 
 def test_other_parameters_are_told() -> None:
     """A rank that has one more, or one less, is named."""
-    one = sums({"w": torch.ones(3)})
-    for other in ({}, {**one, "b": 0}):
-        assert "rank 1 " in difference([one, other])
+    first = sums({"w": torch.ones(3)})
+    for other in ({}, {**first, "b": 0}):
+        assert "rank 1 " in difference([first, other])
 
 
 def _seeded(mesh: Mesh, cut: bool) -> list[str]:
-    said = []
+    errors = []
     for seed in (0, mesh.rank):
         torch.manual_seed(seed)
         try:
             with Init(mesh=mesh, policy=EXACT) if cut else contextlib.nullcontext():
                 net = Net()
             shard(net, mesh=mesh, policy=EXACT).full_state_dict()
-            said.append("")
+            errors.append("")
         except ZeroError as error:
-            said.append(str(error))
-    return said
+            errors.append(str(error))
+    return errors
 
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_ranks_that_drew_other_weights_are_refused(cut: bool) -> None:
-    """A model that each rank drew for itself is refused on all ranks, naming a parameter and who differs; of
-    ranks seeded alike neither whole models nor ones that were cut while they were made are.
+    """A model that each rank drew by itself is refused on all ranks, naming a parameter and the odd rank;
+    models of equal seeds are not, whole or cut while they were made.
     """
     for alike, apart in on_processes(Topology(1, 2), _seeded, cut):
         assert alike == ""
