@@ -4,8 +4,7 @@ Transports: ``backend`` hands messages to torch.distributed (gloo, NCCL, thread 
 of a node read each other's memory (:mod:`impl.transport.shared_memory`) and uses the backend between nodes;
 ``staged`` sends tensors of a GPU by gloo through host memory, so that ranks may share the GPU.
 
-Every wait ends: an exchange that a rank does not join ends in a :class:`WireError`, which says where every
-rank stands (:mod:`impl.comm.watchdog`).
+An exchange that a rank does not join ends in a :class:`WireError` with all ranks' states.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from torch import Tensor
 from impl.codecs.codec import Codec
 from impl.comm import exchanges
 from impl.comm.exchanges import Exchange, Kind, Pacer
-from impl.comm.fingerprint import Step
 from impl.comm.ledger import Ledger, Timeline
 from impl.comm.mesh import Mesh
 from impl.comm.watchdog import DIFFER, Watchdog, WireError
@@ -133,13 +131,7 @@ class Wire:
             self._watchdog.timeline = None
 
     def all_gather(
-        self,
-        axis: Axis,
-        nbytes: int,
-        tag: Tag,
-        *,
-        ring: bool = False,
-        into: Tensor | None = None,
+        self, axis: Axis, nbytes: int, tag: Tag, *, ring: bool = False, into: Tensor | None = None
     ) -> Exchange:
         """Every rank of the axis receives every rank's message of ``nbytes``, booked as ``tag`` says.
 
@@ -202,14 +194,7 @@ class Wire:
         return gloo and self.transport != "staged" and not self.shares_memory(axis)
 
     def _exchange(
-        self,
-        kind: Kind,
-        axis: Axis,
-        nbytes: int,
-        tag: Tag,
-        *,
-        ring: bool = False,
-        into: Tensor | None = None,
+        self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool = False, into: Tensor | None = None
     ) -> Exchange:
         if axis.size == 1:
             return exchanges.Alone(self._buffers, nbytes)
@@ -225,21 +210,15 @@ class Wire:
         dog, pacer = self._watchdog, self._pacer
         if route.shared:
             arena = self._arenas.get(axis)
-            if arena is None or arena.row_bytes < route.row:
-                arena = self._make_arena(axis, route.row, step)
+            if arena is None or arena.row_bytes < route.row:  # on all ranks of the axis at once
+                make = partial(Arena, route.row, route.group, self._timeout)
+                with torch.inference_mode(mode=False):  # it outlives a pass
+                    arena = self._arenas[axis] = self._watchdog.wait(step, make)
             return exchanges.InMemory(dog, step, route, arena)
         if self._host_buffers is None:
             return exchanges.Distributed(dog, step, route, self._buffers, into=into, pacer=pacer)
         host = exchanges.Distributed(dog, step, route, self._host_buffers, into=None, pacer=pacer)
         return exchanges.Staged(host, route, self._buffers)
-
-    def _make_arena(self, axis: Axis, row_bytes: int, step: Step) -> Arena:
-        """Make an arena for messages of up to ``row_bytes`` a rank; all ranks of the axis call this."""
-        make = partial(Arena, row_bytes, self.mesh.group(axis), self._timeout)
-        with torch.inference_mode(mode=False):  # it outlives a pass
-            arena = self._watchdog.wait(step, make)
-        self._arenas[axis] = arena
-        return arena
 
     def _route(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> exchanges.Route:
         """The route of such messages, whose transport is noted."""
