@@ -4,14 +4,12 @@ A gradient seen as ``(axis 0, axis 1, ..., shard)`` is transposed while it is en
 summed in ascending source order, encoded again for axis 1, and so on; the result is the mean.  There is also
 a ring, and the gather of the mean between groups that hold copies.
 
-:meth:`Reduction.start` posts the first message, :meth:`Reduction.post_next_hop` the next one, and
-:meth:`Reduction.finish` returns the mean.
+:meth:`Reduction.start` posts the first message, ``post_next_hop`` the next, and ``finish`` returns the mean.
 
 [Note: deferred last hop]
 After a message of an earlier hop the caller returns soon, since the next hop cannot be posted before this one
 has arrived and the link would idle.  After the last hop nothing is left to post: if it travels between nodes,
-on the slowest link, its wait is left to :meth:`Reduction.finish`; inside a node it has arrived by the next
-call.
+on the slowest link, its wait is left to :meth:`Reduction.finish`; inside a node it arrives at once.
 """
 
 from __future__ import annotations

@@ -80,8 +80,7 @@ def shared_file(group: Group, timeout: float, total: int) -> int:
 class Arena:
     """Slots shared by the ranks of one group on one node, for messages of up to ``row_bytes`` a rank.
 
-    All ranks must construct it together; a SharedMemoryError says why it cannot be made.  A rank that is
-    missing for ``timeout`` seconds is an error.
+    All ranks must construct it together, within ``timeout`` seconds.  Raises SharedMemoryError.
     """
 
     def __init__(self, row_bytes: int, group: Group, timeout: float) -> None:
