@@ -1,8 +1,7 @@
 """Bits by budget: chooses the codec of each part so that the sum of errors is least within a budget.
 
 Pure: no torch.  A knapsack with one choice for each part, taken greedily: from the smallest codecs on, the
-fitting change that saves most error per byte.  The choice never exceeds the budget, and is no worse than the
-best uniform choice within it.
+fitting change that saves most error per byte.  The choice is no worse than the best uniform one.
 """
 
 from __future__ import annotations

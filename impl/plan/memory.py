@@ -42,13 +42,11 @@ def memory(
     the largest codec; ``feedback`` the kept errors; ``gathered`` in the compute type, unsharded: all below
     stage 3, else the outer units and the largest block or, if more, those that stay for backward (without
     ``backward`` none); ``local_gradients``: all, in fp32, where several micro-batches are added up locally,
-    else the outer units' and the largest block's in the compute type.  Units gathered ahead come on top: at
-    most ``prefetch`` elements.
+    else the outer units' and the largest block's in the compute type.  Gathering ahead adds ``prefetch``.
 
     Parts in host memory have the prefix ``host_``.  For them the device holds ``frames``, those of offloaded
     masters unless frames are offloaded too, and ``staging``, two of the largest mean gradients on their way;
-    the host holds ``host_frames``, those of all fp32 shards there, and its gradients twice where several
-    micro-batches are added up in shards.
+    the host holds ``host_frames``, those of its fp32 shards, and its gradients twice where shards add up.
     """
     item = ITEM_BYTES[policy.compute]
     parts = dict.fromkeys(PARTS, 0)

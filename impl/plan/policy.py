@@ -159,9 +159,7 @@ DYNAMIC: Final = LossScale()
 
 
 def parse_loss_scale(text: str) -> LossScale | None:
-    """Read a loss scale, which prints back: ``dynamic:from1024:window200``, ``512``, ``none``; a PolicyError
-    names the text and what is allowed.
-    """
+    """Read a loss scale, as ``dynamic:from1024:window200``, ``512`` or ``none``; it prints back."""
     number = r"([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]+)?)"
     if re.fullmatch(number, text.strip()):
         return LossScale(initial=float(text), window=0, least=min(1.0, float(text)))
@@ -206,9 +204,7 @@ FEEDBACKS: Final = {"classic": Feedback(), "loco": Feedback(decay=0.8, reset=102
 
 
 def parse_feedback(text: str) -> Feedback | None:
-    """Read feedback, which prints back: ``classic``, ``loco:decay0.9:reset512:bf16``, ``none``; a PolicyError
-    names the text and what is allowed.
-    """
+    """Read feedback, as ``classic``, ``loco:decay0.9:reset512:bf16`` or ``none``; it prints back."""
     allowed = "expected none, classic or loco, then :decay<d>, :reset<steps>, :last or :all, :fp32 or :bf16"
     forms = {
         "decay": r"decay([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)",
@@ -263,10 +259,7 @@ _BUDGET_TEXT: Final = (
 
 
 def parse_budget(text: str) -> BitBudget | None:
-    """Read a budget, which prints back: ``gradients 4.5 every 50 of int3:128 int6:128``; None for ``none``.
-
-    Raises PolicyError: naming the text and what is allowed.  CodecError: for the text of no codec.
-    """
+    """Read a budget, as ``gradients 4.5 every 50 of int3:128 int6:128`` or ``none``; it prints back."""
     if (spaced := " ".join(text.split())) == "none":
         return None
     if (match := re.fullmatch(_BUDGET_TEXT, spaced)) is None:
@@ -285,8 +278,7 @@ class Policy:
     # what is sharded (1910.02054): 1 the optimizer's state and the masters, 2 also the mean gradients, 3 also
     # the weights; 0 nothing.  Below 3 weights stay gathered until they change
     stage: Stage = 3
-    # ranks that share one copy of all that is sharded; every group holds a copy (MiCS, 2205.00119; HSDP);
-    # 0 for all ranks
+    # ranks that share one copy of all that is sharded, each group its own (MiCS, 2205.00119; HSDP); 0: all
     group: int | Literal["node"] = 0
     weights: Codec = BF16  # of weight gathers (qwZ: an integer codec)
     gradients: tuple[Codec, Codec] = (BF16, BF16)  # of hop 1, inside a node, and hop 2, between nodes (qgZ)
@@ -311,8 +303,7 @@ class Policy:
     sums: Sums = "fp32"
     # ``shape`` is DeepSpeed's.  Gradients: a unit's largest matrix has ``max(rows, columns, ranks)`` blocks
     # (``all_to_all_quant_reduce``), other parameters blocks of that size; a unit without a matrix is not
-    # quantised.  Weights: a shard has the fewest blocks of at most 8000 elements (``CUDAQuantizer``), which
-    # may straddle parameters
+    # quantised.  Weights: a shard has the fewest blocks of 8000 elements at most (``CUDAQuantizer``)
     blocks: Literal["codec", "shape"] = "codec"
     # 2 sends weights twice, quantised along rows for forward and along columns for backward (MXFP8 in
     # Megatron-FSDP, Megatron-LM's issue 7584), but a unit without a matrix once.  A block along columns spans
@@ -481,8 +472,7 @@ class Policy:
         """The policy of units of a kind: most have the model's own.
 
         Frozen units are sent in the codec that holds them.  A persistent unit, of small parameters, stays
-        gathered and travels unquantised, in the compute type where the policy quantises.  Neither has a
-        budget.
+        gathered and travels unquantised, in the compute type where the policy quantises.
         """
         changes: dict[str, Any] = {}
         if persistent:

@@ -230,8 +230,7 @@ def chunked(piece: int, chunks: int, grain: int) -> tuple[tuple[int, int], ...]:
     """(start, end) of the chunks of a piece, in their order, none empty.
 
     There are at most ``chunks``, which start on ``grain`` elements.  From three on they are as 1:3:...:3:1 as
-    ``grain`` allows: ``n`` equal chunks hide at most ``1 - 1 / n`` of the shorter hop behind the
-    longer, 1:3:3:1 seven eighths.
+    ``grain`` allows: ``n`` equal ones hide at most ``1 - 1 / n`` of the shorter hop, 1:3:3:1 seven eighths.
     """
     whole = max(1, piece // grain)
     weights = [1] * chunks if chunks < 3 else [1, *[3] * (chunks - 2), 1]
