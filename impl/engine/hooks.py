@@ -1,7 +1,6 @@
 """Hooks on modules and gradients, which tell units, buffers, scaler and reductions of the events of a step.
 
-:mod:`impl.unit.unit` says what a unit does then.  Hooks of autograd hold the engine weakly: torch keeps them
-out of reach of Python's garbage collector.
+Hooks of autograd hold the engine weakly: torch keeps them out of reach of Python's garbage collector.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 ``Weights(zero, which).full()`` and its like: ``which`` is a parameter as its module shows it, or its name in
 the unsharded model.  *Full* values have the parameter's shape, and are gathered along the ranks that share
 one copy: all must call it.  *Local* values are those of the elements in this rank's shard, 1-D, in order,
-possibly none.  Returned values are fp32 copies; full values to set must be equal on all ranks, which must all
-set them.
+possibly none.  Returned values are fp32 copies; all ranks must set full values, and equal ones.
 
 All raise :class:`~impl.errors.ZeroError` for anything but a parameter of the model, for values of another
 shape, and inside a forward or backward pass.

@@ -1,7 +1,6 @@
 """Init: constructs models that are larger than one rank's memory, block by block.
 
-Every block is cut as soon as its constructor returns, so that a rank holds no more than its slices and one
-block.
+Every block is cut when its constructor returns, so that a rank holds no more than its slices and one block.
 """
 
 from __future__ import annotations

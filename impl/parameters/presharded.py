@@ -113,9 +113,7 @@ class Cut:
         self.whole = True
 
     def values(self, number: int, wire: Wire, part: Tensor | None = None) -> Tensor:
-        """(shape) fp32: parameter ``number`` from all ranks' parts, (n,) each, those kept by default; all
-        ranks of a copy must call it.
-        """
+        """(shape) fp32: parameter ``number`` from all ranks' parts (n,); all ranks of a copy must call it."""
         start, end = self.geometry.part(self.geometry.slots[number], self.mesh.rank)
         part = (self.piece[start:end] if part is None else part).to(wire.mesh.device)
         tag = Tag("step", "state", self.name)

@@ -227,8 +227,7 @@ class GradientReduction:
     def post_next_hop(self, *, finish: bool = False) -> None:
         """Post the next hop's message, or ``finish``: wait until the mean is in this rank's shard.
 
-        [Note: deferred last hop] of :mod:`impl.comm.reduce_scatter` says when the mean is taken.  A ZeroError
-        if the reduction was interrupted.
+        [Note: deferred last hop] says when the mean is taken.  A ZeroError after an interruption.
         """
         if self.progress is Progress.FAILED:
             raise ZeroError(

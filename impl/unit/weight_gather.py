@@ -1,8 +1,7 @@
 """The all-gather of one unit's weights: the mirror of :mod:`impl.unit.gradient_reduction`.
 
 The path of a weight shard through a ZeRO++ step, on two nodes of two ranks, file by file.  A unit of P padded
-elements is cut into shards of S = P / 4; a shard's frame, its codes and scales, has F bytes.  Rank = (node,
-local).
+elements is cut into shards of S = P / 4; a frame, a shard's codes and scales, has F bytes.
 
 1. *The master is encoded.*  :mod:`impl.unit.master_shard` holds the shard as ``master`` (S,) fp32 and
    writes its frame (F,) uint8 straight into the message of the first hop; with an INT8 codec that is qwZ
@@ -74,8 +73,7 @@ class WeightGather:
         plain = are_elements(policy.weights, DTYPES[policy.compute], shard) and not between
         sending = [axis for axis in self.axes if axis.size > 1]
         self._alone = plain and not sending
-        # Messages arrive in the flat buffer where the wire lets go of their memory: its reference would look
-        # like a view ([Note: flat buffer]).
+        # Messages arrive in the flat buffer unless the wire keeps a reference, which would look like a view.
         in_place = plain and len(sending) == 1 and wire.lets_go(sending[0])
         frames = _Frames(self, policy.weights, in_place=in_place)
         self._weights: _Frames | _Between = frames
