@@ -45,7 +45,7 @@ class Corpus:
 
 
 class Text(Dataset):
-    """Windows of a corpus: (B, T) int64 tokens, and the token after each or, masked, the missing ones."""
+    """Windows of a corpus: (B, T) int64 tokens, and the next tokens or, masked, the missing ones."""
 
     def __init__(
         self, corpus: Corpus, length: int, *, vocab: int | None = BYTES, masks: bool = False
@@ -53,9 +53,9 @@ class Text(Dataset):
         for part in (corpus.validation, corpus.train):
             _check_room(corpus.source, len(part), length)
         if vocab is not None and corpus.largest >= vocab:
-            told = f"its largest token is {corpus.largest}, and the vocabulary has {vocab}"
+            why = f"its largest token is {corpus.largest}, and the vocabulary has {vocab}"
             wanted = f"expected model.arguments.vocab of at least {corpus.largest + 1}"
-            raise CorpusError(f"corpus {corpus.source!r}: {told}; {wanted}")
+            raise CorpusError(f"corpus {corpus.source!r}: {why}; {wanted}")
         self.vocab = vocab or BYTES
         self.sha256, self.train, self.validation = corpus.sha256, corpus.train, corpus.validation
         self.length, self.masks = length, masks
@@ -75,18 +75,18 @@ def _check_room(source: str, size: int, length: int) -> None:
     """Refuse validation bytes that do not hold one window of ``length + 1``."""
     if size <= length:
         enough = f"of text, {int((length + 1) / (1 - TRAINING_SHARE)) + 1} bytes do"
-        told = f"{size} tokens for validation or training do not hold one sequence of {length}"
-        raise CorpusError(f"corpus {source!r}: {told} and its last target; {enough}")
+        why = f"{size} tokens for validation or training do not hold one sequence of {length}"
+        raise CorpusError(f"corpus {source!r}: {why} and its last target; {enough}")
 
 
 def _files_of(source: str) -> tuple[list[Path], int]:
-    """The files that make up ``source`` in the order in which they are joined, and the bytes of the whole."""
+    """The files of ``source`` in the order in which they are joined, and the bytes of the whole."""
     place = Path(sysconfig.get_path("stdlib")) if source == STDLIB else folder.path_of(source)
     if place.is_file():
         files = [place]
     elif place.is_dir():
-        found = place.glob("*.py") if source == STDLIB else place.rglob("*")
-        files = sorted(path for path in found if path.is_file())
+        paths = place.glob("*.py") if source == STDLIB else place.rglob("*")
+        files = sorted(path for path in paths if path.is_file())
     else:
         wanted = f"expected one, {STDLIB!r} for Python's standard library, or module:function"
         raise CorpusError(f"corpus {source!r}: no such file or folder in {folder.current()}; {wanted}")
@@ -106,7 +106,7 @@ def check(source: str, length: int) -> None:
 
 
 def load(source: str, tokenizer: str | None = None) -> Corpus | OwnPairs:
-    """Read a corpus, as this module's text says; a CorpusError names it, and why it cannot be."""
+    """Read a corpus (see the module); a CorpusError names it and the fault."""
     if holds_arrays(source):
         if tokenizer is not None:
             raise CorpusError(f"corpus {source!r}: has tokens already; expected no tokenizer beside it")
@@ -122,19 +122,19 @@ def load(source: str, tokenizer: str | None = None) -> Corpus | OwnPairs:
 
 
 def holds_arrays(source: str) -> bool:
-    """Whether a corpus is arrays, and no text: token files, or a function."""
+    """Whether a corpus is arrays (token files, or a function) and no text."""
     place = folder.path_of(source)
     if not place.exists():
         return is_name(source)
-    there = [name for name in _TOKEN_FILES if (place / name).is_file()]
-    if len(there) == 1:
+    files = [name for name in _TOKEN_FILES if (place / name).is_file()]
+    if len(files) == 1:
         raise CorpusError(f"corpus {source!r}: expected the files {' and '.join(_TOKEN_FILES)}, or neither")
-    return bool(there)
+    return bool(files)
 
 
 @lru_cache(1)
 def _of_arrays(source: str, _: Path) -> Corpus | OwnPairs:
-    """Of a folder of token files, or of a function."""
+    """The corpus of a folder of token files, or of a function."""
     place = folder.path_of(source)
     if place.is_dir():
         parts: Any = []
@@ -142,10 +142,10 @@ def _of_arrays(source: str, _: Path) -> Corpus | OwnPairs:
             with raising(CorpusError, f"corpus {source!r}: {name}:"):
                 parts.append(np.load(place / name, mmap_mode="r", allow_pickle=False))
     else:
-        parts = _called(f"corpus {source!r}", source)
+        parts = _call(f"corpus {source!r}", source)
     if not isinstance(parts, tuple | list) or len(parts) != 2:  # train, validation
-        found, wanted = type(parts).__name__, "tokens for training and for validation, or a pair for each"
-        raise CorpusError(f"corpus {source!r}: returned a {found}; expected {wanted}")
+        wanted = "tokens for training and for validation, or a pair for each"
+        raise CorpusError(f"corpus {source!r}: returned a {type(parts).__name__}; expected {wanted}")
     if are_pairs(parts):
         return OwnPairs(source, parts)
     return _of_tokens(source, f"corpus {source!r}", parts)
@@ -153,15 +153,15 @@ def _of_arrays(source: str, _: Path) -> Corpus | OwnPairs:
 
 @lru_cache(1)
 def _tokenised(source: str, tokenizer: str, train: bytes, validation: bytes) -> Corpus:
-    """Of text, by a user's function; a character that the cut halves is replaced."""
-    whose = f"tokenizer {tokenizer!r}"
+    """The corpus of a text by a user's tokenizer; a character that the cut halves is replaced."""
+    function = f"tokenizer {tokenizer!r}"
     texts = (part.decode(errors="replace") for part in (train, validation))
-    return _of_tokens(source, whose, (_called(whose, tokenizer, text) for text in texts))
+    return _of_tokens(source, function, (_call(function, tokenizer, text) for text in texts))
 
 
-def _of_tokens(source: str, whose: str, parts: Iterable[Any]) -> Corpus:
-    """Of rows of token numbers for training and validation, which ``whose`` function gave."""
-    train, validation = (_checked(whose, part) for part in parts)
+def _of_tokens(source: str, origin: str, parts: Iterable[Any]) -> Corpus:
+    """The corpus of rows of token numbers for training and validation; ``origin`` is named in errors."""
+    train, validation = (_check_tokens(origin, part) for part in parts)
     digest = hashlib.sha256()
     for part in (train, validation):
         digest.update(str((part.dtype.str, len(part))).encode())
@@ -170,23 +170,23 @@ def _of_tokens(source: str, whose: str, parts: Iterable[Any]) -> Corpus:
     return Corpus(source, digest.hexdigest(), train, validation, largest)
 
 
-def _called(whose: str, name: str, *arguments: str) -> Any:
-    """What a user's function returns."""
+def _call(origin: str, name: str, *arguments: str) -> Any:
+    """Call a user's function; ``origin`` is named in errors."""
     try:
         function = import_object(name)
     except NamedObjectError as error:
-        raise CorpusError(f"{whose}: {error}") from error
-    with raising(CorpusError, f"{whose}: raised"):
+        raise CorpusError(f"{origin}: {error}") from error
+    with raising(CorpusError, f"{origin}: raised"):
         return function(*arguments)
 
 
-def _checked(whose: str, tokens: Any) -> NDArray[Any]:
-    """Refuse what is no row of token numbers."""
-    with raising(CorpusError, f"{whose}: no array of tokens:"):
-        found = np.asarray(tokens)
-    if found.ndim != 1 or found.dtype.kind not in "iu" or not len(found):
+def _check_tokens(origin: str, tokens: Any) -> NDArray[Any]:
+    """The tokens as an array; refuse anything but a row of token numbers."""
+    with raising(CorpusError, f"{origin}: no array of tokens:"):
+        row = np.asarray(tokens)
+    if row.ndim != 1 or row.dtype.kind not in "iu" or not len(row):
         wanted = "expected one dimension of whole numbers"
-        raise CorpusError(f"{whose}: an array {found.shape} of {found.dtype}; {wanted}")
-    if int(found.min()) < 0:
-        raise CorpusError(f"{whose}: has a token {int(found.min())}; expected 0 and above")
-    return found
+        raise CorpusError(f"{origin}: an array {row.shape} of {row.dtype}; {wanted}")
+    if int(row.min()) < 0:
+        raise CorpusError(f"{origin}: has a token {int(row.min())}; expected 0 and above")
+    return row

@@ -19,13 +19,13 @@ if TYPE_CHECKING:  # suites need pydantic, which a machine that only tries the l
 
 def digests(trial: Trial) -> dict[str, str]:
     """SHA-256 of the ``corpus``, and of the file of each ``module:object``, where they can be read."""
-    found = {"corpus": _corpus_digest(trial.corpus, trial.tokenizer, folder.current())}
-    found |= {name: _module_digest(text.partition(":")[0]) for name, text in own_objects(trial).items()}
-    return {name: digest for name, digest in found.items() if digest is not None}
+    by_name = {"corpus": _corpus_digest(trial.corpus, trial.tokenizer, folder.current())}
+    by_name |= {name: _module_digest(text.partition(":")[0]) for name, text in own_objects(trial).items()}
+    return {name: digest for name, digest in by_name.items() if digest is not None}
 
 
 def own_objects(trial: Trial) -> dict[str, str]:
-    """``module:object`` by what it is: the trial's model, optimizer, tokenizer, or a codec."""
+    """Every ``module:object`` of the trial by its role: model, optimizer, tokenizer or codec."""
     named = {"model": trial.model.name, "optimizer": trial.optimizer.name, "tokenizer": trial.tokenizer or ""}
     policy = trial.resolved_policy()
     named |= {f"codec {codec}": str(codec) for codec in (() if policy is None else policy.own_codecs)}

@@ -1,4 +1,4 @@
-"""BERT's masking of tokens (arXiv 1810.04805, section 3.1), as many in each sequence.  No torch."""
+"""BERT's masking of tokens (arXiv 1810.04805, section 3.1), equally many in each sequence.  No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 Tokens = NDArray[np.int64]
 
 SHARE: Final = 0.15
-NO_TARGET: Final = -100  # what torch's cross-entropy leaves out
+NO_TARGET: Final = -100  # ignored by torch's cross-entropy
 _SHOWN_AS_MASK: Final = 205  # of 256: eight in ten
 _SHOWN_AT_RANDOM: Final = 231  # up to here, of 256: one in ten
 

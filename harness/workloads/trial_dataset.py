@@ -13,24 +13,24 @@ from harness.workloads.glyph_images import GLYPHS
 from harness.workloads.own_pairs import OwnPairs
 
 _TOKEN_BYTES: Final = 2 * 8  # int64; windows are drawn whole, then cut
-_IMAGE_BYTES: Final = 2 * 4 * IMAGE_SIDE**2  # float32; drawn, then copied to where tensors live
+_IMAGE_BYTES: Final = 2 * 4 * IMAGE_SIDE**2  # float32; drawn, then copied to the device
 
 
 def load(trial: Trial) -> Dataset:
-    """The data set; a CorpusError names the corpus, if it cannot be read, is too small or no model's."""
+    """The data set; a CorpusError names a corpus that cannot be read, is too small or fits no model."""
     if trial.corpus == GLYPHS:
         return glyph_images.load()
     shape = PRESETS.get(trial.model.name)
     vocab = trial.model.arguments.get("vocab", getattr(shape, "vocab", None))
-    found = corpus.load(trial.corpus, trial.tokenizer)
-    if not isinstance(found, OwnPairs):
+    loaded = corpus.load(trial.corpus, trial.tokenizer)
+    if not isinstance(loaded, OwnPairs):
         masks = isinstance(shape, BERTShape)
         vocab = vocab if isinstance(vocab, int) else None
-        return corpus.Text(found, trial.sequence, vocab=vocab, masks=masks)
+        return corpus.Text(loaded, trial.sequence, vocab=vocab, masks=masks)
     if shape is not None:
         reads = f"pairs of arrays, and model {trial.model.name!r} reads text of ours"
         raise CorpusError(f"corpus {trial.corpus!r}: {reads}; expected model.name = 'module:function'")
-    return found
+    return loaded
 
 
 def check(trial: Trial) -> None:
@@ -49,14 +49,14 @@ def check(trial: Trial) -> None:
 
 
 def micro_batch_bytes(trial: Trial) -> int:
-    """Bytes of memory that one micro-batch of one rank takes while it is made; of refused data a guess."""
+    """Bytes that a micro-batch of one rank takes while it is made; an estimate for refused data."""
     examples = trial.tokens_per_rank // trial.sequence
     if trial.corpus == GLYPHS:
         return examples * _IMAGE_BYTES
     try:
-        found = corpus.load(trial.corpus) if corpus.holds_arrays(trial.corpus) else None
+        loaded = corpus.load(trial.corpus) if corpus.holds_arrays(trial.corpus) else None
     except CorpusError:
-        found = None
-    if isinstance(found, OwnPairs):
-        return 2 * examples * found.example_bytes  # drawn, then copied to where tensors live
+        loaded = None
+    if isinstance(loaded, OwnPairs):
+        return 2 * examples * loaded.example_bytes  # drawn, then copied to the device
     return 2 * _TOKEN_BYTES * trial.tokens_per_rank
