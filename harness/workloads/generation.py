@@ -23,8 +23,8 @@ def decode(
 ) -> Iterator[Tensor]:
     """Decode ``tokens`` times after a prompt (B, T) int64, (B,) int64 each, in evaluation mode.
 
-    ``forward(tokens, None, past)`` gives (B, vocab) logits, of which ``choose`` makes tokens, else the
-    likeliest; each of the ``layers`` has a cache.
+    ``choose`` makes tokens from the (B, vocab) logits of ``forward(tokens, None, past)``; by default the
+    likeliest.  Each of the ``layers`` has a cache.
     """
     past = [KeysAndValues() for _ in range(layers)]
     for _ in range(tokens):
@@ -36,11 +36,11 @@ def decode(
 
 
 Counts = tuple[float | None, int | None, int | None]  # seconds waited, bytes sent between and inside nodes
-_SPENT: Final = ("exposed", "inter_bytes", "intra_bytes")  # the same, as a token's are called
+_SPENT: Final = ("exposed", "inter_bytes", "intra_bytes")  # the fields of a token with these counts
 
 
 class Generator:
-    """Times generations from one prompt token by token; ``count`` returns what was waited and sent so far."""
+    """Times generations from one prompt token by token; ``count`` returns waits and bytes so far."""
 
     def __init__(
         self, prompt: Tensor, tokens: int, layers: int, count: Callable[[], Counts], device: torch.device

@@ -1,6 +1,6 @@
 """Models: presets of GPT, BERT and ViT by name, or a user's own ``module:function``.
 
-A model's ``forward(read, answer)`` returns a mean cross-entropy in nats; of text both are (sequences, T)
+A model's ``forward(inputs, targets)`` returns a mean cross-entropy in nats; of text both are (sequences, T)
 int64.  Its repeated blocks stand in a ``ModuleList``, by which strategies find the units.
 """
 
@@ -50,9 +50,9 @@ class KeysAndValues:
         """Tokens so far."""
         return 0 if self.held is None else self.held.shape[3]
 
-    def extended(self, more: Tensor) -> Tensor:
-        """Append those of the next tokens; returns those of all tokens so far."""
-        self.held = more if self.held is None else torch.cat([self.held, more], 3)
+    def append(self, latest: Tensor) -> Tensor:
+        """Append keys and values of the next tokens; returns those of all tokens so far."""
+        self.held = latest if self.held is None else torch.cat([self.held, latest], 3)
         return self.held
 
 
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         heads = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         query, *both = heads.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, width / heads) each
-        key, value = both if past is None else past.extended(torch.stack(both))
+        key, value = both if past is None else past.append(torch.stack(both))
         causal = self.causal and length > 1  # one token, the latest, sees all
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
@@ -127,8 +127,8 @@ class GPT(_Transformer):
     causal = True
 
     def __init__(self, shape: GPTShape | BERTShape, sequence: int) -> None:
-        read = shape.vocab if self.causal else shape.vocab + 1  # a mask, which is never answered
-        embedding = nn.Embedding(read, shape.width)
+        inputs = shape.vocab if self.causal else shape.vocab + 1  # with the mask, which is no target
+        embedding = nn.Embedding(inputs, shape.width)
         super().__init__(shape, embedding, sequence, shape.vocab, causal=self.causal)
         if isinstance(shape, GPTShape) and shape.tied:
             self.head.weight = self.embedding.weight
@@ -139,7 +139,7 @@ class GPT(_Transformer):
         """Mean cross-entropy in nats of (B, T) tokens against (B, T) targets, ``NO_TARGET`` ignored.
 
         Without targets, (B, vocab) logits of the next token.  With ``past``, a cache for each block,
-        ``tokens`` are those that it does not hold yet: several only if it is empty.
+        ``tokens`` are only those that it does not hold yet: several only if it is empty.
         """
         x = self.through_blocks(self.embedding(tokens), past)
         if targets is None:
@@ -148,7 +148,7 @@ class GPT(_Transformer):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
 
     def log_probabilities(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """(B, T) fp32, of each of (B, T) targets after (B, T) tokens; 0 where it is ``NO_TARGET``."""
+        """(B, T) fp32 of (B, T) targets after (B, T) tokens; 0 for ``NO_TARGET``."""
         logits = self.head(self.norm(self.through_blocks(self.embedding(tokens)))).float()  # (B, T, vocab)
         nats = F.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="none"
@@ -199,14 +199,14 @@ def build(model: Model, sequence: int) -> nn.Module:
     if not isinstance(shape, ViTShape):
         return (GPT if isinstance(shape, GPTShape) else BERT)(shape, sequence)
     if sequence not in PATCHES:
-        told = f"model {model.name!r}: sequence = {sequence} patches do not make an image"
-        raise Refusal(f"{told}; expected one of {', '.join(map(str, PATCHES))}")
+        why = f"model {model.name!r}: sequence = {sequence} patches do not make an image"
+        raise Refusal(f"{why}; expected one of {', '.join(map(str, PATCHES))}")
     return ViT(shape, PATCHES[sequence])
 
 
 def shape_of(model: Model) -> Shape:
     """Sizes of a preset with the model's changes; raises as :func:`build`."""
-    if model.name not in PRESETS:  # of a record: suites are checked where they are read
+    if model.name not in PRESETS:  # of an old record: suites are checked when read
         raise Refusal(f"model {model.name!r}: expected one of {', '.join(PRESETS)} or 'module:function'")
     preset = PRESETS[model.name]
     known = {field.name: field.type for field in fields(preset)}
@@ -225,7 +225,7 @@ def shape_of(model: Model) -> Shape:
 
 
 def of_trial(trial: Trial) -> nn.Module:
-    """The model of a trial, with activation checkpointing where it asks for it; raises as :func:`build`."""
+    """The model of a trial, with activation checkpointing if requested; raises as :func:`build`."""
     model = build(trial.model, trial.sequence)
     if trial.activation_checkpointing:
         checkpoint_activations(model)
@@ -233,7 +233,7 @@ def of_trial(trial: Trial) -> nn.Module:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Have each block keep its inputs alone, and run again in backward; a Refusal without blocks."""
+    """Make each block keep only its inputs, and run again in backward; a Refusal without blocks."""
     check_blocks(model)
     for block in find_blocks(model):
         block.__class__ = _checkpointed(type(block))  # type: ignore[arg-type]  # classes have a hash

@@ -14,27 +14,27 @@ from harness.suites.trial import Trial
 from harness.workloads import trial_dataset
 from harness.workloads.dataset import Pair
 
-Batch = tuple[Tensor, Tensor]  # what the model reads, and what it is to answer
+Batch = tuple[Tensor, Tensor]  # inputs of the model, and targets
 
 
 class Batches(Protocol):
-    """What a step's passes read: :class:`RankBatches`, or :class:`ExperienceBatch`."""
+    """The batches of a step's passes: :class:`RankBatches`, or :class:`ExperienceBatch`."""
 
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
-        """For each micro-batch of a step, the batches of each rank whose batches these are."""
+        """For each micro-batch of a step, one batch for each rank that is computed here."""
 
 
 def batches_of(data: Batches, step: int = 0) -> Iterator[tuple[Tensor, Any]]:
-    """Batches of a step, of all micro-batches one after the other."""
+    """The batches of a step, micro-batch after micro-batch."""
     return itertools.chain.from_iterable(data.step(step))
 
 
 @dataclass(frozen=True, slots=True)
 class ExperienceBatch:
-    """One batch that was made of others, whatever the step."""
+    """One batch that was made from others, the same for every step."""
 
-    batch: tuple[Tensor, Any]  # what the model reads, and what it is to answer
-    drawn: list[Batch]  # the batches of which it was made
+    batch: tuple[Tensor, Any]  # inputs of the model, and targets
+    drawn: list[Batch]  # the batches from which it was made
 
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
         """See :class:`Batches`."""
@@ -42,16 +42,16 @@ class ExperienceBatch:
 
 
 class RankBatches:
-    """Batches of one rank of a trial, of strategy ``single`` those of all; a CorpusError for bad data."""
+    """Batches of one rank of a trial, or of all for strategy ``single``; a CorpusError for bad data."""
 
     def __init__(self, trial: Trial, rank: int, device: torch.device) -> None:
         trial_dataset.check(trial)
         self.dataset, self._trial, self._device = trial_dataset.load(trial), trial, device
         world = trial.topology().world
-        self.ranks: Sequence[int] = range(world) if trial.strategy == "single" else (rank,)  # whose batches
+        self.ranks: Sequence[int] = range(world) if trial.strategy == "single" else (rank,)  # computed here
         self.sha256 = self.dataset.sha256
         self._sequences = trial.tokens_per_rank // trial.sequence
-        self._read = self._sequences // 2 if trial.control == "half_batch" else self._sequences
+        self._used = self._sequences // 2 if trial.control == "half_batch" else self._sequences
         self.validation: list[Batch] = []  # of the fixed split
         if trial.validate_every is not None:
             self.validation = [
@@ -68,16 +68,16 @@ class RankBatches:
             yield [self._batch(index, micro_batch, part) for part in self.ranks]
 
     def of_rank(self, index: int, rank: int) -> Iterator[Batch]:
-        """Batches of a step of another rank; of strategy ``single``, of all ranks."""
+        """Batches of a step of another rank, or of all ranks for strategy ``single``."""
         ranks = (rank,) if len(self.ranks) == 1 else self.ranks
         for micro_batch in range(self._trial.accumulation):
             yield from (self._batch(index, micro_batch, part) for part in ranks)
 
     def _batch(self, step: int, micro_batch: int, rank: int) -> Batch:
-        read, answer = self.dataset.batch(
+        inputs, targets = self.dataset.batch(
             seed=self._trial.seed, step=step, micro_batch=micro_batch, rank=rank, sequences=self._sequences
         )
-        return self._tensors((read[: self._read], answer[: self._read]))
+        return self._tensors((inputs[: self._used], targets[: self._used]))
 
     def _tensors(self, pair: Pair) -> Batch:
         return torch.tensor(pair[0]).to(self._device), torch.tensor(pair[1]).to(self._device)

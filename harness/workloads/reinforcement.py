@@ -13,13 +13,13 @@ from harness.suites.trial import Trial
 from harness.workloads.masked_text import NO_TARGET
 from harness.workloads.models import GPT, KeysAndValues, checkpoint_activations, shape_of
 
-_LEAST_SPREAD = 1e-4  # of rewards: added to their deviation, so that equal ones are divided by something
+_LEAST_SPREAD = 1e-4  # added to the deviation of rewards, which is 0 for equal ones
 
 
 class Experience:
     """What an actor learns from, beside the tokens: no dataclass, so that nobody casts it to 16 bits.
 
-    Of (B, T) int64 targets, ``NO_TARGET`` inside prompts, ``reference`` has the log probabilities in fp32;
+    ``reference`` has the fp32 log probabilities of (B, T) int64 ``targets``, ``NO_TARGET`` inside prompts;
     ``advantages`` are (B,) fp32, and ``kl`` weighs the divergence from the reference.
     """
 
@@ -35,14 +35,14 @@ class Actor(GPT):
     def forward(
         self, tokens: Tensor, targets: Tensor | Experience | None, past: Sequence[KeysAndValues] | None = None
     ) -> Tensor:
-        """() loss of (B, T) tokens; of others than an :class:`Experience` as of :class:`GPT`."""
+        """() loss of (B, T) tokens; as of :class:`GPT` for targets that are no :class:`Experience`."""
         if isinstance(targets, Experience):
             return grpo_loss(self.log_probabilities(tokens, targets.targets), targets)
         return super().forward(tokens, targets, past)
 
 
 class Judges(nn.Module):
-    """The frozen models, which pass over the same sequences one after the other."""
+    """The frozen models, which read the same sequences one after the other."""
 
     def __init__(self, reference: GPT, reward: GPT) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def actor_of(trial: Trial) -> Actor:
 
 
 def judges_of(trial: Trial, actor: nn.Module) -> Judges:
-    """The frozen models beside an actor that has not learnt yet; the reward model's head has one output."""
+    """The frozen models of an actor that has not learnt yet; the reward model's head has one output."""
     assert isinstance(actor, GPT)  # noqa: S101  # suites are checked
     shape = shape_of(trial.model)
     reward = GPT(shape, trial.sequence)  # type: ignore[arg-type]
@@ -85,20 +85,20 @@ def grpo_loss(logs: Tensor, experience: Experience) -> Tensor:
     ``r`` is the reference's probability over ``p``; the first term's gradient is that of GRPO's ratio.
     """
     written = experience.targets != NO_TARGET  # (B, T)
-    apart = (experience.reference - logs)[written]  # (n,), log r
-    gained = (experience.advantages[:, None] * logs)[written]
-    return (experience.kl * (apart.exp() - apart - 1) - gained).mean()
+    log_ratio = (experience.reference - logs)[written]  # (n,), log r
+    gain = (experience.advantages[:, None] * logs)[written]
+    return (experience.kl * (log_ratio.exp() - log_ratio - 1) - gain).mean()
 
 
 def targets_of(sequences: Tensor, prompt: int) -> Tensor:
-    """(B, T) int64: what follows each of the first T of (B, T + 1) tokens; ``NO_TARGET`` inside prompts."""
+    """(B, T) int64 successors of the first T of (B, T + 1) tokens; ``NO_TARGET`` inside prompts."""
     targets = sequences[:, 1:].clone()
     targets[:, : prompt - 1] = NO_TARGET
     return targets
 
 
 def sampler(seed: int, step: int, rank: int) -> Callable[[Tensor], Tensor]:
-    """What draws (B,) int64 tokens from the softmax of (B, vocab) logits; the arguments seed it."""
+    """A seeded function that draws (B,) int64 tokens from the softmax of (B, vocab) logits."""
     digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
     random = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
