@@ -129,11 +129,11 @@ def _train(settings: Settings) -> None:
         trial = _trial(settings, config, topology, torchrun=torchrun)
     except (Refusal, ValueError) as error:
         raise Refusal(f"{settings.deepspeed_config or 'flags'}: {error}") from None
-    problem = _refused(trial, speaks=not torchrun or os.environ.get("RANK", "0") == "0")
+    excess = _plan(trial, speaks=not torchrun or os.environ.get("RANK", "0") == "0")
     if settings.plan:
         return
-    if problem:
-        raise Refusal(f"too big for memory: {problem}; the table says what other stages need")
+    if excess:
+        raise Refusal(f"too big for memory: {excess}; the table says what other stages need")
     check_data(trial)
     _run(Job(trial, settings.resume, settings.save, every=settings.save_every, keep=settings.keep))
 
@@ -141,12 +141,12 @@ def _train(settings: Settings) -> None:
 def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *, torchrun: bool) -> Trial:
     """The trial that flags and configuration ask for."""
     table = _configured(settings, config)
-    found = recipe(table, topology=topology, steps=settings.steps)
+    configured = recipe(table, topology=topology, steps=settings.steps)
     adam = {"type": "AdamW", "lr": LR if settings.lr is None else settings.lr}
-    if found.optimizer is not None:
-        adam = asdict(found.optimizer) | {"betas": list(found.optimizer.betas)}
-    elif found.peak is not None:
-        adam["lr"] = found.peak
+    if configured.optimizer is not None:
+        adam = asdict(configured.optimizer) | {"betas": list(configured.optimizer.betas)}
+    elif configured.peak is not None:
+        adam["lr"] = configured.peak
     sequence = settings.seq_length or _LENGTHS.get(settings.preset or "", 128)
     sizes = {
         "layers": settings.num_layers,
@@ -154,7 +154,7 @@ def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *,
         "heads": settings.num_attention_heads,
         "vocab": settings.vocab_size,
     }
-    given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+    arguments: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
     return Trial(
         strategy="recipe",
         deepspeed_config=json.dumps(table),
@@ -167,13 +167,13 @@ def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *,
             transport="nccl" if settings.device == "cuda" else "shm",
             launcher="torchrun" if torchrun else "local",
         ),
-        model=Model(name=f"gpt-{settings.preset or 'small'}", arguments=given),
+        model=Model(name=f"gpt-{settings.preset or 'small'}", arguments=arguments),
         corpus=settings.corpus,
         sequence=sequence,
-        tokens_per_rank=(found.micro_batch or 1) * sequence,
-        accumulation=found.accumulation,
+        tokens_per_rank=(configured.micro_batch or 1) * sequence,
+        accumulation=configured.accumulation,
         optimizer=Optimizer(name=adam.pop("type"), arguments=adam),
-        clip=found.clip,
+        clip=configured.clip,
         activation_checkpointing=settings.checkpoint_activations,
         steps=settings.steps,
         warmup=0,
@@ -183,11 +183,11 @@ def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *,
 
 
 def steps_text(manifest: Manifest) -> str:
-    """How far a checkpoint's run was, counted as its log counts: a step that an overflow skipped is one."""
+    """The steps of a checkpoint's run, counted as in its log: a step that an overflow skipped counts."""
     scale, extra = manifest.loss_scale, manifest.extra
     done = manifest.step + (0 if scale is None else scale["skipped"])
     if isinstance(extra, dict) and extra.keys() == {"seed", "corpus", "sequence", "steps"}:
-        done = int(extra["steps"])  # as `zeropp train` saves it: the scale counts while its setting stays
+        done = int(extra["steps"])  # of `zeropp train`, since another loss scale restarts its own count
     skipped = done - manifest.step
     return f"step {done}" + (f", {skipped} of them skipped for an overflow" if skipped else "")
 
@@ -215,46 +215,46 @@ def _configured(settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]
             place = place[section]
             if not isinstance(place, dict):
                 raise Refusal(f"{flag}, but the configuration's {section} = {json.dumps(place)}")
-        said = place.get(key)
-        if said not in (None, "auto", value):
-            raise Refusal(f"{flag} {json.dumps(value)}, but the configuration's {key} = {json.dumps(said)}")
+        other = place.get(key)
+        if other not in (None, "auto", value):
+            raise Refusal(f"{flag} {json.dumps(value)}, but the configuration's {key} = {json.dumps(other)}")
         place[key] = value
     return table
 
 
 def _topology(nodes: int | None, ranks_per_node: int | None) -> tuple[Topology, bool]:
-    """Where ranks stand, and whether torchrun has started them."""
+    """The topology, and whether torchrun has started the ranks."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # as torch.distributed.is_torchelastic_launched()
         return Topology(nodes or 1, ranks_per_node or 2), False
     world = int(os.environ["WORLD_SIZE"])
-    each = ranks_per_node or (max(1, world // nodes) if nodes else int(os.environ["LOCAL_WORLD_SIZE"]))
-    topology = Topology(nodes or max(1, world // each), each)
+    local = ranks_per_node or (max(1, world // nodes) if nodes else int(os.environ["LOCAL_WORLD_SIZE"]))
+    topology = Topology(nodes or max(1, world // local), local)
     if topology.world != world:
         raise Refusal(f"torchrun started {world} ranks, --nodes x --ranks-per-node are {topology}")
     return topology, True
 
 
-def _refused(trial: Trial, *, speaks: bool) -> str | None:
-    """Print what became of each key and what each stage needs; why it does not fit, if it does not."""
+def _plan(trial: Trial, *, speaks: bool) -> str | None:
+    """Print the finding of each key and the need of each stage; returns why it does not fit, or None."""
     from harness.train.memory_table import in_words, needs, table, too_large
     from harness.workloads import models
     from impl.engine.unit_planning import plan_units
     from impl.errors import ZeroError
     from impl.plan.shard_layout import PaddingError
 
-    found, policy = trial.recipe(), trial.resolved_policy()
+    configured, policy = trial.recipe(), trial.resolved_policy()
     assert policy is not None  # noqa: S101  # a recipe is one
     topology, cuda = trial.topology(), trial.cluster.device == "cuda"
     with models.unfilled():
         model = models.build(trial.model, trial.sequence)
     try:
-        found = laid_out(found, plan_units(model, topology, policy))
+        configured = laid_out(configured, plan_units(model, topology, policy))
         needed = needs(model, policy, trial)
     except (ValueError, ZeroError) as error:
         option = f": --max-padding {error.needed:.2f}" if isinstance(error, PaddingError) else ""
         raise Refusal(f"{error}{option}") from None
     finally:
-        for finding in found.findings if speaks else ():
+        for finding in configured.findings if speaks else ():
             print(finding)
     if speaks:
         numel = sum(parameter.numel() for parameter in model.parameters())
@@ -264,12 +264,12 @@ def _refused(trial: Trial, *, speaks: bool) -> str | None:
             f"{in_words(needed[0].adam)}, and {in_words(needed[1].adam)} on each rank from stage 1 on"
         )
         print(table(needed, policy.stage, cuda=cuda), flush=True)
-    here = topology.world if trial.cluster.launcher == "local" else int(os.environ["LOCAL_WORLD_SIZE"])
-    return too_large(needed[policy.stage], topology, this_host(), cuda=cuda, here=here)
+    ranks = topology.world if trial.cluster.launcher == "local" else int(os.environ["LOCAL_WORLD_SIZE"])
+    return too_large(needed[policy.stage], topology, this_host(), cuda=cuda, ranks=ranks)
 
 
 def _run(job: Job) -> None:
-    """Start the ranks, or be one, and print what rank 0 says."""
+    """Start the ranks, or be one, and print the progress of rank 0."""
     from harness.cluster.link import open_link
     from harness.train.loop import train as train_rank
 

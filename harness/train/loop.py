@@ -34,14 +34,14 @@ class Job:
     """Argument of every rank of a training run."""
 
     trial: Trial  # model, data, optimizer and policy
-    load: Path | None  # a checkpoint to go on from, or a folder of them, whose newest is taken
+    load: Path | None  # a checkpoint to go on from, or a folder of them, of which the newest
     save: Path | None  # folder to save checkpoints in; None saves none
     every: int | None  # steps between checkpoints; None saves after the last step only
     keep: int | None  # number of newest checkpoints to keep; None keeps all
 
 
 def train(rank: Rank, job: Job) -> list[Step]:
-    """Train on this rank; rank 0 reports a line a step.  A Refusal of what cannot be run as asked."""
+    """Train on this rank; rank 0 reports a line a step.  A Refusal of what cannot be run."""
     try:
         return _Training(rank, job).run()
     except (CheckpointError, LossScaleError, ZeroError) as error:
@@ -77,8 +77,8 @@ class _Training:
         forget_peak(self.device)
         for index in range(begin, self.trial.steps):
             stepped, step = self.loop.step(index), self.loop.clock.steps[-1]
-            own = torch.tensor([step.loss], dtype=torch.float64, device=self.device)
-            mean = float(self.zero.wire.all_gather_small(own).mean())  # over all ranks, 8 bytes each
+            loss = torch.tensor([step.loss], dtype=torch.float64, device=self.device)
+            mean = float(self.zero.wire.all_gather_small(loss).mean())  # over all ranks, 8 bytes each
             scale = None if self.zero.policy.loss_scale is None else self.zero.scaler.scale
             peak = peak_device(self.device) or peak_rss()
             text = line(self.trial, step, mean, scale, peak)
@@ -95,27 +95,27 @@ class _Training:
         if folder is None:
             return 0
         groups = self.loop.optimizer.param_groups
-        asked = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         loaded = checkpoint.load(folder, self.zero, [self.loop.optimizer])
-        other: dict[str, None] = {}  # each once
-        for group, options in zip(self.loop.optimizer.param_groups, asked, strict=True):
+        changes: dict[str, None] = {}  # a set in order
+        for group, options in zip(self.loop.optimizer.param_groups, settings, strict=True):
             for name, value in options.items():
-                if (here := json.dumps(value)) != (there := json.dumps(group.get(name))):
-                    other[f"{name} = {here}, not the checkpoint's {there}"] = None
+                if (new := json.dumps(value)) != (old := json.dumps(group.get(name))):
+                    changes[f"{name} = {new}, not the checkpoint's {old}"] = None
             group.update(options)
-        held = loaded.extra if isinstance(loaded.extra, dict) else {}
-        for name, here in self._run().items():
-            if held.get(name) != here:
-                raise Refusal(f"{folder}: is of a run with {name} {held.get(name)}, not {here}")
-        done = int(held.get("steps", 0))
+        saved = loaded.extra if isinstance(loaded.extra, dict) else {}
+        for name, setting in self._run().items():
+            if saved.get(name) != setting:
+                raise Refusal(f"{folder}: is of a run with {name} {saved.get(name)}, not {setting}")
+        done = int(saved.get("steps", 0))
         if done >= self.trial.steps:
             raise Refusal(f"{folder}: has {done} steps behind it, --steps {self.trial.steps} leaves none")
-        said = [
+        lines = [
             f"{folder}: goes on after step {done}",
-            *(f"not taken over: {why}" for why in loaded.dropped),
-            *(f"as asked: {why}" for why in other),
+            *(f"not taken over: {reason}" for reason in loaded.dropped),
+            *(f"as asked: {change}" for change in changes),
         ]
-        self.rank.report(Progress("resume", done, self.trial.steps, "\n".join(said)))
+        self.rank.report(Progress("resume", done, self.trial.steps, "\n".join(lines)))
         return done
 
     def _save(self, done: int) -> None:
@@ -143,7 +143,7 @@ def line(trial: Trial, step: Step, loss: float, scale: float | None, peak: int) 
     parts = ", ".join(
         f"{name} {getattr(step, name) * 1e3:.1f}" for name in ("forward", "backward", "optimizer")
     )
-    said = [
+    columns = [
         f"step {step.index + 1}/{trial.steps}",
         f"loss {loss:.6f}",
         f"{step.total * 1e3:.1f} ms ({parts})",
@@ -152,7 +152,7 @@ def line(trial: Trial, step: Step, loss: float, scale: float | None, peak: int) 
         f"{'process' if trial.cluster.device == 'cpu' else 'GPU'} peak {peak / MB:.2f} MB",
     ]
     if scale is not None:
-        said.append(f"loss scale {scale:g}")
+        columns.append(f"loss scale {scale:g}")
     if step.gradient_norm is not None:
-        said.append(f"gradient norm {step.gradient_norm:.4g}")
-    return " | ".join(said)
+        columns.append(f"gradient norm {step.gradient_norm:.4g}")
+    return " | ".join(columns)

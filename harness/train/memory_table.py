@@ -40,7 +40,7 @@ class Need:
     device: dict[str, int]  # states on the device, by the table's columns
     host: dict[str, int]  # states offloaded to host memory, not in ``device``
     activations: int  # an estimate; on the device
-    between: int  # that all ranks send to other nodes in a step
+    between: int  # sent between nodes by all ranks in a step
 
     @property
     def adam(self) -> int:
@@ -54,29 +54,29 @@ class Need:
 
 
 def needs(model: nn.Module, policy: Policy, trial: Trial) -> list[Need]:
-    """Memory needs of a rank at each stage, with the rest of ``policy`` where it supports that."""
-    found, topology, activations = [], trial.topology(), _activation_bytes(trial, policy)
+    """Memory needs of a rank at each stage, with the rest of ``policy`` where the stage supports it."""
+    stages, topology, activations = [], trial.topology(), _activation_bytes(trial, policy)
     for stage in get_args(Stage):
-        at = policy
-        if stage != policy.stage:  # without what only its own has, and however much that would be padded
+        variant = policy
+        if stage != policy.stage:  # without options of the requested stage alone, and with any padding
             bare, limits = policy.without_secondary(), MemoryLimits(max_padding=math.inf)
-            at = replace(bare, stage=stage, group=0, reduce_every="stage", memory=limits)
-        units = plan_units(model, topology, at)
-        held = memory(at, topology, units, micro_batches=trial.accumulation)
+            variant = replace(bare, stage=stage, group=0, reduce_every="stage", memory=limits)
+        units = plan_units(model, topology, variant)
+        held = memory(variant, topology, units, micro_batches=trial.accumulation)
         host = {part.removeprefix(HOST): size for part, size in on_host(held).items()}
-        between = per_node_bytes(at, topology, units, trial)[0] * topology.nodes
-        found.append(Need(stage, _columns(on_device(held)), _columns(host), activations, between))
-    return found
+        between = per_node_bytes(variant, topology, units, trial)[0] * topology.nodes
+        stages.append(Need(stage, _columns(on_device(held)), _columns(host), activations, between))
+    return stages
 
 
 def _columns(parts: dict[str, int]) -> dict[str, int]:
     """Bytes of one memory by the table's columns."""
-    found = {name: sum(parts.get(part, 0) for part in group) for name, group in _COLUMNS.items()}
-    return {**found, "other": sum(parts.values()) - sum(found.values())}
+    sums = {name: sum(parts.get(part, 0) for part in group) for name, group in _COLUMNS.items()}
+    return {**sums, "other": sum(parts.values()) - sum(sums.values())}
 
 
 def _activation_bytes(trial: Trial, policy: Policy) -> int:
-    """Estimate the activation bytes of a micro-batch, at most: of blocks, logits and the logits' gradient."""
+    """Upper estimate of a micro-batch's activation bytes: of blocks, logits and the logits' gradient."""
     shape, item = shape_of(trial.model), ITEM_BYTES[policy.compute]
     assert isinstance(shape, GPTShape)  # noqa: S101  # there is no flag for others
     place = trial.tokens_per_rank * shape.width
@@ -86,13 +86,13 @@ def _activation_bytes(trial: Trial, policy: Policy) -> int:
     return blocks + trial.tokens_per_rank * shape.vocab * (item + 2 * 4)
 
 
-def table(found: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
+def table(needed: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
     """The needs of all stages as lines of text; with offload each stage has two rows, of device and host."""
-    unit, name = (GB, "GB of 1e9") if max(need.training for need in found) >= GB / 10 else (MB, "MB of 1e6")
-    offloads = any(sum(need.host.values()) for need in found)
-    head = ["stage", *(["on"] if offloads else []), *found[0].device, "activations*", "in a step"]
+    unit, name = (GB, "GB of 1e9") if max(need.training for need in needed) >= GB / 10 else (MB, "MB of 1e6")
+    offloads = any(sum(need.host.values()) for need in needed)
+    head = ["stage", *(["on"] if offloads else []), *needed[0].device, "activations*", "in a step"]
     rows = []
-    for need in found:
+    for need in needed:
         mark = f"{need.stage}{' <' if need.stage == chosen else ''}"
         places = ("device", need.device, need.activations), ("host", need.host, 0)
         for place, held, kept in places if offloads else places[:1]:
@@ -105,8 +105,8 @@ def table(found: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
         f"<: stage {chosen}, which is asked for",
         "* an estimate",
     ]
-    if any(need.between for need in found):
-        sent = ", ".join(f"{in_words(need.between)} at stage {need.stage}" for need in found)
+    if any(need.between for need in needed):
+        sent = ", ".join(f"{in_words(need.between)} at stage {need.stage}" for need in needed)
         lines.append(f"sent between nodes by all ranks in a step: {sent}")
     if offloads:
         lines.append(
@@ -121,16 +121,16 @@ def in_words(size: float) -> str:
     return f"{size / GB:.4g} GB" if size >= GB / 10 else f"{size / MB:.4g} MB"
 
 
-def too_large(need: Need, topology: Topology, host: Host, *, cuda: bool, here: int) -> str | None:
-    """Why ranks with this need, ``here`` of them on this machine, do not fit it; None if they do."""
+def too_large(need: Need, topology: Topology, host: Host, *, cuda: bool, ranks: int) -> str | None:
+    """Why this machine does not fit ``ranks`` with this need; None if it does."""
     offloaded = sum(need.host.values())
     have = min(host.gpus, default=0)
     if cuda and need.training > have:
         needed = f"{need.training / GB:.2f} GB at stage {need.stage}"
         return f"a rank needs {needed}, a GPU here has {have / GB:.2f} GB"
     held = offloaded if cuda else need.training + offloaded  # one memory
-    whole = here * (held + PROCESS_BYTES)
+    whole = ranks * (held + PROCESS_BYTES)
     if whole <= host.memory:
         return None
     needed = f"{(held + PROCESS_BYTES) / GB:.2f} GB = {whole / GB:.2f} GB at stage {need.stage}"
-    return f"{here} of {topology.world} ranks x {needed}, this machine has {host.memory / GB:.2f} GB"
+    return f"{ranks} of {topology.world} ranks x {needed}, this machine has {host.memory / GB:.2f} GB"
