@@ -28,9 +28,8 @@ GPUS = Cluster(device="cuda", transport="nccl")
 SHAPED = Cluster(rate="50 Mbit/s")  # type: ignore[arg-type]
 
 
-def one(host: Host = HERE, **fields: Any) -> Forecast:
-    (found,) = forecast([Trial(**{"model": Model(name="gpt-small")} | fields)], host)
-    return found
+def forecast_of(host: Host = HERE, **fields: Any) -> Forecast:
+    return forecast([Trial(**{"model": Model(name="gpt-small")} | fields)], host)[0]
 
 
 @settings(deadline=None)
@@ -74,7 +73,7 @@ def test_nodes_send_alike(
 def test_the_papers_baseline_sends_three_flat_rings(nodes: int, ranks: int) -> None:
     """Two gathers and a reduction, each a ring: one rank of each node sends W - 1 shards of 16 bits out."""
     cluster = Cluster(nodes=nodes, ranks_per_node=ranks)
-    flat = one(strategy="zero3-flat", cluster=cluster, policy=PolicyChanges(max_reuse=0))
+    flat = forecast_of(strategy="zero3-flat", cluster=cluster, policy=PolicyChanges(max_reuse=0))
     world = nodes * ranks
     assert flat.inter == 3 * nodes * (world - 1) * 2 * flat.padded // world
     assert flat.intra == 3 * (world - nodes) * (world - 1) * 2 * flat.padded // world
@@ -85,40 +84,40 @@ def test_quickstart_ratio() -> None:
     keeps what backward needs first, which ZeRO++ has in hpZ's copy anyway; the time on the wire is a node's
     bytes over the rate, and unknown without one.
     """
-    zero3, zeropp = (one(strategy=name, cluster=SHAPED) for name in ("zero3", "zeropp"))
-    bare = one(strategy="zero3", cluster=SHAPED, policy=PolicyChanges(max_reuse=0))
+    zero3, zeropp = (forecast_of(strategy=name, cluster=SHAPED) for name in ("zero3", "zeropp"))
+    bare = forecast_of(strategy="zero3", cluster=SHAPED, policy=PolicyChanges(max_reuse=0))
     assert 0.25 < zeropp.inter / bare.inter < 0.26
     assert 0.28 < zeropp.inter / zero3.inter < 0.29
     assert zero3.problems == zeropp.problems == ()
     assert zero3.inter == 2 * (zero3.egress or 0)
     assert zero3.wire_seconds == pytest.approx(zero3.inter / 2 * 8 / 50e6)
-    assert one(strategy="zero3").wire_seconds is None
+    assert forecast_of(strategy="zero3").wire_seconds is None
 
 
 def test_repeats_share() -> None:
     """Repeats and seeds of a trial share its prediction."""
     trials = [Trial(seed=seed, repeat=repeat) for seed in (0, 1) for repeat in (0, 1)]
-    found = forecast(trials, HERE)
-    assert [each.trial for each in found] == trials
-    assert len({each.inter for each in found}) == 1
+    forecasts = forecast(trials, HERE)
+    assert [repeat.trial for repeat in forecasts] == trials
+    assert len({repeat.inter for repeat in forecasts}) == 1
 
 
 def test_peers() -> None:
     """A peer has memory and parameters but no predicted bytes: they do not go through our wire."""
-    found = {name: one(strategy=name) for name in ("single", "ddp", "fsdp2")}
-    assert all(each.inter is None and each.padded is None for each in found.values())
-    sizes = {name: sum((each.memory or {}).values()) for name, each in found.items()}
-    assert sizes["single"] == sizes["ddp"] == 16 * (found["ddp"].parameters or 0)
+    peers = {name: forecast_of(strategy=name) for name in ("single", "ddp", "fsdp2")}
+    assert all(peer.inter is None and peer.padded is None for peer in peers.values())
+    sizes = {name: sum((peer.memory or {}).values()) for name, peer in peers.items()}
+    assert sizes["single"] == sizes["ddp"] == 16 * (peers["ddp"].parameters or 0)
     assert sizes["fsdp2"] == sizes["ddp"] // 4
     for stage, shares in ((0, 4 + 4 + 8), (1, 4 + 4 + 8 / 4), (2, 4 + 4 / 4 + 8 / 4), (3, 4)):
         config = json.dumps({"zero_optimization": {"stage": stage}})
-        by_deepspeed = one(strategy="deepspeed", deepspeed_config=config)
+        by_deepspeed = forecast_of(strategy="deepspeed", deepspeed_config=config)
         size = sum((by_deepspeed.memory or {}).values())
-        assert size == pytest.approx(shares * (found["ddp"].parameters or 0), rel=1e-3)
+        assert size == pytest.approx(shares * (peers["ddp"].parameters or 0), rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"model": Model(name="gpt-18b")}, "too big for memory: 4 ranks x"),
         ({"model": Model(name="gpt-18b"), "strategy": "ddp"}, "too big for memory: 4 ranks x"),
@@ -157,17 +156,17 @@ def test_peers() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_problems(fields: dict[str, Any], words: str) -> None:
-    """What cannot run is explained in one line with its numbers."""
-    problems = one(**fields).problems
-    assert any(words in problem for problem in problems), problems
+def test_problems(fields: dict[str, Any], message: str) -> None:
+    """Why a trial cannot run is one line with the numbers."""
+    problems = forecast_of(**fields).problems
+    assert any(message in problem for problem in problems), problems
     assert all("\n" not in problem for problem in problems)
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_memory_with_an_optimizer_that_is_not_there(strategy: str) -> None:
-    """Nobody knows its states, so no memory is said."""
-    assert one(strategy=strategy, optimizer=Optimizer(name="Adamw")).memory is None
+    """The size of its state is unknown, so there is no prediction of memory."""
+    assert forecast_of(strategy=strategy, optimizer=Optimizer(name="Adamw")).memory is None
 
 
 def broken(sequence: int) -> None:
@@ -182,7 +181,9 @@ def leaving(sequence: int) -> None:
 
 def test_huge_accumulation() -> None:
     """A million micro-batches are planned as quickly as one, and sent a million times."""
-    first, few, many = (one(strategy="hpz", accumulation=number).inter or 0 for number in (1, 2, 1_000_000))
+    first, few, many = (
+        forecast_of(strategy="hpz", accumulation=number).inter or 0 for number in (1, 2, 1_000_000)
+    )
     assert many == first + 999_999 * (few - first) > 0
 
 
@@ -200,22 +201,22 @@ def test_huge_accumulation() -> None:
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_optimizer_state(strategy: str, optimizer: Optimizer, per_element: int) -> None:
     """The optimizer's predicted bytes are those that one of its steps leaves."""
-    memory = one(strategy=strategy, optimizer=optimizer).memory or {}
+    memory = forecast_of(strategy=strategy, optimizer=optimizer).memory or {}
     assert memory["optimizer"] == per_element * memory["masters"] // 4
 
 
 def test_frozen_root_is_gathered_around_the_rest() -> None:
     """Both units of the root, trained and frozen, count beside the largest other one."""
-    found = one(
+    frozen = forecast_of(
         model=Model(name="tests.harness.runs.test_feasibility:half_frozen"),
         strategy="exact",
         policy=PolicyChanges(max_padding=9.0),
         sequence=32,
         tokens_per_rank=32,
     )
-    assert found.memory["gathered"] == 4 * (64 * 128 + 64 * 256 + 64 * 64)
-    assert found.parameters == 64 * 128 + 64 * 256 + 2 * 64 * 64
-    assert found.problems == ()
+    assert frozen.memory["gathered"] == 4 * (64 * 128 + 64 * 256 + 64 * 64)
+    assert frozen.parameters == 64 * 128 + 64 * 256 + 2 * 64 * 64
+    assert frozen.problems == ()
 
 
 def half_frozen(sequence: int) -> Any:
@@ -230,67 +231,65 @@ def half_frozen(sequence: int) -> Any:
 
 
 def test_no_namespaces() -> None:
-    """Without namespaces, what needs them is refused with the reason, and the rest is not."""
+    """Without namespaces, trials that need them are refused with the reason, and others are not."""
     host = Host(memory=24 * GIB, gpus=(), namespaces=lambda: "forbidden here")
-    asked = SHAPED.model_copy(update={"link": "namespaces"})
-    assert one(host, cluster=asked).problems == ("cluster.link = 'namespaces': forbidden here",)
-    assert "forbidden here" in one(host, strategy="fsdp2", cluster=SHAPED).problems[0]
+    cluster = SHAPED.model_copy(update={"link": "namespaces"})
+    assert forecast_of(host, cluster=cluster).problems == ("cluster.link = 'namespaces': forbidden here",)
+    assert "forbidden here" in forecast_of(host, strategy="fsdp2", cluster=SHAPED).problems[0]
     for fields in ({"cluster": SHAPED}, {"strategy": "single", "cluster": SHAPED}, {"strategy": "ddp"}):
-        assert one(host, **fields).problems == ()
+        assert forecast_of(host, **fields).problems == ()
 
 
 def test_ranks_may_share_a_gpu() -> None:
     """Staged ranks need one GPU, whose memory they share; without one they cannot run."""
     cluster = {"device": "cuda", "transport": "staged"}
-    for gpus, words in (((), "no GPU"), ((16 * GIB,), ""), ((2**20,), "4 ranks that share a GPU need")):
-        problems = one(Host(24 * GIB, gpus, lambda: None), strategy="zeropp", cluster=cluster).problems
-        assert words in "; ".join(problems)
-        assert bool(problems) == bool(words)
+    for gpus, message in (((), "no GPU"), ((16 * GIB,), ""), ((2**20,), "4 ranks that share a GPU need")):
+        host = Host(24 * GIB, gpus, lambda: None)
+        problems = forecast_of(host, strategy="zeropp", cluster=cluster).problems
+        assert message in "; ".join(problems)
+        assert bool(problems) == bool(message)
 
 
 def test_gpus() -> None:
     """On GPUs a rank must fit its device, and every rank needs one."""
     host = Host(memory=24 * GIB, gpus=(16 * GIB,) * 4, namespaces=lambda: None)
-    assert one(host, cluster=GPUS).problems == ()
-    (problem,) = one(host, cluster=GPUS, model=Model(name="gpt-18b")).problems
+    assert forecast_of(host, cluster=GPUS).problems == ()
+    (problem,) = forecast_of(host, cluster=GPUS, model=Model(name="gpt-18b")).problems
     assert "a GPU here has 16.00 GiB" in problem
 
 
 def test_generations_are_planned() -> None:
     """Decoding sends a gather for each token, with hpZ one between nodes in all, and trains nothing."""
     decode = {"workload": "generate", "generate": Generate(prompt=8, tokens=10), "cluster": SHAPED}
-    found = {name: one(strategy=name, **decode) for name in ("zero3", "hpz", "ddp")}
-    sent = {name: forecast.inter for name, forecast in found.items()}
-    assert sent["zero3"] == 10 * sent["hpz"]
-    for each in found.values():
-        assert each.memory["masters"] > 0
-        assert not {"gradients", "optimizer"} & set(each.memory)
+    zero3, hpz, ddp = (forecast_of(strategy=name, **decode) for name in ("zero3", "hpz", "ddp"))
+    assert zero3.inter == 10 * (hpz.inter or 0)
+    for decoding in (zero3, hpz, ddp):
+        assert decoding.memory["masters"] > 0
+        assert not {"gradients", "optimizer"} & set(decoding.memory)
 
 
 @pytest.mark.parametrize("name", ["bert-small", "vit-small"])
 def test_other_models_are_planned(name: str) -> None:
     """An encoder and a vision model fit ZeRO++'s blocks on two nodes of two ranks, with their own data."""
     images = {"corpus": "glyphs", "sequence": 64} if name == "vit-small" else {}
-    found = one(model=Model(name=name), cluster=SHAPED, **images)
-    assert found.problems == ()
-    assert 3.2e6 < found.parameters < 3.4e6
+    model = forecast_of(model=Model(name=name), cluster=SHAPED, **images)
+    assert model.problems == ()
+    assert 3.2e6 < model.parameters < 3.4e6
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
-def test_a_limit_is_told_exactly(strategy: str) -> None:
-    """A trial keeps within a limit of what it holds and not within a byte less, which is no problem of
-    the machine's.
+def test_a_limit_is_exact(strategy: str) -> None:
+    """A trial fits a limit of the bytes that it holds, and not one byte less, which is no problem of the
+    machine's.
     """
-    held = sum((one(strategy=strategy).memory or {}).values())
-    assert one(strategy=strategy, memory_limit=f"{held / 2**20:.9f} MiB").failure is None
-    within = Trial(strategy=strategy, model=Model(name="gpt-small")).model_copy(
-        update={"memory_limit": held - 1}
-    )
-    (found,) = forecast([within], HERE)
-    assert found.failure.kind == "memory"
-    assert f"holds {held:,} bytes" in found.failure.message
-    assert f"memory_limit is {held - 1:,}" in found.failure.message
-    assert found.problems == ()
+    held = sum((forecast_of(strategy=strategy).memory or {}).values())
+    assert forecast_of(strategy=strategy, memory_limit=f"{held / 2**20:.9f} MiB").failure is None
+    trial = Trial(strategy=strategy, model=Model(name="gpt-small"))
+    (limited,) = forecast([trial.model_copy(update={"memory_limit": held - 1})], HERE)
+    assert limited.failure.kind == "memory"
+    assert f"holds {held:,} bytes" in limited.failure.message
+    assert f"memory_limit is {held - 1:,}" in limited.failure.message
+    assert limited.problems == ()
 
 
 def test_what_is_offloaded_is_foreseen_and_not_the_devices() -> None:
@@ -319,16 +318,16 @@ GPU_LINE = re.compile(r"^# On a machine of (\d+) GPUs the cluster block has: (.+
 def _on_gpus(suite: Path, folder: Path) -> tuple[int, list[Trial]]:
     """GPUs and trials of a suite whose cluster block says what its header says for GPUs."""
     text = suite.read_text()
-    found = GPU_LINE.search(text)
-    assert found, "its header does not say what its cluster block has on GPUs"
-    told = dict(one.split(" = ") for one in found[2].split(", "))
+    header = GPU_LINE.search(text)
+    assert header, "its header does not say what its cluster block has on GPUs"
+    fields = dict(field.split(" = ") for field in header[2].split(", "))
     before, mark, block = text.partition("[defaults.cluster]\n")
     block, rest, after = block.partition("\n[")
-    kept = [line for line in block.splitlines() if line.partition(" = ")[0] not in told]
-    written = [f"{name} = {value}" for name, value in told.items()]
+    kept = [line for line in block.splitlines() if line.partition(" = ")[0] not in fields]
+    written = [f"{name} = {value}" for name, value in fields.items()]
     path = folder / suite.name
     path.write_text(before + mark + "\n".join([*written, *kept]) + rest + after)
-    return int(found[1]), list(load(path).trials)
+    return int(header[1]), list(load(path).trials)
 
 
 NO_HEADER = ("engine", "inner_rate", "paper_scale", "peers", "signs", "slow_node", "tutorial_zeropp")
@@ -344,25 +343,25 @@ NO_HEADER = ("engine", "inner_rate", "paper_scale", "peers", "signs", "slow_node
     ids=lambda path: path.stem,
 )
 def test_suites_run_on_as_many_gpus_as_their_headers_say(suite: Path, tmp_path: Path) -> None:
-    """With the cluster block of its header `plan` accepts all of a suite on so many GPUs of 80 GiB, and on
-    one less refuses the trials that need all.
+    """With the cluster block of its header `plan` accepts all trials of a suite on the stated number of GPUs
+    of 80 GiB, and with one GPU less refuses the trials that need all.
     """
     gpus, trials = _on_gpus(suite, tmp_path)
-    for has in (gpus, gpus - 1):
-        host = Host(2**39, (80 * 2**30,) * has, lambda: "no namespaces")
-        for found in forecast(trials, host):
-            needs = 1 if found.trial.strategy == "single" else found.trial.topology().world
-            assert bool(found.problems) == (needs > has), found.problems
+    for count in (gpus, gpus - 1):
+        host = Host(2**39, (80 * 2**30,) * count, lambda: "no namespaces")
+        for planned in forecast(trials, host):
+            needs = 1 if planned.trial.strategy == "single" else planned.trial.topology().world
+            assert bool(planned.problems) == (needs > count), planned.problems
 
 
 @pytest.mark.parametrize(("suite", "gpus", "gib"), [("gpu_node", 8, 80), ("tutorial_zeropp", 16, 32)])
 def test_suites_for_clusters_run_on_nodes_as_their_headers_say(suite: str, gpus: int, gib: int) -> None:
-    """All of them on nodes with so many GPUs of that size, none on nodes with one less."""
+    """All trials on nodes with that number of GPUs of that size, none on nodes with one GPU less."""
     trials = load(FOLDER / f"{suite}.toml").trials
-    for has in (gpus, gpus - 1):
-        host = Host(2**40, (gib * 2**30,) * has, lambda: "no namespaces")
-        for found in forecast(trials, host):
-            assert bool(found.problems) == (gpus > has), found.problems
+    for count in (gpus, gpus - 1):
+        host = Host(2**40, (gib * 2**30,) * count, lambda: "no namespaces")
+        for planned in forecast(trials, host):
+            assert bool(planned.problems) == (gpus > count), planned.problems
 
 
 @pytest.mark.parametrize("suite", ["quickstart", "nodes", "models"])
@@ -372,10 +371,10 @@ def test_a_rate_across_hosts_wants_a_link_that_holds_it(suite: str, tmp_path: Pa
     host = Host(2**39, (80 * 2**30,) * 8, lambda: "no namespaces")
     for link, rate in (("real", None), ("real", 100.0), ("shaped", 100.0)):
         changes = {"link": link, "launcher": "torchrun", "rate": rate, "latency": None}
-        asked = [
+        across = [
             trial.model_copy(update={"cluster": trial.cluster.model_copy(update=changes)})
             for trial in trials
             if trial.strategy not in PEERS
         ]
-        for found in forecast(asked, host):
-            assert bool(found.problems) == (link == "real" and rate is not None), found.problems
+        for planned in forecast(across, host):
+            assert bool(planned.problems) == (link == "real" and rate is not None), planned.problems

@@ -1,4 +1,4 @@
-"""Further repeats follow from what was measured, and stop at intervals that mean what they say."""
+"""Further repeats follow from measured seconds, and stop at intervals that hold the ratio."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def measured(spread: Callable[[Trial], float]) -> Callable[[Trial], float | None
     return seconds
 
 
-def halves(found: list[Batch], seconds: Callable[[Trial], float | None], rate: float) -> list[float]:
+def halves(batched: list[Batch], seconds: Callable[[Trial], float | None], rate: float) -> list[float]:
     """Half the widths of the intervals of a rate's ratios over ZeRO-3, after all batches."""
     took: dict[str, dict[int, float]] = {}
-    for trial in (trial for batch in found for trial in batch.trials if trial.cluster.rate == rate):
+    for trial in (trial for batch in batched for trial in batch.trials if trial.cluster.rate == rate):
         value = seconds(trial)
         took.setdefault(trial.strategy, {})[trial.repeat] = value
     return [paired_ratio_interval(took["zero3"], took[name]).half for name in ("zeropp", "qwz")]
@@ -49,23 +49,23 @@ def halves(found: list[Batch], seconds: Callable[[Trial], float | None], rate: f
 
 def test_a_number_of_repeats_is_one_batch_a_sweep() -> None:
     """Three sweeps of two repeats are three batches, each of its own repeats."""
-    found = list(batches(suite(Repeats(2, None, 2)), 3, lambda _: None))
-    assert [batch.sweep for batch in found] == [0, 1, 2]
-    assert [{trial.repeat for trial in batch.trials} for batch in found] == [{0, 1}, {2, 3}, {4, 5}]
+    batched = list(batches(suite(Repeats(2, None, 2)), 3, lambda _: None))
+    assert [batch.sweep for batch in batched] == [0, 1, 2]
+    assert [{trial.repeat for trial in batch.trials} for batch in batched] == [{0, 1}, {2, 3}, {4, 5}]
 
 
 def test_repeats_go_on_until_intervals_are_narrow_where_they_are_not() -> None:
     """The cell that scatters goes on until its intervals are narrow, or to the limit; the calm one stops."""
     seconds = measured(lambda trial: 0.004 if trial.cluster.rate == 50 else 0.012)
-    found = list(batches(suite(Repeats(6, 0.01, 40)), 1, seconds))
+    batched = list(batches(suite(Repeats(6, 0.01, 40)), 1, seconds))
     for rate in (50, 200):
-        assert max(halves(found, seconds, rate)) <= 0.01
+        assert max(halves(batched, seconds, rate)) <= 0.01
     counts = {
-        rate: sum(trial.cluster.rate == rate for batch in found for trial in batch.trials) / 3
+        rate: sum(trial.cluster.rate == rate for batch in batched for trial in batch.trials) / 3
         for rate in (50, 200)
     }
     assert counts[50] == FEWEST + BEYOND < counts[200] < 40
-    for batch in found[1:]:  # every repeat is whole: the baseline beside its contenders
+    for batch in batched[1:]:  # every repeat is whole: the baseline beside its contenders
         rates = [trial.cluster.rate for trial in batch.trials]
         assert all(rates.count(rate) == 3 for rate in rates)
         assert len({trial.repeat for trial in batch.trials}) == 1
@@ -76,14 +76,14 @@ def test_repeats_go_on_until_intervals_are_narrow_where_they_are_not() -> None:
     )
 
 
-def test_a_run_that_goes_on_asks_for_what_it_asked_for() -> None:
-    """The batches of an interrupted run follow again from the records it left, and of no others."""
+def test_a_run_that_goes_on_has_the_same_batches() -> None:
+    """The batches of an interrupted run follow again from its records, and from no others."""
     seconds = measured(lambda _: 0.01)
     whole = list(batches(suite(Repeats(6, 0.01, 30)), 2, seconds))
     ran: set[str] = set()
 
     def so_far(trial: Trial) -> float | None:
-        assert trial.id in ran  # nothing is decided by what did not run
+        assert trial.id in ran  # no batch follows from a trial that did not run
         return seconds(trial)
 
     again = []
@@ -95,23 +95,23 @@ def test_a_run_that_goes_on_asks_for_what_it_asked_for() -> None:
 
 
 def test_what_failed_is_not_repeated() -> None:
-    """A contender without results goes on with nobody; without a baseline there is nothing to narrow."""
+    """A contender without results is not repeated; without a baseline no contender is."""
     noise = measured(lambda _: 0.5)
 
     def failing(name: str) -> Callable[[Trial], float | None]:
         return lambda trial: None if trial.strategy == name else noise(trial)
 
     repeats = Repeats(6, 0.01, 9)
-    found = list(batches(suite(repeats), 1, failing("qwz")))
-    assert {trial.strategy for batch in found[1:] for trial in batch.trials} == {"zero3", "zeropp"}
-    assert len(found) == 4
+    batched = list(batches(suite(repeats), 1, failing("qwz")))
+    assert {trial.strategy for batch in batched[1:] for trial in batch.trials} == {"zero3", "zeropp"}
+    assert len(batched) == 4
     assert len(list(batches(suite(repeats), 1, failing("zero3")))) == 1
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.02, 0.03, 0.04, 0.06])
 def test_intervals_that_were_waited_for_hold_the_ratio_as_often_as_they_say(spread: float) -> None:
-    """In 0.93 to 0.97 of 4000 samples, though repeats stopped when the interval was narrow; stopping at once
-    would hold it in fewer.
+    """In 0.93 to 0.97 of 4000 samples, though repeats stopped when the interval was narrow; without the
+    second condition it would be fewer.
     """
     within, most = 0.02, 20
     logs = np.random.default_rng(7).normal(0, spread, (4000, most))
@@ -137,14 +137,14 @@ def test_one_narrow_interval_is_not_enough() -> None:
 
 
 def test_what_trials_took_is_what_the_report_says() -> None:
-    """Seconds that decide on repeats are those that speed-ups are of, of steps and of generations."""
+    """Repeats are decided by the seconds of which the report forms speed-ups, of steps and of generations."""
     records = records_of("quickstart", repeats=1)
     table = metrics.derive(frames_of(records)).trials.set_index("id")["step_seconds"]
     for record in records:
         assert seconds_of(record) == pytest.approx(table[record.id])
     records = records_of("generation", repeats=1)
-    found = decoding.generations(frames_of(records)).groupby("id")["seconds"]
+    generations = decoding.generations(frames_of(records)).groupby("id")["seconds"]
     for record in records:
-        assert seconds_of(record) == pytest.approx(math.exp(np.log(found.get_group(record.id)).mean()))
+        assert seconds_of(record) == pytest.approx(math.exp(np.log(generations.get_group(record.id)).mean()))
     assert seconds_of(None) is None
     assert seconds_of(record.model_copy(update={"ranks": []})) is None

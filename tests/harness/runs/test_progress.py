@@ -15,22 +15,22 @@ from harness.suites.trial import Cluster, PolicyChanges, Trial
 
 
 def line(trials: list[Trial], log: str | None = None, over: int = 1) -> str:
-    """What is printed when the first ``over`` of ``trials`` are, which are refused."""
+    """The lines printed when the first ``over`` of ``trials`` are refused."""
     shown = io.StringIO()
     with Display(Console(file=shown, width=80), Path("results/q")) as display:
         display.batch(trials, len(trials), "", [])
-        for one in trials[:over]:
-            display.began(one)
+        for trial in trials[:over]:
+            display.began(trial)
             record = Record(
-                id=one.id, suite="q", trial=one.canonical(), started="1", finished="2", order=0, pool="p",
+                id=trial.id, suite="q", trial=trial.canonical(), started="1", finished="2", order=0, pool="p",
                 failure=Failure(kind="refused", message="no", log=log), machine={}, code={},
             )  # fmt: skip
             display.finished(record)
     return shown.getvalue()
 
 
-def test_what_varies_is_said() -> None:
-    """Strategy, place and rate always stand there, axes by name, and nothing that all share."""
+def test_a_line_names_the_values_that_vary() -> None:
+    """It has strategy, topology and rate, the values of axes by name, and nothing that all trials share."""
     cluster = Cluster(rate="50 Mbit/s")  # type: ignore[arg-type]
     trials = [
         Trial(
@@ -44,12 +44,12 @@ def test_what_varies_is_said() -> None:
 
 
 def test_a_log_is_named_by_a_path_that_can_be_opened() -> None:
-    """From where the user stands, not from the results folder."""
+    """From the working directory, not from the results folder."""
     assert "; log: results/q/logs/x.log (" in line([Trial()], "logs/x.log")
 
 
 def test_the_first_trial_of_a_run_is_no_measure_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It starts everything up: nothing is said after it, and after the second what that took counts."""
+    """It starts everything up: no time is left after it, and after the second that one's time counts."""
     ends = iter([0.0, 0.0, 90.0, 90.0, 100.0])  # construction; begin and end of both
     monkeypatch.setattr("harness.runs.progress.time.monotonic", lambda: next(ends))
     first, second = line([Trial(seed=seed) for seed in range(4)], over=2).splitlines()
@@ -57,8 +57,8 @@ def test_the_first_trial_of_a_run_is_no_measure_of_the_others(monkeypatch: pytes
     assert second.endswith("(10.0 s, 20 s left)")
 
 
-def test_what_a_rank_says_is_printed_once(tmp_path: Path) -> None:
-    """A line such as that kernels are missing stands before the first trial's, whichever says it again."""
+def test_a_rank_s_text_is_printed_once(tmp_path: Path) -> None:
+    """A text such as that kernels are missing is printed before the first trial's line, and not again."""
     shown = io.StringIO()
     why = "no C++ kernels: no C++ compiler installed"
     with Display(Console(file=shown, width=80), tmp_path) as display:
