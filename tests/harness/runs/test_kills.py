@@ -1,4 +1,4 @@
-"""Whatever is killed at any moment: no finished trial is lost, and a later run ends with the same results."""
+"""Processes are killed at any moment: no finished trial is lost, and a later run has the same results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from harness.records.record import read_all
 from tests.harness.cluster.test_rank_processes import until
-from tests.harness.runs.test_launchers import SUITE, found_in
+from tests.harness.runs.test_launchers import SUITE, measurements
 
 ROOT = Path(__file__).parents[3]
 CHANGES = {
@@ -31,31 +31,32 @@ def started(folder: Path, nodes: int = 1) -> list[subprocess.Popen[bytes]]:
     file = folder / f"{nodes}.toml"
     link, launcher = ("none", "local") if nodes == 1 else ("auto", "torchrun")
     text = SUITE.partition("[[override]]")[0]
-    for old, new in (
-        CHANGES | {'launcher = "torchrun"': f'link = "{link}"\nlauncher = "{launcher}"'}
-    ).items():
+    changes = CHANGES | {'launcher = "torchrun"': f'link = "{link}"\nlauncher = "{launcher}"'}
+    for old, new in changes.items():
         text = text.replace(old, new)
     file.write_text(text, encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     processes = []
     for node in range(nodes):
-        told = {
+        variables = {
             "TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": str(node), "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         command = [sys.executable, "-m", "harness.cli", "run", "--no-report", file.name]
         with (folder / f"output{node}").open("ab") as output:
             processes.append(
-                subprocess.Popen(command, cwd=folder, env=os.environ | told, stdout=output, stderr=output)
+                subprocess.Popen(
+                    command, cwd=folder, env=os.environ | variables, stdout=output, stderr=output
+                )
             )
     return processes
 
 
 def results(folder: Path) -> dict[tuple[str, int], object]:
     """Ledgers and losses of finished trials, by strategy and seed."""
-    there = folder / "results" / "kills"
-    return found_in(read_all(there) if there.is_dir() else [])
+    records = folder / "results" / "kills"
+    return measurements(read_all(records) if records.is_dir() else [])
 
 
 def ended(processes: list[subprocess.Popen[bytes]], folder: Path) -> list[int]:
@@ -63,29 +64,29 @@ def ended(processes: list[subprocess.Popen[bytes]], folder: Path) -> list[int]:
     try:
         return [process.wait(timeout=180) for process in processes]
     except subprocess.TimeoutExpired:
-        said = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("output*")))
-        raise AssertionError(f"a run does not end:\n{said}") from None
+        output = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("output*")))
+        raise AssertionError(f"a run does not end:\n{output}") from None
     finally:
         for process in processes:
             process.kill()
 
 
-def kill(folder: Path, who: str, seconds: float, which: int) -> None:
+def kill(folder: Path, role: str, seconds: float, number: int) -> None:
     """Start a run and kill one of its processes; nothing stays behind."""
-    processes = started(folder, 2 if who == "supervisor" else 1)
+    processes = started(folder, 2 if role == "supervisor" else 1)
     tree = [psutil.Process(process.pid) for process in processes]
-    if who == "supervisor":  # for one that has not come yet, the first waits for five minutes
+    if role == "supervisor":  # the first one waits five minutes for another that has not come yet
         until(lambda: bool(tree[1].children()) or processes[0].poll() is not None)
         seconds /= 2
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and processes[0].poll() is None:
         time.sleep(0.05)
-    below = [child for one in tree if one.is_running() for child in one.children(recursive=True)]
-    own = {process.pid for process in processes}
-    ranks = [child for child in below if child.is_running() and child.ppid() not in own]
-    victims = {"runner": tree[:1], "supervisor": tree[1:], "rank": ranks, "server": below}[who]
+    below = [child for root in tree if root.is_running() for child in root.children(recursive=True)]
+    roots = {process.pid for process in processes}
+    ranks = [child for child in below if child.is_running() and child.ppid() not in roots]
+    victims = {"runner": tree[:1], "supervisor": tree[1:], "rank": ranks, "server": below}[role]
     if victims:
-        victim = victims[which % len(victims)]
+        victim = victims[number % len(victims)]
         if victim.is_running():
             victim.kill()
     ended(processes, folder)
@@ -95,20 +96,20 @@ def kill(folder: Path, who: str, seconds: float, which: int) -> None:
 
 @pytest.mark.long
 def test_no_finished_trial_is_lost_by_kills(tmp_path: Path) -> None:
-    """A supervisor of another node, a rank, a server or the runner is killed by signal 9; what had a result
-    keeps it, nothing of a run stays behind, and a run that is left alone ends with the ids, bytes and losses
-    of one that was never disturbed.
+    """A supervisor of another node, a rank, a server or the runner is killed by signal 9; finished trials
+    keep their results, no process stays behind, and a last run without kills ends with the ids, bytes and
+    losses of one that was never disturbed.
     """
-    folder, undisturbed, there = tmp_path / "killed", tmp_path / "undisturbed", results(tmp_path)
+    folder, undisturbed, finished = tmp_path / "killed", tmp_path / "undisturbed", results(tmp_path)
     folder.mkdir()
     undisturbed.mkdir()
     assert ended(started(undisturbed), undisturbed) == [0]
     assert len(results(undisturbed)) == 4
     kills = [("supervisor", 6.0), ("rank", 5.0), ("server", 3.0), ("runner", 4.0)]
-    for which, (who, seconds) in enumerate(kills):
-        kill(folder, who, seconds, which)
+    for number, (role, seconds) in enumerate(kills):
+        kill(folder, role, seconds, number)
         now = results(folder)
-        assert there.items() <= now.items(), "a finished trial is lost"
-        there = now
+        assert finished.items() <= now.items(), "a finished trial is lost"
+        finished = now
     assert ended(started(folder), folder) == [0]
     assert results(folder) == results(undisturbed)

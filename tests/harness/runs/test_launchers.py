@@ -32,8 +32,8 @@ from tests.support.needs import SEARCHED
 
 def _ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in opened]
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in servers]
 
 
 @contextlib.contextmanager
@@ -77,19 +77,19 @@ def slurm(folder: Path, nodes: int = 2) -> Iterator[dict[str, str]]:
             time.sleep(0.5)
         deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
-            told = subprocess.run(
+            states = subprocess.run(
                 ["sinfo", "-h", "-o", "%D %t"], env=environment, capture_output=True, text=True, check=False
             ).stdout.split()
-            if told == [str(nodes), "idle"]:
+            if states == [str(nodes), "idle"]:
                 break
             time.sleep(0.5)
         else:
             logs = [path.read_text(errors="replace")[-500:] for path in folder.glob("*.log")]
-            raise AssertionError(f"Slurm did not start: {told} {logs}")
+            raise AssertionError(f"Slurm did not start: {states} {logs}")
         yield environment
     finally:
-        for how in (["--full"], ["-s", "KILL"]):
-            command = ["scancel", *how, "--partition=debug"]
+        for options in (["--full"], ["-s", "KILL"]):
+            command = ["scancel", *options, "--partition=debug"]
             subprocess.run(command, env=environment, capture_output=True, check=False, timeout=20)
         time.sleep(1)
         for process in reversed(started):
@@ -144,8 +144,8 @@ def test_a_suite_with_failing_ranks_finishes_across_hosts(tmp_path: Path) -> Non
         assert type_lines(both, lines_of("torchrun"), "walk.toml") == [1, 1], both[0].output
         first, second = both
         assert not list(second.folder.rglob("*.json"))
-        own, _, _ = second.output.partition("failed (exitcode")  # what follows is torchrun's
-        assert "Traceback" not in own
+        output, _, _ = second.output.partition("failed (exitcode")  # torchrun's own lines follow
+        assert "Traceback" not in output
         check(first.folder, "real", "distinct hosts")
 
 
@@ -156,20 +156,19 @@ def rates(link: str, strategies: str) -> str:
     return text.replace("seed = [0, 1]", "cluster.rate = ['50 Mbit/s', '200 Mbit/s']")
 
 
-def reached(link: LinkRecord, asked: float) -> bool:
-    """Whether nothing was faster than the rate, and the best of calibration and probes reached 0.95 of it.
+def reached(link: LinkRecord, rate: float) -> bool:
+    """Whether no message was faster than the rate, and the best of calibration and probes reached 0.95 of it.
 
-    What else runs here makes single messages late, and none early.
+    Other processes on this machine make single messages late, and none early.
     """
-    found = (*link.calibrated_mbit, *link.probed_mbit)
-    return 0.95 * asked <= max(found) <= asked
+    return 0.95 * rate <= max(*link.calibrated_mbit, *link.probed_mbit) <= rate
 
 
 @pytest.mark.long
 @pytest.mark.needs("namespaces")
 def test_a_rate_between_hosts_is_kept_by_pacing(tmp_path: Path) -> None:
-    """Two hosts under torchrun, which no queue of ours joins: messages between them leave at the rate asked
-    for, which calibration and probes reach to 0.95 to 1.0, and the page calls results modelled.
+    """Two hosts under torchrun, without a queue between them: calibration and probes reach 0.95 to 1.0 of the
+    requested rate, and the page calls results modelled.
     """
     text = rates("paced", '["qgz"]').replace("faulty:model", "gpt-tiny").replace("'50 Mbit/s', ", "")
     with hosts(2, tmp_path, {"walk.toml": text}) as both:
@@ -185,7 +184,7 @@ def test_a_rate_between_hosts_is_kept_by_pacing(tmp_path: Path) -> None:
 @pytest.mark.needs("root", "namespaces", "ip", "nsenter")
 def test_a_rate_between_hosts_is_kept_by_their_interfaces(tmp_path: Path) -> None:
     """Two hosts under torchrun, whose interfaces are shaped: calibration and probes reach 0.95 to 1.0 of each
-    rate asked for, peers may run, a trial that crashes is a record, and the queues are gone afterwards.
+    requested rate, peers may run, a trial that crashes is a record, and the queues are removed afterwards.
     """
     text = rates("shaped", '["zero3", "ddp"]') + (
         '[[exclude]]\nstrategy = "zero3"\ncluster.rate = "200 Mbit/s"\n'
@@ -201,12 +200,12 @@ def test_a_rate_between_hosts_is_kept_by_their_interfaces(tmp_path: Path) -> Non
         assert failed == ["crashed"]
         assert len(records) == 3
         for record in records:
-            asked = record.trial["cluster"]["rate"]
+            rate = record.trial["cluster"]["rate"]
             assert (record.link.kind, record.link.why) == ("shaped", "distinct hosts")
-            assert record.link.requested_mbit == asked
+            assert record.link.requested_mbit == rate
             assert len(record.link.calibrated_mbit) == 5
             assert len(record.link.probed_mbit) == (0 if record.failure else 2)
-            assert reached(record.link, asked)
+            assert reached(record.link, rate)
             assert [node["before"] for node in record.link.details["nodes"]] == ["noqueue", "noqueue"]
         page = (both[0].folder / "results" / "walk" / "report.html").read_text()
         assert "Throttled: nodes are hosts" in page
@@ -214,17 +213,17 @@ def test_a_rate_between_hosts_is_kept_by_their_interfaces(tmp_path: Path) -> Non
 
 
 @functools.cache
-def found_here() -> dict[tuple[str, int], object]:
-    """Ledgers and losses of the trial that does not fail, by strategy and seed, as one machine finds them."""
+def local_measurements() -> dict[tuple[str, int], object]:
+    """Ledgers and losses of the trial that does not fail, by strategy and seed, of a run on one machine."""
     with tempfile.TemporaryDirectory() as folder:
         for name, text in walk("local").items():
             Path(folder, name).write_text(text.partition("[[override]]")[0].replace("[0, 1]", "[1]"))
         command = [sys.executable, "-m", "harness.cli", "run", "--no-report", "walk.toml"]
         subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
-        return found_in(read_all(Path(folder, "results", "walk")))
+        return measurements(read_all(Path(folder, "results", "walk")))
 
 
-def found_in(records: Iterable[Record]) -> dict[tuple[str, int], object]:
+def measurements(records: Iterable[Record]) -> dict[tuple[str, int], object]:
     """Ledgers and losses of results, by strategy and seed."""
     return {
         (record.trial["strategy"], record.trial["seed"]): [
@@ -236,10 +235,10 @@ def found_in(records: Iterable[Record]) -> dict[tuple[str, int], object]:
 
 
 def check(folder: Path, kind: str, why: str) -> None:
-    """The results, as they are on one machine, and the typed failures are in a folder, with the report."""
+    """A folder has the results of a run on one machine, the typed failures, and the report."""
     records = {record.id: record for record in read_all(folder / "results" / "walk")}
-    assert found_in(records.values()) == found_here()
-    assert [one.failure.kind for one in records.values() if one.failure is not None] == ["crashed"]
+    assert measurements(records.values()) == local_measurements()
+    assert [r.failure.kind for r in records.values() if r.failure is not None] == ["crashed"]
     assert len(records) == 2
     for record in records.values():
         assert (record.link.kind, record.link.why) == (kind, why)
@@ -253,15 +252,15 @@ def check(folder: Path, kind: str, why: str) -> None:
     assert (folder / "results" / "walk" / "report.html").is_file()
 
 
-def walk(launcher: str, more: str = "") -> dict[str, str]:
+def walk(launcher: str, keys: str = "") -> dict[str, str]:
     """Files of a suite of two trials, the first of which fails."""
-    suite = SUITE.replace('launcher = "torchrun"', f'launcher = "{launcher}"\n{more}')
+    suite = SUITE.replace('launcher = "torchrun"', f'launcher = "{launcher}"\n{keys}')
     return {"walk.toml": suite, "faulty.py": (Path(__file__).parent / "faulty.py").read_text()}
 
 
-def command(words: list[str], environment: dict[str, str]) -> str:
-    """What a command of Slurm's says."""
-    return subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+def output_of(command: list[str], environment: dict[str, str]) -> str:
+    """Standard output of one of Slurm's commands."""
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @pytest.mark.long
@@ -269,7 +268,7 @@ def command(words: list[str], environment: dict[str, str]) -> str:
 def test_a_suite_with_failing_ranks_finishes_under_slurm(tmp_path: Path) -> None:
     """One job runs all trials on two nodes; a rank that crashes is a record.
 
-    The job is told in its midst that its time is over, goes back into the queue, and goes on where it was.
+    The job is signalled halfway that its time is over, goes back into the queue, and goes on where it was.
     """
     for name, text in walk("slurm", 'slurm = { partition = "debug", time = 10 }').items():
         (tmp_path / name).write_text(text)
@@ -282,10 +281,10 @@ def test_a_suite_with_failing_ranks_finishes_under_slurm(tmp_path: Path) -> None
         job, first = re.findall(r"job (\d+)", submitted.stderr)[0], tmp_path / "results" / "walk"
         until(lambda: first.exists() and read_valid(first)[0])  # other trials are still to be run
         finished = {path: path.read_bytes() for path in first.glob("*.json")}
-        command(["scancel", "--signal=USR2", job], environment)
-        until(lambda: command(["squeue", "-h", "-o", "%T", "-j", job], environment) == "PENDING")
+        output_of(["scancel", "--signal=USR2", job], environment)
+        until(lambda: output_of(["squeue", "-h", "-o", "%T", "-j", job], environment) == "PENDING")
         # Not in two minutes; in the second in which it was killed its credential is revoked.
-        command(["scontrol", "update", f"JobId={job}", "StartTime=now+3"], environment)
+        output_of(["scontrol", "update", f"JobId={job}", "StartTime=now+3"], environment)
         log = next((first / "jobs").glob("*_0_log.out"))
         until(lambda: log.read_text().count("Starting with JobEnvironment") == 2)
         assert "Caught signal SIGUSR2" in log.read_text()
@@ -308,45 +307,45 @@ def test_a_suite_with_failing_ranks_finishes_under_slurm(tmp_path: Path) -> None
 @pytest.mark.long
 @pytest.mark.needs("namespaces", "root", "ssh", "sshd")
 def test_a_suite_with_failing_ranks_finishes_on_hosts(tmp_path: Path) -> None:
-    """One command on the first host starts the supervisor of the second through ssh; whoever listens, does so
-    on the address that leads from host to host, or inside its own host.
+    """One command on the first host starts the supervisor of the second through ssh; sockets listen on the
+    address that leads from host to host, or on the host's loopback.
     """
-    with hosts(2, tmp_path, {}) as both, sshd(both[1]) as wrapped:
+    with hosts(2, tmp_path, {}) as both, sshd(both[1]) as path:
         names = json.dumps([host.address for host in both])
         for host in both:
             for name, text in walk("hosts", f"hosts = {names}").items():
                 (host.folder / name).write_text(text)
         command = [sys.executable, "-m", "harness.cli", "run", "walk.toml"]
-        run, heard = both[0].start(command, PATH=wrapped), [set[str](), set[str]()]
+        run, listening = both[0].start(command, PATH=path), [set[str](), set[str]()]
         while run.poll() is None:
-            for host, found in zip(both, heard, strict=True):
-                found.update(host.listening())
+            for host, addresses in zip(both, listening, strict=True):
+                addresses.update(host.listening())
             time.sleep(0.02)
         assert run.wait() == 1, both[0].output
-        inside = {"0100007F", "0" * 24 + "01000000"}  # 127.0.0.1 and ::1
-        for host, found in zip(both, heard, strict=True):
-            assert host.address_hex in found
-            assert found <= {host.address_hex} | inside
+        loopback = {"0100007F", "0" * 24 + "01000000"}  # 127.0.0.1 and ::1
+        for host, addresses in zip(both, listening, strict=True):
+            assert host.address_hex in addresses
+            assert addresses <= {host.address_hex} | loopback
         check(both[0].folder, "real", "distinct hosts")
         assert not list(both[1].folder.rglob("*.json"))
         command[3] = "doctor"
-        assert both[0].start(command, PATH=wrapped).wait(timeout=240) == 0, both[0].output
-        assert "What differs: interface." in both[0].output  # which are named after their hosts here
+        assert both[0].start(command, PATH=path).wait(timeout=240) == 0, both[0].output
+        assert "What differs: interface." in both[0].output  # interfaces are named after their hosts
         assert "2 nodes on 2 hosts." in both[0].output
 
 
 def test_the_place_follows_from_torchruns_variables() -> None:
     """The first process of a node is its supervisor, the others wait; without torchrun there is no place."""
-    told = {
+    variables = {
         "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "1",
         "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
     }  # fmt: skip
     assert place_under_torchrun({}) is None
-    assert place_under_torchrun(told) == Place(1, 2, "10.0.0.1", 29500, serves=False, job="0")
-    idle = place_under_torchrun(told | {"LOCAL_RANK": "1", "GROUP_RANK": "0"})
+    assert place_under_torchrun(variables) == Place(1, 2, "10.0.0.1", 29500, serves=False, job="0")
+    idle = place_under_torchrun(variables | {"LOCAL_RANK": "1", "GROUP_RANK": "0"})
     assert idle.waits
     assert idle.follows
     with pytest.raises(Refusal, match="GROUP_RANK = '' in the environment"):
-        place_under_torchrun({name: value for name, value in told.items() if name != "GROUP_RANK"})
+        place_under_torchrun({name: value for name, value in variables.items() if name != "GROUP_RANK"})
     with pytest.raises(Refusal, match=json.dumps("MASTER_PORT")[1:-1]):
-        place_under_torchrun(told | {"MASTER_PORT": "x"})
+        place_under_torchrun(variables | {"MASTER_PORT": "x"})

@@ -1,7 +1,8 @@
-"""Sweeps: every trial leaves a record, whatever becomes of it."""
+"""Sweeps: every trial leaves a record, also if it fails."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -44,7 +45,7 @@ def trial(strategy: str, *, rate: str = "unshaped", kind: str = "none", **change
     return small("stdlib", strategy, **{"cluster": cluster, "steps": 2, "warmup": 1, **changes})
 
 
-def asked(**answers: str) -> Suite:
+def suite_with(**answers: str) -> Suite:
     return Suite.model_validate({"name": "test", "question": "?", "on_failure": answers})
 
 
@@ -54,7 +55,7 @@ def sweep(
     shown = io.StringIO()
     batches = [Batch(0, tuple(trials))] if isinstance(trials, list) else trials
     console = Console(file=shown, width=60)
-    return run_sweep(suite or asked(), batches, results, console, **options), shown.getvalue()
+    return run_sweep(suite or suite_with(), batches, results, console, **options), shown.getvalue()
 
 
 def diverging(sequence: int) -> Any:
@@ -90,26 +91,26 @@ def test_trials_leave_records_and_are_not_run_twice(tmp_path: Path) -> None:
     assert "4 of 6 trials are done" in shown
     records = read_all(tmp_path)
     assert [record.order for record in records] == list(range(6))
-    for one, record in zip(trials, records, strict=True):
-        assert record.id == one.id
-        assert Trial.from_canonical(record.trial) == one
+    for expected, record in zip(trials, records, strict=True):
+        assert record.id == expected.id
+        assert Trial.from_canonical(record.trial) == expected
         assert record.failure is None
         assert record.link.kind == "none"
         assert record.reference_loss is not None
-        assert len(record.ranks) == (1 if one.strategy == "single" else 2)
-        assert bool(record.link.probed_mbit) == (one.strategy != "single")
+        assert len(record.ranks) == (1 if expected.strategy == "single" else 2)
+        assert bool(record.link.probed_mbit) == (expected.strategy != "single")
     assert not (tmp_path / "logs").exists()
 
 
 @pytest.mark.nightly
 def test_a_sweep_keeps_nccls_rules(tmp_path: Path) -> None:
-    """Policies behind a paced link that is calibrated and probed, and torch's own engines, all on them."""
+    """Policies on a paced link that is calibrated and probed, and torch's engines, all under the rules."""
     policies = [
         trial(strategy, kind="paced", rate="1 Gbit/s") for strategy in ("zero3", "zero3-flat", "zeropp")
     ]
-    asked = [*policies, *(trial(strategy) for strategy in ("ddp", "fsdp2", "zeropp"))]
+    trials = [*policies, *(trial(strategy) for strategy in ("ddp", "fsdp2", "zeropp"))]
     rules = {"transport": "tests.support.nccl_rules"}
-    ruled = [one.model_copy(update={"cluster": one.cluster.model_copy(update=rules)}) for one in asked]
+    ruled = [plain.model_copy(update={"cluster": plain.cluster.model_copy(update=rules)}) for plain in trials]
     outcome, shown = sweep(ruled, tmp_path)
     assert outcome == SweepOutcome(ok=6, failed=0, skipped=0), shown
     for record in read_all(tmp_path):
@@ -119,17 +120,17 @@ def test_a_sweep_keeps_nccls_rules(tmp_path: Path) -> None:
 
 
 def test_further_batches_follow_from_records_and_belong_to_their_sweep(tmp_path: Path) -> None:
-    """What comes next is asked for when all before have records, which hold their sweep beside the trial;
-    progress says why there are more, and how many there are now.
+    """The next batch is taken when all trials before have records, which hold their sweep beside the trial;
+    progress says why there are further trials, and counts them.
     """
     first, later, last = (trial("single", repeat=repeat) for repeat in range(3))
 
-    def ask() -> Iterator[Batch]:
-        for number, before, asked in ((0, None, first), (0, first, later), (1, later, last)):
+    def batches() -> Iterator[Batch]:
+        for number, before, current in ((0, None, first), (0, first, later), (1, later, last)):
             assert before is None or before.id in {record.id for record in read_all(tmp_path)}
-            yield Batch(number, (asked,))
+            yield Batch(number, (current,))
 
-    outcome, shown = sweep(ask(), tmp_path, total=2)
+    outcome, shown = sweep(batches(), tmp_path, total=2)
     assert outcome == SweepOutcome(ok=3)
     lines = shown.splitlines()
     assert [line.split()[0] for line in lines if line.startswith("[")] == ["[1/2]", "[2/2]", "[3/3]"]
@@ -138,7 +139,7 @@ def test_further_batches_follow_from_records_and_belong_to_their_sweep(tmp_path:
     records = read_all(tmp_path)
     assert [record.id for record in records] == [first.id, later.id, last.id]
     assert [(record.sweep, record.order) for record in records] == [(0, 0), (0, 1), (1, 2)]
-    assert sweep(ask(), tmp_path)[0] == SweepOutcome(skipped=3)
+    assert sweep(batches(), tmp_path)[0] == SweepOutcome(skipped=3)
 
 
 def test_a_sweep_is_of_one_machine_and_further_ones_may_be_of_others(
@@ -150,9 +151,9 @@ def test_a_sweep_is_of_one_machine_and_further_ones_may_be_of_others(
     first, second = trial("single"), trial("single", repeat=1)
     sweep([first], tmp_path)
     monkeypatch.setattr(machine, "pool_key", lambda *_: "another")
-    asked = (Batch(0, (first,)), Batch(1, (second,)))
-    assert sweep(asked, tmp_path)[0] == SweepOutcome(ok=1, skipped=1)
-    assert sorted((one.sweep, one.pool == "another") for one in read_all(tmp_path)) == [(0, False), (1, True)]
+    batches = (Batch(0, (first,)), Batch(1, (second,)))
+    assert sweep(batches, tmp_path)[0] == SweepOutcome(ok=1, skipped=1)
+    assert sorted((r.sweep, r.pool == "another") for r in read_all(tmp_path)) == [(0, False), (1, True)]
     with pytest.raises(Refusal, match=r"sweep 1 was begun on another machine \(hash \w+, here another\)"):
         sweep([first, trial("single", seed=9)], tmp_path)
     assert len(read_all(tmp_path)) == 2
@@ -165,14 +166,14 @@ def test_a_sweep_is_of_one_machine_and_further_ones_may_be_of_others(
 def test_a_deepspeed_configuration_leaves_its_findings(
     threshold: int, kinds: list[str], tmp_path: Path
 ) -> None:
-    """A trial by one sends what its policy predicts; its record says what became of each key on its model.
+    """Such a trial sends what its policy predicts; its record has a finding for each key on its model.
 
     Below a threshold of 100,000 elements all parameters of a toy persist, which ZeRO++ leaves alone.
     """
     zero = {"stage": 3, "stage3_param_persistence_threshold": threshold, "zero_quantized_weights": True}
     config = json.dumps({"zero_optimization": zero | {"zero_hpz_partition_size": 16}})
-    asked = trial("recipe", deepspeed_config=config, policy={"max_padding": 1e9})
-    outcome, text = sweep([asked], tmp_path)
+    recipe = trial("recipe", deepspeed_config=config, policy={"max_padding": 1e9})
+    outcome, text = sweep([recipe], tmp_path)
     assert outcome.failed == 0, text
     (record,) = read_all(tmp_path)
     assert [finding.kind for finding in record.findings] == ["honoured", "honoured", *kinds]
@@ -197,12 +198,12 @@ def test_a_trial_beyond_its_limit_is_recorded_and_not_run(tmp_path: Path) -> Non
 def test_an_engine_that_held_more_than_foreseen_is_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the engine counted is held to the limit too, after the run."""
-    foreseen = plan.forecast
+    """The limit also applies to the bytes that the engine counted, after the run."""
+    predicted = plan.forecast
     limited = trial("zero3", memory_limit="0.1 MiB")
 
     def blind(trials: Iterable[Trial], host: plan.Host) -> list[plan.Forecast]:
-        return [dataclasses.replace(one, failure=None) for one in foreseen(trials, host)]
+        return [dataclasses.replace(forecast, failure=None) for forecast in predicted(trials, host)]
 
     monkeypatch.setattr("harness.runs.sweep.forecast", blind)
     assert sweep([limited], tmp_path)[0].failed == 1
@@ -212,64 +213,63 @@ def test_an_engine_that_held_more_than_foreseen_is_no_result(
 
 
 def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> None:
-    """Crashed, refused and late trials say so, with their log; the ones after them run."""
-    here = __name__
+    """Records of crashed, refused and late trials have their failure and log; the trials after them run."""
     trials = [
-        trial("ddp", model={"name": f"{here}:diverging"}),
+        trial("ddp", model={"name": f"{__name__}:diverging"}),
         trial("fsdp2", kind="paced", rate="50 Mbit/s"),
         trial("zeropp", policy={"max_padding": 0.05}),
-        trial("single", model={"name": f"{here}:slow"}, timeout_seconds=3),
+        trial("single", model={"name": f"{__name__}:slow"}, timeout_seconds=3),
         trial("exact", optimizer={"name": "SGD", "arguments": {"lr": 1.0, "weight_decay": 1e30}}),
         trial("zero3"),
     ]
     outcome, shown = sweep(trials, tmp_path)
     assert outcome == SweepOutcome(ok=1, failed=5, skipped=0)
-    found = [read(tmp_path / f"{one.id}.json").failure for one in trials]
-    assert found[-1] is None
-    words = {
+    failures = [read(tmp_path / f"{failed.id}.json").failure for failed in trials]
+    assert failures[-1] is None
+    messages = {
         "killed": "was killed by signal 9",
         "link": "'fsdp2' sends past our wire",
         "refused": "padding",
         "timeout": "after 3 s",
         "wrong": "the loss of rank",
     }
-    for failure, (kind, word) in zip(found, words.items(), strict=False):
+    for failure, (kind, message) in zip(failures, messages.items(), strict=False):
         assert failure.kind == kind
-        assert word in failure.message
-        assert word in shown
+        assert message in failure.message
+        assert message in shown
         assert "\n" not in failure.message
-    for failure in (found[0], found[2], found[3]):
+    for failure in (failures[0], failures[2], failures[3]):
         assert (tmp_path / failure.log).read_text().startswith("== rank 0")
-    # What was refused or killed may pass and is tried again; the others have failed for good.
+    # Refused and killed trials may pass and run again; the others have failed for good.
     assert sweep(trials, tmp_path)[0] == SweepOutcome(failed=5, skipped=3)
 
 
 def test_what_failed_runs_again_once_its_model_is_edited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A crash of one's own model is skipped while nothing has changed, and run again after an edit; then its
-    log is gone, as its record is.
+    """A crash of a user's model is skipped while nothing has changed, and run again after an edit; then its
+    log is removed, as its record is.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     good = "from harness.workloads.models import GPT, GPTShape\ndef build(sequence):\n    {}\n"
     model = tmp_path / "edited_model.py"
     model.write_text(good.format("raise ValueError('not yet')"))
-    one = trial("single", model={"name": "edited_model:build"})
-    outcome, shown = sweep([one], tmp_path / "results")
+    edited = trial("single", model={"name": "edited_model:build"})
+    outcome, shown = sweep([edited], tmp_path / "results")
     assert outcome == SweepOutcome(failed=1)
     assert "not yet" in shown
-    log = tmp_path / "results" / "logs" / f"{one.id}.log"
+    log = tmp_path / "results" / "logs" / f"{edited.id}.log"
     assert log.exists()
-    assert sweep([one], tmp_path / "results")[0] == SweepOutcome(failed=1, skipped=1)
+    assert sweep([edited], tmp_path / "results")[0] == SweepOutcome(failed=1, skipped=1)
     model.write_text(good.format("return GPT(GPTShape(1, 16, 1), sequence)"))
     input_digests._module_digest.cache_clear()
-    assert sweep([one], tmp_path / "results")[0] == SweepOutcome(ok=1)
+    assert sweep([edited], tmp_path / "results")[0] == SweepOutcome(ok=1)
     assert not log.exists()
 
 
 def passing(sequence: int, left: str) -> Any:
-    """A model whose process dies as often as a file has letters, one of which it takes each time."""
+    """A model whose process dies and takes a letter from a file, until the file has none."""
     letters = Path(left).read_text(encoding="utf-8")
     Path(left).write_text(letters[1:], encoding="utf-8")
     return diverging(sequence) if letters else GPT(GPTShape(1, 16, 1), sequence)
@@ -279,17 +279,17 @@ def passing(sequence: int, left: str) -> Any:
 def test_what_follows_a_failure_is_the_suites_to_say(
     tmp_path: Path, answer: str, kinds: list[str], ok: int
 ) -> None:
-    """A rank that is killed twice is tried a third time, and the record says so; or the run stops there, and
-    the next one goes on.
+    """A rank that is killed twice is tried a third time, and the record has both failures; or the run stops
+    there, and the next one goes on.
     """
     left = tmp_path / "left"
     left.write_text("xxx", encoding="utf-8")  # the first for the forecast, which builds it too
     model = {"name": f"{__name__}:passing", "arguments": {"left": str(left)}}
     trials = [trial("single", model=model), trial("single")]
-    outcome, shown = sweep(trials, tmp_path / "r", asked(killed=answer))
+    outcome, shown = sweep(trials, tmp_path / "r", suite_with(killed=answer))
     assert outcome == SweepOutcome(ok=ok, failed=2 - ok - (answer == "stop"), skipped=0)
     record = read(tmp_path / "r" / f"{trials[0].id}.json")
-    assert [one.kind for one in record.earlier] == kinds
+    assert [failure.kind for failure in record.earlier] == kinds
     if answer == "stop":
         assert "on_failure.killed stops the run; 1 of 2 trials are done" in shown
     else:
@@ -304,7 +304,7 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "hosts", "words"),
+    ("cluster", "hosts", "message"),
     [
         (SHAPED, "aa", "link 'shaped': nodes 0 and 1 are one host"),
         (ADAPTERS | {"hcas": 2}, "aa", "link 'real': nodes 0 and 1 are one host"),
@@ -312,27 +312,27 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
         (ADAPTERS | {"hcas": ["mlx5_3"]}, "ab", "cluster.hcas = mlx5_3: node 1 has 2 InfiniBand adapters"),
     ],
 )
-def test_nodes_that_cannot_be_throttled_so_are_refused(
-    tmp_path: Path, cluster: dict[str, Any], hosts: str, words: str
+def test_nodes_that_cannot_be_throttled_are_refused(
+    tmp_path: Path, cluster: dict[str, Any], hosts: str, message: str
 ) -> None:
-    """Before any rank starts: those of one host have no interface between them, others not the adapters."""
+    """Before any rank starts: nodes of one host have no interface between them, others lack the adapters."""
     adapters = [[f"mlx5_{number}" for number in range(count)] for count in (4, 2)]
-    here = run_environment.identity()
+    facts = run_environment.identity()
     nodes = [
-        Node(Port("eth0", f"10.0.0.{number}"), host, here | {"hcas": adapters[number]})
+        Node(Port("eth0", f"10.0.0.{number}"), host, facts | {"hcas": adapters[number]})
         for number, host in enumerate(hosts)
     ]
-    asked = small("stdlib", "zero3", cluster={"launcher": "torchrun", **cluster})
-    silent = Nodes(None, nodes)  # type: ignore[arg-type]  # nothing is said to them
-    sweep([asked], tmp_path, nodes=silent)
-    failure = read(tmp_path / f"{asked.id}.json").failure
+    refused = small("stdlib", "zero3", cluster={"launcher": "torchrun", **cluster})
+    silent = Nodes(None, nodes)  # type: ignore[arg-type]  # without a channel to them
+    sweep([refused], tmp_path, nodes=silent)
+    failure = read(tmp_path / f"{refused.id}.json").failure
     assert failure.kind == "link"
-    assert words in failure.message
+    assert message in failure.message
 
 
 @pytest.mark.long
 def test_a_link_that_was_too_slow_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A calibration is measured anew at the next attempt: what disturbed it may be over."""
+    """A calibration is measured anew at the next attempt, since a disturbance may be over."""
     calibrated = []
 
     def check(self: Link) -> None:
@@ -341,12 +341,11 @@ def test_a_link_that_was_too_slow_is_tried_again(tmp_path: Path, monkeypatch: py
             raise LinkError("carries 43 of 50 Mbit/s")
 
     monkeypatch.setattr(Link, "check", check)
-    one = trial("zero3", kind="paced", rate="200 Mbit/s")
-    assert sweep([one], tmp_path, asked(link="retry 2"))[0] == SweepOutcome(ok=1)
+    paced = trial("zero3", kind="paced", rate="200 Mbit/s")
+    assert sweep([paced], tmp_path, suite_with(link="retry 2"))[0] == SweepOutcome(ok=1)
     assert len(calibrated) == 2
-    assert [failure.message for failure in read(tmp_path / f"{one.id}.json").earlier] == [
-        "carries 43 of 50 Mbit/s"
-    ]
+    (failure,) = read(tmp_path / f"{paced.id}.json").earlier
+    assert failure.message == "carries 43 of 50 Mbit/s"
 
 
 @pytest.mark.long
@@ -362,10 +361,10 @@ def test_a_shaped_sweep_calibrates_each_setting_once(tmp_path: Path) -> None:
     assert outcome.ok == 4
     records = read_all(tmp_path)
     links = [record.link for record in records if record.link is not None]
-    assert [found.requested_mbit for found in links] == [100, 100, 200, 200]
+    assert [link.requested_mbit for link in links] == [100, 100, 200, 200]
     assert links[0].calibrated_mbit == links[1].calibrated_mbit
     assert links[1].calibrated_mbit != links[2].calibrated_mbit
-    assert len({tuple(found.probed_mbit) for found in links}) == 4
+    assert len({tuple(link.probed_mbit) for link in links}) == 4
     assert all(len(record.interfaces or []) == 2 for record in records)
     assert links[0].details["queue"] == "tbf"
 
@@ -373,10 +372,10 @@ def test_a_shaped_sweep_calibrates_each_setting_once(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.needs("namespaces")
 def test_nothing_is_left_of_a_sweep_that_was_ended(tmp_path: Path) -> None:
-    """By Ctrl-C, a sweep leaves no process, namespace or shared memory; the trial under way is recorded as
-    interrupted, and run the next time.
+    """A sweep ended by Ctrl-C leaves no process, namespace or shared memory; the current trial is recorded
+    as interrupted, and run the next time.
     """
-    one = trial("zeropp", kind="namespaces", rate="100 Mbit/s", steps=100_000)
+    endless = trial("zeropp", kind="namespaces", rate="100 Mbit/s", steps=100_000)
     code = f"""
 import json
 from pathlib import Path
@@ -385,12 +384,12 @@ from harness.runs.further_repeats import Batch
 from harness.runs.sweep import run_sweep
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
-trial = Trial.from_canonical(json.loads({one.model_dump_json()!r}))
+trial = Trial.from_canonical(json.loads({endless.model_dump_json()!r}))
 suite = Suite(name="test", question="?")
 run_sweep(suite, [Batch(0, (trial,))], Path({str(tmp_path)!r}) / "results", Console())
 """
     shared = set(os.listdir("/dev/shm"))  # noqa: S108, PTH208
-    own = namespaces_of([psutil.Process()])
+    host = namespaces_of([psutil.Process()])
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as parent:
@@ -398,10 +397,10 @@ run_sweep(suite, [Batch(0, (trial,))], Path({str(tmp_path)!r}) / "results", Cons
             sweeping = psutil.Process(parent.pid)
             # the keeper with two holders, the fork server with two ranks, and the resource tracker
             until(lambda: len(sweeping.children(recursive=True)) >= 7)
-            until(lambda: len(namespaces_of(sweeping.children(recursive=True)) - own) >= 3)
+            until(lambda: len(namespaces_of(sweeping.children(recursive=True)) - host) >= 3)
             time.sleep(0.5)
             below = sweeping.children(recursive=True)
-            made = namespaces_of(below) - own
+            made = namespaces_of(below) - host
             assert len(made) == 3
         finally:
             os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
@@ -411,17 +410,15 @@ run_sweep(suite, [Batch(0, (trial,))], Path({str(tmp_path)!r}) / "results", Cons
     left = set(os.listdir("/dev/shm")) - shared  # noqa: S108, PTH208
     assert not {name for name in left if "zeropp" in name or "torch" in name}
     assert "the same command goes on" in shown
-    record = read(tmp_path / "results" / f"{one.id}.json")
+    record = read(tmp_path / "results" / f"{endless.id}.json")
     assert record.failure.kind == "interrupted"
-    assert not finished(tmp_path / "results", one, record.pool)
+    assert not finished(tmp_path / "results", endless, record.pool)
 
 
 def namespaces_of(processes: Iterable[psutil.Process]) -> set[str]:
-    """Network namespaces in which the processes stand."""
-    found = set()
+    """Network namespaces of the processes that have not ended."""
+    namespaces = set()
     for process in processes:
-        try:
-            found.add(str(Path(f"/proc/{process.pid}/ns/net").readlink()))
-        except OSError:
-            continue
-    return found
+        with contextlib.suppress(OSError):
+            namespaces.add(str(Path(f"/proc/{process.pid}/ns/net").readlink()))
+    return namespaces
