@@ -1,4 +1,4 @@
-"""Errors of what was sent, against plain numpy; and that measuring them changes nothing."""
+"""Errors of messages, against plain numpy; measuring them changes nothing."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def ring(rows: Array, codec: Codec, _: Topology) -> tuple[Array, list[float]]:
     return partial / world, errors
 
 
-def vnmse(found: Array, exact: Array) -> float:
-    return float(((found - exact) ** 2).sum() / (exact**2).sum())
+def vnmse(decoded: Array, exact: Array) -> float:
+    return float(((decoded - exact) ** 2).sum() / (exact**2).sum())
 
 
 ALGORITHMS: Final = {"ring": ring, "one_hop": one_hop, "two_hop": two_hop}
@@ -92,43 +92,41 @@ Captured = tuple[Outcome, dict[tuple[int, str], Array]]  # with a rank's gradien
 
 def capturing(rank: Rank, trials: list[Trial]) -> list[Captured]:
     """Run trials one after the other."""
-    return [_captured(rank, one) for one in trials]
+    return [_capture(rank, trial) for trial in trials]
 
 
-def _captured(rank: Rank, one: Trial) -> Captured:
+def _capture(rank: Rank, trial: Trial) -> Captured:
     measure, gradients = communication_error.gradient_errors, dict[tuple[int, str], Array]()
 
-    def kept(step: int, observed: communication_error.ReductionObserver, *, repeated: int = 1) -> Any:
-        gradients.update({(step, unit): found.numpy().copy() for unit, found in observed.gradients.items()})
-        return measure(step, observed, repeated=repeated)
+    def keep(step: int, observer: communication_error.ReductionObserver, *, repeated: int = 1) -> Any:
+        gradients.update({(step, unit): total.numpy().copy() for unit, total in observer.gradients.items()})
+        return measure(step, observer, repeated=repeated)
 
-    with mock.patch.object(communication_error, "gradient_errors", kept):
-        return run(rank, Assignment(one, None)), gradients
+    with mock.patch.object(communication_error, "gradient_errors", keep):
+        return run(rank, Assignment(trial, None)), gradients
 
 
-def of_the_suite(corpus: str, topology: Topology) -> list[Trial]:
+def suite_trials(corpus: str, topology: Topology) -> list[Trial]:
     """The trials of suite ``algorithms`` on one topology, of a smaller model; each once."""
-    less = {
+    small = {
         "model": Model(name="gpt-tiny"),
         "corpus": corpus,
         "sequence": 16,
         "tokens_per_rank": 32,
         "steps": 2,
+        "cluster": Cluster(nodes=topology.nodes, ranks_per_node=topology.ranks_per_node),
     }
-    cluster = Cluster(nodes=topology.nodes, ranks_per_node=topology.ranks_per_node)
     return [
-        one.model_copy(
-            update={**less, "cluster": cluster, "policy": one.policy.model_copy(update={"max_padding": 9.0})}
-        )
-        for one in load(SUITES / "algorithms.toml").trials
-        if one.repeat == 0 and one.topology() == topology
+        trial.model_copy(update={**small, "policy": trial.policy.model_copy(update={"max_padding": 9.0})})
+        for trial in load(SUITES / "algorithms.toml").trials
+        if trial.repeat == 0 and trial.topology() == topology
     ]
 
 
-def end(found: Record, step: int, unit: str = "") -> CommunicationError:
+def end(record: Record, step: int, unit: str = "") -> CommunicationError:
     (error,) = (
         e
-        for e in found.communication_errors
+        for e in record.communication_errors
         if (e.step, e.purpose, e.unit, e.hop, e.repeated) == (step, "gradients", unit, None, 1)
     )
     return error
@@ -146,28 +144,28 @@ def ratio(error: CommunicationError) -> float:
 )
 def test_plain_numpy_finds_the_errors_on_record(text: str, tmp_path: Path, topology: Topology) -> None:
     """Of every trial of suite ``algorithms``, end to end and of each hop, within 1 %."""
-    trials = of_the_suite(text, topology)
-    assert {one.policy.reduce for one in trials} == set(ALGORITHMS)
+    trials = suite_trials(text, topology)
+    assert {trial.policy.reduce for trial in trials} == set(ALGORITHMS)
     printed: dict[tuple[str, str], float] = {}
     by_rank = run_ranks(capturing, trials, local(topology, tmp_path / "log", seconds=240))
-    for one, ranks in zip(trials, zip(*by_rank, strict=True), strict=True):
-        found = assembled([outcome for outcome, _ in ranks], one)
-        policy = one.resolved_policy()
+    for suite_trial, ranks in zip(trials, zip(*by_rank, strict=True), strict=True):
+        record = assembled([outcome for outcome, _ in ranks], suite_trial)
+        policy = suite_trial.resolved_policy()
         assert policy is not None
         codec, algorithm = CODECS[str(policy.gradients[0])], ALGORITHMS[policy.reduce]
-        steps = sorted(measured_steps(one.warmup + one.steps))
+        steps = sorted(measured_steps(suite_trial.warmup + suite_trial.steps))
         for step in steps:
             error, value = 0.0, 0.0
-            for unit, _, padded in found.units:
+            for unit, _, padded in record.units:
                 whole = [gradients[step, unit] for _, gradients in ranks]
                 rows = np.stack(whole).astype(float).reshape(topology.world, topology.world, -1)
                 assert rows[0].size == padded
                 mean, hops = algorithm(rows, codec, topology)
                 exact = rows.mean(0)
-                assert ratio(end(found, step, unit)) == pytest.approx(vnmse(mean, exact), rel=0.01)
+                assert ratio(end(record, step, unit)) == pytest.approx(vnmse(mean, exact), rel=0.01)
                 measured = [
                     ratio(e)
-                    for e in found.communication_errors
+                    for e in record.communication_errors
                     if (e.step, e.purpose, e.unit) == (step, "gradients", unit) and e.hop is not None
                 ]
                 assert measured == pytest.approx(hops, rel=0.01)
@@ -175,9 +173,9 @@ def test_plain_numpy_finds_the_errors_on_record(text: str, tmp_path: Path, topol
                 flat = np.stack(whole).astype(float)
                 lengths = np.linalg.norm(flat, axis=1)
                 cosines = (flat @ flat.T / np.outer(lengths, lengths))[np.triu_indices(topology.world, 1)]
-                assert end(found, step, unit).cosine == pytest.approx(cosines.mean(), rel=1e-6)
-            assert ratio(end(found, step)) == pytest.approx(error / value, rel=0.01)
-        printed[str(policy.gradients[0]), f"{policy.reduce} {policy.chunks}"] = ratio(end(found, steps[-1]))
+                assert end(record, step, unit).cosine == pytest.approx(cosines.mean(), rel=1e-6)
+            assert ratio(end(record, step)) == pytest.approx(error / value, rel=0.01)
+        printed[str(policy.gradients[0]), f"{policy.reduce} {policy.chunks}"] = ratio(end(record, steps[-1]))
     assert printed["int4:128", "one_hop 1"] < 0.7 * printed["int4:128", "two_hop 1"]
 
 
@@ -225,14 +223,14 @@ def test_measuring_changes_no_step(text: str, tmp_path: Path, strategy: str, cha
     )
     assert not plain.communication_errors
     assert {e.step for e in measured.communication_errors} == {0, 2, 4}
-    for one, other in zip(plain.ranks, measured.ranks, strict=True):
-        losses, same = ([(s.loss, s.gradient_norm) for s in rank.steps] for rank in (one, other))
-        assert losses == same
-        assert one.ledger == other.ledger
-        assert one.memory.engine == other.memory.engine
-        assert one.memory.copied == other.memory.copied
+    for rank, same in zip(plain.ranks, measured.ranks, strict=True):
+        losses, again = ([(s.loss, s.gradient_norm) for s in steps] for steps in (rank.steps, same.steps))
+        assert losses == again
+        assert rank.ledger == same.ledger
+        assert rank.memory.engine == same.memory.engine
+        assert rank.memory.copied == same.memory.copied
     assert plain.predicted == measured.predicted
-    validated, again = ([(v.loss, v.inter_bytes) for v in found.validations] for found in (plain, measured))
+    validated, again = ([(v.loss, v.inter_bytes) for v in run.validations] for run in (plain, measured))
     assert validated == again
 
 
@@ -242,9 +240,9 @@ def test_weights_err_as_their_codec_also_from_the_copy(text: str, tmp_path: Path
     for error in exact.communication_errors:
         assert ratio(error) <= (0 if error.purpose == "weights" else 1e-12)
     policy = {**LOSSLESS, "weights": "int8:64"}
-    found = result(trial(text, "zeropp", policy=policy, measure_quantisation=True), tmp_path / "log")
+    record = result(trial(text, "zeropp", policy=policy, measure_quantisation=True), tmp_path / "log")
     weights, copies = (
-        [e for e in found.communication_errors if e.purpose == purpose]
+        [e for e in record.communication_errors if e.purpose == purpose]
         for purpose in ("weights", "secondary")
     )
     assert len(weights) == 3 * 4
@@ -273,26 +271,26 @@ def test_feedback_errs_more_in_a_step_and_less_over_steps(text: str, tmp_path: P
 @pytest.mark.parametrize("strategy", ["mics", "zero0", "ddp+qgz"])
 def test_what_other_groups_send_is_part_of_the_error(text: str, tmp_path: Path, strategy: str) -> None:
     """Where the mean goes on to other groups, encoded once more, that is a hop too, and in the error."""
-    found = result(trial(text, strategy, policy=LOSSLESS, measure_quantisation=True), tmp_path / "log")
-    hops = [e for e in found.communication_errors if e.step == 0 and e.hop is not None and not e.unit]
+    record = result(trial(text, strategy, policy=LOSSLESS, measure_quantisation=True), tmp_path / "log")
+    hops = [e for e in record.communication_errors if e.step == 0 and e.hop is not None and not e.unit]
     assert [e.hop for e in hops] == [0, 1, 2]
-    assert ratio(end(found, 0)) > 1.3 * max(ratio(e) for e in hops)
+    assert ratio(end(record, 0)) > 1.3 * max(ratio(e) for e in hops)
 
 
 def test_sums_of_ranks_make_one_error() -> None:
-    """Sums add up over ranks and units; zeros have no error, and what is not finite is not known.
+    """Sums add up over ranks and units; zeros have no error, nor have infinities and NaN.
 
     The cosine of equal gradients is 1, of opposite ones -1; a rank without any has none.
     """
     for products, cosine in (([4.0, 2, 2, 1], 1), ([4.0, -2, -2, 1], -1), ([4.0, 0, 0, 0], None)):
         assert mean_cosine(np.array(products)) == (cosine and pytest.approx(cosine))
     place = Place(3, "gradients", "a")
-    one, other = (np.array([error, 10.0, 4.0, 1.0, 1.0, 1.0]) for error in (1.0, 3.0))
+    small, large = (np.array([error, 10.0, 4.0, 1.0, 1.0, 1.0]) for error in (1.0, 3.0))
     empty, lost = place._replace(unit="b"), place._replace(unit="c", step=4)
     zeros = np.zeros(6)
-    ranks = [{place: one, empty: zeros}, {place: other, empty: zeros, lost: np.array([np.nan, np.inf])}]
-    found = {(e.step, e.unit): e for e in combine(ranks)}
-    assert set(found) == {(3, "a"), (3, ""), (4, "c"), (4, "")}
-    assert (found[3, "a"].squared_error, found[3, "a"].squared_value) == (4.0, 20.0)
-    assert found[3, "a"].cosine == pytest.approx(0.5)
-    assert (found[4, "c"].squared_error, found[4, "c"].squared_value) == (None, None)
+    ranks = [{place: small, empty: zeros}, {place: large, empty: zeros, lost: np.array([np.nan, np.inf])}]
+    errors = {(e.step, e.unit): e for e in combine(ranks)}
+    assert set(errors) == {(3, "a"), (3, ""), (4, "c"), (4, "")}
+    assert (errors[3, "a"].squared_error, errors[3, "a"].squared_value) == (4.0, 20.0)
+    assert errors[3, "a"].cosine == pytest.approx(0.5)
+    assert (errors[4, "c"].squared_error, errors[4, "c"].squared_value) == (None, None)

@@ -1,4 +1,4 @@
-"""What the system says of the processors, and what a process learns from it."""
+"""Processor use, from the system's counts."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Times = namedtuple("Times", "user nice system idle iowait irq softirq steal gues
 
 
 def read(monkeypatch: pytest.MonkeyPatch, *times: tuple[float, ...]) -> dict[str, float] | None:
-    """What is found where the system counts this of processors, from the first on."""
+    """Busy seconds where the system counts ``times`` of its processors, from the first on."""
     monkeypatch.setattr(psutil, "cpu_times", lambda **_: times)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1}, raising=False)
     return busy_seconds()
 
 
-def test_counts_of_our_processors_are_told_by_who_had_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Niced programs are programs, interrupts one; idleness, guests and others' processors are left out."""
-    found = read(monkeypatch, Times(*[1.0] * 10), Times(1.0, 0.2, 0.3, 40.0, 0.5, 0.06, 0.07, 0.8, 0.9, 0.1))
-    assert found == pytest.approx({"user": 1.2, "system": 0.3, "interrupts": 0.13, "steal": 0.8})
+def test_counts_of_this_process_processors_are_by_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Niced programs are programs, interrupts one; idleness, guests and other processors are left out."""
+    busy = read(monkeypatch, Times(*[1.0] * 10), Times(1.0, 0.2, 0.3, 40.0, 0.5, 0.06, 0.07, 0.8, 0.9, 0.1))
+    assert busy == pytest.approx({"user": 1.2, "system": 0.3, "interrupts": 0.13, "steal": 0.8})
 
 
 def test_what_the_system_does_not_count_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,11 +42,11 @@ def test_what_this_process_computes_is_in_what_the_machine_did() -> None:
     """Half a second is this process's own, and the machine's programs had no less, where it counts them."""
     meter = ProcessorMeter()
     compute(0.5)
-    found = meter.use()
-    assert (found is None) == (busy_seconds() is None)
-    if found is not None:
-        assert 0.5 <= found.ranks <= found.seconds * found.processors
-        assert found.user + found.system >= 0.8 * found.ranks  # ticks are samples
+    use = meter.use()
+    assert (use is None) == (busy_seconds() is None)
+    if use is not None:
+        assert 0.5 <= use.ranks <= use.seconds * use.processors
+        assert use.user + use.system >= 0.8 * use.ranks  # ticks are samples
 
 
 def test_a_thread_sleeps_while_it_neither_runs_nor_could(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is sampled of GPUs while steps run."""
+"""Samples of GPUs while steps run."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def fake_nvml(lacks: str = "", pids: tuple[int, ...] = ()) -> Any:
         "GetCurrentClocksThrottleReasons": lambda _: 0x4,
         "GetComputeRunningProcesses": lambda _: [SimpleNamespace(pid=pid, usedGpuMemory=1) for pid in pids],
     }
-    functions = {f"nvmlDevice{name}": refuse if name == lacks else one for name, one in device.items()}
+    functions = {f"nvmlDevice{name}": refuse if name == lacks else get for name, get in device.items()}
     return SimpleNamespace(NVMLError=NVMLError, nvmlInit=lambda: None, **functions)
 
 
 def sampled(monkeypatch: pytest.MonkeyPatch, nvml: Any, seconds: float, *gpus: str) -> NodeUse | None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    with sampling(1, gpus) as found:
+    with sampling(1, gpus) as uses:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             sum(range(1000))
-    return next(iter(found), None)
+    return next(iter(uses), None)
 
 
 def test_energy_is_the_integral_of_power(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,9 +59,9 @@ def test_two_hops_keep_a_mean_within_the_composed_bound(
     gradients = torch.randn((nodes * 2, 64), generator=draw) * torch.rand((nodes * 2, 1), generator=draw)
     codecs = parse(first), parse(second)
     sums = through(codecs[0], gradients).view(nodes, 2, 64).sum(dim=1)
-    found = through(codecs[1], sums).sum(dim=0)
+    reduced = through(codecs[1], sums).sum(dim=0)
     largest = float(gradients.abs().amax(dim=1).sum())
-    error = float((found - gradients.sum(dim=0)).abs().max())
+    error = float((reduced - gradients.sum(dim=0)).abs().max())
     assert error <= (composed(codecs) + 1e-5) * largest
 
 

@@ -1,4 +1,4 @@
-"""What clocks measure of a step."""
+"""A step's clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def compute(seconds: float) -> None:
 
 
 def test_processor_seconds_are_those_of_all_threads_of_the_step_alone() -> None:
-    """What a helping thread computes counts; what a step sleeps through, or is between steps, does not."""
+    """Computing in a helping thread counts; sleep in a step, and computing between steps, do not."""
     clock = StepClock(lambda: None, torch.device("cpu"))
     before = time.process_time()
     for index in range(2):
@@ -33,6 +33,6 @@ def test_processor_seconds_are_those_of_all_threads_of_the_step_alone() -> None:
         helper.join()
         clock.end(index=index, warmup=False, loss=0.0, norm=None)
     elsewhere = 2 * 0.05
-    found = [step.cpu_seconds for step in clock.steps]
-    assert all(seconds is not None and seconds >= 0.05 for seconds in found)
-    assert sum(seconds or 0.0 for seconds in found) <= time.process_time() - before - elsewhere
+    by_step = [step.cpu_seconds for step in clock.steps]
+    assert all(seconds is not None and seconds >= 0.05 for seconds in by_step)
+    assert sum(seconds or 0.0 for seconds in by_step) <= time.process_time() - before - elsewhere

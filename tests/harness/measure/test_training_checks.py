@@ -49,7 +49,7 @@ Patch = contextlib.AbstractContextManager[Any]
 
 
 def instead_of(owner: type, name: str) -> Callable[[Callable[..., Any]], Callable[[Rank], Patch]]:
-    """Of a function what patches a method with it, which is given the object, the method, and the rank."""
+    """Make a patch of a method from a function, which gets the object, the method and the rank."""
     plain = getattr(owner, name)
     return lambda change: lambda rank: mock.patch.object(owner, name, partialmethod(change, plain, rank))
 
@@ -97,23 +97,23 @@ def stale_secondary(
 
 
 @instead_of(StepClock, "end")
-def stops_early(clock: StepClock, end: Any, _: Rank, **said: Any) -> None:
+def stops_early(clock: StepClock, end: Any, _: Rank, **fields: Any) -> None:
     """The clock stops before a wait of a tenth of a second."""
-    end(clock, **said)
+    end(clock, **fields)
     time.sleep(0.1)
 
 
 @instead_of(StepClock, "end")
-def better_loss(clock: StepClock, end: Any, _: Rank, *, loss: float, **said: Any) -> None:
+def better_loss(clock: StepClock, end: Any, _: Rank, *, loss: float, **fields: Any) -> None:
     """One per cent less than the loss goes on record from the third step on."""
-    end(clock, loss=loss * (0.99 if said["index"] > 1 else 1), **said)
+    end(clock, loss=loss * (0.99 if fields["index"] > 1 else 1), **fields)
 
 
 @instead_of(StepClock, "end")
-def halves_steps(clock: StepClock, end: Any, _: Rank, **said: Any) -> None:
+def halves_steps(clock: StepClock, end: Any, _: Rank, **fields: Any) -> None:
     """Every second step is on record with half its time, and the next one with that half."""
-    end(clock, **said)
-    total = clock.steps[-1].total * (0.5 if said["index"] % 2 else 1.5)
+    end(clock, **fields)
+    total = clock.steps[-1].total * (0.5 if fields["index"] % 2 else 1.5)
     clock.steps[-1] = clock.steps[-1].model_copy(update={"total": total})
 
 
@@ -129,9 +129,9 @@ def biased_kernel(_: Rank) -> Patch:
 
 
 @instead_of(Policy, "reduce_axes")
-def another_codec(policy: Policy, asked: Any, _: Rank, topology: Topology) -> Any:
-    """Gradients travel with another rule of scales, in as many bytes."""
-    return tuple((axis, parse("int4:64:clip")) for axis, _ in asked(policy, topology))
+def another_codec(policy: Policy, axes: Any, _: Rank, topology: Topology) -> Any:
+    """Gradients travel with another rule of scales, in equally many bytes."""
+    return tuple((axis, parse("int4:64:clip")) for axis, _ in axes(policy, topology))
 
 
 _passes = Counter[str]()
@@ -171,19 +171,19 @@ def batches_without_a_step(data: RankBatches, drawn: Any, _: Rank, step: int, *p
 
 
 @instead_of(Dataset, "validation_batches")
-def validation_on_training(data: Dataset, drawn: Any, _: Rank, **of: int) -> list[Pair]:
+def validation_on_training(data: Dataset, drawn: Any, _: Rank, **counts: int) -> list[Pair]:
     """Validation samples are taken from the training split."""
     with mock.patch.object(data, "validation", data.train):
-        return drawn(data, **of)
+        return drawn(data, **counts)
 
 
 @contextlib.contextmanager
 def little_waiting(_: Rank) -> Iterator[None]:
-    """Of waits that take 20 ms longer a tenth goes on record."""
+    """Waits take 20 ms longer, and a tenth of each goes on record."""
     wait = Watchdog.wait
 
-    def waited(self: Watchdog, for_what: Any, receive: Any, **more: Any) -> Any:
-        return wait(self, for_what, lambda: (time.sleep(0.02), receive())[1], **more)
+    def waited(self: Watchdog, message: Any, receive: Any, **options: Any) -> Any:
+        return wait(self, message, lambda: (time.sleep(0.02), receive())[1], **options)
 
     counted = property(lambda self: self._waited / 10)
     with mock.patch.multiple(Watchdog, wait=waited, exposed_seconds=counted):
@@ -226,38 +226,36 @@ def _trial(text: str, strategy: str, changes: dict[str, Any]) -> Trial:
     return trial(text, strategy, measure_quantisation=True, **changes)
 
 
-def _all(rank: Rank, asked: list[tuple[str, Trial]]) -> list[Outcome]:
+def _run_all(rank: Rank, trials: list[tuple[str, Trial]]) -> list[Outcome]:
     """The trials one after the other, each with its sabotage."""
-    found = []
-    for name, one in asked:
-        patch = SABOTAGES[name][0](rank) if name in SABOTAGES else contextlib.nullcontext()
-        with patch:
-            found.append(run(rank, Assignment(one, None)))
-    return found
+    outcomes = []
+    for name, sabotaged in trials:
+        with SABOTAGES[name][0](rank) if name in SABOTAGES else contextlib.nullcontext():
+            outcomes.append(run(rank, Assignment(sabotaged, None)))
+    return outcomes
 
 
 @pytest.fixture(scope="module")
 def outcomes(
     request: pytest.FixtureRequest, text: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[list[Outcome], Trial]]:
-    """What the ranks found under the sabotages that are asked for, and in trials without one, by name."""
+    """The ranks' outcomes under the sabotages of selected tests, and in trials without one, by name."""
     tests = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     wanted = {test.params.get("name") for test in tests if test is not None}
-    ours = {"max_padding": 9.0, "gradients": "int4:64", "weights": "int8:64"}
-    more = {"validate_every": 3, "validation_batches": 1}
-    asked = [(name, _trial(text, "zeropp", {"clip": 0.1, "policy": ours, **more})) for name in SABOTAGES]
-    asked += [(name, _trial(text, name, changes)) for name, changes in CLEAN.items()]
-    asked = [(name, one) for name, one in asked if name in wanted]
-    launch = local(asked[0][1].topology(), tmp_path_factory.mktemp("ranks") / "log", seconds=280)
-    by_rank = run_ranks(_all, asked, launch)
-    return {name: ([mine[place] for mine in by_rank], one) for place, (name, one) in enumerate(asked)}
+    policy = {"max_padding": 9.0, "gradients": "int4:64", "weights": "int8:64"}
+    changes = {"clip": 0.1, "policy": policy, "validate_every": 3, "validation_batches": 1}
+    trials = [(name, _trial(text, "zeropp", changes)) for name in SABOTAGES if name in wanted]
+    trials += [(name, _trial(text, name, CLEAN[name])) for name in CLEAN if name in wanted]
+    launch = local(trials[0][1].topology(), tmp_path_factory.mktemp("ranks") / "log", seconds=280)
+    by_trial = zip(*run_ranks(_run_all, trials, launch), strict=True)
+    return {name: ([*ranks], trial) for (name, trial), ranks in zip(trials, by_trial, strict=True)}
 
 
 @pytest.mark.parametrize(
     "name", [REPRESENTATIVE, *long(*(name for name in SABOTAGES if name != REPRESENTATIVE))]
 )
 def test_each_sabotage_is_named(name: str, outcomes: dict[str, tuple[list[Outcome], Trial]]) -> None:
-    """The trial fails with words that say what is wrong, and where."""
+    """The trial fails, and the message says what is wrong, and where."""
     with pytest.raises(TrialError, match=SABOTAGES[name][1]):
         assembled(*outcomes[name])
 
@@ -296,17 +294,17 @@ def test_an_error_that_grows_is_refused(first: float, factor: float, carried: bo
 def test_a_copy_may_err_by_its_own_rounding_alone(error: float, factor: float) -> None:
     """A copy in 16 bits errs as the weights and a cast, copied frames exactly as the weights."""
     errors = [_error(0, "weights", error), _error(0, "secondary", factor * error)]
-    for kept, more in (("frames", 0.0), ("bf16", BF16_VNMSE)):
+    for kept, rounding in (("frames", 0.0), ("bf16", BF16_VNMSE)):
         policy = Policy(weights=parse("int8:64"), secondary="node", secondary_format=kept)  # type: ignore[arg-type]
-        assert (refusal(errors, policy) is None) == (factor * error <= 1.001 * error + more)
+        assert (refusal(errors, policy) is None) == (factor * error <= 1.001 * error + rounding)
 
 
 @pytest.mark.parametrize(
     "codec", ["int8:256", "int3:64:asym", "fp8e4m3:128", "mxfp4:stochastic", "bf16", *FORMATS]
 )
 def test_kernels_are_the_reference(codec: str) -> None:
-    """What is compiled here passes, published formats included; one that reads a little more is named."""
+    """Compiled kernels pass, published formats included; one that reads a little more is named."""
     assert wrong_kernel([parse(codec)], torch.device("cpu")) is None
     with biased_kernel(None):  # type: ignore[arg-type]
-        found = wrong_kernel([parse(codec)], torch.device("cpu"))
-    assert (found is None) == (codec == "bf16")
+        wrong = wrong_kernel([parse(codec)], torch.device("cpu"))
+    assert (wrong is None) == (codec == "bf16")
