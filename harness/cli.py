@@ -168,7 +168,7 @@ def run(
     only: Annotated[str | None, typer.Option(help="Run this trial of the suite alone.", metavar="ID")] = None,
     retry_failed: Annotated[
         bool,
-        typer.Option("--retry-failed", help="Run all failed trials again, not those alone that were killed."),
+        typer.Option("--retry-failed", help="Run all failed trials again, not only those that were killed."),
     ] = False,
     report: Annotated[bool, typer.Option(help="Draw the report in the end, or leave it.")] = True,
 ) -> None:
@@ -262,7 +262,7 @@ def show(
     follow: Annotated[
         bool, typer.Option("--follow", help="Print each record of a suite file as it is written.")
     ] = False,
-    again: Annotated[
+    as_script: Annotated[
         bool, typer.Option("--reproduce", help="Of one trial: print the shell script that runs it again.")
     ] = False,
     as_json: Json = False,
@@ -273,13 +273,13 @@ def show(
     if follow:
         _follow(load(Path(suite_or_id)), results, out)
         return
-    folder = None if again else report_command.folder_of(suite_or_id, results)
+    folder = None if as_script else report_command.folder_of(suite_or_id, results)
     if folder is None:
         path = _record(suite_or_id, results)
         record = read(path)
-        if again and record.run is None:
+        if as_script and record.run is None:
             raise Refusal(f"{path}: names no file of its run, for it was written before there were any")
-        if again:
+        if as_script:
             print(reproduce.script(record, run_record.read(path.parent, record.run or "")), end="")
         else:
             whole = json.loads(path.read_text(encoding="utf-8"))
@@ -308,10 +308,10 @@ def doctor(
     as_json: Json = False,
     as_csv: Csv = False,
 ) -> None:
-    """Say what is there, what is missing, and what it would add; of a suite's cluster what its nodes have.
+    """List what this machine has and lacks; with a suite, what the nodes of its cluster have.
 
-    With a suite whose cluster has a launcher, start it as `zeropp run`: the first node's prints the facts of
-    all, side by side.
+    For a cluster with a launcher, start it as `zeropp run`: the first node prints the facts of all nodes,
+    side by side.
     """
     from harness.doctor import compare, examine
 
@@ -343,8 +343,8 @@ def list_checkpoints(
 ) -> None:
     """List checkpoints, oldest first, and what is in them; status 2 if one is broken.
 
-    Manifests are checked by their own digests and files by their sizes, always; what files hold only with
-    --verify, which reads all of it.
+    Manifests are always checked by their own digests and files by their sizes; contents of files only with
+    --verify, which reads all of them.
     """
     broken: list[CheckpointError] = []
     for path in named(folder) or [resolve(folder)]:

@@ -104,7 +104,7 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
             latency=statistics.median(latencies),
             processors=host.cores(),
             emulated=True,
-            spread=abs(measured[-1].took / measured[0].took - 1),  # its drift
+            spread=abs(measured[-1].wall / measured[0].wall - 1),  # its drift
             date=f"{datetime.now(UTC):%Y-%m-%d}",
             host=host.identity(),
             codecs=codecs[0],
@@ -121,7 +121,7 @@ class Measured:
     computing: float  # of its passes by themselves
     stepping: float  # of the optimizer by itself
     in_steps: float  # of the whole step
-    took: float  # median by the clock, not of the processor
+    wall: float  # median seconds by the clock
     achieved: float | None  # share of the requested rate that the link reached; None without a rate
 
     @classmethod
@@ -137,7 +137,7 @@ class Measured:
             computing=statistics.median(sample.cpu_seconds for sample in alone),
             stepping=statistics.median(sample.optimizer_cpu_seconds for sample in alone),
             in_steps=statistics.median(step.cpu_seconds or 0.0 for step in steps),
-            took=statistics.median(slowest_seconds(record)),
+            wall=statistics.median(slowest_seconds(record)),
             achieved=statistics.median(probed) / rate if rate and probed else None,
         )
 
@@ -182,7 +182,7 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
         efficiency=min(1.0, statistics.median(achieved)) if achieved else 1.0,
         latency=max(0.0, machine.latency - engine["message"]),  # a tiny gather is one message of the engine's
     )
-    errors = [math.log(trial.took / step_of(fitted, trial.step).seconds) for trial in measured]
+    errors = [math.log(trial.wall / step_of(fitted, trial.step).seconds) for trial in measured]
     return replace(fitted, spread=max(machine.spread, float(np.sqrt(np.mean(np.square(errors))))))
 
 

@@ -95,7 +95,7 @@ def measure(
         x = torch.randn(max(GRAIN, numel // GRAIN * GRAIN), generator=torch.Generator().manual_seed(0))
         for work in _works(x.to(device, DTYPES[kind]), codecs, backends):
             rank.report(Progress(f"{len(samples)} operations timed"))
-            samples.append(_timed(work, clocks[device], seconds, rank.threads))
+            samples.append(_time(work, clocks[device], seconds, rank.threads))
     return samples
 
 
@@ -125,25 +125,25 @@ def _device_seconds(flush: Tensor, run: Callable[[], object], calls: int) -> flo
     return float(sum(begin.elapsed_time(end) for begin, end in pairs)) / 1e3 / calls
 
 
-def _timed(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
+def _time(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
     """Warm an operation up, and time its rounds; seconds are of one call."""
     x = work.x
     copy = partial(torch.empty_like(x).copy_, x)
     clock(copy, 1)  # pages of the target
-    copied, once = clock(copy, 1), clock(work.run, 1)  # kernels are compiled, pages of buffers
-    if once < seconds:
-        once = clock(work.run, 1)
+    copied, called = clock(copy, 1), clock(work.run, 1)  # kernels are compiled, pages of buffers
+    if called < seconds:
+        called = clock(work.run, 1)
     most = _MOST_QUEUED if x.is_cuda else math.inf
-    calls = int(min(most, max(1, math.ceil(_ROUND_SECONDS / min(copied, once)))))
-    rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(seconds / (calls * (copied + once)))))
-    took = [(clock(copy, calls), clock(work.run, calls)) for _ in range(rounds)]
+    calls = int(min(most, max(1, math.ceil(_ROUND_SECONDS / min(copied, called)))))
+    rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(seconds / (calls * (copied + called)))))
+    pairs = [(clock(copy, calls), clock(work.run, calls)) for _ in range(rounds)]
     setting = {"device": x.device.type, "type": NAMES[x.dtype], "threads": threads, "numel": x.numel()}
     return Sample(
         kind="codec",
         names={**work.names, **setting},
         sizes={"element_bytes": x.nbytes, "moved_bytes": work.moved_bytes, "calls": calls},
-        seconds=[operation for _, operation in took],
-        reference_seconds=[copied for copied, _ in took],
+        seconds=[operation for _, operation in pairs],
+        reference_seconds=[copied for copied, _ in pairs],
     )
 
 

@@ -55,8 +55,8 @@ def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
     contenders = list(_contenders(mesh, wires, whole, part, out))
     sent = [_sent(wire, run) for _, wire, run in contenders]
     turns = [timed(run) for run in (*references.values(), *(run for *_, run in contenders))]
-    took = interleaved(rank, turns, f"{mebibytes} MiB", ROUNDS, seconds=seconds)
-    reference_seconds = dict(zip(references, took, strict=False))  # which come first
+    timings = interleaved(rank, turns, f"{mebibytes} MiB", ROUNDS, seconds=seconds)
+    reference_seconds = dict(zip(references, timings, strict=False))  # which come first
     # Each rank sends (world - 1) / world of the tensor in a ring, twice in gloo's reduce-scatter, which is
     # an all-reduce.
     gloo_bytes = {"all_gather": (world - 1) * whole.nbytes, "reduce_scatter": 2 * (world - 1) * whole.nbytes}
@@ -69,7 +69,7 @@ def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
             reference_seconds=reference_seconds[names["operation"]],
             sent=nbytes,
         )
-        for (names, *_), rounds, nbytes in zip(contenders, took[len(references) :], sent, strict=True)
+        for (names, *_), rounds, nbytes in zip(contenders, timings[len(references) :], sent, strict=True)
     ]
 
 

@@ -43,9 +43,9 @@ ROOM: Final = 1.2  # sets a link's rate: seconds of computation over those of co
 HOPS_APART: Final = 3.0  # sets it for hops: seconds of the second over those of the first
 _TAG: Final = Tag("backward", "gradients")
 
-Took = tuple[float, float, float]
+Times = tuple[float, float, float]
 """Seconds of a step on this rank: forward, backward, and all of it with the optimizer's."""
-Alone = tuple[list[Took], dict[str, list[int]]]
+Alone = tuple[list[Times], dict[str, list[int]]]
 """Compute alone by round; bytes that this rank sends to other nodes in forward and in backward, by policy."""
 
 
@@ -53,14 +53,14 @@ def compute_alone(rank: Rank, *, layers: int, sequences: int) -> Alone:
     """Time the unsharded model without communication; the target of every rank."""
     mesh = Mesh.create(rank.topology)
     sent = {name: _sent(_sharded(_model(layers), name, mesh)) for name in POLICIES}
-    (took,) = interleaved(rank, [_trainer(rank, sequences, _model(layers))], "compute alone", PROBES)
-    return took, sent
+    (rounds,) = interleaved(rank, [_trainer(rank, sequences, _model(layers))], "compute alone", PROBES)
+    return rounds, sent
 
 
 def rates_for_steps(ranks: Sequence[Alone]) -> dict[str, float]:
     """Mbit/s of the link by policy, from :func:`compute_alone` on all ranks, one a node."""
-    rounds = list(zip(*(took for took, _ in ranks), strict=True))
-    slowest = [[max(took[part] for took in turn) for turn in rounds] for part in (0, 1)]
+    turns = list(zip(*(rounds for rounds, _ in ranks), strict=True))  # of all ranks, by round
+    slowest = [[max(seconds[part] for seconds in turn) for turn in turns] for part in (0, 1)]
     computed = [*map(statistics.median, slowest)]  # forward, backward
     return {name: max(rate_for_step(sent[name], computed) for _, sent in ranks) for name in POLICIES}
 
@@ -77,7 +77,7 @@ def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float
     parameters = sum(parameter.numel() for parameter in model.parameters())
     zero = _sharded(model, policy, Mesh.create(rank.topology))
     contenders = [_trainer(rank, sequences, _model(layers)), _trainer(rank, sequences, model, zero)]
-    alone, took = interleaved(rank, contenders, policy, ROUNDS, seconds=seconds)
+    alone, sharded = interleaved(rank, contenders, policy, ROUNDS, seconds=seconds)
     forward, backward = _sent(zero)
     parts = dict(zip(("forward", "backward", "whole"), map(list, zip(*alone, strict=True)), strict=True))
     sample = Sample(
@@ -86,7 +86,7 @@ def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float
             "policy": policy, "model": MODEL, "layers": layers, "sequence": SEQUENCE, "sequences": sequences,
         },
         sizes={"parameters": parameters, "sent_forward": forward, "sent_backward": backward},
-        seconds=[whole for *_, whole in took],
+        seconds=[whole for *_, whole in sharded],
         reference_seconds=parts.pop("whole"),
         parts=parts,
     )  # fmt: skip
@@ -96,8 +96,8 @@ def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float
 def first_hop(rank: Rank, *, mebibytes: int) -> list[float]:
     """Time the first hop alone, without a link; the target of every rank."""
     hop, _ = _hops(Wire(Mesh.create(rank.topology), transport="backend"), mebibytes)
-    (took,) = interleaved(rank, [timed(hop)], "first hop", PROBES)
-    return took
+    (rounds,) = interleaved(rank, [timed(hop)], "first hop", PROBES)
+    return rounds
 
 
 def rate_for_hops(ranks: Sequence[Sequence[float]], mebibytes: int) -> float:
@@ -150,7 +150,7 @@ def _sent(zero: Zero) -> list[int]:
     ]
 
 
-def _trainer(rank: Rank, sequences: int, model: nn.Module, zero: Zero | None = None) -> Callable[[], Took]:
+def _trainer(rank: Rank, sequences: int, model: nn.Module, zero: Zero | None = None) -> Callable[[], Times]:
     """A step of a plain torch training loop on this rank's random bytes, sharded by ``zero`` or alone."""
     generator = torch.Generator().manual_seed(rank.rank)
     text = torch.randint(256, (sequences, SEQUENCE + 1), generator=generator)
@@ -158,7 +158,7 @@ def _trainer(rank: Rank, sequences: int, model: nn.Module, zero: Zero | None = N
     parameters: Any = model.parameters() if zero is None else zero.param_groups()
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
-    def train() -> Took:
+    def train() -> Times:
         begin = time.perf_counter()
         loss = model(tokens, targets)
         forward = time.perf_counter()

@@ -282,9 +282,9 @@ def _frame(subject: Subject, case: Case) -> None:
     x, numel = case.x, case.x.numel()
     size, trips = subject.frame_bytes(numel), []
     for rubbish, number in ((0x00, 7.0), (0xFF, math.nan)):
-        around = torch.full((size + 2 * _GUARD,), rubbish, dtype=torch.uint8, device=subject.device)
-        wide = torch.full((numel + 2 * _GUARD,), number, dtype=DTYPES[case.out], device=subject.device)
-        frame, decoded = around[_GUARD : _GUARD + size], wide[_GUARD : _GUARD + numel]
+        buffer = torch.full((size + 2 * _GUARD,), rubbish, dtype=torch.uint8, device=subject.device)
+        elements = torch.full((numel + 2 * _GUARD,), number, dtype=DTYPES[case.out], device=subject.device)
+        frame, decoded = buffer[_GUARD : _GUARD + size], elements[_GUARD : _GUARD + numel]
         row = x.to(subject.device, copy=True)
         subject.encode(row, frame, case.noise)
         trip = _Trip(x, frame.cpu().clone(), decoded)
@@ -293,8 +293,8 @@ def _frame(subject: Subject, case: Case) -> None:
         changed = frame.cpu() != trip.frame
         trip.refuse(changed, lambda i: f"decoding changed byte {i} of {size} that it read")
         trips.append(replace(trip, decoded=decoded.cpu().clone()))
-        _refuse_beyond(around, rubbish, f"bytes beyond the frame's {size}", trip)
-        _refuse_beyond(wide, number, f"elements beyond the row's {numel}", trip)
+        _refuse_beyond(buffer, rubbish, f"bytes beyond the frame's {size}", trip)
+        _refuse_beyond(elements, number, f"elements beyond the row's {numel}", trip)
     trip, again = trips
     depends = "depends on what was there: {got} or {wanted}"
     trip.check_equal(trip.frame, again.frame, f"byte {{i}} of {size} {depends}")
@@ -307,9 +307,9 @@ def _frame(subject: Subject, case: Case) -> None:
     trip.check_equal(trip.decoded, later.cpu(), message)
 
 
-def _refuse_beyond(around: Tensor, held: float, name: str, trip: _Trip) -> None:
-    """Raise a violation if the guards at both ends of ``around`` no longer hold what they held."""
-    guards = torch.cat([around[:_GUARD], around[-_GUARD:]])
+def _refuse_beyond(buffer: Tensor, held: float, name: str, trip: _Trip) -> None:
+    """Raise a violation if the guards at both ends of ``buffer`` no longer hold what they held."""
+    guards = torch.cat([buffer[:_GUARD], buffer[-_GUARD:]])
     if not bool(_same(guards, torch.full_like(guards, held)).all()):
         raise Violation(f"{name} were written", trip.x, trip.frame)
 
@@ -376,14 +376,14 @@ def _sum(subject: Subject, case: Case) -> None:
     numel = case.x.numel()
     frames = _sources(subject, case)
     for sources in SOURCES:
-        wide = torch.full((numel + 2 * _GUARD,), 7.0, device=subject.device)
-        got = wide[_GUARD : _GUARD + numel]
-        subject.decode_sum(frames[:sources], got)
-        trip = _Trip(case.x, frames[0].cpu(), got.cpu().clone())
+        buffer = torch.full((numel + 2 * _GUARD,), 7.0, device=subject.device)
+        total = buffer[_GUARD : _GUARD + numel]
+        subject.decode_sum(frames[:sources], total)
+        trip = _Trip(case.x, frames[0].cpu(), total.cpu().clone())
         wanted = _summed(subject, frames[:sources], numel).cpu()
         message = f"element {{i}} of the sum of {sources} is {{got}}, added up one by one {{wanted}}"
         trip.check_equal(trip.decoded, wanted, message)
-        _refuse_beyond(wide, 7.0, f"elements beyond the row's {numel}", trip)
+        _refuse_beyond(buffer, 7.0, f"elements beyond the row's {numel}", trip)
 
 
 def _fused(subject: Subject, case: Case) -> None:
@@ -391,14 +391,14 @@ def _fused(subject: Subject, case: Case) -> None:
     assert subject.decode_sum_encode is not None  # noqa: S101  # else it does not claim this
     numel, frames = case.x.numel(), _sources(subject, case)
     for sources in SOURCES:
-        around = torch.full((frames.shape[1] + 2 * _GUARD,), 0xA5, dtype=torch.uint8, device=subject.device)
-        got, wanted = around[_GUARD : _GUARD + frames.shape[1]], torch.zeros_like(frames[0])
-        subject.decode_sum_encode(frames[:sources], got, numel, case.noise)
+        buffer = torch.full((frames.shape[1] + 2 * _GUARD,), 0xA5, dtype=torch.uint8, device=subject.device)
+        frame, wanted = buffer[_GUARD : _GUARD + frames.shape[1]], torch.zeros_like(frames[0])
+        subject.decode_sum_encode(frames[:sources], frame, numel, case.noise)
         subject.encode(_summed(subject, frames[:sources], numel), wanted, case.noise)
-        trip = _Trip(case.x, got.cpu().clone(), case.x)
+        trip = _Trip(case.x, frame.cpu().clone(), case.x)
         message = f"byte {{i}} of the frame of the sum of {sources} is {{got}}, added up first {{wanted}}"
         trip.check_equal(_one_nan(subject, trip.frame), _one_nan(subject, wanted.cpu()), message)
-        _refuse_beyond(around, 0xA5, f"bytes beyond the frame's {frames.shape[1]}", trip)
+        _refuse_beyond(buffer, 0xA5, f"bytes beyond the frame's {frames.shape[1]}", trip)
 
 
 _TRIALS: Final[dict[Claim, Callable[[Subject, Case], None]]] = {

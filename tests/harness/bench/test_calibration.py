@@ -36,7 +36,7 @@ def _measured(truth: Machine) -> list[Measured]:
         measured.append(Measured(
             step=step, computing=computing, stepping=stepping,
             in_steps=step_of(alone, replace(step, rate=math.inf)).seconds,
-            took=step_of(truth, step).seconds, achieved=truth.efficiency if shaped else None,
+            wall=step_of(truth, step).seconds, achieved=truth.efficiency if shaped else None,
         ))  # fmt: skip
     return measured
 
@@ -52,7 +52,7 @@ def test_the_machine_behind_the_trials_is_fitted(factor: float, sent: float) -> 
     fitted = fit(replace(blank, efficiency=1.0), measured := _measured(truth))
     assert fitted.spread < 0.01
     for trial in measured:
-        assert step_of(fitted, trial.step).seconds == pytest.approx(trial.took, rel=0.02)
+        assert step_of(fitted, trial.step).seconds == pytest.approx(trial.wall, rel=0.02)
     assert fitted.efficiency == truth.efficiency
     assert fitted.latency == pytest.approx(truth.latency, abs=truth.message / 2)
     assert fitted.per_token == pytest.approx(truth.per_token, rel=0.05)
