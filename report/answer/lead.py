@@ -77,14 +77,14 @@ def answer(derived: Derived) -> Answer:
 def _polar(derived: Derived) -> bool:
     """Whether yes or no answers the question, and yes means that the contrast is better."""
     # A longer prompt is no worse answer: the word counts where it ends a clause.
-    questions = (re.sub(r"\blonger (?!than\b)", "", text.lower()) for text in derived.frames.questions)
-    words = [re.findall(r"[a-z]+", question) for question in questions]
-    if not words or not all(question and question[0] in _POLAR for question in words):
+    texts = (re.sub(r"\blonger (?!than\b)", "", question.lower()) for question in derived.frames.questions)
+    questions = [re.findall(r"[a-z]+", text) for text in texts]
+    if not questions or not all(question and question[0] in _POLAR for question in questions):
         return False
     compared = derived.compared
     first = effects.named_first(derived, [compared.baseline, *compared.contrast])[0]
     turned = first == compared.baseline and is_named(derived, first)
-    return not turned and not any(_WORSE & {*question} for question in words)
+    return not turned and not any(_WORSE & {*question} for question in questions)
 
 
 def _others(derived: Derived, by: Quantity, compared: Sequence[Effect]) -> list[str]:
