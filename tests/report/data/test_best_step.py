@@ -32,18 +32,18 @@ def _zero3(rate: str = "50 Mbit/s", **cluster: Any) -> Record:
 def test_no_step_is_allowed_to_be_shorter_than_the_ideal_one(
     data: st.DataObject, cores: int, rate: str
 ) -> None:
-    """However differently ranks fare from step to step, and whatever parts of the processors' time they have,
-    the ideal step is no longer than the scheduled one, and that one no longer than what is allowed, the
-    larger of it and the bound of the processors, which is at most the measured step.
+    """For any times of ranks and steps, and any shares of the processors, the ideal step is no longer than
+    the scheduled one.  That is no longer than the allowed step, the larger of it and the processors' bound,
+    which is at most the measured step.
     """
     record = _zero3(rate)  # bytes decide, or computation
-    stretch, had = st.floats(0.1, 10.0), st.floats(0, 1 / len(record.ranks))
+    stretches, shares = st.floats(0.1, 10.0), st.floats(0, 1 / len(record.ranks))
 
     def change(step: Step) -> dict[str, Any]:
-        rank = data.draw(stretch)  # of this rank in this step
+        stretch = data.draw(stretches)  # of this rank in this step
         parts = ("total", "forward", "backward", "optimizer", "exposed_forward", "exposed_backward")
-        seconds = data.draw(had) * cores * rank * step.total
-        return {"cpu_seconds": seconds, **{part: rank * getattr(step, part) for part in parts}}
+        seconds = data.draw(shares) * cores * stretch * step.total
+        return {"cpu_seconds": seconds, **{part: stretch * getattr(step, part) for part in parts}}
 
     machine = record.machine | {"cores": cores}
     row = _derived(changed(changed_steps(record, change), machine=machine))
@@ -68,15 +68,15 @@ def test_where_processors_cannot_be_told_the_bound_is_as_before(
     record = _zero3(**changes)
     values = [1e3] * sum(len(rank.steps) for rank in record.ranks)
     seconds = iter([*values[:-1], None if missing else 1e3])
-    found = changed_steps(record, lambda _: {"cpu_seconds": next(seconds)})
-    row = _derived(changed(found, machine=record.machine | {"cores": cores}))
+    record = changed_steps(record, lambda _: {"cpu_seconds": next(seconds)})
+    row = _derived(changed(record, machine=record.machine | {"cores": cores}))
     assert math.isnan(row["processor_seconds"])
     assert math.isnan(row["processors_busy"])
     assert row["best_seconds"] == row["schedule_seconds"] > 0
 
 
 def test_peers_keep_processors_busy_and_have_no_best_step() -> None:
-    """How busy processors were is known of a peer; what its step could be is not."""
+    """A peer has a share of busy processors, and no bound on its step."""
     row = _derived(record_of(Trial(strategy="fsdp2", steps=4, warmup=1, cluster=Cluster(rate="50 Mbit/s"))))
     assert 0 < row["processors_busy"] < 1
     assert math.isnan(row["best_seconds"])
@@ -86,9 +86,8 @@ def test_peers_keep_processors_busy_and_have_no_best_step() -> None:
 @FEW
 @given(stall=st.floats(0.0, 5.0), accumulation=st.integers(1, 3))
 def test_what_an_engine_stalls_is_not_allowed(stall: float, accumulation: int) -> None:
-    """An engine that sleeps in every step, or computes more than the model does by itself, has the bounds
-    that it had without: its share falls by as much as its step grew.  Without computation by itself on record
-    the stall would count as computation.
+    """The bounds of an engine stay if it sleeps in every step or computes more than the model by itself: its
+    share falls by as much as its step grows.  Without computation by itself the stall counts as computation.
     """
     cluster = Cluster(rate="10 Gbit/s")  # or a stall could hide behind the link
     plain = record_of(Trial(strategy="zero3", steps=4, warmup=1, accumulation=accumulation, cluster=cluster))
@@ -98,7 +97,7 @@ def test_what_an_engine_stalls_is_not_allowed(stall: float, accumulation: int) -
         return {**longer, "cpu_seconds": (step.cpu_seconds or 0.0) + stall}
 
     slow = changed_steps(plain, stalled)
-    before, after = (_derived(with_alone(one, 0.02, 0.04, 0.01)) for one in (plain, slow))
+    before, after = (_derived(with_alone(record, 0.02, 0.04, 0.01)) for record in (plain, slow))
     assert before["alone"] is True
     bounds = ("compute", "schedule", "processor", "best", "ideal")
     assert all(after[f"{bound}_seconds"] == before[f"{bound}_seconds"] for bound in bounds)

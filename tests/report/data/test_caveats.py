@@ -1,4 +1,4 @@
-"""What pages say of links that are not a network of machines."""
+"""Sentences of pages on emulated links."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.report.records import record_of
 def test_the_sentence_names_what_is_emulated_and_its_latency() -> None:
     """Namespaces, shared processors, and the latency or that there is none."""
     frames = frames_of([record_of(Trial(cluster=Cluster.model_validate({"rate": "50 Mbit/s"})))])
-    told = caveats.emulated_by_trials(frames)
-    assert "network namespaces of one machine" in told
-    assert "share one machine's processors" in told
-    assert "adds no latency" in told
+    sentence = caveats.emulated_by_trials(frames)
+    assert "network namespaces of one machine" in sentence
+    assert "share one machine's processors" in sentence
+    assert "adds no latency" in sentence
     late = Trial(cluster=Cluster.model_validate({"rate": "50 Mbit/s", "latency": "2 ms"}))
     assert "adds 2 ms of latency one way" in caveats.emulated_by_trials(frames_of([record_of(late)]))
 
@@ -23,10 +23,10 @@ def test_the_sentence_names_what_is_emulated_and_its_latency() -> None:
 def test_nothing_is_said_of_a_real_network_or_of_one_node() -> None:
     """They emulate nothing between nodes."""
     assert not caveats.emulated(["real", ""], [None])
-    one = record_of(Trial(cluster=Cluster(nodes=1, ranks_per_node=2)))
-    assert not caveats.emulated_by_trials(frames_of([one]))
+    of_one_node = record_of(Trial(cluster=Cluster(nodes=1, ranks_per_node=2)))
+    assert not caveats.emulated_by_trials(frames_of([of_one_node]))
     assert not caveats.beside_real(["real"])
-    # Interfaces that were shaped are of a real network, and stand beside what is emulated.
+    # Shaped interfaces are of a real network, and their sentence follows that of emulated links.
     assert caveats.emulated(["shaped"], [None]).startswith("Throttled: nodes are hosts")
     assert not caveats.beside_real(["shaped"])
     both = caveats.emulated(["paced", "shaped"], [None])
@@ -37,7 +37,7 @@ def test_nothing_is_said_of_a_real_network_or_of_one_node() -> None:
 def test_benchmarks_with_and_without_a_rate_are_told_apart() -> None:
     """A link with a rate is of namespaces; without one nothing holds it; one node has none."""
     shaped = overlap()
-    bare = [one.model_copy(update={"names": one.names | {"rate_mbit": None}}) for one in shaped.samples]
+    bare = [s.model_copy(update={"names": s.names | {"rate_mbit": None}}) for s in shaped.samples]
     assert "namespaces" in caveats.emulated_by_benches([shaped])
     assert "nothing holds" in caveats.emulated_by_benches([shaped.model_copy(update={"samples": bare})])
     assert not caveats.emulated_by_benches([collectives(), codecs()])

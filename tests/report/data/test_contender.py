@@ -23,7 +23,7 @@ LAYOUT = {"align"}  # it changes the layout alone
 
 
 def test_every_field_of_a_policy_is_told() -> None:
-    """A changed field of a policy changes what tells contenders apart, whichever field it is."""
+    """A change of any field of a policy changes the fields that tell contenders apart."""
     trial = Trial()
     others = {
         "weights": PRESETS["exact"].weights,
@@ -78,10 +78,10 @@ def test_deepspeeds_configurations_are_told_by_what_they_ask() -> None:
     assert "g int4:256" in quantised
     names = {label(stage=3), quantised, label(stage=2), label(stage=3, reduce_bucket_size=1000)}
     assert len(names) == 4
-    # Peers: DeepSpeed by what its configuration says beside stage 3, every peer by the type it computes in.
+    # DeepSpeed's name has settings beside stage 3; every peer's has the type in which it computes.
     assert label_of(Trial(strategy="deepspeed"), {}) == "DeepSpeed"
     by_hpz = label("deepspeed", stage=3, zero_hpz_partition_size=2)
     assert by_hpz == "DeepSpeed (zero_hpz_partition_size 2)"
-    found = Trial.model_validate({"strategy": "fsdp2-kept", "peer": {"compute": "bf16"}})
-    assert label_of(found, {"compute": "bf16"}) == "FSDP2, kept (compute bf16)"
+    fsdp2 = Trial.model_validate({"strategy": "fsdp2-kept", "peer": {"compute": "bf16"}})
+    assert label_of(fsdp2, {"compute": "bf16"}) == "FSDP2, kept (compute bf16)"
     assert set(PEERS) <= set(NAMES)

@@ -15,9 +15,7 @@ from tests.report.records import MACHINE, SUITES, changed, committed, record_of,
 
 @pytest.mark.parametrize("suite", [*SUITES, "algorithms", "generation", "rlhf"])
 def test_frames_hold_every_raw_value(suite: str) -> None:
-    """Every step and decoded token of every rank, every failure, and every byte of every ledger row, is in
-    its frame.
-    """
+    """Frames have every step and token of every rank, every failure, and every byte of every ledger row."""
     records = records_of(suite, repeats=1) if suite in SUITES else committed(suite)
     frames = frames_of(records)
     assert len(frames.finished) + len(frames.failures) == len(records)
@@ -43,14 +41,14 @@ def test_a_cell_is_everything_but_who_ran_and_which_repetition_it_was() -> None:
         Trial(strategy="recipe", deepspeed_config=config),
     ]
     other = Trial(strategy="zero3", cluster=Cluster(rate="5 Mbit/s"))
-    found = frames_of([record_of(trial) for trial in (*same, other)]).finished.set_index("id")
-    assert found["cell"][[trial.id for trial in same]].nunique() == 1
-    assert found["cell"][other.id] != found["cell"][same[0].id]
-    assert not found["where"].str.contains("deepspeed").any()
+    trials = frames_of([record_of(trial) for trial in (*same, other)]).finished.set_index("id")
+    assert trials["cell"][[trial.id for trial in same]].nunique() == 1
+    assert trials["cell"][other.id] != trials["cell"][same[0].id]
+    assert not trials["where"].str.contains("deepspeed").any()
 
 
 def test_names_tell_what_differs_from_the_preset() -> None:
-    """A change to the preset's own value is no change; any other codec is told."""
+    """A change to the preset's own value is no change; any other codec is named."""
     changes = PolicyChanges(weights="int8:2048", gradients="int4:256:clip", secondary=2, align=2048)
     trials = [
         Trial(strategy="zeropp", policy=changes),
@@ -58,14 +56,14 @@ def test_names_tell_what_differs_from_the_preset() -> None:
         Trial(strategy="zero3", policy=PolicyChanges(weights="bf16", gradients="bf16", secondary=0)),
         Trial(strategy="zeropp", policy=PolicyChanges(secondary=0)),
     ]
-    found = frames_of([record_of(trial) for trial in trials]).finished.set_index("id")["contender"]
+    contenders = frames_of([record_of(trial) for trial in trials]).finished.set_index("id")["contender"]
     names = ["ZeRO++", "ZeRO++ (g int8:256/int4:256)", "ZeRO-3", "ZeRO++ (no hpZ copy)"]
-    assert [found[trial.id] for trial in trials] == names
+    assert [contenders[trial.id] for trial in trials] == names
 
 
 def test_types_that_all_policies_share_leave_a_baseline() -> None:
-    """Where all compute in bf16, ZeRO-3 is still what ZeRO++ is held against; where one does, it is told; a
-    codec, of which a technique is made, stands in a name whoever else has it.
+    """Where all compute in bf16, ZeRO-3 is still the baseline; where one does, its name says so; names always
+    have a codec, which makes a technique.
     """
     changes = PolicyChanges(compute="bf16")
     both = [Trial(strategy=name, policy=changes) for name in ("zero3", "zeropp")]
@@ -81,16 +79,16 @@ def test_types_that_all_policies_share_leave_a_baseline() -> None:
 
 
 def test_two_pools_are_refused_naming_what_differs() -> None:
-    """Records of two machines in one sweep are not pooled, and the message names the pools and the facts;
-    whole sweeps of two machines are, and of two codes never.
+    """Records of two machines in one sweep are refused, with their pools and facts; whole sweeps of two
+    machines are drawn together, those of two codes never.
     """
     first, second = trials_of("quickstart", repeats=1)[:2]
     elsewhere = record_of(second, pool="ffff00000000", machine=MACHINE | {"cpu": "Another CPU"})
     records = [record_of(first), elsewhere]
     with pytest.raises(ReportError, match=r"2 pools") as refused:
         frames_of(records)
-    for named in ("0123456789ab", "ffff00000000", "machine.cpu", "Example CPU", "Another CPU"):
-        assert named in str(refused.value)
+    for fact in ("0123456789ab", "ffff00000000", "machine.cpu", "Example CPU", "Another CPU"):
+        assert fact in str(refused.value)
     assert "\n" not in str(refused.value)
     assert len(frames_of(records, across_pools=True).pools) == 2
     apart = [records[0], changed(records[1], sweep=1)]
@@ -101,23 +99,23 @@ def test_two_pools_are_refused_naming_what_differs() -> None:
 
 
 def test_trials_that_ran_different_kernels_are_refused() -> None:
-    """Where some trials ran the reference, for a build that failed, they join none that ran C++; a peer,
-    which has no kernels, joins both.
+    """Trials with the reference's kernels are not drawn with those of C++; a peer without kernels is drawn
+    with either.
     """
     records = records_of("quickstart", repeats=1)
-    ran = [{**records[0].ran, "device": "cpu", "kernels": name} for name in ("cpu", "reference")]
-    mixed = [changed(r, ran=of) for r, of in zip(records[:2], ran, strict=True)]
+    runs = [{**records[0].ran, "device": "cpu", "kernels": name} for name in ("cpu", "reference")]
+    mixed = [changed(record, ran=ran) for record, ran in zip(records[:2], runs, strict=True)]
     peer = changed(records[2], ran={"device": "cpu"})
     with pytest.raises(ReportError, match="different kernels") as refused:
         frames_of([*mixed, peer])
-    for named in (f"cpu: 1 records, such as {mixed[0].id}", f"reference: 1 records, such as {mixed[1].id}"):
-        assert named in str(refused.value)
+    for name, record in zip(("cpu", "reference"), mixed, strict=True):
+        assert f"{name}: 1 records, such as {record.id}" in str(refused.value)
     assert frames_of([mixed[0], peer]).pools
     assert frames_of([mixed[1], peer]).pools
 
 
 def test_failures_of_another_pool_are_left_out() -> None:
-    """Nothing of them was measured: they hinder no report of what was, and none of later failures."""
+    """They have no measurements, so they hinder no report of measured trials or of later failures."""
     records = records_of("quickstart", repeats=1)
     failure = Failure(kind="crashed", message="it broke", log=None)
     old = {"failure": failure, "ranks": [], "pool": "other", "started": "1"}
@@ -137,9 +135,9 @@ def test_a_trial_that_this_version_does_not_know_gives_one_clear_line() -> None:
 
 
 def test_a_record_of_a_preset_that_went_is_drawn() -> None:
-    """Its trials are read as any others, under the name that the record holds."""
+    """Its trials are read as any others, with the record's name of the model."""
     new = [record_of(Trial(strategy=name)) for name in ("zero3", "zeropp")]
-    old = [changed(one, trial=one.trial | {"model": {"name": "gpt-old"}}) for one in new]
+    old = [changed(record, trial=record.trial | {"model": {"name": "gpt-old"}}) for record in new]
     frames = frames_of(old)
     assert {trial.model.name for trial in frames.trial_of.values()} == {"gpt-old"}
     assert list(frames.finished["contender"]) == ["ZeRO-3", "ZeRO++"]

@@ -21,26 +21,26 @@ STEPS = 120
 
 
 def records(
-    at_the_end: Mapping[str, Iterable[float]], *, repeats: int = 1, steps: int = STEPS, pace: float = 1.0
+    last_losses: Mapping[str, Iterable[float]], *, repeats: int = 1, steps: int = STEPS, pace: float = 1.0
 ) -> list[Record]:
-    """Trials whose loss falls from 5 to the given one, by strategy and seed; ZeRO++ is ``pace`` as fast."""
+    """Trials with losses that fall from 5 to the last, by strategy and seed; ZeRO++ is ``pace`` as fast."""
     return [
         ending_at(
             Trial(
                 strategy=strategy, seed=seed, repeat=repeat, steps=steps, warmup=0, validate_every=30,
                 cluster=Cluster(rate="50 Mbit/s"),
             ),
-            end,
+            loss,
             seconds=100.0 / (pace if strategy == "zeropp" else 1.0),
         )
-        for strategy, ends in at_the_end.items()
-        for seed, end in enumerate(ends)
+        for strategy, losses in last_losses.items()
+        for seed, loss in enumerate(losses)
         for repeat in range(repeats)
     ]  # fmt: skip
 
 
-def of(found: list[Record], contender: str = "ZeRO++") -> Any:
-    return next(row for row in losses(derive(frames_of(found))) if row["contender"] == contender)
+def row_of(records: list[Record]) -> Any:
+    return next(row for row in losses(derive(frames_of(records))) if row["contender"] == "ZeRO++")
 
 
 BASE = [2.0, 2.1, 1.9, 2.05, 1.95, 2.0]
@@ -48,8 +48,8 @@ NOISE = np.array([0.001, -0.002, 0.001, 0.0, 0.002, -0.001])
 
 
 def test_differences_are_of_the_same_seed() -> None:
-    """What seeds share cancels: a contender 0.2 % worse in each is, with power, not inferior by 1 %."""
-    row = of(records({"zero3": BASE, "zeropp": 1.002 * np.array(BASE) + NOISE}))
+    """Differences between seeds cancel: 0.2 % worse in each seed is, with power, not inferior by 1 %."""
+    row = row_of(records({"zero3": BASE, "zeropp": 1.002 * np.array(BASE) + NOISE}))
     assert row["difference"].n == 6
     assert row["difference"].estimate == pytest.approx(0.004, abs=1e-3)
     assert row["margin"] == pytest.approx(MARGIN * 2.0)
@@ -59,33 +59,33 @@ def test_differences_are_of_the_same_seed() -> None:
 
 @pytest.mark.parametrize(("margin", "verdict"), [(10, "not inferior"), (1, "inferior")])
 def test_a_margin_in_steps_is_what_the_baseline_gains_in_them(margin: int, verdict: str) -> None:
-    """ZeRO-3 falls by 0.1 nats over the last 30 of 120 steps: ten of them are worth a thirtieth; of one
-    validation there is none, no power, and nothing is claimed.
+    """ZeRO-3's loss falls by 0.1 nats over the last 30 of 120 steps, so ten are worth a thirtieth; one
+    validation gives no margin, no power and no verdict.
     """
-    found = []
-    for one in records({"zero3": BASE, "zeropp": np.array(BASE) + 0.02 + NOISE}):
-        (last,) = [share for share in one.validations if share.step == 120]
-        curve = [last.model_copy(update={"step": step, "loss": last.loss + more})
-                 for step, more in ((60, 0.9), (90, 0.1), (120, 0.0))]  # fmt: skip
-        found.append(changed(one, validations=curve, margin=margin))
-    row = of(found)
+    curves = []
+    for record in records({"zero3": BASE, "zeropp": np.array(BASE) + 0.02 + NOISE}):
+        last = record.validations[-1]
+        curve = [last.model_copy(update={"step": step, "loss": last.loss + above})
+                 for step, above in ((60, 0.9), (90, 0.1), (120, 0.0))]  # fmt: skip
+        curves.append(changed(record, validations=curve, margin=margin))
+    row = row_of(curves)
     assert row["margin"] == pytest.approx(margin * 0.1 / 30)
     assert row["verdict"] == verdict
-    row = of([changed(one, validations=one.validations[-1:]) for one in found])
+    row = row_of([changed(record, validations=record.validations[-1:]) for record in curves])
     assert math.isnan(row["margin"])
     assert row["verdict"] == "no power"
 
 
 def test_what_trains_worse_is_inferior() -> None:
-    """A contender that ends 15 % above ZeRO-3 is called so, and reaches no target."""
-    row = of(records({"zero3": BASE, "zeropp": 1.15 * np.array(BASE) + NOISE}))
+    """A contender that ends 15 % above ZeRO-3 is inferior, and reaches no target."""
+    row = row_of(records({"zero3": BASE, "zeropp": 1.15 * np.array(BASE) + NOISE}))
     assert row["verdict"] == "inferior"
     assert (row["reached"], row["gain"].n) == (0, 0)
 
 
 def test_repeats_of_a_seed_are_no_repeats_of_a_loss() -> None:
-    """Two seeds three times each are two losses: no interval, no verdict but that they are too few."""
-    row = of(records({"zero3": BASE[:2], "zeropp": BASE[:2]}, repeats=3))
+    """Two seeds three times each are two losses: no interval, and too few for a verdict."""
+    row = row_of(records({"zero3": BASE[:2], "zeropp": BASE[:2]}, repeats=3))
     assert row["seeds"] == row["difference"].n == 2
     assert not row["difference"].known
     assert math.isnan(row["power"])
@@ -95,11 +95,11 @@ def test_repeats_of_a_seed_are_no_repeats_of_a_loss() -> None:
 def test_seeds_that_scatter_say_nothing() -> None:
     """Differences as wide as the margin leave no power, and the table says so in place of a verdict."""
     scattered = np.array(BASE) + np.array([0.05, -0.06, 0.04, -0.05, 0.06, -0.04])
-    found = records({"zero3": BASE, "zeropp": scattered})
-    row = of(found)
+    trials = records({"zero3": BASE, "zeropp": scattered})
+    row = row_of(trials)
     assert row["power"] < 0.5
     assert row["verdict"] == "no power"
-    table = all_tables.losses(derive(frames_of(found)))
+    table = all_tables.losses(derive(frames_of(trials)))
     assert "no power" in table.markdown()
     assert "margin of 1% of ZeRO-3's loss (here 0.020 nats)" in table.caption
 
@@ -107,13 +107,13 @@ def test_seeds_that_scatter_say_nothing() -> None:
 def test_time_to_the_target_is_paired_and_has_an_interval() -> None:
     """Twice as fast to the same loss is 2, by seed; where a seed never gets there, there is no ratio."""
     same = records({"zero3": BASE, "zeropp": BASE}, pace=2.0)
-    row = of(same)
+    row = row_of(same)
     assert row["target"] == pytest.approx(2.02)
     assert row["reached"] == 4  # seeds of ZeRO-3 itself end above the mean of all and the margin
     assert row["gain"].n == 0
     assert "4 of 6 reach it" in all_tables.losses(derive(frames_of(same))).markdown()
     level = [2.0 + 0.001 * seed for seed in range(6)]
-    row = of(records({"zero3": level, "zeropp": level}, pace=2.0))
+    row = row_of(records({"zero3": level, "zeropp": level}, pace=2.0))
     assert row["reached"] == row["gain"].n == 6
     assert row["gain"].low <= row["gain"].estimate <= row["gain"].high
     assert row["gain"].estimate == pytest.approx(2.0)
@@ -121,7 +121,7 @@ def test_time_to_the_target_is_paired_and_has_an_interval() -> None:
 
 
 def test_a_single_validation_of_few_steps_is_no_loss() -> None:
-    """What is validated once, after 96 steps, has no validation loss in any table."""
+    """A trial validated once, after 96 steps, has no validation loss in any table."""
     once = [
         record_of(Trial(strategy=strategy, steps=96, warmup=0, validate_every=0), suite="once")
         for strategy in ("zero3", "zeropp")

@@ -49,7 +49,8 @@ def test_times_and_bytes_equal_those_recomputed_by_hand() -> None:
         seconds = _step_seconds(record)
         assert row["step_seconds"] == pytest.approx(seconds)
         assert row["tokens_per_second"] == pytest.approx(512 * 4 / seconds)
-        sent = sum(one.bytes for one in _between(record)) / record.trial["steps"]
+        between = _between(record)
+        sent = sum(row.bytes for row in between) / record.trial["steps"]
         assert row["sent_bytes"] == pytest.approx(sent)
         assert row["predicted_bytes"] == pytest.approx(sent)
         assert record.link is not None
@@ -63,12 +64,12 @@ def test_times_and_bytes_equal_those_recomputed_by_hand() -> None:
         counted = sum(counters.tx_bytes for counters in record.interfaces) / record.trial["steps"]
         assert row["interface_bytes"] == pytest.approx(counted)
         assert row["m_bytes"] == 2 * sum(numel for _, numel, _ in record.units)
-        packets = sum(one.messages * math.ceil(one.bytes / one.messages / 1448) for one in _between(record))
+        packets = sum(row.messages * math.ceil(row.bytes / row.messages / 1448) for row in between)
         assert row["segment_bytes"] == pytest.approx(sent + 66 * packets / record.trial["steps"])
 
 
 def test_zero_bytes_between_nodes_leave_the_computation() -> None:
-    """Where nothing crosses, the best step is what the rank that computed most did in a step; the median."""
+    """Where nothing crosses, the best step is the median of the longest computation of any rank in a step."""
     record = next(record for record in records_of("quickstart") if record.trial["strategy"] == "zero3")
     ranks = [
         rank.model_copy(update={"ledger": [row for row in rank.ledger or [] if row.link != "inter"]})
@@ -83,14 +84,14 @@ def test_speedup_pairs_equal_repeats() -> None:
     records = records_of("quickstart", repeats=6)
     seconds = {(r.trial["strategy"], r.trial["repeat"]): _step_seconds(r) for r in records}
     pairs = derive(frames_of(records)).pairs
-    ours = pairs[pairs["strategy"] == "zeropp"]
+    pairs = pairs[pairs["strategy"] == "zeropp"]
     ratios = [seconds["zero3", repeat] / seconds["zeropp", repeat] for repeat in range(6)]
-    assert sorted(ours["speedup"]) == pytest.approx(sorted(ratios))
-    found = speedups.speedup(ours)
-    assert found.estimate == pytest.approx(math.exp(statistics.fmean(map(math.log, ratios))))
-    assert found.low < found.estimate < found.high
-    # A quarter of what is gathered in forward and backward; ZeRO-3 keeps what backward needs first.
-    assert ours["bytes_ratio"].max() == pytest.approx(0.278, abs=0.001)
+    assert sorted(pairs["speedup"]) == pytest.approx(sorted(ratios))
+    speedup = speedups.speedup(pairs)
+    assert speedup.estimate == pytest.approx(math.exp(statistics.fmean(map(math.log, ratios))))
+    assert speedup.low < speedup.estimate < speedup.high
+    # A quarter of the gathered weights; ZeRO-3 keeps the last block's from forward to backward.
+    assert pairs["bytes_ratio"].max() == pytest.approx(0.278, abs=0.001)
 
 
 def test_a_trial_run_again_is_no_second_pair() -> None:
@@ -100,21 +101,21 @@ def test_a_trial_run_again_is_no_second_pair() -> None:
         record_of(trial.model_copy(update={"timeout_seconds": 9.0})) for trial in trials_of("quickstart")
     ]
     pairs = derive(frames_of([*records, *again])).pairs
-    ours = pairs[pairs["strategy"] == "zeropp"]
-    assert len(ours) == 6
-    assert speedups.speedup(ours).n == 3
+    pairs = pairs[pairs["strategy"] == "zeropp"]
+    assert len(pairs) == 6
+    assert speedups.speedup(pairs).n == 3
 
 
 def test_parity_divides_a_quarter_of_the_rate_by_the_whole() -> None:
     """Parity pairs ZeRO++ at B/4 with ZeRO-3 at B and the same batch."""
     records = records_of("bandwidth", repeats=1)
-    found = speedups.parity(derive(frames_of(records)).trials)
-    trials = [(one.trial, _step_seconds(one)) for one in records]
-    took = {(of["strategy"], of["tokens_per_rank"], of["cluster"]["rate"]): one for of, one in trials}
-    assert len(found) == 6
-    for row in found.to_dict("records"):
+    table = speedups.parity(derive(frames_of(records)).trials)
+    trials = [(record.trial, _step_seconds(record)) for record in records]
+    seconds = {(t["strategy"], t["tokens_per_rank"], t["cluster"]["rate"]): step for t, step in trials}
+    assert len(table) == 6
+    for row in table.to_dict("records"):
         tokens, rate = row["tokens_per_rank"], row["full_rate"]
-        expected = took["zero3", tokens, rate] / took["zeropp", tokens, rate / 4]
+        expected = seconds["zero3", tokens, rate] / seconds["zeropp", tokens, rate / 4]
         assert row["parity"] == pytest.approx(expected)
 
 
@@ -123,8 +124,8 @@ def test_break_even_lies_where_the_speedup_crosses_one() -> None:
     derived = derive(frames_of(records_of("bandwidth")))
     pairs = derived.pairs[derived.pairs["contender"] == "ZeRO++"]
     gained = np.where(pairs["achieved_mbit"] < 100, 2.0, 0.5)
-    found = speedups.break_even(pairs.assign(baseline_seconds=gained * pairs["step_seconds"]))
-    assert [48 < one.estimate < 200 for one in found["break_even_mbit"]] == [True, True]
+    table = speedups.break_even(pairs.assign(baseline_seconds=gained * pairs["step_seconds"]))
+    assert [48 < interval.estimate < 200 for interval in table["break_even_mbit"]] == [True, True]
 
 
 def test_models_that_differ_in_arguments_alone_are_not_mixed() -> None:
@@ -151,8 +152,8 @@ def test_peers_have_interfaces_and_no_ledger() -> None:
 
 
 def test_others_share_is_what_no_rank_had() -> None:
-    """Of the processors' time, programs' less the ranks' is others'; what the ticks miss is not negative; the
-    host's is told beside it, and without a record of the machine nothing is known.
+    """The others' share is the programs' time less the ranks', and never negative; the host's share is apart,
+    and both are NaN without a record of the machine.
     """
     record = records_of("quickstart", repeats=1)[0]
     for others, steal in ((0.0, 0.0), (0.25, 0.125), (-0.01, 0.0)):
@@ -182,13 +183,12 @@ def test_rates_equal_those_recomputed_by_hand() -> None:
 def test_ratios_are_of_the_same_generation() -> None:
     """A generation is compared with ZeRO-3's of the same number and repeat; ZeRO-3's ratio is one.
 
-    Those of one trial are no samples of their own, nor are those of a trial that was run again: six repeats
-    of two generations each are six pairs.
+    Generations of one trial, and of one run again, are one sample: six repeats of two are six pairs.
     """
     records = committed("generation")
-    again = [changed(one, id=one.id[::-1]) for one in records]
-    for found in (records, [*records, *again]):
-        table = decoding.generations(frames_of(found))
+    again = [changed(record, id=record.id[::-1]) for record in records]
+    for sample in (records, [*records, *again]):
+        table = decoding.generations(frames_of(sample))
         for contender, group in table.groupby("contender"):
             assert group["baseline"].nunique() == 6
             faster = decoding.speedup(group)
@@ -198,15 +198,15 @@ def test_ratios_are_of_the_same_generation() -> None:
 
 
 def test_a_column_that_a_quantity_names_is_one_of_the_trials() -> None:
-    """And no column is two quantities'."""
+    """Nor do two quantities share a column."""
     named = [row["column"] for row in QUANTITIES.values() if row["column"]]
     assert len(named) == len(set(named)) > 20
     assert set(named) <= set(derive(frames_of(records_of("quickstart", repeats=1))).trials.columns)
 
 
 def test_a_caption_has_no_markup() -> None:
-    """Each quantity is a sentence without what Markdown marks code and bars by."""
+    """Each quantity's caption is a sentence without Markdown's backquotes and escaped bars."""
     for name, row in QUANTITIES.items():
         assert row["formula"]
-        assert not {"`", "\\"} & set(told := formula(name))
-        assert told.endswith(".")
+        assert not {"`", "\\"} & set(text := formula(name))
+        assert text.endswith(".")
