@@ -36,12 +36,12 @@ g2: Final = number(2)
 class Effect:
     """One contender beside its baseline in one cell."""
 
+    pairs: pd.DataFrame  # its rows of :func:`report.data.speedups.pairs`
+    ratio: Interval  # the baseline's seconds of a step over the contender's: above 1 the contender is faster
     cell: str  # its hash
     contender: str
     base: str
     where: str  # the cell's description
-    pairs: pd.DataFrame  # its rows of :func:`report.data.speedups.pairs`
-    ratio: Interval  # the baseline's seconds of a step over the contender's: above 1 the contender is faster
 
     @property
     def verdict(self) -> str:
@@ -98,7 +98,7 @@ def between(derived: Derived, base: str, others: Iterable[str]) -> list[Effect]:
 def _effects(rows: pd.DataFrame, contenders: Iterable[str]) -> list[Effect]:
     rows = rows[rows["contender"].isin(list(contenders))]
     keys = ["cell", "contender", "baseline_contender", "where"]
-    return [Effect(*key, pairs, speedups.speedup(pairs)) for key, pairs in groups(rows, keys)]
+    return [Effect(pairs, speedups.speedup(pairs), *key) for key, pairs in groups(rows, keys)]
 
 
 def variants(derived: Derived) -> list[list[str]]:
