@@ -76,7 +76,8 @@ def build(
         methods = {name: inspect.unwrap(getattr(kind, name)) for name in ("add_param_group", "step")}
         kind = type(kind.__name__, (kind,), methods)
     with _raising(optimizer):
-        return kind(parameters, **cast("dict[str, Any]", optimizer.arguments))
+        instance: torch.optim.Optimizer = kind(parameters, **cast("dict[str, Any]", optimizer.arguments))
+    return instance
 
 
 def set_rates(optimizer: torch.optim.Optimizer, schedule: Schedule | None, step: int) -> None:
