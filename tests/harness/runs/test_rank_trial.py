@@ -1,4 +1,4 @@
-"""One trial on its ranks, and what their outcomes make."""
+"""One trial on its ranks, and the record of their outcomes."""
 
 from __future__ import annotations
 
@@ -68,22 +68,22 @@ def trial(text: str, strategy: str, **changes: Any) -> Trial:
     )
 
 
-def outcomes(one: Trial, log: Path) -> list[Outcome]:
-    topology = Topology(1, 1) if one.strategy == "single" else one.topology()
-    return run_ranks(run, Assignment(one, None), local(topology, log))
+def outcomes(trial: Trial, log: Path) -> list[Outcome]:
+    topology = Topology(1, 1) if trial.strategy == "single" else trial.topology()
+    return run_ranks(run, Assignment(trial, None), local(topology, log))
 
 
-def assembled(found: list[Outcome], one: Trial | None = None) -> Record:
-    """Their record, with nothing else in it but, where errors were measured, the trial that measured them."""
+def assembled(ranks: list[Outcome], trial: Trial | None = None) -> Record:
+    """Their record; it needs the trial only where errors were measured."""
     blank = Record(
-        id="", suite="", trial={} if one is None else one.canonical(), started="", finished="", order=0,
+        id="", suite="", trial={} if trial is None else trial.canonical(), started="", finished="", order=0,
         machine={}, code={}, pool="", failure=None,
     )  # fmt: skip
-    return assemble(found, blank)
+    return assemble(ranks, blank)
 
 
-def result(one: Trial, log: Path) -> Record:
-    return assembled(outcomes(one, log), one)
+def result(trial: Trial, log: Path) -> Record:
+    return assembled(outcomes(trial, log), trial)
 
 
 @pytest.mark.parametrize(
@@ -101,27 +101,23 @@ def result(one: Trial, log: Path) -> Record:
 def test_the_ledger_is_the_prediction(
     text: str, tmp_path: Path, strategy: str, policy: dict[str, Any], every: int | None
 ) -> None:
-    """Whenever validation comes in between, at every stage and type, every rank sent what was predicted, to
-    the byte.
-    """
-    policy = {"max_padding": 9.0, **policy}
-    found = result(
-        trial(text, strategy, policy=policy, validate_every=every, accumulation=2, clip=1.0), tmp_path / "log"
-    )
-    assert found.predicted.equal
-    rows = [row for rank in found.ranks for row in rank.ledger or []]
+    """With validation at any step, at every stage and type, every rank sent the predicted bytes."""
+    changes = {"policy": {"max_padding": 9.0, **policy}, "validate_every": every}
+    record = result(trial(text, strategy, accumulation=2, clip=1.0, **changes), tmp_path / "log")
+    assert record.predicted.equal
+    rows = [row for rank in record.ranks for row in rank.ledger or []]
     assert any(row.phase == "evaluate" for row in rows) == (every is not None)
     assert any(row.purpose == "control" for row in rows)  # the norm, by which gradients are clipped
     assert any(row.link == "inter" and row.purpose == "gradients" for row in rows)
     expected = {None: [], 0: [5], 2: [2, 4, 5], 3: [3, 5]}[every]
-    assert [validation.step for validation in found.validations] == expected
+    assert [validation.step for validation in record.validations] == expected
 
 
 def test_codecs_within_a_budget_are_on_record(text: str, tmp_path: Path) -> None:
-    """The choices of every renewal are there, the ledger is the prediction made of them, and bytes between
-    nodes are no more than those planned before.
+    """The record has the choices of every renewal, the ledger is predicted from them, and bytes between nodes
+    are no more than planned.
     """
-    one = trial(
+    budgeted = trial(
         text,
         "zeropp",
         policy={
@@ -135,23 +131,22 @@ def test_codecs_within_a_budget_are_on_record(text: str, tmp_path: Path) -> None
         validate_every=2,
         measure_quantisation=True,
     )
-    found = result(one, tmp_path / "log")
-    assert found.predicted.equal
-    assert {choice.step for choice in found.chosen_codecs} == {1, 4}
-    assert {choice.what for choice in found.chosen_codecs} == {"weights", "gradients"}
-    assert {choice.unit for choice in found.chosen_codecs} == {name for name, _, _ in found.units}
-    assert any(choice.codec != "int4:32" for choice in found.chosen_codecs)
-    rows = [row for rank in found.ranks for row in rank.ledger or []]
-    sent = sum(row.bytes for row in rows if row.link == "inter" and row.phase != "evaluate")
-    (planned,) = forecast([one], any_host())
-    assert sent <= one.steps * planned.inter
-    shown = found.model_copy(update={"id": one.id, "started": "2026-01-02", "pool": "p"})
+    record = result(budgeted, tmp_path / "log")
+    assert record.predicted.equal
+    assert {choice.step for choice in record.chosen_codecs} == {1, 4}
+    assert {choice.what for choice in record.chosen_codecs} == {"weights", "gradients"}
+    assert {choice.unit for choice in record.chosen_codecs} == {name for name, _, _ in record.units}
+    assert any(choice.codec != "int4:32" for choice in record.chosen_codecs)
+    sent = sum(training(row) for rank in record.ranks for row in rank.ledger or [])
+    (planned,) = forecast([budgeted], any_host())
+    assert sent <= budgeted.steps * planned.inter
+    shown = record.model_copy(update={"id": budgeted.id, "started": "2026-01-02", "pool": "p"})
     table = chosen_codecs(derive(frames_of([shown])))
-    assert len(table.data) == 2 * len(found.units)
+    assert len(table.data) == 2 * len(record.units)
     for row in table.data.to_dict("records"):
-        mine = [c for c in found.chosen_codecs if (c.what, c.unit) == (row["what"], row["unit"])]
-        assert row["codecs"].startswith(f"1: {mine[0].codec}")
-        assert row["vnmse"] == pytest.approx(mine[-1].vnmse)
+        choices = [c for c in record.chosen_codecs if (c.what, c.unit) == (row["what"], row["unit"])]
+        assert row["codecs"].startswith(f"1: {choices[0].codec}")
+        assert row["vnmse"] == pytest.approx(choices[-1].vnmse)
 
 
 @pytest.fixture(scope="module")
@@ -161,42 +156,42 @@ def budgeted(text: str, tmp_path_factory: pytest.TempPathFactory) -> list[Outcom
     return outcomes(trial(text, "qgz", policy=policy), tmp_path_factory.mktemp("budgeted") / "log")
 
 
-def test_what_is_not_as_it_must_be_is_no_result(budgeted: list[Outcome]) -> None:
+def test_inconsistent_outcomes_are_no_result(budgeted: list[Outcome]) -> None:
     """A loss or a gradient before training that is not a single process's, a ledger off by one byte, other
     codecs than the first rank's: the line names rank and numbers.
     """
     assert math.isfinite(assembled(budgeted).reference_loss or math.nan)
-    ours = budgeted[1]
-    loss, error = ours.compared.losses[0], ours.compared.gradient_errors[0]
-    first, *others = ours.record.ledger or []
+    rank = budgeted[1]
+    loss, error = rank.compared.losses[0], rank.compared.gradient_errors[0]
+    first, *others = rank.record.ledger or []
     ledger = [first.model_copy(update={"bytes": first.bytes + 1}), *others]
-    off = replace(ours.compared, losses=[replace(loss, sharded=loss.sharded + 2e-3)])
-    for wrong, words in (
-        ({"compared": off}, r"loss of rank 1 is .* more than 0.0001 apart"),
+    losses = [replace(loss, sharded=loss.sharded + 2e-3)]
+    for change, message in (
+        ({"compared": replace(rank.compared, losses=losses)}, r"loss of rank 1 is .* more than 0.0001 apart"),
         (
-            {"compared": replace(ours.compared, gradient_errors=[replace(error, share=1.01)])},
+            {"compared": replace(rank.compared, gradient_errors=[replace(error, share=1.01)])},
             "before training rank 1's reduced gradient of unit",
         ),
         (
-            {"record": ours.record.model_copy(update={"ledger": ledger})},
+            {"record": rank.record.model_copy(update={"ledger": ledger})},
             f"rank 1 sent {first.bytes + 1} bytes .* predicted are {first.bytes} bytes",
         ),
-        ({"chosen": ours.chosen[1:]}, "rank 1 chose other codecs"),
+        ({"chosen": rank.chosen[1:]}, "rank 1 chose other codecs"),
     ):
-        with pytest.raises(TrialError, match=words):
-            assembled([budgeted[0], replace(ours, **wrong), *budgeted[2:]])
+        with pytest.raises(TrialError, match=message):
+            assembled([budgeted[0], replace(rank, **change), *budgeted[2:]])
 
 
-def test_a_result_holds_what_the_machine_did_meanwhile(text: str, tmp_path: Path) -> None:
+def test_a_record_has_the_use_of_processors(text: str, tmp_path: Path) -> None:
     """Over the timed steps the ranks' processor seconds are no less than those of their steps, and no more
-    than what the machine's programs had or the processors could give; without /proc/stat nothing is told.
+    than those of all programs, or of the processors; without /proc/stat there is no record of them.
     """
-    found = result(trial(text, "zero3", steps=30), tmp_path / "log")
+    record = result(trial(text, "zero3", steps=30), tmp_path / "log")
     if busy_seconds() is None:
-        assert found.processor_use is None
+        assert record.processor_use is None
         return
-    use = found.processor_use
-    timed = [[step for step in rank.steps if not step.warmup] for rank in found.ranks]
+    use = record.processor_use
+    timed = [[step for step in rank.steps if not step.warmup] for rank in record.ranks]
     assert use.seconds >= sum(step.total for step in timed[0])  # the first rank's clock
     assert use.ranks >= sum(step.cpu_seconds or 0.0 for steps in timed for step in steps)
     assert use.processors == cores()
@@ -205,23 +200,22 @@ def test_a_result_holds_what_the_machine_did_meanwhile(text: str, tmp_path: Path
     assert use.user + use.system + use.interrupts + use.steal <= use.seconds * use.processors * 1.05 + 0.2
 
 
-def test_ranks_that_may_stand_on_several_machines_say_nothing_of_one(text: str, tmp_path: Path) -> None:
-    """Started by torchrun, no rank's machine stands for all."""
-    found = result(trial(text, "zero3", cluster={"launcher": "torchrun"}), tmp_path / "log")
-    assert found.processor_use is None
+def test_ranks_on_several_machines_have_no_use_of_processors(text: str, tmp_path: Path) -> None:
+    """Where torchrun starts ranks, no machine is that of all."""
+    record = result(trial(text, "zero3", cluster={"launcher": "torchrun"}), tmp_path / "log")
+    assert record.processor_use is None
 
 
 def test_a_result_holds_raw_values(text: str, tmp_path: Path) -> None:
-    """Every step of every rank is there, its parts within its total, its exposed time within its parts,
-    and the processor seconds of its process within what the machine has in it.
+    """Every step of every rank is recorded, its parts within its total, its exposed time within its parts,
+    and the processor seconds of its process within those of all processors.
     """
-    found = result(trial(text, "zeropp"), tmp_path / "log")
-    assert [rank.rank for rank in found.ranks] == [0, 1, 2, 3]
-    assert [(rank.node, rank.local) for rank in found.ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    for rank in found.ranks:
-        assert [(step.index, step.warmup) for step in rank.steps] == [
-            (index, index < 2) for index in range(5)
-        ]
+    record = result(trial(text, "zeropp"), tmp_path / "log")
+    assert [rank.rank for rank in record.ranks] == [0, 1, 2, 3]
+    assert [(rank.node, rank.local) for rank in record.ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for rank in record.ranks:
+        assert [step.index for step in rank.steps] == [0, 1, 2, 3, 4]
+        assert all(step.warmup == (step.index < 2) for step in rank.steps)
         for step in rank.steps:
             assert 0 < step.forward + step.backward + step.optimizer <= step.total + 2e-6  # rounded each
             assert 0 <= (step.exposed_forward or 0) <= step.forward
@@ -231,10 +225,10 @@ def test_a_result_holds_raw_values(text: str, tmp_path: Path) -> None:
         for part in ("masters", "gradients", "optimizer", "secondary", "gathered"):
             assert rank.memory.engine[part] == rank.memory.formula[part]
         assert rank.memory.peak_rss > 50 << 20
-    assert found.ran["transports"]["node"].startswith("gloo")
-    assert found.ran["transports"]["local"] == "shm"
-    assert len(found.units) == 3
-    assert found.interfaces is None
+    assert record.ran["transports"]["node"].startswith("gloo")
+    assert record.ran["transports"]["local"] == "shm"
+    assert len(record.units) == 3
+    assert record.interfaces is None
 
 
 @pytest.mark.parametrize(
@@ -248,8 +242,8 @@ def test_a_result_holds_raw_values(text: str, tmp_path: Path) -> None:
 def test_peers_in_16_bits_are_checked_against_a_single_process(
     text: str, tmp_path: Path, strategy: str, peer: str
 ) -> None:
-    """Before training a peer that computes in bf16 has the loss of one process that computes so, which is not
-    fp32's.
+    """Before training a peer that computes in bf16 has the loss of one process in bf16, which differs from
+    that in fp32.
     """
     for outcome in outcomes(trial(text, strategy, peer={"compute": peer}, accumulation=2), tmp_path / "log"):
         first = outcome.compared.losses[0]
@@ -262,30 +256,30 @@ def test_peers_in_16_bits_are_checked_against_a_single_process(
 def test_deepspeed_s_shards_are_counted(text: str, tmp_path: Path, copies: int) -> None:
     """Its weights and masters in fp32 are each rank's quarter, padded, and hpZ's copy is the node's half."""
     config = json.dumps({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": copies}})
-    found = result(trial(text, "deepspeed", deepspeed_config=config), tmp_path / "log")
-    for rank in found.ranks:
+    record = result(trial(text, "deepspeed", deepspeed_config=config), tmp_path / "log")
+    for rank in record.ranks:
         held = rank.memory.engine
-        assert held["masters"] == pytest.approx(2 * 4 * found.parameters / 4, rel=0.02)
-        assert held["gradients"] == pytest.approx(4 * found.parameters / 4, rel=0.02)
+        assert held["masters"] == pytest.approx(2 * 4 * record.parameters / 4, rel=0.02)
+        assert held["gradients"] == pytest.approx(4 * record.parameters / 4, rel=0.02)
         assert held["optimizer"] == pytest.approx(2 * held["gradients"], rel=0.02)
-        assert held.get("secondary", 0) == pytest.approx(4 * found.parameters / 2 * (copies - 1), rel=0.02)
+        assert held.get("secondary", 0) == pytest.approx(4 * record.parameters / 2 * (copies - 1), rel=0.02)
         assert rank.ledger is None
 
 
 def test_quantisation_errors_fall_with_bits(text: str, tmp_path: Path) -> None:
-    """Measured on all ranks' weights and gradients, an error falls with every bit and grows by block."""
-    found = result(trial(text, "zeropp", measure_quantisation=True), tmp_path / "log").quantisation
-    by_codec = {(e.purpose, e.unit, e.codec): e for e in found}
-    units = {e.unit for e in found}
+    """Measured on all ranks' weights and gradients, errors fall with every bit and grow with the block."""
+    errors = result(trial(text, "zeropp", measure_quantisation=True), tmp_path / "log").quantisation
+    by_codec = {(error.purpose, error.unit, error.codec): error for error in errors}
+    units = {error.unit for error in errors}
     assert len(units) == 3
-    assert len(found) >= 2 * len(units) * len(BITS) * len(BLOCKS)
+    assert len(errors) >= 2 * len(units) * len(BITS) * len(BLOCKS)
     for purpose in ("weights", "gradients"):
         for unit in units:
             ladder = [by_codec[purpose, unit, f"int{bits}:64"].vnmse for bits in BITS]
             assert all(0 < finer < coarser for coarser, finer in pairwise(ladder))
             small, large = (by_codec[purpose, unit, f"int4:{block}"].vnmse for block in (64, "shard"))
             assert small < large
-    for error in found:
+    for error in errors:
         if error.codec == "int8:64":
             assert error.largest <= parse("int8:64").error_bound(-1, 1)
 
@@ -301,27 +295,27 @@ def test_quantisation_errors_fall_with_bits(text: str, tmp_path: Path) -> None:
 )
 def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strategy: str) -> None:
     """In namespaces a node's interface counts the ledger's training bytes plus 66 a packet, within 3 %."""
-    one = trial(text, strategy, validate_every=2, model={"name": "gpt-small"}, sequence=32, warmup=1)
+    counted = trial(text, strategy, validate_every=2, model={"name": "gpt-small"}, sequence=32, warmup=1)
     with open_link(cluster_with("namespaces", 2, 1000.0), "abc123") as link:
-        ranks = run_ranks(run, Assignment(one, 1_000_000), launch_of(link, tmp_path, 2))
-    found = assembled(ranks)
+        ranks = run_ranks(run, Assignment(counted, 1_000_000), launch_of(link, tmp_path, 2))
+    record = assembled(ranks)
     assert [len(rank.probed) for rank in ranks if rank.record.local == 0] == [2, 2]
-    assert [counted.node for counted in found.interfaces] == [0, 1]
-    sent = [counted.tx_bytes - HEADER_BYTES * counted.tx_packets for counted in found.interfaces]
-    last = found.validations[-1].inter_bytes
+    assert [interface.node for interface in record.interfaces] == [0, 1]
+    sent = [interface.tx_bytes - HEADER_BYTES * interface.tx_packets for interface in record.interfaces]
+    last = record.validations[-1].inter_bytes
     if strategy in ("fsdp2", "deepspeed"):
         assert last > sum(sent) > 0
         return
     for node in (0, 1):
-        booked = sum(training(row) for rank in found.ranks if rank.node == node for row in rank.ledger or [])
+        booked = sum(training(row) for rank in record.ranks if rank.node == node for row in rank.ledger or [])
         assert sent[node] == pytest.approx(booked, rel=0.03)
     assert sum(sent) < last < 2 * sum(sent)  # of all four steps, warm-up included
 
 
 def test_an_outcome_is_the_same_behind_a_channel_between_hosts(text: str, tmp_path: Path) -> None:
-    """As text and back nothing of it is lost, sums of errors included."""
-    for one in outcomes(trial(text, "zeropp", measure_quantisation=True), tmp_path / "log"):
-        assert TypeAdapter(Outcome).validate_json(TypeAdapter(Outcome).dump_json(one)) == one
+    """Its JSON is read as an equal outcome, sums of errors included."""
+    for outcome in outcomes(trial(text, "zeropp", measure_quantisation=True), tmp_path / "log"):
+        assert TypeAdapter(Outcome).validate_json(TypeAdapter(Outcome).dump_json(outcome)) == outcome
 
 
 @pytest.mark.long
@@ -332,17 +326,15 @@ def test_an_outcome_is_the_same_behind_a_channel_between_hosts(text: str, tmp_pa
         pytest.param("paced", marks=pytest.mark.nightly),
     ],
 )
-def test_what_is_not_timed_is_the_same_over_an_open_link(text: str, tmp_path: Path, kind: Any) -> None:
-    """Errors, checks before training, losses and ledgers have the bits that they have where it is shaped
-    throughout; after the timed steps it has its rate, and the interfaces count as much.
+def test_untimed_values_are_the_same_over_an_open_link(text: str, tmp_path: Path, kind: Any) -> None:
+    """Errors, checks before training, losses and ledgers have equal bits if the link is shaped throughout;
+    after the timed steps it has its rate, and the interfaces count as much.
     """
-    one = trial(text, "zeropp", validate_every=2, warmup=1, measure_quantisation=True)
-    found = []
+    both = trial(text, "zeropp", validate_every=2, warmup=1, measure_quantisation=True)
     with open_link(cluster_with(kind, 2, 50.0), "abc125") as link:
-        for shaped in (False, True):
-            target = run_shaped if shaped else run
-            found.append(run_ranks(target, Assignment(one, 300_000), launch_of(link, tmp_path, 2)))
-    for opened, held in zip(*found, strict=True):
+        launch, assignment = launch_of(link, tmp_path, 2), Assignment(both, 300_000)
+        by_target = [run_ranks(target, assignment, launch) for target in (run, run_shaped)]
+    for opened, held in zip(*by_target, strict=True):
         sums = [list(outcome) for outcome in (opened.compared.communicated, held.compared.communicated)]
         assert sums[0] == sums[1] != []
         assert opened.compared.errors == held.compared.errors
@@ -353,11 +345,11 @@ def test_what_is_not_timed_is_the_same_over_an_open_link(text: str, tmp_path: Pa
         assert all(5 < rate < 52 for rate in opened.probed)
         if opened.sent is not None and held.sent is not None:
             assert opened.sent.tx_bytes == pytest.approx(held.sent.tx_bytes, rel=0.03)
-    assembled(found[0], one)
+    assembled(by_target[0], both)
 
 
 def run_shaped(rank: Rank, assignment: Assignment) -> Outcome:
-    """Run a trial on this rank, with a link that is held to its rate throughout."""
+    """Run a trial on this rank, on a link that is held to its rate throughout."""
     Rank.open_link = lambda _: contextlib.nullcontext()  # type: ignore[method-assign]
     return run(rank, assignment)
 
@@ -367,7 +359,7 @@ def training(row: LedgerRow) -> int:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"corpus": "/nowhere"}, "/nowhere"),
         ({"policy": {"secondary": 3}}, "hpZ group of 3 ranks does not fit"),
@@ -375,23 +367,21 @@ def training(row: LedgerRow) -> int:
         ({"cluster": {"device": "cuda", "transport": "nccl"}}, "this machine has 0"),
     ],
 )
-def test_what_cannot_run_is_refused(text: str, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    """A trial that cannot run as asked is refused on its ranks, with the numbers."""
-    with pytest.raises(LaunchError, match=words) as caught:
+def test_ranks_refuse_a_trial(text: str, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """A trial that cannot run is refused on its ranks, with the numbers."""
+    with pytest.raises(LaunchError, match=message) as caught:
         outcomes(trial(text, "zeropp", **changes), tmp_path / "log")
     assert caught.value.kind == "refused"
 
 
 def test_a_trial_that_takes_no_step_is_no_result(text: str, tmp_path: Path) -> None:
-    """In fp16 under a loss scale that overflows every step, it raises and names the scale."""
-    one = trial(
-        text, "zero2", policy={"max_padding": 9.0, "compute": "fp16", "loss_scale": "1e9"}, accumulation=1
-    )
+    """In fp16 with a loss scale at which every step overflows, the error names the scale."""
+    policy = {"max_padding": 9.0, "compute": "fp16", "loss_scale": "1e9"}
     with pytest.raises(TrialError, match=r"steps were skipped: .* loss scale of 1e\+09"):
-        result(one, tmp_path / "log")
+        result(trial(text, "zero2", policy=policy, accumulation=1), tmp_path / "log")
 
 
-def test_offload_is_recorded_as_foreseen(text: str, tmp_path: Path) -> None:
+def test_offload_is_recorded_as_predicted(text: str, tmp_path: Path) -> None:
     """Bytes held on host and device, and copied between them, are those of the formulas."""
     shares = {"offload_optimizer": 0.5, "offload_weights": 0.5, "prefetch": 0, "max_padding": 1.0}
     policy = {**shares, "weights": "int8:64", "gradients": "int4:64"}
@@ -404,20 +394,20 @@ def test_offload_is_recorded_as_foreseen(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("weights", ["int8:64", "int4:64:asym", "int3:shard"])
 def test_quantised_weights_have_the_loss_of_their_codec(text: str, tmp_path: Path, weights: str) -> None:
     """The loss before training is exactly that of a process whose weights went through the codec once."""
-    one = trial(text, "qwz", policy={"weights": weights, "max_padding": 9.0}, steps=1, warmup=0)
-    for outcome in outcomes(one, tmp_path / "log"):
+    qwz = trial(text, "qwz", policy={"weights": weights, "max_padding": 9.0}, steps=1, warmup=0)
+    for outcome in outcomes(qwz, tmp_path / "log"):
         first = outcome.compared.losses[0]
         assert first.sharded == pytest.approx(first.expected, abs=1e-6)
         assert first.expected != first.reference
 
 
 def test_checks_before_training_are_no_training(text: str, tmp_path: Path) -> None:
-    """What the checks sent is in no count of training: with all steps timed, what was sent up to the last
-    validation is the ledger.
+    """Messages of the checks are in no count of training: with all steps timed, the bytes up to the last
+    validation are the ledger's.
     """
-    found = result(trial(text, "zeropp", warmup=0, validate_every=0), tmp_path / "log")
-    (last,) = found.validations
-    assert last.inter_bytes == sum(training(row) for rank in found.ranks for row in rank.ledger or [])
+    record = result(trial(text, "zeropp", warmup=0, validate_every=0), tmp_path / "log")
+    (last,) = record.validations
+    assert last.inter_bytes == sum(training(row) for rank in record.ranks for row in rank.ledger or [])
 
 
 @pytest.mark.parametrize(
@@ -440,29 +430,25 @@ def test_checks_before_training_are_no_training(text: str, tmp_path: Path) -> No
 def test_reduced_gradients_are_a_single_processs(
     text: str, tmp_path: Path, strategy: str, policy: dict[str, Any] | None
 ) -> None:
-    """Of every unit, each rank's reduced gradient before training is a single process's within the bound that
-    its codecs have together, and not by luck: what is exact is far inside.
+    """Each rank's reduced gradient of a unit before training is a single process's, within the bound of its
+    codecs together, and not by luck: exact gradients are far inside.
     """
-    given = {} if policy is None else {"policy": {"max_padding": 1e9, **policy}}
-    found = outcomes(trial(text, strategy, accumulation=2, steps=1, warmup=0, **given), tmp_path / "log")
-    record = assembled(found)
-    units = {name for name, _, _ in record.units} or {check.unit for check in record.first_gradients}
-    assert {check.unit for check in record.first_gradients} == units
-    assert all(check.elements > 0 for check in record.first_gradients)
-    assert all(
-        check.share < (0.1 if strategy in ("exact", "ddp", "fsdp2") else 1)
-        for check in record.first_gradients
-    )
+    changes = {} if policy is None else {"policy": {"max_padding": 1e9, **policy}}
+    ranks = outcomes(trial(text, strategy, accumulation=2, steps=1, warmup=0, **changes), tmp_path / "log")
+    record = assembled(ranks)
+    checks, most = record.first_gradients, 0.1 if strategy in ("exact", "ddp", "fsdp2") else 1
+    units = {name for name, _, _ in record.units} or {check.unit for check in checks}
+    assert {check.unit for check in checks} == units
+    assert all(check.elements > 0 and check.share < most for check in checks)
 
 
 def test_truncated_gradients_are_no_result(text: str, tmp_path: Path) -> None:
-    """Sixteen bytes of every gradient message sent from the first on: the ledger is the prediction, and the
-    reduced gradients betray it, on any link.
+    """If only 16 bytes of every gradient message are sent, the ledger is the prediction, and the reduced
+    gradients betray it, on any link.
     """
     model = {"name": f"{__name__}:truncating", "arguments": {"after": 0}}
-    one = trial(text, "zeropp", model=model, steps=1, warmup=0)
     with pytest.raises(TrialError, match=r"reduced gradient of unit .* differ by more than the codecs allow"):
-        result(one, tmp_path / "log")
+        result(trial(text, "zeropp", model=model, steps=1, warmup=0), tmp_path / "log")
 
 
 def dropping(sequence: int) -> Any:
@@ -480,10 +466,10 @@ def dropping(sequence: int) -> Any:
 @pytest.mark.parametrize("strategy", ["ddp", "zeropp"])
 def test_dropout_is_no_error(text: str, tmp_path: Path, strategy: str) -> None:
     """A model with dropout passes the check, and is trained with dropout."""
-    one = trial(text, strategy, model={"name": f"{__name__}:dropping"}, policy={"max_padding": 1e6})
-    found = result(one, tmp_path / "log")
-    first = math.fsum(rank.steps[0].loss for rank in found.ranks) / len(found.ranks)
-    assert abs(first - found.reference_loss) > 1e-3
+    model, policy = {"name": f"{__name__}:dropping"}, {"max_padding": 1e6}
+    record = result(trial(text, strategy, model=model, policy=policy), tmp_path / "log")
+    first = math.fsum(rank.steps[0].loss for rank in record.ranks) / len(record.ranks)
+    assert abs(first - record.reference_loss) > 1e-3
 
 
 def stalling(sequence: int) -> Any:
@@ -502,32 +488,28 @@ def stalling(sequence: int) -> Any:
 
 @pytest.mark.long
 def test_an_engine_that_stalls_computes_no_longer(text: str, tmp_path: Path) -> None:
-    """Computation by itself, before the few timed steps, is on record of every rank; an engine's half second
-    of sleep is in its steps and not in what is allowed.
+    """Computation by itself, before the few timed steps, is on record for every rank; an engine's half second
+    of sleep is in its steps and not in that computation.
     """
-    cluster = {"nodes": 1, "ranks_per_node": 2}
-    one = trial(text, "zero3", model={"name": f"{__name__}:stalling"}, cluster=cluster)
-    found = result(one, tmp_path / "log")
-    for rank in found.ranks:
+    model, cluster = {"name": f"{__name__}:stalling"}, {"nodes": 1, "ranks_per_node": 2}
+    for rank in result(trial(text, "zero3", model=model, cluster=cluster), tmp_path / "log").ranks:
         assert [sample.when for sample in rank.alone] == ["before"] * 2
         assert all(sample.forward > 0 and sample.backward > 0 for sample in rank.alone)
         assert all(step.total > 0.5 for step in rank.steps)
 
 
 @pytest.mark.parametrize("strategy", ["single", "zeropp"])
-def test_what_does_not_train_in_shards_has_no_computation_by_itself(
-    text: str, tmp_path: Path, strategy: str
-) -> None:
-    """A single process is that itself; a trial that decodes has other work."""
+def test_only_sharded_training_has_computation_by_itself(text: str, tmp_path: Path, strategy: str) -> None:
+    """All of a single process's work is computation by itself; a trial that decodes has other work."""
     changes = {} if strategy == "single" else {"workload": "generate", "generate": {"prompt": 4, "tokens": 3}}
-    found = result(trial(text, strategy, steps=1, **changes), tmp_path / "log")
-    assert all(rank.alone == [] for rank in found.ranks)
-    assert found.first_gradients == []
+    record = result(trial(text, strategy, steps=1, **changes), tmp_path / "log")
+    assert all(rank.alone == [] for rank in record.ranks)
+    assert record.first_gradients == []
 
 
 def truncating(sequence: int, after: int = 2) -> Any:
-    """A model in whose processes, after so many forward passes of training, of every message of gradients
-    that gloo carries the first 16 bytes are sent, and the rest are zeros.
+    """A model in whose processes gloo sends the first 16 bytes of every message of gradients, and zeros for
+    the rest, ``after`` a number of forward passes of training.
     """
     from impl.comm import exchanges
 
@@ -537,12 +519,12 @@ def truncating(sequence: int, after: int = 2) -> Any:
     def cut(group: Any, kind: Any, received: Any, sent: Any, tag: int) -> Any:
         if kind != "all_to_all" or passes < after:
             return whole(group, kind, received, sent, tag)
-        few = [part.view(group.size, -1)[:, :16].contiguous() for part in (received, sent)]
-        works = whole(group, kind, few[0].view(-1), few[1].view(-1), tag)
+        heads = [part.view(group.size, -1)[:, :16].contiguous() for part in (received, sent)]
+        works = whole(group, kind, heads[0].view(-1), heads[1].view(-1), tag)
         for work in works:
             work.wait()
         received.zero_()
-        received.view(group.size, -1)[:, :16].copy_(few[0])
+        received.view(group.size, -1)[:, :16].copy_(heads[0])
         return []
 
     class Truncating(GPT):
@@ -557,15 +539,15 @@ def truncating(sequence: int, after: int = 2) -> Any:
 
 @pytest.mark.needs("namespaces")
 def test_truncated_sends_are_no_result(text: str, tmp_path: Path) -> None:
-    """Sixteen bytes of every gradient message sent and the rest zeroed, after the checks before training: the
-    ledger is the prediction, and the interfaces betray it.
+    """If only 16 bytes of every gradient message are sent after the checks before training, the ledger is the
+    prediction, and the interfaces betray it.
     """
-    one = trial(text, "zero3", model={"name": f"{__name__}:truncating"}, steps=2, warmup=1)
+    truncated = trial(text, "zero3", model={"name": f"{__name__}:truncating"}, steps=2, warmup=1)
     with open_link(cluster_with("namespaces", 2, 1000.0), "abc124") as link:
-        found = run_ranks(run, Assignment(one, None), launch_of(link, tmp_path, 2))
+        ranks = run_ranks(run, Assignment(truncated, None), launch_of(link, tmp_path, 2))
     with pytest.raises(TrialError, match=r"'s interface sent .* bytes in the timed steps, its ledger holds"):
-        assembled(found)
-    assert [outcome.record.ledger for outcome in found] == [outcome.predicted for outcome in found]
+        assembled(ranks)
+    assert [outcome.record.ledger for outcome in ranks] == [outcome.predicted for outcome in ranks]
 
 
 @pytest.mark.nightly
@@ -575,6 +557,6 @@ def test_every_policy_runs_on_every_topology(
     text: str, tmp_path: Path, strategy: str, nodes: int, per_node: int
 ) -> None:
     """Every preset's ledger is its prediction on every small topology."""
-    one = trial(text, strategy, cluster={"nodes": nodes, "ranks_per_node": per_node}, validate_every=1)
-    found = result(one, tmp_path / "log")
-    assert found.predicted.equal
+    cluster = {"nodes": nodes, "ranks_per_node": per_node}
+    record = result(trial(text, strategy, cluster=cluster, validate_every=1), tmp_path / "log")
+    assert record.predicted.equal
