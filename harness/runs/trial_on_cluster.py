@@ -42,7 +42,7 @@ INTERRUPTED: Final = "Ctrl-C; not yet run again"
 _CALIBRATION_SECONDS: Final = 120.0
 _TAIL_LINES: Final = 20  # of a log, on the record
 # Fields of a cluster that determine its link.
-_JOINING: Final = {"link", "nodes", "rate", "latency", "transport", "hcas", "slow", "inner_rate"}
+_JOINING: Final = {"link", "nodes", "rate", "latency", "transport", "hcas", "slow", "inner_rate", "launcher"}
 
 
 def cluster_of(trial: Trial) -> Cluster:
@@ -57,7 +57,7 @@ class TrialRunner:
 
     results: Path  # folder of the records and of logs of failures
     nodes: Nodes | None  # those of a launcher; None if all ranks run on this host
-    _links: dict[str, Link] = field(default_factory=dict)  # by what joins the nodes
+    _links: dict[str, Link] = field(default_factory=dict)  # by the fields of _JOINING
     _folder: Path = field(default_factory=folder.current)
     _cores: int = field(default_factory=machine.cores)
 
