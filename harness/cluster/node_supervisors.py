@@ -27,7 +27,7 @@ from harness.cluster.rank_processes import Launch, LaunchError, StopReason, run_
 from harness.errors import LinkError, Refusal
 from harness.suites.parse_quantity import CANONICAL
 
-_CAUSE_SECONDS: Final = 12.0  # for the answer of a node whose loss another one reports
+_CAUSE_SECONDS: Final = 12.0  # for the answer of a node that another one reports lost
 _CLEAR_SECONDS: Final = 30.0  # for other nodes to end their ranks
 _BYE_SECONDS: Final = 5.0  # for other nodes to read that it is over
 _LOG_LETTERS: Final = 200_000  # of a node's log that travel
@@ -102,10 +102,9 @@ class Nodes:
         try:
             local = replace(launch, node=0, meeting=self.channel.place.for_ranks(number))
             answer, seconds = _run(work, argument, local, on_progress, failure), launch.timeout_seconds
-            effect = bool(answer.get("effect"))
             if "kind" in answer:
-                seconds = _CAUSE_SECONDS if effect or answer["kind"] == "timeout" else 0.0
-            answers = {0: answer} | self._answers(number, others, seconds, cause=effect)
+                seconds = _CAUSE_SECONDS if answer.get("effect") or answer["kind"] == "timeout" else 0.0
+            answers = {0: answer} | self._answers(number, others, seconds, cause=bool(answer.get("effect")))
         except BaseException:
             self._stop(number, others)
             raise

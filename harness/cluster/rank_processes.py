@@ -68,7 +68,7 @@ REFUSALS: Final = (LinkError, Refusal, CorpusError, PolicyError, GeometryError, 
 _POLL_SECONDS: Final = 0.2  # between two looks whether ranks elsewhere have failed
 _LATER_SECONDS: Final = 30.0  # after which a rank's own waiting ends, if its parent has not ended the rank
 _GRACE_SECONDS: Final = 0.5  # in which the other ranks may report their errors
-_CAUSE_SECONDS: Final = 10.0  # for the end of the rank whose loss the others report
+_CAUSE_SECONDS: Final = 10.0  # for the end of the rank that the others report lost
 _STACKS_SECONDS: Final = 0.2  # for one rank to write the stacks of its threads
 # Signals that a rank does not send itself; Slurm announces the end of a job by SIGUSR2, if submitit asks it.
 _FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)

@@ -35,13 +35,12 @@ def place(trials: Sequence[Trial]) -> Place | None:
     if not (requested := clusters(trials)):
         return None
     largest = requested[0]
-    started: Place | None
-    if largest.launcher == "hosts":
-        started = place_under_torchrun() or remote.place_of(largest.hosts)
-    elif largest.launcher == "slurm":
-        if (started := place_in_slurm()) is None:
-            raise Refusal("cluster.launcher = 'slurm': this process is in no job step; start it by srun")
-    elif (started := place_under_torchrun()) is None:
+    started = place_in_slurm() if largest.launcher == "slurm" else place_under_torchrun()
+    if started is None and largest.launcher == "hosts":
+        started = remote.place_of(largest.hosts)
+    if started is None and largest.launcher == "slurm":
+        raise Refusal("cluster.launcher = 'slurm': this process is in no job step; start it by srun")
+    if started is None:
         raise Refusal(
             "cluster.launcher = 'torchrun': this process was not started by it; start on every host "
             f"torchrun --nnodes={largest.nodes} --nproc-per-node=1 --node-rank=... --master-addr=... "
@@ -54,9 +53,8 @@ def place(trials: Sequence[Trial]) -> Place | None:
 
 def slurm_cluster(trials: Sequence[Trial]) -> Cluster | None:
     """The largest cluster of trials that Slurm launches, outside of its job steps; else None."""
-    largest = next(iter(clusters(trials)), None)
     outside = "SLURM_STEP_NODELIST" not in os.environ
-    return largest if largest is not None and largest.launcher == "slurm" and outside else None
+    return next((c for c in clusters(trials) if c.launcher == "slurm" and outside), None)
 
 
 @contextlib.contextmanager

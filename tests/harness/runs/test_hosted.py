@@ -23,8 +23,8 @@ HERE = Host(memory=1 << 36, gpus=(), namespaces=lambda: None)
 
 @pytest.mark.parametrize("name", ["fsdp2+qwz+qgz", *long("fsdp2+exact", "ddp+qgz")])
 def test_a_hosted_trial_runs(text: str, tmp_path: Path, name: str) -> None:  # the fixture
-    """Its loss before training is that of its codecs, every rank sent what was predicted, steps and
-    validation alike, and a step what was planned.
+    """Its loss before training is that of its codecs, every rank sent the predicted bytes, in
+    steps and validation, and a step the planned ones.
     """
     settings: dict[str, Any] = {"accumulation": 2, "clip": 1.0, "warmup": 0, "steps": 2}
     record = result(trial(text, name, validate_every=1, **settings), tmp_path / "log")

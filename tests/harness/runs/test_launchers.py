@@ -1,6 +1,6 @@
 """Suites across hosts, which are network namespaces here: no shared file system, no variables to set.
 
-Each launcher walks through two trials, of which one crashes.
+Each launcher walks through two trials, one of which crashes.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def test_a_suite_with_failing_ranks_finishes_under_slurm(tmp_path: Path) -> None
             ["srun", "-N2", "--ntasks-per-node=1", *line, "run", "walk.toml"],
             capture_output=True, check=False, timeout=300, **common,
         )  # fmt: skip
-        assert again.returncode == 1  # once the job has ended, whose nodes are its own
+        assert again.returncode == 1  # after the job, which has the nodes to itself
         check(tmp_path, "none", "nodes 0 and 1 are one host")
         assert "1 of 2 trials failed before; --retry-failed runs them again" in again.stderr
 
