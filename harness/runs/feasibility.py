@@ -19,14 +19,7 @@ from harness.errors import LinkError, Refusal
 from harness.measure import machine
 from harness.records.memory_parts import on_device, on_host, sum_parts, without_training
 from harness.records.record import Failure, Record, path_of, read, read_all
-from harness.runs.predict import (
-    Models,
-    build_model,
-    copied_bytes,
-    peer_memory,
-    per_node_bytes,
-    step_of_trial,
-)
+from harness.runs.predict import Models, build_model, copied_bytes, peer_memory, per_node_bytes, step_of_trial
 from harness.strategies import deepspeed
 from harness.suites.labels import at, counted, varying_paths
 from harness.suites.peers import DEEPSPEED, PEERS

@@ -61,7 +61,7 @@ def per_node_bytes(
     judges: bool = False,
 ) -> tuple[int, int]:
     """Mean bytes that the ranks of one node send in a timed step, to other nodes and inside it; with a budget
-    at most so many, as if its codecs were chosen anew after each step.
+    an upper bound, as if its codecs were chosen anew after each step.
 
     All nodes send the same, so the ranks of node 0 are enough.  ``units`` are those of the model that trains
     or decodes, maybe inside a host; or of the ``judges`` of workload ``rlhf``.

@@ -188,8 +188,8 @@ class TrialRun:
         probed = list[float]()
         if (nbytes := self.assignment.probe_bytes) is not None:
             self.rank.report(Progress("probe"))
-            cluster = trial.cluster
-            probed = measure_link(self.rank, (nbytes, PROBES, cluster.transport, cluster.launcher))
+            message = nbytes, PROBES, trial.cluster.transport, trial.cluster.launcher
+            probed = measure_link(self.rank, message)
         with self.rank.open_link():
             self.comparison.after_steps(self.strategy)
         ran = self._ran()
@@ -305,8 +305,8 @@ class TrialRun:
         seconds, slept = clock.read()
         checked.step_seconds.append(seconds - (checked.untimed - untimed))
         # A rank sleeps while its GPU computes, and a user's model or optimizer may sleep by itself.
-        users = any(":" in name for name in (self.trial.model.name, self.trial.optimizer.name))
-        if slept is not None and self.device.type == "cpu" and not users:
+        user_code = any(":" in name for name in (self.trial.model.name, self.trial.optimizer.name))
+        if slept is not None and self.device.type == "cpu" and not user_code:
             checked.slept.append(slept)
         if self.trial.validate_every and (index + 1) % self.trial.validate_every == 0:
             self._validate(index + 1)
@@ -377,7 +377,7 @@ class TrialRun:
 
     def _ran(self) -> dict[str, Any]:
         policy = self.trial.resolved_policy()
-        users = {} if policy is None else {str(codec): decoded_sha256(codec) for codec in policy.own_codecs}
+        digests = {} if policy is None else {str(codec): decoded_sha256(codec) for codec in policy.own_codecs}
         kernels = ops.loaded_kernels(self.device)
         return {
             **self.strategy.describe(),
@@ -387,7 +387,7 @@ class TrialRun:
             "torch": torch.__version__,
             "optimizer": type(self.loop.optimizer).__name__,
             "corpus_sha256": self.data.sha256,
-            **({"own_codecs": users} if users else {}),
+            **({"own_codecs": digests} if digests else {}),
             **({"kernels_sha256": kernels} if policy and kernels else {}),
         }
 
