@@ -44,8 +44,7 @@ def faster(derived: Derived, every: Sequence[Effect]) -> Draft:
     shown, settings, contenders = every, "", len({effect.contender for effect in every})
     many = len(every) > effects.MOST_NAMED and contenders > 1
     if fastest_alone := many and not effects.is_named(derived, every[0].contender):
-        by_speed = sorted(every, key=lambda effect: effect.ratio.estimate)
-        fastest = {effect.cell: effect for effect in by_speed}  # the last of each cell
+        fastest = {e.cell: e for e in sorted(every, key=lambda e: e.ratio.estimate)}  # last of each cell
         shown = [fastest[cell] for cell in dict.fromkeys(effect.cell for effect in every)]
         settings = f"; the fastest of {contenders} in each setting"
     main, names = shown[0], list(dict.fromkeys(effect.contender for effect in shown))
@@ -270,10 +269,8 @@ def tokens(derived: Derived) -> Draft:
     speed, base_speed = (g3(speedups.step_interval(of_first, name).estimate) for name in columns)
     pace = f"decodes {speed} tokens per second and rank where {base} decodes {base_speed}"
     later = f"{of_first['later_bytes'].max():.0f} bytes between nodes"
-    details = [
-        f"{spelled(first)} {pace} (geometric means of {counted(best.n, 'pair')}).",
-        f"For a token after the first, its ranks send {later}.",
-    ]
+    details = [f"{spelled(first)} {pace} (geometric means of {counted(best.n, 'pair')})."]
+    details += [f"For a token after the first, its ranks send {later}."]
     few = "" if best.known else f" ({effects.too_few(best)})"
     named = [name for name in names if effects.is_named(derived, name)] or names
     verdicts = [effects.is_faster(speeds[name]) for name in named]

@@ -251,8 +251,7 @@ def _block(codecs: Sequence[str]) -> str:
 def titles(effects: Sequence[Effect]) -> dict[str, str]:
     """Short titles of the effects' cells: the model, where that tells them apart."""
     full = titles_of(pd.concat([effect.pairs[["cell", "where"]] for effect in effects]))
-    parts = [(cell, part) for cell, title in full.items() for part in title.split(", ")]
-    models = {cell: part for cell, part in parts if part.startswith("model ")}
+    models = {cell: t for cell, title in full.items() for t in title.split(", ") if t.startswith("model ")}
     return models if len(full) > 1 and len({*models.values()}) == len(full) else full
 
 

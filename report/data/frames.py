@@ -260,14 +260,13 @@ def _gpus(record: Record, trial: Trial) -> dict[str, float]:
     gpus = [gpu for node in record.machine_use for gpu in node.gpus]
     tokens = trial.tokens_per_rank * trial.accumulation * trial.topology().world * trial.steps
     energy = joules(record.machine_use)
-    means = {
-        name: math.fsum(getattr(gpu, name) for gpu in gpus) / len(gpus) if gpus else math.nan
-        for name in ("watts", "utilisation", "clock_mhz")
-    }
     return {
         "gpus": len(gpus),
         "joules_per_token": math.nan if energy is None else energy / tokens,
-        **means,
+        **{
+            name: math.fsum(getattr(gpu, name) for gpu in gpus) / len(gpus) if gpus else math.nan
+            for name in ("watts", "utilisation", "clock_mhz")
+        },
         "throttled": max((max(gpu.throttled.values(), default=0.0) for gpu in gpus), default=math.nan),
         "gpu_others": max((gpu.others for gpu in gpus), default=0),
     }

@@ -64,9 +64,7 @@ def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
-    """Relative spread of the rates of contenders' links in each cell where it is too large; links without a
-    rate do not count.
-    """
+    """Relative spread of the rates of contenders' links by cell, where too large; without unlimited links."""
     limited = table["rate_mbit"].notna() | table["link_kind"].eq("real")
     by_contender = table[limited].dropna(subset=["achieved_mbit"]).groupby(["cell", "contender"])
     medians = by_contender["achieved_mbit"].median().groupby("cell")
