@@ -31,7 +31,7 @@ def step(derived: Derived) -> Draft:
 
 
 def named_first(derived: Derived) -> list[Effect]:
-    """All effects, those of contenders that the question names first."""
+    """All effects; first those of contenders that the question names."""
     unsorted = effects.effects(derived)
     names = effects.named_first(derived, (effect.contender for effect in unsorted))
     return sorted(unsorted, key=lambda effect: names.index(effect.contender))
@@ -180,7 +180,7 @@ def _beside_peers(derived: Derived) -> Draft | None:
 
 
 def rate(derived: Derived) -> Draft:
-    """By the rate from which on the baseline is as fast."""
+    """By the rate at which the baseline becomes as fast."""
     every = named_first(derived)
     if not every:
         return alone(derived)

@@ -25,7 +25,7 @@ NO: Final = "no"
 OPEN: Final = "cannot be told"
 MOST_NAMED: Final = 9  # contenders in a sentence
 _MOST_PAIRS: Final = 200  # beyond which no number of further pairs is named
-_FEW: Final = 2  # contenders, of which texts name the field that differs
+_FEW: Final = 2  # contenders up to which texts name the field that differs
 _HOST: Final = "on the host"  # ends the names of fields
 _USUAL: Final = {"chunks": "1", f"optimizer {_HOST}": "0", f"weights {_HOST}": "0", "hpZ copy": "frames"}
 g3: Final = number(3)
@@ -68,7 +68,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """An answer by one quantity, before what else was measured is added."""
+    """An answer by one quantity, to which sentences on others are added."""
 
     first: str  # the sentence that answers
     verdicts: Sequence[str] = ()  # on its comparisons: yes, no, or cannot be told; none for a "how much"
@@ -249,7 +249,7 @@ def _block(codecs: Sequence[str]) -> str:
 
 
 def titles(effects: Sequence[Effect]) -> dict[str, str]:
-    """Short titles of the effects' cells: the model, where that tells them apart."""
+    """Short titles of the effects' cells: only the model, where each cell has another one."""
     full = titles_of(pd.concat([effect.pairs[["cell", "where"]] for effect in effects]))
     models = {cell: t for cell, title in full.items() for t in title.split(", ") if t.startswith("model ")}
     return models if len(full) > 1 and len({*models.values()}) == len(full) else full

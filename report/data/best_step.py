@@ -23,9 +23,8 @@ _Seconds = NDArray[np.float64]
 
 
 def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
-    """Seconds of the simulated schedule's step of each trial, by id; NaN if exposed time is not known.
-
-    The longest of any rank in every sample or timed step, then the median over them.
+    """Seconds of a step by the simulated schedule, by id of trial: the slowest rank's, median over samples or
+    timed steps; NaN if exposed time is not known.
     """
     achieved = frames.finished.set_index("id")["achieved_mbit"]
     sent = frames.bytes[frames.bytes["source"].eq("ledger") & frames.bytes["link"].eq("inter")]

@@ -62,7 +62,7 @@ def by_nodes(derived: Derived) -> pd.DataFrame:
 
 
 def under_limits(derived: Derived) -> pd.DataFrame:
-    """Trials with a memory limit, which ``trained`` within it or exceeded it; none unless some did either."""
+    """Trials that ``trained`` within a memory limit, and trials that exceeded it; empty without either."""
     keys = ["id", "strategy", "contender", "place", "where", "cell", "parameters", "nodes", "ranks_per_node"]
     trial_of, failures = derived.frames.trial_of, derived.frames.failures
     refused = failures[failures["kind"] == "memory"][keys].assign(trained=False)

@@ -54,7 +54,7 @@ _OF_EXECUTION: Final = {  # left out of names where all policies share them
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What a suite's question compares: printed names of the baseline and of the contenders beside it."""
+    """Printed names of the baseline of a suite's question, and of the contenders beside it."""
 
     baseline: str
     contrast: tuple[str, ...]
@@ -69,9 +69,7 @@ FLAT_FACTOR = (
 
 
 def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows are the baseline of their cell: those that the suite names; else ZeRO-3 without changes;
-    else the contender that the suite lists first.
-    """
+    """Whether each row is a baseline's: by role; else of ZeRO-3 without changes; else of the first contender."""
     if table["role"].eq("baseline").any():
         return table["role"].eq("baseline")
     preset = is_preset(table, BASELINE)
@@ -91,7 +89,7 @@ def with_baseline(
 
 
 def is_preset(table: pd.DataFrame, strategy: str) -> pd.Series[bool]:
-    """Which rows are of a strategy without changes."""
+    """Whether each row is of a strategy without changes."""
     return table["strategy"].eq(strategy) & table["contender"].eq(NAMES[strategy])
 
 

@@ -32,10 +32,10 @@ _NONE = Interval(math.nan, math.nan, math.nan, 0)
 def losses(derived: Derived) -> tuple[Row, ...]:
     """One row per contender and cell whose trials ended in a validation.
 
-    Beside a baseline of the same seeds ``difference`` (more is worse), ``margin``, ``power``, ``verdict``;
-    ``target``, its mean loss and the margin; ``reached``, the seeds that reach it; ``seconds``, the median
-    time they took; ``gain``, its seconds over them, known if all seeds of both reach it.  ``id`` and
-    ``baseline`` are the records behind the row, joined by spaces.
+    Beside a baseline of the same seeds: ``difference`` (more is worse), ``margin``, ``power``, ``verdict``;
+    ``target``, the baseline's mean loss plus the margin; ``reached``, the number of seeds that reach it;
+    ``seconds``, their median time; ``gain``, the baseline's seconds over the contender's, known if all seeds
+    of both reach it.  ``id`` and ``baseline`` are ids of records, joined by spaces.
     """
     trials = derived.trials.dropna(subset=["validation_loss"])
     trials = trials.assign(is_base=is_baseline(derived.trials)[trials.index])

@@ -65,7 +65,7 @@ def trials(frames: Frames) -> pd.DataFrame:
 
 
 def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
-    """Model TFLOP/s of each rank; NaN for models whose sizes this package does not know, and of ``rlhf``."""
+    """Model TFLOP/s of each rank; NaN for models of unknown size, and for ``rlhf``."""
     model = trial.model
     preset = PRESETS.get(model.name) if trial.workload == "train" else None
     if preset is None or not set(model.arguments) <= asdict(preset).keys():

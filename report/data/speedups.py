@@ -14,7 +14,7 @@ from harness.records.confidence_intervals import Interval, crossing, geometric_i
 from report.data.contender import PROPOSED, is_baseline, is_preset, with_baseline
 from report.data.frames import groups
 
-RATES_AGREE_WITHIN: Final = 0.10  # policies of a cell are compared at one rate if within this
+RATES_AGREE_WITHIN: Final = 0.10  # relative spread up to which the links of a cell have one rate
 PAIR: Final = ("cell", "sweep", "seed", "repeat")  # trials that ran under the same conditions
 
 

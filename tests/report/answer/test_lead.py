@@ -303,7 +303,7 @@ def test_no_records_break_the_answer(answer_by: str) -> None:
 
 
 def test_rates_without_a_break_even_are_a_sentence() -> None:
-    """Yes and its reason in one sentence, and an unshaped link by what it achieved."""
+    """Yes and its reason stand in one sentence; an unshaped link is named by its achieved rate."""
     axes = product(range(6), (("zero3", 1.0), ("zeropp", 0.5)), ("50 Mbit/s", "unshaped"))
     records = [timed_record(name, i, step, cluster=Cluster(rate=rate)) for i, (name, step), rate in axes]
     lead = answer_to("Does ZeRO++ pay at every rate?", records)
