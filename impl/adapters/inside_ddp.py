@@ -77,6 +77,8 @@ class InDDP(Joined):
 
     def _take(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Take a bucket of local gradients; the future's value is its buffer, once it holds the mean."""
+        if bucket.buffer().is_sparse:
+            raise HostError("DDP brings sparse gradients: of an embedding expected sparse=False")
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             unit, slot = self._places[parameter]
             unit.flat[slot.offset : slot.end].view(slot.spec.shape).copy_(gradient)

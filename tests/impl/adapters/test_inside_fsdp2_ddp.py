@@ -254,8 +254,8 @@ def test_what_a_host_cannot_do_is_refused(host: Host, changes: dict[str, Any], w
 
 @each_rank(1, 2, processes=True)
 def test_what_a_host_refuses_when_it_runs(mesh: Mesh) -> None:
-    """A scalar parameter, a model that is not sharded, replicas, one group of two modules, and a hook whose
-    owner is gone are each refused in one line.
+    """A scalar parameter, a model that is not sharded, replicas, one group of two modules, a hook whose
+    owner is gone, and sparse gradients are each refused in one line.
     """
 
     def refused(words: str) -> Any:
@@ -282,3 +282,7 @@ def test_what_a_host_refuses_when_it_runs(mesh: Mesh) -> None:
     InDDP(ddp, wire, EXACT["ddp"])
     with refused("the InDDP of its model is gone"):
         ddp(inputs(0, mesh.rank)).backward()
+    ddp = wrapped("ddp", nn.Embedding(4, 2, sparse=True), ())
+    kept = InDDP(ddp, wire, EXACT["ddp"])
+    with refused("DDP brings sparse gradients"):
+        ddp(torch.tensor(kept.wire.mesh.rank)).sum().backward()
