@@ -71,9 +71,7 @@ def _run(
 def test_ranks_agree_and_send_what_is_foreseen(
     kinds: list[str], topology: Topology, name: str, budget: str, changes: dict[str, object]
 ) -> None:
-    """In any run all ranks choose the same and gather the same bits, their ledgers are the predictions from
-    their decisions, no choice is above the budget, and memory is within the formula.
-    """
+    """Ranks choose and gather the same bits, within the budget; ledgers and memory are as predicted."""
     policy = preset(name, **{**INITIAL, **changes}, budget=parse_budget(budget))
     runs = on_threads(topology, _run, policy, kinds)
     weights, decisions, _, zero = runs[0]

@@ -42,9 +42,7 @@ def test_a_model_that_refused_to_be_called_is_not_running(mesh: Mesh) -> None:
 
 @each_rank(1, 1)
 def test_after_an_interrupted_pass_dropping_gradients_leads_out_of_it(mesh: Mesh) -> None:
-    """KeyboardInterrupt passes hooks by: what is refused says what to call, and then works; what the forward
-    pass left open is not taken for a call of the model inside itself.
-    """
+    """After KeyboardInterrupt the refusal says what to call, and that works; no call counts as still open."""
     zero = shard(net := model(), mesh=mesh, policy=EXACT)
 
     def interrupt(*_: object) -> None:
@@ -173,9 +171,7 @@ def _halve(gradient: Tensor) -> Tensor:
 @pytest.mark.parametrize("how", ["register_hook", "register_post_accumulate_grad_hook"])
 @each_rank(1, 1)
 def test_gradient_hooks_are_refused_and_never_vanish(mesh: Mesh, how: str) -> None:
-    """Set before shard(): refused there; on a placeholder: at once; on a weight in a pass: at the next
-    one.
-    """
+    """Set before shard() or on a placeholder: refused at once; on a weight in a pass: at the next one."""
     hooked = model(Net)
     handle = getattr(hooked.head.weight, how)(_halve)
     with pytest.raises(ZeroError, match=r"'head\.weight' has a gradient hook, _halve,"):

@@ -33,9 +33,7 @@ def _p_normed(mesh: Mesh, norm_type: float) -> tuple[float, float, float, float 
 
 @pytest.mark.parametrize("norm_type", [2.0, torch.inf, 1.0, 3.0])
 def test_norms_are_those_of_the_whole_gradient(norm_type: float) -> None:
-    """``norm_type`` means what it does in torch, of the whole mean gradient, in both ways to clip; bit-equal
-    on all ranks.
-    """
+    """``norm_type`` is torch's, of the whole mean gradient, in both ways to clip; bit-equal on all ranks."""
     results = on_threads(Topology(2, 2), _p_normed, norm_type)
     net = model()
     for rank in range(4):

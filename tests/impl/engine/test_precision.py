@@ -27,9 +27,7 @@ from tests.support.training import Training, batch, mean_losses, model, sgd, sin
 @pytest.mark.parametrize(("dtype", "compute"), [("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "bf16")])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_model_may_be_computed_in_16_bits(dtype: Dtype, compute: Dtype, stage: Stage) -> None:
-    """Of models in fp32 or 16 bits, weights, activations and gradients have the compute type, masters are
-    fp32, and losses within 2 %.
-    """
+    """Weights, activations and gradients have the compute type, masters are fp32, and losses within 2 %."""
     scale = LossScale(initial=1024.0) if compute == "fp16" else None
     policy = preset("zero3", stage=stage, compute=compute, loss_scale=scale, memory=ROOMY)
     net = model().to(DTYPES[dtype])
@@ -61,10 +59,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh: Mesh, codec: str) -
 
 
 def test_the_scale_moves_as_it_says() -> None:
-    """It doubles after a window of good steps and halves at an overflow; at the least that is an error.
-
-    A fixed one stays: overflows are skipped steps, and counted.
-    """
+    """It doubles after a window of steps, and halves at an overflow, an error at the least; or is fixed."""
     scaler = LossScaler(LossScale(initial=4.0, window=2, least=2.0))
     assert scaler.factor(2.0, 1.0) == pytest.approx(0.25 * 0.5, rel=1e-6)
     scaler.stepped()

@@ -50,9 +50,7 @@ def follows(topology: Topology, policy: Policy, micro_batches: int = 2, **option
 )
 @pytest.mark.parametrize("stage", STAGES)
 def test_all_stages_learn_what_one_process_learns(stage: Stage, topology: Topology, group: Any) -> None:
-    """Unquantised, losses and weights are a single process's within 1e-5, with accumulation; also with MiCS's
-    and HSDP's groups of any size, inside, at and across a node.
-    """
+    """Unquantised, losses and weights are a single process's within 1e-5, also with groups of any size."""
     if group and stage == 0:
         pytest.skip("nothing is sharded so")
     follows(topology, replace(EXACT, group=group, stage=stage))
@@ -67,9 +65,7 @@ def test_all_stages_learn_what_one_process_learns(stage: Stage, topology: Topolo
     ids=str,
 )
 def test_exact_is_exact(secondary: int, accumulation: int, options: dict[str, Any]) -> None:
-    """Accumulation, hpZ of any group size, tied weights, recomputed blocks and single ones change nothing
-    about what is learned.
-    """
+    """Accumulation, hpZ of any group size, tied weights, recomputed and single blocks train the same."""
     follows(Topology(2, 2), replace(EXACT, secondary=secondary), accumulation, **options)
 
 
@@ -101,9 +97,7 @@ def test_odd_models_train_at_every_stage(stage: Stage) -> None:
 def test_memory_is_the_formulas_at_every_stage(
     stage: Stage, offload: Offload, changes: dict[str, Any], micro_batches: int
 ) -> None:
-    """What device and host held at most, by part, is what the formula says, to the byte; of what is offloaded
-    whole the device holds nothing but staging.
-    """
+    """Most bytes of device and host are the formula's, by part; with all offloaded the device has staging."""
     if (stage == 0 and "group" in changes) or (stage < 3 and "secondary" in changes):
         pytest.skip("nothing is sharded so")
     net, topology = model(depth=4), Topology(2, 2)
@@ -125,9 +119,7 @@ def test_memory_is_the_formulas_at_every_stage(
 
 @each_rank(1, 2)
 def test_gradients_that_were_not_reduced_are_refused_by_the_step(mesh: Mesh) -> None:
-    """A step after accumulating passes alone says what is missing; where each micro-batch is reduced, as at
-    stage 3 by default, accumulating names the setting.
-    """
+    """A step after accumulating alone names what is missing; accumulating names the setting it needs."""
     history = history_of(mesh, NET, replace(EXACT, stage=1), ["accumulate"])
     with pytest.raises(ZeroError, match="run the last micro-batch outside"):
         history.optimizer.step()
@@ -149,10 +141,7 @@ def test_no_more_is_gathered_than_allowed(max_live: int, max_reuse: int) -> None
 
 @pytest.mark.parametrize(("max_reuse", "kept"), [(0, 0), (1, 1), (3000, 2), (10**9, 5)])
 def test_blocks_within_the_reuse_distance_are_gathered_once(max_reuse: int, kept: int) -> None:
-    """The last blocks are gathered in forward alone, as far as max_reuse reaches, and with any the root.
-
-    By default, of all presets, it is one block.
-    """
+    """Above 0 the root and the last blocks within it are gathered in forward alone; by default one block."""
     assert preset("zeropp").memory == MemoryLimits()
     assert MemoryLimits().max_reuse == 1
     policy = replace(EXACT, memory=replace(ROOMY, max_reuse=max_reuse))
@@ -246,9 +235,7 @@ def _chosen(mesh: Mesh, policy: Policy) -> tuple[list[float], dict[str, Tensor]]
 def test_ranks_may_call_different_blocks_below_stage_3(
     topology: Topology, changes: dict[str, Any], processes: bool
 ) -> None:
-    """Each rank another one of six: all gather and reduce all in one order, also in groups and in a ring,
-    whose reductions are several messages, and learn what one process learns.
-    """
+    """Ranks use different blocks of six: all gather and reduce in one order, and learn as one process."""
     run, net = on_processes if processes else on_threads, model(_Chooses)
     results = run(topology, _chosen, replace(EXACT, **changes))
     wanted = single(net, topology.world, 4, optimize=partial(sgd, lr=0.5), loss_of=_choice)

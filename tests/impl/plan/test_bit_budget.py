@@ -66,9 +66,7 @@ CODECS = ("int2:32", "int3:32", "int6:32", "int8:64", "bf16")
 def test_a_policys_budget_bounds_a_step(
     *, sizes: list[int], topology: Topology, name: str, chunks: int, draw: st.DataObject
 ) -> None:
-    """For any measured errors the units' codecs take no more than the budget, err no more than the policy's
-    own, and a step sends no more over either link than :func:`at_most`.
-    """
+    """Chosen codecs keep to the budget, err at most as the policy's, and a step sends no more than foreseen."""
     initial = {"weights": parse("int4:32"), "gradients": (parse("int8:64"), parse("int4:32"))}
     budget = parse_budget(f"weights gradients every 1 of {' '.join(CODECS)}")
     policy = preset(name, **initial, budget=budget, chunks=chunks, memory=MemoryLimits(max_padding=1e9))

@@ -42,10 +42,7 @@ def test_memory_is_zeros_table_and_the_difference_is_named() -> None:
 
 
 def test_hpzs_copy_in_16_bits_is_the_papers() -> None:
-    """Figure 4's example, 100 B parameters on 64 nodes of 16: 12.5 GB in 16 bits, half as frames (facts A4).
-
-    Inside a node backward then sends 16 bits, between nodes nothing, and forward what it did.
-    """
+    """Figure 4's 100 B parameters on 64 nodes of 16: 12.5 GB in 16 bits, sent inside nodes (facts A4)."""
     topology, numel = Topology(64, 16), 100 * 10**9
     unit = lay_out("u", [ParameterSpec("w", (numel,))], grain=2048, world=1024, max_padding=0.001)
     released = MemoryLimits(max_reuse=0)

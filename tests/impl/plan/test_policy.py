@@ -252,9 +252,7 @@ SHAPES = st.lists(st.lists(st.integers(1, 96), min_size=1, max_size=3), min_size
 def test_blocks_by_shape_are_deepspeeds_of_the_largest_matrix(
     shapes: list[list[int]], world: int, times: int
 ) -> None:
-    """Gradients have blocks of ``numel // max(rows, columns, ranks)`` in both hops, and travel unquantised
-    without a matrix; weights have those of the shard; all else of the policy stays.
-    """
+    """Both hops have DeepSpeed's blocks, or no codes without a matrix; weights have blocks of the shard."""
     policy = PRESETS["zeropp-shipped"]
     matrices = [shape for shape in shapes if len(shape) > 1]
     shaped = policy.by_shape(shapes, world, 32 * times)

@@ -20,9 +20,7 @@ specs = st.lists(st.tuples(shapes, st.integers(0, 2)), min_size=1, max_size=8).m
 def test_every_parameter_and_shard_starts_on_the_grain(
     parameters: list[ParameterSpec], grain: int, world: int
 ) -> None:
-    """No block straddles two parameters or two shards, and nothing overlaps or is lost; every rank has the
-    same groups, whose spans tile its shard, and each parameter is in its group's.
-    """
+    """No block straddles parameters or shards, nothing overlaps or is lost, and groups' spans tile shards."""
     unit = lay_out("u", parameters, grain=grain, world=world, max_padding=1e9)
     assert unit.shard * world == unit.padded
     assert unit.shard % grain == 0

@@ -27,9 +27,7 @@ works = st.builds(Work, parameters=amounts, tokens=amounts, egress_bytes=amounts
 def test_more_to_do_never_takes_less_time_and_a_faster_link_never_more(
     machine: Machine, work: Work, factor: float
 ) -> None:
-    """More parameters, tokens or bytes never shorten a step, a faster link never lengthens it; over an
-    infinite one it is its computation.
-    """
+    """More to do never shortens a step, a faster link never lengthens it, an infinite one takes no time."""
     seconds = step_time(machine, work).seconds
     for name in ("parameters", "tokens", "egress_bytes"):
         assert step_time(machine, replace(work, **{name: getattr(work, name) * factor})).seconds >= seconds
@@ -40,9 +38,7 @@ def test_more_to_do_never_takes_less_time_and_a_faster_link_never_more(
 
 @given(machines, works)
 def test_no_step_undercuts_a_resource_and_overlap_never_lengthens_one(machine: Machine, work: Work) -> None:
-    """A step is at least as long as its computation, its wire, and the wire at its nominal rate; with full
-    overlap it is at most as long as without.
-    """
+    """A step takes at least its computation and its wire, and with full overlap at most its time without."""
     none, full = (step_time(replace(machine, overlap=overlap), work) for overlap in ("none", "full"))
     for step in (none, full):
         assert max(step.compute, step.wire, least_seconds(work, math.inf)) <= step.seconds

@@ -126,9 +126,7 @@ SHARES = st.sampled_from([0.0, 1.0]) | st.floats(0, 1)
 def test_offloaded_shares_are_reached_by_the_first_units_and_no_more(
     sizes: list[tuple[int, bool]], optimizer: float, weights: float
 ) -> None:
-    """The first whole units, in model order, reach each share, and not without the last of them; a frozen
-    unit, which has no optimizer state, has its shard where its frames are.
-    """
+    """The first whole units reach each share, not without the last; a frozen shard lies with its frames."""
     cut = [_unit(f"blocks.{index}", size, trainable=trained) for index, (size, trained) in enumerate(sizes)]
     placements = placements_of(Offload(optimizer=optimizer, weights=weights), cut)
     assert all(u.trainable or p.shard == p.frames for u, p in zip(cut, placements, strict=True))
