@@ -110,10 +110,7 @@ def _parted(mesh: Mesh, transport: str) -> tuple[tuple[int, int], str]:
 
 @pytest.mark.long
 def test_the_first_differing_exchange_is_named_whatever_the_transport() -> None:
-    """Every rank learns where the ranks part and who opened what there; transports share fingerprints.
-
-    Those whose messages do not fit stop there; the others when they check, and nobody answers.
-    """
+    """Every rank learns where ranks part and what each opened, at the exchange or when they check."""
     marks = set()
     for transport in ("backend", "shm"):
         for rank, (mark, text) in enumerate(on_processes(Topology(2, 2), _parted, transport)):

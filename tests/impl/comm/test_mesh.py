@@ -50,10 +50,7 @@ print(before > 0, gloo())
 
 
 def test_destroying_ends_every_thread_of_gloo_though_model_and_mesh_live_on() -> None:
-    """A thread that lives on may drop a tensor after the interpreter's end, and abort (status -6).
-
-    Torch itself holds a group for ever if dynamo, which engines import, is imported after the group was made.
-    """
+    """A living thread may drop a tensor too late, and abort; torch holds groups made before dynamo."""
     done = subprocess.run(
         [sys.executable, "-c", _ENDS], cwd=ROOT, capture_output=True, text=True, check=False
     )

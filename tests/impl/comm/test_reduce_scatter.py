@@ -137,9 +137,7 @@ def test_chunks_change_no_bit(mesh: Mesh, topology: Topology, texts: tuple[str, 
 @pytest.mark.parametrize(("chunks", "before"), [(1, 1), (2, 3), (4, 7)])
 @each_rank(2, 2)
 def test_a_chunk_goes_on_while_later_ones_are_encoded(mesh: Mesh, chunks: int, before: int) -> None:
-    """Each chunk's second hop is posted right after the first hop of the chunk behind it, on all ranks alike;
-    once it is made all first hops are posted, and the gradient is the caller's again.
-    """
+    """A chunk's second hop is posted right after the next chunk's first; then the gradient is free again."""
     wire, codecs = Wire(mesh), (parse("int8:64"), parse("int4:32"))
     gradient = values(mesh, mesh.topology.world * 8 * 64)
     expected = reduced(mesh, Policy(gradients=codecs), gradient.clone())
@@ -173,10 +171,7 @@ def _ring_and_hops(mesh: Mesh) -> list[float]:
 
 
 def test_a_quantised_ring_errs_more_than_two_hops() -> None:
-    """Encoding at each of 11 steps errs more than twice as much as encoding twice (paper section 3.3).
-
-    Squared errors of growing sums add up to N (N - 1) / 2 of one encoding's in a ring, to 2 N in two hops.
-    """
+    """11 encodings err over twice as much as 2: N (N - 1) / 2 of one's squared error, and 2 N (paper 3.3)."""
     ring, hops = torch.tensor(on_threads(Topology(4, 3), _ring_and_hops)).mean(0)
     assert ring > 2 * hops
 
@@ -184,9 +179,7 @@ def test_a_quantised_ring_errs_more_than_two_hops() -> None:
 @pytest.mark.parametrize("texts", [("fp32", "fp32"), ("int8:32", "int8:32"), ("fp32", "int8:32")])
 @each_rank(2, 2)
 def test_a_sum_beyond_fp16_arrives_as_no_number(mesh: Mesh, texts: tuple[str, str]) -> None:
-    """Where DeepSpeed's sums overflow ours do: what was cast is infinite, a block that was encoded NaN; in
-    fp32 the mean is there.
-    """
+    """Where DeepSpeed's sums overflow ours do: casts are infinite, encoded blocks NaN; fp32 has the mean."""
     gradient, codecs = torch.ones(mesh.topology.world * 64), (parse(texts[0]), parse(texts[1]))
     gradient[::32] = 40_000.0  # of two ranks beyond 65504
     top, beside = reduced(mesh, Policy(gradients=codecs, sums="fp16"), gradient.clone())[:2].tolist()

@@ -75,9 +75,7 @@ def _both(mesh: Mesh, policy: Policy) -> Sequence[tuple[Any, ...]]:
 @settings(deadline=None, max_examples=20)
 @given(st.data())
 def test_a_rehearsal_leaves_no_trace_and_tells_what_the_step_will_do(data: st.DataObject) -> None:
-    """Under any policy losses, masters, ledger and memory are equal to the bit with a rehearsal before each
-    step, which observes the means of the step's masters, each element on one rank.
-    """
+    """A rehearsal changes no loss, master, byte or memory, and observes the step's means, each once."""
     topology: Topology = data.draw(topologies(4))
     policy = data.draw(policies(topology))
     results = on_threads(topology, _both, policy)

@@ -184,9 +184,7 @@ def test_word_embeddings_used_in_the_parent_for_logits(name: str, *, registered:
 @pytest.mark.parametrize("registered", [False, True])
 @pytest.mark.parametrize("kind", [ParallelMLP, ParallelTransformerLayer])
 def test_biases_returned_to_the_parent_and_used_by_it(kind: type[nn.Module], *, registered: bool) -> None:
-    """Patterns 2 and 3, ParallelMLP, which uses its bias twice, and ParallelTransformerLayer, which uses two:
-    returned biases train as alone.
-    """
+    """Patterns 2 and 3, ParallelMLP and ParallelTransformerLayer: returned biases train as alone."""
     follows(partial(model, kind, width=16, registered=registered), lambda step, rank: batch(step, rank)[None])
 
 

@@ -194,10 +194,7 @@ def _constructs(mesh: Mesh) -> list[bool]:
 
 
 def test_constructors_may_use_what_was_cut() -> None:
-    """Automatic gathering in constructors, and the tutorial's: values are those of plain construction.
-
-    In processes, since thread ranks share torch's random numbers.
-    """
+    """Gathering in constructors, automatic or the tutorial's, gives plain values; in processes, for seeds."""
     assert on_processes(Topology(1, 2), _constructs) == [[True] * len(HOW)] * 2
 
 
@@ -224,10 +221,7 @@ def test_after_init_a_use_is_an_error_and_gathered_parameters_work(mesh: Mesh) -
 
 @each_rank(1, 2)
 def test_a_backward_pass_before_the_model_is_sharded_is_an_error(mesh: Mesh) -> None:
-    """Nobody would average such gradients: of what is cut or is yet to be, inside Init and after it.
-
-    Two thread ranks define a class of their own each while the other begins to watch constructors.
-    """
+    """Gradients before shard() are refused, in Init or after; two threads define classes at a time."""
 
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -312,9 +306,7 @@ def test_no_more_than_a_block_is_whole_while_a_model_is_made(mesh: Mesh) -> None
 
 @each_rank(2, 2)
 def test_a_change_under_gathered_parameters_is_whole_on_all_ranks_before_sharding(mesh: Mesh) -> None:
-    """Inside Init, of what is cut and of what is not yet, and under an outer context of the same cut, what is
-    read next are the new values.
-    """
+    """Inside Init, and under an outer context, of cuts or not, the new values are read next."""
 
     class Copies(nn.Module):
         def __init__(self) -> None:

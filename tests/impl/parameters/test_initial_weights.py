@@ -61,9 +61,7 @@ def _seeded(mesh: Mesh, cut: bool) -> list[str]:
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_ranks_that_drew_other_weights_are_refused(cut: bool) -> None:
-    """A model that each rank drew by itself is refused on all ranks, naming a parameter and the odd rank;
-    models of equal seeds are not, whole or cut while they were made.
-    """
+    """Models of other seeds are refused on all ranks, naming parameter and rank; equal seeds are not."""
     for alike, apart in on_processes(Topology(1, 2), _seeded, cut):
         assert alike == ""
         assert "starts from other values on rank 1 than on rank 0" in apart

@@ -44,9 +44,7 @@ def _all_policies(mesh: Mesh, transport: str, names: tuple[str, ...]) -> dict[st
     ids=str,
 )
 def test_every_policy_trains_as_over_the_backend(topology: Topology, transport: str, backend: str) -> None:
-    """Every preset and algorithm, through host memory or by NCCL's rules: ledgers and losses of all ranks are
-    the same to the bit.
-    """
+    """Through host memory, or by NCCL's rules, ledgers and losses of all ranks are the same to the bit."""
     runs = on_threads(topology, _all_policies, transport, (), backend=backend)
     assert runs == on_threads(topology, _all_policies, "backend", ())
 

@@ -133,9 +133,7 @@ WRITES = {
 def test_a_pass_in_which_weights_were_written_has_ended(
     mesh: Mesh, how: str, where: str, transport: Any
 ) -> None:
-    """A write that no master would see, and in shared memory others would, is an error that names it, and
-    leaves nothing gathered, and autograd saving as before; the next pass has the masters' values.
-    """
+    """A write that no master would see is an error that names it, and leaves nothing gathered or changed."""
     written = model(_Writes, write=WRITES[how])
     net = written if where == "root" else nn.Sequential(written, nn.Linear(8, 8))
     zero = _engine(mesh, net, transport=transport)

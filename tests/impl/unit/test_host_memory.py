@@ -87,9 +87,7 @@ def test_offloading_changes_no_bit(data: st.DataObject) -> None:
     ids=str,
 )
 def test_what_is_kept_between_steps_stays_in_step(changes: dict[str, Any]) -> None:
-    """Frozen codes, noise keyed by step and carried errors: the same bits; so are those of an overflow in
-    fp16, seen on the host, after which the step is skipped and the scale halved.
-    """
+    """Codes, keyed noise and carried errors have the same bits; so has an fp16 step that overflows."""
     policy = Policy(**{"memory": ROOMY, "offload": ALL, **changes})  # type: ignore[arg-type]
     between = "spike" if policy.loss_scale else "accumulate"
     equal(Topology(2, 2), frozen_parts(model()), policy, ["train", "evaluate", between, "train"])
@@ -160,10 +158,7 @@ def test_a_gpu_trains_to_the_same_bits_with_offload(name: str, offload: Offload)
 
 
 def _on_gpu(mesh: Mesh, policy: Policy) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and state after six steps of two micro-batches.
-
-    Of SGD with a power of two as its rate, which rounds once: host and device round AdamW differently.
-    """
+    """Losses and state of six steps of two micro-batches, of SGD by 2^-k: devices round AdamW differently."""
     net = model(width=256, hidden=512, depth=6).to(mesh.device)
     loss_of = lambda net, number, rank: net(batch(number, rank, 256).to(mesh.device))  # noqa: E731
     return train(mesh, net, policy, 6, 2, optimize=partial(sgd, lr=2.0**-4), loss_of=loss_of)[:2]
@@ -187,9 +182,7 @@ ORDERS = st.lists(st.one_of(SIZES, st.just(0)), max_size=60)
 
 @given(ORDERS, st.lists(SIZES, min_size=1, max_size=6))
 def test_a_reserve_never_holds_more_than_was_in_use_at_once(order: list[int], last: list[int]) -> None:
-    """Its peak is that of use alone, no two buffers in use overlap, and after a pass no more is held than the
-    last one used.
-    """
+    """Its peak is that of use alone, buffers in use do not overlap, and it holds what the last pass used."""
     meter = Meter()
     reserve = Reserve(torch.float32, torch.device("cpu"), meter, "gathered")
     taken: list[Tensor] = []

@@ -140,9 +140,7 @@ def without(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     ("name", "ranks"), [("gathers", 2), ("reductions", 2), ("buffers", 2), ("what came before", 1)]
 )
 def test_every_wait_is_needed(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the computation's wait for a gather, or for reductions, without the wait of who takes a buffer
-    that another stream gave back, or of a side stream for what came before it, two accesses race.
-    """
+    """Without a wait for a gather, reductions, a buffer's last user or earlier work, two accesses race."""
     on_streams(monkeypatch)
     without(name)(monkeypatch)
     with pytest.raises(RaceError, match="in no order"):

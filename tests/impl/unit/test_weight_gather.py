@@ -42,9 +42,7 @@ def through(rows: Tensor) -> Tensor:
 def test_forward_computes_with_rows_and_backward_with_columns(
     mesh: Mesh, topology: Topology, group: Any
 ) -> None:
-    """Of a matrix that shards cut into whole bands, outputs are of its rows in MXFP8, and gradients of inputs
-    of its columns in MXFP8, equal to the bit on all ranks; a gather sends both planes, codes and scales.
-    """
+    """Outputs are of rows in MXFP8, inputs' gradients of columns, bit-equal on ranks; a gather sends both."""
     random = torch.Generator().manual_seed(0)
     weight = torch.randn(64 * topology.world, 64, generator=random).pow_(3)  # scales differ, both ways
     net = nn.Sequential(nn.Linear(64, len(weight), bias=False))
