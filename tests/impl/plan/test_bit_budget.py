@@ -66,7 +66,7 @@ CODECS = ("int2:32", "int3:32", "int6:32", "int8:64", "bf16")
 def test_a_policys_budget_bounds_a_step(
     *, sizes: list[int], topology: Topology, name: str, chunks: int, draw: st.DataObject
 ) -> None:
-    """Chosen codecs keep to the budget, err at most as the policy's, and a step sends no more than foreseen."""
+    """Chosen codecs keep to the budget, err at most as the policy's, and a step sends what is foreseen."""
     initial = {"weights": parse("int4:32"), "gradients": (parse("int8:64"), parse("int4:32"))}
     budget = parse_budget(f"weights gradients every 1 of {' '.join(CODECS)}")
     policy = preset(name, **initial, budget=budget, chunks=chunks, memory=MemoryLimits(max_padding=1e9))
