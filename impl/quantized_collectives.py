@@ -21,7 +21,7 @@ from impl import ops
 from impl.codecs.codec import Codec, common_grain, parse
 from impl.codecs.reference import NAMES
 from impl.codecs.rounding_noise import Key, Noise, shard_stride
-from impl.comm.all_gather import FrameGather, are_elements, placed
+from impl.comm.all_gather import FrameGather, are_elements, by_axes
 from impl.comm.mesh import Mesh
 from impl.comm.reduce_scatter import Reduction, Ring
 from impl.comm.wire import Wire
@@ -96,7 +96,7 @@ class Gathering:
         numel = shard.numel()
         self._codec = codec
         self._into = whole.view(torch.uint8) if are_elements(codec, whole.dtype, numel) else None
-        self._target = placed(whole, axes[::-1], numel)
+        self._target = by_axes(whole, axes[::-1], numel)
         self._hops = FrameGather(wire, axes, codec.frame_bytes(numel), ring=ring)
         ops.encode(codec, shard, self._hops.open(tag, self._into), noise=noise)
         self._hops.post()

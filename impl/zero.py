@@ -28,7 +28,7 @@ from impl.errors import ZeroError
 from impl.parameters.external import external_to
 from impl.parameters.init import give_values
 from impl.parameters.initial_weights import check_same_start
-from impl.parameters.presharded import drawn, taken_over
+from impl.parameters.presharded import drawn_numbers, take_over
 from impl.plan.policy import Offload, Policy
 from impl.plan.prefetch_schedule import Schedule
 from impl.plan.traffic import placements_of
@@ -79,7 +79,7 @@ def shard(
     drafts = drafts_of(model, blocks, group_of, policy)
     geometries = geometries_of(drafts, mesh.topology, policy)
     parameters = dict(model.named_parameters())
-    check_same_start(mesh, parameters, drawn(parameters))
+    check_same_start(mesh, parameters, drawn_numbers(parameters))
     meter = Meter()
     gradients, weights = (
         Reserve(DTYPES[policy.compute], mesh.device, meter, part) for part in ("local_gradients", "gathered")
@@ -92,7 +92,7 @@ def shard(
     units: list[Unit] = []
     placements = placements_of(policy.offload, geometries)
     for draft, geometry, placement in zip(drafts, geometries, placements, strict=True):
-        cut = taken_over(geometry, draft.parameters, wire)
+        cut = take_over(geometry, draft.parameters, wire)
         arguments = geometry, draft.parameters, draft.holders, context, placement
         units.append(Unit(*arguments, siblings=units, queue=queue, cut=cut))
     hooks = Hooks(model, units, [draft.module for draft in drafts], context, queue, casts_inputs=casts)

@@ -78,7 +78,7 @@ def are_elements(codec: Codec, dtype: torch.dtype, shard: int) -> bool:
     return same and codec.frame_bytes(shard) == codec.code_bytes(shard)
 
 
-def placed(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[int] | None = None) -> Tensor:
+def by_axes(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[int] | None = None) -> Tensor:
     """View of ``flat`` (n * S,) as (sizes of ``axes`` in this order..., S), by rank digits.
 
     ``strides`` are the parts between neighbours along each axis; the axes' own by default.
@@ -88,7 +88,7 @@ def placed(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[int
     return flat.as_strided((*sizes, shard), (*(stride * shard for stride in apart_by), 1))
 
 
-def whole_of(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Tensor:
+def gather_whole(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Tensor:
     """(ranks, n) fp32: the parts (n,) of all ranks along ``axes``, the first hop's first, in rank order."""
     numel, ranks = part.numel(), math.prod(axis.size for axis in axes)
     whole = torch.empty(ranks * numel, device=part.device)
@@ -96,12 +96,12 @@ def whole_of(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Tensor
         gather = FrameGather(wire, axes, part.nbytes)
         gather.open(tag).view(torch.float32).copy_(part)
         gather.post()
-        placed(whole, axes[::-1], numel).copy_(gather.finish().view(torch.float32))
+        by_axes(whole, axes[::-1], numel).copy_(gather.finish().view(torch.float32))
         gather.close()
     return whole.view(ranks, numel)
 
 
-def scattered(wire: Wire, source: int, parts: Sequence[Tensor] | None, numel: int, tag: Tag) -> Tensor:
+def scatter(wire: Wire, source: int, parts: Sequence[Tensor] | None, numel: int, tag: Tag) -> Tensor:
     """(numel,) fp32 this rank's part from rank ``source``; the other ranks' messages are zeros.
 
     ``parts`` are one for each rank, of at most ``numel`` elements, on ``source``; elsewhere None.

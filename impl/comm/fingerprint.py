@@ -24,7 +24,7 @@ Fields = tuple[str, str, int, int, int, str, str, str, bool]
 Step = tuple[int, Fields, int]  # a named tuple would take 0.4 us, as much as all else
 
 
-def described(fields: Fields) -> str:
+def describe(fields: Fields) -> str:
     """An exchange in words."""
     kind, axis, ranks, stride, nbytes, *tag, ring = fields
     # Axes of one name may differ in size and stride: those of two policies on one wire.
@@ -35,7 +35,7 @@ def described(fields: Fields) -> str:
 
 def label(step: Step) -> str:
     """An exchange in words, with its number."""
-    return f"exchange {step[0]}, {described(step[1])}"
+    return f"exchange {step[0]}, {describe(step[1])}"
 
 
 @lru_cache(1 << 14)
@@ -65,7 +65,7 @@ def parting(histories: Mapping[int, Iterable[Step]]) -> str | None:
     opened: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))  # ranks by exchange
     for rank, steps in sorted(histories.items()):
         for number, fields, _ in steps:
-            opened[number][described(fields)].append(rank)
+            opened[number][describe(fields)].append(rank)
     for number, sides in sorted(opened.items()):
         if len(sides) > 1:
             texts = (f"{ranks_in_words(ranks)} opened {text}" for text, ranks in sides.items())

@@ -25,7 +25,7 @@ from impl import ops
 from impl.codecs.codec import FP32, Codec, Sums
 from impl.codecs.reference import Carried
 from impl.codecs.rounding_noise import Key, Noise, shard_stride
-from impl.comm.all_gather import FrameGather, are_elements, placed
+from impl.comm.all_gather import FrameGather, are_elements, by_axes
 from impl.comm.error_feedback import Errors
 from impl.comm.exchanges import Exchange, InMemory
 from impl.comm.wire import Hop, Wire
@@ -159,7 +159,7 @@ class Reduction:
         gather, axes = self._gather or self._send_to_replicas(), [axis for axis, _ in self.replicas[::-1]]
         numel = self.piece * math.prod(axis.size for axis in axes)
         whole = torch.empty(numel, dtype=torch.float32, device=self.wire.mesh.device)
-        pieces = placed(whole, axes, self.piece, [stride for _, stride in self.replicas[::-1]])
+        pieces = by_axes(whole, axes, self.piece, [stride for _, stride in self.replicas[::-1]])
         ops.decode(self.replica_codec, gather.finish(), pieces)
         gather.close()
         return whole

@@ -94,7 +94,7 @@ class Renewal(Observer):
             rows, share = part.view(choice.squares.shape).tolist(), choice.share
             if not any(row[0] for row in rows) or not math.isfinite(math.fsum(map(math.fsum, rows))):
                 continue  # nothing was reduced, or it overflowed: the codecs stay
-            self._adopt(choice, share.chosen([row[1:] for row in rows]))
+            self._adopt(choice, share.choose([row[1:] for row in rows]))
             for name, index, row in zip(share.units, choice.chosen, rows, strict=True):
                 error, codec = row[1 + index] / row[0] if row[0] else 0.0, share.codecs[index]
                 self.decisions.append(

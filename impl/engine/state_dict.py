@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from impl.errors import ZeroError
-from impl.unit.master_shard import sliced
+from impl.unit.master_shard import shard_of
 from impl.unit.unit import Unit
 from impl.unit.whole_values import WholeValues
 
@@ -70,7 +70,7 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
     for unit in units:
         whole = [state[names.pop(id(parameter))] for parameter in unit.visible]
         device = unit.master_shard.held.device
-        WholeValues(unit).load_shard(sliced(unit.geometry, unit.wire.mesh.rank, whole, device))
+        WholeValues(unit).load_shard(shard_of(unit.geometry, unit.wire.mesh.rank, whole, device))
     for name, tensor in held.items():
         if id(tensor) in names:  # not sharded
             load_entry(model, name, tensor, state[name])

@@ -12,7 +12,7 @@ from typing import Final, Self
 import torch
 from torch import Tensor, nn
 
-from impl.comm.all_gather import scattered
+from impl.comm.all_gather import scatter
 from impl.comm.wire import Wire
 from impl.engine.engine import Owner, find
 from impl.errors import ZeroError
@@ -138,7 +138,7 @@ class _Place(abc.ABC):
         mesh, before = self.wire.mesh, self.before()
         parts = [part_of(self.shown, self._geometry, self._slot, rank) for rank in range(mesh.topology.world)]
         longest, tag = max(map(len, parts)), Tag("step", "state", self._geometry.name)
-        received = scattered(self.wire, source, parts if mesh.rank == source else None, longest, tag)
+        received = scatter(self.wire, source, parts if mesh.rank == source else None, longest, tag)
         part = received[: before.numel()].to(before.device)
         return torch.where(before.to(self.shown.dtype).float() == part, before, part)
 

@@ -24,9 +24,9 @@ from impl.plan.policy import Policy
 from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.traffic import Tag
 from impl.unit.flat_buffer import handles
-from impl.unit.master_shard import sliced
+from impl.unit.master_shard import shard_of
 from impl.unit.placeholder import Placeholder, keeper_of, release, restore
-from impl.unit.whole_values import assembled
+from impl.unit.whole_values import assemble
 
 _LARGE: Final = 2**61 - 1
 
@@ -94,7 +94,7 @@ class Cut:
         alive = {str(number): tensor for number, tensor in enumerate(parameters) if tensor is not None}
         for number, total in sums(alive).items():
             self.drawn[int(number)] = (31 * self.drawn[int(number)] + total) % _LARGE
-        self.piece = sliced(self.geometry, self.mesh.rank, values, self._device)
+        self.piece = shard_of(self.geometry, self.mesh.rank, values, self._device)
         for parameter, keeper in zip(parameters, self._keepers, strict=True):
             if parameter is not None:
                 release(parameter, keeper)
@@ -117,7 +117,7 @@ class Cut:
         start, end = self.geometry.part(self.geometry.slots[number], self.mesh.rank)
         part = (self.piece[start:end] if part is None else part).to(wire.mesh.device)
         tag = Tag("step", "state", self.name)
-        return assembled(self.geometry, number, part, self._axes, wire=wire, tag=tag).to(self._device)
+        return assemble(self.geometry, number, part, self._axes, wire=wire, tag=tag).to(self._device)
 
     @property
     def viewed(self) -> bool:
@@ -153,7 +153,7 @@ def cut_of(parameter: Tensor) -> Cut | None:
     return None if reference is None else reference()
 
 
-def drawn(parameters: Mapping[str, Tensor]) -> dict[str, int]:
+def drawn_numbers(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """For each cut parameter, a number of the values that this rank has cut it from."""
     cuts = {name: _keeping(parameter) for name, parameter in parameters.items()}
     return {name: cut.drawn[cut.number(parameters[name])] for name, cut in cuts.items() if cut is not None}
@@ -165,7 +165,7 @@ def _keeping(parameter: Tensor) -> Cut | None:
     return None if cut is None or cut.whole else cut
 
 
-def taken_over(geometry: UnitGeometry, parameters: Sequence[nn.Parameter], wire: Wire) -> Tensor | None:
+def take_over(geometry: UnitGeometry, parameters: Sequence[nn.Parameter], wire: Wire) -> Tensor | None:
     """(S,) fp32 this rank's slice of ``parameters`` in the layout of ``geometry``; None if none is cut.
 
     All ranks must call it.  A slice in that layout already costs no message.
@@ -184,7 +184,7 @@ def taken_over(geometry: UnitGeometry, parameters: Sequence[nn.Parameter], wire:
         parameter if cut is None else cut.values(cut.number(parameter), wire).to(parameter.dtype)
         for parameter, cut in zip(parameters, cuts, strict=True)
     )
-    return sliced(geometry, rank, values, wire.mesh.device)
+    return shard_of(geometry, rank, values, wire.mesh.device)
 
 
 def _same(cut: Cut, geometry: UnitGeometry, parameters: Sequence[nn.Parameter]) -> bool:

@@ -69,7 +69,7 @@ class Share:
     bytes: tuple[tuple[int, ...], ...]  # of a step's frames between nodes, by unit and codec
     limit: int  # bytes of all units together
 
-    def chosen(self, errors: Sequence[Sequence[float]]) -> list[int]:
+    def choose(self, errors: Sequence[Sequence[float]]) -> list[int]:
         """The index of each unit's codec, from the errors (unit, codec) measured on all ranks."""
         parts = [dict(enumerate(map(Cost, *costs))) for costs in zip(self.bytes, errors, strict=True)]
         return choose(parts, self.limit)

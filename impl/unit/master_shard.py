@@ -20,7 +20,7 @@ from impl.transport.side_stream import Arrival
 from impl.unit.context import MEMORY, UnitContext
 
 
-def sliced(geometry: UnitGeometry, rank: int, values: Iterable[Tensor], device: torch.device) -> Tensor:
+def shard_of(geometry: UnitGeometry, rank: int, values: Iterable[Tensor], device: torch.device) -> Tensor:
     """(S,) fp32 of ``rank``: its slice of the laid-out ``values``, one tensor per slot."""
     shard = torch.zeros(geometry.shard, dtype=torch.float32, device=device)
     for slot, value in zip(geometry.slots, values, strict=True):

@@ -24,7 +24,7 @@ from impl.plan.traffic import ON_DEVICE, Phase, Placement
 from impl.unit.context import MEMORY, UnitContext, recomputing
 from impl.unit.flat_buffer import FlatBuffer, Holder, Member, check_hooks
 from impl.unit.gradient_reduction import GradientReduction, ReductionQueue
-from impl.unit.master_shard import MasterShard, sliced
+from impl.unit.master_shard import MasterShard, shard_of
 from impl.unit.secondary_shard import Change
 from impl.unit.weight_gather import WeightGather
 
@@ -59,7 +59,7 @@ class Unit:
         context = self._context = replace(context, policy=self.policy)
         mesh = self.wire.mesh
         device = MEMORY if placement.shard else mesh.device
-        shard = sliced(geometry, mesh.rank, originals, device) if cut is None else cut
+        shard = shard_of(geometry, mesh.rank, originals, device) if cut is None else cut
         self.master_shard = MasterShard(geometry, context, placement, shard)
         self.flat = FlatBuffer(geometry, context, originals, holders)
         self.flat.used_outside = self._used_outside

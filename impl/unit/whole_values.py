@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from impl.comm.all_gather import whole_of
+from impl.comm.all_gather import gather_whole
 from impl.comm.wire import Wire
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Axis
@@ -34,13 +34,13 @@ class WholeValues:
         if self._master_shard.placement.shard:
             master = torch.empty(self._geometry.shard, device=self._wire.mesh.device)
             self._unit.host.copy("to_device", self._master_shard.master, master, "state", self._geometry.name)
-        whole = whole_of(self._wire, self._axes, master, self._tag).view(-1)  # (P,)
+        whole = gather_whole(self._wire, self._axes, master, self._tag).view(-1)  # (P,)
         return [whole[slot.offset : slot.end].view(slot.spec.shape).clone() for slot in self._geometry.slots]
 
     def gather_member(self, number: int, part: Tensor) -> Tensor:
         """(shape) fp32 member ``number``, assembled from all ranks' parts; all must call it."""
         part = part.to(self._wire.mesh.device)
-        return assembled(self._geometry, number, part, self._axes, wire=self._wire, tag=self._tag)
+        return assemble(self._geometry, number, part, self._axes, wire=self._wire, tag=self._tag)
 
     def part(self, number: int) -> tuple[int, int]:
         """(start, end) of member ``number`` in this rank's shard; maybe empty."""
@@ -86,7 +86,7 @@ class WholeValues:
         self._unit.weights_changed()
 
 
-def assembled(
+def assemble(
     geometry: UnitGeometry, number: int, part: Tensor, axes: Sequence[Axis], *, wire: Wire, tag: Tag
 ) -> Tensor:
     """(shape) fp32: slot ``number``, assembled from the parts (n,) of all ranks along ``axes``."""
@@ -94,6 +94,6 @@ def assembled(
     bounds = [geometry.overlap(slot, rank) for rank in range(geometry.shards)]
     longest = torch.zeros(max(end - first for first, end in bounds), device=part.device)
     longest[: part.numel()] = part
-    rows = whole_of(wire, axes, longest, tag)
+    rows = gather_whole(wire, axes, longest, tag)
     parts = [row[: end - first] for row, (first, end) in zip(rows, bounds, strict=True)]
     return torch.cat(parts).view(slot.spec.shape)

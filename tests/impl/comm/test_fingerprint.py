@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impl.comm.fingerprint import CollectiveLog, Fields, described, parting
+from impl.comm.fingerprint import CollectiveLog, Fields, describe, parting
 from impl.comm.mesh import Mesh
 from impl.comm.watchdog import WireError
 from impl.comm.wire import Wire
@@ -59,7 +59,7 @@ def test_the_first_exchange_that_differs_is_found(common: list[Fields], rests: l
         assert first == f"the ranks part at exchange {expected + 1}"
         opened = {rank: order[expected] for rank, order in enumerate(orders) if expected < len(order)}
         alike = {fields: [rank for rank in opened if opened[rank] == fields] for fields in opened.values()}
-        texts = [f"{ranks_in_words(ranks)} opened {described(fields)}" for fields, ranks in alike.items()]
+        texts = [f"{ranks_in_words(ranks)} opened {describe(fields)}" for fields, ranks in alike.items()]
         assert sides == "; ".join(texts)
 
 

@@ -78,7 +78,7 @@ def test_a_policys_budget_bounds_a_step(
     decisions: list[Decision] = []
     for share in shares_of(policy, topology, units):
         errors = [[draw.draw(st.floats(0, 1e6)) for _ in share.codecs] for _ in units]
-        chosen = share.chosen(errors)
+        chosen = share.choose(errors)
         spent = [sizes[number] for sizes, number in zip(share.bytes, chosen, strict=True)]
         assert sum(spent) <= share.limit == sum(sizes[0] for sizes in share.bytes)
         erred = sum(row[number] for row, number in zip(errors, chosen, strict=True))
