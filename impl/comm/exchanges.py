@@ -55,7 +55,7 @@ def point_to_point(group: Group, kind: Kind, received: Tensor, sent: Tensor, tag
     """Post an exchange over gloo as one message to and from each rank of the group.
 
     gloo's own all-to-all announces each receive late: behind a slow link the announcement queues after our
-    data and the link idles (24 to 30 of 50 Mbit/s between two nodes, 48 this way).
+    data and the link idles (24 to 30 of 50 Mbit/s; 48 with all receives announced before any send).
     """
     size, me, handle = len(group.ranks), group.index, group.handle() or group.process_group
     # Start with the next rank, so that not all ranks send to the first one first.

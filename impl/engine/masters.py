@@ -1,7 +1,7 @@
 """This rank's fp32 masters and mean gradients as an optimizer sees them, their norm, and fp16's loss scale.
 
 With a loss scale the mean gradients are unscaled in the fp32 shards, and a step whose gradients overflowed is
-skipped on all ranks.  Overflow shows in their global norm, which has the same bits on all ranks.
+skipped on all ranks.  Overflow shows in their global norm, in any codec, with the same bits on all ranks.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ DYNAMIC: Final = LossScale()
 
 
 def parse_loss_scale(text: str) -> LossScale | None:
-    """Read a loss scale, as ``dynamic:from1024:window200``, ``512`` or ``none``; it prints back."""
+    """Read a loss scale's text: ``dynamic:from1024:window200``, ``512``, ``none``; else a PolicyError."""
     number = r"([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]+)?)"
     if re.fullmatch(number, text.strip()):
         return LossScale(initial=float(text), window=0, least=min(1.0, float(text)))
@@ -204,7 +204,7 @@ FEEDBACKS: Final = {"classic": Feedback(), "loco": Feedback(decay=0.8, reset=102
 
 
 def parse_feedback(text: str) -> Feedback | None:
-    """Read feedback, as ``classic``, ``loco:decay0.9:reset512:bf16`` or ``none``; it prints back."""
+    """Read feedback's text: ``classic``, ``loco:decay0.9:reset512:bf16``, ``none``; else a PolicyError."""
     allowed = "expected none, classic or loco, then :decay<d>, :reset<steps>, :last or :all, :fp32 or :bf16"
     forms = {
         "decay": r"decay([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)",
@@ -259,7 +259,7 @@ _BUDGET_TEXT: Final = (
 
 
 def parse_budget(text: str) -> BitBudget | None:
-    """Read a budget, as ``gradients 4.5 every 50 of int3:128 int6:128`` or ``none``; it prints back."""
+    """Read a budget's text: ``gradients 4.5 every 50 of int3:128``, ``none``; else a PolicyError."""
     if (spaced := " ".join(text.split())) == "none":
         return None
     if (match := re.fullmatch(_BUDGET_TEXT, spaced)) is None:
@@ -303,7 +303,7 @@ class Policy:
     sums: Sums = "fp32"
     # ``shape`` is DeepSpeed's.  Gradients: a unit's largest matrix has ``max(rows, columns, ranks)`` blocks
     # (``all_to_all_quant_reduce``), other parameters blocks of that size; a unit without a matrix is not
-    # quantised.  Weights: a shard has the fewest blocks of 8000 elements at most (``CUDAQuantizer``)
+    # quantised.  Weights: a shard has the fewest blocks of <= 8000 elements (``CUDAQuantizer``), across slots
     blocks: Literal["codec", "shape"] = "codec"
     # 2 sends weights twice, quantised along rows for forward and along columns for backward (MXFP8 in
     # Megatron-FSDP, Megatron-LM's issue 7584), but a unit without a matrix once.  A block along columns spans
