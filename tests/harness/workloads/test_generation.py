@@ -18,20 +18,20 @@ TOKENS = 5
 
 def trial(strategy: str, **changes: Any) -> Trial:
     sizes = {"sequence": 16, "tokens_per_rank": 32, "steps": 2, "warmup": 1}
-    asked = {"workload": "generate", "generate": {"prompt": 4, "tokens": TOKENS}, "strategy": strategy}
+    generate = {"workload": "generate", "generate": {"prompt": 4, "tokens": TOKENS}, "strategy": strategy}
     usual = {"model": {"name": "gpt-tiny"}, "policy": {"max_padding": 1.0}}
-    one = Trial.model_validate({**sizes, **asked, **usual, **changes})
-    check(one)
-    return one
+    generation = Trial.model_validate({**sizes, **generate, **usual, **changes})
+    check(generation)
+    return generation
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "hpz", "zeropp"])
 def test_hpz_sends_nothing_between_nodes_after_the_first_token(strategy: str, tmp_path: Path) -> None:
     """Every generation fetches weights between nodes for its first token; with hpZ for no other."""
-    found = result(trial(strategy), tmp_path / "log")
-    assert found.predicted is not None
-    assert found.predicted.equal
-    for rank in found.ranks:
+    record = result(trial(strategy), tmp_path / "log")
+    assert record.predicted is not None
+    assert record.predicted.equal
+    for rank in record.ranks:
         assert rank.steps == []
         assert [(t.step, t.index, t.warmup) for t in rank.tokens] == [
             (step, index, step == 0) for step in range(3) for index in range(TOKENS)
@@ -64,7 +64,7 @@ def test_all_strategies_decode_the_same_tokens(tmp_path: Path) -> None:
 
 def test_generations_that_differ_are_no_result(tmp_path: Path) -> None:
     """Greedy decoding of one prompt with the same weights gives the same tokens, or the trial fails."""
-    found = outcomes(trial("zero3", steps=1, warmup=1), tmp_path / "log")
-    found[2] = dataclasses.replace(found[2], decoded=[found[2].decoded[0], "0" * 64])
+    ranks = outcomes(trial("zero3", steps=1, warmup=1), tmp_path / "log")
+    ranks[2] = dataclasses.replace(ranks[2], decoded=[ranks[2].decoded[0], "0" * 64])
     with pytest.raises(TrialError, match="generation 1 of rank 2 decoded other tokens"):
-        assembled(found)
+        assembled(ranks)

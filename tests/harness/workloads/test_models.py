@@ -51,15 +51,15 @@ def test_the_formula_counts_what_runs(name: str, layers: int) -> None:
     """FLOPs by formula are exactly those that torch counts in a forward and a backward pass."""
     images = {"corpus": "glyphs", "sequence": 16} if name == "vit-tiny" else {"sequence": 24}
     arguments = {"layers": layers, "width": 32}
-    one = Trial.model_validate(
+    trial = Trial.model_validate(
         {"model": {"name": name, "arguments": arguments}, "tokens_per_rank": 48, **images}
     )
-    model = build(one.model, one.sequence)
-    ((batch,),) = RankBatches(one, 0, torch.device("cpu")).step(0)
+    model = build(trial.model, trial.sequence)
+    ((batch,),) = RankBatches(trial, 0, torch.device("cpu")).step(0)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(*batch).backward()
-    sizes = {"sequences": 48 // one.sequence, "length": one.sequence}
-    assert counter.get_total_flops() == step_flops(shape_of(one.model), **sizes, recompute=False)
+    sizes = {"sequences": 48 // trial.sequence, "length": trial.sequence}
+    assert counter.get_total_flops() == step_flops(shape_of(trial.model), **sizes, recompute=False)
 
 
 @pytest.mark.parametrize(("name", "sees"), [("gpt-tiny", False), ("bert-tiny", True)])
@@ -101,13 +101,13 @@ def test_decoding_remembers(prompt: int, tokens: int, layers: int, heads: int) -
     """Tokens decoded with kept keys and values are those of reading everything anew for each."""
     torch.manual_seed(prompt * 100 + tokens)
     model = GPT(GPTShape(layers, 16, heads), prompt + tokens).eval()
-    given_tokens = torch.randint(0, 256, (3, prompt))
-    found = torch.stack(list(decode(model, given_tokens, tokens, layers)), 1)
-    text = given_tokens
+    prompts = torch.randint(0, 256, (3, prompt))
+    decoded = torch.stack(list(decode(model, prompts, tokens, layers)), 1)
+    text = prompts
     with torch.no_grad():
         for _ in range(tokens):
             text = torch.cat([text, model(text, None).argmax(-1)[:, None]], 1)
-    assert torch.equal(found, text[:, prompt:])
+    assert torch.equal(decoded, text[:, prompt:])
 
 
 @pytest.mark.parametrize(("name", "billions"), [("gpt-18b", 18.4), ("gpt-100b", 101.2)])
@@ -135,7 +135,7 @@ def test_a_users_function_builds_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("model", "message"),
     [
         (Model(arguments={"widht": 3}), "did you mean 'width'"),
         (Model(arguments={"width": 0}), "width = 0"),
@@ -147,9 +147,9 @@ def test_a_users_function_builds_the_model() -> None:
         (Model(name="vit-tiny", arguments={"classes": 5}), "unknown argument 'classes'"),
     ],
 )
-def test_a_model_that_cannot_be_built_is_named(model: Model, words: str) -> None:
+def test_a_model_that_cannot_be_built_is_named(model: Model, message: str) -> None:
     """Bad names and sizes raise one line that says what is wrong."""
-    with pytest.raises(Refusal, match=words) as caught:
+    with pytest.raises(Refusal, match=message) as caught:
         build(model, 16)
     assert "\n" not in str(caught.value)
 

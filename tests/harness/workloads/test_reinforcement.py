@@ -57,10 +57,10 @@ def test_advantages_of_a_group_are_centred_bounded_and_in_the_order_of_its_rewar
 ) -> None:
     """Their mean is 0, none is beyond the root of the group's size, and more reward is no less advantage."""
     rewards, group = drawn
-    for ours, theirs in zip(group_advantages(*drawn).view(-1, group), rewards.view(-1, group), strict=True):
-        assert abs(float(ours.double().mean())) < 1e-6
-        assert float(ours.abs().max()) <= group**0.5
-        assert bool((ours[theirs.argsort()].diff() >= 0).all())
+    for gain, reward in zip(group_advantages(*drawn).view(-1, group), rewards.view(-1, group), strict=True):
+        assert abs(float(gain.double().mean())) < 1e-6
+        assert float(gain.abs().max()) <= group**0.5
+        assert bool((gain[reward.argsort()].diff() >= 0).all())
 
 
 @given(fp32, st.integers(2, 9), st.integers(1, 4), st.integers(0, 99))
@@ -69,11 +69,11 @@ def test_a_constant_reward_gives_no_gradient(reward: float, group: int, count: i
     advantages = group_advantages(torch.full((group * count,), reward), group)
     assert not advantages.any()
     logs = -torch.rand(group * count, 4, generator=torch.Generator().manual_seed(seed))
-    found = logs.clone().requires_grad_()
+    learnt = logs.clone().requires_grad_()
     targets = torch.zeros_like(logs, dtype=torch.int64)
-    grpo_loss(found, Experience(targets, advantages, logs, kl=0.5)).backward()
-    assert found.grad is not None
-    assert not found.grad.any()
+    grpo_loss(learnt, Experience(targets, advantages, logs, kl=0.5)).backward()
+    assert learnt.grad is not None
+    assert not learnt.grad.any()
 
 
 @given(groups(), st.floats(0, 2), st.integers(0, 99))
@@ -85,16 +85,16 @@ def test_the_loss_has_the_gradient_of_the_ratio_and_of_the_divergence(
     logs, reference = -3 * torch.rand(2, len(advantages), 6, generator=random)
     targets = torch.zeros_like(logs, dtype=torch.int64)
     targets[:, :2] = NO_TARGET
-    ours, theirs = logs.clone().requires_grad_(), logs.clone().requires_grad_()
-    grpo_loss(ours, Experience(targets, advantages, reference, kl)).backward()
-    ratio = (theirs - logs).exp()
-    apart = reference - theirs
-    divergence = apart.exp() - apart - 1
+    learnt, expected = logs.clone().requires_grad_(), logs.clone().requires_grad_()
+    grpo_loss(learnt, Experience(targets, advantages, reference, kl)).backward()
+    ratio = (expected - logs).exp()
+    log_ratio = reference - expected
+    divergence = log_ratio.exp() - log_ratio - 1
     assert bool((divergence >= -1e-6).all())
     (kl * divergence - ratio * advantages[:, None])[:, 2:].mean().backward()
-    assert ours.grad is not None
-    assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)  # type: ignore[arg-type]
-    assert not ours.grad[:, :2].any()
+    assert learnt.grad is not None
+    assert torch.allclose(learnt.grad, expected.grad, atol=1e-6)  # type: ignore[arg-type]
+    assert not learnt.grad[:, :2].any()
 
 
 @given(st.integers(1, 4), st.integers(2, 5), st.integers(1, 5))
@@ -109,22 +109,21 @@ def test_targets_are_the_next_tokens_after_the_prompt(count: int, prompt: int, w
 def test_draws_follow_from_seed_step_and_rank() -> None:
     """The same three draw the same tokens; another rank, step or seed draws others."""
     logits = torch.zeros(64, 256)
-    drawn = [
-        sampler(*key)(logits).tolist() for key in ((0, 0, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))
-    ]
+    keys = (0, 0, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)
+    drawn = [sampler(*key)(logits).tolist() for key in keys]
     assert drawn[0] == drawn[1]
-    assert len({tuple(one) for one in drawn}) == 4
+    assert len({tuple(tokens) for tokens in drawn}) == 4
 
 
 def test_continuations_of_a_group_begin_with_one_prompt_of_the_corpus() -> None:
     """Each group continues the beginning of a sequence that was drawn; the actor began as the reference."""
-    one = trial("zero3")
-    torch.manual_seed(one.seed)
-    data, actor = RankBatches(one, 0, torch.device("cpu")), actor_of(one)
-    judges = judges_of(one, actor)
-    found = collect(one, data, actor, judges, rank=0, index=0, clock=StepClock())
-    tokens, experience = found.batch
-    ((read, _),) = found.drawn
+    rlhf = trial("zero3")
+    torch.manual_seed(rlhf.seed)
+    data, actor = RankBatches(rlhf, 0, torch.device("cpu")), actor_of(rlhf)
+    judges = judges_of(rlhf, actor)
+    batch = collect(rlhf, data, actor, judges, rank=0, index=0, clock=StepClock())
+    tokens, experience = batch.batch
+    ((read, _),) = batch.drawn
     prompts = tokens[:, :PROMPT].view(-1, 3, PROMPT)
     assert torch.equal(prompts, read[: len(prompts), None, :PROMPT].expand_as(prompts))
     logs = actor.log_probabilities(tokens, experience.targets)
@@ -134,16 +133,16 @@ def test_continuations_of_a_group_begin_with_one_prompt_of_the_corpus() -> None:
 
 def test_an_actor_learns_to_write_what_is_rewarded() -> None:
     """The mean reward of a batch rises within some steps of one process."""
-    one = trial("zero3", tokens_per_rank=60 * (PROMPT + TOKENS), rlhf={"group": 10, "kl": 0.0})
+    rlhf = trial("zero3", tokens_per_rank=60 * (PROMPT + TOKENS), rlhf={"group": 10, "kl": 0.0})
     torch.manual_seed(0)
-    data, actor = RankBatches(one, 0, torch.device("cpu")), actor_of(one)
-    judges, rewards = judges_of(one, actor), list[float]()
+    data, actor = RankBatches(rlhf, 0, torch.device("cpu")), actor_of(rlhf)
+    judges, rewards = judges_of(rlhf, actor), list[float]()
     optimizer = torch.optim.AdamW(actor.parameters(), lr=3e-3)
     judges.register_forward_hook(lambda _, __, scores: rewards.append(float(scores[1].mean())))
     for index in range(30):
-        given_now = collect(one, data, actor, judges, rank=0, index=index, clock=StepClock())
+        batch = collect(rlhf, data, actor, judges, rank=0, index=index, clock=StepClock())
         optimizer.zero_grad()
-        actor(*given_now.batch).backward()
+        actor(*batch.batch).backward()
         optimizer.step()
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
 
@@ -154,11 +153,11 @@ def _phase(row: LedgerRow) -> str:
     return "train"
 
 
-def _between(one: Trial, units: list[UnitGeometry], rank: int, load: list[Event]) -> int:
-    policy = one.resolved_policy()
+def _between(trial: Trial, units: list[UnitGeometry], rank: int, load: list[Event]) -> int:
+    policy = trial.resolved_policy()
     assert policy is not None
-    sent = predict(policy, one.topology(), units, rank, load).sent
-    return sum(found.bytes for key, found in sent.items() if key.link == "inter")
+    sent = predict(policy, trial.topology(), units, rank, load).sent
+    return sum(count.bytes for key, count in sent.items() if key.link == "inter")
 
 
 @pytest.mark.parametrize(
@@ -175,42 +174,42 @@ def test_bytes_of_every_phase_are_the_closed_form(
     strategy: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """Generating gathers the actor once a token, with hpZ between nodes once; scoring the frozen models once,
-    with hpZ, and below stage 3, never again.  What is planned is what was sent.
+    with hpZ, and below stage 3, never again.  The plan has exactly the bytes sent.
     """
-    one = trial(strategy, **changes)
-    found, policy = result(one, tmp_path / "log"), one.resolved_policy()
+    rlhf = trial(strategy, **changes)
+    record, policy = result(rlhf, tmp_path / "log"), rlhf.resolved_policy()
     assert policy is not None
-    assert found.predicted is not None
-    assert found.predicted.equal
-    units = units_of(one, found)
+    assert record.predicted is not None
+    assert record.predicted.equal
+    units = units_of(rlhf, record)
     actor, judges = ([unit for unit in units if unit.trainable is trained] for trained in (True, False))
     keeps, whole = bool(policy.secondary), policy.stage < 3
     evaluated: list[Event] = ["evaluate"]
-    for rank in found.ranks:
+    for rank in record.ranks:
         sent = Counter[str]()
         for row in rank.ledger or []:
             sent[_phase(row)] += row.bytes if row.link == "inter" else 0
-        gather = _between(one, actor, rank.rank, evaluated)
-        step = passes(policy, norms=0 if one.clip is None else 1)
+        gather = _between(rlhf, actor, rank.rank, evaluated)
+        step = passes(policy, norms=0 if rlhf.clip is None else 1)
         assert sent["generate"] == STEPS * (1 if keeps or whole else TOKENS) * gather > 0
-        score = 0 if keeps or whole else STEPS * _between(one, judges, rank.rank, evaluated)
+        score = 0 if keeps or whole else STEPS * _between(rlhf, judges, rank.rank, evaluated)
         assert sent["score"] == score
-        assert sent["train"] == STEPS * (_between(one, actor, rank.rank, evaluated + step) - gather) > 0
-    assert {check.unit for check in found.first_gradients} == {unit.name for unit in actor}
-    assert all(0 < check.share <= 1 for check in found.first_gradients)
-    (planned,) = forecast([one], any_host())
-    rows = [row for rank in found.ranks for row in rank.ledger or []]
+        assert sent["train"] == STEPS * (_between(rlhf, actor, rank.rank, evaluated + step) - gather) > 0
+    assert {check.unit for check in record.first_gradients} == {unit.name for unit in actor}
+    assert all(0 < check.share <= 1 for check in record.first_gradients)
+    (planned,) = forecast([rlhf], any_host())
+    rows = [row for rank in record.ranks for row in rank.ledger or []]
     for link, bytes_planned in (("inter", planned.inter), ("intra", planned.intra)):
         assert bytes_planned == sum(row.bytes for row in rows if row.link == link) / STEPS
-    _check_frozen(found, actor, judges, planned.memory or {})
+    _check_frozen(record, actor, judges, planned.memory or {})
 
 
 def _check_frozen(
-    found: Record, actor: list[UnitGeometry], judges: list[UnitGeometry], planned: dict[str, int]
+    record: Record, actor: list[UnitGeometry], judges: list[UnitGeometry], planned: dict[str, int]
 ) -> None:
     """The frozen models hold neither gradients nor optimizer's state, and send weights alone."""
     assert {name.split(".")[0] for name in (unit.name for unit in judges)} == {"root", "reference", "reward"}
-    for rank in found.ranks:
+    for rank in record.ranks:
         rows = [row for row in rank.ledger or [] if row.unit.endswith(FROZEN)]
         assert {(row.phase, row.purpose) for row in rows} <= {("evaluate", "weights")}
         engine, elements = rank.memory.engine, sum(unit.piece for unit in actor)
