@@ -12,39 +12,39 @@ from harness.workloads import glyph_images
 
 
 @pytest.fixture(scope="module")
-def found() -> glyph_images.Glyphs:
+def glyphs() -> glyph_images.Glyphs:
     return glyph_images.load()
 
 
-def test_items_are_cut_once(found: glyph_images.Glyphs) -> None:
+def test_items_are_cut_once(glyphs: glyph_images.Glyphs) -> None:
     """No item is in both splits; every class is trained in most fonts, and some items are held out."""
-    assert not set(found.train) & set(found.validation)
-    assert len(found.train) + len(found.validation) == 12 * IMAGE_CLASSES
-    fonts = Counter(item.label for item in found.train)
+    assert not set(glyphs.train) & set(glyphs.validation)
+    assert len(glyphs.train) + len(glyphs.validation) == 12 * IMAGE_CLASSES
+    fonts = Counter(item.label for item in glyphs.train)
     assert set(fonts) == set(range(IMAGE_CLASSES))
     assert min(fonts.values()) >= 6
-    assert 0.03 < len(found.validation) / (12 * IMAGE_CLASSES) < 0.07
+    assert 0.03 < len(glyphs.validation) / (12 * IMAGE_CLASSES) < 0.07
 
 
-def test_a_class_looks_like_no_other(found: glyph_images.Glyphs) -> None:
+def test_a_class_looks_like_no_other(glyphs: glyph_images.Glyphs) -> None:
     """In the first font no two classes have the same picture, and no picture is empty."""
-    font = found.train[0].font
+    font = glyphs.train[0].font
     pictures = {
         item.label: glyph_images._glyph(font, item.character)
-        for item in (*found.train, *found.validation)
+        for item in (*glyphs.train, *glyphs.validation)
         if item.font == font
     }
     assert len(pictures) == IMAGE_CLASSES
-    assert len({(one.shape, one.tobytes()) for one in pictures.values()}) == IMAGE_CLASSES
-    assert all(one.any() for one in pictures.values())
+    assert len({(picture.shape, picture.tobytes()) for picture in pictures.values()}) == IMAGE_CLASSES
+    assert all(picture.any() for picture in pictures.values())
 
 
-def test_an_image_shows_its_class(found: glyph_images.Glyphs) -> None:
+def test_an_image_shows_its_class(glyphs: glyph_images.Glyphs) -> None:
     """What is drawn is a character of the label's class in one of the fonts, whole and nothing else."""
     shapes: dict[int, list[np.ndarray]] = {}
-    for item in (*found.train, *found.validation):
+    for item in (*glyphs.train, *glyphs.validation):
         shapes.setdefault(item.label, []).append(trimmed(glyph_images._glyph(item.font, item.character)))
-    images, labels = found.batch(seed=3, step=0, micro_batch=0, rank=0, sequences=32)
+    images, labels = glyphs.batch(seed=3, step=0, micro_batch=0, rank=0, sequences=32)
     for image, label in zip(images, labels, strict=True):
         drawn = trimmed((image * 255).round().astype(np.uint8))
         assert any(np.array_equal(drawn, shape) for shape in shapes[int(label)])

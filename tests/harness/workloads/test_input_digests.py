@@ -34,15 +34,13 @@ def test_digests(tmp_path: Path) -> None:
     assert digests(Trial()).keys() == {"corpus"}
     (tmp_path / "text").write_text("some text")
     (tmp_path / "mine_a.py").write_text("x = 1\n")
-    found = digests(Trial(corpus="text", model=Model(name="mine_a:build")))
-    assert found == {
+    by_name = digests(Trial(corpus="text", model=Model(name="mine_a:build")))
+    assert by_name == {
         "corpus": hashlib.sha256(b"some text").hexdigest(),
         "model": hashlib.sha256(b"x = 1\n").hexdigest(),
     }
-    assert set(digests(Trial(policy=PolicyChanges(weights=("int8:64", "mine_a:C"))))) == {
-        "corpus",
-        "codec mine_a:C",
-    }
+    own_codec = Trial(policy=PolicyChanges(weights=("int8:64", "mine_a:C")))
+    assert set(digests(own_codec)) == {"corpus", "codec mine_a:C"}
 
 
 def test_what_cannot_be_read_has_no_digest(tmp_path: Path) -> None:

@@ -17,22 +17,22 @@ def text(rows: int, length: int) -> np.ndarray:
 
 @given(st.integers(1, 4), st.integers(1, 300), st.integers(0, 2**32))
 def test_every_sequence_has_as_many_targets(rows: int, length: int, salt: int) -> None:
-    """Targets are what stood there, 15 % of each sequence's places; other places show what stands there."""
-    given_text = text(rows, length)
-    shown, targets = mask(given_text, [f"{salt}/{row}" for row in range(rows)], MASK)
-    asked = targets != NO_TARGET
-    assert (asked.sum(1) == max(1, round(0.15 * length))).all()
-    assert (targets[asked] == given_text[asked]).all()
-    assert (shown[~asked] == given_text[~asked]).all()
+    """Targets are the original bytes at 15 % of each sequence's places; other places show their byte."""
+    whole = text(rows, length)
+    shown, targets = mask(whole, [f"{salt}/{row}" for row in range(rows)], MASK)
+    hidden = targets != NO_TARGET
+    assert (hidden.sum(1) == max(1, round(0.15 * length))).all()
+    assert (targets[hidden] == whole[hidden]).all()
+    assert (shown[~hidden] == whole[~hidden]).all()
     assert ((shown >= 0) & (shown <= MASK)).all()
 
 
 def test_shares() -> None:
     """Of many targets eight in ten show the mask, one in ten another byte, one in ten the byte itself."""
-    given_text = text(200, 400)
-    shown, targets = mask(given_text, [str(row) for row in range(200)], MASK)
-    asked = targets != NO_TARGET
-    masks, kept = (shown[asked] == MASK).mean(), (shown[asked] == given_text[asked]).mean()
+    whole = text(200, 400)
+    shown, targets = mask(whole, [str(row) for row in range(200)], MASK)
+    hidden = targets != NO_TARGET
+    masks, kept = (shown[hidden] == MASK).mean(), (shown[hidden] == whole[hidden]).mean()
     assert abs(masks - 0.8) < 0.02
     assert abs(kept - 0.1) < 0.02
 

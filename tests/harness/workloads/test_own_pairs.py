@@ -16,10 +16,10 @@ def pairs(kind: str = "f8", answer: str = "i4") -> OwnPairs:
 
 def test_an_input_comes_with_its_own_target() -> None:
     """In training and in validation, whatever the order in which they are drawn."""
-    own = pairs()
-    drawn = own.batch(seed=1, step=2, micro_batch=0, rank=3, sequences=8)
-    again = own.batch(seed=1, step=2, micro_batch=0, rank=3, sequences=8)
-    dealt = own.validation_batches(batches=2, rank=0, world=1, sequences=5)
+    dataset = pairs()
+    drawn = dataset.batch(seed=1, step=2, micro_batch=0, rank=3, sequences=8)
+    again = dataset.batch(seed=1, step=2, micro_batch=0, rank=3, sequences=8)
+    dealt = dataset.validation_batches(batches=2, rank=0, world=1, sequences=5)
     for read, answer in (drawn, *dealt):
         assert (read[:, 0, 0] == 6 * answer).all()
     assert (drawn[1] == again[1]).all()
@@ -30,11 +30,11 @@ def test_an_input_comes_with_its_own_target() -> None:
 @pytest.mark.parametrize("kind", ["f2", "f4", "f8", "i1", "u1", "u2", "i8", "?"])
 def test_types_are_those_of_a_model(kind: str) -> None:
     """Floating numbers are float32, all others int64; the bytes of an example are those of these types."""
-    own = pairs(kind, "u2")
-    read, answer = own.batch(seed=0, step=0, micro_batch=0, rank=0, sequences=4)
+    dataset = pairs(kind, "u2")
+    read, answer = dataset.batch(seed=0, step=0, micro_batch=0, rank=0, sequences=4)
     assert read.dtype == (np.float32 if kind[0] == "f" else np.int64)
     assert answer.dtype == np.int64
-    assert own.example_bytes == (read.nbytes + answer.nbytes) // 4
+    assert dataset.example_bytes == (read.nbytes + answer.nbytes) // 4
 
 
 def test_every_array_is_in_the_digest() -> None:

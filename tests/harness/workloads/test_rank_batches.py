@@ -23,10 +23,10 @@ def trial(name: str, **changes: object) -> Trial:
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "bert-tiny", "vit-tiny"])
 def test_single_has_all_ranks_batches(name: str) -> None:
-    """What one process draws for every rank is what the ranks draw, in training and in validation."""
-    asked = {"validate_every": 0, "validation_batches": 2, "accumulation": 2}
-    whole = RankBatches(trial(name, strategy="single", **asked), 0, torch.device("cpu"))
-    ranks = [RankBatches(trial(name, **asked), rank, torch.device("cpu")) for rank in range(4)]
+    """One process draws for every rank what the ranks draw, in training and in validation."""
+    fields = {"validate_every": 0, "validation_batches": 2, "accumulation": 2}
+    whole = RankBatches(trial(name, strategy="single", **fields), 0, torch.device("cpu"))
+    ranks = [RankBatches(trial(name, **fields), rank, torch.device("cpu")) for rank in range(4)]
     assert len(whole.ranks) == 4
     for micro, parts in zip(whole.step(3), zip(*(data.step(3) for data in ranks), strict=True), strict=True):
         for (read, answer), (part,) in zip(micro, parts, strict=True):
@@ -39,10 +39,10 @@ def test_single_has_all_ranks_batches(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt-tiny", "bert-tiny", "vit-tiny"])
 def test_a_model_reads_its_data(name: str) -> None:
     """Every preset computes a loss near a uniform guess on its own form of data."""
-    one = trial(name)
-    ((batch,),) = RankBatches(one, 0, torch.device("cpu")).step(0)
+    preset = trial(name)
+    ((batch,),) = RankBatches(preset, 0, torch.device("cpu")).step(0)
     torch.manual_seed(0)
-    loss = build(one.model, one.sequence)(*batch).item()
+    loss = build(preset.model, preset.sequence)(*batch).item()
     assert abs(loss - {"g": 5.545, "b": 5.545, "v": 5.545}[name[0]]) < 0.4
 
 
@@ -53,21 +53,21 @@ def test_masked_text_is_of_the_corpus() -> None:
         for name in ("gpt-tiny", "bert-tiny")
     ]
     (text, _), (_, targets) = pairs
-    asked = targets != NO_TARGET
-    assert torch.equal(targets[asked], text[asked])
+    masked = targets != NO_TARGET
+    assert torch.equal(targets[masked], text[masked])
 
 
 @pytest.mark.parametrize(
-    ("one", "words"),
+    ("unfit", "message"),
     [
         (trial("gpt-tiny", corpus="glyphs"), "model 'gpt-tiny' reads text; expected a text"),
         (trial("vit-tiny", corpus="stdlib"), "model 'vit-tiny' reads images; expected 'glyphs'"),
     ],
 )
-def test_another_form_is_refused(one: Trial, words: str) -> None:
+def test_another_form_is_refused(unfit: Trial, message: str) -> None:
     """Text for a model of images, or images for a model of text, is refused in one line."""
-    with pytest.raises(CorpusError, match=words):
-        trial_dataset.check(one)
+    with pytest.raises(CorpusError, match=message):
+        trial_dataset.check(unfit)
 
 
 def test_a_users_model_reads_what_the_corpus_is() -> None:
