@@ -111,8 +111,8 @@ def test_a_run_goes_on_with_the_learning_rate_that_is_asked_for(
     folder = str(tmp_path / "checkpoints")
     base = [*TOY, "--batch-size", "1", "--ranks-per-node", "1", "--save", folder]
     output(capfd, *base, "--lr", "0.001", "--steps", "1")
-    said = output(capfd, *base, "--lr", "0.0", "--steps", "3", "--load", folder)
-    assert "\nas asked: lr = 0.0, not the checkpoint's 0.001\n" in said
+    resumed = output(capfd, *base, "--lr", "0.0", "--steps", "3", "--load", folder)
+    assert "\nas asked: lr = 0.0, not the checkpoint's 0.001\n" in resumed
     weights = []
     for path in sorted(Path(folder).iterdir()):
         assert main(["export", str(path), str(tmp_path / path.name)]) == 0
@@ -150,10 +150,10 @@ def test_padding_is_refused_with_the_option_that_allows_it(
     keys = {"stage": 3, "zero_quantized_weights": True, "stage3_param_persistence_threshold": 0}
     small = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--steps", "1"]
     flags = [*small, "--deepspeed-config", config(tmp_path, json.dumps({"zero_optimization": keys}))]
-    said = refusal(capfd, *flags, "--max-padding", "0.19")
-    assert re.search(r"\d% of \d+, allowed 19.0% by max_padding", said)
-    needed = said.rpartition(" ")[2].strip()
-    assert said.endswith(f"raise max_padding to {needed}: --max-padding {needed}\n")
+    message = refusal(capfd, *flags, "--max-padding", "0.19")
+    assert re.search(r"\d% of \d+, allowed 19.0% by max_padding", message)
+    needed = message.rpartition(" ")[2].strip()
+    assert message.endswith(f"raise max_padding to {needed}: --max-padding {needed}\n")
     assert "'--max-padding'" in refusal(capfd, *flags, "--max-padding", "nan")
     assert "step 1/1 | loss " in output(capfd, *flags, "--max-padding", needed)
 
@@ -206,13 +206,13 @@ def test_a_rank_of_torchrun_that_fails_waits_for_nobody() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    said = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    launched = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     failing, silent = (
         subprocess.Popen(
             [sys.executable, "-c", _STUCK, "train", *TOY],
             cwd=ROOT,
-            env={**os.environ, **said, **where, "RANK": rank, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, **launched, **meeting, "RANK": rank, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -220,13 +220,13 @@ def test_a_rank_of_torchrun_that_fails_waits_for_nobody() -> None:
         for rank in ("0", "1")
     )
     try:
-        _, told = failing.communicate(timeout=120)
+        _, stderr = failing.communicate(timeout=120)
         assert silent.poll() is None
     finally:
         for process in (failing, silent):
             process.kill()
             process.communicate()
-    assert (failing.returncode, told) == (2, "zeropp: rank 0 cannot go on\n")
+    assert (failing.returncode, stderr) == (2, "zeropp: rank 0 cannot go on\n")
 
 
 def test_zero_tutorial_story(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -234,9 +234,9 @@ def test_zero_tutorial_story(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     file = config(tmp_path, "zero_tutorial stage 1")
     shape = ["--num-layers", "48", "--hidden-size", "1600", "--num-attention-heads", "16"]
     flags = [*shape, "--batch-size", "1", "--deepspeed_config", file, "--ranks-per-node", "8", "--plan"]
-    found = re.search(r"states are ([\d.]+) GB, and ([\d.]+) GB on each rank", output(capfd, *flags))
-    assert found is not None
-    whole, share = float(found[1]), float(found[2])
+    match = re.search(r"states are ([\d.]+) GB, and ([\d.]+) GB on each rank", output(capfd, *flags))
+    assert match is not None
+    whole, share = float(match[1]), float(match[2])
     assert whole == pytest.approx(18, rel=0.05)
     assert share == pytest.approx(whole / 8, rel=0.01)
 
@@ -244,12 +244,12 @@ def test_zero_tutorial_story(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
 def test_offloaded_states_have_rows_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A row of the device and one of the host, whose sum is what Adam's states are without offload."""
     keys: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    said = []
-    for more in ({}, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}):
-        file = config(tmp_path, json.dumps({"zero_optimization": keys | more}))
+    outputs = []
+    for offload in ({}, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}):
+        file = config(tmp_path, json.dumps({"zero_optimization": keys | offload}))
         flags = ["--preset", "1.5b", "--ranks-per-node", "8", "--batch-size", "1", "--plan"]
-        said.append(output(capfd, *flags, "--deepspeed-config", file))
-    plain, half = said
+        outputs.append(output(capfd, *flags, "--deepspeed-config", file))
+    plain, half = outputs
     ((adam, *_),) = rows(plain, r"3 <")
     assert " host " not in plain
     held = []
@@ -265,13 +265,14 @@ def test_offloaded_states_have_rows_of_their_own(tmp_path: Path, capfd: pytest.C
 
 
 def test_a_plan_has_the_bytes_between_nodes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Of each stage, as many as a suite's plan predicts; on one node there are none to print."""
-    asked = json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
-    flags = [*TOY, "--deepspeed-config", config(tmp_path, asked), "--plan", "--nodes"]
+    """Of each stage, as many as a suite's plan predicts; on one node none are printed."""
+    table = json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
+    flags = [*TOY, "--deepspeed-config", config(tmp_path, table), "--plan", "--nodes"]
     assert "between nodes" not in output(capfd, *flags, "1")
-    (line,) = [one for one in output(capfd, *flags, "2").splitlines() if one.startswith("sent between nodes")]
+    lines = output(capfd, *flags, "2").splitlines()
+    (line,) = [line for line in lines if line.startswith("sent between nodes")]
     model = Model(name="gpt-tiny")
-    recipe = Trial(strategy="recipe", deepspeed_config=asked, model=model, sequence=32, tokens_per_rank=32)
+    recipe = Trial(strategy="recipe", deepspeed_config=table, model=model, sequence=32, tokens_per_rank=32)
     (same,) = forecast([recipe], this_host())
     assert same.inter is not None
     assert line.endswith(f", {same.inter / 1e6:.4g} MB at stage 3")
@@ -279,10 +280,8 @@ def test_a_plan_has_the_bytes_between_nodes(tmp_path: Path, capfd: pytest.Captur
 
 def rows(text: str, head: str) -> list[list[float]]:
     """The numbers of a table's rows that begin so."""
-    return [
-        [float(cell) for cell in found.split()]
-        for found in re.findall(rf"^ *{head} +(\d.*)$", text, re.MULTILINE)
-    ]
+    lines = re.findall(rf"^ *{head} +(\d.*)$", text, re.MULTILINE)
+    return [[float(cell) for cell in line.split()] for line in lines]
 
 
 @pytest.mark.parametrize("preset_name", ["10b", "18b"])
@@ -297,7 +296,7 @@ def test_too_large_a_shape_is_refused_with_its_numbers(
 
 
 @pytest.mark.parametrize(
-    ("table", "flags", "words"),
+    ("table", "flags", "message"),
     [
         (None, ["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2: only 1"),
         (None, ["--fp16", "--bf16"], "fp16.enabled = true: not with bf16.enabled = true"),
@@ -313,11 +312,11 @@ def test_too_large_a_shape_is_refused_with_its_numbers(
     ],
 )
 def test_flags_that_cannot_be_are_refused(
-    table: object, flags: list[str], words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    table: object, flags: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line; with a configuration they must agree, where both say something."""
+    """In one line; flags and configuration must agree."""
     both = [] if table is None else [*TOY, "--deepspeed-config", config(tmp_path, json.dumps(table))]
-    assert re.search(words, refusal(capfd, *both, *flags))
+    assert re.search(message, refusal(capfd, *both, *flags))
 
 
 @pytest.mark.parametrize(
