@@ -32,11 +32,9 @@ _USUAL_SEGMENT: Final = 65536  # bytes of a packet, where the driver allows it
 _LARGEST: Final = 2**32  # bytes per second that tbf's netlink message can say
 
 
-def removal(interface: str, segment: int) -> str:
+def removal(name: str, segment: int) -> str:
     """How to remove a killed keeper's queue; ``segment``: the largest packet before it, in bytes."""
-    return (
-        f"remove it by: tc qdisc del dev {interface} root; ip link set dev {interface} gso_max_size {segment}"
-    )
+    return f"remove it by: tc qdisc del dev {name} root; ip link set dev {name} gso_max_size {segment}"
 
 
 @contextlib.contextmanager

@@ -56,9 +56,7 @@ class Nodes:
 
     channel: Channel
     nodes: list[Node]
-    shaped: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # the nodes' interfaces, before they were shaped
+    shaped: list[dict[str, Any]] = field(default_factory=list)  # interfaces, as before they were shaped
     status: int = 1  # with which the other supervisors end
     _commands: int = 0
 
@@ -71,15 +69,13 @@ class Nodes:
         return None
 
     def check_code(self) -> None:
-        """Refuse nodes that run other code than the first one, by a Refusal."""
+        """Raise a Refusal if a node runs other code than the first one."""
         codes = [node.facts.get("code", {}) for node in self.nodes]
         for number, code in enumerate(codes):
             for name in ("version", "source"):
                 if code.get(name) != codes[0].get(name):
-                    raise Refusal(
-                        f"node {number} has another zeropp-bench than node 0: {name} {code.get(name)}, "
-                        f"not {codes[0].get(name)}"
-                    )
+                    difference = f"{name} {code.get(name)}, not {codes[0].get(name)}"
+                    raise Refusal(f"node {number} has another zeropp-bench than node 0: {difference}")
 
     def run(self, work: Work, argument: Any, launch: Launch, on_progress: Report) -> list[Any]:
         """Run work on the first nodes, as many as ``launch`` has; returns its results by rank.  A LaunchError
@@ -195,9 +191,8 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> in
             channel.post(f"answer/{number}/{place.node}", {})
             return int(command["status"])
     except ChannelError as error:
-        raise Refusal(
-            f"node {place.node}: the supervisor of node 0 has ended, or is lost ({error})"
-        ) from error
+        message = f"node {place.node}: the supervisor of node 0 has ended, or is lost ({error})"
+        raise Refusal(message) from error
 
 
 def _obey(channel: Channel, work: Work, number: int, command: dict[str, Any]) -> Answer:
@@ -243,9 +238,8 @@ def _cause(answers: Mapping[int, Answer], log: Path) -> LaunchError:
     with contextlib.suppress(OSError):
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a", encoding="utf-8") as file:
-            file.writelines(
-                f"== node {node} ==\n{failure.get('log', '')}" for node, failure in failures.items() if node
-            )
+            logs = {node: failure.get("log", "") for node, failure in failures.items() if node}
+            file.writelines(f"== node {node} ==\n{text}" for node, text in logs.items())
     cause = min(failures.values(), key=lambda failure: bool(failure.get("effect")), default=_SILENT)
     if answers[0].get("kind") == "timeout":
         late = (failure["message"] for failure in failures.values() if failure["kind"] == "timeout")

@@ -262,11 +262,9 @@ def check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
             )
 
 
-def _advice(folder: Path) -> str:
+def _advice(path: Path) -> str:
     """How to go on without a folder that a run cannot continue."""
-    return (
-        f"keep it under another name (mv {folder} {folder}-before), or choose another folder with --results"
-    )
+    return f"keep it under another name (mv {path} {path}-before), or choose another folder with --results"
 
 
 def _layout_problem(trial: Trial, error: Exception) -> str:

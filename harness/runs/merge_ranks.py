@@ -41,9 +41,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "processor_use": processor_use,
             "chosen_codecs": first.chosen,
             "reference_loss": math.fsum(rank.losses[0].reference for rank in compared) / len(compared),
-            "first_gradients": _gradient_checks(
-                [error for rank in compared for error in rank.gradient_errors]
-            ),
+            "first_gradients": _gradient_checks([e for rank in compared for e in rank.gradient_errors]),
             "communication_errors": communication_error.combine([dict(c.communicated) for c in compared]),
             "quantisation": compared[0].errors,
         }

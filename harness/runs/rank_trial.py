@@ -270,9 +270,8 @@ class TrialRun:
         """The batches on which step ``index`` trains, generated and scored."""
         self.events += ["evaluate"] * self.trial.generate.tokens
         self.judge_events.append("evaluate")
-        return collect(
-            self.trial, self.data, self.strategy.model, judges, rank=self.rank.rank, index=index, clock=clock
-        )
+        model, rank = self.strategy.model, self.rank.rank
+        return collect(self.trial, self.data, model, judges, rank=rank, index=index, clock=clock)
 
     def _predicted(self) -> Books:
         """Messages and copies of all passes so far, by ``impl.plan.traffic``."""
