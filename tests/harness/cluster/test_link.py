@@ -354,9 +354,8 @@ def test_a_killed_parent_leaves_no_namespace(tmp_path: Path) -> None:
         "joined = open_link(cluster_with('namespaces', 2, 50.0), 'abc123')\n"
         "print(*(port.holder for port in joined.ports), flush=True); time.sleep(600)"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as parent:
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         holders = [int(word) for word in parent.stdout.readline().split()]
         assert len(holders) == 2
         parent.kill()

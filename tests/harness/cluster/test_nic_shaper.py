@@ -66,9 +66,8 @@ def test_an_interface_is_shaped_while_its_supervisor_lives(host_pair: list[Host]
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as holds:
         keeper, _, answer = holds.stdout.readline().partition(" ")
-        assert (
-            json.loads(answer).items() >= {"interface": host_pair[0].interface, "before": "noqueue"}.items()
-        )
+        expected = {"interface": host_pair[0].interface, "before": "noqueue"}
+        assert json.loads(answer).items() >= expected.items()
         held = host_pair[0].queues()
         assert f"qdisc tbf 5a50: dev {host_pair[0].interface} root" in held[0]
         assert "rate 50Mbit" in held[0]
@@ -83,10 +82,8 @@ def test_an_interface_is_shaped_while_its_supervisor_lives(host_pair: list[Host]
         until(lambda: host_pair[0].queues() == before)
 
 
-def test_what_a_killed_keeper_leaves_is_removed_by_the_command_that_the_next_one_names(
-    host_pair: list[Host],
-) -> None:
-    """It is not replaced, since another run may be under way."""
+def test_the_queue_of_a_killed_keeper_is_named_with_what_removes_it(host_pair: list[Host]) -> None:
+    """The next keeper does not replace it, since another run may be under way."""
     before = host_pair[0].queues()
     command = [*host_pair[0].inside, *_KEEPER, towards(host_pair)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as keeper:
@@ -138,9 +135,7 @@ def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> N
         ),
     ],
 )
-def test_what_may_not_be_shaped_is_refused(
-    host_pair: list[Host], first: str, changes: dict[str, object], message: str
-) -> None:
+def test_refusals(host_pair: list[Host], first: str, changes: dict[str, object], message: str) -> None:
     """The error is one line that says why, and the interface is left as it was."""
     command = first.replace("NAME", host_pair[0].interface)
     subprocess.run([*host_pair[0].inside, "sh", "-c", command], check=True)

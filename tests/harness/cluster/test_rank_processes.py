@@ -76,10 +76,8 @@ def test_what_several_ranks_say_is_in_the_log_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("launcher", "gpus"), [("local", [0, 1, 2]), ("torchrun", [0, 0, 0])])
-def test_a_calibration_takes_a_gpu_for_each_node(
-    launcher: str, gpus: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Processes on which nothing chose a GPU before: NCCL refuses two ranks on one."""
+def test_every_node_takes_a_gpu(launcher: str, gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a calibration, whose processes had no GPU before: NCCL refuses two ranks on one GPU."""
     current, devices = list[int](), list[str]()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)

@@ -63,9 +63,8 @@ def test_nodes_send_alike(
     for rank in range(topology.world):
         for key, sent in traffic.predict(policy, topology, units, rank, load).sent.items():
             total[key.link] += sent.bytes
-    inter, intra = per_node_bytes(
-        policy, topology, units, Trial(accumulation=accumulation, clip=1.0 if clip else None)
-    )
+    trial = Trial(accumulation=accumulation, clip=1.0 if clip else None)
+    inter, intra = per_node_bytes(policy, topology, units, trial)
     assert (inter * topology.nodes, intra * topology.nodes) == (total["inter"], total["intra"])
 
 
@@ -181,9 +180,7 @@ def leaving(sequence: int) -> None:
 
 def test_huge_accumulation() -> None:
     """A million micro-batches are planned as quickly as one, and sent a million times."""
-    first, few, many = (
-        forecast_of(strategy="hpz", accumulation=number).inter or 0 for number in (1, 2, 1_000_000)
-    )
+    first, few, many = (forecast_of(strategy="hpz", accumulation=n).inter or 0 for n in (1, 2, 1_000_000))
     assert many == first + 999_999 * (few - first) > 0
 
 

@@ -71,9 +71,7 @@ def test_repeats_go_on_until_intervals_are_narrow_where_they_are_not() -> None:
         assert len({trial.repeat for trial in batch.trials}) == 1
     wild = list(batches(suite(Repeats(6, 0.01, 12)), 2, measured(lambda _: 0.5)))
     assert max(trial.repeat for batch in wild for trial in batch.trials if batch.sweep == 0) == 11
-    assert {trial.repeat for batch in wild for trial in batch.trials if batch.sweep == 1} == set(
-        range(12, 24)
-    )
+    assert {trial.repeat for batch in wild for trial in batch.trials if batch.sweep == 1} == {*range(12, 24)}
 
 
 def test_a_run_that_goes_on_has_the_same_batches() -> None:

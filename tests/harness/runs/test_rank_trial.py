@@ -239,9 +239,7 @@ def test_a_result_holds_raw_values(text: str, tmp_path: Path) -> None:
         pytest.param("deepspeed", "bf16", marks=INSTALLED),
     ],
 )
-def test_peers_in_16_bits_are_checked_against_a_single_process(
-    text: str, tmp_path: Path, strategy: str, peer: str
-) -> None:
+def test_peers_have_one_processs_loss(text: str, tmp_path: Path, strategy: str, peer: str) -> None:
     """Before training a peer that computes in bf16 has the loss of one process in bf16, which differs from
     that in fp32.
     """
@@ -553,9 +551,7 @@ def test_truncated_sends_are_no_result(text: str, tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", sorted(PRESETS))
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (2, 2), (2, 3), (3, 2), (4, 1)])
-def test_every_policy_runs_on_every_topology(
-    text: str, tmp_path: Path, strategy: str, nodes: int, per_node: int
-) -> None:
+def test_every_policy_everywhere(text: str, tmp_path: Path, strategy: str, nodes: int, per_node: int) -> None:
     """Every preset's ledger is its prediction on every small topology."""
     cluster = {"nodes": nodes, "ranks_per_node": per_node}
     record = result(trial(text, strategy, cluster=cluster, validate_every=1), tmp_path / "log")

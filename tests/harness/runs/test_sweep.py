@@ -105,9 +105,7 @@ def test_trials_leave_records_and_are_not_run_twice(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_a_sweep_keeps_nccls_rules(tmp_path: Path) -> None:
     """Policies on a paced link that is calibrated and probed, and torch's engines, all under the rules."""
-    policies = [
-        trial(strategy, kind="paced", rate="1 Gbit/s") for strategy in ("zero3", "zero3-flat", "zeropp")
-    ]
+    policies = [trial(name, kind="paced", rate="1 Gbit/s") for name in ("zero3", "zero3-flat", "zeropp")]
     trials = [*policies, *(trial(strategy) for strategy in ("ddp", "fsdp2", "zeropp"))]
     rules = {"transport": "tests.support.nccl_rules"}
     ruled = [plain.model_copy(update={"cluster": plain.cluster.model_copy(update=rules)}) for plain in trials]
@@ -142,9 +140,7 @@ def test_further_batches_follow_from_records_and_belong_to_their_sweep(tmp_path:
     assert sweep(batches(), tmp_path)[0] == SweepOutcome(skipped=3)
 
 
-def test_a_sweep_is_of_one_machine_and_further_ones_may_be_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_is_of_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A finished sweep of another machine stays, and one of this machine follows it; one that was begun
     there is refused before anything runs.
     """
@@ -163,9 +159,7 @@ def test_a_sweep_is_of_one_machine_and_further_ones_may_be_of_others(
     ("threshold", "kinds"),
     [(100_000, ["without effect", "without effect"]), (0, ["honoured", "changed"])],
 )
-def test_a_deepspeed_configuration_leaves_its_findings(
-    threshold: int, kinds: list[str], tmp_path: Path
-) -> None:
+def test_a_deepspeed_configuration_has_findings(threshold: int, kinds: list[str], tmp_path: Path) -> None:
     """Such a trial sends what its policy predicts; its record has a finding for each key on its model.
 
     Below a threshold of 100,000 elements all parameters of a toy persist, which ZeRO++ leaves alone.
@@ -195,9 +189,7 @@ def test_a_trial_beyond_its_limit_is_recorded_and_not_run(tmp_path: Path) -> Non
     assert sweep([large, small], tmp_path)[0] == SweepOutcome(skipped=2)
 
 
-def test_an_engine_that_held_more_than_foreseen_is_no_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_beyond_its_limit_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit also applies to the bytes that the engine counted, after the run."""
     predicted = plan.forecast
     limited = trial("zero3", memory_limit="0.1 MiB")
@@ -244,9 +236,7 @@ def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> Non
     assert sweep(trials, tmp_path)[0] == SweepOutcome(failed=5, skipped=3)
 
 
-def test_what_failed_runs_again_once_its_model_is_edited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_edited_model_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash of a user's model is skipped while nothing has changed, and run again after an edit; then its
     log is removed, as its record is.
     """
@@ -276,9 +266,7 @@ def passing(sequence: int, left: str) -> Any:
 
 
 @pytest.mark.parametrize(("answer", "kinds", "ok"), [("retry 2", ["killed", "killed"], 2), ("stop", [], 0)])
-def test_what_follows_a_failure_is_the_suites_to_say(
-    tmp_path: Path, answer: str, kinds: list[str], ok: int
-) -> None:
+def test_suites_say_what_follows_a_failure(tmp_path: Path, answer: str, kinds: list[str], ok: int) -> None:
     """A rank that is killed twice is tried a third time, and the record has both failures; or the run stops
     there, and the next one goes on.
     """
@@ -312,9 +300,7 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
         (ADAPTERS | {"hcas": ["mlx5_3"]}, "ab", "cluster.hcas = mlx5_3: node 1 has 2 InfiniBand adapters"),
     ],
 )
-def test_nodes_that_cannot_be_throttled_are_refused(
-    tmp_path: Path, cluster: dict[str, Any], hosts: str, message: str
-) -> None:
+def test_unfit_nodes_are_refused(tmp_path: Path, cluster: dict[str, Any], hosts: str, message: str) -> None:
     """Before any rank starts: nodes of one host have no interface between them, others lack the adapters."""
     adapters = [[f"mlx5_{number}" for number in range(count)] for count in (4, 2)]
     facts = run_environment.identity()
