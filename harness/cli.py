@@ -458,9 +458,8 @@ _keep_whole(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line with ``arguments``, or the process's own, and return the exit status.
-
-    It is 0; 1 if trials failed or, planned, cannot run here; 2 for bad input; 130 after Ctrl-C.
+    """Run the command line with ``arguments``, or the process's own, and return the exit status: 0; 1 if
+    trials failed or, planned, cannot run here; 2 for bad input; 130 after Ctrl-C.
     """
     if arguments is not None:
         return _main(arguments)

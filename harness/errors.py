@@ -23,10 +23,7 @@ class CorpusError(ValueError):
 
 
 def one_line(message: object) -> str:
-    """``message`` on one line, safe for any terminal.
-
-    Characters that move the cursor or cannot be printed are escaped as in Python; long words are cut.
-    """
+    """``message`` on one line: what cannot be printed is escaped as in Python, long words are cut."""
     line = " ".join(str(message).split())
     escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
     return re.sub(rf"\S{{{_LONGEST_WORD + 1},}}", lambda word: f"{word[0][: _LONGEST_WORD - 3]}...", escaped)

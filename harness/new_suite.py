@@ -23,9 +23,8 @@ _SHARED_MEMORY: Final = 64 << 20  # of a node, through which its ranks exchange
 
 
 def write(name: str, host: Host) -> tuple[Path, str]:
-    """Write ``<name>.toml`` into the working folder; return its path and a sentence on its time.
-
-    A Refusal for a name that a suite cannot have, a FileExistsError if the file exists.
+    """Write ``<name>.toml`` into the working folder; return its path and a sentence on its time; a Refusal
+    for a name that a suite cannot have, a FileExistsError if the file exists.
     """
     name = name.removesuffix(".toml")
     if len(name) > LONGEST_NAME or re.fullmatch(NAME, name) is None:

@@ -74,10 +74,7 @@ _MEASURED: Final = (
 
 
 def plan(suite: Suite, forecasts: Sequence[Forecast], out: Console, machine: Machine | None = None) -> None:
-    """Print a suite's plan: one row for all seeds and repeats of a trial, then why some cannot run.
-
-    On a ``machine`` also the predicted time of its steps.
-    """
+    """Print a suite's plan: a row a cell, why some cannot run and, on a ``machine``, modelled steps."""
     merged = [(f.trial.model_copy(update={"repeat": 0, "seed": 0}), f) for f in reversed(forecasts)]
     varying = varying_paths([trial.canonical() for trial, _ in merged])
     orders = {path: list(dict.fromkeys(at(f.trial.canonical(), path) for f in forecasts)) for path in varying}
@@ -168,10 +165,7 @@ _NOT_PRINTED: Final = {
 
 
 def single_record(record: Record, out: Console, folder: Path) -> None:
-    """Print one record of a results folder: its trial, its machine and its measurements.
-
-    Names are keys of the record (``results/README.md``), or of the suite.
-    """
+    """Print one record of a results folder; names are its keys (``results/README.md``) or the suite's."""
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")

@@ -26,9 +26,7 @@ def interleaved(
     seconds: float = 0.0,
 ) -> list[list[T]]:
     """Run each contender once per round, in rotating order, all ranks from a barrier; return the results by
-    contender and round, without those of a warm-up.
-
-    ``rounds`` are the fewest and the most; between them as many as fit ``seconds``.
+    contender and round, without a warm-up.  Of ``rounds``, fewest and most, as many run as fit ``seconds``.
     """
     results: list[list[T]] = [[] for _ in contenders]
     (fewest, most), begin, index = rounds, 0.0, 0

@@ -56,9 +56,8 @@ def refusal(trial: Trial) -> str | None:
 
 
 def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[RankTrace]]:
-    """Run the trial's ranks for a step; write ``traces/trace-<id>.json`` in the suite's folder of results.
-
-    Raises a Refusal, LinkError or LaunchError if it has no trace, or the link or a rank fails.
+    """Run the trial's ranks for a step; write ``traces/trace-<id>.json`` in the suite's folder of results; a
+    Refusal, LinkError or LaunchError if it has no trace, or the link or a rank fails.
     """
     if (why := refusal(trial)) is not None:
         raise Refusal(f"trial {trial.id}: {why}")

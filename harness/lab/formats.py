@@ -176,9 +176,7 @@ def budget_lines(rows: pd.DataFrame, bits: float) -> Iterator[str]:
 
 
 def choose_codecs(rows: pd.DataFrame, bits: float) -> tuple[dict[str, str], Cost]:
-    """The codecs by unit, of one kind, with the least sum of errors within ``bits`` an element, and their
-    total cost; a Refusal if even the smallest codecs take more.
-    """
+    """Each unit's codec for least error within ``bits`` an element, and their cost; a Refusal if none fit."""
     costs: dict[str, dict[str, Cost]] = {}
     sums = rows.groupby(["unit", "codec"], sort=False)[["bytes", "error"]].sum()
     for (unit, codec), (nbytes, error) in zip(sums.index, sums.to_numpy().tolist(), strict=True):

@@ -40,9 +40,7 @@ _numbers = st.one_of(
     st.floats(width=32, allow_nan=False, allow_infinity=False),
 )
 noises = st.builds(
-    Noise,
-    st.tuples(*[st.integers(0, 2**32 - 1)] * 4),
-    st.integers(0, 2**40).map(lambda octet: octet * OCTET),
+    Noise, st.tuples(*[st.integers(0, 2**32 - 1)] * 4), st.integers(0, 2**40).map(lambda octet: octet * OCTET)
 )
 
 

@@ -82,10 +82,7 @@ def codecs(
 
 
 def check_laws(trials: Sequence[Trial]) -> list[str]:
-    """Try the users' codecs of a suite before its first trial, and return their names.
-
-    The first broken law is a Refusal.
-    """
+    """Try a suite's user codecs before its first trial; return their names; a broken law is a Refusal."""
     codecs = {
         codec
         for trial in trials

@@ -333,9 +333,7 @@ def _bits(subject: Subject, case: Case) -> None:
 
 
 def _local(subject: Subject, case: Case) -> None:
-    """Check that changing the first, a middle or the last block leaves all others as they were; if NaN are
-    covered by a law, also that a NaN in it does.
-    """
+    """Check that changes of the first, a middle and the last block (to NaN under NONFINITE) stay in it."""
     x = case.x
     count, size = blocks_of(x, subject.promises.block).shape
     trip = _through(subject, x, case.noise, case.out)

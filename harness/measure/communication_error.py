@@ -176,9 +176,8 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
 
 
 def _order(entry: tuple[Place, Sums]) -> tuple[object, ...]:
-    place, _ = entry
-    end = place.hop is None
-    return place.step, place.purpose, place.unit, end, place.hop or 0, place.axis, place.codec, place.repeated
+    step, purpose, unit, hop, *rest = entry[0]
+    return step, purpose, unit, hop is None, hop or 0, *rest
 
 
 def _error(place: Place, sums: Sums) -> CommunicationError:

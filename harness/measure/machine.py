@@ -106,9 +106,8 @@ def hcas(devices: Path = INFINIBAND) -> list[str]:
         with contextlib.suppress(OSError, UnicodeDecodeError):
             if state.read_text(encoding="ascii").strip().endswith(" ACTIVE"):
                 names.add(state.parts[-4])
-    return sorted(
-        names, key=lambda name: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
-    )
+    parts = {name: re.split(r"(\d+)", name) for name in names}
+    return sorted(names, key=lambda name: [int(p) if p.isdecimal() else p for p in parts[name]])
 
 
 def shared_memory_bytes() -> int:

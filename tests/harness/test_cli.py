@@ -194,9 +194,7 @@ def test_bytes_of_peers_are_those_of_the_interfaces(folder: Path, zeropp: Zeropp
 def test_other_code(
     folder: Path, capsys: pytest.CaptureFixture[str], zeropp: Zeropp, machinery: list[tuple[Any, ...]]
 ) -> None:
-    """Records of other code are left alone, before anything runs; what failed on it, with nothing measured,
-    stops no run.
-    """
+    """Records of other code are refused before anything runs; failures with nothing measured stop no run."""
     other = record()
     error = refused(folder, capsys, "run", suite(folder))
     assert "holds 1 record of other code (hash of sources None, here " in error
@@ -269,9 +267,7 @@ def test_plan(folder: Path, zeropp: Zeropp) -> None:
 
 
 def test_seeds_of_a_cell_are_one_row_of_a_plan(folder: Path, zeropp: Zeropp) -> None:
-    """Their number stands beside the cells', and the plan says where seeds or steps are too few for a verdict
-    on losses.
-    """
+    """Their number stands beside the cells'; a plan says if seeds or steps are too few for a verdict."""
     for seeds, steps, count in (
         (3, 4, "6 trials: 2 cells x 3 seeds x 1 repeat. "),
         (6, 99, "12 trials: 2 cells x 6 seeds x 1 repeat. "),
@@ -512,9 +508,7 @@ sys.exit(status)
 
 @pytest.mark.parametrize("arguments", [("run", "q.toml"), ("train",), ("export", "a", "b")], ids=" ".join)
 def test_interrupt_where_no_exception_passes(folder: Path, arguments: tuple[str, ...]) -> None:
-    """Ctrl-C inside an import that swallows exceptions, as a function that C calls does: nothing goes on, and
-    nothing is left.
-    """
+    """Ctrl-C inside an import that swallows exceptions, as C callbacks do: nothing goes on or is left."""
     suite(folder)
     before = tree(folder)
     ended = by_python(LOST, *arguments)
@@ -526,9 +520,7 @@ def test_interrupt_where_no_exception_passes(folder: Path, arguments: tuple[str,
     "seconds", [0.7, 2.1, *(pytest.param(later, marks=pytest.mark.nightly) for later in (1.4, 3.0, 5.0))]
 )
 def test_interrupt_at_any_moment(folder: Path, seconds: float) -> None:
-    """Whenever a terminal's Ctrl-C comes, there is no traceback and the exit status is 130; no process and
-    no half-written file is left.
-    """
+    """Whenever Ctrl-C comes: no traceback, exit status 130, no process and no half-written file left."""
     suite(folder, 'strategy = "single"\nsteps = 1000000\ntimeout_seconds = 60\n')
     with subprocess.Popen(
         [sys.executable, "-c", MAIN, "run", "q.toml"],

@@ -36,9 +36,7 @@ def seconds(**fields: Any) -> float:
 
 @pytest.mark.usefixtures("cores")
 def test_steps_wait_for_cores_and_for_the_link() -> None:
-    """Four ranks on two cores take twice as long as two; micro-batches add up; bytes take their time; and
-    validations are forward passes.
-    """
+    """Four ranks on two cores take twice two's time; micro-batches, bytes and validations take theirs."""
     two, four = (seconds(cluster=Cluster(nodes=2, ranks_per_node=ranks, link="none")) for ranks in (1, 2))
     assert four - OVERHEAD == pytest.approx(2 * (two - OVERHEAD))
     assert two == pytest.approx(OVERHEAD + 0.1 * (10 + 6))

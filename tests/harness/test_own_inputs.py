@@ -139,10 +139,7 @@ Process = subprocess.CompletedProcess[str]
 
 @pytest.fixture
 def zeropp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Process]:
-    """A command line in this process, which knows nothing of the user's module, nor of a suite, beforehand.
-
-    Ranks are processes of their own, which import the user's module themselves.
-    """
+    """A command line in this process without a module of the user's; ranks are processes that import it."""
     monkeypatch.setitem(sys.modules, "mine", sys)  # any module: it is removed when the test ends
 
     def zeropp(*arguments: str) -> Process:
@@ -174,9 +171,7 @@ def single(records: list[Record], strategy: str, **fields: Any) -> Record:
 @pytest.mark.long
 @pytest.mark.usefixtures("undrawn")
 def test_all_that_is_ones_own_runs_together(folder: Path, zeropp: Callable[..., Process]) -> None:
-    """Found in the suite's folder; checkpointing of activations changes no loss; sources are on the record;
-    the report and the table need none of the user's code.
-    """
+    """Found in the suite's folder, on the record; checkpointing changes no loss; reports need none of it."""
     body = BODY + (
         'optimizer.schedule = { warmup = 2, decay = "cosine", floor = 0.1 }\n'
         '[matrix]\nstrategy = ["single", "ddp", "qwz", "zeropp"]\npolicy.weights = ["mine:Eighths"]\n'

@@ -14,9 +14,7 @@ from harness.print_once import speaks
 
 
 def test_equal_errors_are_printed_once_and_different_ones_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the first that fails, once more after a restart of the job; where no store answers, or without
-    torchrun, by all.
-    """
+    """By the first to fail, again after a restart; by all where no store answers or without torchrun."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(print_once, "_PATIENCE", timedelta(milliseconds=200))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")

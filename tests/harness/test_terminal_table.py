@@ -27,9 +27,7 @@ def shown(rows: list[dict[str, Any]], columns: list[Column], width: int) -> str:
 
 @pytest.mark.parametrize("name", ["quickstart", "bits", "peers", *nightly("paper_scale")])
 def test_plans_fit_the_terminal(name: str) -> None:
-    """No line of a shipped suite's plan is longer than the terminal, no word of its headings is cut, and the
-    columns that are left out are named.
-    """
+    """No line is longer than the terminal, no heading's word is cut, and columns left out are named."""
     suite = load(SUITES / f"{name}.toml")
     forecasts = forecast(suite.trials, any_host())
     for width in (80, 100, 120, 170, 190):

@@ -110,9 +110,7 @@ def test_moved_bytes() -> None:
 
 @given(st.integers(1, 4), st.integers(1, 6), st.floats(0.0, 1.0))
 def test_contenders_take_turns(contenders: int, most: int, seconds: float) -> None:
-    """Every contender runs once in every round; the first turn rotates, a warm-up is left out, and rounds
-    keep within what was asked for.
-    """
+    """Each contender runs once a round; turns rotate, a warm-up is left out, and rounds keep their limits."""
     calls: list[int] = []
 
     def contend(number: int) -> int:
@@ -134,9 +132,7 @@ def test_contenders_take_turns(contenders: int, most: int, seconds: float) -> No
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (1, 2)])
 def test_collectives(folder: Path, capsys: pytest.CaptureFixture[str], nodes: int, ranks: int) -> None:
-    """Two ranks leave every algorithm and codec, with the ledger's bytes beside gloo's; rows of shared memory
-    are those of hops inside a node.
-    """
+    """Two ranks leave all algorithms and codecs, bytes beside gloo's; shared memory is for hops in a node."""
     arguments = ["--nodes", str(nodes), "--ranks", str(ranks), "--megabytes", "1", "--seconds", "0"]
     assert cli.main(["bench", "collectives", *arguments]) == cli.OK
     assert "times gloo" in capsys.readouterr().out
@@ -249,9 +245,7 @@ def test_overlap_needs_namespaces(
 
 @given(st.integers(1, 10**9), st.integers(1, 10**9), st.floats(1e-3, 1e2), st.floats(1e-3, 1e2))
 def test_computation_has_its_room(forward: int, backward: int, ahead: float, behind: float) -> None:
-    """At the rate of a step computation takes 1.2 times as long as communication in the tighter of forward
-    and backward, and no less in the other.
-    """
+    """Computation takes 1.2 times as long as communication in the tighter of forward and backward."""
     rate = overlap.rate_for_step((forward, backward), (ahead, behind))
     rooms = ahead / (8e-6 * forward / rate), behind / (8e-6 * backward / rate)
     assert min(rooms) == pytest.approx(overlap.ROOM, rel=0.01)

@@ -48,9 +48,7 @@ def test_the_pages_example_is_real(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("texts", [SHOWN, REPRESENTATIVE])
 def test_codecs_of_every_kind_are_shown_and_tried(texts: tuple[str, ...]) -> None:
-    """The page's table and the command's default name every element type, width and option; the command
-    tries every published format too.
-    """
+    """Page and command name every element type, width and option; the command tries all formats too."""
     wanted = {"shard", "asym", "clip", "hadamard", "stochastic", "fp8e4m3", "fp8e5m2", "mxfp8", "mxfp8e5m2"}
     wanted |= {"mxfp4", "fp32", "bf16", "fp16"} | {f"int{bits}" for bits in range(2, 9)}
     parts = {part for text in texts for part in re.sub(r"hadamard\d+", "hadamard", text).split(":")}
@@ -82,9 +80,7 @@ def test_the_formula_of_shared_scales_is_their_worst(text: str) -> None:
 def test_the_default_is_every_representative_on_every_backend(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without options the representative codecs, of which three stand here for all, are tried, and hold, on
-    the backends found.
-    """
+    """Without options the representative codecs, here three, hold on all backends that are found."""
     few = ("bf16", "int4:32:asym", "mxfp4:stochastic")
     monkeypatch.setattr("harness.laws.subject.REPRESENTATIVE", few)
     assert cli.main(["check", "codecs", "--examples", "2", "--elements", "100"]) == cli.OK

@@ -15,7 +15,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.laws import ELEMENTS
 from harness.laws.adversarial_rows import cases, falsify, fixed_cases, violation_of
 from harness.laws.laws import Case, Claim, Duty, Subject, Violation, attempt
 from harness.laws.rounding_edges import levels
@@ -169,11 +168,9 @@ def toy_subject(implementation: Any) -> Subject:
     return user_subject(user_codec(implementation, "toy"))
 
 
-def search(
-    subject: Subject, claim: Claim, *, examples: int, seed: int, elements: int = ELEMENTS
-) -> Violation | None:
-    """The violation of the smallest row that is found to break a claim, or None."""
-    return falsify(subject, claim, examples=examples, seed=seed, elements=elements).violation
+def search(subject: Subject, claim: Claim, **options: int) -> Violation | None:
+    """The violation by the smallest row that breaks a claim, or None."""
+    return falsify(subject, claim, **options).violation
 
 
 def broken(kind: Any, claim: Claim) -> Violation | None:
@@ -195,10 +192,7 @@ class Summing(Toy):
         self.encode(total, frame)
 
 
-@pytest.mark.parametrize(
-    ("kind", "sums"),
-    [(Toy, []), (Random, []), (Summing, [Duty.SUM, Duty.FUSED])],
-)
+@pytest.mark.parametrize(("kind", "sums"), [(Toy, []), (Random, []), (Summing, [Duty.SUM, Duty.FUSED])])
 def test_honest_codecs_of_others_pass(kind: type[Toy], sums: list[Duty]) -> None:
     """An object that keeps its promises is found to keep them; sums are tried where it offers them."""
     subject = toy_subject(kind)

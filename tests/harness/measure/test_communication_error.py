@@ -278,9 +278,8 @@ def test_what_other_groups_send_is_part_of_the_error(text: str, tmp_path: Path, 
 
 
 def test_sums_of_ranks_make_one_error() -> None:
-    """Sums add up over ranks and units; zeros have no error, nor have infinities and NaN.
-
-    The cosine of equal gradients is 1, of opposite ones -1; a rank without any has none.
+    """Sums add up over ranks and units; zeros have no error, nor have infinities and NaN.  Cosines of equal
+    gradients are 1, of opposite ones -1; a rank without any has none.
     """
     for products, cosine in (([4.0, 2, 2, 1], 1), ([4.0, -2, -2, 1], -1), ([4.0, 0, 0, 0], None)):
         assert mean_cosine(np.array(products)) == (cosine and pytest.approx(cosine))

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any, Final
 from unittest import mock
 
@@ -222,10 +222,6 @@ CLEAN: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def _trial(text: str, strategy: str, changes: dict[str, Any]) -> Trial:
-    return trial(text, strategy, measure_quantisation=True, **changes)
-
-
 def _run_all(rank: Rank, trials: list[tuple[str, Trial]]) -> list[Outcome]:
     """The trials one after the other, each with its sabotage."""
     outcomes = []
@@ -244,8 +240,9 @@ def outcomes(
     wanted = {test.params.get("name") for test in tests if test is not None}
     policy = {"max_padding": 9.0, "gradients": "int4:64", "weights": "int8:64"}
     changes = {"clip": 0.1, "policy": policy, "validate_every": 3, "validation_batches": 1}
-    trials = [(name, _trial(text, "zeropp", changes)) for name in SABOTAGES if name in wanted]
-    trials += [(name, _trial(text, name, CLEAN[name])) for name in CLEAN if name in wanted]
+    make = partial(trial, text, measure_quantisation=True)
+    trials = [(name, make("zeropp", **changes)) for name in SABOTAGES if name in wanted]
+    trials += [(name, make(name, **CLEAN[name])) for name in CLEAN if name in wanted]
     launch = local(trials[0][1].topology(), tmp_path_factory.mktemp("ranks") / "log", seconds=280)
     by_trial = zip(*run_ranks(_run_all, trials, launch), strict=True)
     return {name: ([*ranks], trial) for (name, trial), ranks in zip(trials, by_trial, strict=True)}
