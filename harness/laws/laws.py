@@ -155,7 +155,7 @@ class _Trip:
         return f"element {i}: {_text(self.x[i])} decodes to {_text(self.decoded[i])}"
 
 
-def _through(subject: Subject, x: Tensor, noise: Noise, out: Dtype = "fp32") -> _Trip:
+def _round_trip(subject: Subject, x: Tensor, noise: Noise, out: Dtype = "fp32") -> _Trip:
     """Encode and decode ``x`` (..., S)."""
     size = subject.frame_bytes(x.shape[-1])
     frames = torch.full((*x.shape[:-1], size), 0xA5, dtype=torch.uint8, device=subject.device)
@@ -168,7 +168,7 @@ def _through(subject: Subject, x: Tensor, noise: Noise, out: Dtype = "fp32") -> 
 def _bound(subject: Subject, case: Case) -> None:
     """Check the error bound on finite blocks, away from where the output's type saturates."""
     x = _representable(subject, case)
-    trip, allowed = _through(subject, x, case.noise, case.out), _bounds(subject, x, case.out)
+    trip, allowed = _round_trip(subject, x, case.noise, case.out), _bounds(subject, x, case.out)
     error = (trip.decoded.double() - x.double()).abs()
     trip.refuse(
         ~(error <= allowed) & allowed.isfinite(),
@@ -200,20 +200,20 @@ def _zero(subject: Subject, case: Case) -> None:
     blocks = len(blocks_of(x, subject.promises.block))
     zeros = _by_element(torch.arange(blocks) % 2 == 0, subject.promises.block, x.numel())
     x[zeros] = torch.copysign(torch.zeros_like(x), x)[zeros]
-    trip = _through(subject, x, case.noise)
+    trip = _round_trip(subject, x, case.noise)
     trip.refuse(zeros & (trip.decoded != 0), lambda i: f"{trip.decoded_text(i)}, in a block of zeros")
 
 
 def _idempotent(subject: Subject, case: Case) -> None:
     """Check that a second round trip equals the first, up to the last bit of its scales."""
-    trip = _through(subject, case.x, case.noise)
-    once, twice = trip.decoded, _through(subject, trip.decoded, case.noise).decoded
+    trip = _round_trip(subject, case.x, case.noise)
+    once, twice = trip.decoded, _round_trip(subject, trip.decoded, case.noise).decoded
     close = _same(once, twice) | ((once - twice).abs() <= once.abs() * 2.0**-22)
     trip.refuse(~close, lambda i: f"{trip.decoded_text(i)}, and that to {_text(twice[i])} again")
 
 
 def _sign(subject: Subject, case: Case) -> None:
-    trip, mirrored = (_through(subject, x, case.noise) for x in (case.x, -case.x))
+    trip, mirrored = (_round_trip(subject, x, case.noise) for x in (case.x, -case.x))
     trip.refuse(
         ~_same(trip.decoded, -mirrored.decoded),
         lambda i: f"{trip.decoded_text(i)}, its negative to {_text(mirrored.decoded[i])}",
@@ -227,7 +227,7 @@ def _power_of_two(subject: Subject, case: Case) -> None:
     x = case.x.float().nan_to_num(0.0, 0.0, 0.0)
     x = torch.ldexp(x, -torch.frexp(x.abs().max()).exponent)
     x = torch.where(x.abs() < 2.0**-exponents, 0.0, x)
-    trip, scaled = (_through(subject, row, case.noise) for row in (x, x * 2.0**power))
+    trip, scaled = (_round_trip(subject, row, case.noise) for row in (x, x * 2.0**power))
     trip.refuse(
         ~_same(trip.decoded * 2.0**power, scaled.decoded),
         lambda i: f"{trip.decoded_text(i)}, 2^{power} times it to {_text(scaled.decoded[i])}",
@@ -236,7 +236,7 @@ def _power_of_two(subject: Subject, case: Case) -> None:
 
 def _nonfinite(subject: Subject, case: Case) -> None:
     """Check blocks with a NaN or an infinity, and their neighbours."""
-    trip = _through(subject, case.x, case.noise, case.out)
+    trip = _round_trip(subject, case.x, case.noise, case.out)
     x, decoded = case.x.float(), trip.decoded.float()
     finite, lost = (
         _by_element(blocks_of(marks, subject.promises.block).all(dim=1), subject.promises.block, x.numel())
@@ -259,7 +259,7 @@ def _unbiased(subject: Subject, case: Case) -> None:
     numel = x.numel()
     rows = x.expand(DRAWS, numel).contiguous()
     noise = Noise(case.noise.philox, case.noise.start, (-(-numel // OCTET) * OCTET,))
-    trips = _through(subject, rows, noise)
+    trips = _round_trip(subject, rows, noise)
     errors = trips.decoded.double() - x.double()
     mean, variance = errors.mean(dim=0), errors.var(dim=0)
     bound = _bounds(subject, x, "fp32")
@@ -300,7 +300,7 @@ def _frame(subject: Subject, case: Case) -> None:
     trip.check_equal(trip.frame, again.frame, f"byte {{i}} of {size} {depends}")
     trip.check_equal(trip.decoded, again.decoded, f"element {{i}} {depends}")
     other = torch.where(x > 0, -0.5, 3.0).to(x.dtype)  # differs in every element, in sign or by a lot
-    _through(subject, other, case.noise, case.out)
+    _round_trip(subject, other, case.noise, case.out)
     later = torch.full_like(trip.decoded, 7.0, device=subject.device)
     subject.decode(trip.frame.to(subject.device, copy=True), later)
     message = "element {i} depends on more than its frame: {got}, and {wanted} once another row was encoded"
@@ -322,7 +322,7 @@ def _bits(subject: Subject, case: Case) -> None:
     size, expected = subject.frame_bytes(numel), codec.frame_bytes(numel)
     if size != expected:
         raise Violation(f"a frame of {numel} elements has {size} bytes, the reference's {expected}", case.x)
-    trip = _through(subject, case.x, case.noise, case.out)
+    trip = _round_trip(subject, case.x, case.noise, case.out)
     wanted, elements = torch.empty_like(trip.frame), torch.empty_like(trip.decoded)
     reference.encode(codec, case.x, wanted, noise=case.noise if codec.stochastic else None)
     reference.decode(codec, wanted, elements)
@@ -336,7 +336,7 @@ def _local(subject: Subject, case: Case) -> None:
     """Check that changes of the first, a middle and the last block (to NaN under NONFINITE) stay in it."""
     x = case.x
     count, size = blocks_of(x, subject.promises.block).shape
-    trip = _through(subject, x, case.noise, case.out)
+    trip = _round_trip(subject, x, case.noise, case.out)
     nans = [math.nan] if Law.NONFINITE in subject.promises.laws else []
     for number in sorted({0, count // 2, count - 1}):
         elements = slice(number * size, min((number + 1) * size, x.numel()))
@@ -345,7 +345,7 @@ def _local(subject: Subject, case: Case) -> None:
         for other in others:
             changed = x.clone()
             changed[elements] = other.to(x.dtype)
-            again = _through(subject, changed, case.noise, case.out)
+            again = _round_trip(subject, changed, case.noise, case.out)
             differs = ~_same(trip.decoded, again.decoded)
             differs[elements] = False
             once = f"once elements {elements.start} to {elements.stop - 1}, another block, were changed"
@@ -356,7 +356,7 @@ def _sources(subject: Subject, case: Case) -> Tensor:
     """(sources, F) frames of variants of the row: itself, reversed, negative, shifted, and shrunk."""
     x = case.x
     rows = [x, x.flip(0), (x.float() * -0.5).to(x.dtype), x.roll(1), (x.float() * 0.125).to(x.dtype)]
-    return torch.stack([_through(subject, row, case.noise).frame for row in rows]).to(subject.device)
+    return torch.stack([_round_trip(subject, row, case.noise).frame for row in rows]).to(subject.device)
 
 
 def _summed(subject: Subject, frames: Tensor, numel: int) -> Tensor:
