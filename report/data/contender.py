@@ -69,7 +69,7 @@ FLAT_FACTOR = (
 
 
 def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
-    """Whether each row is a baseline's: by role; else of ZeRO-3 without changes; else of the first contender."""
+    """Whether each row is a baseline's: by role, else of plain ZeRO-3, else of the contender listed first."""
     if table["role"].eq("baseline").any():
         return table["role"].eq("baseline")
     preset = is_preset(table, BASELINE)
