@@ -7,7 +7,7 @@ import io
 import textwrap
 from collections.abc import Callable, Collection
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from report.data.metrics import Derived
 from report.data.text import sweeps_in_words
 from report.draw.marks import Front, Lanes, Lines, Rows, Stacked
 from report.draw.names_of_rows import common_to, peers_note
-from report.draw.theme import WIDTH, Style, fonts, looks_of
+from report.draw.theme import COLUMN, WIDTH, Style, fonts, looks_of
 
 # No dates and no versions: the same records give the same bytes.
 _METADATA: Final[dict[str, dict[str, Any]]] = {
@@ -65,12 +65,17 @@ class Figure:
     def draw(
         self, derived: Derived, folder: Path, style: Style, forms: Collection[str] = FORMS
     ) -> Drawn | None:
-        """Draw it into a folder; None if the records hold nothing to draw."""
-        data = self.table(derived)
-        return None if data.empty else self.write(data, folder, style, forms)
+        """Draw it into files of these ``forms``, with a CSV of its raw values; None without data."""
+        if (data := self.table(derived)).empty:
+            return None
+        rendered = self.render(data, style, forms)
+        for form, content in rendered.items():
+            (folder / f"{self.name}.{form}").write_bytes(content)
+        data.to_csv(folder / f"{self.name}.csv", index=False, lineterminator="\n")
+        return Drawn(self, data, rendered["svg"], style)
 
-    def write(self, data: pd.DataFrame, folder: Path, style: Style, forms: Collection[str] = FORMS) -> Drawn:
-        """Draw a table with rows into files of these ``forms``, and write its raw values as CSV."""
+    def render(self, data: pd.DataFrame, style: Style, forms: Collection[str] = ("svg",)) -> dict[str, bytes]:
+        """The drawing of a table with rows in these ``forms``."""
         rendered = {}
         with fonts():
             drawn = self.mark.draw(data, style)
@@ -83,9 +88,7 @@ class Figure:
                 buffer = io.BytesIO()
                 drawn.savefig(buffer, format=form, metadata=_METADATA[form], bbox_inches=box)
                 rendered[form] = buffer.getvalue()
-                (folder / f"{self.name}.{form}").write_bytes(rendered[form])
-        data.to_csv(folder / f"{self.name}.csv", index=False, lineterminator="\n")
-        return Drawn(self, data, rendered["svg"], style.width)
+        return rendered
 
 
 @dataclass(frozen=True)
@@ -95,12 +98,12 @@ class Drawn:
     figure: Figure
     data: pd.DataFrame
     svg: bytes
-    width: float = WIDTH  # mm
+    style: Style
 
-    @property
-    def image(self) -> str:
-        """The drawing as a data URI."""
-        return f"data:image/svg+xml;base64,{base64.b64encode(self.svg).decode('ascii')}"
+    def image(self, *, narrow: bool = False) -> str:
+        """The drawing, or another one for a narrow screen, as a data URI."""
+        svg = self.figure.render(self.data, replace(self.style, width=COLUMN))["svg"] if narrow else self.svg
+        return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
 
     def records(self, marked: AbstractSet[str]) -> list[tuple[str, str]]:
         """Ids of the records behind it, each with its footnote mark if it is in ``marked``."""

@@ -17,6 +17,7 @@ from matplotlib.colors import to_hex, to_rgb
 from report.data.contender import STRATEGIES
 
 WIDTH: Final = 178.0  # mm: a journal's two columns, and a text column of the page
+COLUMN: Final = 84.0  # mm: one column of a journal, and a telephone's screen
 INK: Final = "#222222"
 FAINT: Final = "#8a8a8a"
 PUBLISHED: Final = "#c00000"  # numbers of the papers
@@ -64,14 +65,13 @@ class Style:
 def looks_of(contenders: Iterable[tuple[str, str]]) -> dict[str, Look]:
     """Looks by contender, from (strategy, contender) in list order; those of one strategy differ."""
     looks: dict[str, Look] = {}
-    counts: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
     for strategy, contender in dict.fromkeys(contenders):
         usual = STRATEGIES.get(strategy) or Look()
         markers = [usual.marker, *(marker for marker in _MARKERS if marker != usual.marker)]
-        cycles = (_SHADES, markers, _DASHES)
-        shade, marker, dashes = (cycle[counts[strategy] % len(cycle)] for cycle in cycles)
+        shade, marker, dashes = (cycle[seen[strategy] % len(cycle)] for cycle in (_SHADES, markers, _DASHES))
         looks[contender] = Look(_mixed(usual.colour, *shade), marker, dashes)
-        counts[strategy] += 1
+        seen[strategy] += 1
     return looks
 
 

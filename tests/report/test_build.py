@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import resource
@@ -45,7 +46,7 @@ class _Page(HTMLParser):
         self.text += data
 
     def all(self, tag: str, attribute: str) -> list[str]:
-        return [found[attribute] or "" for name, found in self.tags if name == tag and attribute in found]
+        return [values[attribute] or "" for name, values in self.tags if name == tag and attribute in values]
 
 
 def _folder(path: Path, suite: str) -> Path:
@@ -68,7 +69,7 @@ def test_the_page_stands_alone(quickstart: Path) -> None:
     text = (quickstart / "report.html").read_text()
     page = _Page(text)
     assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "embed", "base"}
-    assert not [name for _, found in page.tags for name in found if name.startswith("on")]
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
     assert "url(" not in text.split("</style>")[0]
     assert len(page.all("img", "src")) >= 5
     assert all(image.startswith("data:image/svg+xml;base64,") for image in page.all("img", "src"))
@@ -78,7 +79,7 @@ def test_the_page_stands_alone(quickstart: Path) -> None:
 def test_every_link_leads_somewhere(quickstart: Path) -> None:
     """Links are anchors of the page or files beside it."""
     page = _Page((quickstart / "report.html").read_text())
-    anchors = {found["id"] for _, found in page.tags if "id" in found}
+    anchors = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
     links = page.all("a", "href")
     assert any(link.endswith(".pdf") for link in links)
     for link in links:
@@ -89,13 +90,19 @@ def test_every_link_leads_somewhere(quickstart: Path) -> None:
 
 
 def test_a_narrow_screen_scrolls_only_inside_tables(quickstart: Path) -> None:
-    """Every table lies in a box that scrolls; images are no wider than the page and lead to their drawing."""
+    """Tables lie in boxes that scroll; images are no wider than the page and lead to their drawings; the
+    first has a drawing of 84 mm for narrow screens.
+    """
     text = (quickstart / "report.html").read_text()
-    for (outer, around), (tag, _) in pairwise(_Page(text).tags):
+    page = _Page(text)
+    for (outer, around), (tag, _) in pairwise(page.tags):
         if tag == "table":
             assert (outer, around["class"], around["tabindex"]) == ("div", "wide", "0")
-        if tag == "img":
+        if tag == "picture":
             assert (around["href"] or "").endswith(".svg")
+    (narrow,) = page.all("source", "srcset")
+    svg = base64.b64decode(narrow.removeprefix("data:image/svg+xml;base64,"), validate=True)
+    assert b'width="238.1' in svg.partition(b"<svg ")[2].partition(b">")[0]  # points
     assert ".wide { overflow-x: auto; }" in text
     assert any("max-width: min(100%" in rule.split("}")[0] for rule in text.split("figure img {"))
 
@@ -105,8 +112,8 @@ def test_failures_are_listed_and_hostile_text_is_escaped_in_every_form(quickstar
     and paths is printed, not obeyed: HTML, SVG, Markdown and LaTeX.
     """
     page = _Page((quickstart / "report.html").read_text())
-    for told in ("crashed", f"{HOSTILE} second line", f"logs/{HOSTILE}.log", "{{ 7 * 7 }}"):
-        assert told in page.text
+    for text in ("crashed", f"{HOSTILE} second line", f"logs/{HOSTILE}.log", "{{ 7 * 7 }}"):
+        assert text in page.text
     assert "crashed" in (quickstart / "tables" / "failures.md").read_text()
     for path in [quickstart / "report.html", *quickstart.glob("*/*.md"), *quickstart.glob("*/*.svg")]:
         assert "<script" not in path.read_text()
@@ -114,7 +121,7 @@ def test_failures_are_listed_and_hostile_text_is_escaped_in_every_form(quickstar
 
 
 def test_the_page_begins_with_question_answer_and_figure(quickstart: Path) -> None:
-    """The first paragraph answers by the records, the figure that shows it follows, then all else."""
+    """The first paragraph answers by the records, its figure follows, then the rest."""
     text = (quickstart / "report.html").read_text()
     page = " ".join(_Page(text).text.split())
     assert "Cannot be told (2 pairs, where an interval takes 6): a step of qwZ is " in page
@@ -152,7 +159,7 @@ def test_the_title_names_who_is_there(strategies: tuple[str, ...], title: str, t
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("without", [True, False])
 def test_what_a_suite_asks_is_answered(without: bool, tmp_path: Path) -> None:
-    """Asked whether int6 beats int8, title, headline and figures compare these two, also beside ZeRO-3."""
+    """If a suite compares int6 with int8, so do title, headline and figures, also beside ZeRO-3."""
     sides = [("zeropp", "int8:64", "baseline"), ("zeropp", "int6:64", "contrast")]
     sides += [] if without else [("zero3", None, "")]
     for repeat, (strategy, weights, role) in product(range(6), sides):
@@ -173,15 +180,15 @@ def test_what_a_suite_asks_is_answered(without: bool, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("undrawn")
 def test_the_page_marks_trials_of_which_others_had_processors(tmp_path: Path) -> None:
     """A warning counts them, the facts say how much was taken, and their records are marked; undisturbed ones
-    have no warning; of records without the machine's seconds the facts say that nothing is on record.
+    have no warning; without the machine's seconds the facts say that nothing is on record.
     """
     first, *rest = records_of("quickstart", repeats=1)
-    unknown = [changed(one, processor_use=None) for one in (first, *rest)]
+    unknown = [changed(record, processor_use=None) for record in (first, *rest)]
     folders = {"taken": [taken_by_others(first, 0.5), *rest], "quiet": [first, *rest], "unknown": unknown}
     page = {}
     for name, records in folders.items():
-        for one in records:
-            write(tmp_path / name, one)
+        for record in records:
+            write(tmp_path / name, record)
         text = _Page(build(tmp_path / name).read_text().replace("</dt>", ": </dt>")).text
         page[name] = " ".join(text.split())
     assert "During 1 of 5 trials other programs and the machine's host took more" in page["taken"]
@@ -196,23 +203,23 @@ def test_the_page_marks_trials_of_which_others_had_processors(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("undrawn")
 def test_what_rows_share_stands_above_them_on_the_page(tmp_path: Path) -> None:
-    """The Summary of several rates and batches is no wider on the page than that of one: each place is told
+    """The Summary of several rates and batches is no wider on the page than that of one: each place stands
     once, over the whole width, above its rows; files keep it in columns.
     """
     rates, sizes = ("50 Mbit/s", "200 Mbit/s"), (256, 512)
     places = list(product(rates, sizes))
     for (rate, tokens), strategy in product(places, ("zero3", "zeropp")):
-        asked = {"tokens_per_rank": tokens, "cluster": Cluster(rate=rate), "steps": 100, "validate_every": 0}
-        write(tmp_path, record_of(Trial(strategy=strategy, **asked)))
+        fields = {"tokens_per_rank": tokens, "cluster": Cluster(rate=rate), "steps": 100, "validate_every": 0}
+        write(tmp_path, record_of(Trial(strategy=strategy, **fields)))
     text = build(tmp_path).read_text()
     section = text.split('<section id="table-summary">')[1].split("</section>")[0]
     heads = re.findall(r"<th scope=\"col\"[^>]*>([^<]*)</th>", section)
     assert heads[0] == "Contender"
     assert "Validation loss" in heads
-    told = re.findall(r"<th scope=\"rowgroup\" colspan=\"(\d+)\">([^<]*)</th>", section)
+    groups = re.findall(r"<th scope=\"rowgroup\" colspan=\"(\d+)\">([^<]*)</th>", section)
     expected = sorted(f"{rate}, {size} tokens/rank" for rate, size in places)
-    assert sorted(place for _, place in told) == expected
-    assert {int(columns) for columns, _ in told} == {len(heads)}
+    assert sorted(place for _, place in groups) == expected
+    assert {int(columns) for columns, _ in groups} == {len(heads)}
     assert section.count("<tbody>") == len(places)
     assert "| Where |" in (tmp_path / "tables" / "summary.md").read_text()
 
@@ -323,18 +330,18 @@ def test_what_cannot_be_reported_raises_one_line(tmp_path: Path) -> None:
 def test_peers_and_unmeasured_links_are_reported(link: Literal["none", "auto"], tmp_path: Path) -> None:
     """A sweep of peers beside policies, with no rate known, has a page without a best step."""
     for name in ("single", "ddp", "fsdp2", "exact", "zero3", "zeropp"):
-        one = record_of(Trial(strategy=name, cluster=Cluster(link=link), validate_every=0))
-        write(tmp_path, changed(one, link=None) if link == "none" else one)
+        record = record_of(Trial(strategy=name, cluster=Cluster(link=link), validate_every=0))
+        write(tmp_path, changed(record, link=None) if link == "none" else record)
     page = _Page(build(tmp_path).read_text())
-    for told in ("single process", "DDP", "FSDP2", "exact (fp32)", "ZeRO-3", "ZeRO++"):
-        assert told in page.text
+    for name in ("single process", "DDP", "FSDP2", "exact (fp32)", "ZeRO-3", "ZeRO++"):
+        assert name in page.text
     assert any(alt.startswith("Speed-up. How much faster") for alt in page.all("img", "alt"))
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_halved_ledgers_are_marked(tmp_path: Path) -> None:
-    """Of a record whose ledgers were halved, and its digest taken out, the page says that it is neither the
-    prediction nor what the interfaces sent, and counts it out of the checks; with its digest it is refused.
+    """The page says that halved ledgers, in a record without its digest, are neither the prediction nor the
+    interfaces' bytes, and counts them out of the checks; with its digest the record is refused.
     """
     pairs = product(("zeropp", "zero3"), range(2))
     trials = [Trial(strategy=name, repeat=at, cluster=Cluster(rate="50 Mbit/s")) for name, at in pairs]
@@ -359,11 +366,11 @@ def test_halved_ledgers_are_marked(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_modelled_link_is_called_so(tmp_path: Path) -> None:
-    """Where a pacer stood for the link, title, headline, every caption and every place say "modelled"."""
+    """If a pacer stood for the link, title, headline, captions and places say "modelled"."""
     for name in ("zero3", "zeropp"):
-        one = record_of(Trial(strategy=name, cluster=Cluster(rate="50 Mbit/s")))
-        paced = one.link.model_copy(update={"kind": "paced"})
-        write(tmp_path, changed(one, link=paced, interfaces=None))
+        record = record_of(Trial(strategy=name, cluster=Cluster(rate="50 Mbit/s")))
+        paced = record.link.model_copy(update={"kind": "paced"})
+        write(tmp_path, changed(record, link=paced, interfaces=None))
     text = build(tmp_path).read_text()
     assert "modelled link</title>" in text
     page = " ".join(_Page(text).text.split())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
@@ -61,7 +60,7 @@ def test_the_front_has_what_nothing_beats(points: list[tuple[float, float]]) -> 
 
 @pytest.mark.parametrize("width", [84.0, 178.0])
 @pytest.mark.parametrize(("count", "name"), [(1, "ZeRO-3"), (11, "qgZ (g int2:128, feedback classic:all)")])
-def test_a_legend_of_many_long_names_fits(count: int, name: str, width: float, tmp_path: Path) -> None:
+def test_a_legend_of_many_long_names_fits(count: int, name: str, width: float) -> None:
     """The figure has the requested width; four columns of such names once left its panels no width at all."""
     rows = [
         {"contender": f"{name}{'i' * number}", "strategy": "qgz", "place": 0, "first": number, "panel": "p",
@@ -70,8 +69,8 @@ def test_a_legend_of_many_long_names_fits(count: int, name: str, width: float, t
     ]  # fmt: skip
     mark = Lines("x", "x", (Measure("y", "y", ""),))
     drawing = Figure(name="many", title="Many", question="?", mark=mark)
-    drawing.write(pd.DataFrame(rows), tmp_path, Style(width))
-    (wide,) = re.findall(rb"/MediaBox \[ 0 0 ([0-9.]+) ", (tmp_path / "many.pdf").read_bytes())
+    pdf = drawing.render(pd.DataFrame(rows), Style(width), ("pdf",))["pdf"]
+    (wide,) = re.findall(rb"/MediaBox \[ 0 0 ([0-9.]+) ", pdf)
     assert float(wide) / 72 * 25.4 == pytest.approx(width, abs=0.01)
 
 
