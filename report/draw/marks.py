@@ -107,7 +107,7 @@ def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: 
         sns.scatterplot(ends, x="estimate", **common, style=places, markers=markers, s=40, zorder=3)
     inks = [theme.INK] * len(rows) if measure.bar else colours
     ax.hlines(places, ends["low"], ends["high"], colors=inks, zorder=3)
-    values = pd.concat([rows[place][[column]].astype(float).assign(place=place) for place in places])
+    values = pd.concat([group[[column]].astype(float).assign(place=row) for row, group in enumerate(rows)])
     sns.scatterplot(x=values[column], y=values["place"] + 0.22, ax=ax, **_DOT)
     if measure.stroke:
         ax.plot(ends["stroke"], places, "|", color=theme.INK, ms=11, mew=1.3, zorder=3)

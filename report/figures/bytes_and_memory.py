@@ -82,9 +82,8 @@ def _memory(derived: Derived) -> pd.DataFrame:
         return parts[:0]
     keys = [name for name in formula.columns if name not in ("part", "bytes")]
     totals = formula.groupby(keys, as_index=False, sort=False)["bytes"].sum()
-    rows = pd.concat([engine.assign(kind="bar"), totals.assign(kind="formula", part="total")])
-    order = ["nodes", "ranks_per_node", "shape", "secondary"]
-    rows = rows.sort_values(order, kind="stable", ignore_index=True)
+    rows: pd.DataFrame = pd.concat([engine.assign(kind="bar"), totals.assign(kind="formula", part="total")])
+    rows = rows.sort_values([*_PLACE[:3], "secondary"], kind="stable", ignore_index=True)
     mib, part = rows["bytes"] / 2**20, rows["part"].str.replace("_", " ")
     return rows.assign(mib=mib, part=part, place=rows["secondary"], panel=rows.apply(_place, axis=1))
 

@@ -37,11 +37,8 @@ def score(rows: pd.DataFrame) -> dict[str, float]:
     """
     by_cell = rows.groupby(["cell", "contender"], as_index=False)[["step_seconds", *WAYS.values()]].median()
     seconds, foreseen = by_cell["step_seconds"], by_cell["foreseen_seconds"]
-    ratios = {
-        "": foreseen / seconds,
-        "trial_": 1 / rows["over_predicted"],
-        "naive_": by_cell["naive_seconds"] / seconds,
-    }
+    ratios = {"": foreseen / seconds, "trial_": 1 / rows["over_predicted"]}
+    ratios["naive_"] = by_cell["naive_seconds"] / seconds
     both = by_cell.merge(by_cell, on="cell", suffixes=("", "_other"))
     both = both[both["contender"] < both["contender_other"]]
     columns = ("step_seconds", "foreseen_seconds")
