@@ -1,4 +1,4 @@
-"""Compares two result folders of one suite by pairs: whatever else changed between them is in it, too."""
+"""Compares two result folders of one suite by pairs of trials; other changes between them count, too."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Comparison:
     """Two folders side by side."""
 
     names: tuple[str, str]  # of the folders
-    # a row per cell and contender, of their pairs: ``step``, seconds in the second folder over those in the
-    # first (:class:`Interval`), the ``verdict`` on it, ``bytes`` between nodes likewise, and ``loss``, the
-    # last validation loss in the second less that in the first, in nats; NaN of neither
+    # a row per cell and contender: ``step``, seconds in the second folder over those in the first
+    # (:class:`Interval`), its ``verdict``, ``bytes`` between nodes likewise, and ``loss``, the last
+    # validation loss in the second minus that in the first, in nats, or NaN
     table: Table
-    notes: tuple[str, ...]  # sentences around it, the first of which counts the verdicts
+    notes: tuple[str, ...]  # sentences above it, beginning with the counts of verdicts
 
     @property
     def worse(self) -> int:
@@ -48,7 +48,7 @@ class Comparison:
 
 
 def judge(ratio: Interval, margin: float) -> Verdict:
-    """What an interval of a ratio of step times says: ``same`` within ``1 / (1 + margin)`` to ``1 + margin``;
+    """The verdict on a ratio of step times: ``same`` within ``1 / (1 + margin)`` to ``1 + margin``;
     ``better`` or ``worse`` on one side of 1; else, and without an interval, ``cannot tell``.
     """
     if not ratio.known:
@@ -71,31 +71,31 @@ def compare(first: Path, second: Path, margin: float) -> Comparison:
     both = before.merge(after[columns], on="id", suffixes=("", "_after"))
     if both.empty:
         raise ReportError(f"{first} and {second}: no trial finished in both; expected two runs of one suite")
-    of = groups(both, ["where", "contender"])
-    rows = pd.DataFrame([{"where": key[0], "contender": key[1]} | _row(mine, margin) for key, mine in of])
+    cells = groups(both, ["where", "contender"])
+    rows = pd.DataFrame([{"where": key[0], "contender": key[1]} | _row(cell, margin) for key, cell in cells])
     counts = rows["verdict"].value_counts()
-    told = ", ".join(f"{counts[name]} {name}" for name in _OUTCOMES if name in counts)
-    notes = [f"Of {len(rows)} comparisons: {told} (same: within {margin:.3g} of 1)."]
+    outcomes = ", ".join(f"{counts[name]} {name}" for name in _OUTCOMES if name in counts)
+    notes = [f"Of {len(rows)} comparisons: {outcomes} (same: within {margin:.3g} of 1)."]
     if any(not step.known for step in rows["step"]):
         notes.append("Rows of too few pairs cannot be told: more repeats, or --sweeps 3, in both folders.")
     notes.append("The two folders ran at different times: what else differed between them is in the ratios.")
     for fact in (*MUST_AGREE, "packages.torch"):
-        values = [one.facts[one.facts["fact"] == f"machine.{fact}"]["value"].unique() for one in loaded]
-        one, other = (" and ".join(sorted(found)) or "not on record" for found in values)
-        if one != other:
+        tables = [frames.facts[frames.facts["fact"] == f"machine.{fact}"] for frames in loaded]
+        value, other = (" and ".join(sorted(set(table["value"]))) or "not on record" for table in tables)
+        if value != other:
             name = fact.rpartition(".")[2]
-            notes.append(f"Machines differ: {name} is {one} in the first and {other} in the second.")
-    for folder, found in ((first, before), (second, after)):
-        if ids := sorted(set(found["id"]) - set(both["id"])):
+            notes.append(f"Machines differ: {name} is {value} in the first and {other} in the second.")
+    for folder, trained in ((first, before), (second, after)):
+        if ids := sorted(set(trained["id"]) - set(both["id"])):
             some = ", ".join(ids[:5]) + (", ..." if len(ids) > 5 else "")
             notes.append(f"Only in {folder}: {some} ({len(ids)}).")
     table = Table("compare", "Comparison", "", rows, _COLUMNS)
     return Comparison((str(first), str(second)), table, tuple(notes))
 
 
-def page(found: Comparison) -> str:
+def page(comparison: Comparison) -> str:
     """The comparison as a page of HTML."""
-    return render_template("compare.html", {"found": found})
+    return render_template("compare.html", {"comparison": comparison})
 
 
 def _row(group: pd.DataFrame, margin: float) -> dict[str, Any]:

@@ -26,16 +26,16 @@ def folder(
 ) -> Path:
     """Records of some strategies, ZeRO++'s steps ``factor`` times as long as usual."""
     for name, repeat in product(strategies, range(repeats)):
-        one = record_of(Trial(strategy=name, cluster=SHAPED, repeat=repeat))
+        record = record_of(Trial(strategy=name, cluster=SHAPED, repeat=repeat))
         if name == "zeropp":
-            one = with_digest(changed_steps(one, lambda step: {"total": step.total * factor}))
-        write(path, one)
+            record = with_digest(changed_steps(record, lambda step: {"total": step.total * factor}))
+        write(path, record)
     return path
 
 
 @given(st.floats(0.5, 2.0), st.floats(0.0, 0.2), st.floats(0.005, 0.1))
 def test_a_verdict_follows_from_the_interval(estimate: float, half: float, margin: float) -> None:
-    """Same lies within the margin, better and worse on one side of 1, and nothing is two of them."""
+    """``same`` lies within the margin, ``better`` and ``worse`` on one side of 1."""
     ratio = Interval(estimate, estimate * math.exp(-half), estimate * math.exp(half), 9)
     means = {
         "same": 1 / (1 + margin) < ratio.low <= ratio.high < 1 + margin,
@@ -50,32 +50,32 @@ def test_a_verdict_follows_from_the_interval(estimate: float, half: float, margi
 def test_what_got_slower_is_worse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A contender whose steps take 1.5 times as long is worse, an unchanged one the same; the status is 1."""
     before, after = folder(tmp_path / "a", 1.0), folder(tmp_path / "b", 1.5)
-    found = compare(before, after, 0.02)
-    rows = found.table.data.set_index("contender")
+    comparison = compare(before, after, 0.02)
+    rows = comparison.table.data.set_index("contender")
     assert dict(rows["verdict"]) == {"ZeRO-3": "same", "ZeRO++": "worse"}
     assert rows["step"]["ZeRO++"].estimate == pytest.approx(1.5)
     assert rows["bytes"]["ZeRO++"] == 1.0
-    assert found.worse == 1
+    assert comparison.worse == 1
     html = tmp_path / "compared.html"
     assert cli.main(["compare", str(before), str(after), "--html", str(html)]) == cli.SOME_FAILED
     shown = capsys.readouterr().out
     assert "Of 2 comparisons: 1 worse, 1 same" in shown
-    assert all(cell in html.read_text() for row in found.table.rows() for cell in row[2:6])
+    assert all(cell in html.read_text() for row in comparison.table.rows() for cell in row[2:6])
     assert cli.main(["compare", str(after), str(before)]) == cli.OK
 
 
 def test_too_few_pairs_are_not_judged(tmp_path: Path) -> None:
     """Five pairs have no interval, so nothing is worse, and the notes say why."""
-    found = compare(folder(tmp_path / "a", 1.0, repeats=5), folder(tmp_path / "b", 1.5, repeats=5), 0.02)
-    assert set(found.table.data["verdict"]) == {"cannot tell"}
-    assert any("too few pairs cannot be told" in note for note in found.notes)
+    comparison = compare(folder(tmp_path / "a", 1.0, repeats=5), folder(tmp_path / "b", 1.5, repeats=5), 0.02)
+    assert set(comparison.table.data["verdict"]) == {"cannot tell"}
+    assert any("too few pairs cannot be told" in note for note in comparison.notes)
 
 
 def test_what_is_in_one_folder_only_is_said(tmp_path: Path) -> None:
     """Trials without a partner are counted, and folders without a common trial are refused."""
     before = folder(tmp_path / "a", 1.0)
-    found = compare(before, folder(tmp_path / "b", 1.0, strategies=("zero3",)), 0.02)
-    assert any(note.startswith(f"Only in {before}") and "(8)" in note for note in found.notes)
+    comparison = compare(before, folder(tmp_path / "b", 1.0, strategies=("zero3",)), 0.02)
+    assert any(note.startswith(f"Only in {before}") and "(8)" in note for note in comparison.notes)
     with pytest.raises(ReportError, match="no trial finished in both"):
         compare(before, folder(tmp_path / "c", 1.0, strategies=("ddp",)), 0.02)
     with pytest.raises(ReportError, match="no such folder"):
@@ -84,8 +84,8 @@ def test_what_is_in_one_folder_only_is_said(tmp_path: Path) -> None:
 
 def test_names_are_escaped(tmp_path: Path) -> None:
     """A folder's name is text on the page."""
-    found = compare(folder(tmp_path / "<b>a", 1.0), folder(tmp_path / "b", 1.0), 0.02)
-    assert "<b>a" not in page(found)
+    comparison = compare(folder(tmp_path / "<b>a", 1.0), folder(tmp_path / "b", 1.0), 0.02)
+    assert "<b>a" not in page(comparison)
 
 
 @pytest.mark.parametrize("margin", ["2", "-1%", "0%", "x"])
