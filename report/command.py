@@ -1,4 +1,4 @@
-"""``zeropp report``, ``archive``, ``bundle`` and ``compare``: what is made of records."""
+"""``zeropp report``, ``archive``, ``bundle`` and ``compare``: pages and files made of records."""
 
 from __future__ import annotations
 
@@ -25,31 +25,29 @@ _WIDTH: Final = 178.0  # mm, of figures
 ROOT: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = Path("results")
 ResultsFolder = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
-Answer = Annotated[str, typer.Argument(help="Suite name or file, or results folder.", metavar="SUITE")]
-Check = Annotated[
-    bool, typer.Option("--check", help="Only say what in README and docs differs from the committed records.")
-]
-Explain = Annotated[
-    tuple[str, str, str] | None,
-    typer.Option("--explain", help="Only say what is behind one number.", metavar="TABLE ROW COLUMN"),
-]
-Columns = Annotated[
-    list[str] | None,
-    typer.Option(help="Print only these columns of a table; repeatable.", metavar="TABLE=COLUMN;COLUMN"),
-]
-Width = Annotated[
-    float, typer.Option(min=60, max=400, help="Of figures, in mm; 84 is a column of a paper.", metavar="MM")
-]
+Suite = Annotated[str, typer.Argument(help="Suite name or file, or results folder.", metavar="SUITE")]
 
 
 def report(
-    what: Answer = "",
+    suite: Suite = "",
     results: ResultsFolder = RESULTS,
     *,
-    check: Check = False,
-    explain: Explain = None,
-    columns: Columns = None,
-    width: Width = _WIDTH,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Only say what in README and docs differs from the committed records."),
+    ] = False,
+    explain: Annotated[
+        tuple[str, str, str] | None,
+        typer.Option(help="Only say what is behind one number.", metavar="TABLE ROW COLUMN"),
+    ] = None,
+    columns: Annotated[
+        list[str] | None,
+        typer.Option(help="Print only these columns of a table; repeatable.", metavar="TABLE=COLUMN;COLUMN"),
+    ] = None,
+    width: Annotated[
+        float,
+        typer.Option(min=60, max=400, help="Of figures, in mm; 84 is a column of a paper.", metavar="MM"),
+    ] = _WIDTH,
 ) -> None:
     """Build a suite's report from its records and print its path; of a folder of archives, every suite's."""
     if check:
@@ -62,43 +60,43 @@ def report(
             print("\n".join(differing))
             raise typer.Exit(SOME_FAILED)
         return
-    folder = _known(what, results)
-    asked = _columns(columns or [])
+    folder = _existing_folder(suite, results)
+    requested = _columns(columns or [])
     if archives := sorted(folder.glob(f"*{archive.SUFFIX}")):
-        if asked or explain:
+        if requested or explain:
             many = f"{folder} holds {len(archives)} archives"
             raise Refusal(f"{many}: --columns and --explain are of one suite")
-        built, processes = partial(_built, width=width), min(len(archives), machine.cores())
+        build_one, processes = partial(_build_archive, width=width), min(len(archives), machine.cores())
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-            print("\n".join(map(str, pool.map(built, archives))))
+            print("\n".join(map(str, pool.map(build_one, archives))))
         return
     if explain is not None:
         from report.tables.all_tables import explanation
 
         print(explanation(folder, *explain))
         return
-    build_report(folder, asked, width)
+    build_report(folder, requested, width)
 
 
 def archive_records(
-    what: Answer,
+    suite: Suite,
     into: Annotated[Path, typer.Argument(help="Folder in which the archive is written.", metavar="FOLDER")],
     results: ResultsFolder = RESULTS,
 ) -> None:
     """Write a suite's records into one compressed file, SUITE.tar.xz, and print its path."""
-    print(archive.pack(_known(what, results), into))
+    print(archive.pack(_existing_folder(suite, results), into))
 
 
 def bundle(
-    what: Answer,
+    suite: Suite,
     into: Annotated[Path, typer.Argument(help="Folder in which it is written.", metavar="FOLDER")],
     results: ResultsFolder = RESULTS,
 ) -> None:
     """Write records, suite, packages, commands and claims into one file, for an artifact's evaluation."""
-    folder = _known(what, results)
-    from report.bundle import bundle as bundled
+    folder = _existing_folder(suite, results)
+    from report.bundle import bundle as write_bundle
 
-    print(bundled(folder, into))
+    print(write_bundle(folder, into))
 
 
 def compare(
@@ -109,23 +107,23 @@ def compare(
     html: Annotated[Path | None, typer.Option(help="Also write a page.", metavar="FILE")] = None,
 ) -> None:
     """Compare two runs of a suite, before and after a change; status 1 if anything got slower."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", margin)
-    if found is None or not 0 < float(found[1]) < 100:
+    percent = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", margin)
+    if percent is None or not 0 < float(percent[1]) < 100:
         raise Refusal(f"--margin {margin}: expected a number above 0 and below 100 with %, as 2%")
-    from report.compare import compare as compared
+    from report.compare import compare as compare_folders
     from report.compare import page
 
-    result, out = compared(first, second, float(found[1]) / 100), console()
-    result.table.show(out)
-    out.print("\n".join(result.notes), markup=False, highlight=False, soft_wrap=True)
+    comparison, out = compare_folders(first, second, float(percent[1]) / 100), console()
+    comparison.table.show(out)
+    out.print("\n".join(comparison.notes), markup=False, highlight=False, soft_wrap=True)
     if html is not None:
-        html.write_text(page(result), encoding="utf-8")
-    if result.worse:
+        html.write_text(page(comparison), encoding="utf-8")
+    if comparison.worse:
         raise typer.Exit(SOME_FAILED)
 
 
-def _built(packed: Path, width: float) -> Path:
-    """The page of an archive, in a process of its own."""
+def _build_archive(packed: Path, width: float) -> Path:
+    """Build the page of an archive, in a process of its own."""
     from report.build import build
 
     return build(archive.unpack(packed), width=width)
@@ -155,37 +153,37 @@ def build_report(
         print("\n".join(of_folder(folder).sentences), file=sys.stderr)
 
 
-def _columns(asked: Sequence[str]) -> dict[str, list[str]]:
-    """Columns by table, of ``TABLE=COLUMN;COLUMN``."""
-    found = {}
-    for text in asked:
+def _columns(options: Sequence[str]) -> dict[str, list[str]]:
+    """Columns by table, from ``TABLE=COLUMN;COLUMN``."""
+    columns = {}
+    for text in options:
         table, _, names = map(str.strip, text.partition("="))
         if not (table and names):
             raise Refusal(f"--columns {text}: expected TABLE=COLUMN;COLUMN, as 'summary=Step, s;Tokens/s'")
-        found[table] = [name.strip() for name in names.split(";")]
-    return found
+        columns[table] = [name.strip() for name in names.split(";")]
+    return columns
 
 
-def folder_of(what: str, results: Path) -> Path | None:
+def folder_of(suite: str, results: Path) -> Path | None:
     """The results folder of a suite's name or file, or the folder itself; None if it is neither."""
-    if what.endswith(".toml"):
-        folder = results / name_of(Path(what))
+    if suite.endswith(".toml"):
+        folder = results / name_of(Path(suite))
         if not folder.is_dir():
             raise Refusal(f"{folder}: no such results folder; `zeropp run` makes it")
         return folder
-    places = (Path(what), results / what) if what else ()
-    return next((place for place in places if place.is_dir()), None)
+    folders = (Path(suite), results / suite) if suite else ()
+    return next(filter(Path.is_dir, folders), None)
 
 
-def _known(what: str, results: Path) -> Path:
-    """The same of one that there is; a Refusal names those there are."""
-    if (folder := folder_of(what, results)) is None:
-        there = f"unknown suite {what!r}: {results} holds {suites_in(results)}"
-        raise Refusal(f"{there}; a report is of a suite, `zeropp show` also prints single trials")
+def _existing_folder(suite: str, results: Path) -> Path:
+    """The same folder, or a Refusal that lists the suites with results."""
+    if (folder := folder_of(suite, results)) is None:
+        unknown = f"unknown suite {suite!r}: {results} holds {suites_in(results)}"
+        raise Refusal(f"{unknown}; a report is of a suite, `zeropp show` also prints single trials")
     return folder
 
 
 def suites_in(results: Path) -> str:
     """Names of the suites that have results."""
-    there = sorted(path.name for path in results.glob("*") if path.is_dir()) if results.is_dir() else []
-    return ", ".join(there) or "no suites"
+    names = sorted(path.name for path in results.glob("*") if path.is_dir()) if results.is_dir() else []
+    return ", ".join(names) or "no suites"
