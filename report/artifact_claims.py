@@ -1,4 +1,4 @@
-"""What the records of a suite claim: of each contender its speed and bytes, and its validation loss."""
+"""Claims of a suite's records: speed, bytes and validation loss of each contender."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ _LOSSES: Final = ("beside", "contender", "validation loss", "difference, nats", 
 
 
 def steps(derived: Derived) -> list[tuple[str, ...]]:
-    """Rows of :data:`_STEPS`: of speed-ups whose interval does not hold 1; none of disturbed seconds."""
+    """Rows of :data:`_STEPS` for speed-ups whose interval excludes 1; none if seconds are disturbed."""
     if derived.mostly_disturbed:
         return []
     pairs = derived.pairs
     compared = pairs[pairs["contender"] != pairs["baseline_contender"]]
     rows: list[tuple[str, ...]] = []
-    for (where, contender, baseline), mine in groups(compared, ["where", "contender", "baseline_contender"]):
-        fast, shares = speedup(mine), mine["bytes_ratio"].dropna().unique()
+    for (where, contender, baseline), group in groups(compared, ["where", "contender", "baseline_contender"]):
+        gain, shares = speedup(group), group["bytes_ratio"].dropna().unique()
         sent = f"{shares[0]:.4f}" if len(shares) == 1 and math.isfinite(shares[0]) else NOTHING
-        if fast.known and not fast.contains(1):
-            rows.append((where, baseline, contender, *_told(fast, ".2f", ratio=True), str(len(mine)), sent))
+        if gain.known and not gain.contains(1):
+            rows.append((where, baseline, contender, *_again(gain, ".2f", ratio=True), str(len(group)), sent))
     return rows
 
 
 def losses(derived: Derived) -> list[tuple[str, ...]]:
-    """Rows of :data:`_LOSSES`: of every contender with a verdict."""
+    """Rows of :data:`_LOSSES` for every contender with a verdict."""
     return [
         (
             row["base"],
             row["contender"],
             row["verdict"],
-            *_told(row["difference"], "+.4f", ratio=False),
+            *_again(row["difference"], "+.4f", ratio=False),
             str(row["seeds"]),
         )
         for row in loss_verdicts.losses(derived)
@@ -57,7 +57,7 @@ def table(derived: Derived) -> str:
         ("Tables *Summary* and *Volume between nodes*", _STEPS, steps(derived)),
         (f"Table *Losses*, by {loss_verdicts.allowed(derived)}", _LOSSES, losses(derived)),
     )
-    if shown := [_table(*one) for one in tables if one[-1]]:
+    if shown := [_table(title, head, rows) for title, head, rows in tables if rows]:
         return "\n".join(shown)
     if derived.pairs.empty:
         return "No steps of training are compared.\n"
@@ -65,22 +65,22 @@ def table(derived: Derived) -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; what all rows share stands in the line above it, a place in its first row alone."""
-    found = pd.DataFrame(rows, columns=list(head))
-    if "where" in found and len(set(found["where"])) > 1:
-        shared, places = common_and_rest(found["where"])
-        title, found["where"] = ", ".join((title, *shared)), found["where"].map(places)
-    common = [name for name in found if len(set(found[name])) == 1 and name != "contender"]
-    told = [(name, found[name].iloc[0]) for name in common]
-    said = "; ".join((title, *(f"{name}: {markdown(cell)}" for name, cell in told if cell != NOTHING)))
-    found = found.drop(columns=common).map(markdown)
-    if "where" in found:
-        found["where"] = found["where"].mask(found["where"].eq(found["where"].shift()), "")
-    lines: list[list[str]] = [list(map(str, found)), ["---"] * found.shape[1], *found.to_numpy().tolist()]
-    return f"{said}.\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    """A Markdown table; cells that all rows share stand in a line above it, a place only in its first row."""
+    table = pd.DataFrame(rows, columns=list(head))
+    if "where" in table and len(set(table["where"])) > 1:
+        shared, places = common_and_rest(table["where"])
+        title, table["where"] = ", ".join((title, *shared)), table["where"].map(places)
+    common = [name for name in table if len(set(table[name])) == 1 and name != "contender"]
+    cells = [(name, table[name].iloc[0]) for name in common]
+    above = "; ".join((title, *(f"{name}: {markdown(cell)}" for name, cell in cells if cell != NOTHING)))
+    table = table.drop(columns=common).map(markdown)
+    if "where" in table:
+        table["where"] = table["where"].mask(table["where"].eq(table["where"].shift()), "")
+    lines: list[list[str]] = [list(map(str, table)), ["---"] * table.shape[1], *table.to_numpy().tolist()]
+    return f"{above}.\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _told(found: Interval, form: str, *, ratio: bool) -> tuple[str, str]:
-    """An estimate, and the ends between which a further sweep is expected to find it."""
-    again = of_another_sweep(found, ratio=ratio)
-    return f"{found.estimate:{form}}", f"{again.low:{form}} to {again.high:{form}}"
+def _again(interval: Interval, form: str, *, ratio: bool) -> tuple[str, str]:
+    """An estimate, and the range in which a further sweep is expected to find it."""
+    again = of_another_sweep(interval, ratio=ratio)
+    return f"{interval.estimate:{form}}", f"{again.low:{form}} to {again.high:{form}}"

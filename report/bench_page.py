@@ -27,11 +27,11 @@ from report.data.text import listed, number
 from report.quantities import formula
 from report.tables.table import Column, Table, table_of
 
-_TEXT_COLUMNS: Final = 98  # of text below a table
+_TEXT_COLUMNS: Final = 98  # width of the text below a table
 _PAGE_ALONE: Final = (
     "numel", "copy_rate", "of_copy", "other", "sent_inter_mb", "rounds",
 )  # fmt: skip
-"""Columns that a terminal has no room for."""
+"""Columns for which a terminal has no room."""
 _ROUNDS: Final = Column("rounds", "rounds", "{:d}".format)
 OPERATIONS: Final = {
     "encode": "encode", "decode": "decode",
@@ -202,26 +202,26 @@ KINDS: Final[dict[Kind, Measured]] = {
 
 
 def tables_of(benches: Sequence[Bench]) -> list[Table]:
-    """A table of each kind of sample, a row a contender: medians with intervals; ``id`` names the records."""
+    """A table for each kind of sample, a row a contender: medians with intervals; ``id`` has the records."""
     tables = []
-    for of, kind in KINDS.items():
+    for name, kind in KINDS.items():
         rounds = [
             pd.DataFrame(kind.values(sample)).assign(id=bench.id)
             for bench in benches
             for sample in bench.samples
-            if sample.kind == of
+            if sample.kind == name
         ]
         if not rounds:
             continue
         data = pd.concat(rounds, ignore_index=True)
-        measures = [name for name in map(str, data.select_dtypes("float")) if not name.endswith("_mb")]
-        labels = [name for name in map(str, data) if name not in (*measures, "id")]
+        measures = [key for key in map(str, data.select_dtypes("float")) if not key.endswith("_mb")]
+        labels = [key for key in map(str, data) if key not in (*measures, "id")]
         rows: list[dict[str, Any]] = [
-            dict(zip(labels, key, strict=True))
-            | {name: median_interval(list(mine[name])) for name in measures}
-            | {"id": " ".join(sorted(set(mine["id"]))), "rounds": len(mine)}
-            for _, here in groups(data, ["where"])
-            for key, mine in groups(here, labels)
+            dict(zip(labels, cells, strict=True))
+            | {key: median_interval(list(group[key])) for key in measures}
+            | {"id": " ".join(sorted(set(group["id"]))), "rounds": len(group)}
+            for _, place in groups(data, ["where"])
+            for cells, group in groups(place, labels)
         ]
         notes = f"Medians over rounds; ratios are formed inside a round. {kind.notes}"
         tables.append(table_of(kind.name, kind.title, rows, *kind.columns, notes=notes))
@@ -231,9 +231,9 @@ def tables_of(benches: Sequence[Bench]) -> list[Table]:
 def build(results: Path) -> Path:
     """Build the page of a folder of benchmarks; a ReportError for several machines, codes or subjects."""
     benches = read_all(results)
-    for of, name in (("pool", "machines or codes"), ("subject", "subjects")):
-        if len(found := sorted({getattr(bench, of) for bench in benches})) > 1:
-            kinds = f"{len(found)} {name} ({', '.join(found)}), which are not put together"
+    for field, name in (("pool", "machines or codes"), ("subject", "subjects")):
+        if len(values := sorted({getattr(bench, field) for bench in benches})) > 1:
+            kinds = f"{len(values)} {name} ({', '.join(values)}), which are not put together"
             raise ReportError(f"{results}: holds records of {kinds}; move some aside")
     tables, last = tables_of(benches), benches[-1]
     text = page.fill(
@@ -242,7 +242,7 @@ def build(results: Path) -> Path:
         heading=("zeropp bench", last.subject),
         emulated=caveats.emulated_by_benches(benches),
         facts=_facts(benches),
-        warnings=[f"Not in the last run: {name}: {why}." for name, why in last.missing.items()],
+        warnings=[f"Not in the last run: {name}: {reason}." for name, reason in last.missing.items()],
         tables=tables,
         pools=[last.pool],
     )
@@ -253,7 +253,7 @@ def _facts(benches: Sequence[Bench]) -> list[tuple[str, str]]:
     """Facts for the page's head: where and when the benchmark ran."""
     machine, code = benches[-1].machine, benches[-1].code
     ran = (bench.started[:16].replace("T", " ") for bench in (benches[0], benches[-1]))
-    found = {
+    facts = {
         "runs": len(benches),
         "ran": " to ".join(dict.fromkeys(ran)),
         **{name: machine.get(name) for name in ("cpu", "cores", "kernel")},
@@ -262,21 +262,22 @@ def _facts(benches: Sequence[Bench]) -> list[tuple[str, str]]:
         "version": code.get("version"),
         "commit": str(code.get("commit") or "")[:12] + (", changed since" if code.get("dirty") else ""),
     }
-    return [(name, str(value)) for name, value in found.items() if value not in (None, "")]
+    return [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
 
 
 def show(benches: Sequence[Bench], out: Console) -> None:
     """Print the tables of records of one benchmark."""
     for table in tables_of(benches):
-        replace(table, columns=tuple(one for one in table.columns if one.key not in _PAGE_ALONE)).show(out)
+        columns = tuple(column for column in table.columns if column.key not in _PAGE_ALONE)
+        replace(table, columns=columns).show(out)
         out.print(textwrap.fill(table.caption, _TEXT_COLUMNS), markup=False, highlight=False)
 
 
 def show_run(record: Path) -> None:
-    """Print the tables of a run's record, what was not there, and the path of its folder's page."""
-    (bench,) = [one for one in read_all(record.parent) if one.id == record.stem]
+    """Print the tables of a run's record, what was missing, and the path of its folder's page."""
+    (bench,) = [bench for bench in read_all(record.parent) if bench.id == record.stem]
     out = console()
     show([bench], out)
-    for name, why in bench.missing.items():
-        out.print(f"not here: {escape(name)}: {escape(why)}")
+    for name, reason in bench.missing.items():
+        out.print(f"not here: {escape(name)}: {escape(reason)}")
     print(build(record.parent))

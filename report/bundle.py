@@ -47,25 +47,24 @@ tar -xf "$here"/{packed} -C "$here"
 
 
 def bundle(folder: Path, into: Path) -> Path:
-    """Write ``<into>/<suite>-artifact.tar.xz`` from the records of ``folder``, and return its path; a
-    RecordError if there are none, or nothing says which suite ran.
+    """Write ``<into>/<suite>-artifact.tar.xz`` from the records of ``folder``, and return its path; raises a
+    RecordError for no records, or records without their run or its suite.
     """
     records = read_all(folder)
     if not records:
         raise RecordError(f"{folder}: no records in it")
-    if not (named := [record.run for record in records if record.run is not None]):
+    if not (runs := [record.run for record in records if record.run is not None]):
         raise RecordError(f"{folder}: no record names its run; records of before they did")
-    suite, run = records[0].suite, run_record.read(folder, named[-1])
+    suite, run = records[0].suite, run_record.read(folder, runs[-1])
     if run.suite is None:
         raise RecordError(f"{folder}: its runs do not say which suite they ran; records of before they did")
     derived = derive(frames_of(records))
     node = run.nodes[0]
-    packages = [one.partition("+")[0] for one in node.software.packages if not one.startswith("zeropp")]
+    packages = [name.partition("+")[0] for name in node.software.packages if not name.startswith("zeropp")]
     facts = "".join(f"- {name}: {value}\n" for name, value in page.facts(derived))
-    inputs = {given for one in records for given in one.inputs.items()}
-    own = [f"{name} (SHA-256 {sha[:12]})" for name, sha in sorted(inputs) if name != "corpus"]
-    facts += f"- not packed, and needed: the suite's own {listed(own)}\n" if own else ""
-    commit = str(node.code.get("commit") or "HEAD")
+    inputs = {pair for record in records for pair in record.inputs.items()}
+    modules = [f"{name} (SHA-256 {sha[:12]})" for name, sha in sorted(inputs) if name != "corpus"]
+    facts += f"- not packed, and needed: the suite's own {listed(modules)}\n" if modules else ""
     python = ".".join(str(node.machine.get("python")).split(".")[:2])
     texts = {
         "README.md": _README.format(
@@ -78,12 +77,12 @@ def bundle(folder: Path, into: Path) -> Path:
         "CLAIMS.md": f"# Claims of {suite}\n\n`zeropp run {suite}.toml`, then `zeropp report {suite}`."
         f"\n\n{artifact_claims.table(derived)}",
         f"{suite}.toml": run.suite.text,
-        "packages.txt": "".join(f"{one}\n" for one in packages),
+        "packages.txt": "".join(f"{package}\n" for package in packages),
         "run.sh": _SCRIPT.format(
             suite=shlex.quote(suite),
             file=shlex.quote(f"{suite}.toml"),
             packed=shlex.quote(f"{suite}{archive.SUFFIX}"),
-            commit=shlex.quote(commit),
+            commit=shlex.quote(str(node.code.get("commit") or "HEAD")),
             python=shlex.quote(f"python{python}"),
             changed="the checkout that ran it had changes" if run.changes else "what ran was that commit",
         ),

@@ -1,4 +1,4 @@
-"""What is handed on holds all that its README names; claims follow from records."""
+"""A bundle holds all that its README names; claims follow from records."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_all_is_in_one_file(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Records, the suite's text, packages, claims, and a script that a shell can read; the same each time."""
-    asked = ["bundle", "quickstart", str(tmp_path / "out"), "--results", str(folder.parent)]
-    assert cli.main(asked) == cli.OK
+    command = ["bundle", "quickstart", str(tmp_path / "out"), "--results", str(folder.parent)]
+    assert cli.main(command) == cli.OK
     path = tmp_path / "out" / "quickstart-artifact.tar.xz"
     assert capsys.readouterr().out == f"{path}\n"
     first = path.read_bytes()
@@ -36,23 +36,23 @@ def test_all_is_in_one_file(folder: Path, tmp_path: Path, capsys: pytest.Capture
     safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # before 3.11.4
     with tarfile.open(path) as packed:
         packed.extractall(tmp_path, **safely)  # noqa: S202  # our own
-    there = tmp_path / "quickstart-artifact"
-    assert {one.name for one in there.iterdir()} == {
+    bundled = tmp_path / "quickstart-artifact"
+    assert {path.name for path in bundled.iterdir()} == {
         "README.md", "CLAIMS.md", "packages.txt", "quickstart.tar.xz", "quickstart.toml", "run.sh",
     }  # fmt: skip
-    readme = (there / "README.md").read_text()
+    readme = (bundled / "README.md").read_text()
     assert all(name in readme for name in ("quickstart.tar.xz", "run.sh", "CLAIMS.md"))
-    again = archive.unpack(there / "quickstart.tar.xz", tmp_path / "again")
-    assert [one.id for one in read_all(again)] == [one.id for one in read_all(folder)]
-    subprocess.run(["sh", "-n", str(there / "run.sh")], check=True)
-    refused = subprocess.run(["sh", str(there / "run.sh")], capture_output=True, text=True, check=False)
+    again = archive.unpack(bundled / "quickstart.tar.xz", tmp_path / "again")
+    assert [record.id for record in read_all(again)] == [record.id for record in read_all(folder)]
+    subprocess.run(["sh", "-n", str(bundled / "run.sh")], check=True)
+    refused = subprocess.run(["sh", str(bundled / "run.sh")], capture_output=True, text=True, check=False)
     assert "expected the folder of a clone" in refused.stderr
-    assert 'name = "quickstart"' in (there / "quickstart.toml").read_text()
-    assert "torch==" in (there / "packages.txt").read_text()
+    assert 'name = "quickstart"' in (bundled / "quickstart.toml").read_text()
+    assert "torch==" in (bundled / "packages.txt").read_text()
 
 
 def test_claims_are_of_every_contender(folder: Path) -> None:
-    """Speeds with an interval, and shares of bytes without one, as the summary has them."""
+    """Each has a speed with its range, and a share of bytes without one, as the Summary has them."""
     derived = derive(load(folder))
     rows = steps(derived)
     assert {row[2] for row in rows} == {"flat ZeRO-3", "ZeRO-2", "qwZ", "hpZ", "qgZ", "ZeRO++"}

@@ -28,10 +28,9 @@ def tables(*benches: Bench) -> dict[str, list[dict[str, Any]]]:
 def test_ratios_are_of_pairs() -> None:
     """A speed is the median over rounds of the copy's seconds over the operation's, of one round."""
     record = codecs(("int8:256",))
-    samples = {
-        (OPERATIONS[str(sample.names["operation"])], sample.names["backend"]): sample
-        for sample in record.samples
-    }
+    names = [sample.names for sample in record.samples]
+    keys = [(OPERATIONS[str(name["operation"])], name["backend"]) for name in names]
+    samples = dict(zip(keys, record.samples, strict=True))
     rows = tables(record)["codecs"]
     assert len(rows) == len(samples)
     for row in rows:
