@@ -1,4 +1,4 @@
-"""Figures and tables from records; ``load`` gives them as a table, for figures and sums of one's own.
+"""Figures and tables from records; ``load`` returns the records as a table, for analyses of one's own.
 
 Never imports torch or cupy.
 """
@@ -29,22 +29,22 @@ def load(where: str | Path) -> pd.DataFrame:
     if not path.exists():
         raise frames.ReportError(f"{path}: no such folder or archive")
     archives = [path] if path.is_file() else sorted(path.glob(f"*{archive.SUFFIX}"))
-    folders = [one for one in (path, *sorted(path.glob("*"))) if any(one.glob("*.json"))]
+    folders = [folder for folder in (path, *sorted(path.glob("*"))) if any(folder.glob("*.json"))]
     if path in folders:
         archives, folders = [], [path]
-    known = {one.name.removesuffix(archive.SUFFIX) for one in archives}
-    with tempfile.TemporaryDirectory() as there:
-        parts = [_of_folder(archive.unpack(one, Path(there))) for one in archives]
-    parts += [_of_folder(one) for one in folders if one.name not in known]
+    suites = {packed.name.removesuffix(archive.SUFFIX) for packed in archives}
+    with tempfile.TemporaryDirectory() as unpacked:
+        parts = [_of_folder(archive.unpack(packed, Path(unpacked))) for packed in archives]
+    parts += [_of_folder(folder) for folder in folders if folder.name not in suites]
     if not parts:
         raise frames.ReportError(f"{path}: no records and no archives; `zeropp run SUITE` writes them")
     return pd.concat(parts, ignore_index=True)
 
 
 def _of_folder(path: Path) -> pd.DataFrame:
-    found = frames.load(path)
-    table, curves = metrics.trials(found), found.validations.set_index("id")
+    records = frames.load(path)
+    table, curves = metrics.trials(records), records.validations.set_index("id")
     return table.assign(
-        trial=table["id"].map(lambda one: found.trial_of[one].canonical()),
-        losses=table["id"].map(lambda one: curves[curves.index == one].to_dict("records")),
+        trial=table["id"].map(lambda identity: records.trial_of[identity].canonical()),
+        losses=table["id"].map(lambda identity: curves[curves.index == identity].to_dict("records")),
     )

@@ -1,7 +1,7 @@
 """Builds the report of a results folder: ``report.html``, with ``figures/`` and ``tables/`` beside it.
 
-It is written into a hidden folder inside, then renamed file by file: a full disk or an interruption leaves
-the previous report.
+It is written into a hidden folder inside, then renamed file by file, so that a full disk or an interruption
+leaves the previous report.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ def build(
     """Build the report of a results folder, inside it; equal records give equal bytes.
 
     ``columns``, by table, are printed beside the contender, by title or name in the CSV; ``width`` is in mm.
-    Raises a Refusal for one that is not there, and as :func:`report.data.frames.load` and :func:`publish`.
+    Raises a Refusal for an unknown column, and as :func:`report.data.frames.load` and :func:`publish`.
     """
     derived = derive(load(results))
     shown = with_columns(tables.all_tables(derived), columns or {})
 
     def page_of(folder: Path) -> str:
         style, figures = style_of(derived, width), folder / "figures"
-        drawn = [found for one in all_figures.FIGURES if (found := one.draw(derived, figures, style))]
+        drawn = [figure.draw(derived, figures, style) for figure in all_figures.FIGURES]
         macros = latex.numbers(shown, derived)
         (folder / "tables" / "numbers.tex").write_text(macros, encoding="utf-8", newline="\n")
-        return page.render(derived, drawn, shown)
+        return page.render(derived, list(filter(None, drawn)), shown)
 
     return publish(results, shown, page_of)
 
 
 def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -> list[Table]:
-    """Tables with the columns that are asked for alone, in that order, after places and contender."""
-    found = {table.name: table for table in shown}
-    for name, asked in columns.items():
+    """Tables with only the requested columns, in that order, after places and contender."""
+    tables = {table.name: table for table in shown}
+    for name, requested in columns.items():
         table = find_table(shown, name)
-        kept = [one for one in table.columns if one.place or one.key == "contender"]
-        kept += [table.column(column) for column in asked]
-        found[name] = replace(table, columns=tuple(dict.fromkeys(kept)))
-    return list(found.values())
+        kept = [column for column in table.columns if column.place or column.key == "contender"]
+        kept += [table.column(title) for title in requested]
+        tables[name] = replace(table, columns=tuple(dict.fromkeys(kept)))
+    return list(tables.values())
 
 
 def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str]) -> Path:
-    """Write tables, and the page that ``page_of`` makes with its files in a folder; returns where it is.
+    """Write tables and the page that ``page_of`` makes with its files in a folder; returns the page's path.
 
-    Raises a ReportError if the folder cannot be written; what was there before is then still there.
+    Raises a ReportError if the folder cannot be written, and then leaves the previous report.
     """
     try:
         with tempfile.TemporaryDirectory(dir=results, prefix=".report-") as name:
@@ -75,7 +75,7 @@ def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str
                 latex.write(table, staging / "tables")
             (staging / PAGE).write_text(page_of(staging), encoding="utf-8", newline="\n")
             for path in (path for path in staging.rglob("*") if path.is_file()):
-                with path.open("rb") as file:  # stored before it is renamed
+                with path.open("rb") as file:  # on the disk before it is renamed
                     os.fsync(file.fileno())
             _swap_in(staging, results)
     except OSError as error:
@@ -84,7 +84,7 @@ def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str
 
 
 def _swap_in(staging: Path, results: Path) -> None:
-    """Rename new files over old ones, the page last; then remove those that only the old page linked to."""
+    """Rename new files over old ones, the page last, then remove files to which only the old page linked."""
     page, fresh = results / PAGE, set[str]()
     linked = set(_LINK.findall(page.read_text("utf-8", "replace"))) if page.exists() else set()
     for folder in _FOLDERS:

@@ -39,8 +39,8 @@ def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) ->
     by_name = {table.name: table for table in tables}
     first = [table for table in tables if table.name == "summary" and len(table.data) <= _SHORT]
     apart = {"failures", *_LAST, *(table.name for table in first)}
-    subject, found = heading(derived), answer(derived)
-    shows = next((one for one in drawn if one.figure.name == found.figure), next(iter(drawn), None))
+    subject, lead = heading(derived), answer(derived)
+    shows = next((figure for figure in drawn if figure.figure.name == lead.figure), next(iter(drawn), None))
     modelled = ", on a modelled link" if derived.finished["modelled"].any() else ""
     suite = "" if derived.finished.empty else f": {frames.suite}"
     return fill(
@@ -48,7 +48,7 @@ def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) ->
         kicker=f"Results of suite {frames.suite}{modelled}",
         heading=subject,
         questions=frames.questions,
-        answer=found.sentences,
+        answer=lead.sentences,
         shows=shows,
         emulated=caveats.emulated_by_trials(frames),
         facts=facts(derived),
@@ -65,35 +65,34 @@ def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) ->
 
 
 def fill(**parts: Any) -> str:
-    """Fill the template, without the parts that are not given and that a page may lack."""
+    """Fill the template; optional parts that are left out are empty."""
     return render_template("page.html", {"full": theme.WIDTH} | dict.fromkeys(_OPTIONAL, ()) | parts)
 
 
 def render_template(template: str, parts: Mapping[str, Any]) -> str:
-    """A page by one of the templates here, in the style of all."""
+    """A page by one of the templates in this folder, with their common style."""
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
     style = (_HERE / "page.css").read_text(encoding="utf-8")
-    page: str = environment.get_template(template).render(parts, style=style)
-    return page
+    return environment.get_template(template).render(parts, style=style)
 
 
 def heading(derived: Derived) -> tuple[str, str]:
     """(introduction, what it introduces): the suite's contenders, and what they are compared with."""
     if derived.finished.empty:
         return "No finished trial of", derived.frames.suite
-    asked = derived.compared
-    if not asked.contrast:
-        return "", asked.baseline
-    if len(names := listed(list(asked.contrast))) <= _LONGEST_NAMES:
-        return f"{names} against", asked.baseline
+    compared = derived.compared
+    if not compared.contrast:
+        return "", compared.baseline
+    if len(names := listed(list(compared.contrast))) <= _LONGEST_NAMES:
+        return f"{names} against", compared.baseline
     strategies = {str(name) for name in derived.finished["strategy"]}
-    if len(strategies) == 1 and not asked.named_in_suite:
-        (one,) = strategies
-        return f"{len(asked.contrast) + 1} settings of", NAMES.get(one, one)
-    return f"{counted(len(asked.contrast), 'contender')} against", asked.baseline
+    if len(strategies) == 1 and not compared.named_in_suite:
+        (strategy,) = strategies
+        return f"{len(compared.contrast) + 1} settings of", NAMES.get(strategy, strategy)
+    return f"{counted(len(compared.contrast), 'contender')} against", compared.baseline
 
 
 def facts(derived: Derived) -> list[tuple[str, str]]:
@@ -105,18 +104,18 @@ def facts(derived: Derived) -> list[tuple[str, str]]:
     }
     interrupted = f", {frames.interrupted} interrupted, not yet run again" if frames.interrupted else ""
     started = sorted(ran["started"].str[:16].str.replace("T", " "))
-    found = [
+    head = [
         ("suite", frames.suite),
         ("trials", f"{len(ran)} finished, {len(frames.failures)} failed{interrupted}"),
         ("ran", " to ".join(dict.fromkeys([*started[:1], *started[-1:]])) or NOTHING),
         *essentials(frames, ran),
     ]
     if frames.shared:
-        found.append(("all policies", ", ".join(f"{name} {value}" for name, value in frames.shared.items())))
-    shown = [(told, known.get(fact, "null")) for fact, told in _FACTS.items()]
-    found += [(told, value) for told, value in shown if value not in ("[]", "null")]
+        head.append(("all policies", ", ".join(f"{name} {value}" for name, value in frames.shared.items())))
+    shown = [(name, known.get(fact, "null")) for fact, name in _FACTS.items()]
+    head += [(name, value) for name, value in shown if value not in ("[]", "null")]
     if (taken := caveats.taken_fact(derived)) is not None:
-        found.append(("processors taken by others", taken))
+        head.append(("processors taken by others", taken))
     if "true" in str(known.get("code.dirty")):
-        found.append(("checkout", "changed since its commit"))
-    return found
+        head.append(("checkout", "changed since its commit"))
+    return head

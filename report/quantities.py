@@ -1,4 +1,4 @@
-"""Every reported quantity, its formula and unit: captions say it, docs/reference/metrics.md lists it."""
+"""Every reported quantity with its formula and unit, for captions and docs/reference/metrics.md."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ with _FILE.open(encoding="utf-8", newline="") as _file:
 
 def formula(*quantities: str) -> str:
     """Sentences of a caption: each quantity and its formula."""
-    told = [f"{one[0].upper()}{one[1:]}: {QUANTITIES[one]['formula']}." for one in quantities]
-    return " ".join(told).replace("`", "").replace("\\|", "|")
+    sentences = [f"{name[0].upper()}{name[1:]}: {QUANTITIES[name]['formula']}." for name in quantities]
+    return " ".join(sentences).replace("`", "").replace("\\|", "|")

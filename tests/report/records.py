@@ -68,8 +68,9 @@ def units_of(topology: Topology, grain: int = 2048) -> list[UnitGeometry]:
         ParameterSpec("norms", (4 * HIDDEN,)),
     ]
     outer = [ParameterSpec("embedding", (256, HIDDEN)), ParameterSpec("positions", (128, HIDDEN))]
-    made = {"root": outer} | {f"blocks.{layer}": block for layer in range(LAYERS)}
-    return [lay_out(name, of, grain=grain, world=topology.world, max_padding=9) for name, of in made.items()]
+    blocks = {"root": outer} | {f"blocks.{layer}": block for layer in range(LAYERS)}
+    world = topology.world
+    return [lay_out(name, specs, grain=grain, world=world, max_padding=9) for name, specs in blocks.items()]
 
 
 def record_of(
@@ -81,15 +82,15 @@ def record_of(
     ran: Mapping[str, Any] = {},
     **fields: Any,
 ) -> Record:
-    """The record of one trial, without results if it failed, with more in ``ran`` and other ``fields``."""
-    at = f"2026-01-02T03:{order // 60:02}:{order % 60:02}+00:00"
-    found = {} if failure else _results(trial)
-    found |= {"ran": found["ran"] | ran} if ran else {}
+    """The record of a trial, without results if it failed, with further ``ran`` and other ``fields``."""
+    time = f"2026-01-02T03:{order // 60:02}:{order % 60:02}+00:00"
+    results = {} if failure else _results(trial)
+    results |= {"ran": results["ran"] | ran} if ran else {}
     usual = {
-        "id": trial.id, "suite": "quickstart", "trial": trial.canonical(), "started": at, "finished": at,
+        "id": trial.id, "suite": "quickstart", "trial": trial.canonical(), "started": time, "finished": time,
         "order": order, "machine": MACHINE, "code": CODE, "pool": POOL, "failure": failure,
     }  # fmt: skip
-    return with_digest(Record(**{**usual, **found, **fields}))
+    return with_digest(Record(**{**usual, **results, **fields}))
 
 
 def changed(record: Record, **fields: Any) -> Record:
@@ -120,7 +121,7 @@ def changed_steps(record: Record, change: Callable[[Step], dict[str, Any]]) -> R
 
 
 def busy_while_waiting(record: Record, seconds: float = 1.0) -> Record:
-    """``record`` with so much longer waits in backward, and ranks that fill two processors all the time."""
+    """``record`` with waits in backward longer by ``seconds``, and ranks that fill two processors."""
     processors = 2 / len(record.ranks)
     longer = ("total", "backward", "exposed_backward")
 
@@ -146,13 +147,13 @@ def with_alone(record: Record, forward: float, backward: float, optimizer: float
 
 
 def on_link(record: Record, mbit: float) -> Record:
-    """``record`` whose probe after the trial found this rate."""
+    """``record`` whose probe after the trial measured this rate."""
     assert record.link is not None
     return changed(record, link=record.link.model_copy(update={"probed_mbit": [mbit]}))
 
 
 def taken_by_others(record: Record, others: float, steal: float = 0.0) -> Record:
-    """``record`` with these parts of the processors' time had by other programs and by the machine's host."""
+    """``record`` in which other programs and the machine's host took these shares of processor time."""
     use = record.processor_use
     assert use is not None
     had = use.seconds * use.processors
@@ -161,7 +162,7 @@ def taken_by_others(record: Record, others: float, steal: float = 0.0) -> Record
 
 
 def _processor_use(ranks: list[RankRecord]) -> ProcessorUse:
-    """A machine of which its ranks' steps had all but a hundredth, and the network a fiftieth."""
+    """Use of a machine by its ranks' steps, with a hundredth for others and a fiftieth for interrupts."""
     timed = [[step for step in rank.steps if not step.warmup] for rank in ranks]
     seconds = max(sum(step.total for step in steps) for steps in timed) or 1.0
     computed = sum(step.cpu_seconds or 0.0 for steps in timed for step in steps)
@@ -225,11 +226,11 @@ def _results(trial: Trial) -> dict[str, Any]:
 def _ledger(
     policy: Policy, topology: Topology, units: tuple[UnitGeometry, ...], rank: int, run: tuple[int, int]
 ) -> list[LedgerRow]:
-    """The same in trials that differ in seed or repeat alone."""
+    """Predicted rows; cached, since trials that differ only in seed or repeat have the same."""
     micro_batches, steps = run
     events = passes(policy, micro_batches=micro_batches, norms=1) * steps
-    found = predict(policy, topology, units, rank, events).sent
-    return [LedgerRow(**key._asdict(), **sent._asdict()) for key, sent in found.items()]
+    predicted = predict(policy, topology, units, rank, events).sent
+    return [LedgerRow(**key._asdict(), **sent._asdict()) for key, sent in predicted.items()]
 
 
 def _steps(
@@ -245,14 +246,14 @@ def _steps(
     }
     waits = (0.4 * exposed, 0.6 * exposed) if policy else (None, None)
 
-    def one(index: int) -> Step:
+    def timed(index: int) -> Step:
         stretch = 1 + 0.02 * abs(noise.standard_normal())
         seconds = {name: stretch * part for name, part in parts.items()}
         warmup, loss = index < trial.warmup, _loss(index + 1, policy, noise)
         waited = {"exposed_forward": waits[0], "exposed_backward": waits[1]}
         return Step(index=index, warmup=warmup, loss=loss, gradient_norm=1.0, **seconds, **waited)
 
-    return [one(index) for index in range(trial.warmup + trial.steps)]
+    return [timed(index) for index in range(trial.warmup + trial.steps)]
 
 
 def _loss(step: int, policy: Policy | None, noise: np.random.Generator) -> float:
@@ -304,7 +305,7 @@ def trials_of(suite: str, *, repeats: int = 3) -> list[Trial]:
     """Trials as the suite of that name would run them, smaller: one for each combination of its axes."""
     axes, fixed = _SUITES[suite]
     again = _by("repeat", *range(repeats))
-    combinations = (functools.reduce(operator.or_, one, fixed) for one in product(again, *axes))
+    combinations = (functools.reduce(operator.or_, changes, fixed) for changes in product(again, *axes))
     return [_BASE.model_copy(update=changes) for changes in combinations]
 
 

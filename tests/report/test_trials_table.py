@@ -21,14 +21,14 @@ REFERENCE = ROOT / "results" / "reference"
 
 
 def test_folders_and_archives_give_the_same_trials(tmp_path: Path) -> None:
-    """One row for each trial that trained, with what was asked and what was measured."""
+    """One row for each trial that trained, with its settings and measurements."""
     packed = report.load(REFERENCE / "quickstart.tar.xz")
     folder = archive.unpack(REFERENCE / "quickstart.tar.xz", tmp_path)
     pd.testing.assert_frame_equal(packed, report.load(str(folder)))
     pd.testing.assert_frame_equal(packed, report.load(tmp_path))
     assert packed["id"].is_unique
     assert (packed["step_seconds"] > 0).all()
-    assert all(one["cluster"]["rate"] == 100.0 for one in packed["trial"])
+    assert all(trial["cluster"]["rate"] == 100.0 for trial in packed["trial"])
     suites = ("quickstart", "generation", "models")
     for name in suites:
         shutil.copy(REFERENCE / f"{name}.tar.xz", tmp_path)
@@ -39,12 +39,12 @@ def test_folders_and_archives_give_the_same_trials(tmp_path: Path) -> None:
 
 
 def test_a_trials_loss_curve_is_a_table() -> None:
-    """All validations of a trial, the last of which is its validation loss; none where there are none."""
+    """It has all validations of a trial and ends with its validation loss, or is empty without any."""
     trained = report.load(REFERENCE / "convergence.tar.xz")
-    for one in trained.to_dict("records"):
-        curve = pd.DataFrame(one["losses"])
+    for trial in trained.to_dict("records"):
+        curve = pd.DataFrame(trial["losses"])
         assert list(curve["step"]) == list(range(25, 201, 25))
-        assert curve["loss"].iloc[-1] == one["validation_loss"]
+        assert curve["loss"].iloc[-1] == trial["validation_loss"]
     assert all(curve == [] for curve in report.load(REFERENCE / "quickstart.tar.xz")["losses"])
 
 
@@ -52,17 +52,17 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     """No folder, an empty one, and a file that is no archive."""
     (tmp_path / "some.tar.xz").write_bytes(b"none")
     (tmp_path / "empty").mkdir()
-    for path, error, words in (
+    for path, error, message in (
         (tmp_path / "nowhere", ReportError, "no such folder or archive"),
         (tmp_path / "empty", ReportError, "no records and no archives"),
         (tmp_path / "some.tar.xz", RecordError, "some.tar.xz"),
     ):
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=message):
             report.load(path)
 
 
 def test_the_pages_example_draws_a_figure(tmp_path: Path) -> None:
-    """As it stands, from the root of the repository."""
+    """It runs as printed, from the root of the repository."""
     page = (ROOT / "docs" / "guide" / "compare.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     code = code.replace('"steps.svg"', repr(str(tmp_path / "steps.svg")))
