@@ -52,9 +52,8 @@ def explanation(folder: Path, table: str, row: str, column: str) -> str:
     lines = [f"{shown.title}, {' | '.join(cells[: shown.places + 1])}, {printed.title}: {cell}"]
     raw_values = pd.read_csv(io.StringIO(shown.csv())).iloc[number]  # with the ends of intervals
     lines += [f"  {key} = {value}" for key, value in raw_values.items() if str(key).startswith(printed.name)]
-    files = " ".join(f"{identity}.json" for identity in ids) or "none of one contender alone"
-    lines.append(f"records ({len(ids)}): {files}")
+    files, others = (" ".join(f"{identity}.json" for identity in group) for group in (ids, baselines))
+    lines.append(f"records ({len(ids)}): {files or 'none of one contender alone'}")
     if baselines:
-        files = " ".join(f"{identity}.json" for identity in baselines)
-        lines.append(f"compared with ({len(baselines)}): {files}")
+        lines.append(f"compared with ({len(baselines)}): {others}")
     return "\n".join([*lines, f"how: {shown.caption}", "quantities: docs/reference/metrics.md"])

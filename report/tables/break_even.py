@@ -80,9 +80,8 @@ def verdict(parity: Interval) -> str:
 
 def _behind(derived: Derived, ids: list[str]) -> dict[str, Any]:
     """The number of the trials with these ids, their marks, and the CPU time that others took."""
-    trials = derived.trials[derived.trials["id"].isin(ids)]
-    taken = trials["taken_share"].max()
-    return {**trial_count(trials), "_rates": caveats.rates(trials), "taken_share": taken}
+    rows = derived.trials[derived.trials["id"].isin(ids)]
+    return {**trial_count(rows), "_rates": caveats.rates(rows), "taken_share": rows["taken_share"].max()}
 
 
 def break_even(derived: Derived) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import pandas as pd
 
@@ -25,12 +25,11 @@ def sent_error(derived: Derived) -> Table:
     errors, rows = derived.sent_errors, []
     kind = errors["purpose"].mask(errors["repeated"].gt(1), "repeated").replace("gradients", "end_to_end")
     for *_, trials in by_cell_and_contender(errors.assign(kind=kind)):
-        for _, group in groups(trials, ["step"]):
-            hops = group[group["purpose"].eq("gradients") & group["hop"].notna()]
-            ends = group[group["hop"].isna()]
+        for _, step in groups(trials, ["step"]):
+            hops, ends = step[step["purpose"].eq("gradients") & step["hop"].notna()], step[step["hop"].isna()]
             rows.append({
-                **group.iloc[0][["where", "contender", "step"]],
-                **trial_count(derived.trials[derived.trials["id"].isin(group["id"])]),
+                **step.iloc[0][["where", "contender", "step"]],
+                **trial_count(derived.trials[derived.trials["id"].isin(step["id"])]),
                 "cosine": ends[ends["kind"] == "end_to_end"]["cosine"].median(),
                 "hops": hops_text(hops),
                 "smallest_of_a_hop": float(hops["vnmse"].min()),
@@ -75,14 +74,11 @@ def chosen_codecs(derived: Derived) -> Table:
     new = choices["codec"] != choices.groupby(keys)["codec"].shift()
     codecs = (choices["step"].astype(str) + ": " + choices["codec"]).where(new)
     rows = choices.assign(codecs=codecs).groupby(["where", *keys], sort=False, as_index=False)
-
-    def joined(codecs: pd.Series[str]) -> str:
-        return "; ".join(codecs.dropna())
-
+    columns: dict[str, Any] = {"codecs": lambda codecs: "; ".join(codecs.dropna()), "vnmse": "last"}
     return table_of(
         "chosen_codecs",
         "Codecs chosen within a budget",
-        rows.agg({"codecs": joined, "vnmse": "last"}).drop(columns="cell"),
+        rows.agg(columns).drop(columns="cell"),
         CONTENDER,
         Column("what", "Of"),
         Column("unit", "Unit"),

@@ -19,10 +19,9 @@ FAMILIES: Final = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 def peers(derived: Derived) -> Table:
     """Table of peers and policies in each setting, with our gain over the best of each family."""
     ran = [derived.frames.trial_of[identity] for identity in derived.trials["id"]]
-    policies = [trial.resolved_policy() or trial.peer for trial in ran]  # a peer's type is its own
     trials = derived.trials.assign(
         where=derived.trials["where"].str.replace(r", transport [^,]*", "", regex=True),
-        compute=[policy.compute for policy in policies],
+        compute=[(trial.resolved_policy() or trial.peer).compute for trial in ran],
         carried=list(map(carried_by, ran)),
         family=[family_of(trial.strategy) or "" for trial in ran],
     )

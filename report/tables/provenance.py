@@ -114,9 +114,7 @@ def environment(derived: Derived) -> Table:
 
 
 def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
-    """(key, value) of the trials' settings as a suite has them, without those of contenders, then of what was
-    measured; without keys that no record holds.
-    """
+    """(key, value) of settings but those of contenders, then of what was measured; without unknown keys."""
     trials = [dict(flatten(frames.trial_of[str(identity)].canonical())) for identity in table["id"]]
     keys = dict.fromkeys(key for trial in trials for key in trial)
     kept = [key for key in keys if key.split(".")[0] not in (*OF_CONTENDER, "repeat")]
@@ -125,8 +123,7 @@ def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
 
     def by_contender(values: list[str]) -> str:
         """Values in table order, each with its contenders where it depends on these alone."""
-        groups = table["contender"].groupby(values, sort=False)
-        names = {str(value): contenders.unique() for value, contenders in groups}
+        names = {str(value): part.unique() for value, part in table["contender"].groupby(values, sort=False)}
         apart = len(names) > 1 and sum(map(len, names.values())) == table["contender"].nunique()
         return _some([f"{value} ({', '.join(names[value])})" if apart else value for value in names])
 

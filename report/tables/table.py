@@ -94,9 +94,7 @@ class Table:
         ]
 
     def by_place(self) -> tuple[tuple[Column, ...], list[tuple[str, list[list[str]]]]]:
-        """Columns, and printed rows under their place, for media in which columns of places are too wide;
-        under place "", with all columns, where no two neighbouring rows share one.
-        """
+        """Columns but places, and rows by place; all columns and place "" if no neighbours share a place."""
         places, rows = self.places, self.rows()
         grouped = [
             (place, [row[places:] for row in group])
@@ -108,9 +106,8 @@ class Table:
 
     def column(self, name: str) -> Column:
         """The printed column of this title or name; a Refusal lists the titles."""
-        for column in self.columns:
-            if name in (column.title, column.key, column.name):
-                return column
+        if columns := [column for column in self.columns if name in (column.title, column.key, column.name)]:
+            return columns[0]
         titles = "; ".join(column.title for column in self.columns if column.title)
         raise Refusal(f"no column {name!r} in {self.name}: expected one of {titles}")
 
@@ -194,8 +191,7 @@ def table_of(
     data = pd.DataFrame(rows)
     shown = [column for column in columns if column.key in data and data[column.key].notna().any()]
     caption = [*(column.says for column in shown), notes]
-    with_ends = [column.key for column in shown if column.ends]
-    if any(getattr(value, "known", False) for key in with_ends for value in data[key]):
+    if any(getattr(value, "known", False) for column in shown if column.ends for value in data[column.key]):
         caption.append(f"In brackets: {CONFIDENCE:.0%} intervals, from {FEWEST} pairs or values on.")
     if "where" in data and len(data):
         parts = data["where"].astype(str).str.split(", ", expand=True).fillna("").add_prefix("_where_")
@@ -222,8 +218,7 @@ def rows_of(table: pd.DataFrame, *keys: str) -> Iterator[tuple[dict[str, Any], p
     """For each contender at each place (by ``keys``, else its cell): its first columns, and its rows."""
     for _, cell in groups(table, list(keys or ("cell",))):
         for contender, trials in by_contender(cell):
-            where = trials["where"].iloc[0]
-            yield {"where": where, "contender": contender, **trial_count(trials)}, trials
+            yield {"where": trials["where"].iloc[0], "contender": contender, **trial_count(trials)}, trials
 
 
 def trial_count(trials: pd.DataFrame) -> dict[str, Any]:

@@ -134,8 +134,7 @@ def test_volume_is_in_units_of_one_gather() -> None:
     units = next(record.units for record in records if record.units)
     sizes, padded = ([unit[at] for unit in units] for at in (1, 2))
     assert sum(padded) > sum(sizes)
-    # Of the root, and of the last block.
-    stays, whole = ((counts[0] + counts[-1]) / sum(sizes) for counts in (sizes, padded))
+    stays, whole = ((counts[0] + counts[-1]) / sum(sizes) for counts in (sizes, padded))  # root, last block
     pads = sum(padded) / sum(sizes) - 1
     sent = (3 - stays, 3 * (1 + pads) - whole)
     assert table.loc["ZeRO-3", "ledger"] == pytest.approx(sent[1], abs=1e-4)
