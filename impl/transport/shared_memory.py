@@ -36,8 +36,6 @@ LINE: Final = 64  # bytes; each flag has a cache line of its own
 # Number of the system call, by machine; all are little-endian: a futex is 32 bits, the lower half of a flag.
 _FUTEX: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}.get(platform.machine(), 0)
 _WAIT, _WAKE = 0, 1  # operations on memory that processes share
-_ALL: Final = 2**31 - 1
-
 
 _Timespec = ctypes.c_long * 2  # seconds, nanoseconds
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -154,7 +152,7 @@ class Flags:
     def set(self, slot: int, rank: int, number: int) -> None:
         """Set a flag, and wake the processes that wait for it."""
         self._numbers[slot, rank] = number
-        _futex(self._address(slot, rank), _WAKE, _ALL, None)
+        _futex(self._address(slot, rank), _WAKE, 2**31 - 1, None)  # all sleepers
 
     def wait(self, slot: int, number: int, failure: str) -> None:
         """Wait until all ranks' flags of ``slot`` reach ``number``; TimeoutError: with ranks' ``failure``."""

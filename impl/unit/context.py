@@ -90,16 +90,12 @@ class HostMemory:
         self.copied: dict[CopyKey, int] = defaultdict(int)  # bytes by direction, purpose and unit
         self._device, self._meter = device, meter
         cuda = device.type == "cuda"
+        self.nature = PINNED if cuda else ACCOUNTING  # for the record
         self._up = SideStream(device) if cuda else None
         self._down = SideStream(device) if cuda else None
         self._staging: Tensor | None = None  # (STAGED, S) fp32 on the device, used in turn
         self._left = [Arrival() for _ in range(STAGED)]  # of the copies out of each row
         self._turn = 0
-
-    @property
-    def nature(self) -> str:
-        """Kind of the host's memory, for the record."""
-        return ACCOUNTING if self._up is None else PINNED
 
     def empty(self, part: str, numel: int, dtype: torch.dtype = torch.uint8, *, host: bool = True) -> Tensor:
         """(numel,) of any content, counted as ``part``, on the host, pinned for a GPU, or on the device."""
