@@ -1,1 +1,1 @@
-"""What tests share: ranks as threads or processes, strategies, models, training loops."""
+"""Shared by tests: ranks as threads or processes, strategies, models, training loops."""

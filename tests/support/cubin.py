@@ -1,14 +1,14 @@
-"""What compiled kernels will ask of a GPU, read from their cubins without one.
+"""The resources and instructions of compiled kernels, read from their cubins without a GPU.
 
-NVRTC compiles, and says what ptxas counted: registers, shared and local memory.  ``nvdisasm`` (package
-``nvidia-cuda-nvdisasm``) gives the instructions that load or store global memory, and by line information,
-which changes no instruction, whose source each came from: :data:`PURPOSES` knows the functions that may.
+NVRTC compiles, and reports ptxas's counts of registers, shared and local memory.  ``nvdisasm`` (package
+``nvidia-cuda-nvdisasm``) lists the instructions that load or store global memory; line information, which
+changes no instruction, gives the function of each, which must be in :data:`PURPOSES`.
 
-An access of *elements* goes through ``load_octet`` and ``store_octet``.  What they leave to ``load_singly``
-and ``store_singly`` goes one by one: the end of a row, rows that are strided or begin off 16 bytes.
+An access of *elements* goes through ``load_octet`` and ``store_octet``, which leave the end of a row, strided
+rows and rows that begin off 16 bytes to ``load_singly`` and ``store_singly``, element by element.
 The *main path* of a plain kernel serves thread blocks whose octets are all whole and aligned: ``whole`` of
-``teams.cuh``.  Compiled once more with traps for all that is rare there, it shows what it loads and stores,
-and which instructions a turn has: :func:`works`.  General kernels have none: each octet asks.
+``teams.cuh``.  Compiled again with traps for all rare cases, it shows its loads and stores, and the
+instructions of a turn: :func:`works`.  General kernels have no main path: they check each octet.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from impl.cuda.launch import SOURCES, compile_kernels
 
 _ANY: Final = ("Scheme<0>", "Floats<0>")
 _ROUNDINGS: Final = ("false", "true")  # nearest, stochastic
-VARIANTS: Final[dict[str, tuple[str, ...]]] = {  # every kernel that can be asked for
+VARIANTS: Final[dict[str, tuple[str, ...]]] = {  # every kernel that can be launched
     "quantize.cu": (
         *(f"encode_held<{t}, {s}, {r}>" for t in TYPES.values() for s in AHEAD for r in _ROUNDINGS),
         *(f"encode_general<{s}, {octets}>" for s in _ANY for octets in (1, 2)),
-        *(f"encode_{how}<{s}>" for how in ("staged", "extents", "given") for s in _ANY),
+        *(f"encode_{version}<{s}>" for version in ("staged", "extents", "given") for s in _ANY),
     ),
     "dequantize.cu": (
         *(f"decode<{t}, {s}>" for t in TYPES.values() for s in AHEAD),
@@ -55,9 +55,9 @@ VARIANTS: Final[dict[str, tuple[str, ...]]] = {  # every kernel that can be aske
         *(f"decode_sum_encode_general<{f}, {s}>" for f in _ANY for s in _ANY),
     ),
     "formats.cu": tuple(
-        f"{what}_format<{name.partition(':')[2]}, {kind}>"
+        f"{operation}_format<{name.partition(':')[2]}, {kind}>"
         for name in FORMATS.values()
-        for what in ("encode", "decode")
+        for operation in ("encode", "decode")
         for kind in TYPES.values()
     ),
 }
@@ -66,7 +66,7 @@ WARP: Final = 32
 FORMAT: Final = re.compile(r"(encode|decode)_format<(\w+), (\w+)>")
 # Kernels with a main path.
 PLAIN: Final = re.compile(rf"(encode_held|decode|decode_sum|decode_sum_encode)<.*|{FORMAT.pattern}")
-PURPOSES: Final = {  # functions whose own lines reach global memory
+PURPOSES: Final = {  # functions whose lines access global memory
     **dict.fromkeys(("load_octet", "store_octet"), "elements"),
     **dict.fromkeys(("load_singly", "store_singly"), "elements, one by one"),
     **dict.fromkeys(("load_codes", "store_codes"), "codes"),
@@ -77,14 +77,14 @@ PURPOSES: Final = {  # functions whose own lines reach global memory
 }
 
 
-# What a multiprocessor of sm_90 holds (CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Limits of a multiprocessor of sm_90 (CUDA C++ Programming Guide, "Technical Specifications per Compute
 # Capability"): warps, thread blocks, registers, bytes of shared memory with the largest carve-out.
 WARPS, THREAD_BLOCKS, REGISTERS, SHARED = 64, 32, 65_536, 228 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What the fastest GPU of an architecture does in a second."""
+    """Rates of the fastest GPU of an architecture."""
 
     multiprocessors: int  # of four quarters, each of which issues an instruction of a warp a cycle
     hertz: float  # of its clock under load
@@ -102,7 +102,7 @@ DEVICES: Final = {  # A100, H100 and B200 with SXM: peak bandwidths are 2.0, 3.3
     90: Device(132, 1.755e9, 3.0e12, _CYCLES),
     100: Device(148, 1.85e9, 7.0e12, _CYCLES),
 }
-BUSY: Final = 0.86  # of its cycles, in which the busiest pipe has an instruction at hand
+BUSY: Final = 0.86  # share of cycles in which the busiest pipe has an instruction ready
 BLOCK: Final = 256  # elements
 ADDED: Final = 8  # sources
 _LONG: Final = 1 << 24  # elements of a row
@@ -118,7 +118,7 @@ PIPES: Final = {  # by an instruction's first name; others with U or R2UR are un
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """An instruction that reaches global memory."""
+    """An instruction that accesses global memory."""
 
     name: str  # of the instruction, as ``LDG.E.128``
     width: int  # bytes a thread
@@ -131,7 +131,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Cubin:
-    """What one kernel of :data:`VARIANTS` asks for on one architecture."""
+    """The resources of one kernel of :data:`VARIANTS` on one architecture."""
 
     kernel: str  # as C++ writes it
     registers: int  # of a thread
@@ -143,14 +143,12 @@ class Cubin:
 
     @functools.cached_property
     def accesses(self) -> tuple[Access, ...]:
-        """The instructions that reach global memory, in order; RuntimeError if a function is not listed."""
+        """The instructions that access global memory, in order; RuntimeError if a function is not listed."""
         return tuple(_accesses(_sections(self.image)[self.lowered], self.sources))
 
     @functools.cached_property
     def turns(self) -> tuple[Counter[str], Counter[str]]:
-        """Instructions of a turn, and of a turn over sources inside it, by name; of the main path, without
-        blocks that end in a trap or call a slow division.
-        """
+        """Main-path instructions of a turn, and of a turn over sources, by name, without rare blocks."""
         names, jumps, targets = _instructions(_sections(self.image)[self.lowered])
         loops = sorted((to, at) for at, to in jumps.items() if to < at)
         ends = [-1, *(i for i, name in enumerate(names) if name in _ENDS or i + 1 in targets)]
@@ -170,20 +168,18 @@ class Cubin:
 
     @property
     def occupancy(self) -> tuple[float, str]:
-        """The least share of a multiprocessor's warps that it holds on sm_90, and what limits it, as the CUDA
-        toolkit's ``cuda_occupancy.h`` has it for whole warps.
-        """
+        """The least share of sm_90's warps held, and its limit, as by CUDA's ``cuda_occupancy.h``."""
         quarter = REGISTERS // 4 // _up(self.registers * WARP, 256)  # warps of it, with registers of its own
-        found = []
+        limits = []
         for warps in (threads // WARP for threads in self.threads):
             blocks = {
                 "registers": quarter * 4 // _up(warps, 4),
-                "shared memory": SHARED // _up(self.shared + 1024, 128),  # a block has 1 KiB beside its own
+                "shared memory": SHARED // _up(self.shared + 1024, 128),  # CUDA adds 1 KiB a block
                 "warps": WARPS // warps,
                 "blocks": THREAD_BLOCKS,
             }
-            found += [(count * warps / WARPS, what) for what, count in blocks.items()]
-        return min(found, key=lambda one: one[0])
+            limits += [(count * warps / WARPS, resource) for resource, count in blocks.items()]
+        return min(limits, key=lambda limit: limit[0])
 
 
 @functools.cache
@@ -192,23 +188,23 @@ def compiled(
 ) -> dict[str, Cubin]:
     """Kernels of one file of ``sources``, as C++ writes them, compiled together, or their main paths."""
     options = ["--ptxas-options=-v", "--generate-line-info", *(["-DMAIN_PATH"] if main else [])]
-    made = compile_kernels(file, kernels, architecture, sources, options=options)
-    found = {}
+    compilation = compile_kernels(file, kernels, architecture, sources, options=options)
+    cubins = {}
     for kernel in kernels:
-        lowered = made.lowered[kernel]
+        lowered = compilation.lowered[kernel]
         counted = (
             rf"properties for {re.escape(lowered)}\n.*? (\d+) bytes stack.*?Used (\d+) registers([^\n]*)"
         )
-        if (facts := re.search(counted, made.log, re.DOTALL)) is None:
-            raise RuntimeError(f"{kernel}: ptxas counted nothing in {made.log}")
+        if (facts := re.search(counted, compilation.log, re.DOTALL)) is None:
+            raise RuntimeError(f"{kernel}: ptxas counted nothing in {compilation.log}")
         shared = re.search(r"(\d+) bytes smem", facts[3])
         resources = int(facts[2]), int(shared[1]) if shared else 0, int(facts[1])
-        found[kernel] = Cubin(kernel, *resources, lowered, made.image, sources)
-    return found
+        cubins[kernel] = Cubin(kernel, *resources, lowered, compilation.image, sources)
+    return cubins
 
 
 def missing() -> str | None:
-    """What is not installed that :func:`compiled` and :attr:`Cubin.accesses` need, in words."""
+    """What :func:`compiled` and :attr:`Cubin.accesses` lack here; None if nothing."""
     try:
         from cupy.cuda import nvrtc
 
@@ -223,12 +219,12 @@ def _up(value: int, granule: int) -> int:
 
 
 def _disassembler() -> str | None:
-    """Where ``nvdisasm`` is: in its package, else on the path."""
+    """The path of ``nvdisasm``, from its package, else from PATH."""
     try:
         files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
     except importlib.metadata.PackageNotFoundError:
         files = []
-    return next((str(each.locate()) for each in files if each.name == "nvdisasm"), shutil.which("nvdisasm"))
+    return next((str(file.locate()) for file in files if file.name == "nvdisasm"), shutil.which("nvdisasm"))
 
 
 @functools.lru_cache(4)
@@ -255,27 +251,27 @@ def _instructions(section: str) -> tuple[list[str], dict[int, int], set[int]]:
     for text in section.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", text):
             labels[label[1]] = len(names)
-        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+ )?(\w+)([\w.]*.*)", text):
-            to = re.search(r"\.L_x_\d+", found[3])  # functions have other names
-            if found[2] == "BRA" and to and (found[1] or "UP" in found[3]):
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+ )?(\w+)([\w.]*.*)", text):
+            to = re.search(r"\.L_x_\d+", instruction[3])  # functions have other names
+            if instruction[2] == "BRA" and to and (instruction[1] or "UP" in instruction[3]):
                 branches[len(names)] = to[0]
-            elif found[2] == "BRA" and to:
+            elif instruction[2] == "BRA" and to:
                 always[len(names)] = to[0]
-            names.append("BRA" if found[2] == "CALL" and to else found[2])
-    last = max(at for at, name in enumerate(names) if name == "EXIT")  # what is out of line jumps back
+            names.append("BRA" if instruction[2] == "CALL" and to else instruction[2])
+    last = max(at for at, name in enumerate(names) if name == "EXIT")  # code after it jumps back
     branches |= {at: to for at, to in always.items() if at < last}
     return names, {at: labels[to] for at, to in branches.items()}, set(labels.values())
 
 
 _LINE: Final = re.compile(r'//## File "([^"]*)", line (\d+)( inlined at)?')
-_HELD: Final = {"set", "word", "quad", "set_quad"}  # of struct Held, on behalf of who calls
+_HELD: Final = {"set", "word", "quad", "set_quad"}  # of struct Held; their callers count
 _GLOBAL: Final = re.compile(
     r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?((?:LDG|STG|LD|ST|RED|REDG|ATOMG|ATOM)\b[\w.]*)"  # LD, ST: generic
 )
 
 
 def _accesses(section: str, sources: Path) -> Iterator[Access]:
-    chain: list[tuple[str, int]] = []  # source lines at hand: the innermost, then where each was inlined
+    chain: list[tuple[str, int]] = []  # source lines: the innermost, then where each was inlined
     inlined = False
     for text in section.splitlines():
         if line := _LINE.search(text):
@@ -287,7 +283,7 @@ def _accesses(section: str, sources: Path) -> Iterator[Access]:
 
 def _access(name: str, chain: list[tuple[str, int]], sources: Path) -> Access:
     functions = (_function(sources / file, line) for file, line in chain)
-    function = next((each for each in functions if each not in _HELD), "no function")
+    function = next((f for f in functions if f not in _HELD), "no function")
     if function not in PURPOSES:
         raise RuntimeError(f"{chain[0]}: {name} in {function}, which is not known to reach global memory")
     sizes = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1, "16": 2, "8": 1}
@@ -306,21 +302,21 @@ def _functions(path: Path) -> list[tuple[int, str]]:
 
 def _function(path: Path, line: int) -> str:
     functions = _functions(path)
-    return functions[bisect.bisect(functions, line, key=lambda each: each[0]) - 1][1]
+    return functions[bisect.bisect(functions, line, key=lambda head: head[0]) - 1][1]
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a plain kernel does for eight elements on its main path, in blocks of 256, of 8 sources if any."""
+    """A plain kernel's main path for eight elements, in blocks of 256, of 8 sources if it sums."""
 
     instructions: dict[str, float]  # of a warp, by pipe; ``issue`` are all
     moved: float  # bytes that are read and written once
 
     def share(self, device: Device) -> tuple[float, str]:
-        """Of a copy's bytes per second, at most, and what limits it: memory, or a :data:`BUSY` pipe."""
+        """At most this share of a copy's bytes per second, and its limit: memory, or a :data:`BUSY` pipe."""
         memory = 4 * WARP * self.moved / device.copied * device.multiprocessors * device.hertz
         issued = self.instructions
-        cycles = {pipe: issued[pipe] * each for pipe, each in device.cycles.items()}
+        cycles = {pipe: issued[pipe] * cost for pipe, cost in device.cycles.items()}
         cycles["FMA"] += issued["IMAD"] * device.cycles["FMA"]  # on halves of the same pipe
         pipe = max(cycles, key=cycles.__getitem__)
         share = memory * BUSY / cycles[pipe]
@@ -328,21 +324,21 @@ class Work:
 
 
 def _work(kernel: str, main: Cubin) -> Work:
-    """Of a plain ``kernel`` whose main path is ``main``."""
+    """The work of a plain ``kernel`` with the main path ``main``."""
     name, _, values = kernel.removesuffix(">").partition("<")
-    said = values.split(", ")
+    parameters = values.split(", ")
     loads = name == "decode"
-    octets = sum(each.purpose == "codes" and each.loads is loads for each in main.accesses) or 1
+    octets = sum(access.purpose == "codes" and access.loads is loads for access in main.accesses) or 1
     turns, moved, coded = 0.0, 0.0, FORMAT.fullmatch(kernel)
     if coded:
         octets, elements = 1, (4 if coded[3] == "Fp32" else 2) * OCTET
         turns = ADDED if coded[1] == "decode" and coded[3] == "Fp32" else 1.0
         moved = elements + turns * OCTET * parse(coded[2].lower()).frame_bytes(_LONG) / _LONG
     elif name.startswith("decode_sum"):
-        turns, moved = ADDED / int(said[1]), ADDED * _coded(said[0])
-        moved += _coded(said[2]) if name == "decode_sum_encode" else 4 * OCTET
+        turns, moved = ADDED / int(parameters[1]), ADDED * _coded(parameters[0])
+        moved += _coded(parameters[2]) if name == "decode_sum_encode" else 4 * OCTET
     else:
-        moved = (4 if said[0] == "Fp32" else 2) * OCTET + _coded(said[1])
+        moved = (4 if parameters[0] == "Fp32" else 2) * OCTET + _coded(parameters[1])
     issued = dict.fromkeys(_CYCLES | {"control": 0.0}, 0.0)
     for counted, times in zip(main.turns, (1.0, turns), strict=True):
         for instruction, count in counted.items():
@@ -353,17 +349,17 @@ def _work(kernel: str, main: Cubin) -> Work:
 
 
 def _coded(bits: str) -> float:
-    """Bytes of eight codes, with their part of a scale."""
+    """Bytes of eight codes and their share of a scale."""
     return int(bits) + OCTET * 4 / BLOCK
 
 
 def main_paths(file: str, architecture: int) -> dict[str, Cubin]:
-    """Those of a file's plain kernels, compiled alone."""
+    """The main paths of a file's plain kernels."""
     plain = tuple(kernel for kernel in VARIANTS[file] if PLAIN.fullmatch(kernel))
     return compiled(file, plain, architecture, main=True)
 
 
 @functools.cache
 def works(architecture: int) -> dict[str, Work]:
-    paths = [each for file in VARIANTS for each in main_paths(file, architecture).items()]
+    paths = [path for file in VARIANTS for path in main_paths(file, architecture).items()]
     return {kernel: _work(kernel, main) for kernel, main in paths}

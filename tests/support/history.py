@@ -1,4 +1,4 @@
-"""Runs of one rank in which anything may happen, with the events by which they are predicted."""
+"""Runs of one rank as a sequence of actions, with the events from which traffic is predicted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.training import Training, batch
 
 
 class History(Training):
-    """A run of one rank, one thing after the other."""
+    """A run of one rank, one action after the other."""
 
     def __init__(
         self,
@@ -31,11 +31,11 @@ class History(Training):
     ) -> None:
         super().__init__(mesh, net, policy, width=width, **options)
         self.width, self.max_norm, self.optimizer = width, max_norm, self.optimizers[0]
-        self.events: list[Event] = []  # of what happened, as predictions take them
-        self.seen: list[Any] = []  # losses, norms, and what steps returned
+        self.events: list[Event] = []  # as predictions take them
+        self.seen: list[Any] = []  # losses, norms, and results of steps
 
     def act(self, kind: str, number: int) -> None:
-        """Let one thing happen, with the data of a micro-batch; a spike is a loss that overflows."""
+        """Perform one action, with the data of a micro-batch; a spike is a loss that overflows."""
         zero, x = self.zero, batch(number, self.mesh.rank, self.width)
         match kind:
             case "train" | "clipped" | "accumulate" | "skip" | "spike":
@@ -49,7 +49,7 @@ class History(Training):
                 self.events.append("evaluate")
             case "norm":
                 if [event for event in self.events if event != "evaluate"][-1:] == ["accumulate"]:
-                    self.act("drop", number)  # a norm of what has not been reduced is refused
+                    self.act("drop", number)  # a norm of local gradients is refused
                 zero.grad_norm()
                 self.events.append("norm")
             case "rehearse":
@@ -69,13 +69,13 @@ class History(Training):
                 zero.weights_changed()
                 self.events.append("changed")
             case "load":
-                state = zero.full_state_dict()  # in which a scalar is a buffer's
+                state = zero.full_state_dict()  # its only scalars are buffers
                 zero.load_full_state_dict({k: v * 0.5 if v.dim() else v for k, v in state.items()})
                 self.events.append("changed")
             case "save":
-                kept = zero.full_state_dict(), zero.communication_state()
-                zero.load_full_state_dict(kept[0])
-                zero.load_communication_state(kept[1])
+                saved = zero.full_state_dict(), zero.communication_state()
+                zero.load_full_state_dict(saved[0])
+                zero.load_communication_state(saved[1])
                 self.events.append("forgotten")
             case "again":
                 zero.load_communication_state(zero.communication_state())
@@ -98,13 +98,13 @@ class History(Training):
             self.events += ["step"] if stepped.done else []
 
     def predicted(self, **options: Any) -> Book:
-        """What this rank sends and copies, by its events."""
+        """This rank's messages and copies, predicted from its events."""
         units = [unit.geometry for unit in self.zero.units]
         return predict(self.policy, self.mesh.topology, units, self.mesh.rank, self.events, **options)
 
 
 def history_of(mesh: Mesh, net: nn.Module, policy: Policy, kinds: Sequence[str], **options: Any) -> History:
-    """A run in which these things happened."""
+    """A run that has performed these actions."""
     history = History(mesh, net, policy, **options)
     for number, kind in enumerate(kinds):
         history.act(kind, number)
@@ -112,10 +112,10 @@ def history_of(mesh: Mesh, net: nn.Module, policy: Policy, kinds: Sequence[str],
 
 
 def gathered(zero: Zero) -> list[Tensor]:
-    """What each unit gathers now, whole."""
-    found = []
+    """The gathered weights of every unit."""
+    weights = []
     for unit in zero.units:
         unit.all_gather("evaluate")
-        found += [member.parameter.detach().clone() for member in unit.members]
+        weights += [member.parameter.detach().clone() for member in unit.members]
         unit.reshard()
-    return found
+    return weights

@@ -34,15 +34,15 @@ class Host:
     folder: Path
 
     def start(self, command: Sequence[str], **environment: str) -> subprocess.Popen[str]:
-        """Start a command there, its output in the folder's file ``output``."""
-        kept = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+        """Start a command on this host, with its output in the folder's file ``output``."""
+        inherited = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
         with (self.folder / "output").open("a") as output:
             return subprocess.Popen(
                 [sys.executable, "-c", _ENTER, str(self.holder), str(self.folder), *command],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env=kept | {"PYTHONPATH": str(ROOT)} | environment,
+                env=inherited | {"PYTHONPATH": str(ROOT)} | environment,
             )
 
     @property
@@ -50,26 +50,27 @@ class Host:
         return (self.folder / "output").read_text()
 
     def listening(self) -> set[str]:
-        """Addresses on which somebody there listens now, as the kernel writes them."""
+        """Addresses on which a process listens, in hexadecimal as the kernel writes them."""
         lines = [
             line.split()
             for name in ("tcp", "tcp6")
             for line in Path(f"/proc/{self.holder}/net/{name}").read_text().splitlines()[1:]
         ]
-        return {words[1].partition(":")[0] for words in lines if words[3] == "0A"}
+        return {columns[1].partition(":")[0] for columns in lines if columns[3] == "0A"}
 
     @property
     def inside(self) -> list[str]:
-        ours = Path(f"/proc/{self.holder}/ns/user").samefile("/proc/self/ns/user")
-        return ["nsenter", "-t", str(self.holder), "-n", *([] if ours else ["-U", "--preserve-credentials"])]
+        same_user = Path(f"/proc/{self.holder}/ns/user").samefile("/proc/self/ns/user")
+        user = [] if same_user else ["-U", "--preserve-credentials"]
+        return ["nsenter", "-t", str(self.holder), "-n", *user]
 
     def queues(self) -> list[str]:
-        """What tc says of its interfaces, and ip of the largest packets that they are handed."""
-        told = [
-            subprocess.run([*self.inside, *words], capture_output=True, text=True, check=True).stdout
-            for words in (("tc", "qdisc"), ("ip", "-d", "link"))
+        """The output of tc, and the sizes of the largest packets by that of ip."""
+        outputs = [
+            subprocess.run([*self.inside, *command], capture_output=True, text=True, check=True).stdout
+            for command in (("tc", "qdisc"), ("ip", "-d", "link"))
         ]
-        return [told[0], *re.findall(r"gso_max_size \d+", told[1])]
+        return [outputs[0], *re.findall(r"gso_max_size \d+", outputs[1])]
 
     @property
     def address_hex(self) -> str:
@@ -80,31 +81,31 @@ class Host:
 def hosts(count: int, folder: Path, files: Mapping[str, str]) -> Iterator[list[Host]]:
     """``count`` hosts, joined by a network without a rate, with copies of ``files`` in their folders."""
     with open_link(Cluster(link="namespaces", nodes=count), f"{os.getpid():x}"[-6:]) as link:
-        found = []
+        started = []
         for number, port in enumerate(link.ports):
-            own = folder / f"host{number}"
-            own.mkdir(parents=True)
+            home = folder / f"host{number}"
+            home.mkdir(parents=True)
             for name, text in files.items():
-                (own / name).write_text(text)
-            found.append(Host(port.address, port.interface, port.holder, own))
-        yield found
+                (home / name).write_text(text)
+            started.append(Host(port.address, port.interface, port.holder, home))
+        yield started
 
 
 def lines_of(section: str) -> list[list[str]]:
-    """The commands that docs/guide/cluster.md has under a heading."""
+    """The commands under a heading of docs/guide/cluster.md."""
     page = (ROOT / "docs" / "guide" / "cluster.md").read_text()
     _, _, text = page.partition(f"\n## {section}\n")
     blocks = text.partition("\n## ")[0].split("```")[1::2]
     return [shlex.split(line) for block in blocks for line in block.splitlines()[1:]]
 
 
-def type_lines(found: Sequence[Host], lines: Sequence[Sequence[str]], suite: str) -> list[int]:
-    """Type one line of the page on each host, of this suite and the first host; their exit statuses."""
-    names = {"mine.toml": suite, "--master-addr=first": f"--master-addr={found[0].address}"}
+def type_lines(cluster: Sequence[Host], lines: Sequence[Sequence[str]], suite: str) -> list[int]:
+    """Run one line of the page on each host, with its suite and first host filled in; exit statuses."""
+    names = {"mine.toml": suite, "--master-addr=first": f"--master-addr={cluster[0].address}"}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of torchrun and zeropp
     started = [
         host.start([names.get(word, word) for word in line], PATH=path)
-        for host, line in zip(found, lines, strict=True)
+        for host, line in zip(cluster, lines, strict=True)
     ]
     try:
         return [process.wait(timeout=400) for process in started]
@@ -115,30 +116,30 @@ def type_lines(found: Sequence[Host], lines: Sequence[Sequence[str]], suite: str
 
 @contextlib.contextmanager
 def sshd(host: Host) -> Iterator[str]:
-    """Serve ssh on a host; yields the PATH with which ``ssh`` gets there without a question."""
-    own = host.folder / "ssh"
-    (own / "bin").mkdir(parents=True)
+    """Serve ssh on a host; yields the PATH with which ``ssh`` reaches it unattended."""
+    files = host.folder / "ssh"
+    (files / "bin").mkdir(parents=True)
     for name in ("host", "user"):
-        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(own / name)]
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(files / name)]
         subprocess.run(command, check=True)
-    (own / "authorized").write_text((own / "user.pub").read_text())
-    (own / "authorized").chmod(0o600)
-    (own / "server").write_text(
-        f"ListenAddress {host.address}\nHostKey {own}/host\nAuthorizedKeysFile {own}/authorized\n"
-        f"StrictModes no\nPidFile {own}/pid\nPermitRootLogin yes\nUsePAM no\n"
+    (files / "authorized").write_text((files / "user.pub").read_text())
+    (files / "authorized").chmod(0o600)
+    (files / "server").write_text(
+        f"ListenAddress {host.address}\nHostKey {files}/host\nAuthorizedKeysFile {files}/authorized\n"
+        f"StrictModes no\nPidFile {files}/pid\nPermitRootLogin yes\nUsePAM no\n"
         f"SetEnv PYTHONPATH={ROOT}\n"
     )
-    (own / "client").write_text(
-        f"Host *\nIdentityFile {own}/user\nUserKnownHostsFile {own}/known\nStrictHostKeyChecking no\n"
+    (files / "client").write_text(
+        f"Host *\nIdentityFile {files}/user\nUserKnownHostsFile {files}/known\nStrictHostKeyChecking no\n"
         "LogLevel ERROR\n"
     )
-    wrapper = own / "bin" / "ssh"
-    wrapper.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {own}/client "$@"\n')
+    wrapper = files / "bin" / "ssh"
+    wrapper.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {files}/client "$@"\n')
     wrapper.chmod(0o755)
     Path("/run/sshd").mkdir(exist_ok=True)
-    server = host.start(["/usr/sbin/sshd", "-D", "-f", str(own / "server")])
+    server = host.start(["/usr/sbin/sshd", "-D", "-f", str(files / "server")])
     try:
-        yield f"{own / 'bin'}:{os.environ['PATH']}"
+        yield f"{files / 'bin'}:{os.environ['PATH']}"
     finally:
         server.terminate()
         server.wait()

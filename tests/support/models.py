@@ -72,7 +72,7 @@ class Odd(nn.Module):
 
 
 class OddBlock(nn.Module):
-    """Takes and gives a dict; one weight frozen, one used twice."""
+    """Takes and returns a dict; one weight frozen, one used twice."""
 
     def __init__(self, index: int) -> None:
         super().__init__()

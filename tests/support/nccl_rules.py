@@ -1,13 +1,13 @@
 """A process group with NCCL's rules on CPU tensors: what hangs or is undefined over NCCL raises here.
 
 Backend ``nccl_rules`` of ``torch.distributed`` (:func:`register`); gloo carries the bytes.  Each group is a
-communicator with one stream: calls only enqueue, a thread carries them out in order, and what they bring
-lies in the caller's tensors once ``wait()`` returned, poison until then.  Before a call's data the ranks of
-it tell each other what they call, so that a difference is named.  :data:`RULES` says which rule stands where.
+communicator with one stream: calls only enqueue, a thread runs them in order, and the caller's tensors hold
+poison until ``wait()`` writes the results.  Before its data is sent, ranks announce a call to each other,
+so that a difference is named.  :data:`RULES` names where each rule is written.
 
-Stricter than NCCL: sends and receives stand in group calls alone, one of each with a rank, which answers them
-in one; and tensors that one call writes may be in no other call that is under way.
-Not shown: the host runs ahead of a CUDA stream, but not of this one once it waits; speed.
+Stricter than NCCL: sends and receives are only in group calls, at most one of each with a rank, whose answers
+are in one call too; and a tensor that one call writes may be in no other call under way.
+Not modelled: how far the host runs ahead of a CUDA stream, and speed.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ _OPERATIONS: Final = {
     "SUM": torch.add, "AVG": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum,
 }  # fmt: skip
 _TELL, _DATA = 1, 2  # gloo's tags
-_TOLD_BYTES: Final = 256  # of what ranks tell each other before a call
+_ANNOUNCED_BYTES: Final = 256  # of what a rank announces to another before a call
 _POISON: Final = 0xA5
 
 
 class NcclRuleError(RuntimeError):
     """A call that NCCL would not carry out as meant; the message begins with the rule of :data:`RULES`."""
 
-    def __init__(self, rule: str, why: str) -> None:
-        super().__init__(f"{rule}: {why} [{RULES[rule]}]")
+    def __init__(self, rule: str, reason: str) -> None:
+        super().__init__(f"{rule}: {reason} [{RULES[rule]}]")
         self.rule = rule
 
 
-class Told(NamedTuple):
-    """What a rank tells another of a call: both must agree."""
+class Announced(NamedTuple):
+    """What a rank announces of a call to another rank; both must agree."""
 
     kind: str  # name of the collective
     sent: int  # bytes to that rank
@@ -77,14 +77,14 @@ class Told(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Call(dist.Work):
-    """A call under way, which is also what its caller waits with."""
+    """A call under way, and the handle with which its caller waits."""
 
     kind: str
     sources: list[Tensor]  # that it reads
     destinations: list[Tensor]  # that it writes, at :meth:`wait`
     sent: dict[int, Tensor]  # bytes for each rank of the group that takes part
     finish: Callable[[dict[int, Tensor]], Sequence[Tensor]]  # of rows by rank: bytes of the destinations
-    told: dict[int, Told]  # to the other ranks, in their order
+    announced: dict[int, Announced]  # to the other ranks, in their order
     carried: Future[Sequence[Tensor]] = field(default_factory=Future)
     delivered: bool = False
     _read: list[Tensor] = field(default_factory=list)  # sources as they were posted
@@ -104,13 +104,13 @@ class Call(dist.Work):
         return self.carried.done()
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # the group's holds
-        """Wait for the stream to pass it, and give out what it brought, or raise what went wrong."""
+        """Wait until the stream has passed it, and write its results, or raise its error."""
         brought = self.carried.result()
         if not self.delivered:
             self.delivered = True
-            for source, then in zip(self.sources, self._read, strict=True):
-                apart = not any(overlap(source, target) for target in self.destinations)
-                if apart and not torch.equal(as_bytes(source), as_bytes(then)):
+            for source, posted in zip(self.sources, self._read, strict=True):
+                separate = not any(overlap(source, target) for target in self.destinations)
+                if separate and not torch.equal(as_bytes(source), as_bytes(posted)):
                     raise NcclRuleError("buffer", f"what {self.kind} sends was written before its wait()")
             for target, value in zip(self.destinations, brought, strict=True):
                 as_bytes(target).copy_(as_bytes(value))
@@ -127,26 +127,23 @@ _Group: Any = dist.ProcessGroup  # torch's stubs name overloads that a group nee
 
 
 class Communicator(_Group):  # type: ignore[misc]
-    """A group with NCCL's rules (the module's text); made by ``torch.distributed`` once registered.
-
-    A call that others do not join within ``timeout`` is an error.
-    """
+    """A group with NCCL's rules, made by torch; a call not joined within ``timeout`` is an error."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._store = store
         self._me, self._size, self._limit = rank, size, timeout
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._rule = "creation"  # by which the next call is waited for
+        self._rule = "creation"  # the rule that the next call breaks if it is late
         self._failed: BaseException | None = None
         self._stream = ThreadPoolExecutor(1)
         world = dist.group.WORLD
-        # Of the process: what this rank posted with each other rank, and what is under way.
+        # Shared by all groups: calls that this rank posted with each other rank, and those under way.
         first = world if isinstance(world, Communicator) else None
         self._positions: Counter[int] = first._positions if first else Counter()
         self._under_way: list[Call] = first._under_way if first else []
 
-    # What torch asks of a group.
+    # Methods that torch requires of a group.
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return NAME
@@ -180,49 +177,50 @@ class Communicator(_Group):  # type: ignore[misc]
         come = [tensor.nbytes if rank == root else 0 for rank in range(self._size)]
         detail = f"from {root}"
         return self._collective(
-            "broadcast", tensor, [tensor], sent, lambda rows: [rows[root]], come=come, detail=detail
+            "broadcast", tensor, [tensor], sent, lambda rows: [rows[root]], received=come, detail=detail
         )
 
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
-        """Into one tensor, in rank order; ``given`` may be this rank's own part of it."""
-        self._whole("all_gather", whole=output, part=given)
-        sent = [as_bytes(given)] * self._size
-        return self._collective("all_gather", given, [output], sent, _joined)
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
+        """Into one tensor, in rank order; ``source`` may be this rank's part of it."""
+        self._whole("all_gather", whole=output, part=source)
+        sent = [as_bytes(source)] * self._size
+        return self._collective("all_gather", source, [output], sent, _joined)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        (rows,), (given,) = outputs, inputs
-        if {row.numel() for row in rows} != {given.numel()}:
-            raise NcclRuleError("order", f"all_gather of {given.numel()} elements into rows of other sizes")
-        sent = [as_bytes(given)] * self._size
-        return self._collective("all_gather", given, rows, sent, lambda came: list(came.values()))
+        (rows,), (source,) = outputs, inputs
+        if {row.numel() for row in rows} != {source.numel()}:
+            raise NcclRuleError("order", f"all_gather of {source.numel()} elements into rows of other sizes")
+        sent = [as_bytes(source)] * self._size
+        return self._collective("all_gather", source, rows, sent, lambda got: list(got.values()))
 
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
-        """Of one tensor, by rank order; ``output`` may be this rank's own part of it."""
-        operation = _operation(opts, given)
-        self._whole("reduce_scatter", whole=given, part=output)
-        sent = list(as_bytes(given).chunk(self._size))
-        finish = functools.partial(_reduced, operation, given.dtype)
-        return self._collective("reduce_scatter", given, [output], sent, finish, detail=operation)
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
+        """Of one tensor, in rank order; ``output`` may be this rank's part of it."""
+        operation = _operation(opts, source)
+        self._whole("reduce_scatter", whole=source, part=output)
+        sent = list(as_bytes(source).chunk(self._size))
+        finish = functools.partial(_reduced, operation, source.dtype)
+        return self._collective("reduce_scatter", source, [output], sent, finish, detail=operation)
 
     def all_to_all_single(
         self,
         output: Tensor,
-        given: Tensor,
-        come: list[int] | None = None,
-        go: list[int] | None = None,
+        source: Tensor,
+        received: list[int] | None = None,
+        sent: list[int] | None = None,
         opts: Any = None,
     ) -> dist.Work:
-        """Each rank's part to each; ``come`` and ``go`` count rows by rank, equal parts if empty."""
-        if overlap(output, given):
+        """One part to each rank; ``received`` and ``sent`` count rows by rank, equal parts if empty."""
+        if overlap(output, source):
             raise NcclRuleError("in place", "all_to_all between tensors that overlap")
-        sizes = [part.nbytes for part in self._parts(output, come)]
-        return self._collective("all_to_all", given, [output], self._parts(given, go), _joined, come=sizes)
+        sizes = [part.nbytes for part in self._parts(output, received)]
+        parts = self._parts(source, sent)
+        return self._collective("all_to_all", source, [output], parts, _joined, received=sizes)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """As beside NCCL: of the CPU's backend, so it does not make the communicator."""
+        """By the CPU's backend, as beside NCCL, so it does not make the communicator."""
         return self._gloo.barrier()  # type: ignore[no-any-return]
 
-    # Point to point: outside of a group call nothing.
+    # Point to point: only in group calls.
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> None:
         raise NcclRuleError("tags" if tag else "grouping", f"send to rank {to}, tag {tag}, in no group call")
@@ -236,53 +234,51 @@ class Communicator(_Group):  # type: ignore[misc]
     def grouped(self, operations: list[dist.P2POp]) -> dist.Work:
         """Sends and receives in one call."""
         sends, receives = (
-            {one.group_peer: one.tensor for one in operations if one.op is kind}
-            for kind in (dist.isend, dist.irecv)
+            {p.group_peer: p.tensor for p in operations if p.op is kind} for kind in (dist.isend, dist.irecv)
         )
-        if len(sends) + len(receives) < len(operations) or any(one.tag for one in operations):
+        if len(sends) + len(receives) < len(operations) or any(p.tag for p in operations):
             raise NcclRuleError("tags", "messages with tags, or several of one direction between two ranks")
-        told, none, kind = {}, torch.empty(0, dtype=torch.uint8), "batch_isend_irecv"
+        announced, none, kind = {}, torch.empty(0, dtype=torch.uint8), "batch_isend_irecv"
         for peer in sorted(sends | receives):
-            out, into = sends.get(peer, none), receives.get(peer, none)
-            types = sorted({str(one.dtype) for one in (out, into) if one is not none})
-            told[peer] = Told(kind, out.nbytes, into.nbytes, ", ".join(types))
-        rows = {peer: as_bytes(sends.get(peer, none)) for peer in told}
-        given, into = list(sends.values()), list(receives.values())
-        return self._enqueue(
-            Call(kind, given, into, rows, lambda came: [came[peer] for peer in receives], told)
-        )
+            source, target = sends.get(peer, none), receives.get(peer, none)
+            types = sorted({str(x.dtype) for x in (source, target) if x is not none})
+            announced[peer] = Announced(kind, source.nbytes, target.nbytes, ", ".join(types))
+        rows = {peer: as_bytes(sends.get(peer, none)) for peer in announced}
+        tensors = list(sends.values()), list(receives.values())
+        return self._enqueue(Call(kind, *tensors, rows, lambda got: [got[p] for p in receives], announced))
 
     # As torch 2.11 calls them.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
 
-    # Its stream.
+    # The stream.
 
     @functools.cached_property
     def _ranks(self) -> list[int]:
-        """Global ranks of the group; asked first by the rank's own thread."""
+        """Global ranks of the group; first read by the rank's own thread."""
         return dist.get_process_group_ranks(self)
 
     def _collective(
         self,
         kind: str,
-        given: Tensor,
+        source: Tensor,
         outputs: list[Tensor],
         sent: list[Tensor],
         finish: Callable[[dict[int, Tensor]], Sequence[Tensor]],
         *,
-        come: Sequence[int] | None = None,  # bytes from each rank, unless as many as are sent to it
+        received: Sequence[int] | None = None,  # bytes from each rank; as sent to it by default
         detail: str = "",
     ) -> dist.Work:
-        come = come or [part.nbytes for part in sent]
-        detail = f"{given.dtype} {detail}".removeprefix("torch.").rstrip()
-        told = {}
+        received = received or [part.nbytes for part in sent]
+        detail = f"{source.dtype} {detail}".removeprefix("torch.").rstrip()
+        announced = {}
         for index, rank in enumerate(self._ranks):
             self._positions[rank] += 1
             if index != self._me:
-                told[index] = Told(kind, sent[index].nbytes, come[index], detail, self._positions[rank])
-        return self._enqueue(Call(kind, [given], outputs, dict(enumerate(sent)), finish, told))
+                sizes = sent[index].nbytes, received[index]
+                announced[index] = Announced(kind, *sizes, detail, self._positions[rank])
+        return self._enqueue(Call(kind, [source], outputs, dict(enumerate(sent)), finish, announced))
 
     def _enqueue(self, call: Call) -> dist.Work:
         self._under_way[:] = [other for other in self._under_way if not other.delivered]
@@ -291,61 +287,60 @@ class Communicator(_Group):  # type: ignore[misc]
                 *itertools.product(call.destinations, other.destinations + other.sources),
                 *itertools.product(call.sources, other.destinations),
             ]
-            if any(overlap(mine, theirs) for mine, theirs in pairs):
-                why = f"{call.kind} uses a tensor of {other.kind}, not yet waited for"
-                raise NcclRuleError("buffer", why)
+            if any(overlap(x, y) for x, y in pairs):
+                reason = f"{call.kind} uses a tensor of {other.kind}, not yet waited for"
+                raise NcclRuleError("buffer", reason)
         self._under_way.append(call)
         _ = self._ranks
         call.carried = self._stream.submit(self._carry, call)
         return call
 
     def _carry(self, call: Call) -> Sequence[Tensor]:
-        """On the stream, none after one that failed: agree with the other ranks, then move the data."""
+        """On the stream, unless an earlier call failed: agree with the other ranks, then move the data."""
         if self._failed is not None:
             raise self._failed
         try:
             rule, self._rule = self._rule, "order"
             others = [rank for rank in range(self._size) if rank != self._me]
-            if rule == "creation" and len(call.told) < len(
-                others
-            ):  # all take part: it makes the communicator
-                self._agree(dict.fromkeys(others, Told("the group's first call", 0, 0, "")), rule)
-            self._agree(call.told, rule)
+            if rule == "creation" and len(call.announced) < len(others):  # makes the communicator: all call
+                self._agree(dict.fromkeys(others, Announced("the group's first call", 0, 0, "")), rule)
+            self._agree(call.announced, rule)
             rows = dict(call.sent)
-            come = {peer: torch.empty(told.received, dtype=torch.uint8) for peer, told in call.told.items()}
-            works = [self._gloo.recv([row], peer, _DATA) for peer, row in come.items() if row.numel()]
-            works += [self._gloo.send([rows[peer]], peer, _DATA) for peer in come if rows[peer].numel()]
+            sizes = {peer: announced.received for peer, announced in call.announced.items()}
+            received = {peer: torch.empty(size, dtype=torch.uint8) for peer, size in sizes.items()}
+            works = [self._gloo.recv([row], peer, _DATA) for peer, row in received.items() if row.numel()]
+            works += [self._gloo.send([rows[peer]], peer, _DATA) for peer in received if rows[peer].numel()]
             for work in works:
                 work.wait(self._limit)
-            return call.finish(rows | come)
+            return call.finish(rows | received)
         except BaseException as error:
             self._failed = error
             raise
 
-    def _agree(self, told: Mapping[int, Told], rule: str) -> None:
-        """Hear from each rank, lower ones first, what it calls; raise if two do not fit, or one is late."""
-        heard = {}
-        for peer, mine in told.items():
-            text = bytearray(json.dumps(mine).encode().ljust(_TOLD_BYTES))
-            theirs = torch.empty(_TOLD_BYTES, dtype=torch.uint8)
+    def _agree(self, announced: Mapping[int, Announced], rule: str) -> None:
+        """Exchange announcements with each rank, lower ones first; raise if two differ, or one is late."""
+        answers = {}
+        for peer, local in announced.items():
+            text = bytearray(json.dumps(local).encode().ljust(_ANNOUNCED_BYTES))
+            remote = torch.empty(_ANNOUNCED_BYTES, dtype=torch.uint8)
             try:
                 send = self._gloo.send([torch.frombuffer(text, dtype=torch.uint8)], peer, _TELL)
-                for work in (send, self._gloo.recv([theirs], peer, _TELL)):
+                for work in (send, self._gloo.recv([remote], peer, _TELL)):
                     work.wait(self._limit)
             except RuntimeError as error:
                 limit = f"which did not call it within {self._limit}, or ended"
-                why = f"{mine.kind} waited for rank {self._ranks[peer]}, {limit}"
-                raise NcclRuleError(rule, why) from error
-            heard[peer] = Told(*json.loads(bytes(theirs.tolist())))
-        for peer, theirs in heard.items():
-            mine = told[peer]
-            words = f"rank {self._ranks[self._me]} calls {mine}, rank {self._ranks[peer]} calls {theirs}"
-            if theirs[:4] != (mine.kind, mine.received, mine.sent, mine.detail):
-                raise NcclRuleError("order", words)
-            if mine.position != theirs.position:
-                raise NcclRuleError("communicators", words)
+                reason = f"{local.kind} waited for rank {self._ranks[peer]}, {limit}"
+                raise NcclRuleError(rule, reason) from error
+            answers[peer] = Announced(*json.loads(bytes(remote.tolist())))
+        for peer, remote in answers.items():
+            local = announced[peer]
+            calls = f"rank {self._ranks[self._me]} calls {local}, rank {self._ranks[peer]} calls {remote}"
+            if remote[:4] != (local.kind, local.received, local.sent, local.detail):
+                raise NcclRuleError("order", calls)
+            if local.position != remote.position:
+                raise NcclRuleError("communicators", calls)
 
-    # What is refused where it is called.
+    # Checks at the call.
 
     def _parts(self, tensor: Tensor, rows: list[int] | None) -> list[Tensor]:
         """Its rows by rank, as bytes."""
@@ -358,8 +353,8 @@ class Communicator(_Group):  # type: ignore[misc]
         if whole.numel() != self._size * part.numel():
             sizes = f"{whole.numel()} elements with parts of {part.numel()}"
             raise NcclRuleError("order", f"{kind} of {sizes} on {self._size} ranks")
-        own = whole.data_ptr() + self._me * part.nbytes
-        if overlap(whole, part) and part.data_ptr() != own:
+        place = whole.data_ptr() + self._me * part.nbytes
+        if overlap(whole, part) and part.data_ptr() != place:
             raise NcclRuleError("in place", f"{kind}: rank {self._me}'s part lies elsewhere in the whole")
 
 
@@ -370,10 +365,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors share memory, strides apart."""
-    first, begin = one.data_ptr(), other.data_ptr()
-    return first < begin + other.nbytes and begin < first + one.nbytes
+def overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether the memory of two contiguous tensors overlaps."""
+    first, begin = x.data_ptr(), y.data_ptr()
+    return first < begin + y.nbytes and begin < first + x.nbytes
 
 
 def _joined(rows: dict[int, Tensor]) -> list[Tensor]:
@@ -381,7 +376,7 @@ def _joined(rows: dict[int, Tensor]) -> list[Tensor]:
 
 
 def _operation(opts: Any, tensor: Tensor) -> str:
-    """Name of a reduction, which NCCL must have, and of this tensor."""
+    """Name of a reduction, which NCCL must have for this tensor's type."""
     operation = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
     name = str(getattr(operation, "op", operation)).rpartition(".")[2]
     if name not in _OPERATIONS or tensor.dtype not in _REDUCED:
@@ -396,7 +391,7 @@ def _reduced(operation: str, dtype: torch.dtype, rows: dict[int, Tensor]) -> lis
 
 
 def _batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
-    """Torch's, which groups messages for its own class of groups alone."""
+    """As torch's, which groups messages only for its own class of groups."""
     group: Any = operations[0].group or dist.group.WORLD
     return [group.grouped(operations)] if isinstance(group, Communicator) else _torch_batch(operations)
 

@@ -1,4 +1,4 @@
-"""What tests need beyond the packages of pip, each named once with what installs it.
+"""Components that tests need beyond pip's packages, with how to install each.
 
 ``@pytest.mark.needs("sshd", "ip")`` skips a test where one of them is missing.  Needs of a fixture are in
 FIXTURES, and a test marked ``gpu`` needs a CUDA device.  No torch at import.
@@ -42,7 +42,7 @@ def _compiler() -> bool:
 
 
 def _namespaces() -> bool:
-    """Asked of the kernel, not of the code that is tested."""
+    """By the kernel, not by the code under test."""
     if program("unshare") is None:
         return False
     command = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"]), "true"]
@@ -67,7 +67,7 @@ def _deepspeed() -> bool:
     return why_missing() is None
 
 
-# Whether it is there, and what to do where it is not.
+# Whether it is installed, and how to install it.
 COMPONENTS: Final[dict[str, tuple[Callable[[], bool], str]]] = {
     "c++": (_compiler, "apt-get install g++"),
     "g++": (_programs("g++"), "apt-get install g++"),
@@ -92,12 +92,12 @@ COMPONENTS: Final[dict[str, tuple[Callable[[], bool], str]]] = {
 
 @functools.cache
 def missing(component: str) -> str | None:
-    """What would provide a component that is not here; None if it is."""
-    there, remedy = COMPONENTS[component]
-    return None if there() else remedy
+    """How to install a component that is missing; None if it is installed."""
+    is_installed, remedy = COMPONENTS[component]
+    return None if is_installed() else remedy
 
 
-def of(item: pytest.Item) -> list[str]:
+def needs_of(item: pytest.Item) -> list[str]:
     """The components that a test needs, by its marks and its fixtures."""
     named = [str(component) for mark in item.iter_markers("needs") for component in mark.args]
     if item.get_closest_marker("gpu"):
@@ -108,8 +108,9 @@ def of(item: pytest.Item) -> list[str]:
 
 
 def skip_where_missing(items: list[pytest.Item]) -> None:
-    """Skip the tests that would not find what they need; the reason says what provides it."""
+    """Skip tests with missing components; the reason says how to install them."""
     for item in items:
-        if absent := {one: do for one in of(item) if (do := missing(one)) is not None}:
-            needs = ", ".join(f"{one} ({do})" for one, do in absent.items())
-            item.add_marker(pytest.mark.skip(reason=f"needs {needs}"))
+        if absent := [
+            f"{need} ({remedy})" for need in needs_of(item) if (remedy := missing(need)) is not None
+        ]:
+            item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(absent)}"))

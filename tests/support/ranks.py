@@ -38,7 +38,7 @@ def on_threads(
     Backend ``nccl_rules`` is :mod:`tests.support.nccl_rules`, in which a call waits ``seconds`` for others.
     """
     nccl_rules.register()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # groups of one thread are not another's
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # each thread has its own groups
     excepthook = sys.excepthook  # init_process_group puts the rank before every traceback line
     if not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):  # torch 2.11 forgot it, and asks for it
         multi_threaded_pg.ThreadLocalWorld.comms = property(lambda _: [])
@@ -83,23 +83,23 @@ def each_rank(
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        def run(**given: Any) -> None:
-            topology = Topology(nodes, ranks) if nodes else given["topology"]
-            if processes:  # in which the name of the test is this function
-                on_processes(topology, _unwrapped, run, given)
+        def run(**arguments: Any) -> None:
+            topology = Topology(nodes, ranks) if nodes else arguments["topology"]
+            if processes:  # where the test's name is this function
+                on_processes(topology, _unwrapped, run, arguments)
             else:
-                on_threads(topology, functools.partial(test, **given))
+                on_threads(topology, functools.partial(test, **arguments))
 
         functools.update_wrapper(run, test)
         parameters = list(inspect.signature(test).parameters.values())[1:]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what pytest gives
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # pytest reads it
         return run
 
     return decorate
 
 
-def _unwrapped(mesh: Mesh, test: Any, given: dict[str, Any]) -> None:
-    test.__wrapped__(mesh, **given)
+def _unwrapped(mesh: Mesh, test: Any, arguments: dict[str, Any]) -> None:
+    test.__wrapped__(mesh, **arguments)
 
 
 def on_processes(topology: Topology, body: Callable[..., Any], *args: Any) -> list[Any]:
@@ -108,16 +108,16 @@ def on_processes(topology: Topology, body: Callable[..., Any], *args: Any) -> li
         ports = (Port("lo", "127.0.0.1"),) * topology.nodes
         launch = Launch(topology, ports, None, threads=1, timeout_seconds=180, log=Path(folder, "log"))
         try:
-            found = run_ranks(_in_process, (body, args), launch)
+            results = run_ranks(_in_process, (body, args), launch)
         except LaunchError as error:
             log = "" if error.log is None else error.log.read_text(errors="replace")
             raise AssertionError(f"{error}\n{log}") from error
-    return [pickle.loads(value) for value in found]  # noqa: S301  # our own children's
+    return [pickle.loads(value) for value in results]  # noqa: S301  # our own children's
 
 
-def _in_process(rank: Rank, told: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes:
-    """Pickled: what a body returns, by value, not through torch's shared memory."""
-    body, args = told
+def _in_process(rank: Rank, call: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes:
+    """The pickled result of a body, which so does not go through torch's shared memory."""
+    body, args = call
     value = pickle.dumps(body(Mesh.create(rank.topology), *args))
     dist.barrier()
     return value

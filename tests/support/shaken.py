@@ -1,7 +1,7 @@
-"""An engine whose streams are late at random, and whose memory holds NaN once it was given back.
+"""An engine whose streams are delayed at random, and whose memory is filled with NaN when it is given back.
 
-What waits for the wrong event, or looks at memory that is no longer its own, then learns something else.
-On a CPU, which has no streams, ranks sleep instead, and memory is poisoned all the same.
+An engine that waits for the wrong event, or reads memory after giving it back, then learns something else.
+On a CPU, without streams, ranks sleep instead; memory is poisoned too.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Late:
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
-        self.delays = 0  # how many
+        self.delays = 0
 
     def __call__(self, device: torch.device) -> None:
-        """Every other time nothing."""
+        """Delay every other call on average."""
         share = max(0.0, self._draw.uniform(-1, 1))
         self.delays += share > 0
         if device.type == "cuda":
@@ -49,7 +49,7 @@ class Late:
 
 @contextlib.contextmanager
 def shaken(device: torch.device, seed: int) -> Iterator[Late]:
-    """Inside, all engines of this process are; :func:`computing_late` does the same to a model."""
+    """Delay and poison all engines of this process; :func:`computing_late` delays a model."""
     late = Late(seed)
 
     def first(delay: Callable[..., None], method: Callable[..., Any]) -> Callable[..., Any]:

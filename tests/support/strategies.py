@@ -87,7 +87,7 @@ _HOSTILE = np.array(
 
 @st.composite
 def blocks_of_values(draw: st.DrawFn, *, most: int = 150, finite: bool = True) -> Tensor:
-    """(n,) fp32: one scale of normals, with spikes, denormals, zeros and extremes put in."""
+    """(n,) fp32: normals of one scale, some replaced by spikes, denormals, zeros and extremes."""
     numel = draw(st.integers(1, most))
     seed = draw(st.integers(0, 2**32 - 1))
     random = np.random.default_rng(seed)
@@ -159,8 +159,7 @@ limits = st.builds(  # around the sizes of the tests' models
 def policies(
     draw: st.DrawFn, topology: Topology, *, whole_world: bool = False, offload: Offload | None = None
 ) -> Policy:
-    """Policies that fit ``topology``, with small blocks: of each field what is drawn, where it goes with
-    those before it.
+    """Policies that fit ``topology``, with small blocks: each drawn field is set if the policy allows it.
 
     ``whole_world``: only those that shard over all ranks; ``offload``: only with this.
     """
@@ -172,7 +171,7 @@ def policies(
         "reduce": st.sampled_from(["two_hop", "two_hop", "one_hop", "ring"]),
         "group": st.just(0) if whole_world else st.just(0) | groups,
         "weights": codec,
-        "gradients": st.tuples(codec, codec) | codec.map(lambda one: (one, one)),
+        "gradients": st.tuples(codec, codec) | codec.map(lambda drawn: (drawn, drawn)),
         "chunks": st.sampled_from([1, 1, 2, 3]),
         "secondary": groups,
         "secondary_format": st.sampled_from(["frames", "frames", "bf16", "fp16", "fp32"]),
@@ -197,7 +196,7 @@ def policies(
 
 @st.composite
 def as_published(draw: st.DrawFn, policy: Policy) -> Policy:
-    """``policy`` with sums in fp16, blocks by shape and two planes drawn, where it can have them."""
+    """``policy``, some with sums in fp16, blocks by shape and two planes, where they are allowed."""
     for name, value in {"sums": "fp16", "blocks": "shape", "planes": 2}.items():
         with contextlib.suppress(PolicyError):
             policy = replace(policy, **{name: value}) if draw(st.booleans()) else policy  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What cubins for sm_90 predict: widths of access, local memory and occupancy; needs no GPU."""
+"""Predictions from cubins for sm_90: widths of access, local memory and occupancy; needs no GPU."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tests.support.cubin import (
     works,
 )
 
-pytestmark = pytest.mark.xdist_group("cubins")  # which the page's test compiles too: by one process, once
+pytestmark = pytest.mark.xdist_group("cubins")  # the page's test compiles them too: one process, once
 Predicted = tuple[dict[str, Cubin], dict[str, Cubin]]
 LEAST = 0.5  # occupancy
-# Kernels that miss it, with what they reach: two octets a thread with error feedback need some 100 registers,
-# and with 64 they spill.  Theirs are blocks of 4,097 to 8,192 elements of codecs that are not plain.
+# Kernels below it, with their occupancy: two octets a thread with error feedback need some 100 registers, and
+# with 64 they spill.  They serve blocks of 4,097 to 8,192 elements of codecs that are not plain.
 MISSES = {"encode_general<Scheme<0>, 2>": 0.25, "encode_general<Floats<0>, 2>": 0.25}
-# Shares of a copy that an H100 is predicted to reach at least, by the first that a kernel begins with.
-# Random bits for fp16 are held by Philox and by widening in integers, the sum of int4 that is encoded in int4
-# again by issue: 553 instructions for eight elements of eight sources.  Of formats NF4 is held by comparing
-# each quotient with 15 limits, spikes by searching a block six times.
+# Least predicted shares of a copy on an H100, by the first entry that a kernel's name begins with.  Limits:
+# Philox and widening in integers for fp16 with random bits; issue for int4 summed into int4, which takes 553
+# instructions for eight elements of eight sources; 15 comparisons a quotient for NF4; six searches of a block
+# for spikes.
 SHARES = {
     "encode_held<Fp16, 4, true": 0.60,
     "encode_held<Fp16, 8, true": 0.68,
@@ -59,7 +59,7 @@ SHARES = {
 @pytest.mark.needs("CUDA compiler")
 @pytest.mark.parametrize("architecture", DEVICES)
 def test_no_kernel_is_slower_than_is_stated(architecture: int) -> None:
-    """Instructions of the main path allow the stated share; the page states those of other architectures."""
+    """The main path's instructions allow the stated share; the page has those of other architectures."""
     slow = {}
     for kernel, work in works(architecture).items():
         share, limit = work.share(DEVICES[architecture])
@@ -78,15 +78,15 @@ def predicted(request: pytest.FixtureRequest) -> Predicted:
 
 
 def test_half_of_all_warps_are_held_and_nothing_is_in_local_memory(predicted: Predicted) -> None:
-    """No thread has a stack or spilled registers; half of all warps are held, but by kernels listed above."""
+    """No thread has a stack or spilled registers; all but the kernels above hold half of all warps."""
     cubins = predicted[0].values()
-    assert not {each.kernel: each.local for each in cubins if each.local}
-    low = {each.kernel: each.occupancy for each in cubins if each.occupancy[0] < LEAST}
+    assert not {c.kernel: c.local for c in cubins if c.local}
+    low = {c.kernel: c.occupancy for c in cubins if c.occupancy[0] < LEAST}
     assert low == {kernel: (MISSES[kernel], "registers") for kernel in predicted[0] if kernel in MISSES}
 
 
 def test_elements_are_loaded_and_stored_16_bytes_at_a_time(predicted: Predicted) -> None:
-    """All that reaches elements has 16 bytes a thread, but for what goes one by one."""
+    """Accesses of elements have 16 bytes a thread, but for those one by one."""
     for kernel, launched in predicted[0].items():
         widths = {access.width for access in launched.accesses if access.purpose == "elements"}
         assert widths == (set() if kernel.startswith("decode_sum_encode<") else {16}), kernel
@@ -104,7 +104,7 @@ def test_nothing_goes_one_by_one_on_the_main_path(predicted: Predicted) -> None:
 
 
 def _flushed(folder: Path, image: bytes) -> int:
-    """Products that take denormals for zeros; sums do so inside an exact division too."""
+    """The number of products that flush denormals; sums do so in exact divisions too."""
     path = folder / "one.cubin"
     path.write_bytes(image)
     program = _disassembler()
@@ -128,15 +128,15 @@ def test_what_is_launched_keeps_denormals(tmp_path: Path, kernel: str) -> None:
 
 @pytest.mark.needs("CUDA compiler")
 def test_narrow_accesses_are_found(tmp_path: Path) -> None:
-    """A kernel whose octets go one by one is caught, and so is one that reaches memory from elsewhere."""
+    """A kernel that accesses octets one by one is caught, and so is an access from an unlisted function."""
     for path in SOURCES.glob("*.cu*"):
         shutil.copy(path, tmp_path)
     text = (SOURCES / "frames.cuh").read_text(encoding="utf-8")
     narrow, kernel = "if (count != kOctet || !vectors) return", "encode_held<Bf16, 8, false>"
     assert text.count(narrow) == 1
     (tmp_path / "frames.cuh").write_text(text.replace(narrow, "return"), encoding="utf-8")
-    found = compiled("quantize.cu", (kernel,), 90, tmp_path, main=True)[kernel].accesses
-    assert {access.width for access in found if access.purpose == "elements, one by one"} == {2}
+    accesses = compiled("quantize.cu", (kernel,), 90, tmp_path, main=True)[kernel].accesses
+    assert {access.width for access in accesses if access.purpose == "elements, one by one"} == {2}
     elsewhere = text.replace("load_singly(", "load_elsewhere(").replace("load_singly<", "load_elsewhere<")
     folder = tmp_path / "elsewhere"
     shutil.copytree(SOURCES, folder)
@@ -146,11 +146,11 @@ def test_narrow_accesses_are_found(tmp_path: Path) -> None:
 
 
 def test_thread_blocks_are_those_that_are_launched() -> None:
-    """The sizes of thread blocks that are predicted for are all those that blocks of codecs lead to."""
-    seen: dict[str, set[int]] = {}
+    """Predicted sizes of thread blocks are those launched for blocks of codecs."""
+    launched: dict[str, set[int]] = {}
 
     def note(launch: Launch, _: torch.device) -> None:
-        seen.setdefault(launch.kernel, set()).add(launch.threads)
+        launched.setdefault(launch.kernel, set()).add(launch.threads)
 
     kernels = Kernels(note)
     for text, block, dtype in itertools.product(
@@ -166,5 +166,5 @@ def test_thread_blocks_are_those_that_are_launched() -> None:
             two = frames.expand(2, *frames.shape).contiguous()
             kernels.decode_sum(codec, two, x)
             kernels.decode_sum_encode(codec, codec, two, frames.clone(), x.numel(), noise=noise_of(codec, ()))
-    predicted = {kernel: Cubin(kernel, 0, 0, 0, "", b"", SOURCES).threads for kernel in seen}
-    assert predicted == {kernel: tuple(sorted(threads)) for kernel, threads in seen.items()}
+    predicted = {kernel: Cubin(kernel, 0, 0, 0, "", b"", SOURCES).threads for kernel in launched}
+    assert predicted == {kernel: tuple(sorted(threads)) for kernel, threads in launched.items()}

@@ -1,4 +1,4 @@
-"""The process group with NCCL's rules: each rule, broken, is named; all of the wire keeps them."""
+"""The process group with NCCL's rules names each broken rule; collectives and the link's probe keep them."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def _elsewhere_in_place(mesh: Mesh) -> None:
 
 
 def _written_before_the_wait(_: Mesh) -> None:
-    given, whole = torch.ones(4), torch.empty(8)
-    work = dist.all_gather_into_tensor(whole, given, async_op=True)
-    given.zero_()
+    part, whole = torch.ones(4), torch.empty(8)
+    work = dist.all_gather_into_tensor(whole, part, async_op=True)
+    part.zero_()
     work.wait()
 
 
@@ -96,7 +96,7 @@ BROKEN: list[tuple[str, Callable[..., object], Topology]] = [
 
 @pytest.mark.parametrize(("rule", "body", "topology"), BROKEN)
 def test_a_broken_rule_is_named(rule: str, body: Callable[..., None], topology: Topology) -> None:
-    """Where NCCL would hang, or give anything, this raises, with the rule and where it is written."""
+    """Where NCCL would hang, or be undefined, this raises, with the rule and its source."""
     with pytest.raises(NcclRuleError, match=rule) as caught:
         on_threads(topology, body, backend=RULE, seconds=3)
     assert caught.value.rule == rule
@@ -110,18 +110,18 @@ def test_every_rule_is_broken_above() -> None:
 
 def _collectives(mesh: Mesh) -> list[Any]:
     rank, world = mesh.rank, mesh.topology.world
-    own = torch.tensor([rank, 10.0 + rank])
-    found = []
+    local = torch.tensor([rank, 10.0 + rank])
+    reduced = []
     for operation in ("SUM", "AVG", "MAX"):
-        found.append(own.clone())
-        dist.all_reduce(found[-1], getattr(dist.ReduceOp, operation))
+        reduced.append(local.clone())
+        dist.all_reduce(reduced[-1], getattr(dist.ReduceOp, operation))
     whole, part, rows = torch.empty(2 * world), torch.empty(2), torch.empty(world)
-    work = dist.all_gather_into_tensor(whole, own, async_op=True)
+    work = dist.all_gather_into_tensor(whole, local, async_op=True)
     unseen = whole.clone()  # before it was waited for
     work.wait()
     assert dist.get_backend() != RULE or not torch.equal(unseen, whole)
     in_place = torch.zeros(2 * world)
-    in_place.view(world, 2)[rank] = own
+    in_place.view(world, 2)[rank] = local
     dist.all_gather_into_tensor(in_place, in_place.view(world, 2)[rank])
     dist.reduce_scatter_tensor(part, whole)
     dist.all_to_all_single(rows, torch.arange(world) + 100.0 * rank)
@@ -129,15 +129,15 @@ def _collectives(mesh: Mesh) -> list[Any]:
     go = [int(index == (rank + 1) % world) * (world - 1) for index in range(world)]
     come = [int(index == (rank - 1) % world) * (world - 1) for index in range(world)]
     dist.all_to_all_single(uneven, torch.full((world - 1,), float(rank)), come, go)
-    told: list[Any] = [None] * world
-    dist.all_gather_object(told, {"rank": rank})
+    objects: list[Any] = [None] * world
+    dist.all_gather_object(objects, {"rank": rank})
     parts = [torch.empty(2) for _ in range(world)]
-    dist.all_gather(parts, own)
-    return [[x.tolist() for x in (*found, whole, in_place, part, rows, uneven, *parts)], told]
+    dist.all_gather(parts, local)
+    return [[x.tolist() for x in (*reduced, whole, in_place, part, rows, uneven, *parts)], objects]
 
 
 def test_collectives_bring_what_they_should() -> None:
-    """On three ranks, what those of threads bring; nothing is seen before it was waited for."""
+    """On three ranks results are those of thread ranks, and are not visible before the wait."""
     topology = Topology(3, 1)
     assert on_threads(topology, _collectives, backend=RULE) == on_threads(topology, _collectives)
 
@@ -148,9 +148,9 @@ def _probed(mesh: Mesh) -> list[float]:
 
 
 def test_the_links_probe_keeps_the_rules() -> None:
-    """Around a ring of nodes, as a communicator's first messages: only first ranks send, and all come.
+    """Around a ring of nodes, as a communicator's first messages: only first ranks send, and all arrive.
 
-    It once began with messages of some ranks, before any call of all, which makes the communicator.
+    It once began with messages of some ranks, before the call of all that makes the communicator.
     """
     rates = on_threads(Topology(3, 2), _probed, backend=RULE)
     assert [len(of_rank) for of_rank in rates] == [2, 0] * 3

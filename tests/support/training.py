@@ -33,7 +33,7 @@ def model(factory: Callable[..., nn.Module] = Net, **options: Any) -> Any:
 
 
 def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
-    """Take one step from the gradients of a loss, and clear them; the loss."""
+    """Step by the gradients of a loss, and clear them; returns the loss."""
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -100,7 +100,7 @@ class Training:
         self.optimizers = [optimize(self.zero.param_groups(groups))]
 
     def backward(self, number: int, *, local: bool = False) -> float:
-        """The loss of a micro-batch, whose gradients are added up locally if the policy can."""
+        """The loss of a micro-batch after backward; ``local`` accumulates gradients if the policy can."""
         local = local and not self.policy.reduces_each_micro_batch
         with self.zero.accumulating() if local else contextlib.nullcontext():
             loss = self.loss_of(self.net, number, self.mesh.rank)
@@ -124,20 +124,20 @@ def train(  # noqa: PLR0917  # thread ranks pass by position
     steps: int,
     micro_batches: int = 1,
     width: int = 16,
-    **more: Any,
+    **options: Any,
 ) -> tuple[list[float], dict[str, Tensor], Zero]:
     """Losses of some steps on this rank, the final state, the engine."""
-    run = Training(mesh, net, policy, width=width, **more)
+    run = Training(mesh, net, policy, width=width, **options)
     losses = [run.step(number, micro_batches) for number in range(steps)]
     return losses, run.zero.full_state_dict(), run.zero
 
 
-def booked(zero: Zero, **where: str) -> int:
-    """Bytes that this rank sent under ledger keys whose fields are these."""
+def booked(zero: Zero, **fields: str) -> int:
+    """Bytes that this rank sent under ledger keys with these fields."""
     return sum(
         sent.bytes
         for key, sent in zero.wire.ledger.rows().items()
-        if all(getattr(key, field) == value for field, value in where.items())
+        if all(getattr(key, field) == value for field, value in fields.items())
     )
 
 
