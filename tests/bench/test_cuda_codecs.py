@@ -9,6 +9,7 @@ this size against the reference's, on the device.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ CODECS = (
 
 @pytest.mark.parametrize("text", CODECS)
 def test_large_results_are_the_references(text: str) -> None:
-    """At a size whose thread blocks loop, frames, elements and sums equal the reference's on the device."""
+    """Where thread blocks loop, frames, elements and sums equal the reference's on the device."""
     codec, numel = parse(text), (16 << 20) + 24
     x = torch.randn(2, numel, device="cuda").to(torch.bfloat16)
     wanted, got = (
@@ -47,22 +48,21 @@ def test_large_results_are_the_references(text: str) -> None:
     reference.encode(codec, x, wanted, noise=noise)
     kernels.encode(codec, x, got, noise=noise)
     assert torch.equal(got, wanted)
-    here, there = (torch.empty(numel, device="cuda") for _ in range(2))
-    reference.decode_sum(codec, wanted, here)
-    kernels.decode_sum(codec, got, there)
-    assert torch.equal(there, here)
-    reference.decode(codec, wanted[0], here)
-    kernels.decode(codec, got[0], there)
-    assert torch.equal(there, here)
+    expected, actual = (torch.empty(numel, device="cuda") for _ in range(2))
+    reference.decode_sum(codec, wanted, expected)
+    kernels.decode_sum(codec, got, actual)
+    assert torch.equal(actual, expected)
+    reference.decode(codec, wanted[0], expected)
+    kernels.decode(codec, got[0], actual)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize("text", CODECS)
 def test_rates(benchmark: BenchmarkFixture, text: str, kind: Dtype) -> None:
-    """Of all operations of a codec, and of those that sum its frames and encode them again."""
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name()}
-    benchmark.pedantic(
-        lambda: found.update(rates(text, kind, MEBIBYTES, torch.device("cuda"), 0.02)), rounds=1, iterations=1
-    )
-    benchmark.extra_info.update(found)
-    print(f"{benchmark.name}: {found}")
+    """All operations of a codec, and those that sum its frames and encode the sum."""
+    measured: dict[str, Any] = {"device": torch.cuda.get_device_name()}
+    measure = partial(rates, text, kind, MEBIBYTES, torch.device("cuda"), 0.02)
+    benchmark.pedantic(lambda: measured.update(measure()), rounds=1, iterations=1)
+    benchmark.extra_info.update(measured)
+    print(f"{benchmark.name}: {measured}")

@@ -28,12 +28,12 @@ STEPS: Final = 40
 @pytest.mark.parametrize("name", ["zero3", "zeropp"])
 def test_step_of_one_rank(benchmark: Any, name: str) -> None:
     """Milliseconds a unit and step beyond the plain module's: hooks, casts and copies of 65,792 elements."""
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     benchmark.pedantic(
-        lambda: found.update(on_processes(Topology(1, 1), _passes, name)[0]), rounds=1, iterations=1
+        lambda: seconds.update(on_processes(Topology(1, 1), _passes, name)[0]), rounds=1, iterations=1
     )
     benchmark.extra_info.update(
-        {whose: round(1e3 * (found[whose] - found["plain"]) / UNITS, 3) for whose in ("ours", "FSDP2")}
+        {engine: round(1e3 * (seconds[engine] - seconds["plain"]) / UNITS, 3) for engine in ("ours", "FSDP2")}
     )
 
 
@@ -41,20 +41,20 @@ def _passes(mesh: Mesh, name: str) -> dict[str, float]:
     """Median seconds of forward and backward of a plain module, FSDP2's and ours, which take turns."""
     torch.set_num_threads(1)
     plain = blocks(UNITS)
-    models = {whose: copy.deepcopy(plain) for whose in ("plain", "FSDP2", "ours")}
+    models = {engine: copy.deepcopy(plain) for engine in ("plain", "FSDP2", "ours")}
     devices = init_device_mesh("cpu", (1,))
     for block in (*models["FSDP2"], models["FSDP2"]):
         fsdp.fully_shard(block, mesh=devices)
-    masters: dict[str, Any] = {whose: model.parameters() for whose, model in models.items()}
+    masters: dict[str, Any] = {engine: model.parameters() for engine, model in models.items()}
     masters["ours"] = shard(models["ours"], mesh=mesh, policy=preset(name)).param_groups()
-    optimizers = {whose: torch.optim.SGD(mine, lr=1e-3) for whose, mine in masters.items()}
-    seconds: dict[str, list[float]] = {whose: [] for whose in models}
+    optimizers = {engine: torch.optim.SGD(parameters, lr=1e-3) for engine, parameters in masters.items()}
+    seconds: dict[str, list[float]] = {engine: [] for engine in models}
     x = torch.ones(4, BLOCK)
     for _ in range(STEPS):
-        for whose, model in models.items():
+        for engine, model in models.items():
             begun = time.perf_counter()
             model(x).sum().backward()
-            seconds[whose].append(time.perf_counter() - begun)
-            optimizers[whose].step()
-            optimizers[whose].zero_grad()
-    return {whose: statistics.median(those[STEPS // 4 :]) for whose, those in seconds.items()}
+            seconds[engine].append(time.perf_counter() - begun)
+            optimizers[engine].step()
+            optimizers[engine].zero_grad()
+    return {engine: statistics.median(samples[STEPS // 4 :]) for engine, samples in seconds.items()}

@@ -1,1 +1,1 @@
-"""Runs unmodified CUDA sources on the host: the shim ``cuda_on_cpu.h`` and what builds and calls it."""
+"""Runs unmodified CUDA sources on the host: the shim ``cuda_on_cpu.h``, its build and its calls."""

@@ -21,13 +21,11 @@ SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1", 
 
 
 class KernelError(RuntimeError):
-    """What the shim saw: a deadlock, or a collective misused."""
+    """A deadlock or a misused collective, found by the shim."""
 
 
 def build(source: Path, kernels: Sequence[str], folder: Path, *, sanitize: bool = False) -> Path:
-    """A shared library of ``kernels``, as C++ writes them, of a .cu file ``source``, which includes what
-    stands beside it or in ``impl/cuda``; built once for its content, flags and compiler, in ``folder``.
-    """
+    """A library of ``kernels`` of a .cu file, built once for its content, flags and compiler."""
     rows = "\n".join(f'    {{"{k}", [](const void* a) {{ call({k}, a); }}}},' for k in kernels)
     count = "const std::size_t kernel_count = sizeof kernels / sizeof *kernels;"
     text = (
@@ -42,11 +40,11 @@ def build(source: Path, kernels: Sequence[str], folder: Path, *, sanitize: bool 
     library = folder / f"{source.stem}-{digest.hexdigest()[:16]}.so"
     if not library.exists():
         unique = library.with_suffix(f".{os.getpid()}")
-        includes = [f"-I{each}" for each in (SHIM.parent, source.parent, SOURCES)]
+        includes = [f"-I{path}" for path in (SHIM.parent, source.parent, SOURCES)]
         command = ["g++", *flags, *includes, "-x", "c++", "-", "-o", str(unique)]
-        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"{source.name} does not compile for the host:\n{done.stderr}")
+        process = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        if process.returncode != 0:
+            raise RuntimeError(f"{source.name} does not compile for the host:\n{process.stderr}")
         unique.replace(library)
     return library
 
@@ -59,7 +57,7 @@ def load(library: Path) -> ctypes.CDLL:
 
 
 def call(library: ctypes.CDLL, launch: Launch, order: int = 0) -> None:
-    """Carry ``launch`` out to its end, its threads in ``order``."""
+    """Run ``launch`` to its end, with threads in ``order``."""
     address = launch.arguments.ctypes.data
     error = library.launch(launch.kernel.encode(), *launch.grid, launch.threads, order, address)
     if error:

@@ -1,4 +1,4 @@
-"""The shim runs correct kernels correctly, and reports the bugs that it is for."""
+"""The shim runs correct kernels correctly, and reports races and misused collectives."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ def test_a_race_shows_between_orders(cuda_libraries: Path) -> None:
 
 @pytest.mark.parametrize("order", range(5))
 def test_a_correct_kernel_does_not_depend_on_the_order(cuda_libraries: Path, order: int) -> None:
-    """With its barrier the exchange is right in every order; what one buffer loses to a warp that is a turn
-    ahead, two keep.
-    """
+    """With its barrier the exchange is right in all orders; so are two buffers, one is not."""
     assert torch.equal(run(cuda_libraries, "rotate<true>", order), torch.arange(256).roll(-1).int())
     wanted = (((torch.arange(256) // 32 + 1) % 8) * 2 + 100).int()
     assert torch.equal(run(cuda_libraries, "two_turns<2>", order), wanted)
@@ -67,12 +65,12 @@ def test_what_would_hang_or_be_undefined_is_reported(cuda_libraries: Path, kerne
 
 @pytest.mark.long
 def test_kernels_are_clean_under_sanitizers(cuda_libraries: Path) -> None:
-    """No kernel reads or writes outside its tensors, at tails of every kind, or does what C++ leaves open."""
+    """No kernel reads or writes outside its tensors, at tails of every kind, or has undefined behaviour."""
     command = ["g++", "-print-file-name=libasan.so"]
     runtime = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not Path(runtime).is_absolute():
         pytest.skip("g++ comes without the address sanitizer's library")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "tests.cuda_on_cpu.sanitized", str(cuda_libraries)],
         capture_output=True,
         text=True,
@@ -80,5 +78,5 @@ def test_kernels_are_clean_under_sanitizers(cuda_libraries: Path) -> None:
         cwd=Path(__file__).parents[2],
         env={**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"},
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "clean\n"
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "clean\n"

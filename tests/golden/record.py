@@ -1,11 +1,10 @@
-"""What the golden file holds, computed: ids of trials, every rank's ledger, and losses to the last bit.
+"""Computes the golden file: ids of trials, every rank's ledger, and losses to the last bit.
 
-``python -m tests.golden.record`` writes ``golden.json.gz`` anew.  Do so only in a change that means to
-alter ids, bytes or arithmetic, and say in it which and why: the file is there so that nothing alters them
-unnoticed.
+``python -m tests.golden.record`` writes ``golden.json.gz`` anew.  Do so only in a change that is meant to
+alter ids, bytes or arithmetic, and say which and why in it: the file shows every such change.
 
-Everything that a run depends on stands here, models and loops too, so that a change of other tests' models
-leaves the file as it is.  All fields of ``MemoryLimits`` that have come into question as defaults are named.
+Everything that a run depends on is here, models and loops too, so that a change of other tests' models
+leaves the file as it is.  All fields of ``MemoryLimits`` whose defaults may change are set.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ SUITES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 
 
 class Block(nn.Module):
-    """A residual block whose parameters are whole codec blocks of 2048, or not."""
+    """A residual block with parameters of whole codec blocks of 2048, or ragged ones."""
 
     def __init__(self, *, ragged: bool) -> None:
         super().__init__()
@@ -101,23 +100,23 @@ _NETS: Final = _nets()
 
 def policies() -> dict[str, Policy]:
     """Every preset, then the suites' combinations; all limits that matter are named."""
-    found = {name: preset(name, memory=_LIMITS) for name in PRESETS}
+    recorded = {name: preset(name, memory=_LIMITS) for name in PRESETS}
     for name, (strategy, changes) in SUITES.items():
         policy = Trial(strategy=strategy, policy=changes).resolved_policy() or Policy()
         limits = {key: value for key, value in changes.items() if key in ("max_reuse", "persist_below")}
-        found[name] = replace(policy, memory=replace(_LIMITS, **limits))
-    found["fp16, scaled"] = preset(
+        recorded[name] = replace(policy, memory=replace(_LIMITS, **limits))
+    recorded["fp16, scaled"] = preset(
         "zeropp", memory=_LIMITS, compute="fp16", loss_scale=parse_loss_scale("dynamic:from1024")
     )
-    found["frozen codec, LoCo in bf16"] = preset(
+    recorded["frozen codec, LoCo in bf16"] = preset(
         "zeropp", memory=_LIMITS, feedback=parse_feedback("loco:bf16")
     )
-    return found
+    return recorded
 
 
 def trials() -> dict[str, str]:
     """Id of a trial for every preset and combination, on both topologies, with its transport named."""
-    asked = {name: (name, {}) for name in PRESETS} | SUITES
+    combinations = {name: (name, {}) for name in PRESETS} | SUITES
     return {
         f"{topology} {transport} {name}": Trial(
             strategy=strategy,
@@ -128,7 +127,7 @@ def trials() -> dict[str, str]:
         ).id
         for topology in TOPOLOGIES
         for transport in ("shm", "gloo")
-        for name, (strategy, changes) in asked.items()
+        for name, (strategy, changes) in combinations.items()
     }
 
 
@@ -160,19 +159,19 @@ def run(mesh: Mesh, transport: str, policy: Policy, *, ragged: bool, steps: int 
 def all_runs(mesh: Mesh) -> dict[str, Any]:
     """Every preset in fp32 and bf16 on one rank; on 3x2 also the ragged model, and the combinations."""
     torch.set_num_threads(1)
-    asked: list[tuple[str, Policy, bool]] = []
+    runs: list[tuple[str, Policy, bool]] = []
     for name, policy in policies().items():
         kinds: list[Dtype] = ["fp32", "bf16"] if name in PRESETS else [policy.compute]
-        asked += [(name, replace(policy, compute=compute), False) for compute in kinds]
+        runs += [(name, replace(policy, compute=compute), False) for compute in kinds]
         if name in PRESETS:
-            asked.append((name, policy, True))
+            runs.append((name, policy, True))
     if mesh.topology != TOPOLOGIES[-1]:
-        asked = [(name, policy, ragged) for name, policy, ragged in asked if name in PRESETS and not ragged]
+        runs = [(name, policy, ragged) for name, policy, ragged in runs if name in PRESETS and not ragged]
     return {
         f"{name}, {policy.compute}, {'ragged' if ragged else 'whole blocks'}": run(
             mesh, "backend", policy, ragged=ragged
         )
-        for name, policy, ragged in asked
+        for name, policy, ragged in runs
     }
 
 
@@ -183,21 +182,21 @@ def zeropp(mesh: Mesh, transport: str) -> dict[str, Any]:
 
 
 def merged(topology: Topology, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The runs of one topology: of each the losses by rank, and every ledger with the ranks that have it."""
-    found = {}
+    """The runs of one topology: losses by rank, and every ledger with the ranks that have it."""
+    by_key = {}
     for key in ranks[0]:
         ledgers: dict[str, list[int]] = {}
         for rank, runs in enumerate(ranks):
             ledgers.setdefault(json.dumps(runs[key]["ledger"]), []).append(rank)
-        found[f"{topology} {key}"] = {
+        by_key[f"{topology} {key}"] = {
             "ledgers": [[ranks_of, json.loads(text)] for text, ranks_of in ledgers.items()],
             "losses": [runs[key]["losses"] for runs in ranks],
         }
-    return found
+    return by_key
 
 
 def fingerprint() -> dict[str, str]:
-    """What the last bits of a matrix product depend on: processor, instruction set, torch."""
+    """Processor, instruction set and torch, on which the last bits of a matrix product depend."""
     return {
         "processor": _cpu_model() or platform.processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -206,8 +205,8 @@ def fingerprint() -> dict[str, str]:
 
 
 def load() -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(gzip.decompress(FILE.read_bytes()))
-    return data
+    golden: dict[str, Any] = json.loads(gzip.decompress(FILE.read_bytes()))
+    return golden
 
 
 def _main() -> None:

@@ -43,15 +43,15 @@ def test_ledgers_and_losses_are_those_of_the_file(topology: Topology) -> None:
     for key, run in runs.items():
         if made_here(key):
             assert run["losses"] == golden[key]["losses"], key
-        for ours, theirs in zip(run["losses"], golden[key]["losses"], strict=True):
-            got, wanted = ([float.fromhex(text) for text in losses] for losses in (ours, theirs))
+        for actual, recorded in zip(run["losses"], golden[key]["losses"], strict=True):
+            got, wanted = ([float.fromhex(text) for text in losses] for losses in (actual, recorded))
             assert got == pytest.approx(wanted, rel=TOLERANCE), key
 
 
 def test_processes_over_shared_memory_write_what_thread_ranks_write() -> None:
     """ZeRO++ on 2x2: how messages travel changes neither ledger nor losses."""
     topology, key = Topology(2, 2), "2x2 zeropp, fp32, whole blocks"
-    found = record.merged(topology, on_processes(topology, record.zeropp, "shm"))[key]
-    assert found["ledgers"] == GOLDEN["runs"][key]["ledgers"]
+    outcome = record.merged(topology, on_processes(topology, record.zeropp, "shm"))[key]
+    assert outcome["ledgers"] == GOLDEN["runs"][key]["ledgers"]
     if made_here(key):
-        assert found["losses"] == GOLDEN["runs"][key]["losses"]
+        assert outcome["losses"] == GOLDEN["runs"][key]["losses"]

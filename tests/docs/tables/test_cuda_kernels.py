@@ -1,4 +1,4 @@
-"""The page of the compiled CUDA kernels is what their cubins say."""
+"""The page of the compiled CUDA kernels follows from their cubins."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from docs.tables import COMPILED, DOCS, insert
 @pytest.mark.needs("CUDA compiler")
 @pytest.mark.parametrize("name", COMPILED)
 def test_no_page_is_stale(name: str) -> None:
-    """The page holds what ``python -m docs.tables`` writes where CuPy, NVRTC and nvdisasm are."""
+    """The page is as ``python -m docs.tables`` writes it with CuPy, NVRTC and nvdisasm."""
     page = (DOCS / name).read_text(encoding="utf-8")
     assert insert(page, COMPILED[name]()) == page
