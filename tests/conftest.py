@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, settings
 
 from tests.support import needs
 
-# Before torch is imported, here or in what tests start: workers and thread ranks fill the processors already,
+# Set before torch is imported, here or in child processes: workers and thread ranks fill the processors,
 # and threads of one operation, which wait for each other by spinning, take twice the time.
-# An empty value, of which libgomp complains in every process, counts as none.
+# libgomp complains of an empty value, which counts as none.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
 os.environ.pop("COLUMNS", None)  # xdist gives its workers 80: tests say how wide a terminal is
 
@@ -36,9 +36,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Skip tests that need what is not here; let ranks start with what test modules import, and let no
-    collection of garbage walk through it: a tenth of all time.
-    """
+    """Skip tests with missing components; preload ranks; freeze modules for the garbage collector."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -49,36 +47,36 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def libraries(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where libraries that tests build are kept for the next session: in pytest's cache."""
+    """The folder of libraries that tests build, kept for the next session in pytest's cache."""
     cache: pytest.Cache | None = getattr(request.config, "cache", None)  # absent with -p no:cacheprovider
     return tmp_path_factory.mktemp("kernels") if cache is None else cache.mkdir("kernels")
 
 
 @pytest.fixture(scope="session")
 def cuda_libraries(libraries: Path) -> Path:
-    """Where CUDA sources are kept as they are compiled for the host."""
+    """The folder of CUDA sources compiled for the host."""
     return libraries
 
 
 @pytest.fixture(autouse=True)
 def _no_suite_was_read() -> Iterator[None]:
-    """What suites name is found from the working folder, until a test reads a suite of another."""
+    """Inputs of suites are found from the working folder, unless a test reads a suite of another."""
     yield
     forget_suite()
 
 
 def forget_suite() -> None:
-    """As in a process that has read no suite, nor imported what one names."""
+    """Forget the suites that were read, and the modules that they imported."""
     from harness.suites import folder
     from impl import named_object
     from impl.codecs import own_object
 
     folder._folder = None
-    theirs = {str(one) for one in named_object._seen} - {str(Path(__file__).parents[1])}
-    sys.path[:] = [one for one in sys.path if one not in theirs]
-    for name, module in [*sys.modules.items()] if theirs else ():
+    folders = {str(path) for path in named_object._seen} - {str(Path(__file__).parents[1])}
+    sys.path[:] = [path for path in sys.path if path not in folders]
+    for name, module in [*sys.modules.items()] if folders else ():
         file = (getattr(module, "__file__", None) or "").removesuffix("/__init__.py")
-        if str(Path(file).parent) in theirs:
+        if str(Path(file).parent) in folders:
             del sys.modules[name]
     named_object._seen.clear()
     own_object.import_definition.cache_clear()

@@ -1,11 +1,11 @@
-"""``python -m tests.gpu_campaign``: all that a GPU is needed for, in stages, with one table last.
+"""``python -m tests.gpu_campaign``: everything that needs a GPU, in stages, with a table at the end.
 
-For a machine that is there for minutes and has no network: each stage is a command of its own under a time
-limit, what it found lies on disk before the next begins, and one that fails is a line of the table.  After
-each of them one file, :data:`ARCHIVE`, holds all that was found, to be brought back.
+For a machine without a network, lent for minutes: each stage is a command under a time limit, its results
+are on disk before the next begins, and a failure is a line of the table.  After each stage one file,
+:data:`ARCHIVE`, holds all results, to be brought back.
 ``--device cpu`` rehearses the same commands with tiny sizes; ``--missing`` names packages to bring along.
 
-This file imports the standard library alone, so that it can say what is missing.
+This file imports only the standard library, so that it can name missing packages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Final
 
 ARCHIVE: Final = "gpu-campaign.tar.gz"
-_DRAWN: Final = {"figures", "tables", "report.html"}  # which are not brought back: records draw them again
+_DRAWN: Final = {"figures", "tables", "report.html"}  # not brought back: they can be drawn from records
 _REPOSITORY: Final = Path(__file__).resolve().parents[1]
 
 _ONE: Final = {  # rank, of a GPU to itself
@@ -45,9 +45,9 @@ _TINY: Final = {  # on a CPU
     "model.name": "gpt-tiny", "sequence": 16, "tokens_per_rank": 32, "steps": 3, "policy.max_padding": 0.3,
     "cluster.transport": "gloo",
 }  # fmt: skip
-# Seconds at most, question, contenders and what else is said, by stage and name.  Ranks share a GPU without
-# FSDP2: NCCL refuses a second rank on it, and over gloo FSDP2 would send past our wire, whose pacer alone
-# holds the link to a rate.
+# Seconds at most, question, contenders and other fields, by stage and name.  Ranks share a GPU without FSDP2:
+# NCCL refuses a second rank on it, and over gloo FSDP2 would bypass our wire and its pacer, which holds the
+# link to a rate.
 _SUITES: Final[dict[str, tuple[float, str, tuple[str, ...], dict[str, object]]]] = {
     "c engine": (
         240, "What do our hooks cost on one rank, beside plain PyTorch and FSDP2, in time and in memory?",
@@ -83,8 +83,8 @@ _ABLATED: Final = ("general", "shared-memory", "two-reads", "unfused", "narrow",
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    name: str  # its letter, and what it is
-    command: tuple[str, ...]  # its words after the interpreter
+    name: str  # its letter and its subject
+    command: tuple[str, ...]  # arguments of the interpreter
     seconds: float  # at most
     needs: tuple[str, ...] = ()  # modules without which it is left out
 
@@ -94,18 +94,17 @@ class Ended:
     name: str
     status: str
     seconds: float
-    found: str
+    last_line: str
 
 
 def missing() -> list[str]:
-    """Distributions that pyproject.toml asks for, with tests and CUDA 13, and that are not here."""
+    """Distributions of pyproject.toml, with tests and CUDA 13, that are not installed."""
     project = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    named = [
-        re.split(r"[^\w-]", one)[0] for one in project["dependencies"] + extras["test"] + extras["cuda13"]
-    ]
-    here = {re.sub("[_.]", "-", one.name.lower()) for one in importlib.metadata.distributions()}
-    return [one for one in named if one not in here]
+    requirements = project["dependencies"] + extras["test"] + extras["cuda13"]
+    names = [re.split(r"[^\w-]", requirement)[0] for requirement in requirements]
+    installed = {re.sub("[_.]", "-", package.name.lower()) for package in importlib.metadata.distributions()}
+    return [name for name in names if name not in installed]
 
 
 def stages(device: str, results: Path) -> Iterator[Stage]:
@@ -113,11 +112,11 @@ def stages(device: str, results: Path) -> Iterator[Stage]:
     gpu = device == "cuda"
     yield from _tests(device)
     yield from _benches(device, results)
-    for name, (seconds, question, strategies, said) in _SUITES.items():
-        few = strategies if gpu or said["cluster.nodes"] == 1 else strategies[:1] + strategies[-1:]
-        keys = {key: said[key] for key in said if gpu or not key.startswith(("model.", "optimizer."))}
+    for name, (seconds, question, strategies, fields) in _SUITES.items():
+        chosen = strategies if gpu or fields["cluster.nodes"] == 1 else strategies[:1] + strategies[-1:]
+        keys = {key: fields[key] for key in fields if gpu or not key.startswith(("model.", "optimizer."))}
         keys |= {"cluster.device": device, "warmup": 2, "validate_every": 0, "validation_batches": 1}
-        keys |= {"matrix.strategy": few} | ({} if gpu else _TINY)
+        keys |= {"matrix.strategy": chosen} | ({} if gpu else _TINY)
         suite = results / f"gpu-{name[2:]}.toml"
         head = {"name": suite.stem, "question": question}
         tables = {key if key.startswith("matrix.") else f"defaults.{key}": keys[key] for key in keys}
@@ -147,25 +146,25 @@ def _tests(device: str) -> Iterator[Stage]:
 
 
 def _benches(device: str, results: Path) -> Iterator[Stage]:
-    """GB/s of every kernel at several sizes, beside other libraries, and with one thing taken away each."""
+    """GB/s of every kernel at several sizes, beside other libraries, and without one optimization each."""
     gpu = device == "cuda"
     bench = ("-m", "harness.cli", "bench", "codecs", "--seconds", "0.3" if gpu else "0.01")
 
-    def of(name: str, *more: str, mebibytes: int = 256 if gpu else 1, needs: str = "torch") -> Stage:
-        where = ("--results", str(results / name.replace(" ", "-")), "--megabytes", str(mebibytes))
-        return Stage(f"b {name}", (*bench, *more, *where), 120, (needs,))
+    def stage(name: str, *options: str, mebibytes: int = 256 if gpu else 1, needs: str = "torch") -> Stage:
+        outputs = ("--results", str(results / name.replace(" ", "-")), "--megabytes", str(mebibytes))
+        return Stage(f"b {name}", (*bench, *options, *outputs), 120, (needs,))
 
     few = () if gpu else ("--codec", "int4:32")
     for size in (256, 1, 16, 1024) if gpu else (1,):
         kinds = ("--kind", "fp32", "--kind", "bf16") if size == 256 else ()
-        yield of(f"{size} MiB", "--backend", device, *kinds, *few, mebibytes=size)
+        yield stage(f"{size} MiB", "--backend", device, *kinds, *few, mebibytes=size)
     beside = ("--codec", "int8:2048", "--codec", "int8:256", "--codec", "int4:256")
     if gpu:
         names = (part for name in _ABLATED for part in ("--backend", f"cuda-{name}"))
-        yield of("ablation", "--backend", "cuda", *names, *beside)
+        yield stage("ablation", "--backend", "cuda", *names, *beside)
     for other, module in _OTHERS.items() if gpu else [("torch.compile", "torch")]:
         kind = "fp16" if other == "deepspeed" else "bf16"
-        yield of(other, "--backend", device, "--backend", other, "--kind", kind, *beside, needs=module)
+        yield stage(other, "--backend", device, "--backend", other, "--kind", kind, *beside, needs=module)
 
 
 def run(stage: Stage, log: Path, seconds: float) -> Ended:
@@ -187,44 +186,43 @@ def run(stage: Stage, log: Path, seconds: float) -> Ended:
         )
         try:
             status = process.wait(seconds)
-            told = "ok" if status == 0 else f"status {status}"
+            status_text = "ok" if status == 0 else f"status {status}"
         except subprocess.TimeoutExpired:
-            told = f"cut at {seconds:.0f} s"
+            status_text = f"cut at {seconds:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    shown = lines[-4 if told == "ok" else -30 :]
-    print(f"== {stage.name}: {told}", *shown, sep="\n", flush=True)
-    said = [line.strip() for line in lines if not line.endswith(".html")]  # a page's path says nothing
-    found = said[-1][:100] if said else ""
-    return Ended(stage.name, told, time.monotonic() - begun, found)
+    shown = lines[-4 if status_text == "ok" else -30 :]
+    print(f"== {stage.name}: {status_text}", *shown, sep="\n", flush=True)
+    results = [line.strip() for line in lines if not line.endswith(".html")]  # without paths of pages
+    return Ended(stage.name, status_text, time.monotonic() - begun, results[-1][:100] if results else "")
 
 
 def table(ended: Sequence[Ended]) -> str:
-    rows = [(one.name, one.status, f"{one.seconds:.0f}", one.found) for one in ended]
+    rows = [(stage.name, stage.status, f"{stage.seconds:.0f}", stage.last_line) for stage in ended]
     whole = [("stage", "status", "s", "last line"), *rows]
     return "\n".join("{:20}  {:12}  {:>5}  {}".format(*row).rstrip() for row in whole)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that, whenever this is killed, holds the text before or this one."""
+    """Write a file by a rename, so that it is always whole."""
     aside = path.with_suffix(".part")
     aside.write_text(text, encoding="utf-8")
     aside.replace(path)
 
 
 def pack(results: Path, into: Path) -> Path:
-    """Write all that is in ``results``, but for what is drawn of records, to ``into/gpu-campaign.tar.gz``."""
+    """Write ``results``, without pages and figures, to ``into/gpu-campaign.tar.gz``."""
     into.mkdir(parents=True, exist_ok=True)
     path = into / ARCHIVE
-    aside = path.with_suffix(".part")  # whoever is killed meanwhile leaves the archive before this one
+    aside = path.with_suffix(".part")  # a rename keeps the last archive whole
     with tarfile.open(aside, "w:gz") as archive:
-        for found in sorted(results.rglob("*")):
-            inside = found.relative_to(results)
-            if found.is_file() and found not in (path, aside) and not _DRAWN & set(inside.parts):
-                archive.add(found, Path("gpu-campaign", inside))
+        for file in sorted(results.rglob("*")):
+            inside = file.relative_to(results)
+            if file.is_file() and file not in (path, aside) and not _DRAWN & set(inside.parts):
+                archive.add(file, Path("gpu-campaign", inside))
     return aside.replace(path)
 
 
@@ -237,26 +235,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stages", default="abcde", help="letters of those to run")
     parser.add_argument("--pack", type=Path, help=f"folder in which {ARCHIVE} is written; default: --results")
     parser.add_argument("--missing", action="store_true", help="print packages that are not here")
-    asked = parser.parse_args(arguments)
-    if asked.missing:
+    options = parser.parse_args(arguments)
+    if options.missing:
         print("\n".join(missing()))
         return 0
-    results = asked.results.resolve()
+    results = options.results.resolve()
     results.mkdir(parents=True, exist_ok=True)
-    packed = results if asked.pack is None else asked.pack.resolve()
-    ends, ended = time.monotonic() + 60 * asked.minutes, []
-    for number, stage in enumerate(stages(asked.device, results)):
-        if stage.name[0] in asked.stages:
+    packed = results if options.pack is None else options.pack.resolve()
+    ends, ended = time.monotonic() + 60 * options.minutes, []
+    for number, stage in enumerate(stages(options.device, results)):
+        if stage.name[0] in options.stages:
             log = results / f"{number}-{stage.name.replace(' ', '-')}.log"
-            letters = "".join(sorted(set(asked.stages)))  # of several calls into one folder
-            found = results / f"campaign-{letters}.txt"
+            letters = "".join(sorted(set(options.stages)))  # of several calls into one folder
+            summary = results / f"campaign-{letters}.txt"
             begun = [*ended, Ended(stage.name, "not ended", 0.0, log.name)]
-            write_whole(found, table(begun) + "\n")
+            write_whole(summary, table(begun) + "\n")
             ended.append(run(stage, log, min(stage.seconds, ends - time.monotonic())))
-            write_whole(found, table(ended) + "\n")
+            write_whole(summary, table(ended) + "\n")
             pack(results, packed)
     print(table(ended))
-    return int(any(one.status not in ("ok", "left out") for one in ended))
+    return int(any(stage.status not in ("ok", "left out") for stage in ended))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""``python -m tests.gpu_first``: what a GPU is asked first, in one process, each answer written as it comes.
+"""``python -m tests.gpu_first``: the first measurements of a GPU, in one process, each written at once.
 
 For a device that is lent for minutes.  Every answer is a line of JSON, printed and appended to ``--out``,
-so who is killed leaves what was found.  In order: the device, every kernel beside the reference, GB/s beside
-a copy, what a launch costs the host, and a step of 1 B parameters beside the plain module and FSDP2.  What
-fails is a line, and the next is tried.  ``--device cpu`` rehearses it in tiny sizes.  It needs torch, NumPy
-and CuPy alone.
+so a killed run leaves its answers.  In order: the device, every kernel beside the reference, GB/s beside
+a copy, what a launch costs the host, and a step of 1 B parameters beside the plain module and FSDP2.  A
+failure is a line, and the next question follows.  ``--device cpu`` rehearses it in tiny sizes.  It needs only
+torch, NumPy and CuPy.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ HOPS: Final = (
 )
 SOURCES: Final = 8
 ENGINES: Final = ("plain", "fsdp2", "zero3", "zeropp")
-Found = dict[str, Any]
+Fields = dict[str, Any]
 
 
 def noise_of(codec: Codec) -> Noise | None:
@@ -61,23 +61,21 @@ def seconds_of(operation: Callable[[], object], seconds: float) -> float:
     return Timer("call()", globals={"call": operation}).blocked_autorange(min_run_time=seconds).median
 
 
-def of_device(device: torch.device) -> Found:
-    found = {"torch": torch.__version__, "python": sys.version.split()[0]}
+def of_device(device: torch.device) -> Fields:
+    versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
     if device.type == "cuda":
         import cupy
 
-        found |= {
+        versions |= {
             "name": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability(),
             "driver": cupy.cuda.runtime.driverGetVersion(), "cupy": cupy.__version__,
             "nvrtc": cupy.cuda.nvrtc.getVersion(), "bytes": torch.cuda.mem_get_info()[1],
         }  # fmt: skip
-    return {**found, "backend": ops.backend_of(device)}
+    return {**versions, "backend": ops.backend_of(device)}
 
 
-def are_reference(codec: Codec, kind: Dtype, device: torch.device) -> Found:
-    """Whether the device's kernels are the reference: of a row with an end that fills no block and no 16
-    bytes, where the codec lets there be one, and of a row that is whole and aligned.
-    """
+def are_reference(codec: Codec, kind: Dtype, device: torch.device) -> Fields:
+    """Whether the device's kernels equal the reference, on a row with a short end and an aligned one."""
     subject, draw = subject_of(codec, ops.backend_of(device)), torch.Generator().manual_seed(7)
     try:
         for numel in (9001, 9216):
@@ -91,9 +89,9 @@ def are_reference(codec: Codec, kind: Dtype, device: torch.device) -> Found:
     return {"equal": True}
 
 
-def rates(text: str, kind: Dtype, mebibytes: int, device: torch.device, seconds: float) -> Found:
-    """GB/s of a codec's operations on elements, every byte counted that one has to read and write once, and
-    their share of a copy's of the elements; eight sources are summed, each of an eighth of them.
+def rates(text: str, kind: Dtype, mebibytes: int, device: torch.device, seconds: float) -> Fields:
+    """GB/s of a codec's operations, counting every byte read and written once, and their share of a copy's
+    of the elements; sums have eight sources, each of an eighth of the elements.
     """
     codec, numel = parse(text), (mebibytes << 20) // DTYPES[kind].itemsize
     part, noise = numel // SOURCES, noise_of(codec)
@@ -112,19 +110,19 @@ def rates(text: str, kind: Dtype, mebibytes: int, device: torch.device, seconds:
         encode = partial(ops.encode, codec, x, frame, noise=noise, carried=carried)
         timed["encode_carried"] = x.nbytes + frame.nbytes + 8 * numel, encode
     for onward in (parse(second) for first, second in HOPS if first == text):
-        again = torch.zeros(onward.frame_bytes(part), dtype=torch.uint8, device=device)
-        fused = partial(ops.decode_sum_encode, codec, onward, frames, again, part, noise=noise_of(onward))
-        timed[f"to_{onward}"] = frames.nbytes + again.nbytes, fused
+        target = torch.zeros(onward.frame_bytes(part), dtype=torch.uint8, device=device)
+        fused = partial(ops.decode_sum_encode, codec, onward, frames, target, part, noise=noise_of(onward))
+        timed[f"to_{onward}"] = frames.nbytes + target.nbytes, fused
     copy = 2 * x.nbytes / seconds_of(partial(back.copy_, x), seconds)
-    found: Found = {"copy_gb": round(copy / 1e9, 1)}
+    measured: Fields = {"copy_gb": round(copy / 1e9, 1)}
     for name, (moved, operation) in timed.items():
         rate = moved / seconds_of(operation, seconds)
-        found |= {f"{name}_gb": round(rate / 1e9, 1), f"{name}_of_copy": round(rate / copy, 3)}
-    return found
+        measured |= {f"{name}_gb": round(rate / 1e9, 1), f"{name}_of_copy": round(rate / copy, 3)}
+    return measured
 
 
-def launch(text: str, device: torch.device) -> Found:
-    """Microseconds of the host for a small encoding that is asked for again."""
+def launch(text: str, device: torch.device) -> Fields:
+    """Microseconds of the host for a small encoding that is repeated."""
     codec, x = parse(text), torch.randn(4096, device=device).bfloat16()
     frame = torch.zeros(codec.frame_bytes(4096), dtype=torch.uint8, device=device)
     return {"host_us": round(1e6 * seconds_of(partial(ops.encode, codec, x, frame), 0.01), 1)}
@@ -132,12 +130,12 @@ def launch(text: str, device: torch.device) -> Found:
 
 def transformer(width: int, layers: int) -> nn.Sequential:
     """(B, T, 256) logits of (B, T) tokens, by ``layers`` blocks."""
-    options: Found = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+    options: Fields = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
     blocks = [nn.TransformerEncoderLayer(width, width // 64, 4 * width, **options) for _ in range(layers)]
     return nn.Sequential(nn.Embedding(256, width), *blocks, nn.Linear(width, 256, bias=False))
 
 
-def engine(name: str, tokens: int, device: torch.device) -> Found:
+def engine(name: str, tokens: int, device: torch.device) -> Fields:
     """Milliseconds of forward and backward, and of a whole step, of one rank in bf16; bytes at most."""
     gpu = device.type == "cuda"
     width, layers = (2048, 20) if gpu else (128, 2)
@@ -152,12 +150,12 @@ def engine(name: str, tokens: int, device: torch.device) -> Found:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        asked: Found = {
+        options: Fields = {
             "mesh": init_device_mesh(device.type, (1,)), "mp_policy": MixedPrecisionPolicy(torch.bfloat16)
         }  # fmt: skip
         for block in model:
-            fully_shard(block, **asked)
-        fully_shard(model, **asked)
+            fully_shard(block, **options)
+        fully_shard(model, **options)
     masters: Any = model.parameters()
     if name in ("zero3", "zeropp"):
         policy = preset(name, compute="bf16")
@@ -176,52 +174,54 @@ def engine(name: str, tokens: int, device: torch.device) -> Found:
 
     if gpu:
         torch.cuda.reset_peak_memory_stats()
-    whole, took = (seconds_of(partial(passes, stepping=one), 2.0 if gpu else 0.01) for one in (True, False))
+    least = 2.0 if gpu else 0.01
+    whole, passing = (seconds_of(partial(passes, stepping=stepping), least) for stepping in (True, False))
     return {
-        "parameters": parameters, "passes_ms": round(1e3 * took, 2), "step_ms": round(1e3 * whole, 2),
+        "parameters": parameters, "passes_ms": round(1e3 * passing, 2), "step_ms": round(1e3 * whole, 2),
         "losses": [float(loss) for loss in losses[:2]],
         "peak_bytes": torch.cuda.max_memory_allocated() if gpu else 0,
     }  # fmt: skip
 
 
-def questions(device: torch.device) -> Iterator[tuple[Found, Callable[[], Found]]]:
-    """What is asked, and who answers: correctness first."""
+def questions(device: torch.device) -> Iterator[tuple[Fields, Callable[[], Fields]]]:
+    """Questions and the functions that answer them, correctness first."""
     gpu = device.type == "cuda"
     yield {"ask": "device"}, partial(of_device, device)
     for text, kind in itertools.product(CODECS, DTYPES):
-        asked = {"ask": "reference", "codec": text, "type": kind}
-        yield asked, partial(are_reference, parse(text), kind, device)
+        question = {"ask": "reference", "codec": text, "type": kind}
+        yield question, partial(are_reference, parse(text), kind, device)
     for mebibytes, text in itertools.product((64, 256) if gpu else (1,), CODECS if gpu else CODECS[:3]):
-        asked = {"ask": "rates", "codec": text, "mebibytes": mebibytes}
-        yield asked, partial(rates, text, "bf16", mebibytes, device, 0.02 if gpu else 1e-4)
+        question = {"ask": "rates", "codec": text, "mebibytes": mebibytes}
+        yield question, partial(rates, text, "bf16", mebibytes, device, 0.02 if gpu else 1e-4)
     yield {"ask": "launch", "codec": "int8:2048"}, partial(launch, "int8:2048", device)
     for tokens, name in itertools.product((4096, 16384) if gpu else (64,), ENGINES):
         yield {"ask": "engine", "engine": name, "tokens": tokens}, partial(engine, name, tokens, device)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Ask all questions; 0 if each was answered, and every kernel is the reference."""
+    """Answer all questions; 0 if none failed, and every kernel equals the reference."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_first", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("gpu-first.jsonl"), help="appended to, line by line")
     parser.add_argument("--minutes", type=float, default=5.0, help="after which nothing more is asked")
-    asked = parser.parse_args(arguments)
-    device, ends, wrong = torch.device(asked.device), time.monotonic() + 60 * asked.minutes, 0
+    options = parser.parse_args(arguments)
+    device, ends, wrong = torch.device(options.device), time.monotonic() + 60 * options.minutes, 0
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
-    with asked.out.open("a", encoding="utf-8") as file:
-        for said, answer in questions(device):
+    with options.out.open("a", encoding="utf-8") as file:
+        for question, answer in questions(device):
             begun = time.monotonic()
             try:
-                found = answer() if begun < ends else {"failed": f"left out after {asked.minutes:g} min"}
+                fields = answer() if begun < ends else {"failed": f"left out after {options.minutes:g} min"}
             except Exception as error:  # one that fails is a line
-                found = {"failed": f"{type(error).__name__}: {error}"[:400]}
-            wrong += "failed" in found or found.get("equal") is False
-            line = json.dumps({**said, **found, "seconds": round(time.monotonic() - begun, 2)}, default=str)
+                fields = {"failed": f"{type(error).__name__}: {error}"[:400]}
+            wrong += "failed" in fields or fields.get("equal") is False
+            fields["seconds"] = round(time.monotonic() - begun, 2)
+            line = json.dumps({**question, **fields}, default=str)
             file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())
-            print(line, flush=True)  # last: what was printed is in the file
+            print(line, flush=True)  # last, so that every printed line is in the file
     dist.destroy_process_group()
     return int(wrong > 0)
 

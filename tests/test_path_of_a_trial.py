@@ -1,7 +1,7 @@
-"""How many files of the harness a trial passes through in the sweep's process, from the sweep to its record.
+"""The number of the harness's files through which a trial passes in the sweep's process, up to its record.
 
-Of every function of the harness that is entered meanwhile, the first entry counts, in order; entries of one
-file in a row are a stay.  A stay in a file that was left before is a return.
+The first entry into every function of the harness counts, in order; consecutive entries into one file are a
+stay.  A stay in a file that was left before is a return.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ strategy = ["zero3"]
 
 
 def entered(folder: Path) -> list[str]:
-    """The files whose functions are entered for the first time while a trial is run, in order."""
+    """The files of functions that are first entered while a trial runs, in order."""
     seen: set[CodeType] = set()
     files: list[str] = []
     inside = 0
@@ -68,7 +68,7 @@ def entered(folder: Path) -> list[str]:
 @pytest.mark.long
 @pytest.mark.needs("namespaces")
 def test_a_trial_goes_one_way(tmp_path: Path) -> None:
-    """From the sweep to its record it stays in few files, and comes back to few of them."""
+    """From the sweep to its record it passes through few files, and returns to few."""
     stays = [file for file, _ in itertools.groupby(entered(tmp_path))]
     assert stays[0] == "runs/sweep.py"
     assert "runs/trial_on_cluster.py" in stays

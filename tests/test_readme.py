@@ -1,4 +1,4 @@
-"""The texts say what is so: two lines do everything, what they name is there, examples are what code does."""
+"""The texts are true: two lines do everything, the files that they name exist, examples run as shown."""
 
 from __future__ import annotations
 
@@ -27,26 +27,24 @@ def fenced(language: str) -> list[str]:
 
 
 def test_two_lines_do_everything() -> None:
-    """Quickstart and Tests each have a shell block of one line, there is no third line to type, and that
-    of Tests is what continuous integration runs.
-    """
+    """Quickstart and Tests each have a shell block of one line, the only ones; CI runs that of Tests."""
     sections = {part.partition("\n")[0]: part for part in re.split(r"^## ", README, flags=re.MULTILINE)}
     quickstart, tests = blocks = fenced("sh")
-    for block, section, words in (
+    for block, section, command in (
         (quickstart, "Quickstart", "zeropp run suites/quickstart.toml"),
         (tests, "Tests", "tox"),
     ):
         assert block in sections[section]
-        assert words in block
+        assert command in block
     assert all(block.count("\n") == 1 and "-c constraints.txt" in block for block in blocks)
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     (extract,) = re.findall(r"^line=\$\((.*)\)$", script, flags=re.MULTILINE)
-    done = subprocess.run(["bash", "-c", extract], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == tests
+    process = subprocess.run(["bash", "-c", extract], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert process.stdout == tests
 
 
 def test_what_texts_name_is_there() -> None:
-    """Every link leads to a file, and so does each path that a page names in code."""
+    """Every link, and every path that a page names in code, leads to a file."""
     link = re.compile(r"\]\((?!\w+://)([^)#]+)")
     links = [(page, page.parent / to) for page in PAGES for to in link.findall(TEXTS[page])]
     paths = [(page, ROOT / path) for page in PAGES for path in NAMED.findall(TEXTS[page])]
@@ -63,7 +61,7 @@ def test_the_readme_lists_all_suites_and_commands() -> None:
 
 
 def test_every_item_of_the_paper_has_a_verdict() -> None:
-    """One of those that the page explains."""
+    """Each is one of those that the page explains."""
     text = TEXTS[ROOT / "docs" / "paper.md"]
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")
@@ -75,11 +73,9 @@ def test_every_item_of_the_paper_has_a_verdict() -> None:
 
 
 def test_the_documents_are_short_and_text() -> None:
-    """All together have at most so many words, by ``wc -w``, and docs/results.md so many lines; no dot is
-    escaped in what is written from records.
-    """
-    words = {str(page.relative_to(ROOT)): len(text.split()) for page, text in TEXTS.items()}
-    assert sum(words.values()) <= 40_000, sorted(words.items(), key=lambda item: -item[1])
+    """At most 40,000 words in all, 600 lines in docs/results.md, and no escaped dot from records."""
+    counts = {str(page.relative_to(ROOT)): len(text.split()) for page, text in TEXTS.items()}
+    assert sum(counts.values()) <= 40_000, sorted(counts.items(), key=lambda item: -item[1])
     results, claims = (TEXTS[ROOT / "docs" / name] for name in ("results.md", "claims.md"))
     assert "\\." not in results + claims
     assert results.count("\n") <= 600
@@ -97,8 +93,8 @@ def test_example_suite(tmp_path: Path) -> None:
 
 
 def torchrun(program: Path, ranks: int) -> list[str]:
-    """What ranks print that torchrun starts in the program's folder; each of them imports torch: seconds."""
-    done = subprocess.run(
+    """Lines printed by ranks that torchrun starts in the program's folder, in seconds: all import torch."""
+    process = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", program],
         cwd=program.parent,
         env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
@@ -106,12 +102,12 @@ def torchrun(program: Path, ranks: int) -> list[str]:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    assert process.returncode == 0, process.stderr
+    return process.stdout.splitlines()
 
 
 def python_example(name: str) -> str:
-    """The README's Python example that is saved under a name."""
+    """The README's Python example of a name."""
     assert f"Save this as `{name}` and start it with `torchrun --nproc-per-node 4 {name}`:" in README
     word = {"loop.py": "zero.step(optimizer", "collectives.py": "quantized_all_gather"}[name]
     (code,) = [block for block in fenced("python") if word in block]
@@ -123,9 +119,9 @@ def test_examples_run_as_shown(tmp_path: Path) -> None:
     """The loop trains five steps with falling losses; the collectives print the stated shapes and types."""
     for name in ("loop.py", "collectives.py"):
         (tmp_path / name).write_text(python_example(name), encoding="utf-8")
-    said = [line.split() for line in torchrun(tmp_path / "loop.py", 4)]
-    assert [step for step, _ in said] == ["0", "1", "2", "3", "4"]
-    assert float(said[-1][1]) < float(said[0][1])
+    printed = [line.split() for line in torchrun(tmp_path / "loop.py", 4)]
+    assert [step for step, _ in printed] == ["0", "1", "2", "3", "4"]
+    assert float(printed[-1][1]) < float(printed[0][1])
     code = python_example("collectives.py")
     assert "(4, 100, 3)" in code
     assert "(50, 2) fp32" in code

@@ -35,9 +35,7 @@ def blocks(page: str) -> list[str]:
 def test_every_command_of_a_tutorial_runs(
     page: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one folder, one after the other, with a line a step; stages 1 and 2 have the same losses, all in
-    fp32.  The ranks of each are processes that import torch: seconds.
-    """
+    """In one folder, in seconds, with a line a step; stages 1 and 2 have equal losses in fp32."""
     monkeypatch.chdir(tmp_path)
     trained: list[list[float]] = []
     for block in blocks(page):
@@ -47,10 +45,10 @@ def test_every_command_of_a_tutorial_runs(
             program, *arguments = shlex.split(line)
             assert program == "zeropp"
             assert main(arguments) == 0, capfd.readouterr().err
-            found = losses(capfd.readouterr().out)
-            assert len(found) == (2 if arguments[0] == "train" and "--plan" not in arguments else 0)
-            trained += [found] if found else []
-    assert all(abs(loss - 5.55) < 0.3 for found in trained for loss in found)  # ln 256 and a little
+            values = losses(capfd.readouterr().out)
+            assert len(values) == (2 if arguments[0] == "train" and "--plan" not in arguments else 0)
+            trained += [values] if values else []
+    assert all(abs(loss - 5.55) < 0.3 for values in trained for loss in values)  # ln 256 and a little
     if page == "zero.md":
         assert trained[0] == pytest.approx(trained[1], abs=2e-6)
 
@@ -89,6 +87,6 @@ def test_the_script_of_the_zero_tutorial_runs_under_torchrun(tmp_path: Path) -> 
     (script,) = re.findall(r"```python\n(# own\.py.*?)```", text, re.DOTALL)
     (tmp_path / "own.py").write_text(script, encoding="utf-8")
     (tmp_path / "ds_zero_stage_1.json").write_text(json.dumps(configurations("zero.md")[0]), encoding="utf-8")
-    said = "\n".join(torchrun(tmp_path / "own.py", 2))
-    first, second = map(float, re.findall(r"^step \d: loss ([\d.]+)$", said, re.MULTILINE))
+    output = "\n".join(torchrun(tmp_path / "own.py", 2))
+    first, second = map(float, re.findall(r"^step \d: loss ([\d.]+)$", output, re.MULTILINE))
     assert second < first
