@@ -1,4 +1,4 @@
-"""Other engines with our collectives: equal to themselves, and sending what is predicted."""
+"""FSDP2 and DDP with our collectives train as without them, and send the predicted bytes."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ HOSTS: tuple[Host, ...] = ("fsdp2", "ddp")
 def quantised(host: Host, **changes: Any) -> Policy:
     """4-bit gradients inside ``host``, and 8-bit weights where it gathers them."""
     codec = parse("int4:32")
-    own = {"weights": parse("int8:64")} if host == "fsdp2" else {}
-    return replace(EXACT[host], **own, **{"gradients": (codec, codec), **changes})
+    weights = {"weights": parse("int8:64")} if host == "fsdp2" else {}
+    return replace(EXACT[host], **weights, **{"gradients": (codec, codec), **changes})
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Case:
 
 @dataclass
 class Trained:
-    """Losses of every micro-batch, whole gradients of the last step, what was sent and predicted."""
+    """Losses of every micro-batch, whole gradients of the last step, bytes sent and predicted."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
@@ -101,7 +101,7 @@ def train(mesh: Mesh, case: Case) -> Trained:
     joined = None if case.policy is None else kind(model, wire, case.policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     events: list[Event] = ["evaluate"]
-    found = Trained()
+    trained = Trained()
     with torch.no_grad():
         model(inputs(99, mesh.rank))
     for step in range(STEPS):
@@ -111,7 +111,7 @@ def train(mesh: Mesh, case: Case) -> Trained:
                 model.require_backward_grad_sync = micro == ACCUMULATION - 1
             loss = model(inputs(step * ACCUMULATION + micro, mesh.rank)) / ACCUMULATION
             loss.backward()
-            found.losses.append(loss.item())
+            trained.losses.append(loss.item())
             events += ["forward", "backward"]
         if case.clip is not None:
             if joined is None:
@@ -119,7 +119,7 @@ def train(mesh: Mesh, case: Case) -> Trained:
             else:
                 joined.clip_grad_norm_(case.clip)
             events.append("norm")
-        found.gradients = [_whole(parameter.grad) for parameter in model.parameters()]
+        trained.gradients = [_whole(parameter.grad) for parameter in model.parameters()]
         optimizer.step()
         events.append("step")
     if joined is not None:
@@ -127,8 +127,8 @@ def train(mesh: Mesh, case: Case) -> Trained:
             planned = hosted_units(case.host, net(), mesh.topology, case.policy)
         assert [(u.name, u.padded) for u in joined.units] == [(u.name, u.padded) for u in planned]
         wire.close()
-        found.sent, found.predicted = wire.ledger.rows(), joined.predict(events)
-    return found
+        trained.sent, trained.predicted = wire.ledger.rows(), joined.predict(events)
+    return trained
 
 
 def _whole(gradient: Any) -> torch.Tensor:
@@ -140,7 +140,7 @@ def _train_all(mesh: Mesh, cases: list[Case]) -> list[Trained]:
 
 
 def cases_of(host: Host) -> dict[str, Case]:
-    """Runs of one host on 2x2 ranks, each with what the others have not."""
+    """Different runs of one host on 2x2 ranks."""
     int4, int8 = parse("int4:32"), parse("int8:96")
     other = {"fsdp2": {"gather": "flat", "reduce": "one_hop"}, "ddp": {"reduce": "ring"}}[host]
     return {
@@ -157,19 +157,19 @@ def test_four_ranks(host: Host) -> None:
     what is predicted.
 
     With fp32 frames the first loss is the host's bit for bit, and all losses and gradients are within 1e-6:
-    sums have another order.  Whatever the codecs, hops, chunks and transport, each rank's ledger is the
-    prediction, row by row.  Every rank decodes what was sent, its own part too: replicas of DDP cannot drift
-    apart.  With 4-bit gradients, and 8-bit weights in FSDP2, mean losses follow the host's within a tenth of
-    the first, and halve; at most half of fp32's bytes cross between nodes.
+    sums have another order.  For all codecs, hops, chunks and transports each rank's ledger is the
+    prediction, row by row.  Every rank decodes the same frames, its own part too: replicas of DDP cannot
+    drift apart.  With 4-bit gradients, and 8-bit weights in FSDP2, mean losses follow the host's within a
+    tenth of the first, and halve; at most half of fp32's bytes cross between nodes.
     """
     cases = cases_of(host)
-    ranks = on_processes(Topology(2, 2), _train_all, list(cases.values()))  # once: they are what takes time
+    ranks = on_processes(Topology(2, 2), _train_all, list(cases.values()))  # once, to save time
     runs = {name: [rank[index] for rank in ranks] for index, name in enumerate(cases)}
-    for own, ours in zip(runs["own"], runs["exact"], strict=True):
-        assert ours.losses[0] == own.losses[0]
-        assert ours.losses == pytest.approx(own.losses, abs=1e-6)
-        for mine, theirs in zip(ours.gradients, own.gradients, strict=True):
-            torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=0)
+    for host_run, joined in zip(runs["own"], runs["exact"], strict=True):
+        assert joined.losses[0] == host_run.losses[0]
+        assert joined.losses == pytest.approx(host_run.losses, abs=1e-6)
+        for x, y in zip(joined.gradients, host_run.gradients, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-6, rtol=0)
     means = {}
     for name, trained in runs.items():
         for rank in trained:
@@ -194,12 +194,12 @@ def test_four_ranks(host: Host) -> None:
 def test_two_ranks_equal_their_host_bit_for_bit(mesh: Mesh) -> None:
     """With fp32 frames on two ranks, in one node or two, losses and gradients are the host's own bits."""
     for host in HOSTS:
-        own = train(mesh, Case(host, clip=None))
+        host_run = train(mesh, Case(host, clip=None))
         for topology in (Topology(1, 2), Topology(2, 1)):
-            ours = train(Mesh(topology, mesh.rank, mesh.device), Case(host, EXACT[host], clip=None))
-            assert ours.losses == own.losses
-            assert all(map(torch.equal, ours.gradients, own.gradients))
-            assert ours.sent == ours.predicted
+            joined = train(Mesh(topology, mesh.rank, mesh.device), Case(host, EXACT[host], clip=None))
+            assert joined.losses == host_run.losses
+            assert all(map(torch.equal, joined.gradients, host_run.gradients))
+            assert joined.sent == joined.predicted
 
 
 # Predictions
@@ -218,7 +218,7 @@ def test_a_hierarchical_gather_crosses_each_link_once(
         predict_hosted("fsdp2", policy, topology, [group], rank=rank, events=["evaluate"])
         for rank in range(topology.world)
     ]
-    inter = sum(one.bytes for rows in sent for key, one in rows.items() if key.link == "inter")
+    inter = sum(row.bytes for rows in sent for key, row in rows.items() if key.link == "inter")
     assert inter == topology.world * codec.frame_bytes(group.shard) * (topology.nodes - 1)
 
 
@@ -231,11 +231,11 @@ def test_tied_and_frozen_parameters() -> None:
     assert block.shard - block.piece == 8 * 8 // 2
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(
-    ("host", "changes", "words"),
+    ("host", "changes", "message"),
     [
         ("fsdp2", {"weights": parse("int8:64:stochastic")}, "int8:64:stochastic inside fsdp2"),
         ("ddp", {"gradients": (FP32, parse("int4:32:stochastic"))}, "int4:32:stochastic inside ddp"),
@@ -243,23 +243,19 @@ def test_tied_and_frozen_parameters() -> None:
         ("fsdp2", {"memory": MemoryLimits(prefetch=7)}, "memory.prefetch = 7 inside fsdp2"),
     ],
 )
-def test_what_a_host_cannot_do_is_refused(host: Host, changes: dict[str, Any], words: str) -> None:
-    """A field that a host cannot carry out is refused by its value before anything is wrapped; more are in
-    docs/reference/support.md.
-    """
+def test_what_a_host_cannot_do_is_refused(host: Host, changes: dict[str, Any], message: str) -> None:
+    """A field that a host cannot carry out is refused by its value; docs/reference/support.md has more."""
     policy = replace(EXACT[host], **changes)
-    with pytest.raises(PolicyError, match=words):
+    with pytest.raises(PolicyError, match=message):
         check_host(host, policy)
 
 
 @each_rank(1, 2, processes=True)
 def test_what_a_host_refuses_when_it_runs(mesh: Mesh) -> None:
-    """A scalar parameter, a model that is not sharded, replicas, one group of two modules, a hook whose
-    owner is gone, and sparse gradients are each refused in one line.
-    """
+    """Scalars, unsharded models, replicas, groups of two modules, hooks without owners: a line each."""
 
-    def refused(words: str) -> Any:
-        return pytest.raises((HostError, PolicyError), match=rf"\A[^\n]*{re.escape(words)}[^\n]*\Z")
+    def refused(message: str) -> Any:
+        return pytest.raises((HostError, PolicyError), match=rf"\A[^\n]*{re.escape(message)}[^\n]*\Z")
 
     wire = Wire(mesh)
     scalar = nn.Linear(2, 2)

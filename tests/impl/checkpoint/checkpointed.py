@@ -1,4 +1,4 @@
-"""What tests of checkpoints share: a run in training, and what a checkpoint holds."""
+"""Shared by tests of checkpoints: a run in training, and the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class Run(Training):
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
         **options: Any,
     ) -> None:
-        how = {"optimize": partial(optimizer, lr=1e-2), "groups": {1: {"weight_decay": 0.0}}}
-        super().__init__(mesh, net, policy, group_of=_group_of, **how, **options)
+        choices = {"optimize": partial(optimizer, lr=1e-2), "groups": {1: {"weight_decay": 0.0}}}
+        super().__init__(mesh, net, policy, group_of=_group_of, **choices, **options)
 
     def state(self) -> dict[str, Tensor]:
         return {**self.zero.full_state_dict(), **self.zero.communication_state()}
@@ -119,11 +119,11 @@ def contents(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         for name, shape in manifest.parameters.items()
         for kind in parts.ranges[name]
     }
-    numbers = {f"{index}": one for index, one in enumerate(manifest.optimizers)}
+    numbers = {f"{index}": state for index, state in enumerate(manifest.optimizers)}
     return tensors | parts.tensors(0, "buffer"), numbers
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        value.dtype == other[name].dtype and torch.equal(value, other[name]) for name, value in one.items()
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        x.dtype == second[name].dtype and torch.equal(x, second[name]) for name, x in first.items()
     )

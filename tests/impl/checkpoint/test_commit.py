@@ -1,4 +1,4 @@
-"""Which folders are checkpoints, how one becomes complete, and what a save that is killed leaves."""
+"""Which folders are checkpoints, how they are completed, and what a killed save leaves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.training import model
 
 
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
-    """A partial one is none; numbers go on; what broken saves left is removed; others' folders are left."""
+    """Partial ones do not count; numbers go on; broken saves are removed, and other folders kept."""
     (tmp_path / "notes").mkdir()
     assert latest(tmp_path) is None
     assert latest(tmp_path / "nowhere") is None
@@ -98,9 +98,7 @@ def _stop_before(monkeypatch: pytest.MonkeyPatch, operation: int) -> None:
 
 
 def test_a_save_stopped_before_any_operation_leaves_the_one_before(tmp_path: Path) -> None:
-    """Two ranks, and the disk stops for good before its n-th operation, for every n of a save with keep=1:
-    what is loaded then, after what is left was there, is whole, and the one before or the new one.
-    """
+    """With keep=1, if the disk stops before any n-th operation, the old or new checkpoint is whole."""
     whole, stops = False, 0
     while not whole:
         stops += 1
@@ -111,7 +109,7 @@ def test_a_save_stopped_before_any_operation_leaves_the_one_before(tmp_path: Pat
             try:
                 on_threads(PAIR, numbered, folder, 2, 1)
                 whole = True
-            except (Killed, SystemExit):  # of this rank, or of the other that it left
+            except (Killed, SystemExit):  # of this rank, or of the other
                 pass
         (number,) = set(on_threads(PAIR, sound, folder))
         assert number == 2 if whole else number in (1, 2)

@@ -35,15 +35,15 @@ def _saved(mesh: Mesh, folder: Path, policy: Policy, net: nn.Module) -> dict[str
 def test_a_checkpoint_is_a_plain_state_dict(tmp_path: Path, net: nn.Module) -> None:
     """Without ranks or model: as the engine's and the unsharded model's, tied weights under both names."""
     state, *_ = on_threads(Topology(2, 2), _saved, tmp_path, ZEROPP, net)
-    found = consolidated(tmp_path)
-    assert list(found) == list(net.state_dict())
-    assert same(found, state)
-    assert same(found, net.state_dict())
+    loaded = consolidated(tmp_path)
+    assert list(loaded) == list(net.state_dict())
+    assert same(loaded, state)
+    assert same(loaded, net.state_dict())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_an_export_is_the_state_in_one_file(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Parameters in the type asked for, buffers in their own; engines load it, 16 bits as masters of 32."""
+    """Parameters in the requested type, buffers in their own; engines load it, 16 bits as masters of 32."""
     on_threads(Topology(1, 3), _saved, tmp_path, ZEROPP, TIED)
     out = tmp_path / "out"
     export(tmp_path, out, dtype=dtype)
@@ -59,14 +59,14 @@ def test_an_export_is_the_state_in_one_file(tmp_path: Path, dtype: torch.dtype) 
 
 
 def test_an_export_that_cannot_be_is_one_line(tmp_path: Path) -> None:
-    """A file that is there, a folder that is not, no checkpoint; nothing is left behind."""
+    """An existing file, a missing folder, no checkpoint; nothing is left behind."""
     on_threads(Topology(1, 1), _saved, tmp_path / "run", ZEROPP, TIED)
     (tmp_path / "there").touch()
-    for folder, path, words in [
+    for folder, path, message in [
         ("run", "there", "there: is there already"),
         ("run", "no/out", "No such file"),
         (".", "out", "no checkpoint in it"),
     ]:
-        with pytest.raises(CheckpointError, match=words):
+        with pytest.raises(CheckpointError, match=message):
             export(tmp_path / folder, tmp_path / path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there"]

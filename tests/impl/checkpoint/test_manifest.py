@@ -1,4 +1,4 @@
-"""What a manifest promises: all of it comes back through JSON without loss, or is refused in one line."""
+"""A manifest passes through JSON without loss, or is refused in one line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_values_come_back_through_text(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "message"),
     [
         ({"a": [1, {2}]}, r"extra\['a'\]\[1\]: set cannot be written"),
         ({1: 2}, "extra: key 1 cannot be written"),
@@ -47,34 +47,34 @@ def test_values_come_back_through_text(value: Any) -> None:
         ([type("Real", (float,), {})(1.0)], r"extra\[0\]: Real cannot"),
     ],
 )
-def test_what_has_no_json_is_refused_by_its_place(value: Any, words: str) -> None:
+def test_what_has_no_json_is_refused_by_its_place(value: Any, message: str) -> None:
     """Nothing is pickled, guessed or left out."""
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=message):
         to_json(value, "extra")
 
 
 def test_a_manifest_comes_back(tmp_path: Path) -> None:
-    """All that it says."""
+    """With all its fields."""
     assert read_manifest(commit(begin(tmp_path), EMPTY.text())) == EMPTY
 
 
-HELD = json.loads(EMPTY.text())
+FIELDS = json.loads(EMPTY.text())
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("[" * 200_000, "cut short, or not JSON"),
         (EMPTY.text()[:-9], "cut short, or not JSON"),
         ('{"format": "pt"}', "not a manifest of a zeropp checkpoint"),
         ("[]", "not a manifest of a zeropp checkpoint"),
-        (json.dumps({**HELD, "version": 1}), "version 1 of the format; this program reads version 2"),
-        (json.dumps({**HELD, "step": 7}), "altered since it was written"),
-        (json.dumps({**HELD, "extra": float("nan")}), "altered since it was written"),
+        (json.dumps({**FIELDS, "version": 1}), "version 1 of the format; this program reads version 2"),
+        (json.dumps({**FIELDS, "step": 7}), "altered since it was written"),
+        (json.dumps({**FIELDS, "extra": float("nan")}), "altered since it was written"),
     ],
 )
-def test_what_is_no_manifest_is_refused_in_one_line(tmp_path: Path, text: str, words: str) -> None:
-    """Nested without end, cut short, of others, of another version, altered."""
+def test_what_is_no_manifest_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    """Nested too deeply, cut short, foreign, of another version, altered."""
     (tmp_path / MANIFEST).write_text(text)
-    with pytest.raises(CheckpointError, match=rf"^{tmp_path}/manifest.json: .*{words}.*$"):
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path}/manifest.json: .*{message}.*$"):
         read_manifest(tmp_path)

@@ -1,4 +1,4 @@
-"""Optimizers' states are saved by parameter name, whatever is held by element and however groups are cut."""
+"""Optimizers' states are saved by parameter name, for all states by element and all cuts of groups."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_every_elementwise_optimizer_is_saved(tmp_path: Path, optimizer: Any) ->
     """States by element of any type, numbers, tensors among options: another world saves the same again."""
     on_threads(Topology(2, 1), _optimizer, tmp_path, optimizer, False)
     on_threads(Topology(1, 3), _optimizer, tmp_path, optimizer, True)
-    (tensors, numbers), (again, numbers_again) = [contents(path) for path in checkpoints(tmp_path)]
-    assert same(again, tensors)
+    (tensors, numbers), (resaved, numbers_again) = [contents(path) for path in checkpoints(tmp_path)]
+    assert same(resaved, tensors)
     assert numbers_again == numbers
 
 
@@ -85,18 +85,16 @@ def _split(zero: Zero, at: int, lr: float = 1e-2) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("at", [0, 3])
 @each_rank(1, 2)
 def test_a_group_may_lie_on_two_devices(mesh: Mesh, tmp_path: Path, at: int) -> None:
-    """Whether, and where, an engine's group is two of the optimizer's makes no difference to a checkpoint;
-    unless they have different options, which one group cannot take over.
-    """
-    run, again = (Run(mesh, EXACT, NET) for _ in range(2))
+    """An engine's group may be two of the optimizer's, cut anywhere, unless these have different options."""
+    run, resumed = (Run(mesh, EXACT, NET) for _ in range(2))
     run.optimizers = [_split(run.zero, 1)]
     run.step(0)
     run.save(tmp_path)
     loss = run.step(1)
-    again.optimizers = [_split(again.zero, at)] if at else again.optimizers
-    again.load(tmp_path)
-    assert again.step(1) == loss
-    assert same(again.state(), run.state())
-    save(tmp_path, again.zero, [_split(again.zero, 2, lr=0.5)])
+    resumed.optimizers = [_split(resumed.zero, at)] if at else resumed.optimizers
+    resumed.load(tmp_path)
+    assert resumed.step(1) == loss
+    assert same(resumed.state(), run.state())
+    save(tmp_path, resumed.zero, [_split(resumed.zero, 2, lr=0.5)])
     with pytest.raises(CheckpointError, match="share options here, but not in it"):
-        again.load(tmp_path)
+        resumed.load(tmp_path)

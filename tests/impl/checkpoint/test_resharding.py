@@ -45,19 +45,19 @@ def two_layouts(draw: st.DrawFn) -> list[tuple[Topology, Policy]]:
 def test_any_layout_hands_on_to_any_other(
     tmp_path_factory: pytest.TempPathFactory, layouts: list[tuple[Topology, Policy]], blocks: bool
 ) -> None:
-    """Whatever worlds, stages, groups, codecs, units: what is loaded and saved is the same, and trains."""
+    """For all worlds, stages, groups, codecs and units loading and saving keeps all values; it trains on."""
     folder = tmp_path_factory.mktemp("any")
     (first, policy), (second, other) = layouts
     on_threads(first, written, folder, policy, ODD, 7)
     on_threads(second, _passed_on, folder, other, ODD, blocks, 7)
-    (tensors, numbers), (again, numbers_again) = [contents(path) for path in checkpoints(folder)]
-    assert same(again, tensors)
+    (tensors, numbers), (resaved, numbers_again) = [contents(path) for path in checkpoints(folder)]
+    assert same(resaved, tensors)
     assert numbers_again == numbers
     shutil.rmtree(folder)
 
 
 def test_what_is_left_is_said(tmp_path: Path) -> None:
-    """On another topology carried errors, random states and another loss scale are dropped, a line each."""
+    """On another topology carried errors, random states and the loss scale are dropped, a line each."""
     policy = replace(POLICIES["feedback"], loss_scale=LossScale(initial=8.0))
     on_threads(Topology(2, 2), written, tmp_path, policy, NET)
     other = replace(policy, loss_scale=None)

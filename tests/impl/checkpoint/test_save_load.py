@@ -32,19 +32,19 @@ def _resumed(  # noqa: PLR0917  # thread ranks pass by position
     for number in range(2):
         run.step(number, accumulation)
     run.save(folder, extra={"next": 2})
-    done = run.zero.clock.step
+    steps = run.zero.clock.step
     losses = [run.step(number, accumulation) for number in range(2, 5)]
 
-    again = Run(mesh, into or policy, net)
+    resumed = Run(mesh, into or policy, net)
     with torch.no_grad():
-        for unit in again.zero.units:
-            unit.master_shard.master.add_(1.0)  # nothing of the new model's own may be left
-    loaded = again.load(folder)
-    assert loaded == Loaded({"next": 2}, done, ())
-    assert losses == [again.step(number, accumulation) for number in range(loaded.extra["next"], 5)]
+        for unit in resumed.zero.units:
+            unit.master_shard.master.add_(1.0)  # all values of the new model must be overwritten
+    loaded = resumed.load(folder)
+    assert loaded == Loaded({"next": 2}, steps, ())
+    assert losses == [resumed.step(number, accumulation) for number in range(loaded.extra["next"], 5)]
     assert policy.loss_scale is None or 0 < run.zero.scaler.skipped < 5
-    assert again.zero.scaler.state_dict() == run.zero.scaler.state_dict()
-    assert same(again.state(), run.state())
+    assert resumed.zero.scaler.state_dict() == run.zero.scaler.state_dict()
+    assert same(resumed.state(), run.state())
 
 
 RESUMED = ["exact", "zeropp", "zero1", "feedback", "sdp4bit", "budget"]
@@ -71,18 +71,18 @@ def test_a_run_may_be_offloaded_from_here_on(mesh: Mesh, tmp_path: Path, shares:
 @pytest.mark.parametrize("group", [0, 1])
 @each_rank()
 def test_frozen_weights_keep_their_codes(mesh: Mesh, tmp_path: Path, topology: Topology, group: int) -> None:
-    """Weights held as codes come back as these codes, which encoding them again might not give."""
+    """Weights held as codes are restored as the same codes, not by encoding again."""
     policy = Policy(group=group, frozen=parse("int4:8:asym"), memory=ROOMY)
-    run, again = (Run(mesh, policy, ODD, width=7) for _ in range(2))
+    run, resumed = (Run(mesh, policy, ODD, width=7) for _ in range(2))
     run.step(0)
     run.save(tmp_path)
-    held = [unit.master_shard.held.clone() for unit in run.zero.units]
+    codes = [unit.master_shard.held.clone() for unit in run.zero.units]
     loss = run.step(1)
-    assert again.load(tmp_path).dropped == ()
-    for unit, before in zip(again.zero.units, held, strict=True):
+    assert resumed.load(tmp_path).dropped == ()
+    for unit, before in zip(resumed.zero.units, codes, strict=True):
         assert torch.equal(unit.master_shard.held, before)
-    assert again.step(1) == loss
-    assert same(again.state(), run.state())
+    assert resumed.step(1) == loss
+    assert same(resumed.state(), run.state())
 
 
 @pytest.mark.parametrize("name", ["zero1", "feedback"])
@@ -93,18 +93,18 @@ def test_resuming_at_a_boundary_of_accumulation(mesh: Mesh, tmp_path: Path, name
 
 
 def _processes(mesh: Mesh, folder: str) -> tuple[bool, int, list[bool]]:
-    run, again = (Run(mesh, POLICIES["zeropp"], model(Dropping)) for _ in range(2))
+    run, resumed = (Run(mesh, POLICIES["zeropp"], model(Dropping)) for _ in range(2))
     torch.manual_seed(mesh.rank)
     random.seed(mesh.rank)
     run.step(0)
     run.save(Path(folder))
-    drawn = [torch.rand(1).item(), random.random(), np.random.random()]  # noqa: NPY002
+    numbers = [torch.rand(1).item(), random.random(), np.random.random()]  # noqa: NPY002
     losses = [run.step(1), run.step(2)]
-    again.load(Path(folder))
-    redrawn = [torch.rand(1).item(), random.random(), np.random.random()]  # noqa: NPY002
-    passes = again.net.passes
-    equal = losses == [again.step(1), again.step(2)] and same(*map(_tensors, (again, run)))
-    return equal, passes, [one == other for one, other in zip(drawn, redrawn, strict=True)]
+    resumed.load(Path(folder))
+    numbers_again = [torch.rand(1).item(), random.random(), np.random.random()]  # noqa: NPY002
+    passes = resumed.net.passes
+    equal = losses == [resumed.step(1), resumed.step(2)] and same(*map(_tensors, (resumed, run)))
+    return equal, passes, [x == y for x, y in zip(numbers, numbers_again, strict=True)]
 
 
 def _tensors(run: Run) -> dict[str, Tensor]:
@@ -119,7 +119,7 @@ def test_random_numbers_buffers_and_extra_state_go_on_in_processes(tmp_path: Pat
 
 
 def test_a_full_disk_of_one_rank_is_an_error_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was complete stays, and nothing else."""
+    """Only complete checkpoints stay."""
     sync, failed = resharding.sync, set()
 
     def full(file: Path) -> None:

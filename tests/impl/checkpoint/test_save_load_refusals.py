@@ -37,7 +37,7 @@ def _refused(mesh: Mesh, folder: Path, net: nn.Module, optimizer: Any, count: in
     return "accepted"
 
 
-SPOILT: dict[str, Callable[[Path], object]] = {  # by what is said of it
+SPOILT: dict[str, Callable[[Path], object]] = {  # by its error
     r"rank-00002.safetensors: No such file": lambda file: file.unlink(),
     r"rank-00002.safetensors: \d+ bytes, the manifest says \d+": lambda file: file.write_bytes(
         file.read_bytes()[:-1]
@@ -49,15 +49,15 @@ SPOILT: dict[str, Callable[[Path], object]] = {  # by what is said of it
 }
 
 
-@pytest.mark.parametrize("words", SPOILT)
-def test_broken_checkpoints_are_refused_by_all_ranks(tmp_path: Path, words: str) -> None:
+@pytest.mark.parametrize("message", SPOILT)
+def test_broken_checkpoints_are_refused_by_all_ranks(tmp_path: Path, message: str) -> None:
     """Missing, truncated, altered: one line on every rank, and nothing has changed."""
     on_threads(Topology(2, 2), written, tmp_path, EXACT, NET)
     path = latest(tmp_path)
-    SPOILT[words](path / "rank-00002.safetensors")
-    (told,) = set(on_threads(Topology(1, 4), _refused, path, NET, torch.optim.AdamW, 1))
-    assert re.search(words, told)
-    assert "\n" not in told
+    SPOILT[message](path / "rank-00002.safetensors")
+    (refusal,) = set(on_threads(Topology(1, 4), _refused, path, NET, torch.optim.AdamW, 1))
+    assert re.search(message, refusal)
+    assert "\n" not in refusal
 
 
 class Fewer(Net):
@@ -67,7 +67,7 @@ class Fewer(Net):
 
 
 @pytest.mark.parametrize(
-    ("net", "optimizer", "count", "words"),
+    ("net", "optimizer", "count", "message"),
     [
         (model(hidden=24), torch.optim.AdamW, 1,
          r"'blocks.0.up.weight' is {.* 'shape': \[40, 16\]} in it, {.*\[24, 16\]} in the model"),
@@ -81,12 +81,12 @@ class Fewer(Net):
     ids=["shape", "names", "buffer", "kind", "twice"],
 )  # fmt: skip
 def test_checkpoints_of_others_are_refused(
-    tmp_path: Path, net: nn.Module, optimizer: Any, count: int, words: str
+    tmp_path: Path, net: nn.Module, optimizer: Any, count: int, message: str
 ) -> None:
     """Other shapes, names, buffers or optimizers: one line that names the first."""
     on_threads(Topology(1, 2), written, tmp_path, EXACT, NET)
-    (told,) = set(on_threads(Topology(1, 2), _refused, tmp_path, net, optimizer, count))
-    assert re.search(words, told)
+    (refusal,) = set(on_threads(Topology(1, 2), _refused, tmp_path, net, optimizer, count))
+    assert re.search(message, refusal)
 
 
 def _passed(run: Run) -> None:
@@ -111,7 +111,7 @@ def _nothing(_: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "options", "words"),
+    ("spoil", "options", "message"),
     [
         (_nothing, lambda rank: {"extra": {"tensor": torch.ones(1)} if rank else None},
          r"rank 1: extra\['tensor'\]: Tensor cannot be written as JSON"),
@@ -126,19 +126,19 @@ def _nothing(_: Run) -> None:
 )  # fmt: skip
 @each_rank(2, 2)
 def test_what_cannot_be_saved_is_refused_by_all_ranks(
-    mesh: Mesh, tmp_path: Path, *, spoil: Callable[[Run], None], options: Any, words: str
+    mesh: Mesh, tmp_path: Path, *, spoil: Callable[[Run], None], options: Any, message: str
 ) -> None:
-    """One line on every rank, wherever the fault is, and no checkpoint."""
+    """One line on every rank, whichever is at fault, and no checkpoint."""
     run = Run(mesh, EXACT, NET)
     spoil(run)
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=message):
         run.save(tmp_path, **(options(mesh.rank) if options else {}))
     assert checkpoints(tmp_path) == []
 
 
 @each_rank(1, 2)
 def test_weights_can_be_loaded_without_optimizers(mesh: Mesh, tmp_path: Path) -> None:
-    """It is said that the optimizers' state was left; the other way round is refused."""
+    """The result says that the optimizers' state was dropped; a missing state is refused."""
     written(mesh, tmp_path, EXACT, NET)
     run = Run(mesh, EXACT, NET)
     assert load(tmp_path, run.zero).dropped == ("state of 1 optimizers: not asked for",)
@@ -171,12 +171,12 @@ def _attempted(mesh: Mesh, errors: dict[int, Exception]) -> list[Any] | str:
     except CheckpointError as error:
         return str(error)
     finally:
-        told = together(wire, lambda: (None, None))[1]
-        assert told == [None] * mesh.topology.world  # all are still in step
+        reports = together(wire, lambda: (None, None))[1]
+        assert reports == [None] * mesh.topology.world  # all are still in step
 
 
 @pytest.mark.parametrize(
-    ("errors", "words"),
+    ("errors", "outcome"),
     [
         ({1: CheckpointError("no\nroom")}, "rank 1: no room"),
         ({2: KeyError("x"), 1: ValueError("y")}, "rank 1: ValueError: y"),  # the first rank's
@@ -186,13 +186,13 @@ def _attempted(mesh: Mesh, errors: dict[int, Exception]) -> list[Any] | str:
         ({}, [0, 2, 4]),
     ],
 )
-def test_an_error_of_one_is_an_error_of_all(errors: dict[int, Exception], words: object) -> None:
-    """The first rank's, in one line, with its number unless all say the same, or what all found."""
-    assert on_threads(WORLD, _attempted, errors) == [words] * 3
+def test_an_error_of_one_is_an_error_of_all(errors: dict[int, Exception], outcome: object) -> None:
+    """All raise the first failing rank's error, in one line, with its number unless all are equal."""
+    assert on_threads(WORLD, _attempted, errors) == [outcome] * 3
 
 
 @given(st.text(min_size=1, max_size=3000))
-def test_any_error_fits_the_message(words: str) -> None:
-    """However long, and whatever its letters take in JSON, it is cut to what is sent."""
-    (told,) = on_threads(Topology(1, 1), _attempted, {0: CheckpointError(words)})
-    assert len(told) <= MESSAGE_BYTES
+def test_any_error_fits_the_message(text: str) -> None:
+    """An error of any length and letters is cut to the bytes of a message."""
+    (message,) = on_threads(Topology(1, 1), _attempted, {0: CheckpointError(text)})
+    assert len(message) <= MESSAGE_BYTES
