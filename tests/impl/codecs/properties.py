@@ -1,8 +1,7 @@
-"""What every backend of the codecs must do: equal the reference, byte by byte.
+"""Tests of every backend of the codecs, which must equal the reference byte by byte.
 
-A backend's test module imports the tests that stand here, and its conftest gives the fixture ``backend``.
-Codecs that a backend leaves to the reference are equal by themselves: which ones it must not leave to it,
-its own tests say.
+A backend's test module imports these tests, and its conftest has the fixture ``backend``.  Its own tests say
+which codecs it must not leave to the reference.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Backend:
-    """Kernels, what runs them, and where its tensors lie."""
+    """Kernels, the object that runs them, and the device of their tensors."""
 
     kernels: Operations
-    run: Any  # a :class:`Run`, or what has its fields
+    run: Any  # a :class:`Run`, or an object with its fields
     device: torch.device
 
-    def put(self, x: Tensor) -> Tensor:
+    def moved(self, x: Tensor) -> Tensor:
         """``x`` on the device, with its strides."""
         if x.device == self.device:
             return x
@@ -58,7 +57,7 @@ ALL_CODECS = st.one_of(codecs, stochastic_codecs)
 ALL_BLOCKED = st.one_of(blocked_codecs, stochastic_codecs)
 KEY = Key(1, 2, 3, "blocks.0", "gradients", 1, 4)
 EDGES = [1, 7, 8, 9, 255, 256, 257, 2047, 2048, 2049]
-LENGTHS = {  # by block: around what one launch holds, one tile stages and one scan covers
+LENGTHS = {  # by block: around the elements of one launch, one tile and one scan
     block: lengths
     for blocks, lengths in (
         ([8, 64, 96, 256, 1, 3, 20], EDGES),
@@ -108,12 +107,12 @@ def check(
     """Encode ``x`` and decode it on both, and compare every byte."""
     noise = noise or noise_of(codec, x.shape[:-1])
     wanted, got = encoded(codec, x, noise), garbage(codec, x.shape, backend.device, skew)
-    backend.kernels.encode(codec, backend.put(x), got, noise=noise)
+    backend.kernels.encode(codec, backend.moved(x), got, noise=noise)
     assert torch.equal(got.cpu(), wanted), f"{codec} of {tuple(x.shape)} {x.dtype}: {backend.run.ran[-2:]}"
-    decoded, again = torch.empty(x.shape, dtype=out), torch.empty(x.shape, dtype=out, device=backend.device)
+    decoded, actual = (torch.empty(x.shape, dtype=out, device=d) for d in (x.device, backend.device))
     reference.decode(codec, wanted, decoded)
-    backend.kernels.decode(codec, got, again)
-    assert same(again, decoded), f"{codec} of {tuple(x.shape)} to {out}: {backend.run.ran[-1:]}"
+    backend.kernels.decode(codec, got, actual)
+    assert same(actual, decoded), f"{codec} of {tuple(x.shape)} to {out}: {backend.run.ran[-1:]}"
 
 
 def check_sum(
@@ -122,7 +121,7 @@ def check_sum(
     """Sum ``frames`` over their first dimension on both, and compare every bit."""
     wanted, got = torch.empty(shape), torch.empty(shape, device=backend.device)
     reference.decode_sum(codec, frames, wanted, sums=sums)
-    backend.kernels.decode_sum(codec, backend.put(frames), got, sums=sums)
+    backend.kernels.decode_sum(codec, backend.moved(frames), got, sums=sums)
     assert same(got, wanted), f"sum of {codec}, {tuple(shape)}: {backend.run.ran[-1:]}"
 
 
@@ -137,21 +136,21 @@ def check_sum_encode(
 ) -> None:
     """Encode the sum of frames of one codec in another on both, and compare frames and carried errors."""
     (first, second), shape = hops, torch.Size(shape)
-    noise, there = noise_of(second, shape[:-1]), carried
+    noise, moved = noise_of(second, shape[:-1]), carried
     if carried is not None:
-        there = replace(carried, error=backend.put(carried.error).clone())
+        moved = replace(carried, error=backend.moved(carried.error).clone())
     wanted, got = garbage(second, shape, frames.device), garbage(second, shape, backend.device, skew)
     reference.decode_sum_encode(first, second, frames, wanted, shape[-1], noise=noise, carried=carried)
     backend.kernels.decode_sum_encode(
-        first, second, backend.put(frames), got, shape[-1], noise=noise, carried=there
+        first, second, backend.moved(frames), got, shape[-1], noise=noise, carried=moved
     )
     assert torch.equal(got.cpu(), wanted), f"{first} to {second}, {tuple(shape)}: {backend.run.ran[-2:]}"
-    if carried is not None and there is not None:
-        assert same(there.error, carried.error), f"errors of {second}: {backend.run.ran[-2:]}"
+    if carried is not None and moved is not None:
+        assert same(moved.error, carried.error), f"errors of {second}: {backend.run.ran[-2:]}"
 
 
 def without_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take away what the reference does with blocks: nothing is left to it unnoticed."""
+    """Remove the reference's coding of blocks, so that no call uses it unnoticed."""
     for name in ("_encode_blocks", "_decode_blocks"):
         monkeypatch.delattr(reference, name)
 
@@ -177,7 +176,7 @@ def use_all(backend: Backend, codec: Codec, *, carries: bool) -> None:
 def test_it_has_kernels_for_all_blocked_codecs(
     backend: Backend, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    """None but casts are left to the reference, as docs/reference/codecs.md says: no call reaches it."""
+    """Only casts are left to the reference, as docs/reference/codecs.md says: no other call reaches it."""
     without_reference(monkeypatch)
     for carries in (False, True):
         use_all(backend, parse(text), carries=carries)
@@ -188,25 +187,25 @@ def check_carried(
 ) -> None:
     """Encode ``x`` with carried error some times on both, and compare frames and errors every time."""
     noise = noise_of(codec, x.shape[:-1])
-    there = Carried(backend.put(error).clone(memory_format=torch.preserve_format), decay)
-    here = Carried(error.clone(memory_format=torch.preserve_format), decay)
+    actual = Carried(backend.moved(error).clone(memory_format=torch.preserve_format), decay)
+    expected = Carried(error.clone(memory_format=torch.preserve_format), decay)
     wanted, got = garbage(codec, x.shape, x.device), garbage(codec, x.shape, backend.device)
-    for each in range(rounds):
-        reference.encode(codec, x, wanted, noise=noise, carried=here)
-        backend.kernels.encode(codec, backend.put(x), got, noise=noise, carried=there)
-        what = f"{codec} of {tuple(x.shape)} {x.dtype}, {error.dtype}, round {each}: {backend.run.ran[-2:]}"
-        assert torch.equal(got.cpu(), wanted), f"frames, {what}"
-        assert same(there.error, here.error), f"errors, {what}"
+    for number in range(rounds):
+        reference.encode(codec, x, wanted, noise=noise, carried=expected)
+        backend.kernels.encode(codec, backend.moved(x), got, noise=noise, carried=actual)
+        case = f"{codec} of {tuple(x.shape)} {x.dtype}, {error.dtype}, round {number}: {backend.run.ran[-2:]}"
+        assert torch.equal(got.cpu(), wanted), f"frames, {case}"
+        assert same(actual.error, expected.error), f"errors, {case}"
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a property is tried with."""
+    """The inputs of a property."""
 
     codec: Any
     x: Tensor  # (n,) fp32
-    kind: torch.dtype = torch.float32  # in which they are encoded
-    out: torch.dtype = torch.float32  # of what is decoded, or of carried errors
+    kind: torch.dtype = torch.float32  # of the encoded elements
+    out: torch.dtype = torch.float32  # of decoded elements, or of carried errors
     order: int = 0  # of threads
     seed: int = 0
 
@@ -217,7 +216,7 @@ class Drawn:
 
 def drawn(codecs: st.SearchStrategy[Any], *, finite: bool | None = None) -> st.SearchStrategy[Drawn]:
     """With finite elements, with broken ones, or with either."""
-    values = [blocks_of_values(finite=each) for each in ([True, False] if finite is None else [finite])]
+    values = [blocks_of_values(finite=f) for f in ([True, False] if finite is None else [finite])]
     return st.builds(Drawn, codecs, st.one_of(values), DTYPES, DTYPES, ORDERS, st.integers(0, 2**31))
 
 
@@ -234,11 +233,11 @@ BIG = 3.4028234e38
     Drawn(parse("int2:32:hadamard32"), torch.tensor([BIG] * 32))
 )  # the largest sum of scale and rotation
 @example(Drawn(parse("int2:32:hadamard32"), torch.full((32,), torch.inf)))
-def test_hostile_blocks_are_coded_as_the_reference_does(backend: Backend, one: Drawn) -> None:
+def test_hostile_blocks_are_coded_as_the_reference_does(backend: Backend, case: Drawn) -> None:
     """Frames and decoded values of every codec are equal, in every order of threads, aligned or not."""
-    backend.run.order = one.order
-    skew = 0 if isinstance(one.codec, Raw) else one.seed % 2 * 3
-    check(backend, one.codec, one.x.to(one.kind), one.out, skew=skew)
+    backend.run.order = case.order
+    skew = 0 if isinstance(case.codec, Raw) else case.seed % 2 * 3
+    check(backend, case.codec, case.x.to(case.kind), case.out, skew=skew)
 
 
 @pytest.mark.parametrize(
@@ -264,11 +263,11 @@ def test_every_edge_between_two_levels_is_rounded_as_the_reference_does(
 @pytest.mark.parametrize("kind", FLOATS[1:], ids=str)
 def test_every_16_bit_number_is_read_and_written_as_by_torch(backend: Backend, kind: torch.dtype) -> None:
     """All patterns widen to torch's fp32; at, beside and between them fp32 narrows as torch's cast does."""
-    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(kind)
-    check(backend, parse("int8:1:asym"), every, torch.float32)  # whose offset is the number
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(kind)
+    check(backend, parse("int8:1:asym"), patterns, torch.float32)  # the offset is the number
     half = 1 << (15 if kind is torch.bfloat16 else 12)
     nudges = torch.tensor([0, 1, -1, half, half - 1, half + 1], dtype=torch.int32)
-    positive = every[: 1 << 15].float().view(torch.int32)
+    positive = patterns[: 1 << 15].float().view(torch.int32)
     sizes = positive[:, None] + nudges  # of fp32, as scales of codes 1 and -1
     values = sizes.clamp(min=0).flatten().repeat(2)
     codec, numel = parse("int8:1"), values.numel()
@@ -277,7 +276,7 @@ def test_every_16_bit_number_is_read_and_written_as_by_torch(backend: Backend, k
     frames[codec.scales_at(numel) :][: 4 * numel] = values.view(torch.uint8)
     wanted, got = torch.empty(numel, dtype=kind), torch.empty(numel, dtype=kind, device=backend.device)
     reference.decode(codec, frames, wanted)
-    backend.kernels.decode(codec, backend.put(frames), got)
+    backend.kernels.decode(codec, backend.moved(frames), got)
     assert same(got, wanted)
 
 
@@ -289,13 +288,13 @@ def test_every_16_bit_number_is_read_and_written_as_by_torch(backend: Backend, k
     st.tuples(*[st.integers(0, 2**40)] * 3),
 )
 def test_strided_batches_are_coded_in_place(
-    backend: Backend, one: Drawn, sizes: tuple[int, int, int], start: int, strides: tuple[int, int, int]
+    backend: Backend, case: Drawn, sizes: tuple[int, int, int], start: int, strides: tuple[int, int, int]
 ) -> None:
     """A transposed batch becomes the reference's frames, each row with random bits of its own place."""
     a, b, numel = sizes
-    x = torch.randn(b, 2, a, numel + one.seed % 3, generator=one.random).to(one.kind)
-    noise = KEY.noise(8 * start, tuple(8 * each for each in strides)) if one.codec.stochastic else None
-    check(backend, one.codec, x.transpose(0, 2)[..., :numel], torch.float32, noise=noise)
+    x = torch.randn(b, 2, a, numel + case.seed % 3, generator=case.random).to(case.kind)
+    noise = KEY.noise(8 * start, tuple(8 * stride for stride in strides)) if case.codec.stochastic else None
+    check(backend, case.codec, x.transpose(0, 2)[..., :numel], torch.float32, noise=noise)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +307,7 @@ def test_elements_need_not_be_contiguous(backend: Backend, text: str) -> None:
     frames = encoded(codec, x)
     out, whole = torch.zeros(4, 75), torch.zeros(4, 150, device=backend.device)
     reference.decode(codec, frames, out)
-    backend.kernels.decode(codec, backend.put(frames), whole[:, ::2])
+    backend.kernels.decode(codec, backend.moved(frames), whole[:, ::2])
     assert same(whole[:, ::2], out)
     assert not whole[:, 1::2].any()
 
@@ -316,9 +315,7 @@ def test_elements_need_not_be_contiguous(backend: Backend, text: str) -> None:
 @pytest.mark.parametrize("head", ["int4", "int5", "int8", "fp8e4m3"])
 @pytest.mark.parametrize("block", LENGTHS)
 def test_lengths_at_every_edge(backend: Backend, head: str, block: int | str) -> None:
-    """Rows one below, at and one above octets, tiles, scans and what registers and shared memory hold, and
-    long ones whose threads divide evenly, but for a tail, are coded alike: of all types, schemes, roundings.
-    """
+    """Rows around octets, tiles, scans, registers and shared memory, and long ones, are coded alike."""
     for index, numel in enumerate(LENGTHS[block]):
         backend.run.order = (1, 0, 7)[index % 3]
         codec = parse(f"{head}:{block}" + (":stochastic" if index // 2 % 2 else ""))
@@ -348,13 +345,13 @@ def test_rotations_of_every_size(backend: Backend, text: str, size: int) -> None
 
 @BUDGET
 @given(drawn(ALL_BLOCKED), st.sampled_from([0.0, 0.8]))
-def test_error_feedback_is_that_of_the_reference(backend: Backend, one: Drawn, decay: float) -> None:
-    """Frames and what they leave over are bit-equal, for any block, type of state and stride of either."""
-    backend.run.order = one.order
-    numel, random = one.x.numel(), one.random
-    error = torch.randn(2, numel + 1, generator=random) * one.x.abs().nan_to_num(0, 0).mean()
-    values, error = one.x * torch.randn(2, 1, generator=random), error.to(one.out)
-    check_carried(backend, one.codec, values.to(one.kind), error[:, one.seed % 2 :][:, :numel], decay)
+def test_error_feedback_is_that_of_the_reference(backend: Backend, case: Drawn, decay: float) -> None:
+    """Frames and carried errors are bit-equal, for any block, type of state and strides."""
+    backend.run.order = case.order
+    numel, random = case.x.numel(), case.random
+    error = torch.randn(2, numel + 1, generator=random) * case.x.abs().nan_to_num(0, 0).mean()
+    values, error = case.x * torch.randn(2, 1, generator=random), error.to(case.out)
+    check_carried(backend, case.codec, values.to(case.kind), error[:, case.seed % 2 :][:, :numel], decay)
 
 
 @pytest.mark.parametrize("state", FLOATS, ids=str)
@@ -371,11 +368,11 @@ def test_error_feedback_in_each_version(
 
 @BUDGET
 @given(drawn(blocked_codecs, finite=False), st.integers(1, 9), st.sampled_from(["fp32", "fp16"]))
-def test_sums_are_those_of_the_reference(backend: Backend, one: Drawn, sources: int, sums: Sums) -> None:
+def test_sums_are_those_of_the_reference(backend: Backend, case: Drawn, sources: int, sums: Sums) -> None:
     """The sum over sources is bit-equal: ascending, saturating term by term; in fp16 it overflows."""
-    backend.run.order = one.order
-    values = one.x * torch.randn(sources, 2, 1, generator=one.random)
-    check_sum(backend, one.codec, encoded(one.codec, values), (2, one.x.numel()), sums)
+    backend.run.order = case.order
+    values = case.x * torch.randn(sources, 2, 1, generator=case.random)
+    check_sum(backend, case.codec, encoded(case.codec, values), (2, case.x.numel()), sums)
 
 
 RAMP = torch.arange(-80.0, 70.0)
@@ -395,18 +392,18 @@ RAMP = torch.arange(-80.0, 70.0)
 # Blocks of 32 cut groups of 64, but threads stay neighbours.
 @example(Drawn(parse("int4:64:hadamard64"), RAMP, order=7), parse("mxfp4"), (2, 1), 0.0)
 def test_sums_encoded_again_are_those_of_the_reference(
-    backend: Backend, one: Drawn, second: Codec, sizes: tuple[int, int], decay: float | None
+    backend: Backend, case: Drawn, second: Codec, sizes: tuple[int, int], decay: float | None
 ) -> None:
     """Frames of sums are bit-equal for any two codecs, also into strided frames, with carried error too."""
-    backend.run.order = one.order
-    random = one.random
-    values = one.x.clamp(-6e4, 6e4) * torch.randn(*sizes, 1, generator=random)
+    backend.run.order = case.order
+    random = case.random
+    values = case.x.clamp(-6e4, 6e4) * torch.randn(*sizes, 1, generator=random)
     carried = None
     if decay is not None:
         error = torch.randn(values.shape[1:], generator=random).mul(float(values.abs().mean()))
-        carried = Carried(error.clamp(-6e4, 6e4).to(one.out), decay)
-    frames = encoded(one.codec, values)
-    check_sum_encode(backend, (one.codec, second), frames, values.shape[1:], skew=16, carried=carried)
+        carried = Carried(error.clamp(-6e4, 6e4).to(case.out), decay)
+    frames = encoded(case.codec, values)
+    check_sum_encode(backend, (case.codec, second), frames, values.shape[1:], skew=16, carried=carried)
 
 
 @pytest.mark.parametrize("block", [64, 256, 2048, 4096, 8200, 1001, "shard"])
@@ -421,9 +418,7 @@ def test_large_sums_encoded_again(backend: Backend, block: int | str, option: st
     "text", ["fp32", "bf16", "int8:256", "int4:96:asym", "mxfp4", "int6:64:hadamard64", "int8:256:stochastic"]
 )
 def test_an_operation_is_done_again_where_other_tensors_lie(backend: Backend, text: str) -> None:
-    """Of what was worked out for one call the next uses types, shapes, strides and alignment alone:
-    operations on other tensors, whole, strided or misaligned ones of the same shapes, are the reference's.
-    """
+    """Repeated operations on whole, strided or misaligned tensors of equal shapes are the reference's."""
     codec, numel = parse(text), 2500
     for step in range(8):
         x = torch.randn(3 * 2 * numel + 3)[step % 4 :][: 3 * 2 * numel].view(3, 2, numel) * 2.0**step

@@ -20,9 +20,7 @@ def test_text_form_reads_back(codec: Codec) -> None:
 
 @given(every_codec, st.integers(0, 5000))
 def test_frames_hold_codes_and_scales_and_nothing_else(codec: Codec, numel: int) -> None:
-    """A frame is its codes and scales, each padded to 16 bytes, and grows with the elements; scales are fp32,
-    4 bytes, or E8M0, 1 byte, one a block, and asymmetric blocks have an offset beside them.
-    """
+    """Codes, and scales of 4 bytes or 1, with offsets if asymmetric, each padded to 16 bytes."""
     size = codec.frame_bytes(numel)
     assert size % 16 == 0
     assert 0 <= size - codec.code_bytes(numel) - codec.scale_bytes(numel) < 32
@@ -53,7 +51,7 @@ def test_bytes_equal_the_published_ratio(text: str, bits_per_element: float) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("int9:64", "2 to 8 bits"),
         ("int8:0", "a block has 1 to 2147483647 elements"),
@@ -77,9 +75,9 @@ def test_bytes_equal_the_published_ratio(text: str, bits_per_element: float) -> 
         ("int4:64:stochastic:hadamard32", "expected fp32, bf16"),
     ],
 )
-def test_impossible_codecs_are_refused_by_name(text: str, words: str) -> None:
-    """A text that is no codec raises one line that says what is allowed."""
-    with pytest.raises(CodecError, match=words):
+def test_impossible_codecs_are_refused_by_name(text: str, message: str) -> None:
+    """A text that is no codec raises one line with the allowed forms."""
+    with pytest.raises(CodecError, match=message):
         parse(text)
 
 
@@ -91,8 +89,8 @@ def test_impossible_elements_are_refused_by_name() -> None:
     with pytest.raises(CodecError, match="rounded to nearest; not with asym"):
         IntCodec(4, 64, asymmetric=True, clipped=True)
     for fields in (("e4m3", 64, "e8m0"), ("e2m1", 32, "fp32"), ("e3m4", 32, "fp32")):
-        said = "{0} with a scale in {2} for {1} elements: expected fp8e4m3, .*, of which MX have 32"
-        with pytest.raises(CodecError, match=said.format(*fields)):
+        message = "{0} with a scale in {2} for {1} elements: expected fp8e4m3, .*, of which MX have 32"
+        with pytest.raises(CodecError, match=message.format(*fields)):
             FloatCodec(*fields)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""A user's own codec travels as ours do, in the collectives and in training; what it lacks is one line."""
+"""A user's codec works in the collectives and in training as ours do; a defect is one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.training import model, train
 
 
 class Claims:
-    """Does what a codec of ours does, by the reference, and says so."""
+    """Equals a built-in codec, by the reference, and claims so."""
 
     codec = "int8:64"
     kinds: ClassVar = ["fp32", "bf16", "fp16"]
@@ -77,23 +77,23 @@ BACKENDS = [operations_of(name) for name in ("reference", "cpu")]
 )
 def test_what_claims_to_be_ours_is(shape: list[int], numel: int, kind: Any, backend: Any, data: Any) -> None:
     """Frames, elements, sums and carried errors of any shape and type equal those of the claimed codec."""
-    mine, ours = user_codec(Claims4), parse("int4:32")
+    claiming, claimed = user_codec(Claims4), parse("int4:32")
     torch.manual_seed(data.draw(st.integers(0, 99)))
     x = torch.randn(3, *shape, numel).to(DTYPES[kind])
     error = torch.randn(x.shape) if data.draw(st.booleans()) else None
-    found = []
-    for codec in (mine, ours):
+    outputs = []
+    for codec in (claiming, claimed):
         frames = torch.full((*x.shape[:-1], codec.frame_bytes(numel)), 7, dtype=torch.uint8)
         carried = None if error is None else Carried(error.clone(), 0.5)
         backend.encode(codec, x, frames, carried=carried)
         out, total = torch.empty_like(x), torch.empty(x.shape[1:])
         backend.decode(codec, frames, out)
         backend.decode_sum(codec, frames, total)
-        again = torch.empty((*shape, codec.frame_bytes(numel)), dtype=torch.uint8)
-        backend.decode_sum_encode(codec, codec, frames, again, numel)
-        found.append([frames, out.float(), total, again, *([] if carried is None else [carried.error])])
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
+        encoded = torch.empty((*shape, codec.frame_bytes(numel)), dtype=torch.uint8)
+        backend.decode_sum_encode(codec, codec, frames, encoded, numel)
+        outputs.append([frames, out.float(), total, encoded, *([] if carried is None else [carried.error])])
+    for output, wanted in zip(*outputs, strict=True):
+        assert torch.equal(output, wanted)
 
 
 def test_frames_of_any_length_are_padded_with_zeros() -> None:
@@ -118,7 +118,7 @@ class Greedy(Sixteenths):
 
 
 def test_what_is_given_to_read_is_not_written() -> None:
-    """It may be a master shard, or what another rank sent: an object reads copies."""
+    """A user's codec reads copies of master shards and of other ranks' messages."""
     codec, frames, x = user_codec(Greedy), torch.zeros(2, 16, dtype=torch.uint8), torch.ones(2, 16)
     REFERENCE.encode(codec, x, frames)
     assert torch.equal(x, torch.ones(2, 16))
@@ -131,42 +131,41 @@ def test_what_is_given_to_read_is_not_written() -> None:
 def test_training_is_that_of_the_claimed_codecs() -> None:
     """Losses and weights equal to the bit, with weights and both hops of gradients in own codecs and hpZ."""
     changes = {"weights": parse("int8:64"), "gradients": (parse("int4:32"),) * 2}
-    mine = {"weights": parse(f"{HERE}:Claims"), "gradients": (parse(f"{HERE}:Claims4"),) * 2}
+    claims = {"weights": parse(f"{HERE}:Claims"), "gradients": (parse(f"{HERE}:Claims4"),) * 2}
     topology = Topology(2, 2)
     wanted = on_threads(topology, train, model(), preset("zeropp", memory=ROOMY, **changes), 3)
-    found = on_threads(topology, train, model(), preset("zeropp", memory=ROOMY, **mine), 3)
-    assert found[0][0] == wanted[0][0]
+    trained = on_threads(topology, train, model(), preset("zeropp", memory=ROOMY, **claims), 3)
+    assert trained[0][0] == wanted[0][0]
     for name, value in wanted[0][1].items():
-        assert torch.equal(found[0][1][name], value)
+        assert torch.equal(trained[0][1][name], value)
 
 
 def test_a_new_codec_trains() -> None:
     """One without blocks, scales or a bound carries weights; losses are near those without it."""
     topology = Topology(2, 2)
     wanted = on_threads(topology, train, model(), preset("zero3"), 3)
-    found = on_threads(topology, train, model(), preset("zero3", weights=user_codec(Sixteenths)), 3)
-    assert found[0][0] != wanted[0][0]
-    assert found[0][0] == pytest.approx(wanted[0][0], abs=0.02)
+    trained = on_threads(topology, train, model(), preset("zero3", weights=user_codec(Sixteenths)), 3)
+    assert trained[0][0] != wanted[0][0]
+    assert trained[0][0] == pytest.approx(wanted[0][0], abs=0.02)
 
 
 @each_rank(1, 2)
 def test_what_cannot_carry_is_refused(mesh: Mesh) -> None:
-    """Another device's object, one that hides overflows from a loss scale, and what is no codec."""
+    """A codec of another device, one that hides overflows from a loss scale, and objects that are none."""
     with pytest.raises(ValueError, match="OnGpu is for cuda, and the tensors are on cpu"):
         shard(model(), mesh=mesh, policy=preset("zero3", weights=user_codec(OnGpu)))
-    scaled = preset(
-        "zero3", compute="fp16", loss_scale=LossScale(initial=8.0), weights=user_codec(Sixteenths)
-    )
+    codec, scale = user_codec(Sixteenths), LossScale(initial=8.0)
+    scaled = preset("zero3", compute="fp16", loss_scale=scale, weights=codec)
     with pytest.raises(PolicyError, match="Sixteenths does not promise 'nonfinite'"):
         scaled.check(Topology(1, 2))
-    for text, words in (
+    for text, message in (
         ("no_such_module:Codec", "cannot import 'no_such_module'"),
         (f"{HERE}:Missing", "has no 'Missing'"),
         (f"{HERE}:torch", "has no method 'encode'"),
     ):
         codec = parse(text)
         assert str(codec) == text
-        with pytest.raises(CodecError, match=words):
+        with pytest.raises(CodecError, match=message):
             _ = codec.grain
     with pytest.raises(CodecError, match="has no method 'encode'"):
         user_codec(object())

@@ -24,9 +24,7 @@ SHAPES = st.lists(
 
 @given(SHAPES, st.integers(1, 5), st.sampled_from([4, 8]))
 def test_blocks_of_a_turned_shard_are_columns(shapes: list[tuple[int, ...]], world: int, rows: int) -> None:
-    """Every block of ``rows`` elements is one column of as many neighbouring rows, or lies as it did; of a
-    matrix that a shard has whole only rows beyond the last whole band do.
-    """
+    """Each block is a column of ``rows`` rows; in whole matrices only rows after the last band are not."""
     specs = [ParameterSpec(f"p{i}", shape) for i, shape in enumerate(shapes)]
     unit = lay_out("u", specs, grain=8, world=world, max_padding=math.inf)
     whole = torch.arange(unit.padded, dtype=torch.float32)

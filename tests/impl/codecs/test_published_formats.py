@@ -1,4 +1,4 @@
-"""Published formats: they keep their laws, have the sizes that papers say, and train."""
+"""Published formats keep their laws, have their published sizes, and train."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_every_claim_of_a_format_is_kept(text: str) -> None:
     subject = subject_of(parse(text), "reference")
     assert subject.claims
     for claim in subject.claims:
-        found = falsify(subject, claim, examples=25, seed=3, elements=300)
-        assert found.violation is None, str(found.violation)
+        result = falsify(subject, claim, examples=25, seed=3, elements=300)
+        assert result.violation is None, str(result.violation)
 
 
 @pytest.mark.parametrize("text", FORMATS)
 def test_bits_are_those_of_codes_and_scales(text: str) -> None:
-    """A long row takes its codes, what blocks have beside them, and at most 4 bytes and padding more."""
+    """A long row takes its codes, the scales of its blocks, and at most 4 bytes and padding more."""
     codec = parse(text)
     assert str(codec) == text
     numel = 1 << 16
@@ -51,24 +51,24 @@ class MX4(_Microscaled):
 
 
 class MX8(_Microscaled):
-    """MXFP8 by the table; its code of 8 bits counts values, of which E4M3 has 253."""
+    """MXFP8 by the table; its 8-bit code counts E4M3's 253 values."""
 
     bits = 8
     table = tuple(v for v in _float_table(8, 3, -6) if abs(v) <= 448)
 
 
-@pytest.mark.parametrize(("ours", "text"), [(MX4(), "mxfp4"), (MX8(), "mxfp8")], ids=["mxfp4", "mxfp8"])
+@pytest.mark.parametrize(("table", "text"), [(MX4(), "mxfp4"), (MX8(), "mxfp8")], ids=["mxfp4", "mxfp8"])
 @given(x=blocks_of_values())
-def test_tables_round_as_the_kernels_do(ours: _Microscaled, text: str, x: torch.Tensor) -> None:
-    """What a table of all values decodes to is, bit for bit, what MXFP4's and MXFP8's kernels give."""
+def test_tables_round_as_the_kernels_do(table: _Microscaled, text: str, x: torch.Tensor) -> None:
+    """A table of all values decodes, bit for bit, to the values of MXFP4's and MXFP8's kernels."""
     codec = parse(text)
     frames = torch.zeros(codec.frame_bytes(x.numel()), dtype=torch.uint8)
-    own = torch.zeros(ours.frame_bytes(x.numel()), dtype=torch.uint8)
+    frame = torch.zeros(table.frame_bytes(x.numel()), dtype=torch.uint8)
     by_kernel, by_table = torch.empty_like(x), torch.empty_like(x)
     ops.encode(codec, x, frames)
     ops.decode(codec, frames, by_kernel)
-    ours.encode(x, own)
-    ours.decode(own, by_table)
+    table.encode(x, frame)
+    table.decode(frame, by_table)
     assert torch.equal(by_table, by_kernel)
 
 

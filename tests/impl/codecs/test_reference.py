@@ -35,11 +35,11 @@ def through(codec: Codec, x: Tensor, noise: Noise | None = None) -> Tensor:
     ("text", "cast"), [("fp8e4m3:2", torch.float8_e4m3fn), ("fp8e5m2:2", torch.float8_e5m2)]
 )
 def test_eight_bit_floats_are_those_of_torch(text: str, cast: torch.dtype) -> None:
-    """Codes of all bf16 values in range are those of torch's cast, and decode to what it decodes to."""
+    """Codes of all bf16 values in range, and their decoded values, are those of torch's cast."""
     codec = parse(text)
-    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
-    values = every[every.abs() <= codec.largest]  # NaN is not
-    x = torch.stack([values, torch.full_like(values, codec.largest)], dim=-1)  # whose scale is 1
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    values = patterns[patterns.abs() <= codec.largest]  # NaN is not
+    x = torch.stack([values, torch.full_like(values, codec.largest)], dim=-1)  # scale 1
     codes = encoded(codec, x)[:, 0]
     wanted = values.to(cast)
     assert len(values) > 33_000
@@ -52,7 +52,7 @@ def test_four_bit_floats_are_those_of_the_table() -> None:
     sizes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     values = torch.arange(-48, 49).float() / 8
     x = torch.zeros(len(values), MX_BLOCK)
-    x[:, 0], x[:, 1] = values, 6.0  # whose scale is 1
+    x[:, 0], x[:, 1] = values, 6.0  # scale 1
     frames = encoded(parse("mxfp4"), x)
     for value, code in zip(values.tolist(), (frames[:, 0] & 0xF).tolist(), strict=True):
         nearest = min(range(8), key=lambda i: (abs(sizes[i] - abs(value)), i % 2))
@@ -82,7 +82,7 @@ def test_a_broken_shared_scale_is_255() -> None:
 
 @given(rotated_codecs(), st.integers(1, 100), st.integers(0, 2**31))
 def test_rotations_are_hadamards(codec: Blocked, numel: int, seed: int) -> None:
-    """Groups are multiplied by Sylvester's matrix over their size; what is left over stays."""
+    """Groups are multiplied by Sylvester's matrix over their size; the rest stays."""
     x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
     size = codec.hadamard
     whole = numel // size * size
@@ -94,21 +94,19 @@ def test_rotations_are_hadamards(codec: Blocked, numel: int, seed: int) -> None:
 
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_packing_is_exact_for_every_byte(bits: int) -> None:
-    """Sequences of codes, whole groups and parts of one, unpack to themselves and are little-endian numbers;
-    short ones of few bits exhaustively.
-    """
+    """Codes, whole groups or not, unpack to themselves and are little-endian; few bits exhaustively."""
     top = 1 << bits
     if bits <= 4:
         sequences = torch.tensor(list(itertools.product(range(top), repeat=3)), dtype=torch.uint8)
     else:
         values = torch.arange(top)
-        columns = [(values * odd).roll(odd) % top for odd in (1, 3, 5, 7, 9, 11, 13, 15, 17)]
+        columns = [(values * factor).roll(factor) % top for factor in (1, 3, 5, 7, 9, 11, 13, 15, 17)]
         sequences = torch.stack(columns, dim=-1).to(torch.uint8)
     packed = torch.zeros((len(sequences), -(-sequences.shape[1] * bits // 8)), dtype=torch.uint8)
     reference.pack(sequences, bits, packed)
     assert torch.equal(reference.unpack(packed, bits, sequences.shape[1]), sequences)
-    words = [sum(int(code) << (i * bits) for i, code in enumerate(row)) for row in sequences[:64]]
-    wanted = [list(word.to_bytes(packed.shape[1], "little")) for word in words]
+    numbers = [sum(int(code) << (i * bits) for i, code in enumerate(row)) for row in sequences[:64]]
+    wanted = [list(word.to_bytes(packed.shape[1], "little")) for word in numbers]
     assert packed[:64].tolist() == wanted
 
 
@@ -149,13 +147,14 @@ def test_a_sum_in_fp16_is_numpys(codec: Codec, sources: int, numel: int, seed: i
 
 
 @pytest.mark.parametrize(
-    ("bits", "ours", "clipped", "mean"), [(8, 4.80e-5, 4.86e-5, 1.0), (4, 0.0158, 0.0125, 1.13)]
+    ("bits", "unclipped", "clipped", "mean"), [(8, 4.80e-5, 4.86e-5, 1.0), (4, 0.0158, 0.0125, 1.13)]
 )
 def test_scale_rules_err_on_normal_numbers_as_stated(
-    bits: int, ours: float, clipped: float, mean: float
+    bits: int, unclipped: float, clipped: float, mean: float
 ) -> None:
-    """What codecs.md prints of blocks of 256: both vNMSE, and our mean error over that of a clipped top."""
+    """As in codecs.md for blocks of 256: both vNMSE, and our mean error over that of a clipped top."""
     x = torch.randn(4096, 256, generator=torch.Generator().manual_seed(0)).flatten()
     errors = [through(IntCodec(bits, 256, clipped=cut), x) - x for cut in (False, True)]
-    assert [float((e**2).sum() / (x**2).sum()) for e in errors] == pytest.approx([ours, clipped], rel=0.02)
+    vnmse = [float((e**2).sum() / (x**2).sum()) for e in errors]
+    assert vnmse == pytest.approx([unclipped, clipped], rel=0.02)
     assert float(errors[0].abs().mean() / errors[1].abs().mean()) == pytest.approx(mean, abs=0.015)

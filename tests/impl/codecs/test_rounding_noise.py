@@ -55,21 +55,21 @@ def test_tensors_of_bits_equal_the_oracle(noise: Noise, numel: int, rows: int) -
     st.integers(0, 2**31),
 )
 def test_bits_do_not_depend_on_the_layout(codec: Blocked, key: Key, parts: list[int], seed: int) -> None:
-    """Shards, chunks and rows cut on blocks and octets decode to what the whole does, bit for bit."""
+    """Shards, chunks and rows cut on blocks and octets decode as the whole does, bit for bit."""
     grain = math.lcm(OCTET, codec.grain)
     codec = codec if codec.block != "shard" else replace(codec, block=grain)
     x = torch.randn(sum(parts) * grain, generator=torch.Generator().manual_seed(seed))
-    whole, apart, start = through(codec, x, key.noise()), [], 0
+    whole, pieces, start = through(codec, x, key.noise()), [], 0
     for part in x.split([n * grain for n in parts]):
-        apart.append(through(codec, part, key.noise(start)))
+        pieces.append(through(codec, part, key.noise(start)))
         start += part.numel()
     rows = through(codec, x.view(-1, grain), key.noise(0, (grain,)))
-    assert torch.equal(torch.cat(apart), whole)
+    assert torch.equal(torch.cat(pieces), whole)
     assert torch.equal(rows.flatten(), whole)
 
 
 @pytest.mark.parametrize(
-    ("text", "low", "high"),  # extremes of a block whose scale is 1
+    ("text", "low", "high"),  # extremes of a block of scale 1
     [
         ("int8:shard:stochastic", -127.0, 127.0),
         ("int4:shard:stochastic", -7.0, 7.0),
@@ -91,9 +91,9 @@ def test_the_mean_over_all_random_bits_is_the_value(
     """Rounded with each of the 65536 values of its random bits, its mean is within 2^-16 of a step."""
     codec = parse(text)
     x = torch.tensor([low, high, *(low + (high - low) * place for place in places)])
-    every = torch.arange(1 << BITS).view(-1, 1).expand(-1, x.numel())
+    draws = torch.arange(1 << BITS).view(-1, 1).expand(-1, x.numel())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "random_bits", lambda *_: every)
+        patch.setattr(reference, "random_bits", lambda *_: draws)
         rounded = through(codec, x.expand(1 << BITS, -1), Noise((0, 0, 0, 0), 0, (OCTET,)))
     step = torch.ones(x.shape, dtype=torch.float64)
     if isinstance(codec, FloatCodec):
@@ -104,12 +104,12 @@ def test_the_mean_over_all_random_bits_is_the_value(
 
 
 @given(keys, keys)
-def test_other_keys_have_other_bits(one: Key, other: Key) -> None:
-    """Tensors that differ in anything that a key names draw other bits, and equal ones the same."""
-    assert (one.noise().philox == other.noise().philox) == (one == other)
+def test_other_keys_have_other_bits(first: Key, second: Key) -> None:
+    """Different keys give different bits, and equal keys equal bits."""
+    assert (first.noise().philox == second.noise().philox) == (first == second)
     for part in ("seed", "step", "micro_batch", "unit", "purpose", "hop", "source"):
-        mixed = replace(one, **{part: getattr(other, part)})
-        assert (mixed.noise().philox == one.noise().philox) == (mixed == one)
+        mixed = replace(first, **{part: getattr(second, part)})
+        assert (mixed.noise().philox == first.noise().philox) == (mixed == first)
 
 
 def test_the_clock_keys_what_is_encoded() -> None:

@@ -1,4 +1,4 @@
-"""Every example of docs/reference/wire_format.md is what the specification computes."""
+"""The examples of docs/reference/wire_format.md equal the reference."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ KEY = Key(7, 3, 0, "blocks.0", "weights")
 
 
 def blocks(language: str) -> list[list[tuple[str, str]]]:
-    """Fenced blocks of a language, as lines of a word and what stands behind it, continued by blanks."""
-    found = []
+    """Fenced blocks of a language, as pairs of a line's first word and rest, continued by indentation."""
+    examples = []
     for block in re.findall(rf"^```{language}\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL):
         joined = re.sub(r"\n {11}", " ", block)
-        found.append([(line[:11].strip(), line[11:]) for line in joined.splitlines()])
-    return found
+        examples.append([(line[:11].strip(), line[11:]) for line in joined.splitlines()])
+    return examples
 
 
 def numbers(text: str) -> torch.Tensor:
@@ -35,13 +35,13 @@ def numbers(text: str) -> torch.Tensor:
 @pytest.mark.parametrize("lines", blocks("frame"), ids=lambda lines: dict(lines)["codec"])
 def test_frames_are_what_the_reference_writes(lines: list[tuple[str, str]]) -> None:
     """An example's elements become its frame, byte by byte, which decodes to its numbers."""
-    said = dict(lines)
-    codec, x = parse(said["codec"]), numbers(said["elements"])
+    fields = dict(lines)
+    codec, x = parse(fields["codec"]), numbers(fields["elements"])
     frame, decoded = torch.empty(codec.frame_bytes(len(x)), dtype=torch.uint8), torch.empty(len(x))
     reference.encode(codec, x, frame, noise=KEY.noise())
     reference.decode(codec, frame, decoded)
-    assert bytes(frame.tolist()).hex(" ", -4) == said["frame"]
-    wanted = numbers(said["decoded"])
+    assert bytes(frame.tolist()).hex(" ", -4) == fields["frame"]
+    wanted = numbers(fields["decoded"])
     assert torch.allclose(decoded, wanted, rtol=1e-7, atol=0)
     assert torch.equal(decoded.signbit() & (decoded == 0), wanted.signbit() & (wanted == 0))
 
@@ -68,14 +68,14 @@ def test_every_kind_has_an_example() -> None:
 def test_random_bits_are_those_of_the_page() -> None:
     """The page's key text, its digest, Philox's words and the elements' halves follow from one another."""
     (lines,) = blocks("noise")
-    said = dict(lines)
-    digest = hashlib.blake2b(said["text"].encode(), digest_size=16).digest()
-    words = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)]
-    assert tuple(words) == KEY.noise().philox
-    assert " ".join(f"{word:08x}" for word in words) == said["words"]
-    output = philox((0, 0, words[0], words[1]), (words[2], words[3]))
-    assert " ".join(f"{word:08x}" for word in output) == said["octet 0"]
-    assert " ".join(f"{bits_of(KEY.noise(), i):04x}" for i in range(8)) == said["bits"]
+    fields = dict(lines)
+    digest = hashlib.blake2b(fields["text"].encode(), digest_size=16).digest()
+    inputs = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)]
+    assert tuple(inputs) == KEY.noise().philox
+    assert " ".join(f"{word:08x}" for word in inputs) == fields["words"]
+    output = philox((0, 0, inputs[0], inputs[1]), (inputs[2], inputs[3]))
+    assert " ".join(f"{word:08x}" for word in output) == fields["octet 0"]
+    assert " ".join(f"{bits_of(KEY.noise(), i):04x}" for i in range(8)) == fields["bits"]
 
 
 def test_carried_errors_are_those_of_the_page() -> None:

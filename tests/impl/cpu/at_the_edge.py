@@ -54,8 +54,8 @@ def run(kernels: Kernels, codec: Codec, numel: int, kind: torch.dtype) -> None:
     kernels.decode(codec, frame, out)
     frames = frame.expand(3, -1)
     kernels.decode_sum(codec, frames, total)
-    again = at_the_edge(codec.frame_bytes(numel), torch.uint8)
-    kernels.decode_sum_encode(codec, codec, frames, again, numel, noise=noise, carried=Carried(error))
+    reencoded = at_the_edge(codec.frame_bytes(numel), torch.uint8)
+    kernels.decode_sum_encode(codec, codec, frames, reencoded, numel, noise=noise, carried=Carried(error))
 
 
 if __name__ == "__main__":

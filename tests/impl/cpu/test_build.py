@@ -37,9 +37,9 @@ def test_processes_that_start_at_once_build_once(tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", code, str(tmp_path / "cache"), command]
     root = Path(build.__file__).parents[2]
     ranks = [subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=root) for _ in range(4)]
-    said = {rank.communicate(timeout=120)[0].strip() for rank in ranks}
-    assert len(said) == 1
-    assert Path(said.pop()).exists()
+    printed = {rank.communicate(timeout=120)[0].strip() for rank in ranks}
+    assert len(printed) == 1
+    assert Path(printed.pop()).exists()
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} <= {".so", ".lock"}
     assert log.read_text(encoding="utf-8").count("built") == 1
 
@@ -71,7 +71,7 @@ COMPLAINS = (
 
 
 @pytest.mark.parametrize(
-    ("body", "folder", "words"),
+    ("body", "folder", "message"),
     [
         (COMPLAINS, "cache", "cxx failed with status 3: error: no such flag"),
         ("exit 0", "cache", "cannot keep compiled kernels: No such file or directory"),
@@ -81,12 +81,12 @@ COMPLAINS = (
     ids=["fails", "writes nothing", "is no program", "has no folder"],
 )
 def test_a_library_that_cannot_be_built_is_one_line(
-    tmp_path: Path, body: str | None, folder: str, words: str
+    tmp_path: Path, body: str | None, folder: str, message: str
 ) -> None:
     """The command, its status and first error, or the folder; no library is left."""
     (tmp_path / "file").touch()
     command = str(tmp_path / "cxx") if body is None else script(tmp_path / "cxx", body)
-    with pytest.raises(build.BuildError, match=f"^.*{words}$"):
+    with pytest.raises(build.BuildError, match=f"^.*{message}$"):
         build.library(tmp_path / folder, command)
     assert {path.suffix for path in tmp_path.glob("cache/*")} <= {".lock"}
 
@@ -95,13 +95,13 @@ def test_the_name_changes_with_what_makes_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another compiler, other flags, another processor or another source make another library."""
-    one, two = (script(tmp_path / name, f"echo {name}") for name in ("one", "two"))
+    first, second = (script(tmp_path / name, f"echo {name}") for name in ("one", "two"))
     source = tmp_path / "kernels.cpp"
     source.write_text("other", encoding="utf-8")
-    keys = {build._key(one, build.FLAGS), build._key(two, build.FLAGS)}
+    keys = {build._key(first, build.FLAGS), build._key(second, build.FLAGS)}
     others = {"FLAGS": ("-O1",), "_processor": lambda: "another", "SOURCE": source, "HEADERS": (source,)}
     for name, value in others.items():
         with monkeypatch.context() as patch:
             patch.setattr(build, name, value)
-            keys.add(build._key(one, build.FLAGS))
+            keys.add(build._key(first, build.FLAGS))
     assert len(keys) == 6

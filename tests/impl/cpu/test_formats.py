@@ -75,7 +75,7 @@ def test_lengths_around_blocks_and_pieces(backend: Backend, text: str) -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_zeros_of_both_signs_and_broken_blocks_among_whole_ones(backend: Backend, text: str) -> None:
-    """Which zero is the extreme, and what a NaN of either sign becomes, does not depend on its place."""
+    """The sign of a zero extreme, and of a decoded NaN, does not depend on its place."""
     x = torch.zeros(3, 700)
     x[:, ::2] = -0.0
     x[1, 300], x[1, 650], x[2, 5] = torch.nan, -torch.inf, -torch.nan
@@ -102,14 +102,14 @@ def test_a_mean_is_summed_in_one_order(backend: Backend) -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_sums_and_carried_errors_are_those_of_torch(backend: Backend, text: str) -> None:
-    """Strided rows of several sources are summed alike, overflowing too, and what is left over is carried."""
+    """Strided rows of several sources are summed alike, overflowing too, and errors are carried alike."""
     codec = parse(text)
     for sources, power in ((1, 1.0), (2, 1e38), (5, 1e-40)):
         values = torch.randn(3, sources, 2100).transpose(0, 1) * power
         frames, wanted = encoded(codec, values), torch.empty(3, 2100)
         got = torch.empty(3, 4200, device=backend.device)[:, ::2]
         reference.decode_sum(codec, frames, wanted)
-        backend.kernels.decode_sum(codec, backend.put(frames), got)
+        backend.kernels.decode_sum(codec, backend.moved(frames), got)
         assert same(got, wanted)
         check_carried(backend, codec, values[0], torch.randn(3, 2100).bfloat16(), 0.8)  # type: ignore[arg-type]
 
@@ -126,12 +126,10 @@ def test_no_format_is_left_to_torch(backend: Backend, monkeypatch: pytest.Monkey
         use_all(backend, given_by_a_user, carries=False)
 
 
-@pytest.mark.parametrize(
-    "text", ["spike2", "spike3", "sign1", "nf4", "bf16sr"]
-)  # each code of which is a number
+@pytest.mark.parametrize("text", ["spike2", "spike3", "sign1", "nf4", "bf16sr"])  # each code is a number
 @given(seed=st.integers(0, 2**31), numel=st.integers(1, 300))
 def test_frames_of_any_bytes_decode_alike(backend: Backend, text: str, seed: int, numel: int) -> None:
-    """Corrupt frames, of which spikes' places lie beyond their block, are no error, and the same numbers."""
+    """Corrupt frames, with spikes beyond their block, decode without an error to the same numbers."""
     codec = parse(text)
     frame = torch.randint(
         256, (codec.frame_bytes(numel),), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)

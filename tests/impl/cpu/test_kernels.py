@@ -1,4 +1,4 @@
-"""The C++ kernels equal the reference bit for bit, and refuse what they cannot do."""
+"""The C++ kernels equal the reference bit for bit, and refuse impossible arguments."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_an_offset_whose_scale_is_lost_in_rounding(backend: Backend) -> None:
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("numel", [1, 8, 2049, 1_048_577, 2_200_003])
 def test_raw_frames_are_copied_and_summed(backend: Backend, kind: str, numel: int) -> None:
-    """Raw rows below and above what is written past the caches, aligned or not, are the reference's."""
+    """Raw rows below and above the size written past the caches, aligned or not, are the reference's."""
     codec = parse(kind)
     for sources, skew in ((1, 0), (4, 16), (6, 3)):
         x = torch.randn(sources, numel).to(reference.DTYPES[kind])
         x[..., -1] = torch.nan
-        wanted, got = (garbage(codec, x.shape, x.device, each) for each in (0, skew))
+        wanted, got = (garbage(codec, x.shape, x.device, bytes_off) for bytes_off in (0, skew))
         reference.encode(codec, x, wanted)
         backend.kernels.encode(codec, x, got)
         assert torch.equal(got, wanted)
@@ -68,7 +68,7 @@ def test_raw_frames_are_copied_and_summed(backend: Backend, kind: str, numel: in
 @pytest.mark.parametrize("block", [32_768, 32_769, 40_001, "shard"])
 @pytest.mark.parametrize("asymmetric", [False, True])
 def test_blocks_whose_sums_are_not_kept(backend: Backend, block: int | str, *, asymmetric: bool) -> None:
-    """Blocks around what is kept between their two looks give the reference's frames."""
+    """Blocks around the size kept between their two passes give the reference's frames."""
     first, second = parse("int5:24"), IntCodec(3, block, asymmetric)  # type: ignore[arg-type]
     frames = encoded(first, torch.randn(3, 2, 70_003))
     check_sum_encode(backend, (first, second), frames, (2, 70_003))
@@ -85,8 +85,8 @@ def test_nothing_beyond_a_page_is_touched(libraries: Path, *, undefined: bool) -
             raise
         pytest.skip(f"no undefined-behaviour sanitizer: {problem}")
     command = [sys.executable, "-m", "tests.impl.cpu.at_the_edge", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
-    assert done.stdout.strip() == "nothing touched", done.stderr
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
+    assert run.stdout.strip() == "nothing touched", run.stderr
 
 
 @pytest.mark.parametrize("text", ["int4:256", "int4:256:hadamard32:stochastic", "mxfp8:stochastic"])
@@ -124,25 +124,25 @@ def no_launch(launch: object, device: object) -> None:
 
 
 @pytest.mark.parametrize("text", ["fp32", "bf16", "int8:8", "mxfp4"])
-@pytest.mark.parametrize(("shape", "kind", "words"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("shape", "kind", "message"), REFUSED.values(), ids=REFUSED)
 def test_all_backends_refuse_alike(
-    backend: Backend, text: str, shape: tuple[int, ...], kind: torch.dtype, words: str
+    backend: Backend, text: str, shape: tuple[int, ...], kind: torch.dtype, message: str
 ) -> None:
-    """What one backend refuses, all refuse in the same words: types, scalars, shapes and sums."""
+    """All backends refuse types, scalars, shapes and sums with the same message."""
     codec, x = parse(text), torch.zeros(shape, dtype=kind)
     frames = torch.zeros(2, codec.frame_bytes(8), dtype=torch.uint8)
     many = frames.expand(3, *frames.shape)
     for kernels in (reference, backend.kernels, CudaKernels(no_launch)):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             kernels.encode(codec, x, frames)
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             kernels.decode(codec, frames, x)
         with pytest.raises(ValueError, match=r"a sum is fp32, got torch.bfloat16"):
             kernels.decode_sum(codec, many, torch.zeros(2, 8, dtype=torch.bfloat16))
 
 
 def test_what_no_kernel_can_do_is_refused(backend: Backend) -> None:
-    """Impossible strides and places raise one line, with the numbers; noise is asked for by all."""
+    """Impossible strides and devices raise one line, with the numbers; all require noise."""
     codec, x = parse("int8:8"), torch.zeros(16, 32)
     frames = torch.zeros(16, 48, dtype=torch.uint8)
     for kernels in (backend.kernels, CudaKernels(no_launch)):

@@ -12,7 +12,7 @@ from tests.impl.codecs.properties import Backend, Run
 
 
 class Device(Run):
-    """Runs launches on a GPU, where nobody can choose the order of threads."""
+    """Runs launches on a GPU, where the order of threads cannot be chosen."""
 
     def __call__(self, launch: Launch, device: torch.device) -> None:
         self.ran.append(launch.kernel)

@@ -28,25 +28,23 @@ def ceiling(variant: str, architecture: int) -> int:
 @pytest.mark.parametrize("step", [len(ARCHITECTURES), *nightly(1)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_compile_without_spills(architecture: int, step: int) -> None:
-    """A fifth of all kernels, another for each architecture, and nightly all compile with no spilled register
-    and within their ceilings.
-    """
-    every = [(file, variant) for file, variants in VARIANTS.items() for variant in variants]
-    found: dict[str, Cubin] = {}
+    """A fifth of all kernels, nightly all, without spilled registers and within their ceilings."""
+    kernels = [(file, variant) for file, variants in VARIANTS.items() for variant in variants]
+    cubins: dict[str, Cubin] = {}
     for file, pairs in itertools.groupby(
-        every[ARCHITECTURES.index(architecture) % step :: step], lambda r: r[0]
+        kernels[ARCHITECTURES.index(architecture) % step :: step], lambda r: r[0]
     ):
-        found |= compiled(file, tuple(variant for _, variant in pairs), architecture)
-    for variant, cubin in found.items():
+        cubins |= compiled(file, tuple(variant for _, variant in pairs), architecture)
+    for variant, cubin in cubins.items():
         print(f"{variant}: {cubin.registers} registers, {cubin.local} bytes of local memory")
-    assert not {variant: cubin.local for variant, cubin in found.items() if cubin.local}
-    assert not {v: one.registers for v, one in found.items() if one.registers > ceiling(v, architecture)}
+    assert not {variant: cubin.local for variant, cubin in cubins.items() if cubin.local}
+    assert not {v: c.registers for v, c in cubins.items() if c.registers > ceiling(v, architecture)}
 
 
 @pytest.mark.needs("CUDA compiler")
 def test_an_architecture_that_the_compiler_does_not_know_gets_ptx() -> None:
     """NVRTC older than the GPU gives text that the GPU's driver compiles, with the kernel's name in it."""
     kernel = "decode<Bf16, 8>"
-    made = compile_kernels("dequantize.cu", [kernel], 999)
-    assert f".entry {made.lowered[kernel]}(".encode() in made.image
-    assert made.image.rstrip().endswith(b"}")
+    compilation = compile_kernels("dequantize.cu", [kernel], 999)
+    assert f".entry {compilation.lowered[kernel]}(".encode() in compilation.image
+    assert compilation.image.rstrip().endswith(b"}")

@@ -24,13 +24,13 @@ from tests.impl.cpu.test_formats import (  # noqa: F401  # tests that run here t
 def test_the_order_of_threads_changes_no_byte(backend: Backend, text: str, order: int) -> None:
     """Frames and sums are the same whichever thread and thread block comes first."""
     codec, x = parse(text), torch.randn(3, 5003, device=backend.device)
-    found = []
-    for each in (0, order):
-        backend.run.order = each
+    outputs = []
+    for run_order in (0, order):
+        backend.run.order = run_order
         frames, out = garbage(codec, x.shape, x.device), torch.empty(5003, device=backend.device)
         backend.kernels.encode(codec, x, frames, noise=noise_of(codec, x.shape[:-1]))
         backend.kernels.decode_sum(codec, frames, out)
-        found.append((frames, out))
+        outputs.append((frames, out))
     backend.run.order = 0
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    assert torch.equal(outputs[0][1], outputs[1][1])

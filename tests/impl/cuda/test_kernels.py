@@ -19,9 +19,7 @@ def nothing(launch: Launch, device: torch.device) -> None:
 
 
 def test_what_a_kernel_cannot_do_is_refused() -> None:
-    """Impossible strides and shapes raise one line, with the numbers; ``tests/impl/cpu`` has what all
-    backends refuse alike.
-    """
+    """Impossible strides and shapes raise one line, with the numbers; ``tests/impl/cpu`` has others."""
     kernels, codec = Kernels(nothing), parse("int8:8")
     many = torch.zeros(2, 2, 2, 2, 2, 2, 2, 2, 32).permute(1, 0, 3, 2, 5, 4, 7, 6, 8)
     with pytest.raises(ValueError, match="the CUDA kernels take 3"):
@@ -45,5 +43,5 @@ def test_what_a_kernel_cannot_do_is_refused() -> None:
 
 
 def test_only_listed_kernels_are_asked_for(backend: Backend) -> None:
-    """What ran in this session stands in the list that the compile gate compiles."""
+    """All kernels of this session are on the list that the compile gate compiles."""
     assert set(backend.run.ran) <= {kernel for kernels in VARIANTS.values() for kernel in kernels}

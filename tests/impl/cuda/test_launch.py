@@ -1,4 +1,4 @@
-"""What is asked of CuPy to launch a kernel; its calls are noted, for which no GPU is needed."""
+"""The calls of CuPy that launch a kernel, noted without a GPU."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def test_a_launch_is_on_torchs_stream_of_the_tensors_device(
     launches: list[Launch] = []
     codec, x = parse("int8:256"), torch.zeros(5000)
     frame = torch.zeros(codec.frame_bytes(5000), dtype=torch.uint8)
-    Kernels(lambda one, _: launches.append(one)).encode(codec, x, frame)
-    (one,), kernel, loaded = launches, gpu.RawModule.return_value.get_function.return_value, []
+    Kernels(lambda encoding, _: launches.append(encoding)).encode(codec, x, frame)
+    (encoding,), kernel, loaded = launches, gpu.RawModule.return_value.get_function.return_value, []
     for index, idle in ((1, 0), (0, 0), (1, 100 << 10)):
         gpu.reset_mock()
-        on_device(one, torch.device("cuda", index), idle_bytes=idle)
+        on_device(encoding, torch.device("cuda", index), idle_bytes=idle)
         loaded += gpu.RawModule.call_args_list
         assert gpu.Device.call_args_list[0] == call(index)
         gpu.Stream.from_external.assert_called_once_with(f"stream of cuda:{index}")
         grid, block, (argument,) = kernel.call_args.args
-        assert (grid, block) == (one.grid, (one.threads, 1, 1))
+        assert (grid, block) == (encoding.grid, (encoding.threads, 1, 1))
         assert kernel.call_args.kwargs == {"shared_mem": idle}
-        assert argument.dtype.fields is None  # so that its description costs nothing
-        assert argument.tobytes() == one.arguments.tobytes()
-        assert (argument.itemsize, argument.size) == (ARGUMENTS.itemsize, 1)  # CuPy passes such by value
+        assert argument.dtype.fields is None  # describing fields costs time
+        assert argument.tobytes() == encoding.arguments.tobytes()
+        assert (argument.itemsize, argument.size) == (ARGUMENTS.itemsize, 1)  # passed by value
     assert [name for name, *_ in gpu.mock_calls] == LAUNCHED
     assert kernel.max_dynamic_shared_size_bytes == 100 << 10
     assert len(loaded) == 2
