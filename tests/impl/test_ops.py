@@ -1,4 +1,4 @@
-"""Operations choose a backend by device, and say which."""
+"""Operations choose a backend by device, and name it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def _fresh() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_fresh")
-@pytest.mark.parametrize(("found", "backend"), [(None, "reference"), (object(), "cuda")])
+@pytest.mark.parametrize(("spec", "backend"), [(None, "reference"), (object(), "cuda")])
 def test_a_cuda_device_uses_the_kernels_where_cupy_is_installed(
-    monkeypatch: pytest.MonkeyPatch, found: object, backend: str
+    monkeypatch: pytest.MonkeyPatch, spec: object, backend: str
 ) -> None:
-    """Without CuPy a CUDA device runs the reference, and the name says so."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: found)
+    """Without CuPy a CUDA device runs the reference, by name too."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
     assert ops.backend_of(torch.device("cuda")) == backend
     warning = ops.warning_of(torch.device("cuda"))
-    assert warning == (None if found else "no CUDA kernels: CuPy is not installed")
+    assert warning == (None if spec else "no CUDA kernels: CuPy is not installed")
 
 
 @pytest.mark.usefixtures("_fresh")
@@ -42,7 +42,7 @@ def test_a_cuda_device_uses_the_kernels_where_cupy_is_installed(
 def test_a_cpu_without_a_library_uses_the_reference_and_says_why(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, loads: bool
 ) -> None:
-    """Of one that cannot be built, or that the loader refuses, one line says what is wrong."""
+    """One line says why a library cannot be built or loaded."""
 
     def library(_: Path) -> Path:
         if not loads:
@@ -57,25 +57,25 @@ def test_a_cpu_without_a_library_uses_the_reference_and_says_why(
     reference.encode(codec, x, wanted)
     assert torch.equal(got, wanted)
     assert ops.backend_of(torch.device("cpu")) == "reference"
-    words = "kernels.so" if loads else "no C++ kernels: c++ failed with status 1: error: hm"
-    assert words in str(ops.warning_of(torch.device("cpu")))
+    reason = "kernels.so" if loads else "no C++ kernels: c++ failed with status 1: error: hm"
+    assert reason in str(ops.warning_of(torch.device("cpu")))
 
 
 def test_a_codec_whose_kernels_do_not_run_is_named_before_the_first_step() -> None:
-    """Each codec with scales and each format is tried; what goes wrong is said with its name and device."""
-    asked: list[str] = []
+    """Each codec with scales and each format is tried; an error names it and the device."""
+    launched: list[str] = []
 
     def fail(launch: Launch, _: torch.device) -> None:
-        asked.append(launch.kernel)
+        launched.append(launch.kernel)
         raise RuntimeError("sm_200: no such architecture")
 
     for text in ("fp32", "bf16"):
         ops.try_codec(cuda.Kernels(fail), parse(text), torch.device("cpu"))
-    assert not asked
+    assert not launched
     for text in ("int8:256", "int4:32:stochastic", "fp8e4m3:32", "nvfp4", "bf16sr"):
         with pytest.raises(RuntimeError, match=rf"{text}.* do not run on cpu: sm_200: no such architecture"):
             ops.try_codec(cuda.Kernels(fail), parse(text), torch.device("cpu"))
-    assert len(asked) == 5
+    assert len(launched) == 5
 
 
 def test_a_device_without_kernels_is_refused() -> None:

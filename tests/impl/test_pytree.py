@@ -1,4 +1,4 @@
-"""What modules are given, cast: values in the type that is computed in, containers what they were."""
+"""Arguments of modules are cast to the type of computation; their containers keep their types."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ class Named(dict[str, Any]):
 
 
 def _containers(x: Tensor) -> list[Any]:
-    some = defaultdict(list, x=[x])
+    mapping = defaultdict(list, x=[x])
     return [
-        (x, 1), [x], Point(x, "a"), {"x": x}, Named(x=x), OrderedDict(x=x), UserDict(x=x), some, Frozen(x),
+        (x, 1), [x], Point(x, "a"), {"x": x}, Named(x=x), OrderedDict(x=x), UserDict(x=x), mapping, Frozen(x),
         Slotted([x]), {"deep": (Point(x, "b"), [Frozen(x)])}, pack_sequence([x]),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("value", _containers(torch.ones(2)), ids=lambda value: type(value).__name__)
 def test_containers_keep_their_type_when_tensors_in_them_are_cast(value: Any) -> None:
-    """Named tuples, subclasses of dict, dataclasses: what was given is not changed, and other values stay."""
+    """Named tuples, subclasses of dict, dataclasses: the original is not changed, and other values stay."""
     new = cast_tensors(value, torch.bfloat16)
     assert type(new) is type(value)
-    for given, dtype in ((value, torch.float32), (new, torch.bfloat16)):
-        assert {x.dtype for x in tensors_in(given) if x.is_floating_point()} == {dtype}
+    for container, dtype in ((value, torch.float32), (new, torch.bfloat16)):
+        assert {x.dtype for x in tensors_in(container) if x.is_floating_point()} == {dtype}
     assert cast_tensors(new, torch.bfloat16) is new
     if isinstance(new, defaultdict):
         assert new["other"] == []
@@ -80,7 +80,7 @@ class Widens(nn.Module):
 
 @each_rank(1, 2)
 def test_blocks_that_are_given_fp32_compute_in_the_type_of_their_weights(mesh: Mesh) -> None:
-    """The root takes a named tuple, blocks what an operation between them left in fp32; gradients arrive."""
+    """The root takes a named tuple, blocks take fp32 from an operation between them; gradients arrive."""
     zero = shard(net := model(Widens), mesh=mesh, policy=preset("zero3", compute="bf16", memory=ROOMY))
     x = torch.randn(4, 16, requires_grad=True)
     net(Point(x, "a")).backward()

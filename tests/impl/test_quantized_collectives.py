@@ -83,18 +83,16 @@ def test_a_reduction_is_that_of_the_engine(
 @pytest.mark.parametrize("topology", [Topology(1, 4), Topology(4, 1)], ids=str)
 @each_rank(processes=True)
 def test_raw_tensors_arrive_exactly(mesh: Mesh, topology: Topology, transport: str) -> None:
-    """On processes, by gloo and in shared memory: values arrive in ``out``, sums are exact, inputs stay as
-    they were, and a wire that was passed keeps the ledger of both.
-    """
+    """On processes values arrive in ``out``, sums are exact, inputs unchanged, and the wire books both."""
     wire = Wire(mesh, transport=transport)
     out, whole = torch.empty(4, 64), values(mesh.rank, 4 * 64)
-    kept = whole.clone()
+    original = whole.clone()
     assert quantized_all_gather(values(mesh.rank, 64), "fp32", mesh, wire=wire, out=out) is out
     assert torch.equal(out, torch.stack([values(rank, 64) for rank in range(4)]))
     mean = quantized_reduce_scatter(whole, "fp32", mesh, wire=wire)
-    every = [values(rank, 4 * 64).view(4, 64)[mesh.rank] for rank in range(4)]
-    assert torch.equal(mean, sum(every) / 4)
-    assert torch.equal(whole, kept)
+    terms = [values(rank, 4 * 64).view(4, 64)[mesh.rank] for rank in range(4)]
+    assert torch.equal(mean, sum(terms) / 4)
+    assert torch.equal(whole, original)
     crossed = [wire.ledger.total(link) for link in ("inter", "intra")]
     assert sorted(crossed) == [0, 2 * 3 * 64 * 4]  # of both, three ranks' 64 values of 4 bytes
 
@@ -105,19 +103,19 @@ def test_raw_tensors_arrive_exactly(mesh: Mesh, topology: Topology, transport: s
 def test_noise_follows_the_number_of_the_element(mesh: Mesh, hop: int, start: int) -> None:
     """Each hop's bits are those of (hop, source, element of the unit), whatever rows it encodes."""
     codec, stride = parse("int4:8:stochastic"), 24  # a shard of 20 elements takes whole octets
-    how = Reduction(
+    reduction = Reduction(
         wire=Wire(mesh),
         hops=Policy(gradients=(codec, codec)).reduce_axes(mesh.topology),
         tag=Tag("backward", "gradients"),
         piece=20,
     )
-    noise = how.noise(replace(KEY, source=mesh.rank), hop, start)
-    sizes = torch.Size([axis.size for axis, _ in how.hops[hop:]])
+    noise = reduction.noise(replace(KEY, source=mesh.rank), hop, start)
+    sizes = torch.Size([axis.size for axis, _ in reduction.hops[hop:]])
     rows = random_bits(noise, sizes, 8, mesh.device).flatten(0, -2).tolist()
     whole = replace(KEY, hop=hop, source=mesh.rank).noise()
-    mine = [d for d in range(6) if hop == 0 or d % 2 == mesh.rank % 2]
-    mine.sort(key=lambda d: (d % 2, d // 2))  # (local, node): the order in which rows are sent
-    assert rows == [[bits_of(whole, d * stride + start + i) for i in range(8)] for d in mine]
+    targets = [d for d in range(6) if hop == 0 or d % 2 == mesh.rank % 2]
+    targets.sort(key=lambda d: (d % 2, d // 2))  # (local, node): the order in which rows are sent
+    assert rows == [[bits_of(whole, d * stride + start + i) for i in range(8)] for d in targets]
 
 
 def _ring_draws(mesh: Mesh) -> None:
@@ -144,7 +142,7 @@ ZEROS = torch.zeros(8)
 
 
 @pytest.mark.parametrize(
-    ("collective", "given", "options", "error", "words"),
+    ("collective", "arguments", "options", "error", "message"),
     [
         (quantized_reduce_scatter, (ZEROS[:7], "bf16"), {}, ValueError, r"2 ranks cannot share \(7,\)"),
         (quantized_all_gather, (ZEROS.long(), "bf16"), {}, ValueError, "fp32, bf16, fp16, got torch.int64"),
@@ -164,8 +162,8 @@ ZEROS = torch.zeros(8)
 )  # fmt: skip
 @each_rank(1, 2)
 def test_misuse_is_one_clear_line(
-    mesh: Mesh, *, collective: Any, given: Any, options: Any, error: type[Exception], words: str
+    mesh: Mesh, *, collective: Any, arguments: Any, options: Any, error: type[Exception], message: str
 ) -> None:
-    """What cannot be done raises before anything is sent, naming the numbers."""
-    with pytest.raises(error, match=words):
-        collective(*given, mesh, **options)
+    """Each raises before anything is sent, and names the numbers."""
+    with pytest.raises(error, match=message):
+        collective(*arguments, mesh, **options)

@@ -1,4 +1,4 @@
-"""Training with shards is training: equal to a single process, and every byte is foreseen."""
+"""Training with shards equals training in a single process, and every byte is predicted."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_exact_gradients_are_those_of_one_process(
     mesh: Mesh, topology: Topology, gather: Any, reduce: Any
 ) -> None:
     """With policy exact the reduced gradient is the mean over ranks, within 1e-5, on any topology."""
-    alone, net = model(), model()
+    unsharded, net = model(), model()
     zero = shard(net, mesh=mesh, policy=replace(EXACT, gather=gather, reduce=reduce))
     net(batch(0, mesh.rank)).backward()
     for rank in range(topology.world):
-        (alone(batch(0, rank)) / topology.world).backward()
-    wanted = {name: parameter.grad for name, parameter in alone.named_parameters()}
+        (unsharded(batch(0, rank)) / topology.world).backward()
+    wanted = {name: parameter.grad for name, parameter in unsharded.named_parameters()}
     assert close({name: access.Gradient(zero, name).full() for name in wanted}, wanted, 1e-5)
 
 
@@ -76,9 +76,7 @@ def _passed(mesh: Mesh, net: nn.Module, policy: Policy, passes: list[str], width
 
 @given(st.data(), PASSES)
 def test_bytes_are_those_foreseen_and_replicas_equal(data: st.DataObject, passes: list[str]) -> None:
-    """For any policy, topology, model and sequence of passes the ledger is the prediction, to the byte, and
-    all ranks gather the same bits.
-    """
+    """For any policy, topology, model and passes ledgers are as predicted, and ranks gather equal bits."""
     topology = data.draw(topologies(6))
     policy = data.draw(as_published(data.draw(policies(topology))))
     net, width = model(Odd), 7
@@ -135,7 +133,7 @@ def test_elements_of_one_hop_arrive_where_they_are_used(mesh: Mesh, transport: T
 
 
 def test_what_is_no_policy_is_refused() -> None:
-    """A recipe, or a configuration, in the place of its policy: one line that says what is expected."""
+    """A configuration or None instead of a policy or mesh is refused; one line names the type expected."""
     with pytest.raises(ZeroError, match=r"policy is a dict: expected an impl\.plan\.policy\.Policy"):
         shard(nn.Linear(1, 1), mesh=None, policy={"stage": 3})  # type: ignore[arg-type]
     with pytest.raises(ZeroError, match=r"mesh is a NoneType: expected an impl\.comm\.mesh\.Mesh"):
@@ -145,13 +143,13 @@ def test_what_is_no_policy_is_refused() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @each_rank(1, 2)
 def test_what_is_sharded_already_is_refused(mesh: Mesh, stage: int) -> None:
-    """The same model, a part of it, or one that holds it: the line says so, and the first engine goes on."""
+    """The same model, a part of it, or one that holds it is refused, and the first engine goes on."""
     net = Stack()
     policy = replace(EXACT, stage=stage)
     shard(net, mesh=mesh, policy=policy)
-    for again in (net, net.blocks[0], nn.Sequential(nn.Linear(2, 2), net)):
+    for candidate in (net, net.blocks[0], nn.Sequential(nn.Linear(2, 2), net)):
         with pytest.raises(ZeroError, match=r"^parameter '[\w.]+' of this model is sharded already:"):
-            shard(again, mesh=mesh, policy=policy)
+            shard(candidate, mesh=mesh, policy=policy)
     net(data(0, mesh.rank)).sum().backward()
 
 

@@ -1,4 +1,4 @@
-"""Models that people write and the engine must survive: each was a crash or a wrong result once."""
+"""Unusual models that the engine trains: each once crashed or gave a wrong result."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """An embedding, layers, a head; how the layers, or one of them, are applied is the subclass's matter."""
+    """An embedding, layers, a head; subclasses apply the layers, or one layer, in other ways."""
 
     Inner: Callable[[], nn.Module] = Layer
 
@@ -48,12 +48,12 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList((layer or type(self).Inner)() for _ in range(depth))
         self.head = nn.Linear(WIDTH, WIDTH)
 
-    def one(self, block: nn.Module, x: Tensor) -> Tensor:
+    def apply(self, block: nn.Module, x: Tensor) -> Tensor:
         return block(x)
 
     def middle(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = self.one(block, x)
+            x = self.apply(block, x)
         return x
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class ReturnsItsBias(Stack):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
             return x @ self.weight, self.gain
 
-    def one(self, block: nn.Module, x: Tensor) -> Tensor:
+    def apply(self, block: nn.Module, x: Tensor) -> Tensor:
         y, bias = block(x)
         return x + torch.tanh(y + bias) + bias
 
@@ -93,7 +93,7 @@ class HidesItsOutput(Stack):
         def forward(self, x: Tensor) -> Any:
             return HidesItsOutput.Box(super().forward(x))
 
-    def one(self, block: nn.Module, x: Tensor) -> Tensor:
+    def apply(self, block: nn.Module, x: Tensor) -> Tensor:
         return block(x).x
 
 
@@ -129,7 +129,7 @@ class TakesTheRootsParameter(Stack):
         super().__init__()
         self.bias = nn.Parameter(torch.randn(WIDTH))
 
-    def one(self, block: nn.Module, x: Tensor) -> Tensor:
+    def apply(self, block: nn.Module, x: Tensor) -> Tensor:
         return block(x, self.bias)
 
 
@@ -138,7 +138,7 @@ class ListsOfLists(Stack):
         super().__init__()
         self.blocks = nn.ModuleList(nn.ModuleList([Layer(), Layer()]) for _ in range(2))
 
-    def one(self, block: nn.ModuleList, x: Tensor) -> Tensor:
+    def apply(self, block: nn.ModuleList, x: Tensor) -> Tensor:
         return x + block[1](block[0](x))
 
 
@@ -155,7 +155,7 @@ class CheckpointSpansBlocks(Stack):
 class ChecksPointsOfADetachedCopy(UsesADetachedCopy):
     reentrant = False
 
-    def one(self, block: nn.Module, x: Tensor) -> Tensor:
+    def apply(self, block: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(block, x, use_reentrant=self.reentrant)
 
 
@@ -214,7 +214,7 @@ class HasSparseGradients(Stack):
 class Recurrent(Stack):
     Inner = functools.partial(nn.LSTM, WIDTH, WIDTH, batch_first=True)
 
-    def one(self, block: nn.Module, x: Tensor) -> Tensor:
+    def apply(self, block: nn.Module, x: Tensor) -> Tensor:
         return block(x.unsqueeze(1))[0].squeeze(1)
 
 
@@ -286,7 +286,7 @@ def test_loops_train_as_in_one_process(loop: str, secondary: Any, transport: str
 @pytest.mark.parametrize("transport", ["backend", "shm"])
 @pytest.mark.parametrize("kind", [Stack, HidesItsOutput, UsesADetachedCopy])
 def test_blocks_may_be_called_by_themselves(kind: type[nn.Module], transport: str) -> None:
-    """Past the model's own forward pass, whatever autograd keeps of weights is there in backward."""
+    """Without the model's own forward pass, the weights that autograd saved are there in backward."""
     check(model(kind), lambda net, x: net.middle(x).square().mean(), transport=transport)
 
 
@@ -313,7 +313,7 @@ class _Looks(Layer):
 @pytest.mark.parametrize("transport", ["backend", "shm"])
 @each_rank(1, 2)
 def test_a_view_that_somebody_holds_never_shows_another_units_weights(mesh: Mesh, transport: Any) -> None:
-    """Memory of released weights is used again, but not while anyone but the unit looks at it."""
+    """Memory of released weights is reused, but not while another view of it lives."""
     base, net = (model(Stack, layer=_Looks, depth=4) for _ in range(2))
     policy = preset("exact", memory=MemoryLimits(prefetch=0, max_padding=9))
     shard(net, mesh=mesh, policy=policy, wire=Wire(mesh, transport=transport))

@@ -1,4 +1,4 @@
-"""DeepSpeed's configurations: the tutorials' snippets as they stand there, and what each key promises."""
+"""DeepSpeed's configurations: the tutorials' snippets as they are, and the meaning of each key."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ SNIPPETS: Final[dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def of(found: Recipe, name: str) -> Finding:
-    (finding,) = [one for one in found.findings if one.key == f"{ZERO}.{name}"]
+def finding_of(read: Recipe, name: str) -> Finding:
+    (finding,) = [finding for finding in read.findings if finding.key == f"{ZERO}.{name}"]
     return finding
 
 
@@ -94,21 +94,17 @@ PLAIN: Final[dict[str, Any]] = {"weights": FP32, "gradients": (FP32, FP32)}  # a
     ],
 )  # fmt: skip
 def test_zero_tutorial(name: str, policy: Policy, idle: list[str], renamed: dict[str, str]) -> None:
-    """Each snippet is this policy; knobs of buffers have no effect, and deprecated switches and the misspelt
-    threshold are understood, which is reported.
-    """
-    found = recipe({ZERO: SNIPPETS[name]}, topology=Topology(2, 16))
-    assert found.policy == policy
-    assert (found.clip, found.accumulation, found.micro_batch, found.optimizer) == (None, 1, None, None)
-    assert all(of(found, key).kind == "without effect" for key in idle)
+    """Each snippet is this policy; idle, deprecated and misspelt keys are understood, and reported."""
+    read = recipe({ZERO: SNIPPETS[name]}, topology=Topology(2, 16))
+    assert read.policy == policy
+    assert (read.clip, read.accumulation, read.micro_batch, read.optimizer) == (None, 1, None, None)
+    assert all(finding_of(read, key).kind == "without effect" for key in idle)
     for key, means in renamed.items():
-        assert (of(found, key).kind, means in of(found, key).text) == ("renamed", True)
+        assert (finding_of(read, key).kind, means in finding_of(read, key).text) == ("renamed", True)
 
 
 def test_zeropp_tutorial() -> None:
-    """All three techniques; hpZ groups of 16 on its 4 nodes of 16, of all ranks where there are fewer, and
-    none where a rank is alone.
-    """
+    """All three techniques; hpZ groups of 16 on 4 nodes of 16, of all ranks if fewer, none for one."""
     on_64, on_4, on_a_node, alone = (
         recipe({ZERO: SNIPPETS["zeropp_tutorial"]}, topology=Topology(*shape))
         for shape in ((4, 16), (2, 2), (1, 4), (1, 1))
@@ -116,16 +112,16 @@ def test_zeropp_tutorial() -> None:
     policy = on_64.policy
     assert (policy.stage, policy.weights, policy.gradients, policy.secondary) == (3, QWZ, (QGZ, QGZ), 16)
     assert policy.memory.reduce_bucket == 10_000_000
-    assert of(on_64, "zero_hpz_partition_size").kind == "honoured"
+    assert finding_of(on_64, "zero_hpz_partition_size").kind == "honoured"
     assert (on_4.policy.secondary, alone.policy.secondary) == (4, 0)
-    words = "the hpZ group became all 4 ranks, which span 2 nodes: then hpZ saves no traffic between nodes"
-    assert of(on_4, key := "zero_hpz_partition_size") == Finding(f"{ZERO}.{key}", 16, "changed", words)
-    assert of(on_a_node, "zero_hpz_partition_size").text == "the hpZ group became all 4 ranks"
+    text = "the hpZ group became all 4 ranks, which span 2 nodes: then hpZ saves no traffic between nodes"
+    assert finding_of(on_4, key := "zero_hpz_partition_size") == Finding(f"{ZERO}.{key}", 16, "changed", text)
+    assert finding_of(on_a_node, "zero_hpz_partition_size").text == "the hpZ group became all 4 ranks"
 
 
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_a_snippet_is_one_recipe_as_text_table_and_file(name: str, tmp_path: Path) -> None:
-    """However it is given."""
+    """The three forms are equal."""
     table, file = {ZERO: SNIPPETS[name]}, tmp_path / "ds.config"
     file.write_text(text := json.dumps(table, indent=2), encoding="utf-8")
     wanted = recipe(text, topology=FOUR)
@@ -136,10 +132,7 @@ def test_a_snippet_is_one_recipe_as_text_table_and_file(name: str, tmp_path: Pat
 @pytest.mark.parametrize("name", SNIPPETS)
 @pytest.mark.parametrize("persistent", [True, False])
 def test_a_model_trains_with_a_snippet(name: str, persistent: bool) -> None:
-    """As it stands, where small parameters persist, and sharded all: losses follow one process.
-
-    Within 1e-5 in fp32, within 2 % where ZeRO++ quantises.
-    """
+    """Persistent or sharded, losses follow one process: within 1e-5 in fp32, 2 % where ZeRO++ quantises."""
     keys = dict(SNIPPETS[name])
     if not persistent and keys["stage"] == 3:
         keys.pop("stage3_param_persitance_threshold", None)
@@ -182,30 +175,30 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
 
 @given(flat=configurations(), topology=st.sampled_from([Topology(1, 1), FOUR, Topology(2, 3)]))
 def test_known_keys_make_a_recipe_or_one_line(flat: dict[str, Any], topology: Topology) -> None:
-    """Never another error; findings name every given key exactly once, in its order or its section's."""
-    found: Recipe | str
+    """No other error; findings name every key of the configuration exactly once."""
+    outcome: Recipe | str
     try:
-        found = recipe(nested(flat), topology=topology)
+        outcome = recipe(nested(flat), topology=topology)
     except DeepSpeedError as error:
-        found = str(error)
-    if isinstance(found, str):
-        assert "\n" not in found
+        outcome = str(error)
+    if isinstance(outcome, str):
+        assert "\n" not in outcome
     else:
-        found.policy.check(topology)
-        assert sorted(finding.key for finding in found.findings) == sorted(flat)
+        outcome.policy.check(topology)
+        assert sorted(finding.key for finding in outcome.findings) == sorted(flat)
 
 
-ASKING: Final = (f"{ZERO}.zeropp_loco_param", "optimizer", "scheduler")  # by being there
+PRESENT: Final = (f"{ZERO}.zeropp_loco_param", "optimizer", "scheduler")  # whose presence is a request
 
 
 @pytest.mark.parametrize(
-    "path", [key.path for key in KEYS.values() if not key.means and not key.path.startswith(ASKING)]
+    "path", [key.path for key in KEYS.values() if not key.means and not key.path.startswith(PRESENT)]
 )
 def test_giving_a_default_changes_nothing(path: str) -> None:
     """The table's defaults are those used."""
     table = nested({f"{ZERO}.stage": 3, path: 3 if path == f"{ZERO}.stage" else KEYS[path].default})
-    found, plain = recipe(table, topology=FOUR), recipe(zero(), topology=FOUR)
-    assert replace(found, findings=()) == replace(plain, findings=())
+    explicit, plain = recipe(table, topology=FOUR), recipe(zero(), topology=FOUR)
+    assert replace(explicit, findings=()) == replace(plain, findings=())
 
 
 @given(name=st.text("abcdefgz_0", min_size=1, max_size=30), section=st.sampled_from(["", *sorted(SECTIONS)]))
@@ -219,7 +212,7 @@ def test_unknown_keys_are_refused_by_name(name: str, section: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "meant"),
+    ("written", "nearest"),
     [
         ("zero_optimization.stage3_max_live_paramaters", "zero_optimization.stage3_max_live_parameters"),
         ("zero_optimisation", "zero_optimization"),
@@ -228,13 +221,13 @@ def test_unknown_keys_are_refused_by_name(name: str, section: str) -> None:
         ("stage3_prefetch_bucket_size", "zero_optimization.stage3_prefetch_bucket_size"),
     ],
 )
-def test_a_misspelt_key_names_the_nearest(written: str, meant: str) -> None:
+def test_a_misspelt_key_names_the_nearest(written: str, nearest: str) -> None:
     """Also one in the wrong section."""
-    with pytest.raises(DeepSpeedError, match=f"'{written}'; did you mean '{meant}'"):
+    with pytest.raises(DeepSpeedError, match=f"'{written}'; did you mean '{nearest}'"):
         recipe(nested({written: 1}), topology=FOUR)
 
 
-# What is honoured
+# Honoured keys
 
 
 HALF: Final[dict[str, Any]] = {"compute": "fp16", "weights": FP16, "gradients": (FP16, FP16)}
@@ -265,8 +258,8 @@ DYNAMIC: Final = {"enabled": True, "initial_scale_power": 8, "loss_scale_window"
 )  # fmt: skip
 def test_each_key_is_its_own_part_of_the_policy(table: dict[str, Any], changes: dict[str, Any]) -> None:
     """Each technique; an offloaded share; LoCo of both hops; types of computation and of the wire."""
-    plain, found = (recipe(each, topology=FOUR).policy for each in (zero(), table))
-    assert found == replace(plain, **changes)
+    plain, changed = (recipe(t, topology=FOUR).policy for t in (zero(), table))
+    assert changed == replace(plain, **changes)
 
 
 @pytest.mark.parametrize(("codec", "bits"), [(QWZ, 8), (QGZ, 4)])
@@ -287,8 +280,8 @@ def test_scales_are_deepspeeds(codec: IntCodec, bits: int) -> None:
 
 def test_the_first_overflow_halves_the_scale_which_is_reported() -> None:
     """Whatever the hysteresis."""
-    found = recipe({"fp16": {**DYNAMIC, "hysteresis": 2}}, topology=FOUR)
-    assert [finding.kind for finding in found.findings if finding.key == "fp16.hysteresis"] == ["changed"]
+    read = recipe({"fp16": {**DYNAMIC, "hysteresis": 2}}, topology=FOUR)
+    assert [finding.kind for finding in read.findings if finding.key == "fp16.hysteresis"] == ["changed"]
 
 
 SIZES: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -305,8 +298,8 @@ def test_two_sizes_of_batches_give_the_third(
 ) -> None:
     """Any two of the three, or all."""
     sizes = list(zip(SIZES, (micro * steps * topology.world, micro, steps), strict=True))
-    found = recipe(dict(sizes[index] for index in given_names), topology=topology)
-    assert (found.micro_batch, found.accumulation) == (micro, steps)
+    read = recipe(dict(sizes[index] for index in given_names), topology=topology)
+    assert (read.micro_batch, read.accumulation) == (micro, steps)
 
 
 ADAM: Final = AdamOptions(type="AdamW", lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
@@ -328,72 +321,68 @@ GIVEN: Final = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0
 def test_adam_is_adamw_unless_it_says_otherwise(
     kind: str, params: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    """As DeepSpeed's Adam is by default; with torch_adam it makes torch's AdamW, whose weight_decay is 0.01
-    unless it is given.
-    """
-    found = recipe({"optimizer": {"type": kind, "params": params}}, topology=FOUR)
-    assert found.optimizer == replace(ADAM, **changes)
-    if found.optimizer.type != kind:
-        assert found.findings[0].kind == "changed"  # and says so
+    """Adam is AdamW by default; with torch_adam it is torch's AdamW, whose default weight_decay is 0.01."""
+    read = recipe({"optimizer": {"type": kind, "params": params}}, topology=FOUR)
+    assert read.optimizer == replace(ADAM, **changes)
+    if read.optimizer.type != kind:
+        assert read.findings[0].kind == "changed"  # a finding
 
 
 def test_what_huggingface_writes() -> None:
-    """The word "auto" counts as not given, and is reported."""
+    """The word "auto" counts as missing, and is reported."""
     table = {
         "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto",
         "fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
         ZERO: {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
     }  # fmt: skip
-    found = recipe(table, topology=FOUR)
-    assert found.policy == recipe(zero(), topology=FOUR).policy
-    assert found.micro_batch is None
-    assert {finding.kind for finding in found.findings if finding.value == "auto"} == {"changed"}
+    read = recipe(table, topology=FOUR)
+    assert read.policy == recipe(zero(), topology=FOUR).policy
+    assert read.micro_batch is None
+    assert {finding.kind for finding in read.findings if finding.value == "auto"} == {"changed"}
 
 
 def test_weights_are_offloaded_where_there_is_something_to_offload() -> None:
-    """Alone, offload_param moves no trained weight, and the finding says so."""
-    on, part = {"device": "cpu"}, {"device": "cpu", "ratio": 0.5}
+    """offload_param alone moves no trained weight, which its finding says."""
+    cpu, part = {"device": "cpu"}, {"device": "cpu", "ratio": 0.5}
     for table, kind in (
-        (zero(offload_param=on), "changed"),
-        (zero(offload_param=on, offload_optimizer=part), "changed"),
-        (zero(offload_param=on, offload_optimizer=on), "honoured"),
-        (zero(offload_param=on, zero_hpz_partition_size=2), "honoured"),
+        (zero(offload_param=cpu), "changed"),
+        (zero(offload_param=cpu, offload_optimizer=part), "changed"),
+        (zero(offload_param=cpu, offload_optimizer=cpu), "honoured"),
+        (zero(offload_param=cpu, zero_hpz_partition_size=2), "honoured"),
         (zero(offload_param={"device": "none"}), "honoured"),
     ):
-        assert of(recipe(table, topology=FOUR), "offload_param.device").kind == kind
+        assert finding_of(recipe(table, topology=FOUR), "offload_param.device").kind == kind
 
 
 def test_an_empty_table_is_told_of() -> None:
-    """LoCo's asks for LoCo with its defaults; others ask for nothing."""
-    found = recipe(zero(zero_quantized_gradients=True, zeropp_loco_param={}) | {"fp16": {}}, topology=FOUR)
-    assert found.policy.feedback == Feedback(decay=0.8, reset=1024, hops="all")
-    assert of(found, "zeropp_loco_param").kind == "honoured"
-    assert [str(one) for one in found.findings][-1] == "fp16 = {}: without effect: an empty table"
+    """LoCo's empty table means LoCo with its defaults; others mean nothing."""
+    read = recipe(zero(zero_quantized_gradients=True, zeropp_loco_param={}) | {"fp16": {}}, topology=FOUR)
+    assert read.policy.feedback == Feedback(decay=0.8, reset=1024, hops="all")
+    assert finding_of(read, "zeropp_loco_param").kind == "honoured"
+    assert [str(finding) for finding in read.findings][-1] == "fp16 = {}: without effect: an empty table"
 
 
 def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None:
-    """Small models stay gathered whole under DeepSpeed's default threshold: nothing is quantised, prefetched
-    or kept; "auto" keeps its own finding, what is off is not told.
-    """
+    """If all parameters persist, keys of shards have no effect; "auto" and "off" keep their findings."""
     idle = {"zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
     idle |= {"zeropp_loco_param": {"err_beta": 0.5}, "stage3_prefetch_bucket_size": 5}
     others = {"zero_quantized_weights": "auto", "stage3_max_reuse_distance": 0}
     for threshold in (100_000, 16):
         keys = {**idle, **others, "stage3_param_persistence_threshold": threshold}
-        found = recipe(zero(**keys), topology=FOUR)
-        told = laid_out(found, plan_units(model(), FOUR, policy_of(**keys)))
-        named = {one.key.split(".")[1]: one for one in told.findings if "all parameters persist" in one.text}
+        read = recipe(zero(**keys), topology=FOUR)
+        noted = laid_out(read, plan_units(model(), FOUR, policy_of(**keys)))
+        named = {f.key.split(".")[1]: f for f in noted.findings if "all parameters persist" in f.text}
         assert named.keys() == (idle.keys() if threshold == 100_000 else set())
-        for one in named.values():
-            assert (one.kind, "_threshold = 100,000" in one.text) == ("without effect", True)
+        for f in named.values():
+            assert (f.kind, "_threshold = 100,000" in f.text) == ("without effect", True)
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(
-    ("table", "words"),
+    ("table", "message"),
     [
         (zero(stage=2, zero_hpz_partition_size=2), "hpz_partition_size = 2: of stage 3, but .*stage = 2"),
         (zero(stage=4), "stage = 4: expected one of 0, 1, 2, 3"),
@@ -420,15 +409,15 @@ def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None
         (zero(stage3_max_live_parameters=0), "stage3_max_live_parameters = 0: expected 1 or more"),
     ],
 )
-def test_contradictions_are_refused_by_name(table: dict[str, Any] | str, words: str) -> None:
+def test_contradictions_are_refused_by_name(table: dict[str, Any] | str, message: str) -> None:
     """In one line that names the keys and their values."""
-    with pytest.raises(DeepSpeedError, match=words) as caught:
+    with pytest.raises(DeepSpeedError, match=message) as caught:
         recipe(table, topology=FOUR)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ('{"zero_optimization": {"stage": 3,}}', "not JSON"),
         ("[1, 2]", "expected a table|cannot read|not JSON"),
@@ -436,11 +425,11 @@ def test_contradictions_are_refused_by_name(table: dict[str, Any] | str, words: 
         ('{"gradient_clipping": ' + "[" * 100_000, "not JSON"),
     ],
 )
-def test_what_is_no_configuration_is_one_line(text: str, words: str, tmp_path: Path) -> None:
+def test_what_is_no_configuration_is_one_line(text: str, message: str, tmp_path: Path) -> None:
     """With the file's name."""
     file = tmp_path / "broken.json"
     file.write_text(text, encoding="utf-8")
-    with pytest.raises(DeepSpeedError, match=words) as caught:
+    with pytest.raises(DeepSpeedError, match=message) as caught:
         recipe(file, topology=FOUR)
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -482,9 +471,7 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_cut_block_may_have_parameters_of_its_own_and_use_a_part_without_calling_it(frozen: bool) -> None:
-    """Its own are the root's; a part is gathered where it is used: losses stay, in evaluation too; modules
-    that are not called themselves are never units.
-    """
+    """Its parameters are the root's, used parts are gathered; modules never called are no units."""
     net = model()
     net.blocks = nn.ModuleList([Mixed(frozen=frozen), Mixed(frozen=frozen)])
     assert not any(isinstance(block, nn.ModuleList) for block in find_blocks(net, most=300))
