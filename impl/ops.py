@@ -119,20 +119,17 @@ def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
 
 
 def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
-    """(..., S) ``frames`` as the elements that ``x`` is cast to or from, which torch does on all devices.
-
-    None for a copy without a cast, padded or misaligned frames, and invalid arguments.
-    """
+    """``frames`` as elements (..., S) that torch can cast ``x`` to or from; None if it cannot."""
     kind = DTYPES[codec.dtype]
-    item, shape = kind.itemsize, x.shape
+    size, shape = kind.itemsize, x.shape
     if x.dtype is kind or x.dtype not in NAMES or not shape or frames.dtype is not torch.uint8:
         return None
-    nbytes = shape[-1] * item
+    nbytes = shape[-1] * size
     if nbytes % FRAME_ALIGNMENT or frames.shape != (*shape[:-1], nbytes) or x.device != frames.device:
         return None
     *steps, last = frames.stride()
     for step in (frames.storage_offset(), *steps):
-        if step % item:
+        if step % size:
             return None
     return frames.view(kind) if last == 1 else None
 

@@ -123,10 +123,7 @@ class _OfGroup(DefaultAllocMixin):
 
 
 class _Gather(_OfGroup, AllGather):
-    """FSDP2's all-gather of one parameter group.
-
-    The work is handed back also where FSDP2 would block, so that it travels while a block computes.
-    """
+    """FSDP2's all-gather of one parameter group; always asynchronous, to overlap computation."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False

@@ -24,13 +24,13 @@ from impl.plan.traffic import Event, LedgerKey, Sent, Tag
 
 
 class HostError(RuntimeError):
-    """A host asks for what our collectives cannot do; the message names the numbers."""
+    """Our collectives cannot do what a host asks for; the message names the numbers."""
 
 
 class Joined:
     """A host with our collectives on one rank; the ledger is its wire's."""
 
-    units: Sequence[GroupGeometry | UnitGeometry]  # what travels together
+    units: Sequence[GroupGeometry | UnitGeometry]  # parameters that travel in one message
 
     def __init__(self, host: Host, wire: Wire, policy: Policy) -> None:
         check_host(host, policy)

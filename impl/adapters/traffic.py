@@ -139,22 +139,22 @@ def predict_hosted(
         return predict(unaligned, topology, ddp_units, rank, ["backward"] * _reduced_steps(events)).sent
     book = Book(topology, rank)
     axes, _ = policy.gather_axes(topology)
-    ring, kept = policy.gather == "flat", False  # kept: the root is still gathered
+    ring, root_gathered = policy.gather == "flat", False
     for event in events:
         if event == "norm":
             book.control(NORM_BYTES)
         if event in ("changed", "forgotten"):
-            kept = False
+            root_gathered = False
         if event not in ("forward", "evaluate", "backward", "accumulate"):
             continue
         phase: Phase = "backward" if event == "accumulate" else event
         for group in units:
-            if group.shard and not (kept and group.name == ROOT):
+            if group.shard and not (root_gathered and group.name == ROOT):
                 frame = policy.weights.frame_bytes(group.shard)
                 book.gather(Tag(phase, "weights", group.name), axes, frame, ring=ring)
             if phase == "backward" and group.piece:
                 book.reduction(policy, group.name, group.piece, common_grain(*policy.gradients))
-        kept = phase != "backward"
+        root_gathered = phase != "backward"
     return book.sent
 
 

@@ -14,23 +14,23 @@ from impl.checkpoint.commit import CheckpointError
 _KEYS: Final = ("__tuple__", "__number__")
 
 
-def to_json(value: object, where: str) -> Any:
-    """``value`` in JSON's types; a CheckpointError names the place, under ``where``, of what has no form."""
+def to_json(value: object, place: str) -> Any:
+    """``value`` in JSON's types; a CheckpointError names the place, below ``place``, of another."""
     kind = type(value)  # subclasses would come back as these
     if value is None or kind in (bool, int, float, str):
         return value
     if isinstance(value, Tensor) and not value.dim() and not value.is_complex():
         return {"__number__": [str(value.dtype).removeprefix("torch."), value.item()]}
     if isinstance(value, list | tuple) and kind in (list, tuple):
-        items = [to_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        items = [to_json(item, f"{place}[{i}]") for i, item in enumerate(value)]
         return items if kind is list else {"__tuple__": items}
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str) or key in _KEYS:
-                raise CheckpointError(f"{where}: key {key!r} cannot be written as JSON")
-        return {key: to_json(item, f"{where}[{key!r}]") for key, item in value.items()}
+                raise CheckpointError(f"{place}: key {key!r} cannot be written as JSON")
+        return {key: to_json(item, f"{place}[{key!r}]") for key, item in value.items()}
     raise CheckpointError(
-        f"{where}: {kind.__name__} cannot be written as JSON: expected None, bool, int, float, str, a tensor "
+        f"{place}: {kind.__name__} cannot be written as JSON: expected None, bool, int, float, str, a tensor "
         "without dimensions, or lists, tuples and dicts of them"
     )
 

@@ -62,13 +62,13 @@ def together(
         outcome = json.dumps(report)
     except Exception as error:
         failure, outcome = error, "!" + _line(error)
-    data = bytearray(outcome.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES))
-    rows = wire.all_gather_small(torch.frombuffer(data, dtype=torch.uint8).to(wire.mesh.device))
+    message = bytearray(outcome.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES))
+    rows = wire.all_gather_small(torch.frombuffer(message, dtype=torch.uint8).to(wire.mesh.device))
     outcomes = [row.numpy().tobytes().decode(errors="ignore").rstrip() for row in rows.cpu()]
     for rank, text in enumerate(outcomes):
         if text.startswith("!"):
-            where = "" if len(set(outcomes)) == 1 else f"rank {rank}: "
-            raise CheckpointError(where + text[1:]) from failure
+            prefix = "" if len(set(outcomes)) == 1 else f"rank {rank}: "
+            raise CheckpointError(prefix + text[1:]) from failure
     others = [rank for rank, text in enumerate(outcomes) if text != outcomes[0]]
     if unlike and others:
         raise CheckpointError(f"rank {others[0]} {unlike}")

@@ -84,7 +84,7 @@ class Raw(_Framed):
 
     dtype: Dtype
     block: ClassVar[int] = 1  # elements that share a scale
-    laws: ClassVar[frozenset[Law]] = frozenset(Law) - {Law.UNBIASED}  # what it promises
+    laws: ClassVar[frozenset[Law]] = frozenset(Law) - {Law.UNBIASED}  # its promises
 
     def __str__(self) -> str:
         return self.dtype
@@ -95,7 +95,7 @@ class Raw(_Framed):
         return FRAME_ALIGNMENT // ITEM_BYTES[self.dtype]
 
     @property
-    def bits(self) -> int:  # type: ignore[override]  # nobody writes to frozen ones
+    def bits(self) -> int:  # type: ignore[override]  # frozen: never written
         """Bits per element on the wire."""
         return 8 * ITEM_BYTES[self.dtype]
 
@@ -105,7 +105,7 @@ class Raw(_Framed):
 
 
 class _Scaled(_Framed):
-    """What codecs with a scale per block share; attributes are those of :class:`IntCodec`."""
+    """Common part of codecs with a scale per block; :class:`IntCodec` explains the attributes."""
 
     __slots__ = ()
 
@@ -127,7 +127,7 @@ class _Scaled(_Framed):
 
     @property
     def laws(self) -> frozenset[Law]:
-        """What it promises."""
+        """The laws that it promises."""
         broken = set() if self.stochastic else {Law.UNBIASED}
         if self.stochastic or self.asymmetric or self.clipped:
             broken |= {Law.IDEMPOTENT, Law.SIGN}
@@ -339,16 +339,16 @@ class OwnCodec(_Framed):
 
     @property
     def laws(self) -> frozenset[Law]:
-        """What it promises."""
+        """The laws that it promises."""
         return self._contract.laws
 
     @property
-    def stochastic(self) -> bool:  # type: ignore[override]  # nobody writes to frozen ones
+    def stochastic(self) -> bool:  # type: ignore[override]  # frozen: never written
         """Whether it takes random bits."""
         return bool(self._contract.stochastic)
 
     def own_bytes(self, numel: int) -> int:
-        """Bytes of its object's frame, before padding; a CodecError for what is no number."""
+        """Bytes of its object's frame, before padding; a CodecError unless it is a whole number."""
         with raising(CodecError, f"{self.name}: frame_bytes({numel}):"):
             return operator.index(self._contract.frame_bytes(numel))  # type: ignore[misc]  # checked when read
 
@@ -376,7 +376,7 @@ def user_codec(source: Any, name: str | None = None) -> OwnCodec:
 
 Blocked = IntCodec | FloatCodec  # codecs with scales
 BuiltIn = Raw | Blocked
-Codec = BuiltIn | OwnCodec  # what a wire can carry
+Codec = BuiltIn | OwnCodec  # all that a wire can carry
 
 
 def has_kernels(codec: Codec) -> TypeGuard[Blocked | OwnCodec]:

@@ -215,7 +215,7 @@ class _Spikes(_Format):
     size, beside = 128, 10
 
     def _bound(self, low: float, high: float, top: float) -> float:
-        """Half a step of the range and what bf16 rounds its ends by."""
+        """Half a step of the range, and the rounding of its ends to bf16."""
         ends = (top + 2 * (high / 2 - low / 2)) * 2.0**-8 + 2 * SMALLEST_NORMAL  # below it steps are coarse
         return (high / 2 - low / 2) / ((1 << self.bits) - 1) * _ROOM + 2 * ends
 

@@ -36,7 +36,7 @@ from impl.codecs.rounding_noise import BITS, MULTIPLIERS, OCTET, ROUNDS, WEYL, N
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_SEEN: Final = 4096  # operations that are remembered; a unit has about six
-Again = Callable[[Tensor, Tensor], None]  # repeats an operation, unchecked, on tensors of an equal layout
+Repeat = Callable[[Tensor, Tensor], None]  # repeats an operation, unchecked, on tensors of an equal layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,8 +59,8 @@ class Carried:
         self.error.copy_(torch.where(error.isfinite(), error, 0.0).clamp_(-largest, largest))
 
 
-class Beside(NamedTuple):
-    """Further inputs of an encoding; noise only of a stochastic codec."""
+class Options(NamedTuple):
+    """Options of an encoding; noise only for a stochastic codec."""
 
     noise: Noise | None = None
     carried: Carried | None = None
@@ -78,7 +78,7 @@ class Operations:
 
     def __init__(self) -> None:
         # Keys hold the addresses of codecs, which are kept alive beside them.
-        self._repeats: dict[tuple[Hashable, ...] | None, tuple[Again, Sequence[Codec]]] = {}
+        self._repeats: dict[tuple[Hashable, ...] | None, tuple[Repeat, Sequence[Codec]]] = {}
 
     def encode(
         self,
@@ -101,8 +101,8 @@ class Operations:
         _check(codec, x.shape, x.dtype, frames, x)
         _check_noise(codec, x.shape, noise)
         if x.numel() > 0:
-            beside = Beside(noise if codec.stochastic else None, carried)
-            self._remember(key, self._encode(codec, x, frames, beside), codec)
+            options = Options(noise if codec.stochastic else None, carried)
+            self._remember(key, self._encode(codec, x, frames, options), codec)
 
     def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S); raises as :meth:`encode`."""
@@ -167,9 +167,9 @@ class Operations:
         _check(second, shape, torch.float32, out, out)
         _check_noise(second, shape, noise)
         if out.numel() > 0:
-            beside = Beside(noise if second.stochastic else None, carried)
-            again = self._decode_sum_encode((first, second), frames, out, numel, beside)
-            self._remember(key, again, first, second)
+            options = Options(noise if second.stochastic else None, carried)
+            repeat = self._decode_sum_encode((first, second), frames, out, numel, options)
+            self._remember(key, repeat, first, second)
 
     def _sum_halves(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """The sum in fp16, for backends without a kernel: sources are decoded one after the other."""
@@ -184,21 +184,21 @@ class Operations:
             repeat[0](first, second)
         return repeat is not None
 
-    def _remember(self, key: tuple[Hashable, ...] | None, again: Again | None, *codecs: Codec) -> None:
-        if key is not None and again is not None:
+    def _remember(self, key: tuple[Hashable, ...] | None, repeat: Repeat | None, *codecs: Codec) -> None:
+        if key is not None and repeat is not None:
             if len(self._repeats) >= _MOST_SEEN:
                 self._repeats.clear()
-            self._repeats[key] = again, codecs
+            self._repeats[key] = repeat, codecs
 
     def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
         """Whether ``_decode_sum_encode`` can replace its two steps."""
         return False
 
-    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> Again | None:
-        noise, carried = beside
+    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, options: Options) -> Repeat | None:
+        noise, carried = options
         if carried is not None:
             with_error = x.float() + carried.error.float()
-            self._encode(codec, with_error, frames, Beside(noise))
+            self._encode(codec, with_error, frames, Options(noise))
             decoded = torch.empty_like(with_error)
             self._decode(codec, frames, decoded)
             carried.keep(with_error, decoded)
@@ -212,14 +212,14 @@ class Operations:
             _encode_blocks(codec, x, frames, noise)
         return None
 
-    def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
+    def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> Repeat | None:
         if isinstance(codec, OwnCodec):
             own_rows.decode(codec, frames, out)
         else:
             out.copy_(_decoded(codec, frames, out.shape[-1], LARGEST[NAMES[out.dtype]]))
         return None
 
-    def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
+    def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> Repeat | None:
         if isinstance(codec, OwnCodec):
             own_rows.decode_sum(codec, frames, out)
             return None
@@ -229,8 +229,8 @@ class Operations:
         return None
 
     def _decode_sum_encode(
-        self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, beside: Beside
-    ) -> Again | None:
+        self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, options: Options
+    ) -> Repeat | None:
         raise NotImplementedError
 
 
@@ -339,10 +339,7 @@ def _decoded(codec: BuiltIn, frames: Tensor, numel: int, largest: float) -> Tens
 
 
 def _blocked(codec: Blocked, x: Tensor) -> Tensor:
-    """(..., blocks, block) fp32 copy of ``x``; a short last block repeats its last element.
-
-    Repeating (not zero) keeps the tail out of minimum, maximum and non-finiteness.
-    """
+    """(..., blocks, block) fp32 copy; a short last block repeats its last element, to keep extremes."""
     numel, block = x.shape[-1], codec.block_size(x.shape[-1])
     blocks = codec.blocks(numel)
     full = x.new_empty((*x.shape[:-1], blocks * block), dtype=torch.float32)

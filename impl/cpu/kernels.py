@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from impl.codecs.codec import FORMATS, Blocked, Codec, FloatCodec, OwnCodec, Raw
-from impl.codecs.reference import DTYPES, Again, Beside, Carried, Operations, merged_rows
+from impl.codecs.reference import DTYPES, Carried, Operations, Options, Repeat, merged_rows
 
 MOST_DIMS: Final = 8  # leading dimensions after merging, kDims of job.hpp
 KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -74,24 +74,24 @@ class Kernels(Operations):
     def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
         return True
 
-    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> Again | None:
-        numel, plain = x.shape[-1], beside.carried is None
+    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, options: Options) -> Repeat | None:
+        numel, plain = x.shape[-1], options.carried is None
         kernels, coding = _coding(codec, numel)
         if coding is not None and (plain or isinstance(codec, Blocked)):
             values = x if _has_whole_rows(x) else x.contiguous()
             fields = {"numel": numel, "kind": KINDS[x.dtype], "coding": coding}
-            again = self._run(f"encode{kernels}", {"values": values, "frames": frames}, beside, **fields)
-            return again if values is x else None
+            repeat = self._run(f"encode{kernels}", {"values": values, "frames": frames}, options, **fields)
+            return repeat if values is x else None
         if plain and _is_copy(codec, x):
             nbytes = codec.code_bytes(numel)
-            again = self._run("copy", {"values": x, "output": frames}, numel=nbytes)
+            repeat = self._run("copy", {"values": x, "output": frames}, numel=nbytes)
             if nbytes == frames.shape[-1]:
-                return again
+                return repeat
             frames[..., nbytes:] = 0
             return None
-        return super()._encode(codec, x, frames, beside)
+        return super()._encode(codec, x, frames, options)
 
-    def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
+    def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> Repeat | None:
         kernels, coding = _coding(codec, out.shape[-1])
         if coding is not None:
             return self._run_into(out, f"decode{kernels}", frames, kind=KINDS[out.dtype], coding=coding)
@@ -100,7 +100,7 @@ class Kernels(Operations):
             return self._run("stream", planes, numel=codec.code_bytes(out.shape[-1]))
         return super()._decode(codec, frames, out)
 
-    def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
+    def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> Repeat | None:
         kernels, coding = _coding(codec, out.shape[-1])
         if coding is not None:
             name = "decode_formats" if kernels else "decode_sum"
@@ -118,18 +118,18 @@ class Kernels(Operations):
             super()._sum_halves(codec, frames, out)
 
     def _decode_sum_encode(
-        self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, beside: Beside
-    ) -> Again | None:
+        self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, options: Options
+    ) -> Repeat | None:
         (_, coding), (_, second) = (_coding(codec, numel) for codec in hops)
         fields = {"numel": numel, "coding": coding, "second": second, **_sources(frames)}
-        return self._run("decode_sum_encode", {"frames": frames[0], "output": out}, beside, **fields)
+        return self._run("decode_sum_encode", {"frames": frames[0], "output": out}, options, **fields)
 
-    def _run_into(self, out: Tensor, name: str, frames: Tensor, **fields: Any) -> Again | None:
+    def _run_into(self, out: Tensor, name: str, frames: Tensor, **fields: Any) -> Repeat | None:
         """Decode ``frames`` to ``out``, through a contiguous copy if its rows are not contiguous."""
         values = out if _has_whole_rows(out) else torch.empty(out.shape, dtype=out.dtype)
-        again = self._run(name, {"frames": frames, "values": values}, numel=out.shape[-1], **fields)
+        repeat = self._run(name, {"frames": frames, "values": values}, numel=out.shape[-1], **fields)
         if values is out:
-            return again
+            return repeat
         out.copy_(values)
         return None
 
@@ -137,14 +137,14 @@ class Kernels(Operations):
         self,
         name: str,
         tensors: Mapping[str, Tensor],
-        beside: Beside = Beside(),  # noqa: B008  # immutable
+        options: Options = Options(),  # noqa: B008  # immutable
         **fields: Any,
-    ) -> Again:
+    ) -> Repeat:
         """Call the library's function ``name`` with the job's ``fields``; returns a function that repeats it.
 
         ``tensors`` have equal leading dimensions and are by the name of their plane, those read first.
         """
-        job, planes, (noise, carried) = _Job(error_kind=-1, **fields), dict(tensors), beside
+        job, planes, (noise, carried) = _Job(error_kind=-1, **fields), dict(tensors), options
         if carried is not None:
             errors = carried.error
             planes["errors"] = errors if _has_whole_rows(errors) else errors.contiguous()
@@ -156,11 +156,11 @@ class Kernels(Operations):
             starts["random"], job.key[:] = noise.start, noise.philox
         for index, (plane, start) in enumerate(starts.items()):
             setattr(job, plane, _Plane(start, _Dims(*(steps[index] for _, steps in rows))))
-        again = partial(_run_job, getattr(self._library, name), bytes(job), tuple(tensors))
-        again(*tensors.values())
+        repeat = partial(_run_job, getattr(self._library, name), bytes(job), tuple(tensors))
+        repeat(*tensors.values())
         if carried is not None and planes["errors"] is not carried.error:
             carried.error.copy_(planes["errors"])
-        return again
+        return repeat
 
 
 def _run_job(function: Callable[[Any], int], job: bytes, planes: Sequence[str], *tensors: Tensor) -> None:

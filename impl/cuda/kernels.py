@@ -1,4 +1,4 @@
-"""Codecs on CUDA: which kernel encodes and decodes what, bit-equal to :mod:`impl.codecs.reference`.
+"""Codecs on CUDA: the choice of kernels, bit-equal to :mod:`impl.codecs.reference`.
 
 :class:`Kernels` turns an operation on tensors into launches, and hands them to whatever runs them: a
 device (:func:`impl.cuda.launch.on_device`), or a host that runs the same sources, in tests.  Raw codecs are
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from impl.codecs.codec import FORMATS, FRAME_ALIGNMENT, Blocked, Codec, IntCodec, OwnCodec, has_kernels
-from impl.codecs.reference import Again, Beside, Carried, Operations, merged_rows
+from impl.codecs.reference import Carried, Operations, Options, Repeat, merged_rows
 from impl.codecs.rounding_noise import OCTET
 from impl.cuda.launch import ARGUMENTS, Launch
 
@@ -49,7 +49,7 @@ TYPES: Final = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "F
 KINDS: Final = {dtype: kind for kind, dtype in enumerate(TYPES)}  # as launches say them
 # Sources loaded ahead, by width: more would need more registers than 1,024 threads of a multiprocessor have.
 AHEAD: Final = {4: 4, 8: 4}
-AHEAD_FUSED: Final = {4: 4, 8: 2}  # beside what encodes
+AHEAD_FUSED: Final = {4: 4, 8: 2}  # fewer, since they encode too
 DECODED: Final = 2  # octets a thread of the plain decode
 
 Part = Literal["plain", "held", "staged", "fused"]
@@ -70,12 +70,12 @@ class _Call:
         tensors: Mapping[str, Tensor],
         codecs: Mapping[str, Blocked | OwnCodec],
         *,
-        beside: Beside = Beside(),  # noqa: B008  # immutable
+        options: Options = Options(),  # noqa: B008  # immutable
         frames: Tensor | None = None,
     ) -> None:
         if numel > LONGEST:
             raise ValueError(f"{numel} elements a row: the CUDA kernels take {LONGEST}")
-        noise, carried = beside
+        noise, carried = options
         placed = {**tensors, "error": carried.error} if carried is not None else dict(tensors)
         merged = merged_rows([*placed.values()], noise, 3, "CUDA")
         merged = [(1, [0] * (len(placed) + 1))] * (3 - len(merged)) + merged
@@ -152,10 +152,7 @@ class _Call:
 
 
 class Kernels(Operations):
-    """The operations as launches, each carried out by ``run`` for tensors on a device.
-
-    From ``spread`` thread blocks on, each does several parts of a launch.
-    """
+    """The operations as launches, run by ``run``; more than ``spread`` thread blocks loop over parts."""
 
     name = "cuda"
 
@@ -169,35 +166,35 @@ class Kernels(Operations):
         super().__init__()
         self._run, self._spread, self._without = run, spread, frozenset(without)
 
-    def _launch(self, launch: Launch, tensors: Mapping[str, Tensor]) -> Again:
+    def _launch(self, launch: Launch, tensors: Mapping[str, Tensor]) -> Repeat:
         """Run ``launch`` on ``tensors`` by field; returns a function that runs it again."""
         self._run(launch, tensors["frames"].device)
-        return partial(self._run_again, launch, [*tensors])
+        return partial(self._repeat, launch, [*tensors])
 
-    def _run_again(self, last: Launch, places: Sequence[str], *tensors: Tensor) -> None:
+    def _repeat(self, last: Launch, places: Sequence[str], *tensors: Tensor) -> None:
         # A copy, since others may launch the same; as integers, since NumPy copies structures in 27 us.
         arguments = last.arguments.view(np.int64).copy().view(ARGUMENTS)
         for place, tensor in zip(places, tensors, strict=True):
             arguments[place]["address"] = tensor.data_ptr()
         self._run(Launch(last.file, last.kernel, last.grid, last.threads, arguments), tensors[0].device)
 
-    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> Again | None:
-        carries = beside.carried is not None
+    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, options: Options) -> Repeat | None:
+        carries = options.carried is not None
         if not has_kernels(codec) or (isinstance(codec, OwnCodec) and carries):
-            return super()._encode(codec, x, frames, beside)
+            return super()._encode(codec, x, frames, options)
         tensors = {"values": x, "frames": frames}
-        call = _Call(self._spread, x.shape[-1], tensors, {"coding": codec}, beside=beside)
+        call = _Call(self._spread, x.shape[-1], tensors, {"coding": codec}, options=options)
         planned = self._encoding(call, codec, x, carries=carries)
         launches = [self._launch(launch, tensors) for launch in planned]
         return launches[0] if len(launches) == 1 else None  # two have extents between them, zeroed anew
 
-    def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
+    def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> Repeat | None:
         return self._add_up("decode", codec, frames, out) or super()._decode(codec, frames, out)
 
-    def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
+    def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> Repeat | None:
         return self._add_up("decode_sum", codec, frames, out) or super()._decode_sum(codec, frames, out)
 
-    def _add_up(self, name: str, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
+    def _add_up(self, name: str, codec: Codec, frames: Tensor, out: Tensor) -> Repeat | None:
         """Decode ``frames``, or sum them; None without a kernel.  Kernels of formats always sum."""
         if not has_kernels(codec):
             return None
@@ -230,12 +227,12 @@ class Kernels(Operations):
         return whole or block in (numel, block & -block)  # a power of two
 
     def _decode_sum_encode(
-        self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, beside: Beside
-    ) -> Again:
+        self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, options: Options
+    ) -> Repeat:
         (first, second), tensors = hops, {"frames": frames[0], "output": out}
         codecs = {"coding": first, "second": second}
-        call = _Call(self._spread, numel, tensors, codecs, beside=beside, frames=frames)
-        if plain := self._plain(first) and self._plain(second) and beside.carried is None:
+        call = _Call(self._spread, numel, tensors, codecs, options=options, frames=frames)
+        if plain := self._plain(first) and self._plain(second) and options.carried is None:
             sums = f"{first.bits}, {AHEAD_FUSED[first.bits]}"
             kernel = f"decode_sum_encode<{sums}, {second.bits}, {_ROUNDINGS[second.stochastic]}>"
         else:

@@ -52,7 +52,7 @@ ARGUMENTS: Final = np.dtype(
         ("decay", DECAY),
     ]
 )
-# The same bytes without fields, whose description NumPy writes anew each time that CuPy asks for it.
+# The same bytes without fields: CuPy asks for NumPy's description of fields at every launch.
 BYTES: Final = np.dtype((np.void, ARGUMENTS.itemsize))
 
 
@@ -78,7 +78,7 @@ def on_device(launch: Launch, device: torch.device, *, idle_bytes: int = 0) -> N
     with cupy.cuda.Device(device.index), stream:
         kernel = _kernel(launch.file, launch.kernel, device.index)
         if idle_bytes:
-            kernel.max_dynamic_shared_size_bytes = idle_bytes  # beyond 48 KiB it must be asked for
+            kernel.max_dynamic_shared_size_bytes = idle_bytes  # required beyond 48 KiB
         kernel(launch.grid, (launch.threads, 1, 1), (launch.arguments.view(BYTES),), shared_mem=idle_bytes)
 
 
@@ -95,8 +95,8 @@ def _kernel(file: str, kernel: str, device: int) -> Any:
     """The kernel, loaded on the current ``device``."""
     import cupy
 
-    kept = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
-    path = cubin(file, kernel, int(cupy.cuda.Device(device).compute_capability), kept)
+    cache = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+    path = cubin(file, kernel, int(cupy.cuda.Device(device).compute_capability), cache)
     _LOADED[file, kernel, device] = hashlib.sha256(path.read_bytes()).hexdigest()
     return cupy.RawModule(path=str(path)).get_function(path.suffixes[0][1:])
 

@@ -25,10 +25,10 @@ class Key:
     """One key, a row of the table."""
 
     path: str  # dotted, from the top of the configuration
-    fate: Fate  # what happens to it; ``only the default`` refuses every other value
+    fate: Fate  # our treatment; ``only the default`` refuses every other value
     takes: Takes  # a switch is true or false, a count a whole number, also as ``5e8``
     default: Any  # DeepSpeed's and ours; None where there is none
-    text: str  # what its fate means
+    text: str  # an explanation of the fate
     means: str  # of a renamed key, the path of the key that it is read as
     allowed: tuple[str, ...]  # values, of whatever case; any if there is none
     stage: int  # of ZeRO, the lowest at which another value than the default is allowed
@@ -79,18 +79,18 @@ def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     """
     if isinstance(config, Mapping):
         return config
-    text, where = str(config), "configuration"
+    text, source = str(config), "configuration"
     try:
         if not text.lstrip().startswith("{"):
-            where = text
+            source = text
             text = Path(config).read_text(encoding="utf-8")
         table = json.loads(text, object_pairs_hook=_unique)
     except OSError as error:
-        raise DeepSpeedError(f"{where}: cannot read: {error.strerror}") from None
+        raise DeepSpeedError(f"{source}: cannot read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise DeepSpeedError(f"{where}: not JSON: {error}") from None
+        raise DeepSpeedError(f"{source}: not JSON: {error}") from None
     if not isinstance(table, dict):
-        raise DeepSpeedError(f"{where}: expected a table of keys, got {shown(table)}")
+        raise DeepSpeedError(f"{source}: expected a table of keys, got {shown(table)}")
     return table
 
 
@@ -132,8 +132,8 @@ def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _nearest(path: str) -> str:
     """``"; did you mean ...?"`` for a path close to a known one in its section, or anywhere."""
-    known = [*KEYS, *SECTIONS]
-    short = {name.rpartition(".")[2]: name for name in known}
-    near = difflib.get_close_matches(path, known, n=1, cutoff=0.7)
+    known_paths = [*KEYS, *SECTIONS]
+    short = {name.rpartition(".")[2]: name for name in known_paths}
+    near = difflib.get_close_matches(path, known_paths, n=1, cutoff=0.7)
     near += [short[key] for key in difflib.get_close_matches(path.rpartition(".")[2], short, n=1)]
     return f"; did you mean {near[0]!r}?" if near else "; docs/guide/deepspeed.md lists what there is"

@@ -64,7 +64,7 @@ class Finding:
     key: str  # its dotted path, as the configuration spells it
     value: Any
     kind: Kind  # ``changed`` if we do something else than the key says
-    text: str  # what that means
+    text: str  # the meaning of that
 
     def __str__(self) -> str:
         return f"{self.key} = {as_json(self.value)}: {self.kind}: {self.text}"
@@ -83,7 +83,7 @@ class AdamOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a configuration asks for."""
+    """The settings of a configuration."""
 
     policy: Policy  # what is sent, held and computed, precision and loss scale included
     clip: float | None  # largest global norm of the mean gradient; None does not clip
@@ -221,15 +221,15 @@ class _Reading:
         )
 
     def _precision(self) -> tuple[Dtype, LossScale | None]:
-        on = {section: self.get(f"{section}.enabled") for section in ("fp16", "bf16")}
-        if all(on.values()):
+        enabled = {section: self.get(f"{section}.enabled") for section in ("fp16", "bf16")}
+        if all(enabled.values()):
             self.refuse("fp16.enabled", f"not with {self.says('bf16.enabled')}")
         for path in self.entries:
             section, _, key = path.partition(".")
-            if key != "enabled" and not on.get(section, True):
+            if key != "enabled" and not enabled.get(section, True):
                 self.note(path, "without effect", f"{section} is not enabled")
-        if not on["fp16"]:
-            return ("bf16" if on["bf16"] else "fp32"), None
+        if not enabled["fp16"]:
+            return ("bf16" if enabled["bf16"] else "fp32"), None
         became: Kind = "without effect" if self.get("fp16.hysteresis") == 1 else "changed"
         self.note("fp16.hysteresis", became, KEYS["fp16.hysteresis"].text)
         fixed, power = float(self.get("fp16.loss_scale")), self.get("fp16.initial_scale_power")
