@@ -174,12 +174,12 @@ struct Spikes : Layout<BITS, 128, 10> {
         return high;
     }
     static int place(const u32* keys, u32 key) {  // the first
-        int found = size;
+        int first = size;
         for (int i = 0; i < size; ++i) {
             const int at = keys[i] == key ? i : int(size);
-            found = at < found ? at : found;
+            first = at < first ? at : first;
         }
-        return found;
+        return first;
     }
 
     static void encode(const u32* __restrict values, float, u32* __restrict codes, u8* next) {

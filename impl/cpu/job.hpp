@@ -52,7 +52,7 @@ struct Job {
 
 inline i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 
-// Calls body(addresses) for each row; what has no plane has address and strides 0.
+// Calls body(addresses) for each row; missing planes have address and strides 0.
 template <int PLANES, class Body>
 void each_row(const Job& job, const Plane* const (&planes)[PLANES], Body body) {
     i64 at[kDims] = {}, address[PLANES];

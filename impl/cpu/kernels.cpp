@@ -20,7 +20,7 @@
 namespace {
 
 constexpr i64 kHeld = 1 << 15;   // fp32 values kept for a second look; beyond, they are brought twice
-constexpr i64 kAhead = 1 << 14;  // elements of the largest block whose successor is fetched meanwhile
+constexpr i64 kAhead = 1 << 14;  // elements of the largest block after which the next is prefetched
 constexpr i64 kTogether = 256;   // small blocks that are encoded together
 constexpr i64 kSlack = 512;      // elements around a piece, up to whole octets and rotations
 
@@ -56,7 +56,7 @@ struct Brought {
     const bool sums;       // of frames, not elements
     const i64 most;        // values that next() may bring at once
     const Memory held, turned;  // before the rotation, and after it where both are needed
-    i64 row = 0, errors = 0;  // addresses of what is encoded, and of the carried error
+    i64 row = 0, errors = 0;  // addresses of the encoded row and its carried error
     i64 start = 0;         // element of held_values()[0]
     i64 offset = 0;        // of it in `held`
 

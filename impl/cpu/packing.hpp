@@ -3,7 +3,7 @@
 
 #include "job.hpp"
 
-// Zen 1 and 2 take some hundred cycles for what others do in one.
+// Zen 1 and 2 take some hundred cycles for an instruction of one cycle elsewhere.
 #if WIDE && defined(__BMI2__)
 #define FIELDS 1
 #else
@@ -39,7 +39,7 @@ void pack(const u8* __restrict codes, u8* __restrict out, i64 count) {
             word = (word & 0x0000ffff0000ffffull) | (word & 0xffff0000ffff0000ull) >> (16 - 2 * BITS);
             return (word & 0x00000000ffffffffull) | (word & 0xffffffff00000000ull) >> (32 - 4 * BITS);
         };
-        // Eight bytes are written for BITS: what is too much, the next octet overwrites.
+        // Eight bytes are written for BITS: the next octet overwrites the rest.
         const i64 bytes = (count * BITS + 7) / 8;
         i64 i = 0;
         for (; BITS * i + 8 <= bytes; ++i) {

@@ -33,7 +33,7 @@ inline void stream_lines(u8* __restrict to, const u8* __restrict from, i64 bytes
 #endif
 }
 
-// Such stores are not ordered with others: whoever is told that a row is there must find it.
+// Such stores are not ordered with others: a reader must see a row that is announced later.
 inline void finish_streams() {
 #if defined(__SSE2__)
     _mm_sfence();

@@ -6,11 +6,11 @@
 
 namespace {
 
-// Butterflies of distance 1, 2, 4, ... below 16 inside a vector; `size` of them is what a group has.
+// Butterflies of distance 1, 2, 4, ... below 16 inside a vector; a group has `size` elements.
 #if WIDE
 inline __m512 rotated_vector(__m512 v, i64 size) {
-    const auto step = [](__m512 mine, __m512 other, __mmask16 second) {
-        return _mm512_mask_sub_ps(_mm512_add_ps(mine, other), second, other, mine);
+    const auto step = [](__m512 x, __m512 other, __mmask16 second) {
+        return _mm512_mask_sub_ps(_mm512_add_ps(x, other), second, other, x);
     };
     v = step(v, _mm512_permute_ps(v, 0xb1), 0xaaaa);
     if (size > 2) v = step(v, _mm512_permute_ps(v, 0x4e), 0xcccc);

@@ -79,7 +79,7 @@ struct Rule {
     }
 };
 
-// `pattern_of` of codec.cuh, with what its scheme says taken out of the loop.
+// `pattern_of` of codec.cuh, with the scheme's choices taken out of the loop.
 template <>
 struct Rule<kFloats> {
     Divider divider;
@@ -122,7 +122,7 @@ inline bool shares_factor(i64 bits, u32 mantissa) {
     }
 }
 
-// A factor whose products round as the quotients do, or 0 where none is known.
+// A factor whose products round as the quotients do, or 0 if none is known.
 //
 // That is the reciprocal of a power of two.  It is also known for symmetric codes of bf16.  There the
 // largest magnitude A and an element x have mantissas a and x of 8 bits, and m x / A is a fraction: it is a
@@ -217,7 +217,7 @@ __attribute__((noinline)) void round_kind(
 }
 
 // Codes, a byte each, of `count` values of one block; `random` has 16 bits an element where they are drawn.
-// Meanwhile fetches what lies `ahead` elements on, where that is not 0: memory would otherwise rest
+// Prefetches the elements `ahead` of these, unless it is 0: memory would otherwise rest
 // while a block that has been fetched is rounded.  bf16 comes only for symmetric integers
 // to nearest.
 template <class T>

@@ -21,7 +21,7 @@ struct Reader {
     }
 };
 
-// `value_of` of codec.cuh, with what its scheme says taken out of the loop, and without denormal numbers,
+// `value_of` of codec.cuh, with the scheme's choices taken out of the loop, and without denormal numbers,
 // which processors are slow at: below the smallest normal element the pattern is read as if a leading
 // bit stood there, which is then taken away.
 template <>
@@ -55,16 +55,16 @@ void sum_terms(const Code& code, const Terms& terms, typename T::Word* __restric
     const u8 *__restrict c = terms.codes[COUNT > 2 ? 2 : 0], *__restrict d = terms.codes[COUNT > 3 ? 3 : 0];
     const Stored sa = terms.stored[0], sb = terms.stored[COUNT > 1 ? 1 : 0];
     const Stored sc = terms.stored[COUNT > 2 ? 2 : 0], sd = terms.stored[COUNT > 3 ? 3 : 0];
-    const auto one = [&](Stored stored, u32 number) __attribute__((always_inline)) {
+    const auto term = [&](Stored stored, u32 number) __attribute__((always_inline)) {
         const float exact = reader.value(stored, number);
         return SATURATE ? saturated(exact, largest) : exact;
     };
     for (i64 i = 0; i < count; ++i) {
-        float sum = one(sa, a[i]);
+        float sum = term(sa, a[i]);
         if (ADD) sum = T::widen(out[i]) + sum;
-        if (COUNT > 1) sum += one(sb, b[i]);
-        if (COUNT > 2) sum += one(sc, c[i]);
-        if (COUNT > 3) sum += one(sd, d[i]);
+        if (COUNT > 1) sum += term(sb, b[i]);
+        if (COUNT > 2) sum += term(sc, c[i]);
+        if (COUNT > 3) sum += term(sd, d[i]);
         out[i] = SATURATE ? T::narrow(sum) : T::narrow_finite(sum);
     }
 }
@@ -83,9 +83,9 @@ void sum_terms(const Code& code, const Terms& terms, typename T::Word* out, i64 
         sum_terms<T, KIND, true, 1, ADD>(code, terms, out, count);
     } else {  // rare: one by one, which is the same order
         for (int term = 0; term < COUNT; ++term) {
-            const Terms one{{terms.codes[term]}, {terms.stored[term]}};
-            if (term == 0 && !ADD) sum_terms<T, KIND, true, 1, false>(code, one, out, count);
-            else sum_terms<T, KIND, true, 1, true>(code, one, out, count);
+            const Terms single{{terms.codes[term]}, {terms.stored[term]}};
+            if (term == 0 && !ADD) sum_terms<T, KIND, true, 1, false>(code, single, out, count);
+            else sum_terms<T, KIND, true, 1, true>(code, single, out, count);
         }
     }
 }
@@ -234,8 +234,8 @@ void with_type(i64 type, Body body) {
 
 // Elements [begin, begin + count) of a row at an address, in fp32.
 inline void bring(i64 type, i64 row, i64 begin, i64 count, u32* to) {
-    with_type(type, [&](auto each) {
-        using T = decltype(each);
+    with_type(type, [&](auto kind) {
+        using T = decltype(kind);
         widen<T>(reinterpret_cast<const typename T::Word*>(row) + begin, to, count);
     });
 }

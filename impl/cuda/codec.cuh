@@ -204,7 +204,7 @@ CODEC_FN Extent extent_of(Floats<MANTISSA>, float value) {
     return {bits_of(value) & kAbs, 0};
 }
 
-// Widen an extent by eight values of its block; what the scheme is, is asked once.
+// Widen an extent by eight values of its block; the scheme is tested once.
 template <int BITS>
 CODEC_FN void include_octet(Scheme<BITS> scheme, const float (&values)[kOctet], Extent& extent) {
     if (scheme.asymmetric) {
@@ -465,7 +465,7 @@ CODEC_FN float value_of(Floats<MANTISSA> scheme, Stored stored, u32 code) {
     return float_of(bits_of(element) | sign << 31) * stored.scale;
 }
 
-// Eight codes of one block; what the scheme is, is asked once.
+// Eight codes of one block; the scheme is tested once.
 template <int BITS>
 CODEC_FN void values_of(Scheme<BITS> scheme, Stored stored, const u32 (&codes)[kOctet], float (&values)[kOctet]) {
     if (scheme.asymmetric) {

@@ -144,10 +144,10 @@ struct NF4 : Layout<4, 64, 4, 16> {
             -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
             0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f,
             0.7229568362236023f, 1.0f};
-        float found = entries[0];
+        float value = entries[0];
 #pragma unroll
-        for (int i = 1; i < 16; ++i) found = code == u32(i) ? entries[i] : found;
-        return found;
+        for (int i = 1; i < 16; ++i) value = code == u32(i) ? entries[i] : value;
+        return value;
     }
     static __device__ __forceinline__ u32 nearest(float quotient) {
         // The least fp32 number that is nearer to an entry than to the one before it, as fp32 rounds distances.
@@ -201,19 +201,19 @@ struct Spikes : Layout<BITS, 128, 10> {
         const u32 bottom = lowest<16>(keys), top = highest<16>(keys);
         const bool broken = bottom <= ordered(kInfinity | 0x80000000u) || top >= ordered(kInfinity);
         const u32 least = place_of(bottom, start, keys), largest = place_of(top, start, keys);
-        u32 spikes = 0, here = 0;  // what they are, and which of this octet are some
+        u32 spikes = 0, mask = 0;  // their values, and which elements of this octet are spikes
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) {
             const bool first = start + u32(i) == least, second = start + u32(i) == largest;
             spikes |= (first ? bf16(values[i]) : 0u) | (second ? bf16(values[i]) << 16 : 0u);
             if (first || second) keys[i] = ~0u;
-            if (first || second) here |= 1u << i;
+            if (first || second) mask |= 1u << i;
         }
         spikes = joined<16>(spikes, [](u32 a, u32 b) { return a | b; });
         const u32 low = bf16(float_of(unordered(lowest<16>(keys))));
 #pragma unroll
         for (int i = 0; i < kOctet; ++i)
-            if ((here >> i & 1u) != 0) keys[i] = 0;
+            if ((mask >> i & 1u) != 0) keys[i] = 0;
         const float high = float_of(unordered(highest<16>(keys))), begin = Bf16::widen(u16(low));
         const float step = high / steps - begin / steps;
         const u32 stored = bf16(step < 0.0f ? 0.0f : step);
@@ -224,7 +224,7 @@ struct Spikes : Layout<BITS, 128, 10> {
             quotient = quotient > 0.0f ? quotient : 0.0f;
             quotient = quotient < float(steps) ? quotient : float(steps);
             const u32 code = bits_of(quotient + kRound) - bits_of(kRound);
-            codes[i] = broken || (here >> i & 1u) != 0 ? 0u : code;
+            codes[i] = broken || (mask >> i & 1u) != 0 ? 0u : code;
         }
         constexpr u32 nan = kNaN >> 16;
         beside.words[0] = broken ? nan << 16 : least | largest << 8 | spikes << 16;

@@ -79,7 +79,7 @@ __device__ __forceinline__ u32 slot() {
 
 constexpr u32 kWarp = 0xffffffffu;
 
-// What to flip of a lane to find the one whose octet is `distance` away, a power of two below 32.
+// The bits of a lane to flip for the octet at `distance`, a power of two below 32.
 __device__ __forceinline__ u32 lanes_apart(int distance) { return distance == 16 ? 1u : u32(distance) << 1; }
 
 __device__ __forceinline__ uint4 swapped(uint4 mine) {

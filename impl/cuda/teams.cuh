@@ -227,7 +227,7 @@ __device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, u
 // rarely less than a warp; else they rarely are one.
 template <bool WARPS = true>
 __device__ __forceinline__ Extent team_extent(Extent mine, u32 team, bool two, u32 turn = 0) {
-    __shared__ u32 highs[2][32], lows[2][32];  // by turns: who is a turn ahead disturbs nobody who still reads
+    __shared__ u32 highs[2][32], lows[2][32];  // in turns, so that a warp one turn ahead overwrites nothing that is read
     u32 shuffled = team;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     if (WARPS && !rare(team < 32)) {
