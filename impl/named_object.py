@@ -37,10 +37,7 @@ def see(folder: Path) -> None:
 
 
 def import_object(text: str) -> Any:
-    """The object of ``module:object``.
-
-    Raises NamedObjectError: if it does not exist or its import raises, or if an installed module hides it.
-    """
+    """The object of ``module:object``; a NamedObjectError if it is missing, raises, or is hidden."""
     name, _, path = text.partition(":")
     see(Path.cwd())
     with raising(NamedObjectError, f"{text}: cannot import {name!r}:"):

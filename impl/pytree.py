@@ -14,7 +14,7 @@ from torch import Tensor
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with its floating-point tensors in ``dtype``; containers keep their types.
 
-    What holds none that is of another type is returned as it is; other containers are copied, and neither
+    Values without a tensor of another type are returned as they are; other containers are copied, and neither
     constructors nor ``__post_init__`` run again.
     """
     if isinstance(value, Tensor):
@@ -33,7 +33,7 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     if not changed:
         return value
     if isinstance(value, tuple):
-        return tuple.__new__(type(value), items.values())  # a named one's own takes its items one by one
+        return tuple.__new__(type(value), items.values())  # a named tuple's constructor takes single items
     new = copy.copy(value)
     for key, item in changed.items():
         if isinstance(new, MutableMapping | list):

@@ -104,10 +104,7 @@ def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topolo
 def hosted_units(
     host: Host, model: nn.Module, topology: Topology, policy: Policy
 ) -> list[GroupGeometry] | list[UnitGeometry]:
-    """The units of an unwrapped model inside ``host``, on the meta device too, with our engine's blocks.
-
-    Raises PolicyError, GeometryError, HostError: as the host's adapter.
-    """
+    """The units of an unwrapped model, on the meta device too, inside ``host``; raises as its adapter."""
     check_host(host, policy)
     if host == "fsdp2":
         return fsdp2_groups(model, find_blocks(model), topology)

@@ -213,10 +213,7 @@ class IntCodec(_Scaled):
         return (1 << (self.bits if self.asymmetric else self.bits - 1)) - 1
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """Largest |decoded - x| for a block of finite values in [low, high] decoded to ``out``.
-
-        With a rotation, low and high are those of the rotated block (:func:`impl.codecs.reference.rotated`).
-        """
+        """Largest |decoded - x| for a block, rotated, of finite values in [low, high] decoded to ``out``."""
         top = max(abs(low), abs(high)) / self.steps
         scale = high / self.largest - low / self.largest if self.asymmetric else top
         scale = max(scale, SMALLEST_NORMAL)

@@ -117,10 +117,7 @@ def compile_kernels(
     *,
     options: Sequence[str] = (),
 ) -> Compiled:
-    """Compile ``kernels`` of ``file``, as C++ writes them, ``decode<Fp32, 8>``; needs no GPU.
-
-    ``architecture`` 90 is ``sm_90``.  A source that does not compile is a RuntimeError.
-    """
+    """Compile ``kernels`` of ``file``, as in C++, for ``sm_<architecture>``; a RuntimeError if it fails."""
     from cupy.cuda import nvrtc
 
     program = nvrtc.createProgram((sources / file).read_text(encoding="utf-8"), file, (), ())

@@ -73,10 +73,7 @@ class DeepSpeedError(ValueError):
 
 
 def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """The configuration as a table with unchecked keys; ``config`` as for :func:`recipe`.
-
-    Raises DeepSpeedError: if it cannot be read or is no table in JSON.
-    """
+    """The configuration as a table with unchecked keys; a DeepSpeedError if it is no table in JSON."""
     if isinstance(config, Mapping):
         return config
     text, source = str(config), "configuration"
@@ -114,10 +111,7 @@ def as_json(value: Any) -> str:
 
 
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of every key, tables that are values themselves unopened, and of every empty section.
-
-    Raises DeepSpeedError: for an unknown key, or a section that is no table.
-    """
+    """(path, value) of every key and every empty section; a DeepSpeedError for an unknown key."""
     for name, value in table.items():
         path = f"{prefix}{name}"
         if path in SECTIONS and isinstance(value, Mapping) and value:
