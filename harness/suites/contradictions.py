@@ -27,8 +27,7 @@ _WITHOUT: Final = {  # fields that a workload does not use
 
 def check(trial: Trial) -> None:
     """Refuse fields that are impossible together, by a ValueError that names them."""
-    if trial.tokens_per_rank % trial.sequence:
-        tokens = trial.tokens_per_rank
+    if (tokens := trial.tokens_per_rank) % trial.sequence:
         raise ValueError(f"tokens_per_rank = {tokens}: expected a multiple of sequence = {trial.sequence}")
     trial.schedule()  # refuses a warm-up that is too long
     for rules in (_configured, _cluster, _workload, _control):
@@ -112,8 +111,7 @@ def _control(trial: Trial) -> Iterator[str]:
     policy, topology = trial.resolved_policy(), trial.topology()
     engine_policy = None if trial.host is not None else policy
     strategy = f"control = {trial.control!r}: strategy {trial.strategy!r}"
-    if trial.control == "half_batch" and trial.tokens_per_rank < 2 * trial.sequence:
-        tokens = trial.tokens_per_rank
+    if trial.control == "half_batch" and (tokens := trial.tokens_per_rank) < 2 * trial.sequence:
         yield f"control = 'half_batch': tokens_per_rank = {tokens} is one sequence; expected two"
     if trial.control == "unordered":
         axes = () if policy is None or policy.reduce == "ring" else policy.reduce_axes(topology)

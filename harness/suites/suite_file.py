@@ -298,17 +298,13 @@ def _hits(match: dict[str, Any], name: str, cells: list[_Cell]) -> list[bool]:
     wanted: dict[str, list[Any]] = {}
     for path, value in flatten(match):
         choices = value if isinstance(value, list) else [value]
-        wanted[path] = [_at(_trial(_settings({path: choice}, name)), path) for choice in choices]
-    trials = [_trial(cell) for cell in cells]
-    hits = [all(_at(trial, path) in values for path, values in wanted.items()) for trial in trials]
+        trials = [_trial(_settings({path: choice}, name)).model_dump(mode="json") for choice in choices]
+        wanted[path] = [look_up(trial, path) for trial in trials]
+    trials = [_trial(cell).model_dump(mode="json") for cell in cells]
+    hits = [all(look_up(trial, path) in values for path, values in wanted.items()) for trial in trials]
     if not any(hits):
         raise SuiteError(f"{name} = {_text(match)}: matches no trial of this suite")
     return hits
-
-
-def _at(trial: Trial, path: str) -> Any:
-    """Value of a trial at a dotted path."""
-    return look_up(trial.model_dump(mode="json"), path)
 
 
 def _fitting(cells: list[_Cell], file: _File) -> tuple[list[_Cell], list[str]]:

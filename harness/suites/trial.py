@@ -72,9 +72,8 @@ class Model(_Frozen):
 
 
 _OwnBackend = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.\w+)+$")]  # a module
-_Host = Annotated[
-    str, Field(pattern=r"^([A-Za-z0-9_.-]+@)?[A-Za-z0-9_][A-Za-z0-9_.:-]*$")
-]  # no option of ssh
+# No option of ssh.
+_Host = Annotated[str, Field(pattern=r"^([A-Za-z0-9_.-]+@)?[A-Za-z0-9_][A-Za-z0-9_.:-]*$")]
 _Hca = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 
 
