@@ -88,9 +88,7 @@ def test_a_trial_runs_again_from_its_record(tmp_path: Path) -> None:
     wanted = min(before)
     script = shell(f"{zeropp} show {wanted} --results r --reproduce", clone)
     assert "git apply changes.patch" in script
-    installing = re.search(
-        r"^\S+ -m venv.*?^\S+pip install --no-deps -e \.$", script, re.DOTALL | re.MULTILINE
-    )
+    installing = re.search(r"(?ms)^\S+ -m venv.*?^\S+pip install --no-deps -e \.$", script)
     assert installing is not None
     assert f"\ntorch=={machine.facts()['packages']['torch'].partition('+')[0]}\n" in installing[0]
     shell(script.replace(installing[0], "").replace(".venv/bin/zeropp", zeropp), clone)

@@ -50,10 +50,8 @@ def test_a_loss_is_formed_in_fp32(name: str) -> None:
 def test_the_formula_counts_what_runs(name: str, layers: int) -> None:
     """FLOPs by formula are exactly those that torch counts in a forward and a backward pass."""
     images = {"corpus": "glyphs", "sequence": 16} if name == "vit-tiny" else {"sequence": 24}
-    arguments = {"layers": layers, "width": 32}
-    trial = Trial.model_validate(
-        {"model": {"name": name, "arguments": arguments}, "tokens_per_rank": 48, **images}
-    )
+    model_fields = {"name": name, "arguments": {"layers": layers, "width": 32}}
+    trial = Trial.model_validate({"model": model_fields, "tokens_per_rank": 48, **images})
     model = build(trial.model, trial.sequence)
     ((batch,),) = RankBatches(trial, 0, torch.device("cpu")).step(0)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
