@@ -104,13 +104,13 @@ def timed_steps(frames: Frames) -> pd.Series[int]:
 def _traffic(frames: Frames) -> pd.DataFrame:
     """Bytes per step between nodes of each trial; NaN where there is no ledger, prediction or interface."""
     between = (frames.bytes["link"] == "inter") & frames.bytes["phase"].isin(TRAINING)
-    sums = frames.bytes[["bytes", "headers"]].astype(float).where(between, 0)
-    sent = frames.bytes[["id", "source", "node"]].assign(bytes=sums["bytes"], packets=sums.sum(axis=1))
+    sizes = frames.bytes[["bytes", "headers"]].astype(float).where(between, 0)
+    sent = frames.bytes[["id", "source", "node"]].assign(bytes=sizes["bytes"], packets=sizes.sum(axis=1))
     ledger, predicted = (sent[sent["source"] == source] for source in ("ledger", "predicted"))
     of_node = ledger.groupby(["id", "node"])["bytes"].sum()
-    counted = frames.interfaces.set_index("id")
-    headers = counted["tx_packets"] * counted["header_bytes"].astype(float)
-    by_trial = counted["tx_bytes"].astype(float).groupby("id")
+    interfaces = frames.interfaces.set_index("id")
+    headers = interfaces["tx_packets"] * interfaces["header_bytes"].astype(float)
+    by_trial = interfaces["tx_bytes"].astype(float).groupby("id")
     sums = pd.DataFrame(
         {
             "sent_bytes": ledger.groupby("id")["bytes"].sum(),
