@@ -312,7 +312,7 @@ def test_rates_without_a_break_even_are_a_sentence() -> None:
     assert "nan" not in " ".join(lead.sentences)
 
 
-def test_what_a_sentence_leaves_out_is_counted() -> None:
+def test_contenders_that_a_sentence_omits_are_counted() -> None:
     """Contenders beyond those that a sentence names are counted."""
     assert listed_most([str(n) for n in range(9)]).endswith("7 and 8")
     assert listed_most([str(n) for n in range(12)]).endswith("7 and 8 (3 more in the tables)")

@@ -61,7 +61,7 @@ def test_no_step_is_allowed_to_be_shorter_than_the_ideal_one(
         pytest.param({"device": "cuda"}, 2, False, id="GPU"),
     ],
 )
-def test_where_processors_cannot_be_told_the_bound_is_as_before(
+def test_without_known_processors_the_schedule_alone_bounds(
     changes: dict[str, Any], cores: int | None, missing: bool
 ) -> None:
     """Without all seconds or the processors, on GPUs and over machines, the schedule bounds alone."""

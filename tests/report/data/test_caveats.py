@@ -20,7 +20,7 @@ def test_the_sentence_names_what_is_emulated_and_its_latency() -> None:
     assert "adds 2 ms of latency one way" in caveats.emulated_by_trials(frames_of([record_of(late)]))
 
 
-def test_nothing_is_said_of_a_real_network_or_of_one_node() -> None:
+def test_a_real_network_and_one_node_have_no_sentence() -> None:
     """They emulate nothing between nodes."""
     assert not caveats.emulated(["real", ""], [None])
     of_one_node = record_of(Trial(cluster=Cluster(nodes=1, ranks_per_node=2)))

@@ -22,7 +22,7 @@ from report.data.contender import NAMES, fields_of, label_of
 LAYOUT = {"align"}  # it changes the layout alone
 
 
-def test_every_field_of_a_policy_is_told() -> None:
+def test_every_field_of_a_policy_tells_contenders_apart() -> None:
     """A change of any field of a policy changes the fields that tell contenders apart."""
     trial = Trial()
     others = {
@@ -65,7 +65,7 @@ def test_every_field_of_a_policy_is_told() -> None:
             assert fields_of(replace(PRESETS["zero3"], memory=memory), trial.topology()) != usual, limit.name
 
 
-def test_deepspeeds_configurations_are_told_by_what_they_ask() -> None:
+def test_names_of_deepspeeds_configurations_have_their_settings() -> None:
     """Stage, techniques and limits; two that differ in any of them have two names."""
 
     def label(strategy: str = "recipe", **zero: object) -> str:

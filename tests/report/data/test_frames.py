@@ -32,7 +32,7 @@ def test_frames_hold_every_raw_value(suite: str) -> None:
     assert len(frames.interfaces) == sum(len(record.interfaces or []) for record in training)
 
 
-def test_a_cell_is_everything_but_who_ran_and_which_repetition_it_was() -> None:
+def test_contender_seed_and_repeat_do_not_split_a_cell() -> None:
     """Strategy, policy, DeepSpeed's configuration, seed and repeat do not split a cell; the rate does."""
     config = json.dumps({"zero_optimization": {"stage": 3}})
     same = [

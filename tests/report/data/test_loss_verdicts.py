@@ -76,7 +76,7 @@ def test_a_margin_in_steps_is_what_the_baseline_gains_in_them(margin: int, verdi
     assert row["verdict"] == "no power"
 
 
-def test_what_trains_worse_is_inferior() -> None:
+def test_a_contender_that_trains_worse_is_inferior() -> None:
     """A contender that ends 15 % above ZeRO-3 is inferior, and reaches no target."""
     row = row_of(records({"zero3": BASE, "zeropp": 1.15 * np.array(BASE) + NOISE}))
     assert row["verdict"] == "inferior"
