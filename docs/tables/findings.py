@@ -101,17 +101,14 @@ def budgeted(derived: Derived) -> str:
         if budget:
             shown.append(f"{_minus(losses, name, f'{base})')} within the bytes of {base.rpartition(' ')[2]}")
     seeds = counted(len(losses[derived.compared.baseline]), "seed")
-    return (
-        f"By validation loss minus that of one codec for all units, in nats, {listed(shown)} "
-        f"(95 % intervals of {seeds})."
-    )
+    differences = f"By validation loss minus that of one codec for all units, in nats, {listed(shown)}"
+    return f"{differences} (95 % intervals of {seeds})."
 
 
 def _losses(derived: Derived) -> dict[str, pd.Series[float]]:
     """Validation losses by seed of each contender."""
     ends = derived.trials.dropna(subset=["validation_loss"])
-    groups = ends.groupby("contender", sort=False)
-    return {str(name): loss_verdicts.by_seed(trials) for name, trials in groups}
+    return {str(name): loss_verdicts.by_seed(rows) for name, rows in ends.groupby("contender", sort=False)}
 
 
 def _minus(losses: Mapping[str, pd.Series[float]], name: str, base: str) -> str:

@@ -171,8 +171,7 @@ def predict(rows: pd.DataFrame) -> Predicted:
         step = step_time(shared or fit(seen), work)
         mark = "fitted" if fitted else "" if step.calibrated else "transferred"
         naive = least_seconds(work, seen["tflops"].max() * 1e12)
-        constant = flops(work) / 1e12 / seen["tflops"].median()
-        predictions.append((step.seconds, mark, naive, constant))
+        predictions.append((step.seconds, mark, naive, flops(work) / 1e12 / seen["tflops"].median()))
     steps = pd.DataFrame(predictions, rows.index, ["predicted", "mark", "naive", "constant"])
     # Of throughput, as it was published: the measured step over the predicted one.
     over = {name: rows["seconds"] / steps[name] for name in ("predicted", "naive", "constant")}
