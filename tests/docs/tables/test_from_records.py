@@ -1,4 +1,4 @@
-"""Numbers in README and docs follow from the committed records, and any other digit is found."""
+"""Numbers in README and docs follow from the committed records, and nothing else passes for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from report.answer.lead import answer
 from report.data.metrics import Derived
 from report.tables import all_tables
 
-FILES = {  # with the text before the first number from the records
+FILES = {  # with the text before the first number by the records
     "README.md": "<!-- of the records -->",
     "docs/questions.md": "<!-- finding 1 -->",
     "docs/paper.md": "<!-- by volume -->",
@@ -33,10 +33,12 @@ def other(digit: str) -> str:
 def test_what_is_committed_follows_from_the_records_and_any_other_digit_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Texts and figures follow from records, any changed digit is found, steps have one number."""
-    derived = from_records.derive_all()  # once for all: it takes half a minute
-    files = from_records.expected_files(ROOT, derived)
-    monkeypatch.setattr(from_records, "derive_all", lambda _: derived)
+    """Files and figures follow from the records; with one digit of a number changed, the check names
+    the file and the line; and pages say one number for a step.
+    """
+    suites = from_records.derive_all()  # once for all: it takes half a minute
+    files = from_records.expected_files(ROOT, suites)
+    monkeypatch.setattr(from_records, "derive_all", lambda _: suites)
     monkeypatch.setattr(from_records, "expected_files", lambda _, __: files)
     assert cli.main(["report", "--check"]) == cli.OK, capsys.readouterr().out
     expected = []
@@ -54,25 +56,25 @@ def test_what_is_committed_follows_from_the_records_and_any_other_digit_is_found
         expected.append(f"{name}: line {text[:place].count(chr(10)) + 1} is ")
     lines = from_records.differences(tmp_path)
     assert [line[: len(begin)] for line, begin in zip(lines, expected, strict=True)] == expected
-    check_one_number_for_a_step(derived)
+    check_one_number_for_a_step(suites)
 
 
 def check_one_number_for_a_step(suites: Mapping[str, Derived]) -> None:
     """On every page of one setting that states steps, the lead's seconds and ratios are the Summary's."""
     compared = 0
-    pattern = re.compile(r"A step of (.+?) takes (\S+) s where (.+?)'s takes (\S+) s")
+    sentence = re.compile(r"A step of (.+?) takes (\S+) s where (.+?)'s takes (\S+) s")
     for suite, derived in suites.items():
         if derived.trials.empty or derived.trials["cell"].nunique() > 1:
             continue
         summary, lead = all_tables.summary(derived), answer(derived).sentences
         rows = {row[0]: row for row in summary.rows()}
         titles = [column.title for column in summary.columns]
-        steps = next(filter(None, map(sentence.match, lead[1:] if (match := pattern.match(sentence))), None)
-        if steps is None or steps[1] not in rows or steps[3] not in rows:
+        match = next(filter(None, map(sentence.match, lead[1:])), None)
+        if match is None or match[1] not in rows or match[3] not in rows:
             continue
         step = titles.index("Step, s")
         speedup = next(n for n, title in enumerate(titles) if "Speed-up" in title)
-        assert (rows[steps[1]][step], rows[steps[3]][step]) == (steps[2], steps[4]), suite
-        assert rows[steps[1]][speedup].split(" (")[0] in lead[0], suite
+        assert (rows[match[1]][step], rows[match[3]][step]) == (match[2], match[4]), suite
+        assert rows[match[1]][speedup].split(" (")[0] in lead[0], suite
         compared += 1
     assert compared >= 2

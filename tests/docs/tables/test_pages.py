@@ -1,4 +1,4 @@
-"""Facts of the program in the documentation are the program's."""
+"""Generated pages and examples of the documentation agree with the program."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SUITES = (DOCS / "guide" / "suites.md").read_text(encoding="utf-8")
 
 @pytest.mark.parametrize("name", [*PAGES, METRICS])
 def test_no_page_is_stale(name: str) -> None:
-    """Every page is as ``python -m docs.tables`` writes it."""
+    """Every page holds what ``python -m docs.tables`` would write."""
     page = (DOCS / name).read_text(encoding="utf-8")
     assert current_page(name, page) == page
 
 
 def test_only_what_stands_between_the_marks_is_written() -> None:
-    """Text around the marks stays, those between are replaced, and a page without marks is refused."""
+    """Text around the marks stays, text between them goes, and a page without marks is refused."""
     assert insert(f"a {BEGIN} old {END} b", "new\n") == f"a {BEGIN}\n\nnew\n\n{END} b"
     for unmarked in ("a", f"a {BEGIN}", f"a {END}"):
         with pytest.raises(ValueError, match="without the marks"):
@@ -40,8 +40,8 @@ def test_every_key_of_a_suite_stands_on_its_page() -> None:
     for path in _fields(Trial):
         assert f"| `{path}` |" in SUITES
     (row,) = re.findall(r"\| `cluster.launcher` \| (.*?) \|", SUITES)
-    launchers = get_args(Cluster.model_fields["launcher"].annotation)
-    assert launchers == tuple(re.findall(r"`(\w+)`", row))
+    known = get_args(Cluster.model_fields["launcher"].annotation)
+    assert known == tuple(re.findall(r"`(\w+)`", row))
 
 
 def test_examples_of_keys_hold() -> None:
@@ -53,7 +53,7 @@ def test_examples_of_keys_hold() -> None:
 
 @pytest.mark.long
 def test_scale_is_what_the_suites_say(tmp_path: Path) -> None:
-    """The committed page equals the computed one, and figures can be drawn."""
+    """The committed page is the one that comes out now, and every figure is drawn."""
     tables = {plot.suite: forecast_table(plot.suite) for plot in PLOTS}
     assert page(tables) == (DOCS / "scale.md").read_text(encoding="utf-8")
     for plot in PLOTS:

@@ -17,8 +17,8 @@ from report.data import published
 SYSTEMS = {"zero3": 3.0, "zeropp": 0.75, "hpz": 2.0}
 
 
-def write(path: Path, fixed: float, per_token: float, efficiency: float, overlap: str = "none") -> Path:
-    """Writes the known machine: machine takes for three systems, two models, batches and rates."""
+def write_table(path: Path, fixed: float, per_token: float, efficiency: float, overlap: str = "none") -> Path:
+    """Writes the seconds that a known machine takes for three systems, two models, batches and rates."""
     rows = []
     for billions, tokens, adapters, (system, volume) in itertools.product(
         (1.5, 18.0), (512, 1024, 2048), (1, 4), SYSTEMS.items()
@@ -40,14 +40,14 @@ def test_a_known_machine_is_found(
     tmp_path_factory: pytest.TempPathFactory, fixed: float, per_token: float, efficiency: float
 ) -> None:
     """Rows of one machine without overlap are predicted from the others within a thousandth."""
-    table = predict(read(write(tmp_path_factory.mktemp("t") / "t.csv", fixed, per_token, efficiency)))
+    table = predict(read(write_table(tmp_path_factory.mktemp("t") / "t.csv", fixed, per_token, efficiency)))
     assert table.machine is None
     assert table.rows["error"].abs().max() < 1e-3
 
 
 def test_overlap_is_the_systems_own(tmp_path: Path) -> None:
-    """A table of full that overlap is predicted well as such, and badly otherwise."""
-    path = write(tmp_path / "t.csv", 1e-10, 1e-13, 0.9, "full")
+    """A table of full overlap is predicted well as such, and badly as one without."""
+    path = write_table(tmp_path / "t.csv", 1e-10, 1e-13, 0.9, "full")
     rows = read(path)
     assert predict(rows).rows["error"].abs().max() < 0.02
     assert predict(rows.assign(overlap="none")).rows["error"].abs().max() > 0.05
@@ -80,7 +80,7 @@ def test_a_table_that_cannot_be_modelled_is_refused(
     tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
     """The file, the row and the column are named."""
-    path = write(tmp_path / "t.csv", 1e-10, 1e-13, 0.9)
+    path = write_table(tmp_path / "t.csv", 1e-10, 1e-13, 0.9)
     table = pd.read_csv(path).astype(object)
     for column, value in change.items():
         table.loc[0, column] = value
@@ -95,7 +95,7 @@ def test_a_table_that_cannot_be_modelled_is_refused(
 
 def test_a_system_of_another_volume_is_named_by_its_bytes(tmp_path: Path) -> None:
     """``volume_m`` gives the bytes of a system that the committed volumes do not have."""
-    path = write(tmp_path / "t.csv", 1e-10, 1e-13, 0.9)
+    path = write_table(tmp_path / "t.csv", 1e-10, 1e-13, 0.9)
     table = pd.read_csv(path).query("system == 'hpz'")
     table.assign(system="mine", volume_m=2.0).to_csv(path, index=False)
     assert predict(read(path)).rows["error"].abs().max() < 1e-3

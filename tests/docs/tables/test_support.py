@@ -1,4 +1,4 @@
-"""All combinations that docs/reference/support.md allows train like one process."""
+"""Every combination that docs/reference/support.md allows trains like one process."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ STEPS, ACCUMULATION = 2, 2
 
 
 def frozen_biases() -> Net:
-    base = model()
-    for block in base.blocks:
+    net = model()
+    for block in net.blocks:
         block.up.bias.requires_grad_(requires_grad=False)
-    return base
+    return net
 
 
 def tolerance(policy: Policy) -> float:
-    """Allowed distance of mean losses from one process's: 1e-5 without rounding, else 2 %."""
+    """How far mean losses may be from one process's: 1e-5 where nothing is rounded, else 2 %."""
     rounds = policy.compute != "fp32" or policy.frozen is not None or policy.sums != "fp32"
     rounds = rounds or policy.secondary_format != "frames" or policy.sends_copy
     rounds = rounds or policy.weights != EXACT.weights or policy.gradients != EXACT.gradients
@@ -41,14 +41,14 @@ def tolerance(policy: Policy) -> float:
 
 
 @functools.cache
-def single_losses(world: int) -> list[float]:
+def alone(world: int) -> list[float]:
     return single(frozen_biases(), world, STEPS, ACCUMULATION)
 
 
 def follows(topology: Topology, policy: Policy) -> None:
     policy.check(topology)
     results = on_threads(topology, train, frozen_biases(), policy, STEPS, ACCUMULATION)
-    assert mean_losses(results) == pytest.approx(single_losses(topology.world), rel=tolerance(policy))
+    assert mean_losses(results) == pytest.approx(alone(topology.world), rel=tolerance(policy))
 
 
 def combine(*names: str) -> Policy | str:
@@ -57,14 +57,14 @@ def combine(*names: str) -> Policy | str:
 
 def covering() -> list[tuple[str, ...]]:
     """Few combinations in which every accepted pair occurs: each grows from a pair that is missing."""
-    missing = {frozenset((first, second)) for first, second, policy in PAIRS if isinstance(policy, Policy)}
+    missing = {frozenset(pair) for *pair, policy in PAIRS if isinstance(policy, Policy)}
     chosen = []
-    for *pair in [(first, second) for first, second, _ in PAIRS:
+    for *pair, _ in PAIRS:
         if {*pair} in missing:
             names = [*pair]
             for name in PARTS:
-                fits = PARTS[name].keys().isdisjoint(field for member in names for field in PARTS[member])
-                new = any({name, member} in missing for member in names)
+                fits = PARTS[name].keys().isdisjoint(field for part in names for field in PARTS[part])
+                new = any({name, part} in missing for part in names)
                 if fits and new and isinstance(combine(*names, name), Policy):
                     names.append(name)
             missing -= set(map(frozenset, itertools.combinations(names, 2)))
