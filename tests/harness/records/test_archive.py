@@ -84,9 +84,9 @@ def test_records_that_are_not_in_it_are_not_mixed_in(tmp_path: Path) -> None:
     chained_journal.append(folder, first)
     packed = archive.pack(folder, tmp_path)
     chained_journal.append(folder, first.model_copy(update={"finished": "later"}))
-    for told in ("journal tells of records", "has records"):
+    for refusal in ("journal tells of records", "has records"):
         kept = {path: path.read_bytes() for path in folder.iterdir()}
-        with pytest.raises(RecordError, match=rf"{told} that q\.tar\.xz has not"):
+        with pytest.raises(RecordError, match=rf"{refusal} that q\.tar\.xz has not"):
             archive.unpack(packed)
         assert kept == {path: path.read_bytes() for path in folder.iterdir()}
         record.write(folder, record_of(Trial(steps=2, warmup=0, seed=1)))
@@ -97,7 +97,7 @@ def test_an_archive_of_what_was_unpacked_and_went_on_is_unpacked_over_it(tmp_pat
     folder = tmp_path / "a" / "q"
     for seed in range(2):
         chained_journal.append(folder, record_of(Trial(steps=2, warmup=0, seed=seed)))
-        found = archive.unpack(archive.pack(folder, tmp_path))
-        assert {one.name: one.read_bytes() for one in found.iterdir()} == {
-            one.name: one.read_bytes() for one in folder.iterdir()
+        unpacked = archive.unpack(archive.pack(folder, tmp_path))
+        assert {path.name: path.read_bytes() for path in unpacked.iterdir()} == {
+            path.name: path.read_bytes() for path in folder.iterdir()
         }

@@ -252,7 +252,7 @@ def test_what_a_host_cannot_do_is_refused(host: Host, changes: dict[str, Any], m
 
 @each_rank(1, 2, processes=True)
 def test_what_a_host_refuses_when_it_runs(mesh: Mesh) -> None:
-    """Scalars, unsharded models, replicas, groups of two modules, hooks without owners: a line each."""
+    """Scalars, unsharded models, replicas, two modules a group, hooks, sparse gradients: a line each."""
 
     def refused(message: str) -> Any:
         return pytest.raises((HostError, PolicyError), match=rf"\A[^\n]*{re.escape(message)}[^\n]*\Z")

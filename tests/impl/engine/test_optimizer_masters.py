@@ -79,7 +79,7 @@ def test_what_torch_finds_in_one_ranks_shards_is_refused(mesh: Mesh) -> None:
     net(batch(0, mesh.rank)).backward()
     optimizer = torch.optim.SGD(zero.param_groups())
     with pytest.raises(ZeroError, match="their norm is not the model's"):
-        torch.nn.utils.get_total_norm([one.grad for one in zero.masters if one.grad is not None])
+        torch.nn.utils.get_total_norm([master.grad for master in zero.masters if master.grad is not None])
     plain = torch.nn.Parameter(torch.ones(4))
     for call, fused in ((GradScaler.unscale_, False), (GradScaler.step, False), (GradScaler.step, True)):
         for held in (optimizer.param_groups, [plain]):

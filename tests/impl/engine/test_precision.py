@@ -127,8 +127,8 @@ def test_buffers_are_kept_equal_after_any_pass_that_changes_them(part: str) -> N
             zero.model.get_submodule(part)(batch(0, mesh.rank))
         return zero.full_state_dict()
 
-    one, other = on_threads(Topology(1, 2), body)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    first, second = on_threads(Topology(1, 2), body)
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @each_rank(1, 2)
