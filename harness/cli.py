@@ -43,9 +43,10 @@ from harness.records import bench_record, reproduce, run_record
 from harness.records.record import RecordError, path_of, read, read_valid
 from harness.runs import feasibility, launchers, slurm
 from harness.runs.feasibility import check_feasible, forecast, this_host
+from harness.suites.expand_suite import MOST_TRIALS
 from harness.suites.labels import counted
-from harness.suites.suite import Suite
-from harness.suites.suite_file import MOST_TRIALS, SuiteError, load
+from harness.suites.suite import Suite, SuiteError
+from harness.suites.suite_file import load
 from harness.suites.trial import Cluster
 from harness.train import command as train_command
 from impl.checkpoint.commit import CheckpointError, named, resolve

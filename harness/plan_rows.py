@@ -15,10 +15,9 @@ from harness.records.memory_parts import on_device, on_host
 from harness.records.record import Record, slowest_seconds
 from harness.runs.feasibility import Forecast
 from harness.runs.predict import predict
-from harness.suites.labels import varying_paths
+from harness.suites.labels import look_up, varying_paths
 from harness.suites.repeat_order import BASELINE, setting_of
 from harness.suites.suite import Suite
-from harness.suites.suite_file import look_up
 from impl.plan.step_time import Machine, StepTime
 
 _MODELLED: Final = (

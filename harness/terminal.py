@@ -21,10 +21,9 @@ from harness.runs.feasibility import Forecast, gib
 from harness.runs.progress import outcome
 from harness.suites import labels
 from harness.suites.answering_quantity import LEAST_STEPS
-from harness.suites.labels import at, counted, varying_paths
+from harness.suites.labels import at, counted, flatten, varying_paths
 from harness.suites.peers import PEERS
 from harness.suites.suite import Suite
-from harness.suites.suite_file import flatten
 from harness.terminal_table import BYTES, Column, filled
 from impl.plan.step_time import Machine
 
@@ -74,53 +73,55 @@ _MEASURED: Final = (
 
 
 def plan(suite: Suite, forecasts: Sequence[Forecast], out: Console, machine: Machine | None = None) -> None:
-    """Print a suite's plan: a row a cell, why some cannot run and, on a ``machine``, modelled steps."""
+    """Print a suite's plan: rows, why some cannot run, and steps modelled on a ``machine``."""
     merged = [(f.trial.model_copy(update={"repeat": 0, "seed": 0}), f) for f in reversed(forecasts)]
     varying = varying_paths([trial.canonical() for trial, _ in merged])
     orders = {path: list(dict.fromkeys(at(f.trial.canonical(), path) for f in forecasts)) for path in varying}
-    cells = sorted(  # by what varies, in the order of the values' first appearance
-        {trial.id: cell for trial, cell in merged}.values(),
-        key=lambda cell: [
-            order.index(at(cell.trial.canonical(), path)) for path, order in reversed(orders.items())
+    shown = sorted(  # by what varies, in the order of the values' first appearance
+        {trial.id: forecast for trial, forecast in merged}.values(),
+        key=lambda forecast: [
+            order.index(at(forecast.trial.canonical(), path)) for path, order in reversed(orders.items())
         ],
     )
     say = partial(terminal_table.say, out=out)
     say(f"{suite.name}: {suite.question}")
-    count = f"{counted(len(forecasts), 'trial')}: {_cells(suite, len(cells))} x {suite.repeats}"
+    count = f"{counted(len(forecasts), 'trial')}: {_combinations(suite, len(shown))} x {suite.repeats}"
     say(f"{count}. Stated time: {suite.time}.")
     if suite.merged:
-        say(f"Run once, being the same run as another cell, {len(suite.merged)}: {'; '.join(suite.merged)}.")
-    peers = (cell.trial.strategy for cell in cells if cell.trial.strategy in PEERS)
+        say(f"Run once, as another one is the same, {len(suite.merged)}: {'; '.join(suite.merged)}.")
+    peers = (forecast.trial.strategy for forecast in shown if forecast.trial.strategy in PEERS)
     about_peers = (f"{name}: {PEERS[name].says.replace('`', '')}" for name in peers)
-    findings = (str(finding) for cell in cells for finding in cell.findings if finding.kind != "honoured")
+    findings = (
+        str(finding) for forecast in shown for finding in forecast.findings if finding.kind != "honoured"
+    )
     for line in dict.fromkeys([*suite.left_out, *about_peers, *findings]):
         say(line)
-    reasons = list(dict.fromkeys(reason for cell in cells for reason in cell.reasons))
+    reasons = list(dict.fromkeys(reason for forecast in shown for reason in forecast.reasons))
     settings = [Column(path, always=True) for path in varying or ["strategy"]]
     columns = [*settings, *_PLANNED, Column("runs here", always=bool(reasons))]
     table = [
-        row | {"runs here": _outcome(cell, reasons)}
-        for row, cell in zip(rows(cells, machine), cells, strict=True)
+        row | {"runs here": _outcome(forecast, reasons)}
+        for row, forecast in zip(rows(shown, machine), shown, strict=True)
     ]
     terminal_table.show(table, columns, out, whole=_WHOLE)
     say(_NOTES)
     say("" if machine is None else f"On {machine.name} ({machine.source}): {_MODELLED}")
-    say(labels.pad_note(cell.padding for cell in cells))
+    say(labels.pad_note(forecast.padding for forecast in shown))
     for number, reason in enumerate(reasons, 1):
-        stopped = [cell for cell in cells if reason in cell.reasons]
+        stopped = [forecast for forecast in shown if reason in forecast.reasons]
         kind = "cannot run here" if stopped[0].problems else _outcome(stopped[0])
-        say(f"{number}: {kind} ({len(stopped)} of {len(cells)} cells): {one_line(reason)}")
+        say(f"{number}: {kind} ({len(stopped)} of {len(shown)} combinations): {one_line(reason)}")
     say(_too_short(forecasts))
 
 
-def _cells(suite: Suite, rows: int) -> str:
-    """The number of cells, and of their seeds."""
-    cells, seeds = counted(rows, "cell"), len({trial.seed for trial in suite.cells})
-    if len(suite.cells) == rows:
-        return cells
-    if len(suite.cells) != rows * seeds:
-        return f"{cells}, {len(suite.cells)} with all their seeds,"
-    return f"{cells} x {counted(seeds, 'seed')}"
+def _combinations(suite: Suite, rows: int) -> str:
+    """The number of combinations, and of their seeds."""
+    count, seeds = counted(rows, "combination"), len({trial.seed for trial in suite.combinations})
+    if len(suite.combinations) == rows:
+        return count
+    if len(suite.combinations) != rows * seeds:
+        return f"{count}, {len(suite.combinations)} with all their seeds,"
+    return f"{count} x {counted(seeds, 'seed')}"
 
 
 def _too_short(forecasts: Sequence[Forecast]) -> str:
@@ -135,11 +136,11 @@ def _too_short(forecasts: Sequence[Forecast]) -> str:
     return f"Too short for a verdict on losses: {', and '.join(short)}." if short else ""
 
 
-def _outcome(cell: Forecast, reasons: Sequence[str] = ()) -> str:
-    """The outcome of a cell, "yes" if it can run, and the numbers of its reasons in ``reasons``."""
-    kind = "yes" if cell.failure is None else cell.failure.kind
-    word = "no" if cell.problems else "over its limit" if kind == "memory" else kind
-    numbers = ", ".join(str(reasons.index(reason) + 1) for reason in cell.reasons if reason in reasons)
+def _outcome(forecast: Forecast, reasons: Sequence[str] = ()) -> str:
+    """The outcome of a combination, "yes" if it can run, and the numbers of its reasons in ``reasons``."""
+    kind = "yes" if forecast.failure is None else forecast.failure.kind
+    word = "no" if forecast.problems else "over its limit" if kind == "memory" else kind
+    numbers = ", ".join(str(reasons.index(reason) + 1) for reason in forecast.reasons if reason in reasons)
     return f"{word}: {numbers}" if numbers else word
 
 

@@ -9,16 +9,16 @@ from typing import Any, Final, get_args, get_origin
 from pydantic import BaseModel
 
 from docs.tables.markdown import table
+from harness.suites.expand_suite import MOST_TRIALS
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.peers import PEERS
 from harness.suites.repeat_order import Repeats
-from harness.suites.suite import Kind
-from harness.suites.suite_file import MOST_TRIALS, _File, _Override
+from harness.suites.suite import Kind, Override, SuiteTables
 from harness.suites.trial import Trial
 
 _TYPES: Final = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "table"}
 _OVERRIDE: Final = (
-    f"`[[override]]` has {' and '.join(f'`{name}`' for name in _Override.model_fields)}. "
+    f"`[[override]]` has {' and '.join(f'`{name}`' for name in Override.model_fields)}. "
     f"A suite has at most {MOST_TRIALS} trials."
 )
 _BARE: Final = ("table", "list of tables")  # types of keys that the page describes above the tables
@@ -91,7 +91,7 @@ _VALUES: Final = {  # what the type does not say
 def render() -> str:
     """The tables, in Markdown; policies stand apart, since their defaults are the strategy's."""
     head = ("key", "value", "default")
-    rows = [_row(name, field) for name, field in _File.model_fields.items()]
+    rows = [_row(name, field) for name, field in SuiteTables.model_fields.items()]
     top = table(head, (row for row in rows if row[1] not in _BARE))
     fields = [(path, field) for path, field in _leaves(Trial) if path != "repeat"]
     policy = table(head[:2], (_row(*leaf)[:2] for leaf in fields if _of_a_policy(*leaf)))

@@ -35,7 +35,7 @@ def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None])
         yield Batch(sweep, suite.sweep(sweep))
         if (within := suite.repeats.within) is None:
             continue
-        first, cells = sweep * suite.repeats.most, comparable_groups(suite.cells, "repeat", "seed")
+        first, cells = sweep * suite.repeats.most, comparable_groups(suite.combinations, "repeat", "seed")
         for repeat in range(first + suite.repeats.least, first + suite.repeats.most):
             done = range(first, repeat)
             cells = [wide for cell in cells if (wide := _wide_trials(cell, within, done, seconds))]

@@ -29,7 +29,7 @@ from harness.runs.predict import predict
 from harness.runs.progress import Display
 from harness.runs.trial_on_cluster import LOGS, TrialRunner
 from harness.suites.labels import counted
-from harness.suites.suite import SKIP, Answer, Kind, Suite
+from harness.suites.suite import SKIP, FailureResponse, Kind, Suite
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
 from impl.plan.step_time import Machine
@@ -164,9 +164,9 @@ class _Sweep:
         """Run one trial, again if the suite wants that, and write its record; returns whether to stop."""
         self.display.began(trial)
         record, earlier = self.run(trial), list[Failed]()
-        while record.failure is not None and len(earlier) < self._answer(record).retries:
+        while record.failure is not None and len(earlier) < self._response(record).retries:
             earlier.append(Failed(kind=record.failure.kind, message=record.failure.message))
-            self.display.retried(record, len(earlier), self._answer(record).retries)
+            self.display.retried(record, len(earlier), self._response(record).retries)
             self.display.began(trial)
             record = self.run(trial).model_copy(update={"earlier": earlier})
         chained_journal.append(self.results, record)
@@ -175,12 +175,12 @@ class _Sweep:
         self.tally.ok += record.answers
         self.tally.failed += not record.answers
         self.display.finished(record)
-        stops = self._answer(record).stop
+        stops = self._response(record).stop
         if stops and record.failure is not None:
             self.display.stopped(f"on_failure.{record.failure.kind} stops the run")
         return stops
 
-    def _answer(self, record: Record) -> Answer:
+    def _response(self, record: Record) -> FailureResponse:
         """The suite's answer to the outcome of a trial."""
         failure = None if record.answers else record.failure
         return SKIP if failure is None else self.suite.on_failure.get(cast("Kind", failure.kind), SKIP)

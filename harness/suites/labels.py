@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from harness.errors import one_line
-from harness.suites.suite_file import differing, look_up
+from harness.suites.trial import Trial
 from impl.plan.shard_layout import MUCH_PADDING
 
 NONE: Final = "-"
@@ -22,6 +23,28 @@ _FOLLOWS: Final = ("policy.align", "policy.max_padding")  # from the suite; they
 def counted(count: int, noun: str) -> str:
     """A count with its noun: ``1 seed``, ``3 seeds``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of every value that is not a table."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def differing(trials: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Dotted paths of the fields in which canonical trials differ, ``repeat`` left out, in field order."""
+    flat = [dict(flatten(trial)) for trial in trials]
+    paths = dict.fromkeys(path for trial in flat for path in trial if path != "repeat")
+    return [path for path in paths if len({json.dumps(trial.get(path)) for trial in flat}) > 1]
+
+
+def look_up(trial: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path of a canonical trial; the default where it is left out."""
+    values = dict(flatten(trial))
+    return values[path] if path in values else dict(flatten(Trial().model_dump(mode="json"))).get(path)
 
 
 def varying_paths(trials: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -15,12 +15,12 @@ from harness.suites.trial import Trial
 NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 LONGEST_NAME: Final = 100
 _MOST_NAMED: Final = 12  # trials in a message
-_ANSWER: Final = re.compile(r"skip|stop|retry ([1-9]|10)(, then stop)?")
+_RESPONSE: Final = re.compile(r"skip|stop|retry ([1-9]|10)(, then stop)?")
 Kind = Literal["crashed", "disk", "killed", "link", "lost", "memory", "refused", "timeout", "wrong"]
 
 
-class Answer(BaseModel, extra="forbid", frozen=True):
-    """What a sweep does when a trial has failed: it goes on, tries again, or stops."""
+class FailureResponse(BaseModel, extra="forbid", frozen=True):
+    """What a sweep does after a trial failed: go on, try again, or stop."""
 
     retries: int = 0  # how often the trial runs again, at once
     stop: bool = False  # whether the sweep ends if it still fails
@@ -28,13 +28,13 @@ class Answer(BaseModel, extra="forbid", frozen=True):
     @classmethod
     def parse(cls, value: Any) -> Self:
         """Read ``skip``, ``stop``, ``retry 2`` or ``retry 2, then stop``; a ValueError for any other."""
-        match = _ANSWER.fullmatch(value) if isinstance(value, str) else None
+        match = _RESPONSE.fullmatch(value) if isinstance(value, str) else None
         if match is None:
             raise ValueError('expected "skip", "stop", "retry 2" (at most 10), or "retry 2, then stop"')
         return cls(retries=int(match[1] or 0), stop=value == "stop" or match[2] is not None)
 
 
-SKIP: Final = Answer()
+SKIP: Final = FailureResponse()
 
 
 class SuiteKeys(BaseModel, extra="forbid", frozen=True):
@@ -44,16 +44,41 @@ class SuiteKeys(BaseModel, extra="forbid", frozen=True):
     question: str = Field(min_length=1)
     time: str = "not stated"  # how long it takes
     repeats: Annotated[Repeats, BeforeValidator(Repeats.parse)] = Repeats()  # how often each trial is run
-    on_failure: dict[Kind, Annotated[Answer, BeforeValidator(Answer.parse)]] = {}  # `SKIP` for others
+    on_failure: dict[
+        Kind, Annotated[FailureResponse, BeforeValidator(FailureResponse.parse)]
+    ] = {}  # `SKIP` for others
     answer: ChosenQuantity = ""  # the quantity that answers the question; empty leaves it to the axes
     margin: int = Field(0, ge=0)  # steps of training that losses may differ by; 0 leaves it to the report
+
+
+class SuiteError(ValueError):
+    """A suite file is invalid; the message is one line with file, key, value and what is allowed."""
+
+
+class Override(BaseModel, extra="forbid", frozen=True):
+    """What an ``[[override]]`` sets in the combinations that it matches."""
+
+    match: dict[str, Any]
+    set: dict[str, Any]
+
+
+class SuiteTables(SuiteKeys):
+    """All keys of a suite file."""
+
+    baseline: dict[str, Any] = Field({})
+    contrast: dict[str, Any] = Field({})
+    defaults: dict[str, Any] = Field({})
+    matrix: dict[str, Any] = Field({})
+    zip: list[dict[str, Any]] = Field([])
+    exclude: list[dict[str, Any]] = Field([])
+    override: list[Override] = Field([])
 
 
 class Suite(SuiteKeys):
     """A question and the trials that answer it."""
 
-    cells: tuple[Trial, ...] = ()  # each trial once
-    merged: tuple[str, ...] = ()  # cells dropped as duplicates, by their values on the axes
+    combinations: tuple[Trial, ...] = ()  # of the axes' values: each trial once
+    merged: tuple[str, ...] = ()  # combinations that are the same run as another, by their values on the axes
     left_out: tuple[str, ...] = ()  # fields that are left out of strategies, and why, one line each
     roles: dict[str, str] = {}  # by the id of a trial's first repeat
     file: str = ""  # the file's name, if there is one
@@ -73,12 +98,14 @@ class Suite(SuiteKeys):
         """The trials with which a sweep begins, in their order: repeat by repeat."""
         first = number * self.repeats.most
         repeats = range(first, first + self.repeats.least)
-        return tuple(trial for repeat in repeats for trial in interleave(self.cells, repeat))
+        return tuple(trial for repeat in repeats for trial in interleave(self.combinations, repeat))
 
     def all_repeats(self, sweeps: int) -> dict[str, Trial]:
         """All trials that ``sweeps`` may run, by id."""
         repeats = range(sweeps * self.repeats.most)
-        trials = (cell.model_copy(update={"repeat": repeat}) for cell in self.cells for repeat in repeats)
+        trials = (
+            cell.model_copy(update={"repeat": repeat}) for cell in self.combinations for repeat in repeats
+        )
         return {trial.id: trial for trial in trials}
 
     def trial_by_prefix(self, identity: str, sweeps: int = 1) -> Trial:

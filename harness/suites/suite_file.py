@@ -1,73 +1,21 @@
-"""Reads a suite file in TOML and expands it into a list of trials; docs/guide/suites.md says how.  No torch.
-
-Axes of ``[matrix]`` and ``[[zip]]`` multiply into cells over ``[defaults]``; then come ``[[exclude]]`` and,
-in order, ``[[override]]``.  A field that would make another strategy of a cell's is left out, unless a
-[[zip]] or [[override]] that names the strategy sets it, or the suite has a single policy.
-"""
+"""Reads a suite file in TOML; :mod:`harness.suites.expand_suite` makes trials of its tables.  No torch."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-import json
-import math
-import operator
 import re
 import tomllib
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from pydantic import BaseModel, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
 from harness.errors import suggestion
 from harness.suites import folder
-from harness.suites.contradictions import check
-from harness.suites.peers import PEERS
-from harness.suites.policy_scope import unfitting_changes
-from harness.suites.repeat_order import BASELINE, Repeats, comparable_groups, setting_of
-from harness.suites.suite import Suite, SuiteKeys
-from harness.suites.trial import PeerSettings, PolicyChanges, Trial, configuration_text, following_model
-from impl.codecs.codec import CodecError
+from harness.suites.expand_suite import expand, expected_text, value_text
+from harness.suites.suite import Suite, SuiteError, SuiteTables
 
-MOST_TRIALS: Final = 2000  # of one suite; more is a mistake, not a question
 MOST_BYTES: Final = 1 << 20  # of its file
-_CONFIGURATION: Final = "deepspeed_config"
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines
-
-
-class SuiteError(ValueError):
-    """A suite file is invalid; the message is one line with file, key, value and what is allowed."""
-
-
-class _Override(BaseModel, extra="forbid", frozen=True):
-    match: dict[str, Any]
-    set: dict[str, Any]
-
-
-class _File(SuiteKeys):
-    """The top-level keys of a suite file."""
-
-    baseline: dict[str, Any] = Field({})
-    contrast: dict[str, Any] = Field({})
-    defaults: dict[str, Any] = Field({})
-    matrix: dict[str, Any] = Field({})
-    zip: list[dict[str, Any]] = Field([])
-    exclude: list[dict[str, Any]] = Field([])
-    override: list[_Override] = Field([])
-
-
-class _Setting(NamedTuple):
-    """A value, and the table of the suite file that sets it (for error messages)."""
-
-    value: Any
-    table: str
-
-
-_Cell = dict[str, _Setting]  # by dotted path
 
 
 def load(path: Path) -> Suite:
@@ -75,7 +23,7 @@ def load(path: Path) -> Suite:
     try:
         text, tables = _parse(path)
         folder.find_from(path.parent)
-        return _expanded(_validated(tables)).model_copy(update={"file": path.name, "text": text})
+        return expand(_validated(tables)).model_copy(update={"file": path.name, "text": text})
     except SuiteError as error:
         raise SuiteError(f"{path}: {error}") from None
 
@@ -86,28 +34,6 @@ def name_of(path: Path) -> str:
         return _validated(_parse(path)[1]).name
     except SuiteError as error:
         raise SuiteError(f"{path}: {error}") from None
-
-
-def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of every value that is not a table."""
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def differing(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Dotted paths of the fields in which canonical trials differ, ``repeat`` left out, in field order."""
-    flat = [dict(flatten(trial)) for trial in trials]
-    paths = dict.fromkeys(path for trial in flat for path in trial if path != "repeat")
-    return [path for path in paths if len({_text(trial.get(path)) for trial in flat}) > 1]
-
-
-def look_up(trial: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path of a canonical trial; the default where it is left out."""
-    values = dict(flatten(trial))
-    return values[path] if path in values else dict(flatten(Trial().model_dump(mode="json"))).get(path)
 
 
 def _parse(path: Path) -> tuple[str, dict[str, Any]]:
@@ -131,9 +57,9 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
 def _check_values(value: Any, where: str = "") -> None:
     """Refuse characters that a terminal would act on, and integers that are not TOML's."""
     if isinstance(value, str) and (match := _CONTROL.search(value)):
-        raise SuiteError(f"{_text(value)}: has the control character {match[0]!r}; expected text")
+        raise SuiteError(f"{value_text(value)}: has the control character {match[0]!r}; expected text")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise SuiteError(f"{where} = {_text(value)}: expected a number below 2^63")
+        raise SuiteError(f"{where} = {value_text(value)}: expected a number below 2^63")
     for key, part in value.items() if isinstance(value, dict) else ():
         _check_values(key)
         _check_values(part, f"{where}.{key}" if where else key)
@@ -141,273 +67,13 @@ def _check_values(value: Any, where: str = "") -> None:
         _check_values(part, where)
 
 
-def _validated(tables: dict[str, Any]) -> _File:
+def _validated(tables: dict[str, Any]) -> SuiteTables:
     try:
-        return _File.model_validate(tables, strict=True)
+        return SuiteTables.model_validate(tables, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        where, known = ".".join(map(str, first["loc"])), _File.model_fields
+        where, known = ".".join(map(str, first["loc"])), SuiteTables.model_fields
         unknown = f"unknown key {where!r}: expected one of {', '.join(known)}{suggestion(where, known)}"
         reasons = {"missing": f"key {where!r} is missing", "extra_forbidden": unknown}
-        other = f"{where} = {_text(first['input'])}: {_expected([first])}"
+        other = f"{where} = {value_text(first['input'])}: {expected_text([first])}"
         raise SuiteError(reasons.get(first["type"], other)) from None
-
-
-def _expanded(file: _File) -> Suite:
-    """Expand, exclude, override, validate, align and order."""
-    axes = _axes(file)
-    total = math.prod(len(axis) for axis in axes) * file.repeats.most
-    if total > MOST_TRIALS:
-        raise SuiteError(f"{total} trials; at most {MOST_TRIALS} are allowed in one suite")
-    defaults = _settings(file.defaults, "[defaults]")
-    cells = [functools.reduce(operator.or_, values, defaults) for values in itertools.product(*axes)]
-    for number, match in enumerate(file.exclude, 1):
-        hits = _hits(match, f"[[exclude]] #{number}", cells)
-        cells = [cell for cell, hit in zip(cells, hits, strict=True) if not hit]
-    for number, override in enumerate(file.override, 1):
-        hits = _hits(override.match, f"[[override]] #{number} match", cells)
-        settings = _settings(override.set, f"[[override]] #{number} set")
-        cells = [cell | settings if hit else cell for cell, hit in zip(cells, hits, strict=True)]
-    if not cells:
-        raise SuiteError("[[exclude]] leaves no trial")
-    paths = dict.fromkeys(path for axis in axes for point in axis for path in point)
-    points = [", ".join(f"{p} = {_text(cell[p].value)}" for p in paths if p in cell) for cell in cells]
-    cells, left_out = _fitting(cells, file)
-    trials = [_trial(cell) for cell in cells]
-    for cell, trial, point in zip(cells, trials, points, strict=True):
-        try:
-            check(trial)
-        except ValueError as error:  # which begins with the path of a field
-            tables = [f"{table} " for path, (_, table) in cell.items() if str(error).startswith(f"{path} = ")]
-            raise SuiteError(f"{f'with {point}: ' if point else ''}{''.join(tables[:1])}{error}") from None
-    trials = _aligned(trials)
-    unique = _different(trials)
-    _check_baselines(file.repeats, unique)
-    run = {id(trial) for trial in unique}
-    return Suite.model_construct(
-        **{name: getattr(file, name) for name in SuiteKeys.model_fields},
-        cells=tuple(unique),
-        merged=tuple(point for trial, point in zip(trials, points, strict=True) if id(trial) not in run),
-        left_out=tuple(left_out),
-        roles=_roles(file, cells, trials),
-        configurations=_configurations(file),
-    )
-
-
-def _configurations(file: _File) -> dict[str, str]:
-    """The DeepSpeed configurations that the suite names as files, JSON by path."""
-    overrides = (table for override in file.override for table in (override.match, override.set))
-    tables = (file.defaults, file.matrix, *file.zip, *file.exclude, *overrides, file.baseline, file.contrast)
-    values = [table.get(_CONFIGURATION) for table in tables]
-    paths = itertools.chain.from_iterable(value if isinstance(value, list) else [value] for value in values)
-    return {path: configuration_text(path) for path in paths if isinstance(path, str)}
-
-
-def _axes(file: _File) -> list[list[_Cell]]:
-    """The axes as lists of points, which set some fields; a zip is one axis."""
-    tables = [({path: values}, "[matrix]") for path, values in flatten(file.matrix)]
-    tables += [(dict(flatten(table)), f"[[zip]] #{number}") for number, table in enumerate(file.zip, 1)]
-    axes: list[list[_Cell]] = []
-    taken: list[str] = []
-    for columns, table in tables:
-        for path, values in columns.items():
-            if not isinstance(values, list) or not values:
-                raise SuiteError(f"{table} {path} = {_text(values)}: expected a list of at least one value")
-            for other in taken:
-                if f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}."):
-                    raise SuiteError(f"{table} {path}: {other!r} is an axis already; say each field once")
-            taken.append(path)
-        if len({len(values) for values in columns.values()}) > 1:
-            counts = ", ".join(f"{path} has {len(values)}" for path, values in columns.items())
-            raise SuiteError(f"{table}: {counts} values; expected equal numbers")
-        rows = zip(*columns.values(), strict=True)
-        axes.append([_settings(dict(zip(columns, row, strict=True)), table) for row in rows])
-    return axes
-
-
-def _settings(table: dict[str, Any], name: str) -> _Cell:
-    """A table's values by dotted path."""
-    settings = {path: _Setting(value, name) for path, value in flatten(table)}
-    if "repeat" in settings:
-        raise SuiteError(f"{name} repeat: set by the key `repeats` at the top of the file")
-    return settings
-
-
-def _trial(cell: _Cell) -> Trial:
-    """Validate one cell into a trial, without coercing TOML's types."""
-    nested: dict[str, Any] = {}
-    for path, (value, table) in cell.items():
-        *tables, leaf = path.split(".")
-        place = nested
-        for part in tables:
-            place = place.setdefault(part, {})
-            if not isinstance(place, dict):
-                raise SuiteError(f"{table} {path}: {part!r} is set to a value; expected a table")
-        place[leaf] = value
-    try:
-        return Trial.model_validate_json(json.dumps(following_model(nested), default=str), strict=True)
-    except ValidationError as invalid:
-        errors = invalid.errors()
-        path = _path_of(errors[0], cell)
-        value, table = cell[path]
-        if errors[0]["type"] == "extra_forbidden":
-            known = _fields(Trial)
-            near = suggestion(path, known) or suggestion(path, [name.rpartition(".")[2] for name in known])
-            near = near or f"; expected one of {', '.join(known)}"
-            raise SuiteError(f"{table} {path}: no such field of a trial{near}") from None
-        expected = _expected([error for error in errors if _path_of(error, cell) == path])
-        raise SuiteError(f"{table} {path} = {_text(value)}: {expected}") from None
-
-
-def _fields(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Dotted paths of the fields that a suite may set."""
-    paths: list[str] = []
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            paths += _fields(field.annotation, f"{prefix}{name}.")
-        elif name != "repeat":
-            paths.append(f"{prefix}{name}")
-    return paths
-
-
-def _path_of(error: ErrorDetails, cell: _Cell) -> str:
-    """The path, of those that the suite sets, that is nearest to an error's."""
-    parts = [str(part) for part in error["loc"]]
-    for length in range(len(parts), 0, -1):
-        where = ".".join(parts[:length])
-        if paths := [path for path in cell if f"{path}.".startswith(f"{where}.")]:
-            return paths[0]
-    return next(iter(cell))
-
-
-def _expected(errors: Sequence[ErrorDetails]) -> str:
-    """What a field accepts, from pydantic's errors about one value."""
-    alternatives = []
-    for error in errors:
-        message = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-        message = "expected a list of two" if error["type"] == "missing" else message
-        near = ""
-        if error["type"] == "literal_error":  # expected is as in 'a', 'b' or 'c'
-            near = suggestion(str(error["input"]), error["ctx"]["expected"].split("'")[1::2])
-        alternatives.append(f"{message[0].lower()}{message[1:]}{near}")
-    return " or ".join(dict.fromkeys(alternatives))
-
-
-def _hits(match: dict[str, Any], name: str, cells: list[_Cell]) -> list[bool]:
-    """Which cells a partial match hits: by value, so ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``."""
-    wanted: dict[str, list[Any]] = {}
-    for path, value in flatten(match):
-        choices = value if isinstance(value, list) else [value]
-        trials = [_trial(_settings({path: choice}, name)).model_dump(mode="json") for choice in choices]
-        wanted[path] = [look_up(trial, path) for trial in trials]
-    trials = [_trial(cell).model_dump(mode="json") for cell in cells]
-    hits = [all(look_up(trial, path) in values for path, values in wanted.items()) for trial in trials]
-    if not any(hits):
-        raise SuiteError(f"{name} = {_text(match)}: matches no trial of this suite")
-    return hits
-
-
-def _fitting(cells: list[_Cell], file: _File) -> tuple[list[_Cell], list[str]]:
-    """The cells without fields that would make other strategies, and a line for each field left out."""
-    named = {f"[[zip]] #{n}" for n, table in enumerate(file.zip, 1) if "strategy" in table}
-    named |= {f"[[override]] #{n} set" for n, rule in enumerate(file.override, 1) if "strategy" in rule.match}
-    trials = [_trial(cell) for cell in cells]
-    several = len({trial.strategy for trial in trials} - set(PEERS)) > 1
-    left_out: dict[tuple[str, str, str], list[tuple[str, str]]] = defaultdict(list)
-    fitting = [dict(cell) for cell in cells]
-    for cell, trial in zip(fitting, trials, strict=True):
-        reasons = unfitting_changes(trial) if several else {}
-        for path, (value, table) in list(cell.items()):
-            why = "" if table in named else reasons.get(path, "")
-            if trial.strategy in PEERS and path.startswith("policy.") and table == "[matrix]":
-                why = "there is no policy in"  # of other tables, peers lose policies without a line
-            if why:
-                left_out[path, table, why].append((_text(value), trial.strategy))
-                del cell[path]
-    lines = []
-    for (path, table, why), pairs in left_out.items():
-        values, names = (", ".join(dict.fromkeys(column)) for column in zip(*pairs, strict=True))
-        lines.append(f"{path} ({values} of {table}) is left out of {names}: {why} {names}")
-    return fitting, lines
-
-
-def _aligned(trials: list[Trial]) -> list[Trial]:
-    """The trials with the common alignment of all policies; peers without a policy, others without a peer."""
-    try:
-        grain = math.lcm(1, *(policy.grain for trial in trials if (policy := trial.resolved_policy())))
-    except CodecError as error:  # by a user's own codec, which runs here for the first time
-        raise SuiteError(str(error)) from None
-    return [
-        trial.model_copy(
-            update={"policy": PolicyChanges()}
-            if trial.strategy in PEERS
-            else {"policy": trial.policy.model_copy(update={"align": grain}), "peer": PeerSettings()}
-        )
-        for trial in trials
-    ]
-
-
-def _different(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials, of those that resolve to the same run only the one with fewest changes."""
-    runs: dict[str, Trial] = {}
-    for trial in trials:
-        key = _run_key(trial)
-        runs[key] = min((runs.get(key, trial), trial), key=lambda candidate: len(candidate.changes))
-    return list(runs.values())
-
-
-def _run_key(trial: Trial) -> str:
-    """A key that is equal for trials that resolve to the same run, whatever their policy is called."""
-    data = trial.canonical()
-    policy = trial.resolved_policy()
-    if policy is not None:
-        topology = trial.topology()
-        group = policy.group_ranks(topology)
-        frames = policy.copy_codec in (policy.weights, policy.inside)
-        data["policy"] = repr(
-            replace(
-                policy,
-                secondary=policy.secondary_ranks(topology),
-                secondary_format="frames" if frames else policy.secondary_format,
-                group=group if policy.stage > 0 and group < topology.world else 0,
-                reduce_every="micro_batch" if policy.reduces_each_micro_batch else "step",
-            )
-        )
-        data["strategy"] = trial.host
-        data.pop(_CONFIGURATION, None)
-    return json.dumps(data, sort_keys=True)
-
-
-def _check_baselines(repeats: Repeats, trials: Sequence[Trial]) -> None:
-    """Refuse to repeat until ratios are known where a cell has no baseline."""
-    for cell in comparable_groups(trials, "repeat", "seed") if repeats.within is not None else ():
-        if all(trial.strategy != BASELINE for trial in cell):
-            present = ", ".join(dict.fromkeys(trial.strategy for trial in cell))
-            why = f"of ratios over {BASELINE}, which does not stand beside {present}"
-            raise SuiteError(f"repeats: {repeats}: {why}; expected it there, or a number of repeats")
-
-
-def _roles(file: _File, cells: list[_Cell], trials: list[Trial]) -> dict[str, str]:
-    """The roles of trials, by id: those of ``baseline`` and, by default all others, of ``contrast``."""
-    if not file.baseline:
-        if file.contrast:
-            raise SuiteError(f"contrast = {_text(file.contrast)}: expected a baseline beside it")
-        return {}
-    base = _hits(file.baseline, "baseline", cells)
-    against = _hits(file.contrast, "contrast", cells) if file.contrast else [not hit for hit in base]
-    bases = {trial.id: setting_of(trial) for trial, hit in zip(trials, base, strict=True) if hit}
-    key = f"baseline = {_text(file.baseline)}"
-    if both := sum(map(operator.and_, base, against)):
-        raise SuiteError(f"{key}: {both} trials are baseline and contrast; expected two groups")
-    if not any(against):
-        raise SuiteError(f"{key}: every trial is the baseline; expected two groups")
-    if len(set(bases.values())) < len(bases):
-        raise SuiteError(f"{key}: matches several contenders of one cell; expected one")
-    others = {trial.id: "contrast" for trial, hit in zip(trials, against, strict=True) if hit}
-    return others | dict.fromkeys(bases, "baseline")
-
-
-def _text(value: Any) -> str:
-    """A value as it stands in a suite, shortened to one readable line."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -15,8 +15,8 @@ from typing import Final
 
 import pandas as pd
 
+from harness.suites.labels import flatten
 from harness.suites.peers import DEEPSPEED, family_of
-from harness.suites.suite_file import flatten
 from harness.suites.trial import RECIPE, Trial
 from impl.deepspeed.recipe import recipe
 from impl.plan.policy import Policy

@@ -20,8 +20,8 @@ from harness.records.record import Record, RecordError, joules, read_all, wrong_
 from harness.records.trace_record import Trace, read_traces
 from harness.suites import labels
 from harness.suites.answering_quantity import ChosenQuantity
+from harness.suites.labels import differing, flatten
 from harness.suites.repeat_order import CONTENDER
-from harness.suites.suite_file import differing, flatten
 from harness.suites.trial import Trial
 from impl.plan.shard_layout import FROZEN, UnitGeometry
 from report.data.contender import NAMES, label_of, shared_changes

@@ -9,8 +9,8 @@ import pandas as pd
 
 from harness.records.confidence_intervals import median_interval
 from harness.suites import labels
+from harness.suites.labels import flatten
 from harness.suites.repeat_order import CONTENDER as OF_CONTENDER
-from harness.suites.suite_file import flatten
 from report.data.frames import Frames
 from report.data.metrics import Derived
 from report.data.text import counted, listed, number, with_arguments

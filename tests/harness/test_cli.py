@@ -254,7 +254,7 @@ def test_show_means_over_ranks(folder: Path, zeropp: Zeropp) -> None:
 
 
 def test_plan(folder: Path, zeropp: Zeropp) -> None:
-    """A plan names the question, every cell and what cannot run, and writes nothing; status 1 if any."""
+    """A plan names the question, every combination and what cannot run, and writes nothing."""
     suite(folder, SMALL + '[matrix]\nstrategy = ["zero3", "zeropp"]\ncluster.nodes = [2, 4096]\n')
     before = tree(folder)
     text = zeropp("plan", "q.toml", status=cli.SOME_FAILED).stdout
@@ -267,10 +267,10 @@ def test_plan(folder: Path, zeropp: Zeropp) -> None:
 
 
 def test_seeds_of_a_cell_are_one_row_of_a_plan(folder: Path, zeropp: Zeropp) -> None:
-    """Their number stands beside the cells'; a plan says if seeds or steps are too few for a verdict."""
+    """A plan counts them, and says if seeds or steps are too few for a verdict."""
     for seeds, steps, count in (
-        (3, 4, "6 trials: 2 cells x 3 seeds x 1 repeat. "),
-        (6, 99, "12 trials: 2 cells x 6 seeds x 1 repeat. "),
+        (3, 4, "6 trials: 2 combinations x 3 seeds x 1 repeat. "),
+        (6, 99, "12 trials: 2 combinations x 6 seeds x 1 repeat. "),
     ):
         body = f"validate_every = 0\nwarmup = 1\nsteps = {steps}\n[matrix]\nseed = {list(range(seeds))}\n"
         suite(folder, f'{SMALL}{body}strategy = ["zero3", "zeropp"]\n')
@@ -293,14 +293,14 @@ def test_an_unknown_model_is_refused(
     assert "vit-small or 'module:function'; did you mean 'gpt-small'?" in error
 
 
-def test_plan_says_which_limit_stops_each_cell(folder: Path, zeropp: Zeropp) -> None:
+def test_plan_says_which_limit_stops_each_combination(folder: Path, zeropp: Zeropp) -> None:
     """By a number in its row and a line with the limit's numbers, of memory limits too."""
     padded = 'policy.weights = "int8:4096"\n[matrix]\nstrategy = ["zero3", "zeropp", "ddp"]\n'
     suite(folder, padded + 'memory_limit = ["1 MiB", "1 GiB"]\n')
     lines = [line.rstrip() for line in zeropp("plan", "q.toml", status=cli.SOME_FAILED).stdout.splitlines()]
     reasons = {line.partition(":")[0]: line for line in lines if line[:2] in ("1:", "2:", "3:")}
     (limit,) = [
-        number for number, line in reasons.items() if "limit (1 of 6 cells): not run: a rank holds " in line
+        number for number, line in reasons.items() if "(1 of 6 combinations): not run: a rank holds " in line
     ]
     assert "memory_limit is 1,048,576" in reasons[limit]
     ends = {name: {line[-9:] for line in lines if line.split()[:1] == [name]} for name in ("zero3", "zeropp")}

@@ -78,8 +78,8 @@ def test_every_axis_can_be_switched_on(folder: Path, axis: str) -> None:
         body = body.replace("warmup = 1\n", "warmup = 1\naccumulation = 4\n")
     Path("mine.toml").write_text(body, encoding="utf-8")
     suite = load(Path("mine.toml"))
-    assert len(suite.cells) > 2
-    assert not any(planned.problems for planned in forecast(suite.cells, any_host()))
+    assert len(suite.combinations) > 2
+    assert not any(planned.problems for planned in forecast(suite.combinations, any_host()))
 
 
 def test_every_field_of_a_trial_is_an_axis_or_known_not_to_be() -> None:

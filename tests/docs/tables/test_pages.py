@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from docs.tables import BEGIN, DOCS, END, METRICS, PAGES, current_page, insert
 from docs.tables.scale import PLOTS, draw, forecast_table, needed_gbps, page
-from harness.suites.suite_file import _fields
+from harness.suites.expand_suite import field_paths
 from harness.suites.trial import Cluster, Trial
 from impl.codecs.codec import parse
 from impl.plan.policy import PRESETS, MemoryLimits, preset
@@ -37,7 +37,7 @@ def test_only_what_stands_between_the_marks_is_written() -> None:
 
 def test_every_key_of_a_suite_stands_on_its_page() -> None:
     """Every field that a suite may set, and every launcher."""
-    for path in _fields(Trial):
+    for path in field_paths(Trial):
         assert f"| `{path}` |" in SUITES
     (row,) = re.findall(r"\| `cluster.launcher` \| (.*?) \|", SUITES)
     known = get_args(Cluster.model_fields["launcher"].annotation)

@@ -26,7 +26,7 @@ CELLS = tuple(
 
 
 def suite(repeats: Repeats, cells: tuple[Trial, ...] = CELLS) -> Suite:
-    return Suite.model_construct(name="t", question="?", cells=tuple(cells), repeats=repeats)
+    return Suite.model_construct(name="t", question="?", combinations=tuple(cells), repeats=repeats)
 
 
 def measured(spread: Callable[[Trial], float]) -> Callable[[Trial], float | None]:

@@ -8,7 +8,8 @@ from typing import get_args
 import pytest
 
 from harness.suites.answering_quantity import ChosenQuantity, Quantity, quantity
-from harness.suites.suite_file import SuiteError, load
+from harness.suites.suite import SuiteError
+from harness.suites.suite_file import load
 
 SUITES = Path(__file__).resolve().parents[3] / "suites"
 
@@ -24,7 +25,7 @@ SUITES = Path(__file__).resolve().parents[3] / "suites"
 def test_shipped_suites_ask_for_what_their_questions_say(suite: str, expected: str) -> None:
     """Losses where a question is of training, errors of blocks, a break-even of rates, and so on."""
     shipped = load(SUITES / f"{suite}.toml")
-    assert quantity(shipped.cells, shipped.answer) == expected
+    assert quantity(shipped.combinations, shipped.answer) == expected
 
 
 def test_a_suite_names_one_of_the_quantities(tmp_path: Path) -> None:
@@ -36,7 +37,7 @@ def test_a_suite_names_one_of_the_quantities(tmp_path: Path) -> None:
     for name in names:
         path.write_text(text.format(name))
         suite = load(path)
-        assert quantity(suite.cells, suite.answer) == suite.answer == name
+        assert quantity(suite.combinations, suite.answer) == suite.answer == name
     path.write_text(text.format("speed"))
     with pytest.raises(SuiteError, match=r"answer = \"speed\": .*'loss', 'step', 'bytes'"):
         load(path)

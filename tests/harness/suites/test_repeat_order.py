@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.suites.repeat_order import LEAST, MOST, Repeats
-from harness.suites.suite import Suite
-from harness.suites.suite_file import SuiteError
+from harness.suites.suite import Suite, SuiteError
 from tests.harness.suites.test_suite_file import HEAD, Read, read
 
 __all__ = ["read"]  # a fixture

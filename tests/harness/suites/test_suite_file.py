@@ -13,8 +13,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from harness.suites.suite import Answer, Suite
-from harness.suites.suite_file import MOST_TRIALS, SuiteError, _fields, load
+from harness.suites.expand_suite import MOST_TRIALS, field_paths
+from harness.suites.suite import FailureResponse, Suite, SuiteError
+from harness.suites.suite_file import load
 from harness.suites.trial import RECIPE, STRATEGIES, Trial
 from impl.codecs.codec import parse
 from impl.plan.policy import PRESETS
@@ -250,14 +251,14 @@ def test_quoted_and_nested_axes(read: Read) -> None:
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("skip", Answer()),
-        ("stop", Answer(stop=True)),
-        ("retry 3", Answer(retries=3)),
-        ("retry 10", Answer(retries=10)),
-        ("retry 1, then stop", Answer(retries=1, stop=True)),
+        ("skip", FailureResponse()),
+        ("stop", FailureResponse(stop=True)),
+        ("retry 3", FailureResponse(retries=3)),
+        ("retry 10", FailureResponse(retries=10)),
+        ("retry 1, then stop", FailureResponse(retries=1, stop=True)),
     ],
 )
-def test_a_suite_says_what_follows_a_failure(read: Read, text: str, answer: Answer) -> None:
+def test_a_suite_says_what_follows_a_failure(read: Read, text: str, answer: FailureResponse) -> None:
     """By kind, and without another trial."""
     suite = read(f'[on_failure]\nkilled = "{text}"\n')
     assert suite.on_failure == {"killed": answer}
@@ -419,7 +420,7 @@ def test_the_type_of_peers_leaves_policies_alone(read: Read) -> None:
     assert Counter(trial.strategy for trial in suite.trials) == {"zero3": 1, "fsdp2-prefetch": 2}
 
 
-COUNTS = [*_fields(Trial), "model.arguments.layers"]
+COUNTS = [*field_paths(Trial), "model.arguments.layers"]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,0 +1,310 @@
+"""Expands the tables of a suite file into trials; docs/guide/suites.md says how.  No torch.
+
+Axes of ``[matrix]`` and ``[[zip]]`` multiply into combinations over ``[defaults]``; then come ``[[exclude]]``
+and, in order, ``[[override]]``.  A field that would turn a strategy into another one is left out, unless a
+[[zip]] or [[override]] that names the strategy sets it, or the suite has a single policy.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from harness.errors import suggestion
+from harness.suites.contradictions import check
+from harness.suites.labels import flatten, look_up
+from harness.suites.peers import PEERS
+from harness.suites.policy_scope import unfitting_changes
+from harness.suites.repeat_order import BASELINE, Repeats, comparable_groups, setting_of
+from harness.suites.suite import Suite, SuiteError, SuiteKeys, SuiteTables
+from harness.suites.trial import PeerSettings, PolicyChanges, Trial, configuration_text, following_model
+from impl.codecs.codec import CodecError
+
+MOST_TRIALS: Final = 2000  # of one suite; more is a mistake, not a question
+_CONFIGURATION: Final = "deepspeed_config"
+
+
+class _Setting(NamedTuple):
+    """A value, and the table of the suite file that sets it (for error messages)."""
+
+    value: Any
+    table: str
+
+
+_Point = dict[str, _Setting]  # by dotted path
+
+
+def expand(file: SuiteTables) -> Suite:
+    """Expand, exclude, override, validate, align and order."""
+    axes = _axes(file)
+    total = math.prod(len(axis) for axis in axes) * file.repeats.most
+    if total > MOST_TRIALS:
+        raise SuiteError(f"{total} trials; at most {MOST_TRIALS} are allowed in one suite")
+    defaults = _settings(file.defaults, "[defaults]")
+    points = [functools.reduce(operator.or_, values, defaults) for values in itertools.product(*axes)]
+    for number, match in enumerate(file.exclude, 1):
+        hits = _hits(match, f"[[exclude]] #{number}", points)
+        points = [point for point, hit in zip(points, hits, strict=True) if not hit]
+    for number, override in enumerate(file.override, 1):
+        hits = _hits(override.match, f"[[override]] #{number} match", points)
+        settings = _settings(override.set, f"[[override]] #{number} set")
+        points = [point | settings if hit else point for point, hit in zip(points, hits, strict=True)]
+    if not points:
+        raise SuiteError("[[exclude]] leaves no trial")
+    paths = dict.fromkeys(path for axis in axes for values in axis for path in values)
+    texts = [
+        ", ".join(f"{p} = {value_text(point[p].value)}" for p in paths if p in point) for point in points
+    ]
+    points, left_out = _fitting(points, file)
+    trials = [_trial(point) for point in points]
+    for point, trial, text in zip(points, trials, texts, strict=True):
+        try:
+            check(trial)
+        except ValueError as error:  # which begins with the path of a field
+            tables = [
+                f"{table} " for path, (_, table) in point.items() if str(error).startswith(f"{path} = ")
+            ]
+            raise SuiteError(f"{f'with {text}: ' if text else ''}{''.join(tables[:1])}{error}") from None
+    trials = _aligned(trials)
+    unique = _different(trials)
+    _check_baselines(file.repeats, unique)
+    run = {id(trial) for trial in unique}
+    return Suite.model_construct(
+        **{name: getattr(file, name) for name in SuiteKeys.model_fields},
+        combinations=tuple(unique),
+        merged=tuple(text for trial, text in zip(trials, texts, strict=True) if id(trial) not in run),
+        left_out=tuple(left_out),
+        roles=_roles(file, points, trials),
+        configurations=_configurations(file),
+    )
+
+
+def _configurations(file: SuiteTables) -> dict[str, str]:
+    """The DeepSpeed configurations that the suite names as files, JSON by path."""
+    overrides = (table for override in file.override for table in (override.match, override.set))
+    tables = (file.defaults, file.matrix, *file.zip, *file.exclude, *overrides, file.baseline, file.contrast)
+    values = [table.get(_CONFIGURATION) for table in tables]
+    paths = itertools.chain.from_iterable(value if isinstance(value, list) else [value] for value in values)
+    return {path: configuration_text(path) for path in paths if isinstance(path, str)}
+
+
+def _axes(file: SuiteTables) -> list[list[_Point]]:
+    """The axes as lists of texts, which set some fields; a zip is one axis."""
+    tables = [({path: values}, "[matrix]") for path, values in flatten(file.matrix)]
+    tables += [(dict(flatten(table)), f"[[zip]] #{number}") for number, table in enumerate(file.zip, 1)]
+    axes: list[list[_Point]] = []
+    taken: list[str] = []
+    for columns, table in tables:
+        for path, values in columns.items():
+            if not isinstance(values, list) or not values:
+                raise SuiteError(
+                    f"{table} {path} = {value_text(values)}: expected a list of at least one value"
+                )
+            for other in taken:
+                if f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}."):
+                    raise SuiteError(f"{table} {path}: {other!r} is an axis already; say each field once")
+            taken.append(path)
+        if len({len(values) for values in columns.values()}) > 1:
+            counts = ", ".join(f"{path} has {len(values)}" for path, values in columns.items())
+            raise SuiteError(f"{table}: {counts} values; expected equal numbers")
+        rows = zip(*columns.values(), strict=True)
+        axes.append([_settings(dict(zip(columns, row, strict=True)), table) for row in rows])
+    return axes
+
+
+def _settings(table: dict[str, Any], name: str) -> _Point:
+    """A table's values by dotted path."""
+    settings = {path: _Setting(value, name) for path, value in flatten(table)}
+    if "repeat" in settings:
+        raise SuiteError(f"{name} repeat: set by the key `repeats` at the top of the file")
+    return settings
+
+
+def _trial(point: _Point) -> Trial:
+    """Validate one point into a trial, without coercing TOML's types."""
+    nested: dict[str, Any] = {}
+    for path, (value, table) in point.items():
+        *tables, leaf = path.split(".")
+        place = nested
+        for part in tables:
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise SuiteError(f"{table} {path}: {part!r} is set to a value; expected a table")
+        place[leaf] = value
+    try:
+        return Trial.model_validate_json(json.dumps(following_model(nested), default=str), strict=True)
+    except ValidationError as invalid:
+        errors = invalid.errors()
+        path = _path_of(errors[0], point)
+        value, table = point[path]
+        if errors[0]["type"] == "extra_forbidden":
+            known = field_paths(Trial)
+            near = suggestion(path, known) or suggestion(path, [name.rpartition(".")[2] for name in known])
+            near = near or f"; expected one of {', '.join(known)}"
+            raise SuiteError(f"{table} {path}: no such field of a trial{near}") from None
+        expected = expected_text([error for error in errors if _path_of(error, point) == path])
+        raise SuiteError(f"{table} {path} = {value_text(value)}: {expected}") from None
+
+
+def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Dotted paths of the fields that a suite may set."""
+    paths: list[str] = []
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            paths += field_paths(field.annotation, f"{prefix}{name}.")
+        elif name != "repeat":
+            paths.append(f"{prefix}{name}")
+    return paths
+
+
+def _path_of(error: ErrorDetails, point: _Point) -> str:
+    """The path, of those that the suite sets, that is nearest to an error's."""
+    parts = [str(part) for part in error["loc"]]
+    for length in range(len(parts), 0, -1):
+        where = ".".join(parts[:length])
+        if paths := [path for path in point if f"{path}.".startswith(f"{where}.")]:
+            return paths[0]
+    return next(iter(point))
+
+
+def _hits(match: dict[str, Any], name: str, points: list[_Point]) -> list[bool]:
+    """Which points a partial match hits: by value, so ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``."""
+    wanted: dict[str, list[Any]] = {}
+    for path, value in flatten(match):
+        choices = value if isinstance(value, list) else [value]
+        trials = [_trial(_settings({path: choice}, name)).model_dump(mode="json") for choice in choices]
+        wanted[path] = [look_up(trial, path) for trial in trials]
+    trials = [_trial(point).model_dump(mode="json") for point in points]
+    hits = [all(look_up(trial, path) in values for path, values in wanted.items()) for trial in trials]
+    if not any(hits):
+        raise SuiteError(f"{name} = {value_text(match)}: matches no trial of this suite")
+    return hits
+
+
+def _fitting(points: list[_Point], file: SuiteTables) -> tuple[list[_Point], list[str]]:
+    """The points without fields that would make other strategies; a line for each field left out."""
+    named = {f"[[zip]] #{n}" for n, table in enumerate(file.zip, 1) if "strategy" in table}
+    named |= {f"[[override]] #{n} set" for n, rule in enumerate(file.override, 1) if "strategy" in rule.match}
+    trials = [_trial(point) for point in points]
+    several = len({trial.strategy for trial in trials} - set(PEERS)) > 1
+    left_out: dict[tuple[str, str, str], list[tuple[str, str]]] = defaultdict(list)
+    fitting = [dict(point) for point in points]
+    for point, trial in zip(fitting, trials, strict=True):
+        reasons = unfitting_changes(trial) if several else {}
+        for path, (value, table) in list(point.items()):
+            why = "" if table in named else reasons.get(path, "")
+            if trial.strategy in PEERS and path.startswith("policy.") and table == "[matrix]":
+                why = "there is no policy in"  # of other tables, peers lose policies without a line
+            if why:
+                left_out[path, table, why].append((value_text(value), trial.strategy))
+                del point[path]
+    lines = []
+    for (path, table, why), pairs in left_out.items():
+        values, names = (", ".join(dict.fromkeys(column)) for column in zip(*pairs, strict=True))
+        lines.append(f"{path} ({values} of {table}) is left out of {names}: {why} {names}")
+    return fitting, lines
+
+
+def _aligned(trials: list[Trial]) -> list[Trial]:
+    """The trials with the common alignment of all policies; peers without a policy, others without a peer."""
+    try:
+        grain = math.lcm(1, *(policy.grain for trial in trials if (policy := trial.resolved_policy())))
+    except CodecError as error:  # by a user's own codec, which runs here for the first time
+        raise SuiteError(str(error)) from None
+    return [
+        trial.model_copy(
+            update={"policy": PolicyChanges()}
+            if trial.strategy in PEERS
+            else {"policy": trial.policy.model_copy(update={"align": grain}), "peer": PeerSettings()}
+        )
+        for trial in trials
+    ]
+
+
+def _different(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials, of those that resolve to the same run only the one with fewest changes."""
+    runs: dict[str, Trial] = {}
+    for trial in trials:
+        key = _run_key(trial)
+        runs[key] = min((runs.get(key, trial), trial), key=lambda candidate: len(candidate.changes))
+    return list(runs.values())
+
+
+def _run_key(trial: Trial) -> str:
+    """A key that is equal for trials that resolve to the same run, whatever their policy is called."""
+    data = trial.canonical()
+    policy = trial.resolved_policy()
+    if policy is not None:
+        topology = trial.topology()
+        group = policy.group_ranks(topology)
+        frames = policy.copy_codec in (policy.weights, policy.inside)
+        data["policy"] = repr(
+            replace(
+                policy,
+                secondary=policy.secondary_ranks(topology),
+                secondary_format="frames" if frames else policy.secondary_format,
+                group=group if policy.stage > 0 and group < topology.world else 0,
+                reduce_every="micro_batch" if policy.reduces_each_micro_batch else "step",
+            )
+        )
+        data["strategy"] = trial.host
+        data.pop(_CONFIGURATION, None)
+    return json.dumps(data, sort_keys=True)
+
+
+def _check_baselines(repeats: Repeats, trials: Sequence[Trial]) -> None:
+    """Refuse to repeat until ratios are known where a cell has no baseline."""
+    for cell in comparable_groups(trials, "repeat", "seed") if repeats.within is not None else ():
+        if all(trial.strategy != BASELINE for trial in cell):
+            present = ", ".join(dict.fromkeys(trial.strategy for trial in cell))
+            why = f"of ratios over {BASELINE}, which does not stand beside {present}"
+            raise SuiteError(f"repeats: {repeats}: {why}; expected it there, or a number of repeats")
+
+
+def _roles(file: SuiteTables, points: list[_Point], trials: list[Trial]) -> dict[str, str]:
+    """The roles of trials, by id: those of ``baseline`` and, by default all others, of ``contrast``."""
+    if not file.baseline:
+        if file.contrast:
+            raise SuiteError(f"contrast = {value_text(file.contrast)}: expected a baseline beside it")
+        return {}
+    base = _hits(file.baseline, "baseline", points)
+    against = _hits(file.contrast, "contrast", points) if file.contrast else [not hit for hit in base]
+    bases = {trial.id: setting_of(trial) for trial, hit in zip(trials, base, strict=True) if hit}
+    key = f"baseline = {value_text(file.baseline)}"
+    if both := sum(map(operator.and_, base, against)):
+        raise SuiteError(f"{key}: {both} trials are baseline and contrast; expected two groups")
+    if not any(against):
+        raise SuiteError(f"{key}: every trial is the baseline; expected two groups")
+    if len(set(bases.values())) < len(bases):
+        raise SuiteError(f"{key}: matches several contenders of one cell; expected one")
+    others = {trial.id: "contrast" for trial, hit in zip(trials, against, strict=True) if hit}
+    return others | dict.fromkeys(bases, "baseline")
+
+
+def expected_text(errors: Sequence[ErrorDetails]) -> str:
+    """What a field accepts, from pydantic's errors about one value."""
+    alternatives = []
+    for error in errors:
+        message = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        message = "expected a list of two" if error["type"] == "missing" else message
+        near = ""
+        if error["type"] == "literal_error":  # expected is as in 'a', 'b' or 'c'
+            near = suggestion(str(error["input"]), error["ctx"]["expected"].split("'")[1::2])
+        alternatives.append(f"{message[0].lower()}{message[1:]}{near}")
+    return " or ".join(dict.fromkeys(alternatives))
+
+
+def value_text(value: Any) -> str:
+    """A value as it stands in a suite, shortened to one readable line."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."
