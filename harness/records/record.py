@@ -442,7 +442,12 @@ def read_valid(results: Path) -> tuple[list[Record], list[RecordError]]:
     errors: list[RecordError] = []
     for path in sorted(results.glob("*.json")):
         try:
-            records.append(read(path))
+            one = read(path)
         except RecordError as error:
             errors.append(error)
+            continue
+        if one.id == path.stem:
+            found.append(one)
+        else:  # it would count twice
+            broken.append(RecordError(f"{path}: is a copy of the record {one.id}{_REMEDY}"))
     return sorted(records, key=lambda record: (record.started, record.id)), errors

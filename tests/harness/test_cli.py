@@ -159,7 +159,7 @@ def test_records_that_cannot_be_read(
 
 
 def test_one_damaged_record(folder: Path, capsys: pytest.CaptureFixture[str], zeropp: Zeropp) -> None:
-    """Every command names it and the remedy; ``show`` lists the others before."""
+    """Every command names it and the remedy, of a copy too; ``show`` lists the others before."""
     whole = record()
     (folder / "results" / "q" / "0123456789ab.json").write_text('{"schema_version": 1,')
     for arguments in (("run", suite(folder)), ("report", "q"), ("show", "0123")):
@@ -167,6 +167,10 @@ def test_one_damaged_record(folder: Path, capsys: pytest.CaptureFixture[str], ze
     shown = zeropp("show", "q", status=cli.REFUSED)
     assert whole.id in shown.stdout
     assert re.fullmatch(r".*0123456789ab.json: not a record.*; delete the file and run again\n", shown.stderr)
+    write(folder / "copied", whole).rename(folder / "results" / "q" / "0123456789ab.json")
+    assert f"0123456789ab.json: is a copy of the record {whole.id}; delete" in refused(
+        folder, capsys, "report", "q"
+    )
 
 
 def test_records_of_another_suite_of_that_name(
