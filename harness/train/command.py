@@ -12,12 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
+from pydantic import ValidationError
 from typer import Option
 
 from harness.cluster import interrupts
 from harness.cluster.rank_processes import REFUSALS, Launch, LaunchError, run_in_place, run_ranks
 from harness.errors import Refusal
 from harness.measure import machine
+from harness.records.record import wrong_field
 from harness.runs.feasibility import check_writable, this_host
 from harness.suites.trial import Cluster, Model, Optimizer, PolicyChanges, Trial
 from harness.workloads.trial_dataset import check as check_data
@@ -128,7 +130,8 @@ def _train(settings: Settings) -> None:
     try:
         trial = _trial(settings, config, topology, torchrun=torchrun)
     except (Refusal, ValueError) as error:
-        raise Refusal(f"{settings.deepspeed_config or 'flags'}: {error}") from None
+        words = wrong_field(error) if isinstance(error, ValidationError) else error
+        raise Refusal(f"{settings.deepspeed_config or 'flags'}: {words}") from None
     excess = _plan(trial, speaks=not torchrun or os.environ.get("RANK", "0") == "0")
     if settings.plan:
         return
