@@ -442,12 +442,12 @@ def read_valid(results: Path) -> tuple[list[Record], list[RecordError]]:
     errors: list[RecordError] = []
     for path in sorted(results.glob("*.json")):
         try:
-            one = read(path)
+            record = read(path)
         except RecordError as error:
             errors.append(error)
             continue
-        if one.id == path.stem:
-            found.append(one)
+        if record.id == path.stem:
+            records.append(record)
         else:  # it would count twice
-            broken.append(RecordError(f"{path}: is a copy of the record {one.id}{_REMEDY}"))
+            errors.append(RecordError(f"{path}: is a copy of the record {record.id}{_REMEDY}"))
     return sorted(records, key=lambda record: (record.started, record.id)), errors

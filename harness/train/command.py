@@ -130,8 +130,8 @@ def _train(settings: Settings) -> None:
     try:
         trial = _trial(settings, config, topology, torchrun=torchrun)
     except (Refusal, ValueError) as error:
-        words = wrong_field(error) if isinstance(error, ValidationError) else error
-        raise Refusal(f"{settings.deepspeed_config or 'flags'}: {words}") from None
+        reason = wrong_field(error) if isinstance(error, ValidationError) else error
+        raise Refusal(f"{settings.deepspeed_config or 'flags'}: {reason}") from None
     excess = _plan(trial, speaks=not torchrun or os.environ.get("RANK", "0") == "0")
     if settings.plan:
         return
