@@ -92,7 +92,7 @@ class Route:
     group: Group  # the axis's
     kind: Kind  # of exchange
     nbytes: int  # of a row that a rank receives from another
-    row: int  # bytes of this rank's message
+    sent_bytes: int  # this rank's message
     rows: int  # received
     shared: bool  # whether ranks read each other's memory
     direct: bool  # else whether messages go from rank to rank, or by the backend's collectives
@@ -161,7 +161,7 @@ class InMemory:
         self._rows: Tensor | None = None  # once all have posted theirs
         self._begin = 0.0
         self._number = watchdog.wait(step, arena.claim)
-        self.send = arena.row(self._number)[: route.row]
+        self.send = arena.row(self._number)[: route.sent_bytes]
 
     def post(self) -> None:
         self._begin = time.perf_counter()
@@ -210,7 +210,7 @@ class Distributed:
             # The message is written where this rank receives its own.
             self.send = self._received.view(route.rows, -1)[route.group.index]
         else:
-            self.send = buffers.take(route.row)
+            self.send = buffers.take(route.sent_bytes)
             self._taken.append(self.send)
 
     def post(self) -> None:
@@ -251,7 +251,7 @@ class Staged:
     """
 
     def __init__(self, host: Distributed, route: Route, buffers: Buffers) -> None:
-        self._host, self._buffers, self.send = host, buffers, buffers.take(route.row)
+        self._host, self._buffers, self.send = host, buffers, buffers.take(route.sent_bytes)
 
     def post(self) -> None:
         self._host.send.copy_(self.send)
@@ -270,4 +270,4 @@ def _arrived(watchdog: Watchdog, route: Route, begin: float) -> None:
     if watchdog.timeline is not None:
         purpose, unit = route.operation[6:8]
         lane = BETWEEN if route.inter_bytes else INSIDE
-        watchdog.timeline.add(lane, f"{purpose} {unit}".strip(), begin, route.row)
+        watchdog.timeline.add(lane, f"{purpose} {unit}".strip(), begin, route.sent_bytes)

@@ -7,9 +7,9 @@ a ring, and the gather of the mean between groups that hold copies.
 :meth:`Reduction.start` posts the first message, ``post_next_hop`` the next, and ``finish`` returns the mean.
 
 [Note: deferred last hop]
-After a message of an earlier hop the caller returns soon, since the next hop cannot be posted before this one
-has arrived and the link would idle.  After the last hop nothing is left to post: if it travels between nodes,
-on the slowest link, its wait is left to :meth:`Reduction.finish`; inside a node it arrives at once.
+After a message of an earlier hop the caller calls again soon: the next hop cannot be posted before this one
+has arrived, and the link would idle.  After the last hop nothing is left to post.  If it travels between
+nodes, on the slowest link, its wait is left to :meth:`Reduction.finish`; inside a node it arrives at once.
 """
 
 from __future__ import annotations
@@ -60,17 +60,15 @@ class Reduction:
 
     def __post_init__(self) -> None:
         rank_order = tuple(axis.stride for axis, _ in self.hops)
-        self.strides, self.chunks = (
-            tuple(self.strides) or rank_order,
-            tuple(self.chunks) or ((0, self.piece),),
-        )
+        self.strides = tuple(self.strides) or rank_order
+        self.chunks = tuple(self.chunks) or ((0, self.piece),)
         self.sizes = tuple(axis.size for axis, _ in self.hops)  # ranks along each hop
         self._in_order = self.strides == rank_order  # whether pieces lie in the order of ranks
         last = [axis for axis, _ in (self.replicas or self.hops)[-1:]]
         self._crosses = any(map(self.wire.mesh.topology.crosses, last))  # whether the last hop crosses nodes
         lengths = [end - start for start, end in self.chunks]
-        # bytes of a frame, by hop and chunk
-        self._frames = [[codec.frame_bytes(length) for length in lengths] for _, codec in self.hops]
+        # by hop and chunk
+        self._frame_bytes = [[codec.frame_bytes(length) for length in lengths] for _, codec in self.hops]
         # shape and strides of a gradient (world * piece,) as (axis 0, axis 1, ..., piece)
         self._by_hops = (*self.sizes, self.piece), (*(stride * self.piece for stride in self.strides), 1)
 
@@ -100,7 +98,7 @@ class Reduction:
 
     def open_message(self) -> Exchange:
         """The first hop's exchange, with ``send`` of (world * piece,) elements, where :meth:`collects`."""
-        nbytes = math.prod(self.sizes[1:]) * self._frames[0][0]
+        nbytes = math.prod(self.sizes[1:]) * self._frame_bytes[0][0]
         return self.wire.all_to_all(self.hops[0][0], nbytes, self.tag)
 
     def start(
@@ -116,7 +114,7 @@ class Reduction:
         self._key, self._errors, self._opened, self._out = key, errors, opened, out
         self._observer = self.wire.observer
         self._gather: FrameGather | None = None  # between groups, once the mean of a piece is computed
-        self._under_way: list[Exchange] = []  # by chunk, on its last hop
+        self._under_way: list[Exchange] = []  # by chunk, on its present hop
         self._left = len(self.hops)  # messages to post, before those between groups
         self.mean = None
         if self._observer is not None:
@@ -207,7 +205,7 @@ class Reduction:
         slices = gradient.as_strided(*self._by_hops)[..., start:end]  # (axis 0, axis 1, ..., chunk)
         values = slices if self._observer is None else _with_errors(slices, carried)
         if (exchange := self._opened) is None:
-            frame, rest = self._frames[0][index], self.sizes[1:]
+            frame, rest = self._frame_bytes[0][index], self.sizes[1:]
             exchange = self.wire.all_to_all(axis, math.prod(rest) * frame, self.tag)
             frames = exchange.send.view(*self.sizes, frame)
             ops.encode(codec, slices, frames, noise=self.noise(self._key, 0, start), carried=carried)
@@ -222,13 +220,13 @@ class Reduction:
         (_, before), (axis, codec) = self.hops[hop - 1 : hop + 1]
         (start, end), rest = self.chunks[index], self.sizes[hop:]
         carried = None if self._errors is None else self._errors.carried(hop, start, end)
-        frame = self._frames[hop][index]
+        frame = self._frame_bytes[hop][index]
         exchange = self.wire.all_to_all(axis, math.prod(rest[1:]) * frame, self.tag)
         send = exchange.send.view(*rest, frame)
         if hop == 1 and self._opened is not None:
             frames = self._own_part(received)
         else:
-            frames = received.wait().view(-1, *rest, self._frames[hop - 1][index])
+            frames = received.wait().view(-1, *rest, self._frame_bytes[hop - 1][index])
         if observer is not None:
             summed = torch.empty((*rest, end - start), dtype=torch.float32, device=frames.device)
             ops.decode_sum(before, frames, summed, sums=self.sums)
@@ -245,8 +243,8 @@ class Reduction:
 
     def _own_part(self, exchange: Exchange) -> Tensor:
         """(source, sizes of the later hops..., F): this rank's part of collected gradients."""
-        frame = self._frames[0][0]
-        assert isinstance(exchange, InMemory)  # noqa: S101  # gradients are collected in no other message of several hops
+        frame = self._frame_bytes[0][0]
+        assert isinstance(exchange, InMemory)  # noqa: S101  # no other message collects for several hops
         rows = exchange.messages()  # (source, world * F)
         first, *strides = (stride * frame for stride in self.strides)
         start = rows.storage_offset() + self.hops[0][0].digit(self.wire.mesh.rank) * first
@@ -284,7 +282,7 @@ class Ring(Reduction):
 
     def _post(self) -> None:
         codec, size = self._codec, self._axis.size
-        exchange = self._exchange = self.wire.shift(self._axis, self._frames[0][0], self.tag)
+        exchange = self._exchange = self.wire.shift(self._axis, self._frame_bytes[0][0], self.tag)
         noise = None
         if codec.stochastic and self._key is not None:
             first = (self._me - 1 - self._step) % size * shard_stride(self.piece)

@@ -210,8 +210,8 @@ class Wire:
         dog, pacer = self._watchdog, self._pacer
         if route.shared:
             arena = self._arenas.get(axis)
-            if arena is None or arena.row_bytes < route.row:  # on all ranks of the axis at once
-                make = partial(Arena, route.row, route.group, self._timeout)
+            if arena is None or arena.row_bytes < route.sent_bytes:  # on all ranks of the axis at once
+                make = partial(Arena, route.sent_bytes, route.group, self._timeout)
                 with torch.inference_mode(mode=False):  # it outlives a pass
                     arena = self._arenas[axis] = self._watchdog.wait(step, make)
             return exchanges.InMemory(dog, step, route, arena)
@@ -237,7 +237,7 @@ class Wire:
             group=group,
             kind=kind,
             nbytes=nbytes,
-            row=nbytes * axis.size if kind == "all_to_all" else nbytes,
+            sent_bytes=nbytes * axis.size if kind == "all_to_all" else nbytes,
             rows=1 if steps else axis.size,
             shared=shared,
             direct=direct,

@@ -47,9 +47,7 @@ class Hooks:
         self._check_every, self.finished = context.policy.order_every, 0
         self.masters, self.buffers = Masters(units), ModuleBuffers(model, context.wire)
         self.scaler = LossScaler(context.policy.loss_scale)
-        self._inputs = (
-            DTYPES[context.policy.compute] if casts_inputs else None
-        )  # type that inputs are cast to
+        self._input_dtype = DTYPES[context.policy.compute] if casts_inputs else None
         self._units_of: dict[nn.Module, list[Unit]] = {}
         for unit, module in zip(units, modules, strict=True):
             self._units_of.setdefault(module, []).append(unit)
@@ -83,7 +81,7 @@ class Hooks:
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         passes, again = self._passes, torch._C._current_graph_task_id() != -1  # noqa: SLF001  # recomputing()
         first = not passes.running and not again
-        passes.running += 1  # first: the hook after the module decrements it, whatever is refused here
+        passes.running += 1  # at once: the hook after the module decrements it, whatever is refused here
         if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001  # there is no public one
             raise ZeroError(
                 f"{type(module).__name__} of a sharded model under a transform of torch.func (vmap, grad), "
@@ -98,8 +96,8 @@ class Hooks:
             for unit in units:
                 unit.check_unchanged(training=False)
         changed = None
-        if self._inputs is not None:
-            changed = args, kwargs = cast_tensors(args, self._inputs), cast_tensors(kwargs, self._inputs)
+        if (dtype := self._input_dtype) is not None:
+            changed = args, kwargs = cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
         if again:  # a block is computed again: only gather resharded weights
             for unit in units:
                 if unit.policy.planes > 1:
@@ -270,12 +268,12 @@ class Hooks:
         for unit in self._units_of[module]:
             unit.pre_backward()
 
-    def collect_gradient(self, unit: int, number: int) -> None:
+    def collect_gradient(self, index: int, number: int) -> None:
         """The gradient of a parameter has arrived."""
         if not self._passes.in_backward:
             self._begin_backward()
-        if self._units[unit].reduction.collect(number):
-            self._units[unit].post_backward()
+        if self._units[index].reduction.collect(number):
+            self._units[index].post_backward()
 
     def collect_outside(self, index: int, number: int) -> None:
         """A gradient has arrived at the placeholder of a parameter."""

@@ -94,10 +94,10 @@ class Masters:
         """Refuse, with a ZeroError that counts them, optimizers that lack masters with gradients."""
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         held = {id(parameter) for group in groups for parameter in group["params"]}
-        masters = [id(master) for master in self if master.grad is not None]
-        if missing := sum(number not in held for number in masters):
+        expected = [id(master) for master in self if master.grad is not None]
+        if missing := sum(number not in held for number in expected):
             raise ZeroError(
-                f"step() of optimizers that lack {missing} of {len(masters)} masters with gradients: "
+                f"step() of optimizers that lack {missing} of {len(expected)} masters with gradients: "
                 "with a loss scale, give all optimizers to one step()"
             )
 

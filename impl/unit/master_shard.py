@@ -46,7 +46,7 @@ class MasterShard:
         self, geometry: UnitGeometry, context: UnitContext, placement: Placement, shard: Tensor
     ) -> None:
         policy, mesh = context.policy, context.wire.mesh
-        self.placement, self.crosses = placement, placement.shard or placement.frames
+        self.placement, self.crosses = placement, placement.shard or placement.frames  # to the device
         self._geometry, self._mesh, self._host = geometry, mesh, context.host
         self._clock = context.clock
         self.encode_as(policy.weights)
@@ -59,7 +59,7 @@ class MasterShard:
         # (S,) fp32 masters, or the frame (F,) uint8 of weights held as codes
         self.held, self.codes = shard.to(MEMORY if placement.shard else mesh.device), None
         if not geometry.trainable and policy.frozen is not None:
-            codes = self._host.empty("frozen", self._frame, host=placement.shard)
+            codes = self._host.empty("frozen", self._frame_bytes, host=placement.shard)
             ops.encode(self._codec, self.held, codes, noise=self.noise(self._codec))
             self.held = self.codes = codes
         else:
@@ -110,7 +110,7 @@ class MasterShard:
 
     def encode_as(self, codec: Codec) -> None:
         """Write frames in this codec from here on."""
-        self._codec, self._frame = codec, codec.frame_bytes(self._geometry.shard)
+        self._codec, self._frame_bytes = codec, codec.frame_bytes(self._geometry.shard)
 
     def write_frame(self, frame: Tensor) -> None:
         """Write this rank's frame to a message."""
@@ -125,7 +125,7 @@ class MasterShard:
             self._host.copy("to_device", source, frame, "weights", name)
             return
         if self._sent is None:
-            self._sent = self._host.empty("frames", self._frame, host=False)
+            self._sent = self._host.empty("frames", self._frame_bytes, host=False)
         if self._sent_of != self._encoded_of:
             self._host.copy("to_device", source, self._sent, "weights", name)
             self._sent_of = self._encoded_of
@@ -136,7 +136,7 @@ class MasterShard:
         varies = self._codec.stochastic and self._geometry.trainable
         now = (self.version, self._clock.step if varies else 0)
         if self._encoded is None:
-            self._encoded = self._host.empty("frames", self._frame)
+            self._encoded = self._host.empty("frames", self._frame_bytes)
         if self._encoded_of != now:
             self.arrival.finish()  # of the last copy from it
             ops.encode(self._codec, self.held, self._encoded, noise=self.noise(self._codec))

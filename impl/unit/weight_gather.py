@@ -59,9 +59,8 @@ class WeightGather:
         policy, wire, shard = context.policy, context.wire, geometry.shard
         self.geometry, self.wire, self.clock = geometry, wire, context.clock
         self.master_shard, self.flat = master_shard, flat
-        self.axes, self.spared = policy.gather_axes(
-            wire.mesh.topology
-        )  # a current copy spares the first ones
+        # a current copy spares the first of these axes
+        self.axes, self.spared = policy.gather_axes(wire.mesh.topology)
         wire.mesh.make_groups(self.axes)
         sizes, strides = zip(*((axis.size, axis.stride * shard) for axis in self.axes[::-1]), strict=True)
         self.target = (*sizes, shard), (*strides, 1)  # of the flat buffer seen as shards by rank digits
