@@ -119,7 +119,7 @@ class Zero:
         """Forget local gradients that have not been reduced: of a failed pass, or of :meth:`accumulating`.
 
         Carried errors of gradient codecs are forgotten too, and weights are sent next, not differences.
-        After a pass that KeyboardInterrupt ended the engine is outside of passes again.
+        After a pass that KeyboardInterrupt ended, the engine is outside of passes again.
         """
         for unit in self.units:
             unit.weight_gather.secondary.distrust()
@@ -132,7 +132,7 @@ class Zero:
     ) -> Stepped:
         """Undo the loss scale, clip, and step; or skip the step on all ranks after an overflow.
 
-        For losses that were multiplied by ``scaler.scaled(loss)``.
+        For gradients of losses that ``scaler.scaled(loss)`` returned.
 
         With a loss scale ``optimizers`` must be all that hold masters with gradients.  Clipping limits the
         mean gradient's global norm (:meth:`grad_norm`) to ``max_norm``; None does not clip.  Raises

@@ -36,7 +36,7 @@ class ModuleBuffers:
 
     @staticmethod
     def changed_by(module: nn.Module) -> bool:
-        """Whether a pass of ``module`` changes some though it records no gradient, as running means."""
+        """Whether a pass of ``module`` may change some, as running means, without recording gradients."""
         return any(part.training and part._buffers for part in module.modules())  # noqa: SLF001
 
     @contextlib.contextmanager

@@ -32,7 +32,7 @@ def register(module: nn.Module, unit: Unit) -> None:
     gathered: list[bool] = []  # by call under way, the innermost last
 
     def before(*_: Any) -> None:
-        gathered.append(not recomputing() and not unit.in_use)  # computed again, uses gather what they need
+        gathered.append(not recomputing() and not unit.in_use)  # a block that runs again gathers by use
         if gathered[-1]:
             unit.gather_outside()
 

@@ -3,7 +3,7 @@
 [Note: flat buffer]
 A gathered unit is one tensor (P,), P its padded elements, in the compute type.  Each parameter is a leaf of
 its own whose ``data`` is a view of it: so each counts its own versions, and filling the buffer again for
-backward is no in-place change of saved tensors.  The memory comes from a pool.  While the unit is sharded
+backward is no in-place change of saved tensors.  The memory comes from a reserve.  While the unit is sharded
 there is no such tensor, and modules hold placeholders.
 
 Autograd may still hold views when the unit is resharded: of weights that were used outside a forward pass,
@@ -113,7 +113,7 @@ class FlatBuffer:
         self._reserve.give_back(flat)
 
     def lay(self) -> None:
-        """Make the parameters that are not seen whole views of the flat buffer; users may have moved them."""
+        """Make parameters views of the flat buffer, except those seen whole; users may have moved them."""
         if (flat := self._flat) is None:
             return
         with torch.inference_mode(mode=False), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001

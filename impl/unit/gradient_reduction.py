@@ -75,8 +75,8 @@ class GradientReduction:
         self.progress, self.queue = Progress.COLLECTING, queue
         self.missing = set[int]()  # members whose gradient has not arrived, once another one has
         self.local: Tensor | None = None  # (P,) the local gradients, while any wait to be reduced
-        self._buffer: Tensor | None = None  # of the reserve, their memory,
-        self._opened: Exchange | None = None  # or the message
+        self._buffer: Tensor | None = None  # their memory, from the reserve,
+        self._opened: Exchange | None = None  # or the message that is
         self._written: set[int] = set()  # members with a gradient there
         self._arrival: Arrival | None = None  # of the hops after the first, beside a GPU's computation
         self._errors: Errors | None = None  # of the gradient codecs, from the first reduction on
@@ -335,7 +335,7 @@ class ReductionQueue:
 
     @property
     def elements_under_way(self) -> int:
-        """Elements of all gradients in reduction."""
+        """Elements of all gradients that are being reduced."""
         return sum(r.elements for r in self._under_way if r.progress is Progress.REDUCING)
 
     def _start(self) -> None:

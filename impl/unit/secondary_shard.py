@@ -2,10 +2,10 @@
 
 [Note: lifetime of the secondary]
 The frames (node, F) from the hops between nodes are this rank's copy of weights of one version, kept as they
-arrived or decoded and cast to 16 bits (paper section 3.2).
-They are CURRENT until the weights change: by a step, a load, or a write under GatheredParameters or by hand,
-which :meth:`SecondaryShard.holds` notices by the version.  Then they are STALE and never used as weights
-again.  All of this is decided here; DeepSpeed, in many places, trained on stale copies in eight ways.
+arrived, or decoded and cast to 16 bits (paper section 3.2).  They are CURRENT until the weights change: by
+a step, a load, or a write under GatheredParameters or by hand, which :meth:`SecondaryShard.holds` notices
+by the version.  Then they are STALE and never used as weights again.  All of this is decided here;
+DeepSpeed, which decides it in many places, trained on stale copies in eight ways.
 
 [Note: differences]
 Stale copies are equal on all ranks that hold them, so the next all-gather may send the masters' differences
