@@ -132,7 +132,7 @@ class _Call:
         return self.launch(file, kernel, parts, threads, loops=loops)
 
     def octets(self, file: str, kernel: str, per_thread: int = 1, *, loops: bool = False) -> Launch:
-        """The launch of a kernel with ``each`` octets a thread."""
+        """The launch of a kernel with ``per_thread`` octets a thread."""
         self.set(exact=self.aligned)
         return self.launch(file, kernel, -(-self.numel // (OCTET * THREADS * per_thread)), loops=loops)
 
