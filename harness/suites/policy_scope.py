@@ -20,7 +20,7 @@ def unfitting_changes(trial: Trial) -> dict[str, str]:
     changes, host = trial.policy, trial.host
     raw_weights, raw_gradients = _raw((base.weights,)), _raw(base.gradients)
     exact = trial.strategy.endswith("exact")
-    lacks = {
+    lacks = {  # whether the preset has nothing that the field changes
         "weights": raw_weights and (exact or not _raw(_codecs(changes.weights))),
         "gradients": raw_gradients and (exact or not _raw(_codecs(changes.gradients))),
         "stage": True,
@@ -33,7 +33,7 @@ def unfitting_changes(trial: Trial) -> dict[str, str]:
         **dict.fromkeys(("sums", "feedback"), raw_gradients),
         **dict.fromkeys(("blocks", "budget"), raw_weights and raw_gradients),
         **dict.fromkeys(("reduce", "chunks"), base.reduce == "ring"),
-    }  # whether the preset has nothing that the field changes
+    }
     reasons = {}
     for name in trial.changes:
         if host is not None and not carries(host, name):

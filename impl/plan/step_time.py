@@ -229,9 +229,8 @@ class _Seconds:
     def gather(self, policy: Policy, unit: UnitGeometry, *, again: bool) -> Collective:
         """The gather of a unit's weights; ``again`` from hpZ's copy, if there is one."""
         again = again and policy.gather_axes(self._topology)[1] > 0
-        codec = (
-            policy.copy_codec if again else policy.differences or policy.weights
-        )  # of all gathers but the first
+        # of every step but the first, which sends weights, not differences
+        codec = policy.copy_codec if again else policy.differences or policy.weights
         before = 0.0 if again else policy.planes * self._coding(codec, unit.shard, "encode")
         hops, ring = list[Hop](), policy.gather == "flat"
         spared = policy.gather_axes(self._topology)[1] if policy.differences and not again else None

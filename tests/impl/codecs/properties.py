@@ -229,9 +229,8 @@ BIG = 3.4028234e38
 @example(Drawn(parse("int3:shard:asym"), torch.tensor([BIG, -BIG, 1.0]), out=torch.bfloat16, order=1, seed=1))
 @example(Drawn(parse("int3:shard:asym"), torch.tensor([torch.nan]), order=1, seed=1))
 @example(Drawn(parse("int2:2:asym"), torch.tensor([0.0, -0.0])))  # which is the minimum: by the order
-@example(
-    Drawn(parse("int2:32:hadamard32"), torch.tensor([BIG] * 32))
-)  # the largest sum of scale and rotation
+# the largest sum of scale and rotation
+@example(Drawn(parse("int2:32:hadamard32"), torch.tensor([BIG] * 32)))
 @example(Drawn(parse("int2:32:hadamard32"), torch.full((32,), torch.inf)))
 def test_hostile_blocks_are_coded_as_the_reference_does(backend: Backend, case: Drawn) -> None:
     """Frames and decoded values of every codec are equal, in every order of threads, aligned or not."""

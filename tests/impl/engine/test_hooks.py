@@ -88,9 +88,8 @@ def test_an_interrupted_reduction_is_never_taken_for_a_finished_one() -> None:
         interrupts()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor:UserWarning"
-)  # torch's compiler looks at it
+# torch's compiler looks at it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled_blocks_train_as_blocks_that_are_not() -> None:
     """``block.compile()`` compiles what lies between the engine's hooks, which run as they are."""
 
