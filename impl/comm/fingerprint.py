@@ -61,7 +61,7 @@ class CollectiveLog:
 
 
 def parting(histories: Mapping[int, Iterable[Step]]) -> str | None:
-    """A sentence on the first exchange that differs in ranks' ``steps``; None if none does."""
+    """A sentence on the first exchange that differs in ranks' ``histories``; None if none does."""
     opened: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))  # ranks by exchange
     for rank, steps in sorted(histories.items()):
         for number, fields, _ in steps:
