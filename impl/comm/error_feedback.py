@@ -18,14 +18,14 @@ from impl.plan.topology import Topology
 
 
 class Errors:
-    """The errors of one unit on one rank, ``nbytes`` in all; reductions end with ``shard`` elements."""
+    """The errors of one unit on one rank, ``nbytes`` in all; reductions end with ``piece`` elements."""
 
-    def __init__(self, policy: Policy, topology: Topology, shard: int, device: torch.device) -> None:
+    def __init__(self, policy: Policy, topology: Topology, piece: int, device: torch.device) -> None:
         assert policy.feedback is not None  # noqa: S101  # else there are none
         self.feedback, dtype = policy.feedback, DTYPES[policy.feedback.state]
         sizes = [axis.size for axis, _ in policy.reduce_axes(topology)]
-        self._errors = {  # by hop, (ranks along its axis and the later ones..., S)
-            hop: torch.zeros(*sizes[hop:], shard, dtype=dtype, device=device)
+        self._errors = {  # by hop, (ranks along its axis and the later ones..., piece)
+            hop: torch.zeros(*sizes[hop:], piece, dtype=dtype, device=device)
             for hop, kept in enumerate(policy.feedback_hops(topology))
             if kept
         }

@@ -56,9 +56,9 @@ class _Values(ABC):
     def full(self) -> Tensor | None:
         """(shape) full values; None for a gradient before there is one; () for a state that is one number."""
         part = self.local()
-        return (
-            part if part is None or part.dim() == 0 else self._whole.gather_member(self._number, part.float())
-        )
+        if part is None or part.dim() == 0:
+            return part
+        return self._whole.gather_member(self._number, part.float())
 
     def local(self) -> Tensor | None:
         """(n,) local values; None and () as :meth:`full`."""

@@ -64,7 +64,7 @@ class Cut:
         self._axes, self._device = axes[outside:], first.device
         self._parameters = [weakref.ref(parameter) for parameter in parameters.values()]
         self._keepers = [_InCut(self, slot.spec.name) for slot in self.geometry.slots]
-        self.piece = torch.empty(0)  # (S,) fp32, this rank's slice, on the device of the values
+        self.shard = torch.empty(0)  # (S,) fp32, this rank's slice, on the device of the values
         self.pinned: set[int] = set()  # slots that a context shows whole
         # By slot, a number of all values that this rank has cut it from; equal for equal values.
         self.drawn = [0] * len(self.geometry.slots)
@@ -94,7 +94,7 @@ class Cut:
         alive = {str(number): tensor for number, tensor in enumerate(parameters) if tensor is not None}
         for number, total in sums(alive).items():
             self.drawn[int(number)] = (31 * self.drawn[int(number)] + total) % _LARGE
-        self.piece = shard_of(self.geometry, self.mesh.rank, values, self._device)
+        self.shard = shard_of(self.geometry, self.mesh.rank, values, self._device)
         for parameter, keeper in zip(parameters, self._keepers, strict=True):
             if parameter is not None:
                 release(parameter, keeper)
@@ -108,14 +108,14 @@ class Cut:
             if parameter is not None:
                 restore(parameter, self.values(number, self.wire()).to(parameter.dtype))
                 _whole[parameter] = weakref.ref(self)
-        self.piece = torch.empty(0)
+        self.shard = torch.empty(0)
         self._uses = self._counts()
         self.whole = True
 
     def values(self, number: int, wire: Wire, part: Tensor | None = None) -> Tensor:
         """(shape) fp32: parameter ``number`` from all ranks' parts (n,); all ranks of a copy must call it."""
         start, end = self.geometry.part(self.geometry.slots[number], self.mesh.rank)
-        part = (self.piece[start:end] if part is None else part).to(wire.mesh.device)
+        part = (self.shard[start:end] if part is None else part).to(wire.mesh.device)
         tag = Tag("step", "state", self.name)
         return assemble(self.geometry, number, part, self._axes, wire=wire, tag=tag).to(self._device)
 
@@ -177,9 +177,9 @@ def take_over(geometry: UnitGeometry, parameters: Sequence[nn.Parameter], wire: 
     if first is not None and _same(first, geometry, parameters):
         for slot, parameter in zip(geometry.slots, parameters, strict=True):
             start, end = geometry.part(slot, rank)
-            part = first.piece[start:end]
+            part = first.shard[start:end]
             part.copy_(part.to(parameter.dtype))  # a model may be cast after it was cut
-        return first.piece
+        return first.shard
     values = (  # one parameter at a time is whole
         parameter if cut is None else cut.values(cut.number(parameter), wire).to(parameter.dtype)
         for parameter, cut in zip(parameters, cuts, strict=True)
