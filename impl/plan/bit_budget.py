@@ -115,19 +115,17 @@ def at_most(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], sent: Mapping[LedgerKey, int]
 ) -> dict[Link, int]:
     """Most bytes over each kind of link under any choice, from those ``sent`` in the policy's own codecs."""
-    left, total = dict(sent), dict.fromkeys(get_args(Link), 0)
+    left, totals = dict(sent), dict.fromkeys(get_args(Link), 0)
     for share in shares_of(policy, topology, units):
         sizes = {name: candidates[0] for name, candidates in zip(share.units, share.bytes, strict=True)}
-        shared = {link: Counter[str]() for link in total}  # bytes by unit
+        shared = {link: Counter[str]() for link in totals}  # bytes by unit
         for key in sent:
             if key.purpose == share.purpose and key.unit in sizes and share.hop in ("", key.hop):
                 shared[key.link][key.unit] += left.pop(key)
-        for (
-            link,
-            counts,
-        ) in shared.items():  # all of the budget goes to the unit that sends each byte most often
+        # At most all of the budget goes to the unit that sends each byte most often.
+        for link, counts in shared.items():
             most = (-(-nbytes * share.limit // sizes[unit]) for unit, nbytes in counts.items())
-            total[link] += max(most, default=0)
+            totals[link] += max(most, default=0)
     for key, nbytes in left.items():
-        total[key.link] += nbytes
-    return total
+        totals[key.link] += nbytes
+    return totals
