@@ -1,4 +1,4 @@
-"""Turns the bands of a shard's matrices (:meth:`UnitGeometry.bands`), so that blocks run along columns."""
+"""Turns bands (:class:`impl.plan.shard_layout.Band`) of matrices, so that blocks run along columns."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ class Zero:
         return dict(self._meter.peak)
 
     def copied(self) -> dict[CopyKey, int]:
-        """Bytes copied between host and device so far (as ``traffic.predict`` foresees)."""
+        """Bytes copied between host and device so far (as :func:`impl.plan.traffic.predict` foresees)."""
         return dict(self._host.copied)
 
     # Refusals

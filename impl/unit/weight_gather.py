@@ -24,9 +24,9 @@ elements is cut into shards of S = P / 4; a frame, a shard's codes and scales, h
    the policy sends differences, step 1 encodes the master's difference from its copy in the secondary, and
    step 3 adds it to the copies ([Note: differences] in :mod:`impl.unit.secondary_shard`).
 
-:meth:`Unit.all_gather` starts this, and gathers ahead for :mod:`impl.plan.prefetch_schedule`, and waits for
-it; docs/design/engine.md has a table of a parameter's states.  Each path is a class: its ``start`` posts the
-first hop, and its ``finish`` does all else.
+:meth:`impl.unit.unit.Unit.all_gather` starts this, gathers ahead as :mod:`impl.plan.prefetch_schedule` says,
+and waits; docs/design/engine.md has a table of a parameter's states.  Each path is a class: its ``start``
+posts the first hop, and its ``finish`` does all else.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class _Between:
 
 
 class _Differences(_Between):
-    """Path of masters' differences from their copies: [Note: differences] in ``secondary_shard``."""
+    """Path of differences from the copies: [Note: differences] in :mod:`impl.unit.secondary_shard`."""
 
     def _write(self, message: Tensor) -> None:
         gather, master = self._gather, self._gather.master_shard.master

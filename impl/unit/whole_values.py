@@ -81,7 +81,7 @@ class WholeValues:
         self._unit.weights_changed()
 
     def load_codes(self, frame: Tensor) -> None:
-        """Overwrite weights that are held as codes; see :meth:`MasterShard.load_codes`."""
+        """Overwrite weights that are held as codes with a ``frame`` of the same layout."""
         self._master_shard.load_codes(frame)
         self._unit.weights_changed()
 
