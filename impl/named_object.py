@@ -37,7 +37,7 @@ def see(folder: Path) -> None:
 
 
 def import_object(text: str) -> Any:
-    """The object of ``module:object``; a NamedObjectError if it is missing, raises, or is hidden."""
+    """The object of ``module:object``; a NamedObjectError if missing, hidden, or its import raises."""
     name, _, path = text.partition(":")
     see(Path.cwd())
     with raising(NamedObjectError, f"{text}: cannot import {name!r}:"):

@@ -99,7 +99,7 @@ def _configurations(file: SuiteTables) -> dict[str, str]:
 
 
 def _axes(file: SuiteTables) -> list[list[_Point]]:
-    """The axes as lists of texts, which set some fields; a zip is one axis."""
+    """The axes as lists of points, which set some fields; a zip is one axis."""
     tables = [({path: values}, "[matrix]") for path, values in flatten(file.matrix)]
     tables += [(dict(flatten(table)), f"[[zip]] #{number}") for number, table in enumerate(file.zip, 1)]
     axes: list[list[_Point]] = []

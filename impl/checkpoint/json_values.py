@@ -15,7 +15,7 @@ _KEYS: Final = ("__tuple__", "__number__")
 
 
 def to_json(value: object, place: str) -> Any:
-    """``value`` in JSON's types; a CheckpointError names the place, below ``place``, of another."""
+    """``value``, at ``place``, in JSON's types; a CheckpointError names what has no form, and where."""
     kind = type(value)  # subclasses would come back as these
     if value is None or kind in (bool, int, float, str):
         return value

@@ -53,7 +53,7 @@ def ranges(
 
 
 def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> tuple[int, str]:
-    """Write and sync a file, copying each tensor to the host once; its bytes, and SHA-256 in hex."""
+    """Write and sync a file, with one host copy a tensor; returns its bytes, and SHA-256 in hex."""
     from safetensors import SafetensorError  # machines that keep no checkpoint may lack it
     from safetensors.torch import save_file
 

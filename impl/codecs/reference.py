@@ -339,7 +339,7 @@ def _decoded(codec: BuiltIn, frames: Tensor, numel: int, largest: float) -> Tens
 
 
 def _blocked(codec: Blocked, x: Tensor) -> Tensor:
-    """(..., blocks, block) fp32 copy; a short last block repeats its last element, to keep extremes."""
+    """(..., blocks, block) fp32 copy of ``x``; its last element, no new extreme, fills a short block."""
     numel, block = x.shape[-1], codec.block_size(x.shape[-1])
     blocks = codec.blocks(numel)
     full = x.new_empty((*x.shape[:-1], blocks * block), dtype=torch.float32)
