@@ -1,30 +1,30 @@
-"""The link between the nodes of a trial: shaped namespaces or interfaces, an in-process pacer, or none.
+"""The link between the nodes of a trial, and its rate: shaped namespaces or interfaces, a pacer, or none.
 
 ``namespaces``: every node is a Linux network namespace and the kernel's ``tbf`` shapes both
 directions (``harness.cluster.netns_shaper``), of peers too, which send outside our wire.  ``paced``: all
 ranks share the host's loopback, and our wire books its bytes in a token bucket per node; that limits
 nothing else, so peers are refused.  ``none``: unshaped loopback.  ``real``: a network that exists.
 ``shaped``: one whose hosts' own interfaces have that queue (``harness.cluster.nic_shaper``).
-The rate that a link achieves is calibrated, never assumed.
+The rate that a link achieves is measured (:func:`exchange`), never assumed.
 
 No torch, and no pydantic, at import.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from harness.cluster import netns_shaper
-from harness.cluster.keeper import ANSWER_SECONDS, Keeper
+from harness.cluster.keeper import Keeper
 from harness.cluster.nccl_environment import nccl_in_words
 from harness.cluster.netns_shaper import shape
 from harness.cluster.port import Port
+from harness.cluster.rank import Rank, take_gpu
 from harness.errors import LinkError
 from harness.records.packet_sizes import HEADER_BYTES
 
@@ -184,21 +184,55 @@ def tbf_details(rate_mbit: float) -> dict[str, Any]:
     return {"queue": "tbf", "burst": queue.burst, "limit": queue.limit, "segment": queue.segment}
 
 
-@contextlib.contextmanager
-def lift_rate(control: str) -> Iterator[None]:
-    """Have a link's keeper hold it to no rate in the body; it is shaped again also if this process dies."""
-    with socket.socket(socket.AF_UNIX) as keeper:
-        keeper.settimeout(ANSWER_SECONDS)
-        _request(keeper, lambda: keeper.connect(control), netns_shaper.OPEN)
-        yield
-        _request(keeper, lambda: keeper.shutdown(socket.SHUT_WR), netns_shaper.SHAPED)
+def measure_link(rank: Rank, message: tuple[int, int, str, str]) -> list[float]:
+    """Rates (:func:`exchange`) by a message's bytes, its repetitions, the ranks' transport and launcher."""
+    nbytes, repetitions, transport, launcher = message
+    device = take_gpu(rank, launcher, transport) if transport == "nccl" else "cpu"
+    grouped = transport not in ("shm", "gloo", "staged")  # messages that wait for each other are one call
+    return exchange(rank, nbytes, repetitions, device, grouped=grouped)
 
 
-def _request(keeper: socket.socket, send: Callable[[], None], expected: bytes) -> None:
-    try:
-        send()
-        answer = keeper.recv(len(expected), socket.MSG_WAITALL)
-    except OSError as error:
-        raise LinkError(f"the keeper of the link does not answer: {error}") from error
-    if answer != expected:
-        raise LinkError(f"the keeper of the link ended: {expected.decode()!r} was expected, not {answer!r}")
+def exchange(
+    rank: Rank, message_bytes: int, repetitions: int, device: str = "cpu", *, grouped: bool
+) -> list[float]:
+    """Measure the link's rate by messages around the ring of nodes, between their first ranks: Mbit/s into
+    this rank, one value per repetition; none for ranks that only wait.
+
+    Every rank of the default group must call it. ``grouped`` sends and receives in one call, for NCCL, where
+    a receive by itself, awaited by all ranks before any of them sends, never ends. All ranks then call a
+    collective first, which makes the communicator; the barrier is gloo's.
+    """
+    import torch
+    import torch.distributed as dist
+
+    per_node, world = rank.topology.ranks_per_node, rank.topology.world
+    before, after = (rank.rank - per_node) % world, (rank.rank + per_node) % world
+    if rank.first_of_node:
+        outgoing = torch.ones(message_bytes, dtype=torch.uint8, device=device)
+        incoming = torch.zeros_like(outgoing)  # written: a first touch would be timed as link
+    if grouped:
+        dist.all_reduce(torch.zeros(1, device=device))
+    achieved = []
+    for repetition in range(-1, repetitions):  # the first, untimed, opens the connection
+        if rank.first_of_node and not grouped:
+            # Before the barrier and the data: gloo tells the sender over the same connection that it may
+            # send. Behind this rank's own data that message would wait, which halves the rate.
+            receiving = dist.irecv(incoming, before)
+        dist.barrier()
+        if rank.first_of_node:
+            start = time.monotonic()
+            if grouped:
+                both = [dist.P2POp(dist.irecv, incoming, before), dist.P2POp(dist.isend, outgoing, after)]
+                works = dist.batch_isend_irecv(both)
+            else:
+                works = [dist.isend(outgoing, after), receiving]  # type: ignore[list-item]  # None: outside
+            booked = rank.pacer.book(message_bytes) if rank.pacer else start
+            for work in works:
+                work.wait()
+            if device != "cpu":
+                torch.cuda.synchronize()
+            time.sleep(max(0.0, booked - time.monotonic()))
+            if repetition >= 0:
+                achieved.append(8e-6 * message_bytes / (time.monotonic() - start))
+    dist.barrier()
+    return achieved

@@ -1,9 +1,9 @@
-"""Context of one rank process, and the measurement of a link's rate.  No torch at import."""
+"""One rank process: its place, its GPU, and its node's link, whose rate it can lift.  No torch at import."""
 
 from __future__ import annotations
 
 import contextlib
-import time
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -11,10 +11,11 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from harness.cluster.link import lift_rate
+from harness.cluster import netns_shaper
+from harness.cluster.keeper import ANSWER_SECONDS
 from harness.cluster.pacer import Pacer
 from harness.cluster.port import Port
-from harness.errors import Refusal
+from harness.errors import LinkError, Refusal
 from impl.plan.topology import Topology
 
 
@@ -96,55 +97,21 @@ def take_gpu(rank: Rank, launcher: str, transport: str) -> str:
     return f"cuda:{index}"
 
 
-def measure_link(rank: Rank, message: tuple[int, int, str, str]) -> list[float]:
-    """Rates (:func:`exchange`) by a message's bytes, its repetitions, the ranks' transport and launcher."""
-    nbytes, repetitions, transport, launcher = message
-    device = take_gpu(rank, launcher, transport) if transport == "nccl" else "cpu"
-    grouped = transport not in ("shm", "gloo", "staged")  # messages that wait for each other are one call
-    return exchange(rank, nbytes, repetitions, device, grouped=grouped)
+@contextlib.contextmanager
+def lift_rate(control: str) -> Iterator[None]:
+    """Have a link's keeper hold it to no rate in the body; it is shaped again also if this process dies."""
+    with socket.socket(socket.AF_UNIX) as keeper:
+        keeper.settimeout(ANSWER_SECONDS)
+        _request(keeper, lambda: keeper.connect(control), netns_shaper.OPEN)
+        yield
+        _request(keeper, lambda: keeper.shutdown(socket.SHUT_WR), netns_shaper.SHAPED)
 
 
-def exchange(
-    rank: Rank, message_bytes: int, repetitions: int, device: str = "cpu", *, grouped: bool
-) -> list[float]:
-    """Measure the link's rate by messages around the ring of nodes, between their first ranks: Mbit/s into
-    this rank, one value per repetition; none for ranks that only wait.
-
-    Every rank of the default group must call it. ``grouped`` sends and receives in one call, for NCCL, where
-    a receive by itself, awaited by all ranks before any of them sends, never ends. All ranks then call a
-    collective first, which makes the communicator; the barrier is gloo's.
-    """
-    import torch
-    import torch.distributed as dist
-
-    per_node, world = rank.topology.ranks_per_node, rank.topology.world
-    before, after = (rank.rank - per_node) % world, (rank.rank + per_node) % world
-    if rank.first_of_node:
-        outgoing = torch.ones(message_bytes, dtype=torch.uint8, device=device)
-        incoming = torch.zeros_like(outgoing)  # written: a first touch would be timed as link
-    if grouped:
-        dist.all_reduce(torch.zeros(1, device=device))
-    achieved = []
-    for repetition in range(-1, repetitions):  # the first, untimed, opens the connection
-        if rank.first_of_node and not grouped:
-            # Before the barrier and the data: gloo tells the sender over the same connection that it may
-            # send. Behind this rank's own data that message would wait, which halves the rate.
-            receiving = dist.irecv(incoming, before)
-        dist.barrier()
-        if rank.first_of_node:
-            start = time.monotonic()
-            if grouped:
-                both = [dist.P2POp(dist.irecv, incoming, before), dist.P2POp(dist.isend, outgoing, after)]
-                works = dist.batch_isend_irecv(both)
-            else:
-                works = [dist.isend(outgoing, after), receiving]  # type: ignore[list-item]  # None: outside
-            booked = rank.pacer.book(message_bytes) if rank.pacer else start
-            for work in works:
-                work.wait()
-            if device != "cpu":
-                torch.cuda.synchronize()
-            time.sleep(max(0.0, booked - time.monotonic()))
-            if repetition >= 0:
-                achieved.append(8e-6 * message_bytes / (time.monotonic() - start))
-    dist.barrier()
-    return achieved
+def _request(keeper: socket.socket, send: Callable[[], None], expected: bytes) -> None:
+    try:
+        send()
+        answer = keeper.recv(len(expected), socket.MSG_WAITALL)
+    except OSError as error:
+        raise LinkError(f"the keeper of the link does not answer: {error}") from error
+    if answer != expected:
+        raise LinkError(f"the keeper of the link ended: {expected.decode()!r} was expected, not {answer!r}")

@@ -17,7 +17,6 @@ import numpy as np
 CONFIDENCE: Final = 0.95
 FEWEST: Final = 6  # values: the range of five holds the median in 0.94 of samples, and is no interval of 0.95
 FEWEST_SWEEPS: Final = 3  # Student's t of two is 13 times their error
-ENOUGH_POWER: Final = 0.8  # of a test, without which it claims nothing
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -132,33 +131,6 @@ def quantile(freedom: float) -> float:
     from scipy import stats  # a second, which no command but a report needs
 
     return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
-
-
-def power(difference: Interval, margin: float) -> float:
-    """Probability, by the noncentral t, that equals have an upper end below ``margin``; or NaN."""
-    if not difference.known:
-        return math.nan
-    freedom = (difference.n if difference.sweeps == 1 else difference.sweeps) - 1
-    half = difference.high - difference.estimate
-    if half == 0:
-        return 1.0
-    from scipy import stats
-
-    bound = quantile(freedom)
-    return float(stats.nct.sf(bound, freedom, margin * bound / half))
-
-
-def verdict(difference: Interval, margin: float) -> str:
-    """Non-inferiority test of a contender by paired differences, of which more is worse.
-
-    ``inferior``, ``not inferior``: the interval lies above, below the margin, wrong in at most 2.5 % of
-    samples; ``cannot tell``: it holds it; ``no power``: equal contenders would too seldom be found within it.
-    """
-    if difference.known and difference.low > margin:
-        return "inferior"
-    if not power(difference, margin) >= ENOUGH_POWER:
-        return "no power"
-    return "not inferior" if difference.high < margin else "cannot tell"
 
 
 def crossing(

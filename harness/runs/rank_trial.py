@@ -24,8 +24,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from harness.cluster.link import PROBES
-from harness.cluster.rank import Progress, Rank, counters, measure_link, take_gpu
+from harness.cluster.link import PROBES, measure_link
+from harness.cluster.rank import Progress, Rank, counters, take_gpu
 from harness.measure import compute_alone, gpu_use
 from harness.measure.cpu_usage import ProcessorMeter, ThreadClock
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss

@@ -14,10 +14,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Self
 
-from harness.cluster.link import REPETITIONS, Link, open_link, slowest_rates
+from harness.cluster.link import REPETITIONS, Link, measure_link, open_link, slowest_rates
 from harness.cluster.nccl_environment import choose_hcas, nccl_in_words
 from harness.cluster.node_supervisors import Nodes, Work
-from harness.cluster.rank import Progress, Report, measure_link
+from harness.cluster.rank import Progress, Report
 from harness.cluster.rank_processes import (
     BACKENDS,
     REFUSALS,

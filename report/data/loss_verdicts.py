@@ -12,8 +12,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from harness.records import confidence_intervals
-from harness.records.confidence_intervals import FEWEST, Interval, mean_interval, paired_ratio_interval
+from harness.records.confidence_intervals import (
+    FEWEST,
+    Interval,
+    mean_interval,
+    paired_ratio_interval,
+    quantile,
+)
 from harness.suites.answering_quantity import LEAST_STEPS
 from report.data.contender import is_baseline
 from report.data.frames import groups
@@ -22,6 +27,7 @@ from report.data.speedups import geometric
 
 FEWEST_OF_FRONT = 8  # contenders
 OPEN = "cannot be told"
+ENOUGH_POWER = 0.8  # of a test, without which it claims nothing
 MARGIN = 0.01  # share of the baseline's loss by which a contender's may be higher and not count as inferior
 LAST = 0.25  # share of training, its last, over which the worth of a margin in steps is measured
 Row = dict[str, Any]
@@ -74,7 +80,7 @@ def _row(derived: Derived, group: pd.DataFrame, base: pd.DataFrame) -> Row:
     differences = list((losses_by_seed - base_by_seed).dropna())
     if differences and not group["is_base"].any():
         difference = mean_interval(differences)
-        row |= {"difference": difference, "power": confidence_intervals.power(difference, margin)}
+        row |= {"difference": difference, "power": power(difference, margin)}
         row |= {"verdict": _verdict(difference, margin, steps), "gain": _gain(seconds, base_seconds)}
     return row
 
@@ -133,7 +139,34 @@ def _verdict(difference: Interval, margin: float, steps: int) -> str:
         return f"too short: {steps} steps of {LEAST_STEPS}"
     if difference.n < FEWEST:
         return f"too few: {difference.n} seeds of {FEWEST}"
-    return confidence_intervals.verdict(difference, margin)
+    return non_inferiority(difference, margin)
+
+
+def power(difference: Interval, margin: float) -> float:
+    """Probability, by the noncentral t, that equals have an upper end below ``margin``; or NaN."""
+    if not difference.known:
+        return math.nan
+    freedom = (difference.n if difference.sweeps == 1 else difference.sweeps) - 1
+    half = difference.high - difference.estimate
+    if half == 0:
+        return 1.0
+    from scipy import stats
+
+    bound = quantile(freedom)
+    return float(stats.nct.sf(bound, freedom, margin * bound / half))
+
+
+def non_inferiority(difference: Interval, margin: float) -> str:
+    """Non-inferiority test of a contender by paired differences, of which more is worse.
+
+    ``inferior``, ``not inferior``: the interval lies above, below the margin, wrong in at most 2.5 % of
+    samples; ``cannot tell``: it holds it; ``no power``: equal contenders would too seldom be found within it.
+    """
+    if difference.known and difference.low > margin:
+        return "inferior"
+    if not power(difference, margin) >= ENOUGH_POWER:
+        return "no power"
+    return "not inferior" if difference.high < margin else "cannot tell"
 
 
 def by_seed(trials: pd.DataFrame, column: str = "validation_loss") -> pd.Series[float]:

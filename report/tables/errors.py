@@ -7,10 +7,10 @@ from typing import Any, Final, Literal
 
 import pandas as pd
 
-from harness.records.confidence_intervals import ENOUGH_POWER
 from harness.suites.answering_quantity import LEAST_STEPS
 from report.data import loss_verdicts, metrics
 from report.data.frames import groups
+from report.data.loss_verdicts import ENOUGH_POWER
 from report.data.metrics import Derived
 from report.data.text import NOTHING, listed, number, with_interval
 from report.draw.names_of_rows import by_cell_and_contender

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness.cluster.link import exchange
 from harness.cluster.port import Port
-from harness.cluster.rank import Rank, exchange
+from harness.cluster.rank import Rank
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
 from tests.support.nccl_rules import RULES, NcclRuleError

@@ -10,7 +10,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from harness.cluster.rank import Progress, Rank, counters, exchange
+from harness.cluster.link import exchange
+from harness.cluster.rank import Progress, Rank, counters
 from harness.errors import Refusal
 
 

@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.cluster import keeper, netns_shaper
-from harness.cluster.link import Link, lift_rate, message_bytes, open_link
+from harness.cluster.link import Link, message_bytes, open_link
 from harness.cluster.nccl_environment import choose_hcas, nccl_in_words, nccl_variables
 from harness.cluster.netns_shaper import shape
 from harness.cluster.pacer import Pacer
 from harness.cluster.port import Port
+from harness.cluster.rank import lift_rate
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from harness.errors import LinkError
 from harness.records.packet_sizes import HEADER_BYTES

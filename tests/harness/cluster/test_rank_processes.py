@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.cluster import rank
+from harness.cluster import link
 from harness.cluster.port import Port
 from harness.cluster.rank import Progress, Rank
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
@@ -81,10 +81,10 @@ def test_every_node_takes_a_gpu(launcher: str, gpus: list[int], monkeypatch: pyt
     current, devices = list[int](), list[str]()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(rank, "exchange", lambda *args, **_: devices.append(args[3]))
+    monkeypatch.setattr(link, "exchange", lambda *args, **_: devices.append(args[3]))
     for node in range(3):
         node_rank = Rank(node, Topology(3, 1), Port(None, ""), None, lambda _: None, 1)
-        rank.measure_link(node_rank, (8, 1, "nccl", launcher))
+        link.measure_link(node_rank, (8, 1, "nccl", launcher))
     assert current == gpus
     assert devices == [f"cuda:{gpu}" for gpu in gpus]
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from harness.records.confidence_intervals import (
-    ENOUGH_POWER,
     FEWEST,
     FEWEST_SWEEPS,
     Interval,
@@ -22,8 +21,6 @@ from harness.records.confidence_intervals import (
     median_interval,
     of_another_sweep,
     paired_ratio_interval,
-    power,
-    verdict,
 )
 from tests.support.params import nightly
 
@@ -180,35 +177,3 @@ def test_a_crossing_that_was_not_measured_has_open_ends() -> None:
     place, low, high = crossing(dict(enumerate(left)), dict(enumerate(right)))
     assert 0 < place < high < 1
     assert low == -math.inf
-
-
-@pytest.mark.parametrize("n", [6, *nightly(12)])
-@pytest.mark.parametrize("spread", [0.3, 3.0, *nightly(1.0)])
-def test_verdicts_are_wrong_no_more_often_than_they_may_be(n: int, spread: float) -> None:
-    """With differences at the margin itself, neither verdict comes more often than in 2.5 % of samples."""
-    differences = np.random.default_rng(n).normal(1.0, spread, (4000, n))
-    verdicts = [verdict(mean_interval(row), margin=1.0) for row in differences]
-    assert verdicts.count("not inferior") / 4000 < 0.033  # four standard errors
-    assert verdicts.count("inferior") / 4000 < 0.033
-
-
-@pytest.mark.parametrize("n", [6, 12])
-@pytest.mark.parametrize("spread", [0.4, 0.8, 1.6])
-def test_power_is_how_often_equals_pass(n: int, spread: float) -> None:
-    """Of equal contenders the upper end lies below the margin as often as the power of that spread says."""
-    rows = np.random.default_rng(n).normal(0, spread, (4000, n))
-    passed = sum(mean_interval(row).high < 1.0 for row in rows) / 4000
-    half = stats.t.ppf(0.975, n - 1) * spread / math.sqrt(n)
-    assert power(Interval(0.0, -half, half, n), 1.0) == pytest.approx(passed, abs=0.025)
-
-
-def test_no_verdict_without_power() -> None:
-    """Few seeds, or scattered ones, say nothing; what lies beyond the margin for sure is called so."""
-    assert verdict(mean_interval([0.0] * (FEWEST - 1)), 1.0) == "no power"
-    wide = mean_interval([-9.0, 9.0, -8.0, 8.0, -7.0, 6.0])
-    assert power(wide, 1.0) < ENOUGH_POWER
-    assert verdict(wide, 1.0) == "no power"
-    assert verdict(mean_interval([-30.0, -9.0, -12.0, -9.0, -25.0, -14.0]), 1.0) == "no power"
-    assert verdict(mean_interval([30.0, 9.0, 12.0, 9.0, 25.0, 14.0]), 1.0) == "inferior"
-    assert verdict(mean_interval([0.1, -0.1, 0.2, -0.2, 0.0, 0.1]), 1.0) == "not inferior"
-    assert verdict(mean_interval([0.7, 0.9, 1.2, 1.1, 0.8, 1.0]), 1.0) == "cannot tell"
