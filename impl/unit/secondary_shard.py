@@ -4,7 +4,7 @@
 The frames (node, F) from the hops between nodes are this rank's copy of weights of one version, kept as they
 arrived, or decoded and cast to 16 bits (paper section 3.2).  They are CURRENT until the weights change: by
 a step, a load, or a write under GatheredParameters or by hand, which :meth:`SecondaryShard.holds` notices
-by the version.  Then they are STALE and never used as weights again.  All of this is decided here;
+by the version.  Then they are STALE and never used as weights again.  Only this file decides that;
 DeepSpeed, which decides it in many places, trained on stale copies in eight ways.
 
 [Note: differences]
