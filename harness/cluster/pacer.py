@@ -1,4 +1,4 @@
-"""Holds ranks to a rate without the kernel: each rank waits as long as its bytes would take."""
+"""Computes when messages arrive on a link with a rate; the wire (impl.comm.exchanges) waits until then."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ class Distributed:
         pacer: Pacer | None,
     ) -> None:
         self._watchdog, self._step, self._route = watchdog, step, route
-        self._buffers, self._pacer, self._carried = buffers, pacer, 0.0
+        self._buffers, self._pacer, self._arrival = buffers, pacer, 0.0
         self._works: Sequence[dist.Work] = ()
         self._under_way, self._begin = False, 0.0
         self._received = buffers.take(route.nbytes * route.rows) if into is None else into
@@ -217,7 +217,7 @@ class Distributed:
         route = self._route
         self._under_way, self._begin = True, time.perf_counter()
         if self._pacer is not None and route.inter_bytes:
-            self._carried = self._pacer.book(route.inter_bytes)
+            self._arrival = self._pacer.book(route.inter_bytes)
         start = point_to_point if route.direct else collective
         mark = self._step[2] % _TAGS  # messages of ranks with other orders do not match
         try:
@@ -235,7 +235,7 @@ class Distributed:
     def _receive(self) -> None:
         for work in self._works:
             work.wait(*self._route.limit)
-        if self._pacer is not None and (left := self._carried - time.monotonic()) > 0:
+        if self._pacer is not None and (left := self._arrival - time.monotonic()) > 0:
             time.sleep(left)
 
     def close(self) -> None:

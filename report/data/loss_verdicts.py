@@ -157,10 +157,10 @@ def power(difference: Interval, margin: float) -> float:
 
 
 def non_inferiority(difference: Interval, margin: float) -> str:
-    """Non-inferiority test of a contender by paired differences, of which more is worse.
+    """Whether a contender is not inferior, by paired differences of which more is worse.
 
-    ``inferior``, ``not inferior``: the interval lies above, below the margin, wrong in at most 2.5 % of
-    samples; ``cannot tell``: it holds it; ``no power``: equal contenders would too seldom be found within it.
+    ``inferior``: the interval lies above the margin; ``not inferior``: below it; each is wrong in at most
+    2.5 % of samples.  ``cannot tell``: the margin lies inside.  ``no power``: of equals too few would pass.
     """
     if difference.known and difference.low > margin:
         return "inferior"
