@@ -244,7 +244,7 @@ def _rehearsal(strategy: Strategy) -> Iterator[communication_error.ReductionObse
 def _gradient_errors(gradient: FirstGradient, strategy: Strategy) -> list[GradientError]:
     """How far each unit's reduced gradient is from a single process's."""
     scale = strategy.loss_scale
-    errors = (gradient.compare(unit, *strategy.mean_gradient(unit), scale) for unit in gradient.layouts)
+    errors = (gradient.compare(layout, *strategy.mean_gradient(layout), scale) for layout in gradient.layouts)
     return [error for error in errors if error is not None]
 
 
