@@ -72,13 +72,9 @@ def test_every_item_of_the_paper_has_a_verdict() -> None:
     assert all(f"`{verdict}`: " in text for verdict in VERDICTS)
 
 
-def test_the_documents_are_short_and_text() -> None:
-    """At most 40,000 words in all, 600 lines in docs/results.md, and no escaped dot from records."""
-    counts = {str(page.relative_to(ROOT)): len(text.split()) for page, text in TEXTS.items()}
-    assert sum(counts.values()) <= 40_000, sorted(counts.items(), key=lambda item: -item[1])
-    results, claims = (TEXTS[ROOT / "docs" / name] for name in ("results.md", "claims.md"))
-    assert "\\." not in results + claims
-    assert results.count("\n") <= 600
+def test_documents_from_records_have_no_escapes() -> None:
+    """What records write into documents is plain Markdown: no escaped dot."""
+    assert "\\." not in TEXTS[ROOT / "docs" / "results.md"] + TEXTS[ROOT / "docs" / "claims.md"]
 
 
 def test_example_suite(tmp_path: Path) -> None:
