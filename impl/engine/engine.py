@@ -208,7 +208,11 @@ class Zero:
     # State
 
     def weights_changed(self) -> None:
-        """Call after writing masters by hand: gathered weights are stale."""
+        """Drop all copies of the weights, because masters were written; all ranks must call it.
+
+        Writes that torch counts, and optimizers' steps, need no call.  Writes through ``.data`` do where hpZ,
+        a stage below 3, a persistent unit or offload keeps copies; a pass that would reuse these is refused.
+        """
         for unit in self.units:
             unit.weights_changed()
 
