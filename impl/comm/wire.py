@@ -149,9 +149,10 @@ class Wire:
         return self._exchange("shift", axis, nbytes, tag)
 
     def all_gather_small(self, row: Tensor, purpose: Purpose = "control") -> Tensor:
-        """(ranks, n) the ``row`` (n,) of every rank, of any type; all ranks must call it."""
-        exchange = self.all_gather(self.mesh.topology.world_axis, row.nbytes, Tag("step", purpose))
-        exchange.send.copy_(row.contiguous().view(torch.uint8))
+        """(ranks, n) the ``row`` (n,) of every rank, of any type and layout; all ranks must call it."""
+        plain = row.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+        exchange = self.all_gather(self.mesh.topology.world_axis, plain.numel(), Tag("step", purpose))
+        exchange.send.copy_(plain)
         exchange.post()
         rows = exchange.wait().clone(memory_format=torch.contiguous_format)  # (ranks, bytes)
         exchange.close()

@@ -39,7 +39,11 @@ def check_same_start(mesh: Mesh, parameters: Mapping[str, Tensor], drawn: Mappin
 def sums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """A number for the values of each parameter with values; equal values have equal numbers."""
     integers = {
-        name: parameter.detach().contiguous().view(-1).view(getattr(torch, f"int{8 * parameter.itemsize}"))
+        name: parameter.detach()
+        .resolve_neg()
+        .contiguous()
+        .view(-1)
+        .view(getattr(torch, f"int{8 * parameter.itemsize}"))
         for name, parameter in parameters.items()
         if type(parameter) is not Placeholder and parameter.device.type != "meta"
     }
