@@ -80,7 +80,8 @@ def quantized_all_gather(
         return out
     noise = key.noise(mesh.rank * shard_stride(numel)) if key is not None and codec.stochastic else None
     whole, tag = out.detach().view(-1), Tag("forward", "weights")
-    Gathering(wire, codec, axes, flat, whole, tag=tag, ring=gather == "flat", noise=noise).finish()
+    with wire.calling("quantized_all_gather()"):
+        Gathering(wire, codec, axes, flat, whole, tag=tag, ring=gather == "flat", noise=noise).finish()
     return out
 
 
@@ -158,17 +159,18 @@ def quantized_reduce_scatter(
     shard = math.prod(shape)
     if shard == 0:
         return torch.zeros(shape, device=flat.device)
-    kind = Ring if reduce == "ring" else Reduction
+    kind, wire = Ring if reduce == "ring" else Reduction, wire or Wire(mesh)
     reduction = kind(
-        wire=wire or Wire(mesh),
+        wire=wire,
         hops=policy.reduce_axes(mesh.topology),
         tag=Tag("backward", "gradients"),
         piece=shard,
         chunks=chunked(shard, chunks, common_grain(*policy.gradients)),
     )
     key = None if key is None else dataclasses.replace(key, source=mesh.rank)
-    reduction.start(flat, key=key)
-    return reduction.finish().view(shape)
+    with wire.calling("quantized_reduce_scatter()"):
+        reduction.start(flat, key=key)
+        return reduction.finish().view(shape)
 
 
 def _checked(codecs: Sequence[CodecOrText], key: Key | None) -> list[Codec]:
@@ -191,11 +193,12 @@ def _flat(x: Tensor, mesh: Mesh) -> Tensor:
 def _check_plain(name: str, x: Tensor, mesh: Mesh) -> None:
     """Refuse what is not a dense tensor of torch's own class on the device of ``mesh``."""
     if type(x) not in (Tensor, nn.Parameter):
-        way_out = ": pass its local or plain tensor" if isinstance(x, Tensor) else ""
-        raise ValueError(f"{name} is a {type(x).__name__}, expected a torch.Tensor{way_out}")
+        kind = type(x).__name__
+        raise ValueError(f"{name} is a {kind}, expected a plain torch.Tensor, as to_local() of a DTensor is")
     if x.layout != torch.strided or x.is_nested:
         layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-        raise ValueError(f"{name} is a {layout} tensor: pass a dense one, as {name}.to_dense() is")
-    device = mesh.device
-    if x.device.type != device.type or (device.index is not None and x.device != device):
-        raise ValueError(f"{name} is on {x.device}, and the mesh is on {device}: move it there")
+        raise ValueError(
+            f"{name} is a {layout} tensor: pass a dense one, as {name}.to_dense() is of a sparse one"
+        )
+    if mesh.device not in (x.device, torch.device(x.device.type)):
+        raise ValueError(f"{name} is on {x.device}, and the mesh is on {mesh.device}: move it there")

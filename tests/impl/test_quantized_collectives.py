@@ -292,8 +292,8 @@ class Mine(torch.Tensor):
                 (ZEROS.to(torch.complex64).conj(), "fp32, bf16, fp16, got torch.complex64"),
                 (ZEROS.view(2, 4).to_sparse(), "x is a sparse_coo tensor: pass a dense one, as x.to_dense"),
                 (ZEROS.to("meta"), "x is on meta, and the mesh is on cpu: move it there"),
-                (ZEROS.as_subclass(Mine), "x is a Mine, expected a torch.Tensor: pass its local or plain"),
-                ([0.0] * 8, "x is a list, expected a torch.Tensor"),
+                (ZEROS.as_subclass(Mine), "x is a Mine, expected a plain torch.Tensor"),
+                ([0.0] * 8, "x is a list, expected a plain torch.Tensor"),
             )
         ),
         (quantized_reduce_scatter, (torch.tensor(1.0), "bf16"), {}, ValueError, r"2 ranks cannot share \(\)"),
@@ -306,7 +306,7 @@ class Mine(torch.Tensor):
                 (torch.zeros(2, 8).bfloat16(), r"side by side, got \(2, 8\) torch.bfloat16"),
                 (torch.zeros(2, 8, device="meta"), "out is on meta, and the mesh is on cpu"),
                 (torch.zeros(2, 8).to_sparse(), "out is a sparse_coo tensor"),
-                (torch.zeros(2, 8).as_subclass(Mine), "out is a Mine, expected a torch.Tensor"),
+                (torch.zeros(2, 8).as_subclass(Mine), "out is a Mine, expected a plain torch.Tensor"),
             )
         ),
     ],
