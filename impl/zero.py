@@ -79,7 +79,8 @@ def shard(
     drafts = drafts_of(model, blocks, group_of, policy)
     geometries = geometries_of(drafts, mesh.topology, policy)
     parameters = dict(model.named_parameters())
-    check_same_start(mesh, parameters, drawn_numbers(parameters))
+    with wire.calling("shard()"):
+        check_same_start(wire, parameters, drawn_numbers(parameters))
     meter = Meter()
     gradients, weights = (
         Reserve(DTYPES[policy.compute], mesh.device, meter, part) for part in ("local_gradients", "gathered")

@@ -74,7 +74,8 @@ class InFSDP2(Joined):
         total = torch.zeros(1, dtype=torch.float64)
         for gradient in gradients:
             total += gradient.double().square().sum()
-        norm = self.wire.all_gather_small(total).sum().sqrt()  # of (world, 1) fp64
+        with self.wire.calling("clip_grad_norm_()"):
+            norm = self.wire.all_gather_small(total).sum().sqrt()  # of (world, 1) fp64
         factor = (max_norm / (norm + _TINY)).clamp(max=1.0).float()
         for gradient in gradients:
             gradient.mul_(factor)

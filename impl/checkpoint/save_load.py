@@ -95,7 +95,12 @@ def save(
     ``keep`` newest there are kept, or all.  ``extra`` is the caller's, the same on all ranks: None, numbers,
     texts, lists, tuples and dicts of them.  Raises CheckpointError: on all ranks, if this fails on any.
     """
-    folder, wire, rank = Path(folder), zero.wire, zero.wire.mesh.rank
+    with zero.wire.calling("save()"):
+        return _save(Path(folder), zero, optimizers, extra=extra, keep=keep)
+
+
+def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: Any, keep: int | None) -> Path:
+    wire, rank = zero.wire, zero.wire.mesh.rank
     zero.buffers.make_equal()
 
     def describe() -> tuple[tuple[Manifest, SavedMasters], str]:
@@ -211,12 +216,17 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
     Raises CheckpointError: on all ranks, if any finds it missing, foreign, of another version, cut short,
     altered or of another model; nothing is changed then, unless the disk fails while values are read.
     """
+    with zero.wire.calling("load()"):
+        return _load(Path(folder), zero, optimizers)
+
+
+def _load(folder: Path, zero: Zero, optimizers: Sequence[Optimizer]) -> Loaded:
     wire, rank, world = zero.wire, zero.wire.mesh.rank, zero.wire.mesh.topology.world
 
     def find() -> tuple[tuple[Parts, SavedMasters], str]:
         zero.hooks.check_finished("load()")
         zero.check_hidden("load()")
-        path = disk.resolve(Path(folder))
+        path = disk.resolve(folder)
         manifest = read_manifest(path)
         manifest.verify(path, range(len(manifest.files))[rank::world])  # each rank reads some of them
         parts = Parts(path, manifest)

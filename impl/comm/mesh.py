@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,13 +63,15 @@ class Mesh:
         world = dist.group.WORLD if dist.is_initialized() and self.topology.world > 1 else None
         return None if world is None else world.get_group_store()
 
-    def make_groups(self, axes: Iterable[Axis]) -> None:
-        """Make the groups along ``axes``, all ranks together, before any of them waits for another."""
-        for axis in axes:
-            self.group(axis)
+    def has_group(self, axis: Axis) -> bool:
+        """Whether :meth:`group` of ``axis`` is made already, and so waits for nobody."""
+        return axis in self._groups
 
     def group(self, axis: Axis) -> Group:
         """This rank's group along ``axis``; made at the first call, which all ranks must reach.
+
+        A rank that does not reach it leaves the others waiting for torch's own timeout, half an hour; so
+        :meth:`impl.comm.wire.Wire.group` waits for all ranks first.
 
         Torch wants every rank to take part in making every group, so all of the axis are made, in order.
         """

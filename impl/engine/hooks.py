@@ -367,9 +367,10 @@ class Hooks:
     def unsharded(self) -> Iterator[None]:
         """A forward pass of the model: :meth:`impl.engine.engine.Zero.unsharded`."""
         try:
-            self._pre_forward(self._model, (), {})
-            yield
-            self._gather_unused()
+            with self._context.wire.calling("unsharded()"):
+                self._pre_forward(self._model, (), {})
+                yield
+                self._gather_unused()
         finally:
             self._post_forward(self._model, (), {}, None)
 

@@ -64,8 +64,8 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
     if odd := sorted(held.keys() ^ state.keys()):
         raise ZeroError(f"state does not match the model: {len(odd)} names differ, first {odd[0]!r}")
     for name, tensor in held.items():
-        if isinstance(tensor, Tensor) and not is_extra(name) and tensor.shape != state[name].shape:
-            raise ZeroError(f"state {name!r} is {tuple(state[name].shape)}, expected {tuple(tensor.shape)}")
+        if isinstance(tensor, Tensor) and not is_extra(name):
+            _check_value(name, tensor, state[name])
     names = {id(tensor): name for name, tensor in held.items()}
     for unit in units:
         whole = [state[names.pop(id(parameter))] for parameter in unit.visible]
@@ -74,3 +74,18 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
     for name, tensor in held.items():
         if id(tensor) in names:  # not sharded
             load_entry(model, name, tensor, state[name])
+
+
+def _check_value(name: str, held: Tensor, value: Any) -> None:
+    """Refuse, on all ranks, a value that cannot be written to ``held``, or would lose a part."""
+    if not isinstance(value, Tensor):
+        raise ZeroError(f"state {name!r} is a {type(value).__name__}, expected a tensor")
+    if held.shape != value.shape:
+        raise ZeroError(f"state {name!r} is {tuple(value.shape)}, expected {tuple(held.shape)}")
+    if value.is_complex() and not held.is_complex():
+        raise ZeroError(f"state {name!r} is {value.dtype}, and the model's is real: load value.real")
+    if value.layout != torch.strided or value.device.type == "meta":
+        what = (
+            "on the meta device" if value.device.type == "meta" else str(value.layout).removeprefix("torch.")
+        )
+        raise ZeroError(f"state {name!r} is {what}, expected a dense tensor with values")

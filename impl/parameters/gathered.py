@@ -62,7 +62,8 @@ class GatheredParameters:
             raise ZeroError(f"modifier_rank {self._modifier} of {world} ranks")
         try:
             for place in places:
-                place.show()
+                with place.wire.calling("GatheredParameters"):
+                    place.show()
                 self._open.append(place)
                 place.mark = _mark(place.shown)
         except BaseException:
@@ -77,7 +78,8 @@ class GatheredParameters:
         places, source, wire = self._open, self._modifier, self._open[0].wire
         flags = [_REPLACED if p.replaced else int(_mark(p.shown) != p.mark) for p in places]
         local = torch.tensor(flags, dtype=torch.uint8, device=wire.mesh.device)
-        changed = wire.all_gather_small(local).cpu()  # (ranks, parameters)
+        with wire.calling("GatheredParameters"):
+            changed = wire.all_gather_small(local).cpu()  # (ranks, parameters)
         parts: list[Tensor | None] = []
         if (refusal := self._refusal(changed)) is None and source is not None:
             pairs = zip(places, changed[source].tolist(), strict=True)
@@ -138,7 +140,8 @@ class _Place(abc.ABC):
         mesh, before = self.wire.mesh, self.before()
         parts = [part_of(self.shown, self._geometry, self._slot, rank) for rank in range(mesh.topology.world)]
         longest, tag = max(map(len, parts)), Tag("step", "state", self._geometry.name)
-        received = scatter(self.wire, source, parts if mesh.rank == source else None, longest, tag)
+        with self.wire.calling("GatheredParameters"):
+            received = scatter(self.wire, source, parts if mesh.rank == source else None, longest, tag)
         part = received[: before.numel()].to(before.device)
         return torch.where(before.to(self.shown.dtype).float() == part, before, part)
 

@@ -88,7 +88,7 @@ class GradientReduction:
         geometry, wire = self._geometry, self._wire
         topology, rank = wire.mesh.topology, wire.mesh.rank
         hops, (replicas, codec) = policy.reduce_axes(topology), policy.replica_axes(topology)
-        wire.mesh.make_groups([*(axis for axis, _ in hops), *replicas])
+        wire.make_groups([*(axis for axis, _ in hops), *replicas])
         kind = Ring if policy.reduce == "ring" else Reduction
         self.collective = kind(
             wire=wire,

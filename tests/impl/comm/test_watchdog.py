@@ -11,7 +11,7 @@ import torch
 from impl.comm.watchdog import Watchdog, WireError
 from impl.plan.topology import Topology
 
-STEP: Any = (1, ("all_gather", "world", 4, 1, 16, "forward", "weights", "u", False), 0)
+STEP: Any = (1, ("all_gather", "world", 4, 1, 16, "forward", "weights", "u", False), 0, "")
 
 
 class Stream:
