@@ -352,3 +352,12 @@ def test_init_takes_deepspeed_s_data_parallel_group() -> None:
     for first in (0, 1):
         means = [sum(pair) / 2 for pair in zip(found[first], found[first + 2], strict=True)]
         assert means == pytest.approx(wanted, rel=1e-6)
+
+
+def test_groups_keep_nccl_s_rules() -> None:
+    """Their process groups are made and used as NCCL wants, and train to the same bits."""
+    groups, topologies = LAYOUTS[1]
+    names = ["zeropp", "flat"]
+    found = on_threads(Topology(1, 4), _in_groups, groups, topologies, names, backend="nccl_rules")
+    for ranks, topology in zip(groups, topologies, strict=True):
+        assert [found[rank] for rank in ranks] == on_threads(topology, _all, names)
