@@ -26,8 +26,9 @@ from impl.engine.hooks import Hooks
 from impl.engine.outside_uses import register
 from impl.engine.unit_planning import GroupOf, check_shapes, drafts_of, find_blocks, geometries_of, plan_units
 from impl.errors import ZeroError
-from impl.parameters.external import external_to
-from impl.parameters.init import give_values
+from impl.parameters.external import external_to, register_external_parameter
+from impl.parameters.gathered import GatheredParameters
+from impl.parameters.init import Init, give_values
 from impl.parameters.initial_weights import check_same_start
 from impl.parameters.presharded import drawn_numbers, take_over
 from impl.plan.policy import Offload, Policy
@@ -38,7 +39,16 @@ from impl.unit.flat_buffer import check_plain
 from impl.unit.gradient_reduction import ReductionQueue
 from impl.unit.unit import Unit
 
-__all__ = ["Zero", "ZeroError", "find_blocks", "plan_units", "shard"]
+__all__ = [  # with what DeepSpeed's tutorials call deepspeed.zero.NAME
+    "GatheredParameters",
+    "Init",
+    "Zero",
+    "ZeroError",
+    "find_blocks",
+    "plan_units",
+    "register_external_parameter",
+    "shard",
+]
 
 
 def shard(
