@@ -4,8 +4,9 @@
     weights = quantized_all_gather(shard, "int8:2048", mesh)              # qwZ
     mean = quantized_reduce_scatter(gradient, ("int4:256", "int4:256"), mesh)  # qgZ
 
-All ranks must call them with equal shapes and options.  A :class:`~impl.comm.wire.Wire` that is passed
-keeps its buffers, its shared memory and its ledger from call to call; without one each call has its own.
+All ranks of the mesh, which may be torch's ``DeviceMesh``, must call them with equal shapes and options.  A
+:class:`~impl.comm.wire.Wire` that is passed keeps its buffers, its shared memory and its ledger from call to
+call; without one each call has its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from impl import ops
 from impl.codecs.codec import Codec, common_grain, parse
@@ -24,7 +26,7 @@ from impl.codecs.rounding_noise import Key, Noise, shard_stride
 from impl.comm.all_gather import FrameGather, are_elements, by_axes
 from impl.comm.mesh import Mesh
 from impl.comm.reduce_scatter import Reduction, Ring
-from impl.comm.wire import Wire
+from impl.comm.wire import Wire, wire_of
 from impl.plan.policy import Gather, Policy, Reduce
 from impl.plan.shard_layout import chunked
 from impl.plan.topology import Axis
@@ -36,7 +38,7 @@ CodecOrText = Codec | str
 def quantized_all_gather(
     x: Tensor,
     codec: CodecOrText,
-    mesh: Mesh,
+    mesh: Mesh | DeviceMesh,
     *,
     gather: Gather = "hierarchical",
     wire: Wire | None = None,
@@ -58,10 +60,11 @@ def quantized_all_gather(
     subclass, another type or device, a text that is no codec, a stochastic one without a key, or an ``out``
     that does not fit.
     """
+    mesh = Mesh.of(mesh)
     flat, numel, world = _flat(x, mesh), x.numel(), mesh.topology.world
     (codec,) = _checked([codec], key)
     axes, _ = Policy(weights=codec, gather=gather).gather_axes(mesh.topology)
-    wire = wire or Wire(mesh)
+    wire = wire_of(mesh, wire)
     if out is None:
         out = flat.new_empty((world, *x.shape))
     else:
@@ -123,7 +126,7 @@ class Gathering:
 def quantized_reduce_scatter(
     x: Tensor,
     codecs: CodecOrText | Sequence[CodecOrText],
-    mesh: Mesh,
+    mesh: Mesh | DeviceMesh,
     *,
     reduce: Reduce = "two_hop",
     chunks: int = 1,
@@ -145,6 +148,7 @@ def quantized_reduce_scatter(
     Returns (n, ...) fp32.  Raises ValueError: as :func:`quantized_all_gather`, for a first dimension that the
     world does not divide, and another number of codecs.  PolicyError: for what cannot be carried out.
     """
+    mesh = Mesh.of(mesh)
     pair = [codecs] * 2 if isinstance(codecs, str) or not isinstance(codecs, Sequence) else codecs
     if len(pair) != 2:
         raise ValueError(f"codecs: one, or one for each of two hops, got {len(pair)}")
@@ -159,7 +163,7 @@ def quantized_reduce_scatter(
     shard = math.prod(shape)
     if shard == 0:
         return torch.zeros(shape, device=flat.device)
-    kind, wire = Ring if reduce == "ring" else Reduction, wire or Wire(mesh)
+    kind, wire = Ring if reduce == "ring" else Reduction, wire_of(mesh, wire)
     reduction = kind(
         wire=wire,
         hops=policy.reduce_axes(mesh.topology),

@@ -68,10 +68,10 @@ def together(
     for rank, text in enumerate(outcomes):
         if text.startswith("!"):
             prefix = "" if len(set(outcomes)) == 1 else f"rank {rank}: "
-            raise CheckpointError(prefix + text[1:]) from failure
+            raise CheckpointError(prefix + text[1:] + (wire.mesh.counting if prefix else "")) from failure
     others = [rank for rank, text in enumerate(outcomes) if text != outcomes[0]]
     if unlike and others:
-        raise CheckpointError(f"rank {others[0]} {unlike}")
+        raise CheckpointError(f"rank {others[0]} {unlike}{wire.mesh.counting}")
     return result, [json.loads(text) for text in outcomes]  # type: ignore[return-value]  # no rank raised
 
 
@@ -128,6 +128,13 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
         # Without the modules' extra states, which are rank 0's.
         return (manifest, masters), digest(asdict(replace(manifest, state={})))
 
+    def begin() -> tuple[None, str]:
+        if rank != 0:
+            return None, ""
+        if others := wire.mesh.claim(str(folder.resolve())):
+            raise CheckpointError(f"{folder}: {others} of this job save there: take a folder of its own")
+        return None, disk.begin(folder).name
+
     def complete() -> tuple[None, str]:
         name = "" if rank else disk.commit(partial, replace(manifest, files=files).text()).name
         if keep is not None and rank == 0:
@@ -136,7 +143,7 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
 
     unlike = "would save another extra, or options of optimizers, than rank 0: make them equal"
     (manifest, masters), _ = together(wire, describe, unlike)
-    _, (begun, *_) = together(wire, lambda: (None, disk.begin(folder).name if rank == 0 else ""))
+    _, (begun, *_) = together(wire, begin)
     partial = folder / begun
     try:
         tensors, file = _tensors(zero, masters), partial / file_name(rank)

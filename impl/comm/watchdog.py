@@ -45,6 +45,7 @@ class Watchdog:
         self.paused = False  # whether waits of the current stream delay no computation
         self.timeline: Timeline | None = None  # of waits
         self._rank, self._ranks, self._streams = mesh.rank, range(mesh.topology.world), streams
+        self._counting = mesh.counting
         self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # around unfinished waits
         self._store: Store | None = None  # where each rank stands; thread ranks have none
         self._met: dict[str, int] = defaultdict(int)  # how often this rank came to meet, by purpose
@@ -128,6 +129,7 @@ class Watchdog:
                 lines += self._report(self._store)
             except RuntimeError as lost:  # its host has exited
                 lines.append(f"the other ranks cannot be asked, their store is lost ({lost})")
+        lines += [self._counting.strip()] if self._counting else []
         return WireError("\n".join(lines))
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from typing import Final, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from impl.codecs.codec import Codec
 from impl.comm import exchanges
@@ -65,15 +66,15 @@ class Wire:
 
     def __init__(
         self,
-        mesh: Mesh,
+        mesh: Mesh | DeviceMesh,
         *,
         transport: Transport = "backend",  # inside a node
         pacer: Pacer | None = None,  # models the link between nodes, if it is not shaped
         timeout: float = TIMEOUT_SECONDS,  # after which a missing rank is an error
     ) -> None:
+        self.mesh = mesh = Mesh.of(mesh)
         if transport == "shm" and mesh.device.type != "cpu":
             raise WireError(f"transport 'shm' exchanges CPU memory, the mesh is on {mesh.device}")
-        self.mesh = mesh
         self.transport = transport
         self.ledger = Ledger()
         self.observer: Observer | None = None  # of reductions
@@ -286,6 +287,19 @@ class Wire:
             ),
             inter_bytes=counts.get("inter", 0) * nbytes,
         )
+
+
+def wire_of(mesh: Mesh, wire: Wire | None) -> Wire:
+    """``wire``, which must be over the ranks of ``mesh``, or a plain one; WireError: if it is over others."""
+    if wire is None or wire.mesh is mesh:
+        return wire or Wire(mesh)
+    theirs, ours = (
+        f"{each.topology} of global ranks {', '.join(map(str, each.global_ranks))} on {each.device}"
+        for each in (wire.mesh, mesh)
+    )
+    if theirs != ours:
+        raise WireError(f"wire= is over the mesh {theirs}, mesh= is {ours}: pass mesh=wire.mesh")
+    return wire
 
 
 def waits_on_streams(mesh: Mesh, transport: Transport) -> bool:

@@ -59,7 +59,8 @@ class GatheredParameters:
         places = _places(self._parameters)
         world = places[0].wire.mesh.topology.world if places else 0
         if places and self._modifier is not None and not 0 <= self._modifier < world:
-            raise ZeroError(f"modifier_rank {self._modifier} of {world} ranks")
+            counting = places[0].wire.mesh.counting
+            raise ZeroError(f"modifier_rank {self._modifier} of {world} ranks{counting}")
         try:
             for place in places:
                 with place.wire.calling("GatheredParameters"):
@@ -86,7 +87,7 @@ class GatheredParameters:
             parts = [place.received(source) if flag else None for place, flag in pairs]
         self._leave(parts)
         if refusal is not None:
-            raise ZeroError(refusal)
+            raise ZeroError(refusal + wire.mesh.counting)
 
     def _refusal(self, changed: Tensor) -> str | None:
         """Why changes (ranks, parameters) are not kept; None if they are."""

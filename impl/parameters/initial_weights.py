@@ -35,7 +35,7 @@ def check_same_start(wire: Wire, parameters: Mapping[str, Tensor], drawn: Mappin
         ranks = [json.loads(store.get(f"{mark}/{other}")) for other in range(mesh.topology.world)]
         store.set(f"{mark}/verdict", difference(ranks) or "")
     if verdict := store.get(f"{mark}/verdict").decode():
-        raise ZeroError(verdict)
+        raise ZeroError(verdict + mesh.counting)
 
 
 def sums(parameters: Mapping[str, Tensor]) -> dict[str, int]:

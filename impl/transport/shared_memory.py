@@ -105,6 +105,7 @@ def shared_file(group: Group, timeout: float, total: int) -> int:
             raise SharedMemoryError(
                 f"rank {group.ranks[group.index]} cannot open the memory of rank {group.ranks[0]} ({path}: "
                 f"{error.strerror}): unless on one machine, under one user, use transport 'backend'"
+                f"{group.counting}"
             ) from error
     # The first rank's handle must outlive the opening.
     dist.barrier(group=group.process_group, async_op=True).wait(*limit)

@@ -48,7 +48,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 @pytest.fixture
 def watchdog(stream: Stream) -> Watchdog:
-    mesh: Any = SimpleNamespace(rank=0, topology=Topology(1, 1), store=lambda: None)
+    mesh: Any = SimpleNamespace(rank=0, topology=Topology(1, 1), store=lambda: None, counting="")
     return Watchdog(mesh, streams=True)
 
 
