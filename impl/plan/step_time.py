@@ -69,6 +69,9 @@ class Machine:
     spread: float = 0.0  # relative standard deviation of a step around its prediction
     date: str = ""  # when and on what it was calibrated; empty for one that was published
     host: str = ""
+    # What its numbers are: measured by ``zeropp calibrate``, fitted to published steps, or taken from data
+    # sheets; by default a calibration where there is a host.
+    nature: Literal["", "calibration", "published steps", "data sheet"] = ""
     codecs: Mapping[str, CodecCost] = field(default_factory=dict)  # by their text, such as ``int4:128``
 
     def __post_init__(self) -> None:
@@ -91,6 +94,17 @@ class Machine:
         """Whether a model and a batch are within the measured range."""
         sizes = self.largest == 0 or self.smallest <= parameters <= self.largest
         return sizes and self.fewest <= tokens <= self.most
+
+    def basis(self, *, known: bool) -> str:
+        """What a predicted step rests on, in words; ``known`` ones are within the machine's range."""
+        match self.nature or ("calibration" if self.host else ""):
+            case "calibration":
+                return "calibrated" if known else "transferred"
+            case "published steps":
+                return "fitted" if known else "transferred"
+            case "data sheet":
+                return "data sheet" if known else "data sheet, out of range"
+        return "not calibrated"
 
     def times(self, codec: Codec) -> bool:
         """Whether a codec of this type and these bits was measured; true for machines without codecs."""
@@ -134,7 +148,7 @@ class StepTime:
     compute: float  # of the model's passes and the optimizer
     wire: float  # of the messages between nodes, hidden or not
     seconds: float  # of the step
-    calibrated: bool  # whether the machine was measured with such models, batches and codecs
+    calibrated: bool  # whether such models, batches and codecs are within the machine's range
     exposed: float = math.nan  # in which the rank waits for messages, where the schedule is known
     spread: float = 0.0  # relative standard deviation of such steps
 
