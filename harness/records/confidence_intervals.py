@@ -1,7 +1,10 @@
 """Confidence intervals of medians, paired ratios and differences.  Formulas: docs/reference/metrics.md.
 
-Values of several sweeps have an interval of the sweeps' means.  Fewer than :data:`FEWEST` values, or than
-:data:`FEWEST_SWEEPS` of several sweeps, have none: its ends are NaN.  No torch.
+No interval is of fewer than :data:`FEWEST` values or pairs.  Of several sweeps, the sweeps' means or medians
+are the values: means (and ratios) have an interval from :data:`FEWEST_SWEEPS` sweeps on, by Student's t;
+medians from :data:`FEWEST` sweeps on, since the order statistics of five hold a median in less than 95 % of
+samples.  Where there is none, its ends are NaN, and :attr:`Interval.why_none` says what is missing.  No
+torch.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ import numpy as np
 
 CONFIDENCE: Final = 0.95
 FEWEST: Final = 6  # values: the range of five holds the median in 0.94 of samples, and is no interval of 0.95
-FEWEST_SWEEPS: Final = 3  # Student's t of two is 13 times their error
+FEWEST_SWEEPS: Final = 3  # of means: Student's t of two is 13 times their error
+_NUMERALS: Final = {FEWEST_SWEEPS: "three", FEWEST: "six"}
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -31,6 +35,16 @@ class Interval:
     high: float
     n: int
     sweeps: int = 1
+    fewest_sweeps: int = FEWEST_SWEEPS  # of several, from which on there is an interval
+
+    @property
+    def why_none(self) -> str:
+        """``n = 3: no interval; six are needed``, or the same of sweeps; empty where there are enough."""
+        if 0 < self.n < FEWEST:
+            return f"n = {self.n}: no interval; {_NUMERALS[FEWEST]} are needed"
+        if 1 < self.sweeps < self.fewest_sweeps:
+            return f"{self.sweeps} sweeps: no interval; {_NUMERALS[self.fewest_sweeps]} are needed"
+        return ""
 
     @property
     def known(self) -> bool:
@@ -60,13 +74,16 @@ def of_another_sweep(interval: Interval, *, ratio: bool) -> Interval:
 def median_interval(values: Sequence[float], sweeps: Sequence[int] | None = None) -> Interval:
     """Median with the interval between two order statistics, of several sweeps those of their medians,
     interpolated to 95 % (Hettmansperger and Sheather, 1986); a ValueError without values.
+
+    From :data:`FEWEST` values, or of several sweeps :data:`FEWEST` sweeps, on: the range of fewer holds the
+    median in less than 95 % of samples, so that there is none.
     """
     data = _data(values)
     n, median = len(data), float(np.median(data))
     of_sweeps = _by_sweep(data, sweeps, np.median)
     data = np.sort(data if len(of_sweeps) == 1 else of_sweeps)
     if (m := len(data)) < FEWEST:
-        return Interval(median, math.nan, math.nan, n, len(of_sweeps))
+        return Interval(median, math.nan, math.nan, n, len(of_sweeps), FEWEST)
     d = 1
     while (inner := _coverage(m, d + 1)) >= CONFIDENCE:
         d += 1
@@ -74,7 +91,7 @@ def median_interval(values: Sequence[float], sweeps: Sequence[int] | None = None
     inwards = (m - d) * share / (d + (m - 2 * d) * share)
     low = float((1 - inwards) * data[d - 1] + inwards * data[d])
     high = float((1 - inwards) * data[m - d] + inwards * data[m - d - 1])
-    return Interval(median, min(low, median), max(high, median), n, len(of_sweeps))
+    return Interval(median, min(low, median), max(high, median), n, len(of_sweeps), FEWEST)
 
 
 def _coverage(n: int, d: int) -> float:

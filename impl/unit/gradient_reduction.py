@@ -61,7 +61,7 @@ class GradientReduction:
         self._geometry, self._wire, self._passes = geometry, context.wire, context.passes
         self._reserve, self._meter, self._clock = context.gradients, context.meter, context.clock
         self._master_shard, self._members, self.elements = master_shard, members, geometry.padded
-        self._dtype, self._gaps = DTYPES[context.policy.compute], geometry.gaps
+        self._dtype, self._gaps, self._outer = DTYPES[context.policy.compute], geometry.gaps, geometry.outer
         self.progress, self.queue = Progress.COLLECTING, queue
         self.missing = set[int]()  # members whose gradient has not arrived, once another one has
         self.local: Tensor | None = None  # (P,) the local gradients, while any wait to be reduced
@@ -105,7 +105,7 @@ class GradientReduction:
             self._begin()
         # A block's first: post at the same event on all ranks.  Outer units' gradients come from all over the
         # model, and one just after a reduction's start would have its first hop waited for at once.
-        if len(self.missing) == len(self._members) and not self._geometry.outer:
+        if len(self.missing) == len(self._members) and not self._outer:
             self.queue.post_next_hops()
         self._add(number, self._members[number].parameter)
         self.missing.discard(number)

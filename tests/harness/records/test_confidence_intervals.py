@@ -61,6 +61,7 @@ def test_few_values_have_no_interval(few: list[float]) -> None:
         assert math.isnan(interval.low)
         assert math.isnan(interval.high)
         assert not interval.contains(interval.estimate)
+        assert interval.why_none == f"n = {len(few)}: no interval; six are needed"
     sides = dict(enumerate([1.0] * 9)), {index: -value for index, value in enumerate(few)}
     assert np.isnan(crossing(*sides)[1:]).all()
 
@@ -147,8 +148,19 @@ def test_of_several_sweeps_the_spread_between_them_is_in_every_interval() -> Non
     sides = [{key: value - by for key, value in above.items()} for by in (2.7, 3.1)]
     (_, low, high), (_, inner, outer) = crossing(*sides, sweep_of), crossing(*sides)
     assert high - low > 2 * (outer - inner)
-    for sweeps, known in ((sweep_of.values(), False), ([pair // 3 for pair in range(18)], True)):
-        assert median_interval(list(above.values()), list(sweeps)).known == known
+    assert two.why_none == "2 sweeps: no interval; three are needed"
+    assert three.why_none == ""
+    none_of_three = "3 sweeps: no interval; six are needed"
+    for sweeps, why_none in ((sweep_of.values(), none_of_three), ([pair // 3 for pair in range(18)], "")):
+        median = median_interval(list(above.values()), list(sweeps))
+        assert (median.known, median.why_none) == (not why_none, why_none)
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_order_statistics_of_fewer_than_six_do_not_hold_a_median_often_enough(n: int) -> None:
+    """The range of n values misses the median with twice the probability of n heads in n throws."""
+    missed = 2 * 0.5**n
+    assert median_interval(list(range(1, n + 1))).known == (missed <= 0.05) == (n >= FEWEST)
 
 
 @pytest.mark.parametrize("n", [6, *nightly(20)])
