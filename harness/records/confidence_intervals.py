@@ -10,8 +10,9 @@ torch.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
@@ -150,41 +151,64 @@ def quantile(freedom: float) -> float:
     return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
 
 
-def crossing(
-    left: Mapping[Hashable, float],
-    right: Mapping[Hashable, float],
-    sweeps: Mapping[Hashable, int] | None = None,
-) -> tuple[float, float, float]:
-    """Where a straight line between two means crosses zero, with its interval (place, low, high), as parts of
-    the way from ``left`` to ``right``, whose mean has the other sign.
+def undecided(
+    left: Mapping[_Key, float],
+    right: Mapping[_Key, float],
+    sweeps: Mapping[_Key, int] | None = None,
+) -> list[tuple[float, float]]:
+    """Where a straight line between two means may be zero, as parts (low, high) of the way from the left one.
 
     Fieller's: all places at which the line differs from zero by less than Student's t times its error there,
-    of values paired by key. An end beyond both means is -inf or inf; of too few values or sweeps it is NaN.
+    of values paired by key.  With too few values or sweeps it is the whole way, (0, 1).
     """
     both = [key for key in left if key in right]
     numbers = None if sweeps is None else [sweeps[key] for key in both]
-    a, b = (_data([side[key] for key in both]) for side in (left, right))
     few = len(both) < FEWEST
+    if few or (numbers is not None and 1 < len(set(numbers)) < FEWEST_SWEEPS):
+        return [(0.0, 1.0)]
+    a, b = (_data([side[key] for key in both]) for side in (left, right))
     if numbers is not None and len(set(numbers)) > 1:
         a, b = (_by_sweep(side, numbers, np.mean) for side in (a, b))
-        few |= len(a) < FEWEST_SWEEPS
     first, rise = float(a.mean()), float(b.mean() - a.mean())
-    place = -first / rise
-    if few:
-        return place, math.nan, math.nan
     scale = quantile(len(a) - 1) ** 2 / len(a)
     (aa, ab), (_, bb) = scale * np.cov(a, b)
+    # The line's square minus that of its uncertainty, at the part x of the way; undecided where at most 0.
+    square, linear, constant = rise**2 - aa + 2 * ab - bb, 2 * (first * rise + aa - ab), first**2 - aa
 
-    def outside(x: float) -> bool:
-        return bool((first + rise * x) ** 2 > aa * (1 - x) ** 2 + 2 * ab * x * (1 - x) + bb * x**2)
+    def difference(x: float) -> float:
+        return float((square * x + linear) * x + constant)
 
-    square, linear = rise**2 - aa + 2 * ab - bb, 2 * (first * rise + aa - ab)
-    real = [float(x.real) for x in np.roots([square, linear, first**2 - aa]) if not x.imag]
-    below = [x for x in real if 0 <= x <= place]
-    above = [x for x in real if place <= x <= 1]
-    low = max(below) if below and outside(0.0) else -math.inf
-    high = min(above) if above and outside(1.0) else math.inf
-    return place, low, high
+    places = [0.0, *sorted(x for x in _roots(square, linear, constant) if 0 < x < 1), 1.0]
+    if first * (first + rise) < 0:  # without any spread the crossing itself is all that is undecided
+        places = sorted([*places, -first / rise])
+    parts = [(0.0, 0.0)] if difference(0.0) <= 0 else []
+    parts += [(x, x) for x in places[1:-1]]
+    parts += [(x, y) for x, y in itertools.pairwise(places) if difference((x + y) / 2) <= 0]
+    parts += [(1.0, 1.0)] if difference(1.0) <= 0 else []
+    return joined(parts)
+
+
+def _roots(square: float, linear: float, constant: float) -> list[float]:
+    """Real roots of a parabola, or of the line that it is."""
+    size = max(abs(square), abs(linear), abs(constant))
+    if abs(square) <= 1e-12 * size:
+        return [-constant / linear] if abs(linear) > 1e-12 * size else []
+    root = linear**2 - 4 * square * constant
+    if root < 0:
+        return []
+    half = -(linear + math.copysign(math.sqrt(root), linear)) / 2
+    return [half / square, *([constant / half] if half else [])]
+
+
+def joined(parts: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same parts of a line in ascending order, those that touch put together."""
+    whole: list[tuple[float, float]] = []
+    for low, high in sorted(parts):
+        if whole and low <= whole[-1][1]:
+            whole[-1] = (whole[-1][0], max(high, whole[-1][1]))
+        else:
+            whole.append((low, high))
+    return whole
 
 
 def _data(values: Sequence[float] | _Floats) -> _Floats:
