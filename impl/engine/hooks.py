@@ -18,10 +18,10 @@ from impl.engine.masters import LossScaler, Masters
 from impl.engine.module_buffers import ModuleBuffers
 from impl.engine.outside_uses import SavedTensors, memory_of
 from impl.errors import ZeroError
+from impl.plan.reduction_queue import ReductionQueue
 from impl.pytree import cast_tensors, tensors_in
 from impl.unit.context import UnitContext, recomputing
 from impl.unit.flat_buffer import InUnit
-from impl.unit.gradient_reduction import ReductionQueue
 from impl.unit.placeholder import keeper_of
 from impl.unit.unit import Unit
 
@@ -228,8 +228,8 @@ class Hooks:
 
     def _follow_order(self) -> None:
         """Reduce gradients in the schedule's order from the next pass on."""
-        order = (self._units[index] for index in self._passes.schedule.reduction_order)
-        self._reductions.order = [unit.reduction for unit in order if unit.geometry.trainable]
+        order = self._passes.schedule.reduction_order
+        self._reductions.order = [self._units[index].reduction for index in order]
 
     # Backward
 

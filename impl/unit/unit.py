@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from impl.errors import WrittenError, ZeroError
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import MOST_AHEAD
+from impl.plan.reduction_queue import ReductionQueue
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import ON_DEVICE, Phase, Placement
 from impl.unit.context import MEMORY, UnitContext, recomputing
 from impl.unit.flat_buffer import FlatBuffer, Holder, Member, check_hooks
-from impl.unit.gradient_reduction import GradientReduction, ReductionQueue
+from impl.unit.gradient_reduction import GradientReduction
 from impl.unit.master_shard import MasterShard, shard_of
 from impl.unit.secondary_shard import Change
 from impl.unit.weight_gather import WeightGather
