@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from impl.engine.narrowing import Narrowing, dtype_of
 from impl.errors import ZeroError
 from impl.unit.master_shard import shard_of
 from impl.unit.unit import Unit
@@ -42,11 +43,20 @@ def load_entry(model: nn.Module, name: str, held: object, value: Any) -> None:
             held.copy_(value)
 
 
-def full_state_dict(model: nn.Module, units: Sequence[Unit]) -> dict[str, Tensor]:
+def full_state_dict(
+    model: nn.Module, units: Sequence[Unit], dtype: torch.dtype | str, *, allow_overflow: bool
+) -> dict[str, Tensor]:
     """The unsharded model's state: :meth:`impl.engine.engine.Zero.full_state_dict`, of equal buffers."""
+    narrowing = Narrowing(dtype_of(dtype))
     whole: dict[int, Any] = {}
     for unit in units:
-        whole |= zip(map(id, unit.visible), WholeValues(unit).masters(), strict=True)
+        for visible, slot, values in zip(
+            unit.visible, unit.geometry.slots, WholeValues(unit).masters(), strict=True
+        ):
+            same = narrowing.dtype == values.dtype
+            whole[id(visible)] = values if same else narrowing.cast(slot.spec.name, values)
+    if not allow_overflow and (overflow := narrowing.overflow()) is not None:
+        raise ZeroError(f"full_state_dict(): {overflow}; take a wider type, or pass allow_overflow=True")
     state: dict[str, Any] = {}
     for name, held in model.state_dict(keep_vars=True).items():
         if id(held) in whole:
