@@ -93,7 +93,8 @@ def save(
 
     It becomes ``checkpoint-NNNNNN``, which is returned, in ``folder``, on a disk that all ranks share; the
     ``keep`` newest there are kept, or all.  ``extra`` is the caller's, the same on all ranks: None, numbers,
-    texts, lists, tuples and dicts of them.  Raises CheckpointError: on all ranks, if this fails on any.
+    texts, lists, tuples and dicts of them, as the states of torch's schedulers are.  Raises CheckpointError:
+    on all ranks, if this fails on any.
     """
     folder, wire, rank = Path(folder), zero.wire, zero.wire.mesh.rank
     zero.buffers.make_equal()
