@@ -101,6 +101,7 @@ def save(
 
     def describe() -> tuple[tuple[Manifest, SavedMasters], str]:
         zero.hooks.check_finished("save()")
+        zero.hooks.check_parameters()
         if unused := zero.masters.unused_gradients:
             raise CheckpointError(
                 f"save() with gradients that no optimizer has used, of {unused} masters: they are "
@@ -216,6 +217,7 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
 
     def find() -> tuple[tuple[Parts, SavedMasters], str]:
         zero.hooks.check_finished("load()")
+        zero.hooks.check_parameters()
         zero.check_hidden("load()")
         path = disk.resolve(Path(folder))
         manifest = read_manifest(path)

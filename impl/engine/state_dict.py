@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from impl.engine.narrowing import Narrowing, dtype_of
 from impl.errors import ZeroError
 from impl.unit.master_shard import shard_of
+from impl.unit.placeholder import Placeholder
 from impl.unit.unit import Unit
 from impl.unit.whole_values import WholeValues
 
@@ -43,6 +44,42 @@ def load_entry(model: nn.Module, name: str, held: object, value: Any) -> None:
             held.copy_(value)
 
 
+def check_value(name: str, held: Tensor, value: object) -> None:
+    """Refuse, with a ZeroError, a ``value`` that the parameter or buffer ``held`` cannot take as it is."""
+    if not isinstance(value, Tensor):
+        raise ZeroError(f"state {name!r} is of type {type(value).__name__}, expected a tensor")
+    if value.shape != held.shape:
+        raise ZeroError(f"state {name!r} is {tuple(value.shape)}, expected {tuple(held.shape)}")
+    if isinstance(value, Placeholder) or value.is_meta:
+        raise ZeroError(f"state {name!r} has no values: give those of full_state_dict(), or of a file")
+    kind, wanted = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, held.dtype))
+    if value.layout != torch.strided or value.is_quantized:
+        raise ZeroError(f"state {name!r} is sparse or quantized: give a dense {wanted} tensor")
+    if isinstance(held, nn.Parameter):
+        fits = value.is_floating_point()
+    elif held.is_floating_point():
+        fits = not value.is_complex()
+    else:
+        fits = held.is_complex() or _same(value.to(held.dtype).to(value.dtype), value)
+    if not fits:
+        raise ZeroError(f"state {name!r} is {kind}, expected {wanted}: convert it first")
+    if value.dtype != held.dtype and value.is_floating_point() and held.is_floating_point():
+        dtype = torch.float32 if isinstance(held, nn.Parameter) else held.dtype  # masters are
+        if torch.finfo(value.dtype).max > torch.finfo(dtype).max:
+            narrowing = Narrowing(dtype)
+            narrowing.cast(name, value.detach())
+            if (overflow := narrowing.overflow()) is not None:
+                raise ZeroError(f"state: {overflow}")
+
+
+def _same(value: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have equal shapes and values, NaN included."""
+    if value is other:
+        return True
+    first, second = (t.double() if t.is_floating_point() else t for t in (value, other))
+    return first.shape == second.shape and bool((first.eq(second) | (first.isnan() & second.isnan())).all())
+
+
 def full_state_dict(
     model: nn.Module, units: Sequence[Unit], dtype: torch.dtype | str, *, allow_overflow: bool
 ) -> dict[str, Tensor]:
@@ -68,14 +105,19 @@ def full_state_dict(
 
 def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping[str, Tensor]) -> None:
     """:meth:`impl.engine.engine.Zero.load_full_state_dict`; of tied parameters one name is enough."""
-    held = dict(model.state_dict(keep_vars=True))
-    values = {id(held[name]): value for name, value in state.items() if name in held}
-    state = {name: values[id(tensor)] for name, tensor in held.items() if id(tensor) in values} | dict(state)
-    if odd := sorted(held.keys() ^ state.keys()):
+    held, given = dict(model.state_dict(keep_vars=True)), dict(state)
+    name_of = {id(tensor): name for name, tensor in held.items() if name in given}  # that is given
+    given = {name: given[name_of[id(t)]] for name, t in held.items() if id(t) in name_of} | given
+    if odd := sorted(held.keys() ^ given.keys()):
         raise ZeroError(f"state does not match the model: {len(odd)} names differ, first {odd[0]!r}")
     for name, tensor in held.items():
-        if isinstance(tensor, Tensor) and not is_extra(name) and tensor.shape != state[name].shape:
-            raise ZeroError(f"state {name!r} is {tuple(state[name].shape)}, expected {tuple(tensor.shape)}")
+        if isinstance(tensor, Tensor) and not is_extra(name):
+            check_value(name, tensor, given[name])
+            if not _same(given[name], given[other := name_of[id(tensor)]]):
+                raise ZeroError(
+                    f"state {name!r} differs from {other!r}, which the model ties: give equal values"
+                )
+    state = given
     names = {id(tensor): name for name, tensor in held.items()}
     for unit in units:
         whole = [state[names.pop(id(parameter))] for parameter in unit.visible]
