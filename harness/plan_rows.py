@@ -38,7 +38,8 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
     step, ``low_seconds`` and ``high_seconds`` within two of the calibration's standard deviations (of
     logarithms), the resource that is busy longest as ``critical``, ``tokens_per_second`` of all ranks,
     ``tflops`` a rank, of 6 operations a parameter and token, 8 with activation checkpointing, ``speed_up``
-    over ZeRO-3 in the same setting, and as ``basis`` whether the machine was measured there.
+    over ZeRO-3 in the same setting, and as ``basis`` what the prediction rests on
+    (:meth:`impl.plan.step_time.Machine.basis`).
     """
     varying = varying_paths([forecast.trial.canonical() for forecast in forecasts])
     table = [_row(forecast, varying) for forecast in forecasts]
@@ -51,12 +52,15 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
         if step is not None and forecast.trial.strategy == BASELINE  # with the fewest changes comes last
     }
     for row, (forecast, step) in zip(table, pairs, strict=True):
-        modelled = _modelled(forecast, step, base.get(setting_of(forecast.trial)))
+        basis = None if step is None else machine.basis(known=step.calibrated)
+        modelled = _modelled(forecast, step, base.get(setting_of(forecast.trial)), basis)
         row |= {f"modelled_{name}": value for name, value in modelled.items()}
     return table
 
 
-def _modelled(forecast: Forecast, step: StepTime | None, base: float | None) -> dict[str, Any]:
+def _modelled(
+    forecast: Forecast, step: StepTime | None, base: float | None, basis: str | None
+) -> dict[str, Any]:
     trial = forecast.trial
     tokens = trial.tokens_per_rank * trial.accumulation
     operations = (8 if trial.activation_checkpointing else 6) * (forecast.parameters or 0) * tokens
@@ -67,7 +71,7 @@ def _modelled(forecast: Forecast, step: StepTime | None, base: float | None) -> 
         step.seconds, low, high, step.compute, step.wire,
         None if math.isnan(step.exposed) else step.exposed, step.critical,
         tokens * trial.topology().world / step.seconds, operations / step.seconds / 1e12,
-        None if base is None else base / step.seconds, "calibrated" if step.calibrated else "transferred",
+        None if base is None else base / step.seconds, basis,
     )  # fmt: skip
     return dict(zip(_MODELLED, values, strict=True))
 

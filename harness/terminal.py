@@ -32,10 +32,15 @@ _NOTES: Final = (
     "what one node sends to others; on the wire: the time that this takes at the link's rate; memory/rank: "
     "without activations."
 )
-_MODELLED: Final = (
-    "a modelled step is calibrated where model and batch lie inside what the machine was measured with, else "
-    "transferred; speed-up: over ZeRO-3 in the same setting."
-)
+_BASES: Final = {  # what a modelled step rests on, by the nature of the machine
+    "calibration": "a modelled step is calibrated where model and batch lie inside what the machine was "
+    "measured with, else transferred",
+    "published steps": "a modelled step is fitted where the batch lies inside that of the published steps, "
+    "else transferred",
+    "data sheet": "modelled steps rest on data sheets and assumptions, and nothing was measured",
+}
+_UNCALIBRATED: Final = "modelled steps rest on a machine that was not calibrated"
+_SPEED_UP: Final = "speed-up: over ZeRO-3 in the same setting."
 _WHOLE: Final = "--json and --csv have all"
 _PLANNED: Final = (
     Column("modelled_seconds", "step, modelled", ".3g", "s"),
@@ -105,7 +110,10 @@ def plan(suite: Suite, forecasts: Sequence[Forecast], out: Console, machine: Mac
     ]
     terminal_table.show(table, columns, out, whole=_WHOLE)
     say(_NOTES)
-    say("" if machine is None else f"On {machine.name} ({machine.source}): {_MODELLED}")
+    if machine is not None:
+        nature = machine.nature or ("calibration" if machine.host else "")
+        basis = _BASES.get(nature, _UNCALIBRATED)
+        say(f"On {machine.name} ({machine.source}): {basis}; {_SPEED_UP}")
     say(labels.pad_note(forecast.padding for forecast in shown))
     for number, reason in enumerate(reasons, 1):
         stopped = [forecast for forecast in shown if reason in forecast.reasons]

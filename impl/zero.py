@@ -14,36 +14,47 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from impl import ops
 from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import Clock
 from impl.comm.mesh import Mesh
-from impl.comm.wire import Wire
+from impl.comm.wire import Wire, wire_of
 from impl.engine.engine import Zero
 from impl.engine.hooks import Hooks
 from impl.engine.outside_uses import register
 from impl.engine.unit_planning import GroupOf, check_shapes, drafts_of, find_blocks, geometries_of, plan_units
 from impl.errors import ZeroError
-from impl.parameters.external import external_to
-from impl.parameters.init import give_values
+from impl.parameters.external import external_to, register_external_parameter
+from impl.parameters.gathered import GatheredParameters
+from impl.parameters.init import Init, give_values
 from impl.parameters.initial_weights import check_same_start
 from impl.parameters.presharded import drawn_numbers, take_over
 from impl.plan.policy import Offload, Policy
 from impl.plan.prefetch_schedule import Schedule
+from impl.plan.reduction_queue import ReductionQueue
 from impl.plan.traffic import placements_of
 from impl.unit.context import MEMORY, HostMemory, Meter, Passes, Reserve, UnitContext
 from impl.unit.flat_buffer import check_plain
-from impl.unit.gradient_reduction import ReductionQueue
 from impl.unit.unit import Unit
 
-__all__ = ["Zero", "ZeroError", "find_blocks", "plan_units", "shard"]
+__all__ = [  # with what DeepSpeed's tutorials call deepspeed.zero.NAME
+    "GatheredParameters",
+    "Init",
+    "Zero",
+    "ZeroError",
+    "find_blocks",
+    "plan_units",
+    "register_external_parameter",
+    "shard",
+]
 
 
 def shard(
     model: nn.Module,
     *,
-    mesh: Mesh,
+    mesh: Mesh | DeviceMesh,
     policy: Policy,
     wire: Wire | None = None,
     blocks: Sequence[nn.Module] | None = None,
@@ -51,35 +62,37 @@ def shard(
     seed: int = 0,
     initialise: Callable[[nn.Module], None] | None = None,
 ) -> Zero:
-    """Shard ``model`` in place over all ranks of ``mesh``; all ranks must call it.
+    """Shard ``model`` in place over the ranks of ``mesh``; all of these must call it, and no others.
 
     The model has the same values on every rank, which are compared.  What :class:`~impl.parameters.init.Init`
     cut is taken over as it is; a model on the meta device is given its values block by block, by
     ``initialise`` of a module, or its ``reset_parameters()``.  ``blocks`` are gathered and released as a
     whole, by default those that :func:`find_blocks` finds; ``group_of`` names the optimizer group of a
     parameter; ``seed``, of stochastic codecs, is the same on all ranks; ``wire`` is a plain one by default.
+    A torch ``DeviceMesh`` is understood as :meth:`Mesh.create` says.
 
     Raises:
         PolicyError: if the policy does not fit the topology.  GeometryError: if a unit is padded too much.
-        ZeroError: for what cannot be sharded, is sharded already, or differs between ranks.
+        ZeroError: for what cannot be sharded, is sharded already, or differs between ranks.  MeshError: on a
+        rank that is not in the mesh.  WireError: for a wire over other ranks.
     """
-    for value, kind in ((policy, Policy), (mesh, Mesh)):
-        if not isinstance(value, kind):
-            name = f"{kind.__module__}.{kind.__qualname__}"
-            raise ZeroError(f"{kind.__name__.lower()} is a {type(value).__name__}: expected an {name}")
+    if not isinstance(policy, Policy):
+        raise ZeroError(f"policy is a {type(policy).__name__}: expected an impl.plan.policy.Policy")
+    mesh = Mesh.of(mesh)
     check_shapes(model)
     check_plain(model)
     policy.check(mesh.topology)
     for device in {mesh.device, MEMORY} if policy.offload != Offload() else {mesh.device}:
         ops.prepare(device, policy.codecs)
-    wire = wire if wire is not None else Wire(mesh)
+    wire = wire_of(mesh, wire)
     if blocks is None:
         blocks = find_blocks(model, most=policy.memory.largest_unit)
     give_values(model, blocks, mesh, policy, initialise)
     drafts = drafts_of(model, blocks, group_of, policy)
     geometries = geometries_of(drafts, mesh.topology, policy)
     parameters = dict(model.named_parameters())
-    check_same_start(mesh, parameters, drawn_numbers(parameters))
+    with wire.calling("shard()"):
+        check_same_start(wire, parameters, drawn_numbers(parameters))
     meter = Meter()
     gradients, weights = (
         Reserve(DTYPES[policy.compute], mesh.device, meter, part) for part in ("local_gradients", "gathered")

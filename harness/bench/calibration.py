@@ -107,6 +107,7 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
             spread=abs(measured[-1].wall / measured[0].wall - 1),  # its drift
             date=f"{datetime.now(UTC):%Y-%m-%d}",
             host=host.identity(),
+            nature="calibration",
             codecs=codecs[0],
         ),
         measured,

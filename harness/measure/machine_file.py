@@ -53,7 +53,8 @@ def write(path: Path, machine: Machine) -> None:
 def check_host(path: Path, machine: Machine, host: str) -> None:
     """Refuse a machine that was not calibrated on ``host`` within the last :data:`STALE_DAYS` days."""
     if not machine.host:
-        raise Refusal(f"{path}: a machine as published, not calibrated: nothing is run by it")
+        made = f"made of {machine.nature}s" if machine.nature == "data sheet" else "as published"
+        raise Refusal(f"{path}: a machine {made}, not calibrated: nothing is run by it; zeropp calibrate")
     if machine.host != host:
         raise Refusal(f"{path}: calibrated on {machine.host}, and this is {host}; zeropp calibrate")
     if (days := (datetime.now(UTC).date() - date.fromisoformat(machine.date)).days) > STALE_DAYS:

@@ -1,14 +1,18 @@
 """Confidence intervals of medians, paired ratios and differences.  Formulas: docs/reference/metrics.md.
 
-Values of several sweeps have an interval of the sweeps' means.  Fewer than :data:`FEWEST` values, or than
-:data:`FEWEST_SWEEPS` of several sweeps, have none: its ends are NaN.  No torch.
+No interval is of fewer than :data:`FEWEST` values or pairs.  Of several sweeps, the sweeps' means or medians
+are the values: means (and ratios) have an interval from :data:`FEWEST_SWEEPS` sweeps on, by Student's t;
+medians from :data:`FEWEST` sweeps on, since the order statistics of five hold a median in less than 95 % of
+samples.  Where there is none, its ends are NaN, and :attr:`Interval.why_none` says what is missing.  No
+torch.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
@@ -16,7 +20,8 @@ import numpy as np
 
 CONFIDENCE: Final = 0.95
 FEWEST: Final = 6  # values: the range of five holds the median in 0.94 of samples, and is no interval of 0.95
-FEWEST_SWEEPS: Final = 3  # Student's t of two is 13 times their error
+FEWEST_SWEEPS: Final = 3  # of means: Student's t of two is 13 times their error
+_NUMERALS: Final = {FEWEST_SWEEPS: "three", FEWEST: "six"}
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -31,6 +36,16 @@ class Interval:
     high: float
     n: int
     sweeps: int = 1
+    fewest_sweeps: int = FEWEST_SWEEPS  # of several, from which on there is an interval
+
+    @property
+    def why_none(self) -> str:
+        """``n = 3: no interval; six are needed``, or the same of sweeps; empty where there are enough."""
+        if 0 < self.n < FEWEST:
+            return f"n = {self.n}: no interval; {_NUMERALS[FEWEST]} are needed"
+        if 1 < self.sweeps < self.fewest_sweeps:
+            return f"{self.sweeps} sweeps: no interval; {_NUMERALS[self.fewest_sweeps]} are needed"
+        return ""
 
     @property
     def known(self) -> bool:
@@ -60,13 +75,16 @@ def of_another_sweep(interval: Interval, *, ratio: bool) -> Interval:
 def median_interval(values: Sequence[float], sweeps: Sequence[int] | None = None) -> Interval:
     """Median with the interval between two order statistics, of several sweeps those of their medians,
     interpolated to 95 % (Hettmansperger and Sheather, 1986); a ValueError without values.
+
+    From :data:`FEWEST` values, or of several sweeps :data:`FEWEST` sweeps, on: the range of fewer holds the
+    median in less than 95 % of samples, so that there is none.
     """
     data = _data(values)
     n, median = len(data), float(np.median(data))
     of_sweeps = _by_sweep(data, sweeps, np.median)
     data = np.sort(data if len(of_sweeps) == 1 else of_sweeps)
     if (m := len(data)) < FEWEST:
-        return Interval(median, math.nan, math.nan, n, len(of_sweeps))
+        return Interval(median, math.nan, math.nan, n, len(of_sweeps), FEWEST)
     d = 1
     while (inner := _coverage(m, d + 1)) >= CONFIDENCE:
         d += 1
@@ -74,7 +92,7 @@ def median_interval(values: Sequence[float], sweeps: Sequence[int] | None = None
     inwards = (m - d) * share / (d + (m - 2 * d) * share)
     low = float((1 - inwards) * data[d - 1] + inwards * data[d])
     high = float((1 - inwards) * data[m - d] + inwards * data[m - d - 1])
-    return Interval(median, min(low, median), max(high, median), n, len(of_sweeps))
+    return Interval(median, min(low, median), max(high, median), n, len(of_sweeps), FEWEST)
 
 
 def _coverage(n: int, d: int) -> float:
@@ -133,41 +151,64 @@ def quantile(freedom: float) -> float:
     return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
 
 
-def crossing(
-    left: Mapping[Hashable, float],
-    right: Mapping[Hashable, float],
-    sweeps: Mapping[Hashable, int] | None = None,
-) -> tuple[float, float, float]:
-    """Where a straight line between two means crosses zero, with its interval (place, low, high), as parts of
-    the way from ``left`` to ``right``, whose mean has the other sign.
+def undecided(
+    left: Mapping[_Key, float],
+    right: Mapping[_Key, float],
+    sweeps: Mapping[_Key, int] | None = None,
+) -> list[tuple[float, float]]:
+    """Where a straight line between two means may be zero, as parts (low, high) of the way from the left one.
 
     Fieller's: all places at which the line differs from zero by less than Student's t times its error there,
-    of values paired by key. An end beyond both means is -inf or inf; of too few values or sweeps it is NaN.
+    of values paired by key.  With too few values or sweeps it is the whole way, (0, 1).
     """
     both = [key for key in left if key in right]
     numbers = None if sweeps is None else [sweeps[key] for key in both]
-    a, b = (_data([side[key] for key in both]) for side in (left, right))
     few = len(both) < FEWEST
+    if few or (numbers is not None and 1 < len(set(numbers)) < FEWEST_SWEEPS):
+        return [(0.0, 1.0)]
+    a, b = (_data([side[key] for key in both]) for side in (left, right))
     if numbers is not None and len(set(numbers)) > 1:
         a, b = (_by_sweep(side, numbers, np.mean) for side in (a, b))
-        few |= len(a) < FEWEST_SWEEPS
     first, rise = float(a.mean()), float(b.mean() - a.mean())
-    place = -first / rise
-    if few:
-        return place, math.nan, math.nan
     scale = quantile(len(a) - 1) ** 2 / len(a)
     (aa, ab), (_, bb) = scale * np.cov(a, b)
+    # The line's square minus that of its uncertainty, at the part x of the way; undecided where at most 0.
+    square, linear, constant = rise**2 - aa + 2 * ab - bb, 2 * (first * rise + aa - ab), first**2 - aa
 
-    def outside(x: float) -> bool:
-        return bool((first + rise * x) ** 2 > aa * (1 - x) ** 2 + 2 * ab * x * (1 - x) + bb * x**2)
+    def difference(x: float) -> float:
+        return float((square * x + linear) * x + constant)
 
-    square, linear = rise**2 - aa + 2 * ab - bb, 2 * (first * rise + aa - ab)
-    real = [float(x.real) for x in np.roots([square, linear, first**2 - aa]) if not x.imag]
-    below = [x for x in real if 0 <= x <= place]
-    above = [x for x in real if place <= x <= 1]
-    low = max(below) if below and outside(0.0) else -math.inf
-    high = min(above) if above and outside(1.0) else math.inf
-    return place, low, high
+    places = [0.0, *sorted(x for x in _roots(square, linear, constant) if 0 < x < 1), 1.0]
+    if first * (first + rise) < 0:  # without any spread the crossing itself is all that is undecided
+        places = sorted([*places, -first / rise])
+    parts = [(0.0, 0.0)] if difference(0.0) <= 0 else []
+    parts += [(x, x) for x in places[1:-1]]
+    parts += [(x, y) for x, y in itertools.pairwise(places) if difference((x + y) / 2) <= 0]
+    parts += [(1.0, 1.0)] if difference(1.0) <= 0 else []
+    return joined(parts)
+
+
+def _roots(square: float, linear: float, constant: float) -> list[float]:
+    """Real roots of a parabola, or of the line that it is."""
+    size = max(abs(square), abs(linear), abs(constant))
+    if abs(square) <= 1e-12 * size:
+        return [-constant / linear] if abs(linear) > 1e-12 * size else []
+    root = linear**2 - 4 * square * constant
+    if root < 0:
+        return []
+    half = -(linear + math.copysign(math.sqrt(root), linear)) / 2
+    return [half / square, *([constant / half] if half else [])]
+
+
+def joined(parts: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same parts of a line in ascending order, those that touch put together."""
+    whole: list[tuple[float, float]] = []
+    for low, high in sorted(parts):
+        if whole and low <= whole[-1][1]:
+            whole[-1] = (whole[-1][0], max(high, whole[-1][1]))
+        else:
+            whole.append((low, high))
+    return whole
 
 
 def _data(values: Sequence[float] | _Floats) -> _Floats:

@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -27,6 +27,7 @@ from impl.checkpoint.commit import resolve
 from impl.checkpoint.manifest import Manifest, read_manifest
 from impl.deepspeed.keys import ZERO, DeepSpeedError, load
 from impl.deepspeed.recipe import laid_out, recipe
+from impl.plan.shard_layout import PERSISTENT
 from impl.plan.topology import Topology
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ def _train(settings: Settings) -> None:
     except (Refusal, ValueError) as error:
         reason = wrong_field(error) if isinstance(error, ValidationError) else error
         raise Refusal(f"{settings.deepspeed_config or 'flags'}: {reason}") from None
+    trial = _with_room(trial)
     excess = _plan(trial, speaks=not torchrun or os.environ.get("RANK", "0") == "0")
     if settings.plan:
         return
@@ -183,6 +185,29 @@ def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *,
         seed=settings.seed,
         threads=max(1, machine.cores() // topology.world),
     )
+
+
+def _with_room(trial: Trial) -> Trial:
+    """The trial, whose units may be as large as a module that is larger than its configuration's limit.
+
+    DeepSpeed gathers such a module too, whatever ``stage3_max_live_parameters`` says.
+    """
+    from harness.workloads import models
+    from impl.engine.unit_planning import drafts_of, find_blocks
+
+    policy = trial.resolved_policy()
+    assert policy is not None  # noqa: S101  # a recipe is one
+    if not (most := policy.memory.largest_unit):
+        return trial
+    with models.unfilled():
+        model = models.build(trial.model, trial.sequence)
+    blocks, unlimited = find_blocks(model, most=most), replace(policy.memory, largest_unit=0)
+    drafts = drafts_of(model, blocks, None, replace(policy, memory=unlimited))
+    sizes = [sum(spec.numel for spec in draft.specs) for draft in drafts if draft.name != PERSISTENT]
+    if max(sizes, default=0) <= most:
+        return trial
+    changes = trial.policy.model_copy(update={"largest_unit": max(sizes)})
+    return trial.model_copy(update={"policy": changes})
 
 
 def steps_text(manifest: Manifest) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,12 +42,13 @@ class InDDP(Joined):
     ``model`` is in DDP over all ranks of ``wire.mesh``.  ``policy``, of stage 0, sets codecs of gradients,
     reduce and chunks; all else is as in :data:`~impl.adapters.traffic.BASES`.
 
-    Raises HostError: for a mesh that is not on the CPU.  PolicyError, GeometryError: for a policy that DDP
-    cannot carry out, or that does not fit the model.
+    Raises HostError: for a mesh of other ranks than DDP's, or off the CPU.  PolicyError, GeometryError: for a
+    policy that DDP cannot carry out, or that does not fit the model.
     """
 
     def __init__(self, model: DistributedDataParallel, wire: Wire, policy: Policy) -> None:
         super().__init__("ddp", wire, policy)
+        self.check_ranks(dist.get_process_group_ranks(model.process_group))
         self.units = plan_units(model.module, wire.mesh.topology, policy)
         self._model = model
         parameters = dict(model.module.named_parameters())

@@ -27,7 +27,6 @@ from impl.codecs.reference import NAMES
 from impl.comm.wire import Wire
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import ROOT
-from impl.plan.topology import Topology
 from impl.plan.traffic import Phase, Tag
 from impl.quantized_collectives import Gathering
 
@@ -51,7 +50,7 @@ class InFSDP2(Joined):
 
     def __init__(self, model: nn.Module, wire: Wire, policy: Policy) -> None:
         super().__init__("fsdp2", wire, policy)
-        _check_sharded(model, wire.mesh.topology)
+        self._check_sharded(model)
         modules: dict[str, Any] = dict(model.named_modules())
         blocks: list[Any] = [m for name, m in modules.items() if name and isinstance(m, FSDPModule)]
         self.units = groups = fsdp2_groups(model, blocks, wire.mesh.topology)
@@ -74,11 +73,29 @@ class InFSDP2(Joined):
         total = torch.zeros(1, dtype=torch.float64)
         for gradient in gradients:
             total += gradient.double().square().sum()
-        norm = self.wire.all_gather_small(total).sum().sqrt()  # of (world, 1) fp64
+        with self.wire.calling("clip_grad_norm_()"):
+            norm = self.wire.all_gather_small(total).sum().sqrt()  # of (world, 1) fp64
         factor = (max_norm / (norm + _TINY)).clamp(max=1.0).float()
         for gradient in gradients:
             gradient.mul_(factor)
         return norm
+
+    def _check_sharded(self, model: nn.Module) -> None:
+        """Refuse a model that is not sharded as a whole over the wire's ranks, in one dimension."""
+        if not isinstance(model, FSDPModule):
+            kind = type(model).__name__
+            raise HostError(f"{kind} is not sharded: call fully_shard() on it and its blocks first")
+        world = self.wire.mesh.topology.world
+        for name, parameter in model.named_parameters():
+            if not isinstance(parameter, DTensor):
+                raise HostError(f"parameter {name!r} is not sharded: fully_shard() must not ignore it")
+            shape = tuple(parameter.device_mesh.shape)
+            if shape != (world,):
+                raise HostError(
+                    f"parameter {name!r} lies on a device mesh of {shape}, expected ({world},): "
+                    "replicas (HSDP) and other axes are not carried"
+                )
+            self.check_ranks(parameter.device_mesh.mesh.tolist())
 
     def _enter(self, *_: Any) -> None:
         self.phase = "forward" if torch.is_grad_enabled() else "evaluate"
@@ -160,19 +177,3 @@ class _Scatter(_OfGroup, ReduceScatter):
         if (observer := joined.wire.observer) is not None:
             observer.averaged(name, joined.wire.mesh.rank * mean.numel(), mean)
         output_tensor.copy_(mean if op == dist.ReduceOp.AVG else mean.mul_(group.size()))
-
-
-def _check_sharded(model: nn.Module, topology: Topology) -> None:
-    """Refuse a model that is not sharded as a whole over all ranks, in one dimension."""
-    if not isinstance(model, FSDPModule):
-        kind = type(model).__name__
-        raise HostError(f"{kind} is not sharded: call fully_shard() on it and its blocks first")
-    for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor):
-            raise HostError(f"parameter {name!r} is not sharded: fully_shard() must not ignore it")
-        shape = tuple(parameter.device_mesh.shape)
-        if shape != (topology.world,):
-            raise HostError(
-                f"parameter {name!r} lies on a device mesh of {shape}, expected ({topology.world},): "
-                "replicas (HSDP) and other axes are not carried"
-            )

@@ -42,6 +42,15 @@ class Joined:
         ops.prepare(wire.mesh.device, policy.codecs)
         self._host, self.wire, self.policy = host, wire, policy
 
+    def check_ranks(self, ranks: Sequence[int]) -> None:
+        """Refuse a host over other global ``ranks`` than the wire's, or in another order."""
+        theirs, ours = (", ".join(map(str, each)) for each in (ranks, self.wire.mesh.global_ranks))
+        if theirs != ours:
+            raise HostError(
+                f"{self._host} is over global ranks {theirs}, the wire over {ours}: give both the same ranks "
+                "in one order, as by Mesh.create(topology, group=group)"
+            )
+
     def predict(self, events: Iterable[Event]) -> dict[LedgerKey, Sent]:
         """Bytes and messages that this rank sends in the passes of ``events``."""
         layout = self.policy, self.wire.mesh.topology, self.units

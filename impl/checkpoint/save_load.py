@@ -68,10 +68,10 @@ def together(
     for rank, text in enumerate(outcomes):
         if text.startswith("!"):
             prefix = "" if len(set(outcomes)) == 1 else f"rank {rank}: "
-            raise CheckpointError(prefix + text[1:]) from failure
+            raise CheckpointError(prefix + text[1:] + (wire.mesh.counting if prefix else "")) from failure
     others = [rank for rank, text in enumerate(outcomes) if text != outcomes[0]]
     if unlike and others:
-        raise CheckpointError(f"rank {others[0]} {unlike}")
+        raise CheckpointError(f"rank {others[0]} {unlike}{wire.mesh.counting}")
     return result, [json.loads(text) for text in outcomes]  # type: ignore[return-value]  # no rank raised
 
 
@@ -96,7 +96,12 @@ def save(
     texts, lists, tuples and dicts of them, as the states of torch's schedulers are.  Raises CheckpointError:
     on all ranks, if this fails on any.
     """
-    folder, wire, rank = Path(folder), zero.wire, zero.wire.mesh.rank
+    with zero.wire.calling("save()"):
+        return _save(Path(folder), zero, optimizers, extra=extra, keep=keep)
+
+
+def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: Any, keep: int | None) -> Path:
+    wire, rank = zero.wire, zero.wire.mesh.rank
     zero.buffers.make_equal()
 
     def describe() -> tuple[tuple[Manifest, SavedMasters], str]:
@@ -125,6 +130,13 @@ def save(
         # Without the modules' extra states, which are rank 0's.
         return (manifest, masters), digest(asdict(replace(manifest, state={})))
 
+    def begin() -> tuple[None, str]:
+        if rank != 0:
+            return None, ""
+        if others := wire.mesh.claim(str(folder.resolve())):
+            raise CheckpointError(f"{folder}: {others} of this job save there: take a folder of its own")
+        return None, disk.begin(folder).name
+
     def complete() -> tuple[None, str]:
         name = "" if rank else disk.commit(partial, replace(manifest, files=files).text()).name
         if keep is not None and rank == 0:
@@ -133,7 +145,7 @@ def save(
 
     unlike = "would save another extra, or options of optimizers, than rank 0: make them equal"
     (manifest, masters), _ = together(wire, describe, unlike)
-    _, (begun, *_) = together(wire, lambda: (None, disk.begin(folder).name if rank == 0 else ""))
+    _, (begun, *_) = together(wire, begin)
     partial = folder / begun
     try:
         tensors, file = _tensors(zero, masters), partial / file_name(rank)
@@ -213,13 +225,18 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
     Raises CheckpointError: on all ranks, if any finds it missing, foreign, of another version, cut short,
     altered or of another model; nothing is changed then, unless the disk fails while values are read.
     """
+    with zero.wire.calling("load()"):
+        return _load(Path(folder), zero, optimizers)
+
+
+def _load(folder: Path, zero: Zero, optimizers: Sequence[Optimizer]) -> Loaded:
     wire, rank, world = zero.wire, zero.wire.mesh.rank, zero.wire.mesh.topology.world
 
     def find() -> tuple[tuple[Parts, SavedMasters], str]:
         zero.hooks.check_finished("load()")
         zero.hooks.check_parameters()
         zero.check_hidden("load()")
-        path = disk.resolve(Path(folder))
+        path = disk.resolve(folder)
         manifest = read_manifest(path)
         manifest.verify(path, range(len(manifest.files))[rank::world])  # each rank reads some of them
         parts = Parts(path, manifest)

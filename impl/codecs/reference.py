@@ -99,6 +99,7 @@ class Operations:
         if self._repeated(key, x, frames):
             return
         _check(codec, x.shape, x.dtype, frames, x)
+        _check_written(codec, frames)
         _check_noise(codec, x.shape, noise)
         if x.numel() > 0:
             options = Options(noise if codec.stochastic else None, carried)
@@ -110,6 +111,7 @@ class Operations:
         if self._repeated(key, frames, out):
             return
         _check(codec, out.shape, out.dtype, frames, out)
+        _check_written(codec, out)
         if out.numel() > 0:
             self._remember(key, self._decode(codec, frames, out), codec)
 
@@ -125,6 +127,7 @@ class Operations:
         if out.dtype != torch.float32:
             raise ValueError(f"{codec}: a sum is fp32, got {out.dtype}")
         _check(codec, out.shape, out.dtype, frames[0], out)
+        _check_written(codec, out)
         if out.numel() > 0:
             if sums == "fp16":
                 self._sum_halves(codec, frames, out)
@@ -165,6 +168,7 @@ class Operations:
             return
         _check(first, shape, torch.float32, frames[0], out)
         _check(second, shape, torch.float32, out, out)
+        _check_written(second, out)
         _check_noise(second, shape, noise)
         if out.numel() > 0:
             options = Options(noise if second.stochastic else None, carried)
@@ -239,14 +243,29 @@ encode, decode = REFERENCE.encode, REFERENCE.decode
 decode_sum, decode_sum_encode = REFERENCE.decode_sum, REFERENCE.decode_sum_encode
 
 
-def _key(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple[Hashable, ...]:
-    """What an operation without noise and carried errors depends on, but for its tensors' addresses."""
+def _key(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple[Hashable, ...] | None:
+    """What an operation without noise and carried errors depends on, but for its tensors' addresses.
+
+    None where :func:`_check` may refuse the tensors, though it did not refuse others of the same layout.
+    """
+    addresses = _address(first), _address(second)
+    if 0 in addresses or first.is_neg() or second.is_neg():
+        return None
     return (
         operation,
         *map(id, codecs),  # hashing a codec takes longer than the rest
-        *(first.shape, first.stride(), first.dtype, first.device, first.data_ptr() % FRAME_ALIGNMENT),
-        *(second.shape, second.stride(), second.dtype, second.device, second.data_ptr() % FRAME_ALIGNMENT),
+        *(first.shape, first.stride(), first.dtype, first.device, addresses[0] % FRAME_ALIGNMENT),
+        *(second.shape, second.stride(), second.dtype, second.device, addresses[1] % FRAME_ALIGNMENT),
     )
+
+
+def _address(x: Tensor) -> int:
+    """The address of the first element, 0 of no memory; a ValueError if the elements have no strides."""
+    try:
+        return x.data_ptr()
+    except RuntimeError:  # NotImplementedError too
+        kind = str(x.layout).removeprefix("torch.") if x.layout != torch.strided else type(x).__name__
+        raise ValueError(f"codecs read and write dense tensors with memory, got {kind}") from None
 
 
 def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor, other: Tensor) -> None:
@@ -262,6 +281,18 @@ def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor, o
         )
     if frames.device != other.device:
         raise ValueError(f"{codec}: tensors on {frames.device} and {other.device}")
+    for tensor in (frames, other):
+        if tensor.numel() and not _address(tensor):
+            raise ValueError(f"{codec}: a {type(tensor).__name__} without memory: pass a plain tensor")
+        if tensor.is_neg():  # kernels read memory, not torch's bit for -x
+            raise ValueError(f"{codec}: negated elements, which torch has not computed: pass resolve_neg()")
+
+
+def _check_written(codec: Codec, target: Tensor) -> None:
+    """Refuse a target in whose memory several elements share one place."""
+    shape, strides = tuple(target.shape), target.stride()
+    if any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True)):
+        raise ValueError(f"{codec}: cannot write {shape} with strides {strides}, whose elements overlap")
 
 
 def _check_noise(codec: Codec, shape: torch.Size, noise: Noise | None) -> None:

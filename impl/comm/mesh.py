@@ -1,4 +1,8 @@
-"""Process groups: the default one, and those along each axis of a topology; the only place that makes any.
+"""Process groups: the default one, and those along each axis of a mesh; the only place that makes any.
+
+A mesh is over all ranks, or over those of one process group: torch's *global* ranks, counted from 0 in the
+mesh.  Meshes over different ranks share nothing: each has its own process groups, shared memory and keys in
+the store of the rendezvous, and ranks of other meshes take no part in what it does.
 
 A process must end its groups before the interpreter ends.  Gloo's threads drop the tensors of a collective
 after its ``wait()`` returned; a thread that does so during the interpreter's end aborts the process (status
@@ -10,18 +14,26 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
+import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before a group is there: its defaults would hold it for ever
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
-from impl.plan.topology import Axis, Topology
+from impl.plan.topology import Axis, Topology, ranks_in_words
 from impl.transport.group import Group, MeshError
+
+# Dimensions of a device mesh along which ranks hold other parts of the model, by their usual names.
+_NOT_DATA_PARALLEL: Final = frozenset({"tp", "pp", "cp", "sp", "ep", "etp"})
 
 
 @contextlib.contextmanager
@@ -43,40 +55,222 @@ class Mesh:
     """One rank's view of the topology."""
 
     topology: Topology
-    rank: int  # this rank, ``node * ranks_per_node + local``
+    rank: int  # this rank in the mesh, ``node * ranks_per_node + local``
     device: torch.device
+    members: tuple[int, ...] | None = None  # global rank of each rank; None: all ranks, in their order
+    backend: str | None = None  # of its process groups; None: that of the default group
     _groups: dict[Axis, Group] = field(default_factory=dict)
 
     @classmethod
-    def create(cls, topology: Topology, device: torch.device | None = None) -> Mesh:
-        """Wrap the default process group, of ``topology.world`` ranks or a MeshError; by default on CPUs."""
-        if not isinstance(topology, Topology):
-            raise MeshError(f"topology {topology!r} is a {type(topology).__name__}: expected a Topology")
-        if (world := dist.get_world_size()) != topology.world:
+    def create(
+        cls,
+        topology: Topology | DeviceMesh | None = None,
+        device: torch.device | None = None,
+        *,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+    ) -> Mesh:
+        """Make a mesh of all ranks, or of those of ``group``; only these call it.
+
+        Args:
+            topology: where the ranks are, in their order.  By default, and for a device mesh of one
+                dimension, torchrun's ``LOCAL_WORLD_SIZE`` says which ranks share a node, and without it all
+                do; a device mesh of two dimensions is ``(nodes, ranks of a node)``.
+            device: of tensors; by default the device mesh's, the current GPU for NCCL, else the CPU.
+            group: what ``dist.new_group([...])`` returned, or a device mesh; all ranks by default.
+
+        Raises MeshError: if the group's size is not ``topology.world``, or this rank is not in the group.
+        """
+        if isinstance(topology, DeviceMesh):
+            if group is not None:
+                raise MeshError("topology is a DeviceMesh, which has a group: leave group= out")
+            topology, group = None, topology
+        elif not isinstance(topology, Topology | None):
+            kind = type(topology).__name__
+            raise MeshError(f"topology {topology!r} is a {kind}: expected a Topology or torch's DeviceMesh")
+        if isinstance(group, DeviceMesh):
+            members, topology = _ranks_of(group), topology or _topology_of(group)
+            kind, backend = group.device_type, dist.get_backend(group.get_group(0))
+        else:
+            members, backend = _ranks(group), dist.get_backend(group)
+            kind, topology = "cuda" if backend == "nccl" else "cpu", topology or _placed(members)
+        if len(members) != topology.world:
             raise MeshError(
-                f"topology {topology} needs {topology.world} ranks, the process group has {world}"
+                f"topology {topology} needs {topology.world} ranks, the process group has {len(members)}"
             )
-        return cls(topology, dist.get_rank(), device or torch.device("cpu"))
+        if device is None:
+            device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        everyone = members == tuple(range(dist.get_world_size()))
+        bound = c10d._get_default_group().bound_device_id  # noqa: SLF001
+        if backend == "nccl" and bound is not None and not everyone:
+            raise MeshError(
+                f"the mesh is of {len(members)} of {dist.get_world_size()} ranks, but after "
+                "init_process_group(device_id=...) NCCL makes groups with all ranks only: leave device_id out"
+            )
+        return cls(
+            topology,
+            members.index(dist.get_rank()),
+            device,
+            None if everyone else members,
+            None if backend == dist.get_backend() else backend,
+        )
+
+    @classmethod
+    def of(cls, mesh: Mesh | DeviceMesh) -> Mesh:
+        """Return ``mesh`` itself, or the mesh of a device mesh: the same one whenever it is asked for."""
+        if isinstance(mesh, Mesh):
+            return mesh
+        if not isinstance(mesh, DeviceMesh):
+            _check_member(mesh)
+            kind = type(mesh).__name__
+            raise MeshError(f"mesh is a {kind}: expected an impl.comm.mesh.Mesh or torch's DeviceMesh")
+        job, known = c10d._get_default_group(), _of_device_meshes.pop(mesh, None)  # noqa: SLF001
+        if known is None or known[0]() is not job:
+            known = weakref.ref(job), cls.create(mesh)
+        _of_device_meshes[mesh] = known
+        return known[1]
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """Torch's rank of each rank of the mesh."""
+        return self.members or tuple(range(self.topology.world))
+
+    @property
+    def counting(self) -> str:
+        """What an error that names ranks ends with: how these are counted, unless as torch counts them."""
+        if self.members is None:
+            return ""
+        return f" (ranks as counted in the mesh of global ranks {', '.join(map(str, self.members))})"
 
     def store(self) -> Store | None:
-        """The store of the ranks' rendezvous; None where there is none."""
+        """The store of the ranks' rendezvous, apart from other meshes' keys; None where there is none."""
         world = dist.group.WORLD if dist.is_initialized() and self.topology.world > 1 else None
-        return None if world is None else world.get_group_store()
+        found = None if world is None else world.get_group_store()
+        return found if found is None or self.members is None else PrefixStore(self._prefix, found)
 
-    def make_groups(self, axes: Iterable[Axis]) -> None:
-        """Make the groups along ``axes``, all ranks together, before any of them waits for another."""
-        for axis in axes:
-            self.group(axis)
+    def claim(self, name: str) -> str | None:
+        """Claim ``name`` for this mesh among those of the job; returns the ranks that had claimed it."""
+        if not dist.is_initialized():
+            return None
+        mine = f"global {ranks_in_words(self.global_ranks)}"
+        store = c10d._get_default_store()  # noqa: SLF001
+        found: str = store.compare_set(f"zeropp/claims/{name}", "", mine).decode()
+        return None if found == mine else found
+
+    def has_group(self, axis: Axis) -> bool:
+        """Whether :meth:`group` of ``axis`` is made already, and so waits for nobody."""
+        return axis in self._groups
 
     def group(self, axis: Axis) -> Group:
-        """This rank's group along ``axis``; made at the first call, which all ranks must reach.
+        """This rank's group along ``axis``; made at the first call, which all ranks must reach."""
+        if axis not in self._groups:
+            ranks = axis.group(self.rank)
+            handle = self._enumerated(axis) if self.members is None else self._among(ranks, self.members)
+            same_node = len({self.topology.node_of(rank) for rank in ranks}) == 1
+            index, counting = ranks.index(self.rank), self.counting
+            self._groups[axis] = Group(axis, ranks, index, same_node, weakref.ref(handle), counting)
+        return self._groups[axis]
+
+    def _enumerated(self, axis: Axis) -> dist.ProcessGroup:
+        """This rank's process group along ``axis`` of all ranks.
+
+        A rank that does not reach it leaves the others waiting for torch's own timeout, half an hour; so
+        :meth:`impl.comm.wire.Wire.group` waits for all ranks first.
 
         Torch wants every rank to take part in making every group, so all of the axis are made, in order.
         """
-        if axis not in self._groups:
-            ranks = axis.group(self.rank)
-            every = sorted(map(list, {axis.group(rank) for rank in range(self.topology.world)}))
-            handle, _ = dist.new_subgroups_by_enumeration(every)  # type: ignore[no-untyped-call]
-            same_node = len({self.topology.node_of(rank) for rank in ranks}) == 1
-            self._groups[axis] = Group(axis, ranks, ranks.index(self.rank), same_node, weakref.ref(handle))
-        return self._groups[axis]
+        every = sorted(map(list, {axis.group(rank) for rank in range(self.topology.world)}))
+        handle, _ = dist.new_subgroups_by_enumeration(every, backend=self.backend)  # type: ignore[no-untyped-call]
+        return handle  # type: ignore[no-any-return]
+
+    def _among(self, ranks: Sequence[int], members: Sequence[int]) -> dist.ProcessGroup:
+        """The process group of these ranks of the mesh, made by them alone.
+
+        ``dist.new_group(use_local_synchronization=True)`` does the same, but names the group after the number
+        of groups that a rank is in: ranks that are in unequally many would wait for one another for ever.  So
+        the group is made by torch's own helper, under a name of the mesh and of this rank's groups in it.
+        """
+        store = c10d._get_default_store()  # noqa: SLF001
+        number = PrefixStore(self._prefix, store).add(f"zeropp/groups/{self.rank}", 1)
+        chosen = [members[rank] for rank in ranks]
+        backend = dist.Backend(self.backend or dist.get_backend())
+        handle, _ = c10d._new_process_group_helper(  # noqa: SLF001
+            len(chosen),
+            ranks.index(self.rank),
+            chosen,
+            backend,
+            store,
+            f"{self._prefix}/{number}/{chosen[0]}",  # type: ignore[arg-type]  # a name is text
+            timeout=c10d._get_default_timeout(backend),  # noqa: SLF001
+        )
+        c10d._world.pg_group_ranks[handle] = {rank: index for index, rank in enumerate(chosen)}  # noqa: SLF001
+        return handle  # type: ignore[no-any-return]
+
+    @property
+    def _prefix(self) -> str:
+        """What names of this mesh's groups and keys begin with, apart from other meshes'."""
+        return f"zeropp/{hashlib.sha256(repr(self.global_ranks).encode()).hexdigest()[:16]}"
+
+
+# The default group under which the mesh of a device mesh was made, and the mesh.  Device meshes with equal
+# ranks, names and thread are equal.
+_of_device_meshes: MutableMapping[DeviceMesh, tuple[weakref.ref[dist.ProcessGroup], Mesh]]
+_of_device_meshes = weakref.WeakKeyDictionary()
+
+
+def _check_member(group: object) -> None:
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise MeshError(
+            f"global rank {dist.get_rank()} is not in the group: call this on the group's ranks alone"
+        )
+
+
+def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Global ranks of a process group, in its order; a MeshError unless this rank is one of them."""
+    _check_member(group)
+    if not isinstance(group, dist.ProcessGroup | None):
+        kind = type(group).__name__
+        raise MeshError(f"group is a {kind}: expected what dist.new_group([...]) returns, or a DeviceMesh")
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _ranks_of(device_mesh: DeviceMesh) -> tuple[int, ...]:
+    """Global ranks of a device mesh, row by row, which are data parallel and include this one: MeshError."""
+    for name in device_mesh.mesh_dim_names or ():
+        if name in _NOT_DATA_PARALLEL:
+            raise MeshError(
+                f"the device mesh has a dimension {name!r}, along which ranks hold other parts of a model: "
+                "pass its data parallel dimensions, as device_mesh['dp']"
+            )
+    if (rank := dist.get_rank()) not in (ranks := tuple(device_mesh.mesh.flatten().tolist())):
+        raise MeshError(f"global rank {rank} is not in the device mesh of {ranks_in_words(ranks)}")
+    return ranks
+
+
+def _topology_of(device_mesh: DeviceMesh) -> Topology:
+    """The topology of a device mesh: two dimensions are nodes and ranks of a node."""
+    match tuple(device_mesh.shape):
+        case (_,):
+            return _placed(device_mesh.mesh.tolist())
+        case (nodes, ranks_per_node):
+            return Topology(nodes, ranks_per_node)
+        case shape:
+            raise MeshError(
+                f"a device mesh of {len(shape)} dimensions, {shape}: expected one, or two (nodes, ranks of a "
+                "node): pass some of its dimensions, as device_mesh['dp'], or say topology= and group="
+            )
+
+
+def _placed(ranks: Sequence[int]) -> Topology:
+    """The topology of global ranks that torchrun placed: equally many side by side on each node."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
+    if not said.isdecimal() or not (each := int(said)):
+        raise MeshError(f"LOCAL_WORLD_SIZE={said!r}: expected a node's number of ranks, from 1")
+    nodes = [rank // each for rank in ranks]
+    counts = Counter(nodes)
+    if len(set(counts.values())) > 1 or nodes != sorted(nodes):
+        raise MeshError(
+            f"global ranks {', '.join(map(str, ranks))} are on nodes {', '.join(map(str, nodes))} "
+            f"(LOCAL_WORLD_SIZE={each}), not equally many side by side on each: say where they are, as in "
+            "Mesh.create(Topology(nodes=1, ranks_per_node=3), group=group)"
+        )
+    return Topology(len(counts), len(ranks) // len(counts))

@@ -103,14 +103,24 @@ class Reduction:
 
     def start(
         self,
-        gradient: Tensor,  # (world * piece,) floating-point, of this rank; not used after the return
+        gradient: Tensor,  # (world * piece,) floating-point, contiguous; not used after the return
         *,
         key: Key | None = None,  # of stochastic codecs, with this rank as the source, without the hop
         errors: Errors | None = None,  # of the gradient codecs, for error feedback
         opened: Exchange | None = None,  # :meth:`open_message`, if the gradient was collected in it
         out: Tensor | None = None,  # (piece,) fp32 for the mean; a fresh tensor by default
     ) -> None:
-        """Start the mean of all ranks' gradients: post the first messages."""
+        """Start the mean of all ranks' gradients: post the first messages.
+
+        A ValueError refuses a gradient whose elements do not lie side by side, since messages are cut from
+        its memory.
+        """
+        if not gradient.is_contiguous() or gradient.is_neg():
+            negated = ", negated" if gradient.is_neg() else ""
+            raise ValueError(
+                f"a gradient to reduce must be contiguous, got strides {gradient.stride()}{negated}: "
+                "pass gradient.resolve_neg().contiguous()"
+            )
         self._key, self._errors, self._opened, self._out = key, errors, opened, out
         self._observer = self.wire.observer
         self._gather: FrameGather | None = None  # between groups, once the mean of a piece is computed

@@ -45,8 +45,10 @@ class Watchdog:
         self.paused = False  # whether waits of the current stream delay no computation
         self.timeline: Timeline | None = None  # of waits
         self._rank, self._ranks, self._streams = mesh.rank, range(mesh.topology.world), streams
+        self._counting = mesh.counting
         self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # around unfinished waits
         self._store: Store | None = None  # where each rank stands; thread ranks have none
+        self._met: dict[str, int] = defaultdict(int)  # how often this rank came to meet, by purpose
         if (store := mesh.store()) is not None:
             self._store = PrefixStore(f"zeropp/{store.add(f'zeropp/wires/{mesh.rank}', 1)}", store)
 
@@ -89,17 +91,45 @@ class Watchdog:
             self.timeline.add(WAITING, ACROSS if across else WITHIN, begin)
         return messages
 
-    def error(self, failure: str, cause: object, waiting: Step | None = None) -> WireError:
+    def meet(self, purpose: str, timeout: float) -> None:
+        """Wait until all ranks have come for ``purpose``; a WireError after ``timeout`` seconds."""
+        if (store := self._store) is None:
+            return
+        number = self._met[purpose] = self._met[purpose] + 1
+        keys = [f"meet/{purpose}/{number}/{rank}" for rank in self._ranks]
+        try:
+            store.set(keys[self._rank], "")
+            store.wait(keys, timedelta(seconds=timeout))
+        except RuntimeError as error:
+            try:
+                store.delete_key(keys[self._rank])  # a rank that comes later must not go on alone
+                missing = [
+                    rank for rank in self._ranks if rank != self._rank and not store.check([keys[rank]])
+                ]
+            except RuntimeError as lost:  # its host has exited
+                raise self.error(f"could not finish {purpose}", lost, purpose) from error
+            cause = f"waited {timeout:g} s for {ranks_in_words(missing)}"
+            raise self.error(f"could not finish {purpose}", cause, purpose) from error
+
+    def error(self, failure: str, cause: object, waiting: Step | str | None = None) -> WireError:
         """The error of a rank that cannot go on: its failure, the cause, and where all ranks stand."""
+        log, in_exchange = self.collective_log, isinstance(waiting, tuple)
+        waits_for = label(waiting) if isinstance(waiting, tuple) else waiting
+        number, call = (waiting[0], waiting[3]) if isinstance(waiting, tuple) else (log.count + 1, log.call)
         # gloo puts its source line before, and advice after its first sentence.
         reason = re.sub(r"^\[[^]]*:\d+\] | This is typically.*", "", str(cause).split("\n", 1)[0])
+        if call and not in_exchange:  # whose label names it
+            failure += f" in {call}"
+        if number > log.before_call + 1:
+            call = ""  # its first exchange arrived, so all ranks made it
         lines = [f"rank {self._rank} {failure}: {reason}"]
         if self._store is not None:
             try:
-                self._write(f"gave up waiting for {label(waiting)}" if waiting else "gave up")
+                self._write(f"gave up waiting for {waits_for}" if waiting else "gave up", call)
                 lines += self._report(self._store)
             except RuntimeError as lost:  # its host has exited
                 lines.append(f"the other ranks cannot be asked, their store is lost ({lost})")
+        lines += [self._counting.strip()] if self._counting else []
         return WireError("\n".join(lines))
 
     def close(self) -> None:
@@ -107,17 +137,26 @@ class Watchdog:
         with contextlib.suppress(RuntimeError):  # the store's host has exited
             self._write(f"closed its wire after {self.collective_log.count} exchanges")
 
-    def _write(self, status: str) -> None:
-        """Write this rank's ``status`` and exchanges to the store."""
+    def _write(self, status: str, call: str = "") -> None:
+        """Write this rank's ``status``, the ``call`` that others may not have made, and its exchanges."""
         if self._store is not None:
-            self._store.set(str(self._rank), json.dumps((status, [*self.collective_log.steps])))
+            self._store.set(str(self._rank), json.dumps((status, call, [*self.collective_log.steps])))
 
     def _report(self, store: Store) -> Iterator[str]:
-        """Lines on where orders part and ranks stand, once all have written, or after some seconds."""
+        """Lines on calls, where orders part and ranks stand, once all have written, or after some seconds."""
         with contextlib.suppress(RuntimeError):  # a rank is silent
             store.wait([*map(str, self._ranks)], timedelta(seconds=_PATIENCE_SECONDS))
         reports = {rank: json.loads(store.get(str(rank))) for rank in self._ranks if store.check([str(rank)])}
-        if difference := parting({rank: steps for rank, (_, steps) in reports.items()}):
+        called = defaultdict[str, list[int]](list)  # ranks by the call that they are in
+        for rank, (_, call, _) in reports.items():
+            called[call].append(rank)
+        for call, ranks in called.items():
+            if call and (others := [rank for rank in self._ranks if rank not in ranks]):
+                yield (
+                    f"all ranks must call {call}: {ranks_in_words(ranks)} did, no call came from "
+                    f"{ranks_in_words(others)}"
+                )
+        if difference := parting({rank: steps for rank, (_, _, steps) in reports.items()}):
             yield difference
         silent = f"said nothing for {_PATIENCE_SECONDS:.0f} s: it computes, has exited, or is lost"
         alike = defaultdict[str, list[int]](list)  # ranks by status

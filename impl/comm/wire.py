@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Final, Literal, NamedTuple
@@ -19,6 +19,7 @@ from typing import Final, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from impl.codecs.codec import Codec
 from impl.comm import exchanges
@@ -28,6 +29,7 @@ from impl.comm.mesh import Mesh
 from impl.comm.watchdog import DIFFER, Watchdog, WireError
 from impl.plan.topology import Axis, ranks_in_words
 from impl.plan.traffic import LedgerKey, Purpose, Tag, destinations
+from impl.transport.group import Group
 from impl.transport.shared_memory import Arena, patience
 from impl.transport.side_stream import Arrival, SideStream
 
@@ -64,15 +66,15 @@ class Wire:
 
     def __init__(
         self,
-        mesh: Mesh,
+        mesh: Mesh | DeviceMesh,
         *,
         transport: Transport = "backend",  # inside a node
         pacer: Pacer | None = None,  # models the link between nodes, if it is not shaped
         timeout: float = TIMEOUT_SECONDS,  # after which a missing rank is an error
     ) -> None:
+        self.mesh = mesh = Mesh.of(mesh)
         if transport == "shm" and mesh.device.type != "cpu":
             raise WireError(f"transport 'shm' exchanges CPU memory, the mesh is on {mesh.device}")
-        self.mesh = mesh
         self.transport = transport
         self.ledger = Ledger()
         self.observer: Observer | None = None  # of reductions
@@ -92,6 +94,41 @@ class Wire:
     def exposed_seconds(self) -> float:
         """Seconds spent waiting for messages: by this rank, or its stream, after a synchronisation."""
         return self._watchdog.exposed_seconds
+
+    @contextlib.contextmanager
+    def calling(self, call: str) -> Iterator[None]:
+        """Inside, exchanges are those of a public ``call``, as ``save()``, which all ranks must make.
+
+        Errors name it, and ranks in another call part.  Of calls inside calls the outermost counts.
+        """
+        log = self._watchdog.collective_log
+        before = log.call
+        if not before:
+            log.call, log.before_call = call, log.count
+        try:
+            yield
+        finally:
+            log.call = before
+
+    def meet(self, purpose: str) -> None:
+        """Wait until all ranks are here for ``purpose``; a WireError after the timeout names missing ranks.
+
+        For what only the ranks' store or torch does, which would wait for half an hour.  Thread ranks, which
+        have no store, do not wait.
+        """
+        self._watchdog.meet(purpose, self._timeout)
+
+    def group(self, axis: Axis) -> Group:
+        """This rank's group along ``axis``, made at the first call, which all ranks must reach."""
+        if not self.mesh.has_group(axis):
+            apart = f", stride {axis.stride}" if axis.stride > 1 else ""
+            self.meet(f"the making of groups along {axis.name} ({axis.size} ranks{apart})")
+        return self.mesh.group(axis)
+
+    def make_groups(self, axes: Iterable[Axis]) -> None:
+        """Make the groups along ``axes``, all ranks together, before any of them waits for a message."""
+        for axis in axes:
+            self.group(axis)
 
     @contextlib.contextmanager
     def beside(self, stream: SideStream) -> Iterator[Arrival]:
@@ -149,9 +186,10 @@ class Wire:
         return self._exchange("shift", axis, nbytes, tag)
 
     def all_gather_small(self, row: Tensor, purpose: Purpose = "control") -> Tensor:
-        """(ranks, n) the ``row`` (n,) of every rank, of any type; all ranks must call it."""
-        exchange = self.all_gather(self.mesh.topology.world_axis, row.nbytes, Tag("step", purpose))
-        exchange.send.copy_(row.contiguous().view(torch.uint8))
+        """(ranks, n) the ``row`` (n,) of every rank, of any type and layout; all ranks must call it."""
+        plain = row.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+        exchange = self.all_gather(self.mesh.topology.world_axis, plain.numel(), Tag("step", purpose))
+        exchange.send.copy_(plain)
         exchange.post()
         rows = exchange.wait().clone(memory_format=torch.contiguous_format)  # (ranks, bytes)
         exchange.close()
@@ -162,11 +200,13 @@ class Wire:
         log = self._watchdog.collective_log
         order = torch.tensor([log.count, log.fingerprint], dtype=torch.uint64, device=self.mesh.device)
         alike = defaultdict[str, list[int]](list)  # ranks by order
-        for rank, (count, mark) in enumerate(self.all_gather_small(order).tolist()):
+        with self.calling("check_order()"):
+            orders = self.all_gather_small(order).tolist()
+        for rank, (count, mark) in enumerate(orders):
             alike[f"opened {count} ({mark:016x})"].append(rank)
         if len(alike) > 1:
-            orders = [f"{ranks_in_words(ranks)} {opened}" for opened, ranks in alike.items()]
-            raise self._watchdog.error(DIFFER, ", ".join(orders))
+            texts = [f"{ranks_in_words(ranks)} {opened}" for opened, ranks in alike.items()]
+            raise self._watchdog.error(DIFFER, ", ".join(texts))
 
     def describe(self) -> dict[str, str]:
         """The transports of messages along each axis, for the record; control messages apart."""
@@ -182,7 +222,7 @@ class Wire:
 
     def shares_memory(self, axis: Axis) -> bool:
         """Whether ranks along ``axis`` read each other's messages in place, as a whole."""
-        group = self.mesh.group(axis)
+        group = self.group(axis)
         return self.transport == "shm" and group.same_node and group.size > 1
 
     def lets_go(self, axis: Axis) -> bool:
@@ -190,7 +230,7 @@ class Wire:
 
         gloo's works end with their wait; NCCL's and those of thread ranks may outlive it.
         """
-        gloo = dist.get_backend(self.mesh.group(axis).process_group) == "gloo"
+        gloo = dist.get_backend(self.group(axis).process_group) == "gloo"
         return gloo and self.transport != "staged" and not self.shares_memory(axis)
 
     def _exchange(
@@ -222,7 +262,7 @@ class Wire:
 
     def _route(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> exchanges.Route:
         """The route of such messages, whose transport is noted."""
-        group, steps = self.mesh.group(axis), kind == "shift"
+        group, steps = self.group(axis), kind == "shift"
         backend, shared = dist.get_backend(group.process_group), not steps and self.shares_memory(axis)
         direct = backend == "gloo" and not ring
         carrier = "shm" if shared else f"{backend} point to point" if direct else backend
@@ -247,6 +287,19 @@ class Wire:
             ),
             inter_bytes=counts.get("inter", 0) * nbytes,
         )
+
+
+def wire_of(mesh: Mesh, wire: Wire | None) -> Wire:
+    """``wire``, which must be over the ranks of ``mesh``, or a plain one; WireError: if it is over others."""
+    if wire is None or wire.mesh is mesh:
+        return wire or Wire(mesh)
+    theirs, ours = (
+        f"{each.topology} of global ranks {', '.join(map(str, each.global_ranks))} on {each.device}"
+        for each in (wire.mesh, mesh)
+    )
+    if theirs != ours:
+        raise WireError(f"wire= is over the mesh {theirs}, mesh= is {ours}: pass mesh=wire.mesh")
+    return wire
 
 
 def waits_on_streams(mesh: Mesh, transport: Transport) -> bool:

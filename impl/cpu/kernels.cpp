@@ -9,13 +9,21 @@
 // What is encoded comes from one of two places.  Elements that need nothing but rounding stay where they lie
 // (`InPlace`): fp32, and bf16 of symmetric integers.  All others, sums, and what carries an error or is
 // rotated, are brought to a small buffer of fp32 first (`Brought`).
+#include "flags.hpp"
 #include "formats.hpp"
 #include "random.hpp"
 #include "raw.hpp"
 #include "rounding.hpp"
 #include "values.hpp"
 
+#include <climits>
 #include <cstdlib>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
@@ -283,6 +291,19 @@ __attribute__((visibility("default"))) int sum_raw(const Job* job) {
         });
     });
     return 0;
+}
+
+// Sets a flag in shared memory, for the transport of that name, and wakes the processes that wait for it.
+__attribute__((visibility("default"))) void post_flag(std::int64_t* flag, std::int64_t number) {
+    release(flag, number);
+#if defined(__linux__)
+    syscall(SYS_futex, flag, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);  // its lower half: little-endian
+#endif
+}
+
+__attribute__((visibility("default"))) std::int64_t least_flag(
+    const unsigned char* flags, std::int64_t count, std::int64_t step) {
+    return acquire_least(flags, count, step);
 }
 
 }  // extern "C"

@@ -40,6 +40,7 @@ QWZ: Final = IntCodec(8, 2048, clipped=True)  # clipped: DeepSpeed's scale rule
 QGZ: Final = IntCodec(4, 256, clipped=True)
 MOST_SCALE_POWER: Final = 126
 LARGEST: Final = 1e30  # number accepted; larger ones, infinity and NaN are mistakes
+LIVE: Final = f"{ZERO}.stage3_max_live_parameters"
 _WIRE_TYPES: Final[dict[str, Codec]] = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "bfp16": BF16}
 _DECAYS: Final[dict[str, Decay]] = {"WarmupLR": "none", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _DECAY_LR: Final = 0.001  # WarmupDecayLR's default of warmup_max_lr
@@ -106,7 +107,19 @@ def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology, steps:
 
 
 def laid_out(base: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
-    """The recipe for a model of ``units``: if all of them persist, keys of shards are without effect."""
+    """The recipe for a model of ``units``, with findings on what they make of its keys.
+
+    If all of them persist, keys of shards are without effect; a unit that cannot be cut may be larger than
+    may be live.
+    """
+    sizes = {unit.name: unit.numel for unit in units if not unit.persistent}
+    largest = max(sizes, key=sizes.__getitem__, default="")
+    if (most := base.policy.memory.largest_unit) and sizes and sizes[largest] > most:
+        text = f"unit {largest!r} cannot be cut: {sizes[largest]:,} elements are gathered at once"
+        findings = tuple(
+            replace(note, kind="changed", text=text) if note.key == LIVE else note for note in base.findings
+        )
+        return replace(base, findings=findings)
     if base.policy.stage < 3 or not all(unit.persistent for unit in units):
         return base
     text = (
@@ -290,9 +303,9 @@ class _Reading:
         sequential, ahead = f"{ZERO}.stage3_allgather_sequential", f"{ZERO}.stage3_prefetch_bucket_size"
         if self.get(sequential):
             self.note(ahead, "without effect", f"with {self.says(sequential)} nothing is gathered ahead")
-        live = self.get(f"{ZERO}.stage3_max_live_parameters")
+        live = self.get(LIVE)
         if not live:
-            self.refuse(f"{ZERO}.stage3_max_live_parameters", "expected 1 or more")
+            self.refuse(LIVE, "expected 1 or more")
         return MemoryLimits(
             prefetch=0 if self.get(sequential) else self.get(ahead),
             max_live=live,

@@ -88,7 +88,9 @@ class Renewal(Observer):
                     key = self._clock.weights(name)
                     row.copy_(squares_of(choice.share.codecs, unit.master_shard.master, key, first))
         total = torch.zeros(self._squares.shape, dtype=torch.float64)
-        for row in self._wire.all_gather_small(self._squares).cpu():  # in ranks' order; SQUARES_BYTES of each
+        with self._wire.calling("optimizer.step()"):  # SQUARES_BYTES of each rank
+            squares = self._wire.all_gather_small(self._squares).cpu()
+        for row in squares:  # in ranks' order
             total += row
         for choice, part in zip(self._choices, torch.split(total, self._sizes), strict=True):
             rows, share = part.view(choice.squares.shape).tolist(), choice.share

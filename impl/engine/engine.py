@@ -106,7 +106,7 @@ class Zero:
         if any(master.grad is not None for master in self.masters):
             raise ZeroError("rehearsing() while masters have gradients: step and zero_grad() before it")
         kept, finished, copied = self.communication_state(), self.hooks.finished, self.copied()
-        with self.buffers.restored():
+        with self.buffers.restored(), self.wire.calling("rehearsing()"):
             yield
         self._zero_grad()
         self.load_communication_state(kept)
@@ -145,7 +145,8 @@ class Zero:
             self.masters.check_complete(optimizers)
         self.scaler.check_scaled()
         if scaled or max_norm is not None:
-            norm = float(self.grad_norm(norm_type)) / self.scaler.scale
+            with self.wire.calling("step()"):
+                norm = float(self.grad_norm(norm_type)) / self.scaler.scale
             if not math.isfinite(norm):
                 self._forget_overflow()
             factor = self.scaler.factor(norm, max_norm)
@@ -168,7 +169,8 @@ class Zero:
         8, or ``inf``; a ZeroError for another one, or after a backward pass that failed.
         """
         self.hooks.check_finished("grad_norm()")
-        return self.masters.norm(self.wire, norm_type)
+        with self.wire.calling("grad_norm()"):
+            return self.masters.norm(self.wire, norm_type)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm (:meth:`grad_norm`) is at most ``max_norm``.
@@ -178,7 +180,8 @@ class Zero:
         """
         if self.policy.loss_scale is not None:
             raise ZeroError("clip_grad_norm_() of scaled gradients: give max_norm to step() instead")
-        norm = self.grad_norm(norm_type)
+        with self.wire.calling("clip_grad_norm_()"):
+            norm = self.grad_norm(norm_type)
         if self.policy.feedback is not None and not norm.isfinite():  # isfinite() waits for the device
             self._forget_overflow()
         self.masters.scale_gradients(clip_factor(norm, max_norm).float())
@@ -208,7 +211,11 @@ class Zero:
     # State
 
     def weights_changed(self) -> None:
-        """Call after writing masters by hand: gathered weights are stale."""
+        """Drop all copies of the weights, because masters were written; all ranks must call it.
+
+        Writes that torch counts, and optimizers' steps, need no call.  Writes through ``.data`` do where hpZ,
+        a stage below 3, a persistent unit or offload keeps copies; a pass that would reuse these is refused.
+        """
         for unit in self.units:
             unit.weights_changed()
 
@@ -271,8 +278,9 @@ class Zero:
         what the cast makes of them, infinity.
         """
         self.hooks.check_parameters()
-        self.buffers.make_equal()
-        return state_dict.full_state_dict(self.model, self.units, dtype, allow_overflow=allow_overflow)
+        with self.wire.calling("full_state_dict()"):
+            self.buffers.make_equal()
+            return state_dict.full_state_dict(self.model, self.units, dtype, allow_overflow=allow_overflow)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Overwrite weights and buffers with the unsharded model's, in any floating-point type and strides.

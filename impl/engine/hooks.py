@@ -18,10 +18,10 @@ from impl.engine.masters import LossScaler, Masters
 from impl.engine.module_buffers import ModuleBuffers
 from impl.engine.outside_uses import SavedTensors, memory_of
 from impl.errors import ZeroError
+from impl.plan.reduction_queue import ReductionQueue
 from impl.pytree import cast_tensors, tensors_in
 from impl.unit.context import UnitContext, recomputing
 from impl.unit.flat_buffer import InUnit
-from impl.unit.gradient_reduction import ReductionQueue
 from impl.unit.placeholder import keeper_of
 from impl.unit.unit import Unit
 
@@ -234,8 +234,8 @@ class Hooks:
 
     def _follow_order(self) -> None:
         """Reduce gradients in the schedule's order from the next pass on."""
-        order = (self._units[index] for index in self._passes.schedule.reduction_order)
-        self._reductions.order = [unit.reduction for unit in order if unit.geometry.trainable]
+        order = self._passes.schedule.reduction_order
+        self._reductions.order = [self._units[index].reduction for index in order]
 
     # Backward
 
@@ -373,9 +373,10 @@ class Hooks:
     def unsharded(self) -> Iterator[None]:
         """A forward pass of the model: :meth:`impl.engine.engine.Zero.unsharded`."""
         try:
-            self._pre_forward(self._model, (), {})
-            yield
-            self._gather_unused()
+            with self._context.wire.calling("unsharded()"):
+                self._pre_forward(self._model, (), {})
+                yield
+                self._gather_unused()
         finally:
             self._post_forward(self._model, (), {}, None)
 

@@ -47,20 +47,25 @@ def load_entry(model: nn.Module, name: str, held: object, value: Any) -> None:
 def check_value(name: str, held: Tensor, value: object) -> None:
     """Refuse, with a ZeroError, a ``value`` that the parameter or buffer ``held`` cannot take as it is."""
     if not isinstance(value, Tensor):
-        raise ZeroError(f"state {name!r} is of type {type(value).__name__}, expected a tensor")
+        raise ZeroError(f"state {name!r} is a {type(value).__name__}, expected a tensor")
     if value.shape != held.shape:
         raise ZeroError(f"state {name!r} is {tuple(value.shape)}, expected {tuple(held.shape)}")
-    if isinstance(value, Placeholder) or value.is_meta:
-        raise ZeroError(f"state {name!r} has no values: give those of full_state_dict(), or of a file")
+    if value.is_complex() and not held.is_complex():
+        raise ZeroError(f"state {name!r} is {value.dtype}, and the model's is real: load value.real")
+    odd = {
+        "on the meta device": value.is_meta,
+        "a parameter of a sharded model": isinstance(value, Placeholder),
+        "quantized": value.is_quantized,
+        str(value.layout).removeprefix("torch."): value.layout != torch.strided,
+    }
+    for what in (text for text, found in odd.items() if found):
+        raise ZeroError(f"state {name!r} is {what}, expected a dense tensor with values")
     kind, wanted = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, held.dtype))
-    if value.layout != torch.strided or value.is_quantized:
-        raise ZeroError(f"state {name!r} is sparse or quantized: give a dense {wanted} tensor")
     if isinstance(held, nn.Parameter):
         fits = value.is_floating_point()
-    elif held.is_floating_point():
-        fits = not value.is_complex()
     else:
-        fits = held.is_complex() or _same(value.to(held.dtype).to(value.dtype), value)
+        inexact = held.is_floating_point() or held.is_complex()
+        fits = inexact or _same(value.to(held.dtype).to(value.dtype), value)
     if not fits:
         raise ZeroError(f"state {name!r} is {kind}, expected {wanted}: convert it first")
     if value.dtype != held.dtype and value.is_floating_point() and held.is_floating_point():

@@ -63,10 +63,12 @@ class GatheredParameters:
         places = _places(self._parameters)
         world = places[0].wire.mesh.topology.world if places else 0
         if places and self._modifier is not None and self._modifier not in range(world):
-            raise ZeroError(f"modifier_rank {self._modifier} of {world} ranks")
+            counting = places[0].wire.mesh.counting
+            raise ZeroError(f"modifier_rank {self._modifier} of {world} ranks{counting}")
         try:
             for place in places:
-                place.show()
+                with place.wire.calling("GatheredParameters"):
+                    place.show()
                 self._open.append(place)
                 place.mark = _mark(place.shown)
         except BaseException:
@@ -85,18 +87,20 @@ class GatheredParameters:
             for place, reason in zip(places, reasons, strict=True)
         ]
         row = torch.tensor([-1 if source is None else source, *flags], device=wire.mesh.device)
-        rows = wire.all_gather_small(row).cpu()
+        with wire.calling("GatheredParameters"):
+            rows = wire.all_gather_small(row).cpu()
         modifiers, changed = rows[:, 0].tolist(), rows[:, 1:]  # (ranks, parameters)
         refusal = _refusal(modifiers, changed)
         if (refusing := (changed == _REFUSED).any(1)).any():
-            refusal = _reason_of(int(refusing.nonzero()[0]), next(filter(None, reasons), ""), wire)
+            with wire.calling("GatheredParameters"):
+                refusal = _reason_of(int(refusing.nonzero()[0]), next(filter(None, reasons), ""), wire)
         parts: list[Tensor | None] = []
         if refusal is None and source is not None:
             pairs = zip(places, changed[source].tolist(), strict=True)
             parts = [place.received(source) if flag else None for place, flag in pairs]
         self._leave(parts)
         if refusal is not None:
-            raise ZeroError(refusal)
+            raise ZeroError(refusal + wire.mesh.counting)
 
     def _leave(self, parts: Sequence[Tensor | None] = ()) -> None:
         """Leave all places with ``parts`` as their new values, or with the old values."""
@@ -153,7 +157,8 @@ class _Place(abc.ABC):
         mesh, before = self.wire.mesh, self.before()
         parts = [part_of(self.shown, self._geometry, self._slot, rank) for rank in range(mesh.topology.world)]
         longest, tag = max(map(len, parts)), Tag("step", "state", self._geometry.name)
-        received = scatter(self.wire, source, parts if mesh.rank == source else None, longest, tag)
+        with self.wire.calling("GatheredParameters"):
+            received = scatter(self.wire, source, parts if mesh.rank == source else None, longest, tag)
         part = received[: before.numel()].to(before.device)
         return torch.where(before.to(self.shown.dtype).float() == part, before, part)
 

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from impl.comm.mesh import Mesh
-from impl.comm.wire import Wire
+from impl.comm.wire import Wire, wire_of
 from impl.errors import ZeroError
 from impl.parameters.presharded import Cut, cut_of
 from impl.plan.policy import Policy
@@ -34,24 +36,29 @@ class Init:
     :class:`~impl.parameters.gathered.GatheredParameters`.
 
     Args:
-        mesh: the ranks, which must draw the same random numbers.
+        mesh: the ranks, which must draw the same random numbers; or torch's ``DeviceMesh`` of them.
+        data_parallel_group: the ranks, in place of ``mesh``, as DeepSpeed's ``Init`` takes them: a process
+            group, of which :meth:`Mesh.create` makes a mesh; ``shard()`` takes it as ``mesh=init.mesh``.
         policy: that the model will be sharded with; sharding with another one costs messages.
         blocks: classes of the model's blocks, or a function that says whether a class is one.  Each block is
             cut as a whole, the rest when the constructors of its modules return.
         wire: that sends messages; a plain one by default.
-        remote_device: of new values and of slices; the mesh's by default, "meta" makes no values.
+        remote_device: of new values and of slices; the mesh's by default, also as "none", which Megatron's
+            ``--remote-device`` says; "meta" makes no values.
         enabled: False does nothing at all.
         whole_below: smaller parameters outside blocks stay whole until the model is sharded.
         seed: of torch's random numbers inside the context, which leave those outside as they were.
 
-    Raises ZeroError: on entering inside another one.  PolicyError: if the policy does not fit the topology.
+    Raises ZeroError: on entering inside another one; for a mesh and a group, or neither.  MeshError: for a
+        group that is no mesh.  PolicyError: if the policy does not fit the topology.
     """
 
     def __init__(
         self,
         *,
-        mesh: Mesh,
-        policy: Policy,
+        mesh: Mesh | DeviceMesh | None = None,
+        data_parallel_group: dist.ProcessGroup | DeviceMesh | None = None,
+        policy: Policy | None = None,
         blocks: BlockOf = (),
         wire: Wire | None = None,
         remote_device: torch.device | str | None = None,
@@ -59,15 +66,30 @@ class Init:
         whole_below: int = WHOLE_BELOW,
         seed: int | None = None,
     ) -> None:
-        self._blocks, self._whole_below, self._seed = blocks, whole_below, seed
-        self.mesh, self._policy, self.enabled = mesh, policy, enabled
-        self._device = torch.device(remote_device) if remote_device is not None else mesh.device
-        self.wire = functools.cache(lambda: Wire(mesh) if wire is None else wire)  # when it is needed
+        self._blocks, self._whole_below, self._seed, self.enabled = blocks, whole_below, seed, enabled
         self._constructing: list[nn.Module] = []
         self._gathered: list[Cut] = []  # whole now, the last used last
         self._contexts = contextlib.ExitStack()
+        self._mesh, self._data_parallel_group, self._policy = mesh, data_parallel_group, policy or Policy()
+        self.wire = functools.cache(lambda: wire_of(self.mesh, wire))  # when it is needed
         if enabled:
-            policy.check(mesh.topology)
+            self._policy.check(self.mesh.topology)
+            self._device = _device_of(remote_device) or self.mesh.device
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The mesh that was given, or of the group that was given."""
+        match self._mesh, self._data_parallel_group:
+            case None, None:
+                raise ZeroError(
+                    "Init has neither mesh= nor data_parallel_group=: pass one of them; all ranks are "
+                    "data_parallel_group=dist.group.WORLD"
+                )
+            case None, group:
+                return Mesh.create(group=group)
+            case mesh, None:
+                return Mesh.of(mesh)
+        raise ZeroError("Init has both mesh= and data_parallel_group=: leave one of them out")
 
     def __enter__(self) -> Self:
         if not self.enabled:
@@ -151,6 +173,13 @@ class Init:
             if cut not in kept and not cut.pinned and (viewed or not cut.viewed):
                 cut.cut()
                 self._gathered.remove(cut)
+
+
+def _device_of(remote_device: torch.device | str | None) -> torch.device | None:
+    """The device that ``remote_device`` names; None for the mesh's."""
+    if remote_device == "nvme":
+        raise ZeroError("remote_device='nvme': values are kept in memory only; use 'cpu'")
+    return None if remote_device in (None, "none") else torch.device(remote_device)
 
 
 def give_values(

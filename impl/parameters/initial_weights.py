@@ -12,34 +12,40 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from impl.comm.mesh import Mesh
+from impl.comm.wire import Wire
 from impl.errors import ZeroError
 from impl.plan.topology import ranks_in_words
 from impl.unit.placeholder import Placeholder
 
 
-def check_same_start(mesh: Mesh, parameters: Mapping[str, Tensor], drawn: Mapping[str, int]) -> None:
+def check_same_start(wire: Wire, parameters: Mapping[str, Tensor], drawn: Mapping[str, int]) -> None:
     """Refuse values that differ between ranks, on all of them; all must call this.
 
     ``parameters`` that are cut already, or have no values, are left out; ``drawn`` has a number for the
     values that each cut parameter was cut from on this rank.
     """
-    store, rank = mesh.store(), mesh.rank
+    mesh, rank = wire.mesh, wire.mesh.rank
+    store = mesh.store()
     if store is None:
         return
     mark = f"zeropp/starts/{store.add(f'zeropp/starts/{rank}', 1)}"
     store.set(f"{mark}/{rank}", json.dumps({**sums(parameters), **drawn}))
+    wire.meet("the comparison of first weights")
     if rank == 0:
         ranks = [json.loads(store.get(f"{mark}/{other}")) for other in range(mesh.topology.world)]
         store.set(f"{mark}/verdict", difference(ranks) or "")
     if verdict := store.get(f"{mark}/verdict").decode():
-        raise ZeroError(verdict)
+        raise ZeroError(verdict + mesh.counting)
 
 
 def sums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """A number for the values of each parameter with values; equal values have equal numbers."""
     integers = {
-        name: parameter.detach().contiguous().view(-1).view(getattr(torch, f"int{8 * parameter.itemsize}"))
+        name: parameter.detach()
+        .resolve_neg()
+        .contiguous()
+        .view(-1)
+        .view(getattr(torch, f"int{8 * parameter.itemsize}"))
         for name, parameter in parameters.items()
         if type(parameter) is not Placeholder and parameter.device.type != "meta"
     }

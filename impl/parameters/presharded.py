@@ -117,7 +117,8 @@ class Cut:
         start, end = self.geometry.part(self.geometry.slots[number], self.mesh.rank)
         part = (self.shard[start:end] if part is None else part).to(wire.mesh.device)
         tag = Tag("step", "state", self.name)
-        return assemble(self.geometry, number, part, self._axes, wire=wire, tag=tag).to(self._device)
+        with wire.calling("Init"):
+            return assemble(self.geometry, number, part, self._axes, wire=wire, tag=tag).to(self._device)
 
     @property
     def viewed(self) -> bool:

@@ -5,6 +5,7 @@ Pure: no torch.  Units ask it at the events of a pass (:mod:`impl.unit.unit`); i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ class Schedule:
     kept: frozenset[int] = frozenset()  # units that stay gathered from a forward pass to its backward pass
     # Whether gradients are reduced in model order; else in forward order, so that none waits for its turn.
     in_model_order: bool = False
+    frozen: frozenset[int] = frozenset()  # units without gradients, which are not reduced
+    blocks: Sequence[str] = ()  # by unit, the block with which it runs; by default each runs by itself
 
     @classmethod
     def for_units(cls, policy: Policy, units: Sequence[UnitGeometry]) -> Schedule:
@@ -42,13 +45,21 @@ class Schedule:
             max_live=policy.memory.max_live,
             kept=kept_units(policy, units),
             in_model_order=policy.stage < 3,
+            frozen=frozenset(index for index, unit in enumerate(units) if not unit.trainable),
+            blocks=[unit.block for unit in units],
         )
 
     @cached_property
     def reduction_order(self) -> tuple[int, ...]:
-        """The order in which all ranks start gradient reductions."""
+        """The trained units, in the order in which all ranks start gradient reductions."""
         order = sorted(self.order) if self.in_model_order else self.order
-        return (*reversed(order), *self.outer)
+        return tuple(unit for unit in (*reversed(order), *self.outer) if unit not in self.frozen)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, ...], ...]:
+        """Units of one block, which run together, in forward order."""
+        groups = itertools.groupby(self.order, lambda unit: self.blocks[unit] if self.blocks else unit)
+        return tuple(tuple(units) for _, units in groups)
 
     def after(self, seen: Sequence[int]) -> Schedule:
         """The schedule of units ``seen`` to run in this order; units that did not run come last."""

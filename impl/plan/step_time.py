@@ -20,8 +20,8 @@ from typing import Final, Literal
 from impl.codecs.codec import Codec
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import Schedule
-from impl.plan.shard_layout import UnitGeometry
-from impl.plan.timeline import Collective, Hop, Load, pass_time
+from impl.plan.shard_layout import UnitGeometry, chunked
+from impl.plan.timeline import Collective, Hop, Load, Pass, in_chunks, pass_time
 from impl.plan.topology import Axis, Topology
 from impl.plan.traffic import destinations, gather_hops, reduction_hops
 
@@ -69,6 +69,9 @@ class Machine:
     spread: float = 0.0  # relative standard deviation of a step around its prediction
     date: str = ""  # when and on what it was calibrated; empty for one that was published
     host: str = ""
+    # What its numbers are: measured by ``zeropp calibrate``, fitted to published steps, or taken from data
+    # sheets; by default a calibration where there is a host.
+    nature: Literal["", "calibration", "published steps", "data sheet"] = ""
     codecs: Mapping[str, CodecCost] = field(default_factory=dict)  # by their text, such as ``int4:128``
 
     def __post_init__(self) -> None:
@@ -91,6 +94,17 @@ class Machine:
         """Whether a model and a batch are within the measured range."""
         sizes = self.largest == 0 or self.smallest <= parameters <= self.largest
         return sizes and self.fewest <= tokens <= self.most
+
+    def basis(self, *, known: bool) -> str:
+        """What a predicted step rests on, in words; ``known`` ones are within the machine's range."""
+        match self.nature or ("calibration" if self.host else ""):
+            case "calibration":
+                return "calibrated" if known else "transferred"
+            case "published steps":
+                return "fitted" if known else "transferred"
+            case "data sheet":
+                return "data sheet" if known else "data sheet, out of range"
+        return "not calibrated"
 
     def times(self, codec: Codec) -> bool:
         """Whether a codec of this type and these bits was measured; true for machines without codecs."""
@@ -134,7 +148,7 @@ class StepTime:
     compute: float  # of the model's passes and the optimizer
     wire: float  # of the messages between nodes, hidden or not
     seconds: float  # of the step
-    calibrated: bool  # whether the machine was measured with such models, batches and codecs
+    calibrated: bool  # whether such models, batches and codecs are within the machine's range
     exposed: float = math.nan  # in which the rank waits for messages, where the schedule is known
     spread: float = 0.0  # relative standard deviation of such steps
 
@@ -187,13 +201,25 @@ def step_of(machine: Machine, step: Step) -> StepTime:
 
     Computation is divided by elements; the first pass finds no copy of the weights kept.
     """
-    policy, topology, units = step.policy, step.topology, step.units
-    seconds = _Seconds(machine, topology, step.rate)
-    forward = machine.compute(step.parameters, step.tokens, len(units)) * seconds.stretch / (1 + BACKWARD)
-    backward = forward * (BACKWARD + step.recompute)
+    policy, units, passes = step.policy, step.units, passes_of(machine, step)
+    stretch = machine.stretch(step.topology.nodes, step.topology.ranks_per_node)
+    optimizer = machine.optimizer * stretch * sum(unit.shard for unit in units if unit.trainable)
+    return StepTime(
+        compute=sum(_computing(machine, step)) * step.micro_batches + optimizer,
+        wire=sum(run.adapter for run in passes),
+        seconds=sum(float(run.seconds) for run in passes) + optimizer,
+        calibrated=machine.knows(step.parameters, step.tokens) and all(map(machine.times, policy.codecs)),
+        exposed=sum(float(run.exposed) for run in passes),
+        spread=machine.spread,
+    )
+
+
+def passes_of(machine: Machine, step: Step) -> list[Pass]:
+    """The simulated passes of a step's micro-batches."""
+    policy, units = step.policy, step.units
+    seconds, (forward, backward) = _Seconds(machine, step.topology, step.rate), _computing(machine, step)
     elements, schedule, passes = sum(unit.padded for unit in units), Schedule.for_units(policy, units), []
     for index in range(step.micro_batches):
-        reduces = index == step.micro_batches - 1 or policy.reduces_each_micro_batch
         loads = []
         for unit in units:
             rules, share = policy.for_unit(unit), unit.padded / elements
@@ -203,20 +229,20 @@ def step_of(machine: Machine, step: Step) -> StepTime:
                 backward=backward * share,
                 gather=seconds.gather(rules, unit, again=False) if index == 0 else regather,
                 regather=regather,
-                reduce=seconds.reduction(rules, unit) if reduces and unit.trainable else Collective(),
+                reduce=seconds.reduction(rules, unit) if unit.trainable else Collective(),
                 engine=seconds.stretch * (machine.unit + machine.element * unit.padded),
             )
             loads.append(load)
-        passes.append(pass_time(schedule, loads, bucket=policy.memory.reduce_bucket))
-    optimizer = machine.optimizer * seconds.stretch * sum(unit.shard for unit in units if unit.trainable)
-    return StepTime(
-        compute=(forward + backward) * step.micro_batches + optimizer,
-        wire=sum(run.adapter for run in passes),
-        seconds=sum(float(run.seconds) for run in passes) + optimizer,
-        calibrated=machine.knows(step.parameters, step.tokens) and all(map(machine.times, policy.codecs)),
-        exposed=sum(float(run.exposed) for run in passes),
-        spread=machine.spread,
-    )
+        reduces = index == step.micro_batches - 1 or policy.reduces_each_micro_batch
+        passes.append(pass_time(schedule, loads, bucket=policy.memory.reduce_bucket, reduces=reduces))
+    return passes
+
+
+def _computing(machine: Machine, step: Step) -> tuple[float, float]:
+    """Seconds of a rank's forward and backward pass over one micro-batch, without the engine."""
+    stretch = machine.stretch(step.topology.nodes, step.topology.ranks_per_node)
+    forward = machine.compute(step.parameters, step.tokens, len(step.units)) * stretch / (1 + BACKWARD)
+    return forward, forward * (BACKWARD + step.recompute)
 
 
 class _Seconds:
@@ -228,12 +254,13 @@ class _Seconds:
 
     def gather(self, policy: Policy, unit: UnitGeometry, *, again: bool) -> Collective:
         """The gather of a unit's weights; ``again`` from hpZ's copy, if there is one."""
-        again = again and policy.gather_axes(self._topology)[1] > 0
+        copied = policy.gather_axes(self._topology)[1]  # hops before hpZ's copy
+        again = again and copied > 0
         # of every step but the first, which sends weights, not differences
         codec = policy.copy_codec if again else policy.differences or policy.weights
         before = 0.0 if again else policy.planes * self._coding(codec, unit.shard, "encode")
         hops, ring = list[Hop](), policy.gather == "flat"
-        spared = policy.gather_axes(self._topology)[1] if policy.differences and not again else None
+        spared = copied if policy.differences and not again else None
         sends = gather_hops(policy, self._topology, unit, codec, again=again)
         for index, (axis, sent, elements, size) in enumerate(sends):
             if sent != codec or index == spared:  # differences are added to the copy, whatever its type
@@ -241,27 +268,59 @@ class _Seconds:
             if axis.size > 1:
                 hops.append(self._hop(axis, size, ring=ring, before=before))
                 before = 0.0
+            elif not (again or hops) and index + 1 == copied:  # hpZ on one node keeps its copy in the wait
+                hops.append(Hop(adapter=0.0, before=before, sends=False))
+                before = 0.0
         return Collective(hops=tuple(hops), after=self._coding(codec, unit.padded, "decode"))
 
     def reduction(self, policy: Policy, unit: UnitGeometry) -> Collective:
         """The reduction of a unit's gradient, and the gather of its mean between groups."""
-        hops, summed, ring = list[Hop](), 0.0, policy.reduce == "ring"
-        for axis, codec, slices, sizes in reduction_hops(policy, self._topology, unit.piece, policy.grain):
-            elements = slices * axis.size * unit.piece
-            before = summed + self._coding(codec, elements, "encode")
-            hops.append(self._hop(axis, sum(sizes), ring=ring, before=before))
-            summed = self._coding(codec, elements, "decode")
+        if policy.reduce == "ring":
+            hops, after = self._ring(policy, unit)
+        else:
+            hops, after = self._chunked_hops(policy, unit)
         axes, codec = policy.replica_axes(self._topology)
         size = codec.frame_bytes(unit.piece)
         for axis in axes:
-            hops.append(self._hop(axis, size, before=summed))
-            summed, size = 0.0, size * axis.size
-        return Collective(hops=tuple(hops), after=summed)
+            hops.append(self._hop(axis, size, before=after))
+            after, size = 0.0, size * axis.size
+        crosses = [*(axis for axis, _ in policy.reduce_axes(self._topology)), *axes][-1:]
+        return Collective(hops=tuple(hops), after=after, crosses=any(map(self._topology.crosses, crosses)))
 
-    def _hop(self, axis: Axis, size: int, *, before: float, ring: bool = False) -> Hop:
-        """One message of ``size`` bytes to every other rank along ``axis``."""
+    def _chunked_hops(self, policy: Policy, unit: UnitGeometry) -> tuple[list[Hop], float]:
+        """Hops in the order of posting, and the seconds to decode what the last one brings."""
+        lengths = [end - start for start, end in chunked(unit.piece, policy.chunks, policy.grain)]
+        by_hop, summed = list[list[Hop]](), 0.0  # seconds to decode the hop before
+        for axis, codec, slices, sizes in reduction_hops(policy, self._topology, unit.piece, policy.grain):
+            elements = slices * axis.size * unit.piece
+            before = summed + self._coding(codec, elements, "encode")
+            chunks = zip(lengths, sizes, strict=True)
+            by_hop.append([
+                self._hop(axis, size, before=before * length / unit.piece) for length, size in chunks
+            ])  # fmt: skip
+            summed = self._coding(codec, elements, "decode")
+        return list(in_chunks(by_hop)), summed
+
+    def _ring(self, policy: Policy, unit: UnitGeometry) -> tuple[list[Hop], float]:
+        """The steps of a ring, each of which decodes the partial sum that the one before brought."""
+        ring = reduction_hops(policy, self._topology, unit.piece, policy.grain)
+        hops, after = list[Hop](), 0.0
+        for axis, codec, _, sizes in ring:
+            encode, decode = (self._coding(codec, unit.piece, way) for way in ("encode", "decode"))
+            steps = [encode] + [decode + encode] * (axis.size - 2)
+            hops += [self._hop(axis, sum(sizes), ring=True, step=True, before=before) for before in steps]
+            after = decode
+        return hops, after
+
+    def _hop(self, axis: Axis, size: int, *, before: float, ring: bool = False, step: bool = False) -> Hop:
+        """One message of ``size`` bytes to every other rank along ``axis``.
+
+        In a ``ring`` all go to the next rank; one ``step`` of it sends one of them.
+        """
         machine, ranks = self._machine, range(self._topology.ranks_per_node)  # of node 0; all send the same
         counts = [destinations(self._topology, axis, rank, ring=ring) for rank in ranks]
+        if step:
+            counts = [{link: count // (axis.size - 1) for link, count in by.items()} for by in counts]
         between = [size * count.get("inter", 0) for count in counts]
         inside = max(size * count.get("intra", 0) for count in counts)
         posting = max(sum(count.values()) for count in counts) * machine.message + max(between) * machine.sent

@@ -24,6 +24,7 @@ class Group:
     index: int  # of this rank among them
     same_node: bool  # whether all of them share this rank's node
     handle: weakref.ref[dist.ProcessGroup]  # of torch's group, which torch alone holds
+    counting: str = ""  # how errors say that ranks are counted
     others: Sequence[int] = field(init=False)  # indices of the other ranks, from the next one on
 
     def __post_init__(self) -> None:
@@ -33,7 +34,9 @@ class Group:
     def process_group(self) -> dist.ProcessGroup:
         """Torch's group.  Raises MeshError: after ``destroy_process_group()``."""
         if (group := self.handle()) is None:
-            raise MeshError(f"the process group of ranks {self.ranks} along {self.axis.name} was destroyed")
+            raise MeshError(
+                f"the process group of ranks {self.ranks} along {self.axis.name} was destroyed{self.counting}"
+            )
         return group
 
     @property

@@ -5,6 +5,10 @@ exchange's number, and reads the others' rows *in place* once theirs are posted.
 after all have marked it read.  Each rank alone chooses an exchange's slot: the first that it has finished
 with.  Ranks open and finish exchanges in the same order, so they choose alike.
 
+A flag must not be seen before the row that it announces.  The C++ library of :mod:`impl.cpu` sets flags with
+release and reads them with acquire.  x86 alone keeps this order by itself, so without that library Python's
+plain writes and reads serve there, and other processors are refused.
+
 Waits are Linux's futex through the C library: with more ranks than cores, a rank that spins, or sleeps for a
 guessed time, takes processor time from the rank that it waits for.
 
@@ -15,6 +19,7 @@ it has no name to clean up, and vanishes with its last user, however that ends.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import platform
@@ -27,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from impl.cpu import build
 from impl.plan.topology import ranks_in_words
 from impl.transport.group import Group
 
@@ -37,12 +43,41 @@ LINE: Final = 64  # bytes; each flag has a cache line of its own
 _FUTEX: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}.get(platform.machine(), 0)
 _WAIT, _WAKE = 0, 1  # operations on memory that processes share
 
+_KEEPS_ORDER: Final = ("x86_64", "AMD64")  # machines whose processors keep the order of writes, and of reads
+
 _Timespec = ctypes.c_long * 2  # seconds, nanoseconds
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 class SharedMemoryError(RuntimeError):
     """The arena cannot be made, or has no room; the message says why."""
+
+
+class FlagFunctions(ctypes.PyDLL):
+    """``post_flag`` and ``least_flag`` of the C++ library; calls keep Python's lock, as they never wait."""
+
+    def __init__(self, library: str) -> None:
+        super().__init__(library)
+        self.post_flag.argtypes, self.post_flag.restype = (ctypes.c_void_p, ctypes.c_int64), None
+        self.least_flag.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+        self.least_flag.restype = ctypes.c_int64
+
+
+@functools.cache
+def flag_functions() -> FlagFunctions | None:
+    """The functions that order flags and messages; None on x86, where there is no library and no need.
+
+    Raises SharedMemoryError: without a library on another machine.
+    """
+    try:
+        return FlagFunctions(str(build.library(build.user_folder())))
+    except (build.BuildError, OSError) as problem:
+        if platform.machine() in _KEEPS_ORDER:
+            return None
+        raise SharedMemoryError(
+            f"transport 'shm' on {platform.machine()}, which reorders writes, needs our C++ library: make it "
+            f"buildable, or use transport 'backend' ({problem})"
+        ) from problem
 
 
 def patience(backend: str, limit: timedelta) -> tuple[timedelta, ...]:
@@ -54,6 +89,7 @@ def shared_file(group: Group, timeout: float, total: int) -> int:
     """This rank's handle of an anonymous file of ``total`` zeros, which all ranks of a group must open."""
     if _libc is None or not _FUTEX:
         raise SharedMemoryError("transport 'shm' needs Linux's memfd and futex; use transport 'backend'")
+    flag_functions()
     address, handle = torch.zeros(2, dtype=torch.int64), -1
     if group.index == 0:
         handle = os.memfd_create("zeropp-arena", os.MFD_CLOEXEC)
@@ -69,6 +105,7 @@ def shared_file(group: Group, timeout: float, total: int) -> int:
             raise SharedMemoryError(
                 f"rank {group.ranks[group.index]} cannot open the memory of rank {group.ranks[0]} ({path}: "
                 f"{error.strerror}): unless on one machine, under one user, use transport 'backend'"
+                f"{group.counting}"
             ) from error
     # The first rank's handle must outlive the opening.
     dist.barrier(group=group.process_group, async_op=True).wait(*limit)
@@ -144,19 +181,28 @@ class Flags:
     """A growing number for each slot and rank, in ``lines`` (slot, rank, cache line) int64."""
 
     def __init__(self, lines: Tensor, group: Group, timeout: float) -> None:
-        self._size, self._first = group.size, lines.data_ptr()
+        self._size, first = group.size, lines.data_ptr()
         self._ranks, self._timeout = group.ranks, timeout
+        # By slot and rank, since making one takes as long as reading a flag.
+        self._addresses = [
+            [first + (slot * self._size + rank) * LINE for rank in range(self._size)]
+            for slot in range(len(lines))
+        ]
+        self._functions = flag_functions()
         # A numpy view: reading one is 50 ns, a tensor's item() over a microsecond.
         self._numbers = lines[:, :, 0].numpy()
 
     def set(self, slot: int, rank: int, number: int) -> None:
         """Set a flag, and wake the processes that wait for it."""
+        if self._functions is not None:
+            self._functions.post_flag(self._addresses[slot][rank], number)
+            return
         self._numbers[slot, rank] = number
-        _futex(self._address(slot, rank), _WAKE, 2**31 - 1, None)  # all sleepers
+        _futex(self._addresses[slot][rank], _WAKE, 2**31 - 1, None)  # all sleepers
 
     def wait(self, slot: int, number: int, failure: str) -> None:
         """Wait until all ranks' flags of ``slot`` reach ``number``; TimeoutError: with ranks' ``failure``."""
-        if min(self._numbers[slot].tolist()) >= number:
+        if self._least(slot) >= number:
             return
         deadline = time.monotonic() + self._timeout
         for rank in range(self._size):
@@ -167,11 +213,14 @@ class Flags:
                     raise TimeoutError(f"waited {self._timeout:g} s: {late} {failure}")
                 nap = min(left, 1.0)
                 span = _Timespec(int(nap), int(nap % 1 * 1e9))
-                _futex(self._address(slot, rank), _WAIT, seen, span)
+                _futex(self._addresses[slot][rank], _WAIT, seen, span)
+        self._least(slot)  # with acquire, unlike the loop's reads
 
-    def _address(self, slot: int, rank: int) -> int:
-        """The address of a flag."""
-        return self._first + (slot * self._size + rank) * LINE
+    def _least(self, slot: int) -> int:
+        """The least number of all ranks' flags of ``slot``; what they announced can be read."""
+        if self._functions is not None:
+            return self._functions.least_flag(self._addresses[slot][0], self._size, LINE)  # type: ignore[no-any-return]
+        return int(min(self._numbers[slot].tolist()))
 
 
 def _futex(address: int, operation: int, value: int, span: ctypes.Array[ctypes.c_long] | None) -> None:

@@ -7,8 +7,8 @@ elements end as shards of S = P / 4; F is the bytes of a frame of S elements.
    :meth:`GradientReduction.collect`, which moves it to its place in one flat buffer (P,), in the type of the
    pass; where frames are elements, that buffer is the message of hop 1 itself.  Passes that accumulate
    without reducing add there, in fp32.
-2. *The unit's last gradient starts the reduction*, in its turn in the :class:`ReductionQueue`, which is the
-   same on all ranks.
+2. *The unit's last gradient starts the reduction*, in its turn in the
+   :class:`~impl.plan.reduction_queue.ReductionQueue`, which is the same on all ranks.
 3. *Hop 1 stays inside the node*: :class:`impl.comm.reduce_scatter.Reduction` encodes the slices in the order
    (local, node, S), INT4 with qgZ (paper section 3.3), and sends each rank of the node its slices,
    (node, F) = (2, F) uint8.
@@ -26,7 +26,6 @@ On a GPU steps 4 to 7 are queued on a side stream as soon as hop 1 is posted, an
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 
 import torch
@@ -39,22 +38,13 @@ from impl.comm.exchanges import Exchange
 from impl.comm.reduce_scatter import Reduction, Ring
 from impl.errors import ZeroError
 from impl.plan.policy import Policy
+from impl.plan.reduction_queue import Progress, ReductionQueue
 from impl.plan.shard_layout import UnitGeometry, chunked
 from impl.plan.traffic import Tag
 from impl.transport.side_stream import Arrival
 from impl.unit.context import UnitContext
 from impl.unit.flat_buffer import Member
 from impl.unit.master_shard import MasterShard
-
-
-class Progress(enum.IntEnum):
-    """Progress of a unit's reduction in one backward pass."""
-
-    COLLECTING = 0  # some or all gradients of this pass are missing
-    READY = 1  # none is missing; it waits for its turn
-    REDUCING = 2  # hops are under way
-    REDUCED = 3  # the mean is in this rank's shard
-    FAILED = 4  # it was interrupted while hops were under way: its gradients are lost
 
 
 class GradientReduction:
@@ -71,7 +61,7 @@ class GradientReduction:
         self._geometry, self._wire, self._passes = geometry, context.wire, context.passes
         self._reserve, self._meter, self._clock = context.gradients, context.meter, context.clock
         self._master_shard, self._members, self.elements = master_shard, members, geometry.padded
-        self._dtype, self._gaps = DTYPES[context.policy.compute], geometry.gaps
+        self._dtype, self._gaps, self._outer = DTYPES[context.policy.compute], geometry.gaps, geometry.outer
         self.progress, self.queue = Progress.COLLECTING, queue
         self.missing = set[int]()  # members whose gradient has not arrived, once another one has
         self.local: Tensor | None = None  # (P,) the local gradients, while any wait to be reduced
@@ -88,7 +78,7 @@ class GradientReduction:
         geometry, wire = self._geometry, self._wire
         topology, rank = wire.mesh.topology, wire.mesh.rank
         hops, (replicas, codec) = policy.reduce_axes(topology), policy.replica_axes(topology)
-        wire.mesh.make_groups([*(axis for axis, _ in hops), *replicas])
+        wire.make_groups([*(axis for axis, _ in hops), *replicas])
         kind = Ring if policy.reduce == "ring" else Reduction
         self.collective = kind(
             wire=wire,
@@ -113,7 +103,9 @@ class GradientReduction:
         """Take the gradient that has just arrived at member ``number``; True if none is missing."""
         if not self.missing:
             self._begin()
-        if len(self.missing) == len(self._members):  # the unit's first: post at the same event on all ranks
+        # A block's first: post at the same event on all ranks.  Outer units' gradients come from all over the
+        # model, and one just after a reduction's start would have its first hop waited for at once.
+        if len(self.missing) == len(self._members) and not self._outer:
             self.queue.post_next_hops()
         self._add(number, self._members[number].parameter)
         self.missing.discard(number)
@@ -292,61 +284,3 @@ class GradientReduction:
 def _keeps_zeros(codec: Codec) -> bool:
     """Whether a zero decodes to zero in any block; unknown of users' codecs."""
     return isinstance(codec, Raw) or (isinstance(codec, Blocked) and not (codec.asymmetric or codec.hadamard))
-
-
-class ReductionQueue:
-    """A backward pass's reductions in one order, with at most ``bucket`` elements under way."""
-
-    def __init__(self, bucket: int) -> None:
-        self.order: Sequence[GradientReduction] = ()  # of the trained units, equal on all ranks
-        self._bucket = bucket
-        self._position = 0  # of the next to start, in the order
-        self._under_way: list[GradientReduction] = []  # in their order
-        self._behind = False  # whether one was started since those under way last posted
-
-    def is_next(self, reduction: GradientReduction) -> bool:
-        """Whether ``reduction`` is the next to start."""
-        return self._position < len(self.order) and self.order[self._position] is reduction
-
-    def start_ready(self) -> None:
-        """Start reductions with all gradients, up to the first in the order that lacks one."""
-        while self._position < len(self.order) and self.order[self._position].progress is Progress.READY:
-            self._start()
-
-    def finish(self, *, start: bool) -> None:
-        """Wait for all under way; with ``start`` start all others first, whether gradients arrived or not."""
-        while start and self._position < len(self.order):
-            self._start()
-        for reduction in self._under_way:
-            reduction.post_next_hop(finish=True)
-        self._under_way.clear()
-        self._position, self._behind = 0, False
-
-    def post_next_hops(self) -> None:
-        """Let every reduction under way post its next message, once for each reduction started."""
-        if self._behind:  # so ranks post in one order, whichever units have gradients, and no link idles
-            self._behind = False
-            for reduction in self._under_way:
-                reduction.post_next_hop()
-
-    def drop_failed(self) -> None:
-        """Forget interrupted reductions: their gradients are lost."""
-        self._under_way = [r for r in self._under_way if r.progress is not Progress.FAILED]
-
-    @property
-    def elements_under_way(self) -> int:
-        """Elements of all gradients that are being reduced."""
-        return sum(r.elements for r in self._under_way if r.progress is Progress.REDUCING)
-
-    def _start(self) -> None:
-        """Start the next, after the others have posted a message, within the bucket."""
-        self.post_next_hops()
-        reduction = self.order[self._position]
-        for earlier in self._under_way:
-            if self.elements_under_way + reduction.elements <= self._bucket:
-                break
-            earlier.post_next_hop(finish=True)
-        self._under_way = [r for r in self._under_way if r.progress is not Progress.REDUCED]
-        self._under_way.append(reduction)
-        self._position, self._behind = self._position + 1, True
-        reduction.start()

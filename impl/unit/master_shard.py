@@ -2,11 +2,23 @@
 
 Frozen weights may be held as codes instead.  An offloaded shard lies in host memory with its gradient, and
 its encoded frame is copied to the device.
+
+[Note: what users do to masters]
+The masters that an optimizer holds are views of the shard, and users treat them like any parameter:
+
+* ``p.data = values`` gives a master other memory.  :meth:`MasterShard.adopt` copies its values to the shard
+  whenever the shard is read, and makes the master a view of it again once nobody else holds that memory.
+* ``p.data.copy_(values)`` writes the shard, and torch does not count the write.  Whoever encodes the master
+  reads the new values, but copies that are reused would be stale: hpZ's copy, weights that stay gathered and
+  frames in host memory.  So the sums of the shard's bits are taken when such a copy is made, and compared
+  when a forward pass is about to reuse it.
+* ``g = p.grad; optimizer.zero_grad()`` keeps a gradient.  The next one is then written to other memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +26,15 @@ from torch import Tensor, nn
 from impl import ops
 from impl.codecs.codec import Codec
 from impl.codecs.rounding_noise import Noise
+from impl.errors import ZeroError
 from impl.plan.shard_layout import Slot, UnitGeometry
 from impl.plan.traffic import Placement
 from impl.transport.side_stream import Arrival
 from impl.unit.context import MEMORY, UnitContext
+from impl.unit.flat_buffer import handles
+
+ALONE: Final = 2  # handles() of memory that one tensor alone has
+_ROW: Final = 1024  # numbers of 8 bytes in a row, when bits are summed
 
 
 def shard_of(geometry: UnitGeometry, rank: int, values: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -47,7 +64,7 @@ class MasterShard:
     ) -> None:
         policy, mesh = context.policy, context.wire.mesh
         self.placement, self.crosses = placement, placement.shard or placement.frames  # to the device
-        self._geometry, self._mesh, self._host = geometry, mesh, context.host
+        self._geometry, self._mesh, self._host, self._meter = geometry, mesh, context.host, context.meter
         self._clock = context.clock
         self.encode_as(policy.weights)
         self.changes = 0  # of the weights, reported to the engine
@@ -71,6 +88,10 @@ class MasterShard:
             master = nn.Parameter(self.held[start:end], requires_grad=True)
             self.masters.append((group, master))
             self._spans.append((master, start, end))
+        # for each master its part of the shard, which it is a view of unless a user assigned its data
+        self._own = [self.held[start:end] for _, start, end in self._spans]
+        self._foreign = False  # whether a master has memory that somebody else holds too
+        self._sums: tuple[Version, Tensor] | None = None  # of the shard's bits, when it was last encoded
         self._mean: Tensor | None = None  # (S,) fp32, accumulated mean gradient
         self._landing: tuple[Arrival, Tensor] | None = None  # (S,) a mean on its way to the host
         self._landed: Tensor | None = None  # (S,) where it arrives if added to another
@@ -86,6 +107,7 @@ class MasterShard:
     def master(self) -> Tensor:
         """(S,) fp32 this rank's shard of the weights, on the host if offloaded; codes are decoded."""
         if self.codes is None:
+            self.adopt()
             return self.held
         master = torch.empty(self._geometry.shard, dtype=torch.float32, device=self.codes.device)
         ops.decode(self._codec, self.codes, master)
@@ -96,6 +118,9 @@ class MasterShard:
         master = self.master
         with torch.no_grad():
             master[start:end] = values
+            if self._foreign:
+                for (parameter, _, _), own in zip(self._spans, self._own, strict=True):
+                    parameter.data.copy_(own)
         if self.codes is not None and start < end:
             self.arrival.finish()  # of a copy from them to the device
             ops.encode(self._codec, master, self.codes, noise=self.noise(self._codec))
@@ -105,6 +130,71 @@ class MasterShard:
         assert self.codes is not None  # noqa: S101  # checkpoints have codes for no other unit
         self.arrival.finish()  # of a copy from them to the device
         self.codes.copy_(frame)
+
+    # Writes by users ([Note: what users do to masters])
+
+    def adopt(self) -> None:
+        """Take over the values of masters whose ``data`` a user assigned.
+
+        Raises:
+            ZeroError: if the assigned tensor has another shape, type or device.
+        """
+        self._foreign = False
+        for (master, _, _), own in zip(self._spans, self._own, strict=True):
+            if (
+                master.data_ptr() == own.data_ptr()
+                and master.shape == own.shape
+                and master.dtype is own.dtype
+                and master.is_contiguous()
+            ):
+                continue
+            data = master.data
+            if (data.shape, data.dtype, data.device) != (own.shape, own.dtype, own.device):
+                raise ZeroError(
+                    f"a master of unit {self._geometry.name!r} was given data of shape {tuple(data.shape)}, "
+                    f"{data.dtype}, on {data.device}, in place of {tuple(own.shape)}, {own.dtype}, on "
+                    f"{own.device}: assign p.data a tensor like it, or write p.copy_(values) under "
+                    "torch.no_grad()"
+                )
+            own.data.copy_(data)  # not counted, as the assignment was not: ranks count alike
+            del data  # a handle of the memory
+            if handles(master) > ALONE:
+                self._foreign = True
+            else:
+                master.data = own
+
+    def check_usable(self) -> None:
+        """Refuse, with a ZeroError, masters that were frozen or given gradient hooks, which do nothing."""
+        for master, _, _ in self._spans:
+            if not master.requires_grad:
+                raise ZeroError(
+                    f"a master of unit {self._geometry.name!r} was frozen, but its parameters are trained: "
+                    "set requires_grad of the model's parameters before shard()"
+                )
+            if hooks := master._backward_hooks or master._post_accumulate_grad_hooks:  # noqa: SLF001
+                hook = list(hooks.values())[-1]
+                raise ZeroError(
+                    f"a master of unit {self._geometry.name!r} has a gradient hook, "
+                    f"{getattr(hook, '__qualname__', hook)}, which nothing calls, as autograd does not reach "
+                    "masters: remove it, and change p.grad after the backward pass"
+                )
+
+    def mark(self) -> None:
+        """Note the values that a copy is made of, which later passes will reuse."""
+        version = self.version
+        if self._sums is None or self._sums[0] != version:
+            self._sums = version, sums_of_bits(self.held)
+
+    def check_unwritten(self) -> None:
+        """Refuse, with a ZeroError, to reuse copies of weights that were written since without a count."""
+        if self._sums is None or self._sums[0] != self.version:
+            return  # changes were counted or reported: nothing is reused
+        if not torch.equal(self._sums[1], sums_of_bits(self.held)):
+            raise ZeroError(
+                f"masters of unit {self._geometry.name!r} were written through .data, which torch does not "
+                "count, and copies of their old values are kept: call zero.weights_changed() on all ranks "
+                "after such writes, or write under torch.no_grad() without .data"
+            )
 
     # Frames
 
@@ -185,25 +275,51 @@ class MasterShard:
 
     def _accumulate(self, mean: Tensor) -> None:
         """Add ``mean`` (S,) to the masters' gradients."""
-        gradient = self.gradient()
+        gradient = mean if mean is self._mean else self.gradient()
+        kept = mean is not gradient and self._kept_by_user()
         for master, start, end in self._spans:
             if master.grad is not None:
                 master.grad.add_(mean[start:end])
-                continue
-            master.grad = gradient[start:end]
-            if mean is not gradient:
-                master.grad.copy_(mean[start:end])
+            elif kept:
+                master.grad = mean[start:end].clone()
+            else:
+                master.grad = gradient[start:end]
+                if mean is not gradient:
+                    master.grad.copy_(mean[start:end])
 
     def gradient(self) -> Tensor:
-        """(S,) fp32 the memory of the masters' gradients."""
+        """(S,) fp32 the memory of the masters' gradients; other memory if a user kept an earlier gradient."""
+        host = self.placement.shard
+        if self._mean is not None and handles(self._mean) > ALONE and self.fresh:
+            self._meter.add("gradients", -self._mean.nbytes, host=host)
+            self._mean = None
         if self._mean is None:
-            numel, host = self._geometry.shard, self.placement.shard
+            numel = self._geometry.shard
             self._mean = self._host.empty("gradients", numel, torch.float32, host=host).zero_()
         return self._mean
 
+    def _kept_by_user(self) -> bool:
+        """Whether something beside the masters' gradients holds their memory."""
+        own = sum(self._is_own(master, start, end) for master, start, end in self._spans)
+        return self._mean is not None and handles(self._mean) > ALONE + own
+
+    def _is_own(self, master: nn.Parameter, start: int, end: int) -> bool:
+        """Whether the gradient of a master is a view of the memory of :meth:`gradient`."""
+        if self._mean is None or master.grad is None:
+            return False
+        return start == end or master.grad.data_ptr() == self._mean[start:end].data_ptr()
+
     def mean_gradient(self) -> Tensor | None:
         """(S,) fp32 accumulated mean gradient of this rank's shard, None before the first."""
-        return None if self.fresh else self._mean
+        if self.fresh:
+            return None
+        if all(self._is_own(*span) for span in self._spans):
+            return self._mean
+        whole = torch.zeros_like(self.held)
+        for master, start, end in self._spans:  # a user assigned some of them
+            if master.grad is not None:
+                whole[start:end] = master.grad
+        return whole
 
     def own_gradients(self) -> Iterator[Tensor]:
         """Parts of the masters' gradients that this rank alone counts in a norm over all ranks."""
@@ -219,4 +335,18 @@ class MasterShard:
         for master, first, last in self._spans:
             if master.grad is None:
                 master.grad = gradient[first:last].zero_()
-        gradient[start:end] = values
+            low, high = max(start, first), min(end, last)
+            if low < high:
+                master.grad[low - first : high - first] = values[low - start : high - start]
+
+
+def sums_of_bits(values: Tensor) -> Tensor:
+    """(n,) int64 sums of the bits of ``values`` (S,) fp32 by rows and by columns; they tell writes apart.
+
+    One write changes the sum of its row and of its column; several keep all sums only if they cancel in
+    every row and every column.  It reads memory once for each, at the speed of a copy.
+    """
+    numbers = values.detach()[: values.numel() // 2 * 2].view(torch.int64)
+    rows = numbers[: numbers.numel() // _ROW * _ROW].view(-1, _ROW)
+    rest = values.detach()[2 * rows.numel() :].view(torch.int32)  # fewer than 2 * _ROW + 1
+    return torch.cat([rows.sum(1), rows.sum(0), rest])

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from impl.errors import WrittenError, ZeroError
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import MOST_AHEAD
+from impl.plan.reduction_queue import ReductionQueue
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import ON_DEVICE, Phase, Placement
 from impl.unit.context import MEMORY, UnitContext, recomputing
 from impl.unit.flat_buffer import FlatBuffer, Holder, Member, check_hooks
-from impl.unit.gradient_reduction import GradientReduction, ReductionQueue
+from impl.unit.gradient_reduction import GradientReduction
 from impl.unit.master_shard import MasterShard, shard_of
 from impl.unit.secondary_shard import Change
 from impl.unit.weight_gather import WeightGather
@@ -68,6 +69,8 @@ class Unit:
         self.reduction = GradientReduction(geometry, context, self.master_shard, self.members, queue)
         self.state = State.SHARDED
         self._persists = self.policy.stage < 3  # gathered until the weights change
+        # Whether a pass may compute with copies of the weights that an earlier pass made.
+        self._keeps_copies = self.master_shard.crosses or self.weight_gather.spared > 0
 
     @property
     def visible(self) -> list[nn.Parameter]:
@@ -137,6 +140,8 @@ class Unit:
             if self.weight_gather.version == self.master_shard.version:
                 return
             self._become_sharded()  # a master was written by hand
+        if self.geometry.trainable and phase != "backward":  # whose weights are those of its forward pass
+            self.master_shard.mark()
         if self._passes.in_forward and self._passes.schedule.in_model_order:
             # Below stage 3 all ranks gather all units in one order, whichever units a rank's pass calls.
             for unit in self._siblings[: self.index]:
@@ -270,6 +275,9 @@ class Unit:
 
     def communication_state(self) -> dict[str, Tensor]:
         """This rank's state, to be loaded again."""
+        if self.geometry.trainable and self._keeps_copies:  # copies that are saved are of these masters
+            self.master_shard.adopt()
+            self.master_shard.check_unwritten()
         errors = self.reduction.feedback()
         copies = self.weight_gather.secondary.state(self.master_shard.version)
         return copies if errors is None else copies | errors.state()
@@ -298,8 +306,17 @@ class Unit:
             raise ZeroError(f"{place} GatheredParameters of {name!r}: leave its context first")
 
     def check_unchanged(self, *, training: bool) -> None:
-        """Refuse, with a ZeroError, parameters that were replaced, frozen or unfrozen, or given hooks."""
+        """Refuse, with a ZeroError, parameters that were replaced, frozen or unfrozen, or given hooks.
+
+        The same of masters, and writes to them that copies of the weights lack.
+        """
         shown, trainable = self.state is State.UNSHARDED, self.geometry.trainable
+        if trainable:
+            self.master_shard.adopt()
+            if self.in_use or self._keeps_copies:
+                self.master_shard.check_unwritten()
+            if training:
+                self.master_shard.check_usable()
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values
             for member, slot in zip(self.members, self.geometry.slots, strict=True):
                 parameter, placeholder = member.parameter, member.placeholder

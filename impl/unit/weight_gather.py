@@ -61,7 +61,7 @@ class WeightGather:
         self.master_shard, self.flat = master_shard, flat
         # a current copy spares the first of these axes
         self.axes, self.spared = policy.gather_axes(wire.mesh.topology)
-        wire.mesh.make_groups(self.axes)
+        wire.make_groups(self.axes)
         sizes, strides = zip(*((axis.size, axis.stride * shard) for axis in self.axes[::-1]), strict=True)
         self.target = (*sizes, shard), (*strides, 1)  # of the flat buffer seen as shards by rank digits
         between, offloaded = self.axes[: self.spared], master_shard.placement.frames

@@ -10,12 +10,23 @@ import pandas as pd
 from harness.records.confidence_intervals import FEWEST, Interval
 from harness.suites.peers import family_of
 from report.answer import effects
-from report.answer.effects import NO, OPEN, Draft, Effect, distinct_names, g3, listed_most, ratio, spelled
-from report.data import bytes_and_memory, decoding, speedups
+from report.answer.effects import (
+    NO,
+    OPEN,
+    YES,
+    Draft,
+    Effect,
+    distinct_names,
+    g3,
+    listed_most,
+    ratio,
+    spelled,
+)
+from report.data import break_even, bytes_and_memory, decoding, speedups
 from report.data.contender import NAMES, PROPOSED
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.text import counted, listed, sentence, with_interval
+from report.data.text import counted, listed, sentence
 from report.tables import peers
 
 
@@ -187,38 +198,50 @@ def rate(derived: Derived) -> Draft:
     name, base = every[0].contender, spelled(every[0].base)
     by_rate = [effect for effect in every if effect.contender == name]
     by_rate.sort(key=lambda effect: effect.pairs["achieved_mbit"].median())
-    crossed, kept, slow, verdicts = list[str](), list[str](), list[str](), list[str]()
+    crossed, kept, never, slow, verdicts = (list[str]() for _ in range(5))
+    unknown: list[str] = []  # places where the break-even is not determined, with the reason
     unsure: list[str] = []  # places of ``kept`` with an interval around 1 at the highest rate
     others: list[str] = []  # break-evens of further contenders
-    for row in speedups.break_even(derived.pairs).to_dict("records"):
-        mbit: Interval = row["break_even_mbit"]
+    for row in break_even.break_even(derived.pairs).to_dict("records"):
+        found: break_even.BreakEven = row["found"]
         place = f"on {row['nodes']}x{row['ranks_per_node']} ranks with {row['tokens_per_rank']} tokens a rank"
         place += "".join(f", {part}" for part in row["elsewhere"].split(", ")[2:])
-        crossing = with_interval(mbit, lambda end: "beyond what was measured" if math.isinf(end) else g3(end))
+        crossings = f"{break_even.crossings_in_words(found)} Mbit/s {place}" if found.crossings else ""
+        unclear = break_even.unclear_in_words(found)
         if row["contender"] != name:
-            bounded = math.isfinite(mbit.low) or math.isfinite(mbit.high)
-            others += [f"{spelled(row['contender'])} at {crossing} Mbit/s {place}"] if bounded else []
+            others += [f"{spelled(row['contender'])} at {crossings}"] if crossings else []
             continue
         rates = [effect for effect in by_rate if effect.pairs["elsewhere"].iloc[0] == row["elsewhere"]]
         lowest, highest = rates[0], rates[-1]
         verdicts += [effect.verdict for effect in rates]
         slow.append(f"{ratio(lowest.ratio)} {place} at {rate_of(lowest)}")
-        if not math.isnan(mbit.estimate):
-            crossed.append(f"{crossing} Mbit/s {place}")
-            continue
-        times = "" if kept else f" times as fast as {base}'s"
-        kept.append(f"{ratio(highest.ratio)}{times} {place} at {rate_of(highest)}")
-        unsure += [place] if highest.verdict == OPEN else []
+        if crossings:
+            crossed.append(crossings + (f" ({unclear})" if unclear else ""))
+        elif found.outcome == "costs":
+            never.append(f"{ratio(lowest.ratio)} {place} at {rate_of(lowest)}")
+        elif found.outcome == "pays" or (lowest.verdict == YES and highest.verdict in (YES, OPEN)):
+            times = "" if kept else f" times as fast as {base}'s"
+            between = f" ({unclear})" if unclear and highest.verdict == YES else ""
+            kept.append(f"{ratio(highest.ratio)}{times} {place} at {rate_of(highest)}{between}")
+            unsure += [place] if highest.verdict == OPEN else []
+        else:
+            unknown.append(f"{place} ({found.few or unclear})")
     if not slow:
         return faster(derived, every)
-    text = f"{spelled(name)} is as fast as {base} at {listed(crossed)}" if crossed else ""
+    clauses = [f"{spelled(name)} is as fast as {base} at {listed(crossed)}"] if crossed else []
     if kept:
         up_to = "break-even was found up to the highest rate, where a step of"
-        text += f"{'; else no' if text else 'No'} {up_to} {spelled(name)} is {listed(kept)}"
-        text += f"; whether it pays there cannot be told {listed(unsure)}" if unsure else ""
+        clauses.append(f"{'else no' if clauses else 'No'} {up_to} {spelled(name)} is {listed(kept)}")
+        clauses += [f"whether it pays there cannot be told {listed(unsure)}"] if unsure else []
+    if never:
+        at = "at no measured rate is it faster: at the lowest, a step is"
+        clauses.append(f"{at} {listed(never)} times as fast as {base}'s")
+    if unknown:
+        clauses.append(f"the break-even of {spelled(name)} is not determined {listed(unknown)}")
     details = [f"At the lowest rates it is {listed(slow)} ({every[0].intervals})."]
     details += [f"Of others, as fast as {base} is {listed_most(others)}."] if others else []
-    return Draft(f"{text}.", verdicts, every[:1], details)
+    text = "; ".join(clauses)
+    return Draft(sentence(text), verdicts, every[:1], details)
 
 
 def rate_of(effect: Effect) -> str:

@@ -10,7 +10,7 @@ from typing import Final
 
 import pandas as pd
 
-from harness.records.confidence_intervals import FEWEST, FEWEST_SWEEPS, Interval, quantile
+from harness.records.confidence_intervals import FEWEST, Interval, quantile
 from harness.records.memory_parts import on_device
 from impl.codecs.codec import CodecError, parse
 from report.data import speedups
@@ -152,7 +152,7 @@ def _pairs_to_decide(ratio: Interval) -> int:
 def too_few(ratio: Interval) -> str:
     """Why a ratio has no interval."""
     if ratio.sweeps > 1 and ratio.n >= FEWEST:
-        return f"{ratio.sweeps} sweeps, where an interval takes {FEWEST_SWEEPS}"
+        return f"{ratio.sweeps} sweeps, where an interval takes {ratio.fewest_sweeps}"
     return f"{counted(ratio.n, 'pair')}, where an interval takes {FEWEST}"
 
 

@@ -15,7 +15,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from impl.plan.prefetch_schedule import Schedule
-from impl.plan.timeline import Collective, Hop, Load, least_pass_seconds
+from impl.plan.shard_layout import UnitGeometry, chunked
+from impl.plan.timeline import Collective, Hop, Load, in_chunks, least_pass_seconds
 from report.data.frames import Frames
 
 BITS_PER_MBIT: Final = 1e6
@@ -101,24 +102,35 @@ def _bound(
     policy = trial.resolved_policy()
     if policy is None or trial.workload != "train" or (sent and math.isnan(rate)):
         return math.nan
-    passes, topology = trial.accumulation, trial.topology()
-    between = any(topology.crosses(axis) for axis, _ in policy.reduce_axes(topology)[1:])
+    passes, topology, axes = trial.accumulation, trial.topology(), policy.reduce_axes(trial.topology())
+    between = any(topology.crosses(axis) for axis, _ in axes[1:])
     units, sizes = frames.geometries(identity), [size for _, size, _ in frames.units[identity]]
     forward, backward, rest = parts.T
 
-    def link(unit: str, phase: str, *purposes: str) -> Collective:
-        nbytes = sum(sent.get((unit, phase, purpose), 0) for purpose in purposes)
-        hop = Hop(adapter=8 * nbytes / passes / rate if nbytes else 0.0)
-        is_second = "gradients" in purposes and between  # behind the hop inside the node
-        return Collective(hops=(Hop(adapter=0.0), hop) if is_second else (hop,))
+    def seconds_of(unit: UnitGeometry, phase: str, *purposes: str) -> float:
+        nbytes = sum(sent.get((unit.name, phase, purpose), 0) for purpose in purposes)
+        return 8 * nbytes / passes / rate if nbytes else 0.0
+
+    def gather(unit: UnitGeometry, phase: str) -> Collective:
+        return Collective(hops=(Hop(adapter=seconds_of(unit, phase, "weights", "persistent")),))
+
+    def reduce(unit: UnitGeometry) -> Collective:
+        """In the steps of the ring, or in chunks, behind the hop inside the node if there is one."""
+        adapter = seconds_of(unit, "backward", "gradients")
+        if policy.reduce == "ring":
+            steps = max(1, topology.world - 1)
+            return Collective(hops=(Hop(adapter=adapter / steps),) * steps)
+        lengths = [end - start for start, end in chunked(unit.piece, policy.chunks, policy.grain)]
+        hops = [[Hop(adapter=adapter * length / unit.piece) for length in lengths]]
+        return Collective(hops=in_chunks([[Hop(adapter=0.0) for _ in lengths]] * between + hops))
 
     loads = [
         Load(
             forward=forward * (size / sum(sizes) / passes),
             backward=backward * (size / sum(sizes) / passes),
-            gather=link(unit.name, "forward", "weights", "persistent"),
-            regather=link(unit.name, "backward", "weights", "persistent"),
-            reduce=link(unit.name, "backward", "gradients"),
+            gather=gather(unit, "forward"),
+            regather=gather(unit, "backward"),
+            reduce=reduce(unit),
         )
         for unit, size in zip(units, sizes, strict=True)
     ]

@@ -1,18 +1,16 @@
-"""Pairs of trials under equal conditions: speed-ups, break-evens and parity (docs/reference/metrics.md)."""
+"""Pairs of trials under equal conditions: speed-ups and parity (docs/reference/metrics.md)."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
 import pandas as pd
 
-from harness.records.confidence_intervals import Interval, crossing, geometric_interval, paired_ratio_interval
+from harness.records.confidence_intervals import Interval, geometric_interval, paired_ratio_interval
 from report.data.contender import PROPOSED, is_baseline, is_preset, with_baseline
-from report.data.frames import groups
 
 RATES_AGREE_WITHIN: Final = 0.10  # relative spread up to which the links of a cell have one rate
 PAIR: Final = ("cell", "sweep", "seed", "repeat")  # trials that ran under the same conditions
@@ -77,45 +75,6 @@ def several_rates(table: pd.DataFrame) -> pd.DataFrame:
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
     rates = table.fillna({"rate_mbit": -1.0}).groupby(keys)["rate_mbit"].transform("nunique")
     return table[(rates >= 2) & table["achieved_mbit"].notna()]
-
-
-def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
-    """The rate at which a contender and the baseline are equally fast, in settings that differ in rate alone.
-
-    One row per setting and contender that ran at two or more rates: ``break_even_mbit``, an
-    :class:`Interval` as :func:`_highest_crossing` gives it; the measured range of rates, with the speed-ups
-    at its ends; ``records``, the ids behind it.
-    """
-    keys = ["elsewhere", "nodes", "ranks_per_node", "tokens_per_rank", "place", "contender"]
-    rows = []
-    measured = pairs[pairs["achieved_mbit"].notna() & (pairs["id"] != pairs["baseline"])]
-    for key, group in groups(measured, keys):
-        cells = ((float(cell["achieved_mbit"].median()), cell) for _, cell in groups(group, ["cell"]))
-        points = sorted(cells, key=lambda point: point[0])
-        if len(points) > 1:
-            (lowest, slow), (highest, fast) = points[0], points[-1]
-            place, records = _highest_crossing(points), sorted({*group["id"], *group["baseline"]})
-            ends = (lowest, highest, speedup(slow).estimate, speedup(fast).estimate)
-            rows.append((*key, place, place.n, *ends, " ".join(records)))
-    names = ["break_even_mbit", "fewest_pairs", "low_mbit", "high_mbit", "low_speedup", "high_speedup"]
-    return pd.DataFrame(rows, columns=[*keys, *names, "records"])
-
-
-def _highest_crossing(points: list[tuple[float, pd.DataFrame]]) -> Interval:
-    """The highest rate at which the speed-up crosses 1, on a line between neighbouring points in logarithms,
-    NaN without one; its ends are infinite beyond the neighbours, and NaN for few pairs.
-    """
-    keys = ["seed", "repeat"]
-    for (r0, slow), (r1, fast) in reversed(list(pairwise(points))):
-        by_pair = (group.drop_duplicates(keys).set_index(keys) for group in (slow, fast))
-        left, right = (np.log(side["baseline_seconds"]) - np.log(side["step_seconds"]) for side in by_pair)
-        shared = left.index.intersection(right.index)
-        if len(shared) and left[shared].mean() * right[shared].mean() < 0:
-            sweeps = slow.set_index(keys)["sweep"].to_dict()
-            shares = crossing(left.to_dict(), right.to_dict(), sweeps)  # of the way from one to the other
-            rate, low, high = (r0 * (r1 / r0) ** share if math.isfinite(share) else share for share in shares)
-            return Interval(rate, low, high, len(shared))
-    return Interval(math.nan, math.nan, math.nan, 0)
 
 
 def parity(table: pd.DataFrame) -> pd.DataFrame:

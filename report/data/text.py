@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from harness.records.confidence_intervals import FEWEST, FEWEST_SWEEPS, Interval
@@ -23,6 +23,12 @@ def sweeps_in_words(sweeps: Collection[int]) -> str:
     few = "" if count >= FEWEST_SWEEPS else f"; there is none of fewer than {FEWEST_SWEEPS}"
     means = f" The suite ran {count} times: an interval is that of the means of its runs"
     return f"{means}, and so includes how runs differ{few}."
+
+
+def none_in_words(intervals: Iterable[Interval]) -> str:
+    """A sentence on estimates with too few values for an interval; empty where there are none."""
+    few = [interval for interval in intervals if not interval.known and interval.why_none]
+    return " ".join(f"{why}." for why in sorted({interval.why_none for interval in few}))
 
 
 def with_arguments(name: str, arguments: Mapping[str, object]) -> str:

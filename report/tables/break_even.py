@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pandas as pd
 
 from harness.records.confidence_intervals import Interval
 from report.data import caveats, decoding, published, speedups
+from report.data.break_even import break_even as data_of
+from report.data.break_even import in_words
 from report.data.contender import BASELINE, NAMES, PROPOSED
 from report.data.frames import groups
 from report.data.metrics import Derived
@@ -85,26 +86,23 @@ def _behind(derived: Derived, ids: list[str]) -> dict[str, Any]:
 
 
 def break_even(derived: Derived) -> Table:
-    """Table of break-even rates, above which a contender is no longer faster than the baseline."""
-    rows = speedups.break_even(derived.pairs)
+    """Table of break-even rates, at which a contender's speed-up over the baseline crosses 1."""
+    rows = data_of(derived.pairs)
     behind = pd.DataFrame([_behind(derived, ids.split()) for ids in rows["records"]])
-
-    def rate(mbit: float) -> str:
-        return number(3)(mbit) if math.isfinite(mbit) else "above" if mbit > 0 else "below"
-
+    rows = rows.assign(where=rows["elsewhere"], _found=rows["found"].map(in_words)).drop(columns="found")
     return table_of(
         "break_even",
         "Break-even",
-        rows.assign(where=rows["elsewhere"]).join(behind),
+        rows.join(behind),
         CONTENDER,
         TRIALS,
-        Column("break_even_mbit", "Break-even, Mbit/s", rate, formula("break-even"), "_rates"),
+        Column("_found", "Break-even, Mbit/s", str, formula("break-even"), "_rates"),
         Column("low_mbit", "Lowest rate, Mbit/s", number(3)),
         Column("high_mbit", "Highest", number(3)),
         Column("low_speedup", "Speed-up at the lowest", number(3)),
         Column("high_speedup", "at the highest", number(3)),
-        notes="'below' and 'above': it goes on beyond the rates that were measured. "
-        f"{NOTHING}: not crossed. n: trials at all rates, {derived.compared.baseline}'s among them.",
+        notes="All crossings are listed, with 95 % intervals in parentheses. Pays: is faster than "
+        f"{derived.compared.baseline}. n: trials at all rates, {derived.compared.baseline}'s among them.",
     )
 
 

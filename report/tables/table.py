@@ -20,7 +20,7 @@ from harness.records.confidence_intervals import CONFIDENCE, FEWEST, Interval
 from report.data import caveats, published
 from report.data.frames import groups
 from report.data.metrics import OTHERS_WITHIN
-from report.data.text import NOTHING, number, text, with_interval
+from report.data.text import NOTHING, none_in_words, number, text, with_interval
 from report.draw.names_of_rows import by_contender
 from report.quantities import formula
 
@@ -193,6 +193,8 @@ def table_of(
     caption = [*(column.says for column in shown), notes]
     if any(getattr(value, "known", False) for column in shown if column.ends for value in data[column.key]):
         caption.append(f"In brackets: {CONFIDENCE:.0%} intervals, from {FEWEST} pairs or values on.")
+    intervals = (value for column in shown if column.ends for value in data[column.key])
+    caption.append(none_in_words(value for value in intervals if isinstance(value, Interval)))
     if "where" in data and len(data):
         parts = data["where"].astype(str).str.split(", ", expand=True).fillna("").add_prefix("_where_")
         measured = parts[data["where"].ne(published.PUBLISHED)]

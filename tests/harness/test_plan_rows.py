@@ -47,7 +47,7 @@ def test_what_cannot_run_says_why(zeropp: Zeropp) -> None:
 
 
 def test_a_machine_adds_seconds(zeropp: Zeropp) -> None:
-    """By trial, over ZeRO-3 of the same setting, and whether the machine was measured there."""
+    """By trial, over ZeRO-3 of the same setting, and what the prediction rests on."""
     path, machine = SUITES / "paper_scale.toml", SUITES / "machines" / "v100-dgx2.toml"
     planned = partial(zeropp, "plan", path, "--machine", machine, status=cli.SOME_FAILED)
     table = json.loads(planned("--json").stdout)["trials"]
@@ -60,7 +60,7 @@ def test_a_machine_adds_seconds(zeropp: Zeropp) -> None:
         longer = row["modelled_wire_seconds"] > row["modelled_compute_seconds"]
         assert row["modelled_critical"] == ("link" if longer else "processor")
         assert row["modelled_low_seconds"] is row["modelled_high_seconds"] is None
-        assert (row["modelled_basis"] == "calibrated") == (row["tokens_per_rank"] == 1024)
+        assert row["modelled_basis"] == ("fitted" if row["tokens_per_rank"] == 1024 else "transferred")
         assert (row["modelled_speed_up"] == 1) == (row["strategy"] == "zero3")
     assert "TFLOPS" in planned().stdout
     for command, file, message in (
@@ -68,6 +68,42 @@ def test_a_machine_adds_seconds(zeropp: Zeropp) -> None:
         ("run", machine, "nothing is run by it"),
     ):
         assert message in zeropp(command, path, "--machine", file, status=cli.REFUSED).stderr
+
+
+@pytest.mark.parametrize(
+    ("lines", "basis", "says"),
+    [
+        ("nature = 'data sheet'", "data sheet", "rest on data sheets and assumptions"),
+        ("nature = 'data sheet'\nfewest = 9", "data sheet, out of range", "nothing was measured"),
+        ("nature = 'published steps'", "fitted", "is fitted where the batch"),
+        ("host = 'here'", "calibrated", "is calibrated where model and batch"),
+        ("host = 'here'\nfewest = 9", "transferred", "is calibrated where model and batch"),
+        ("", "not calibrated", "was not calibrated"),
+    ],
+)
+def test_a_plan_names_what_its_seconds_rest_on(
+    lines: str, basis: str, says: str, zeropp: Zeropp, tmp_path: Path
+) -> None:
+    """Only what a calibration or a fit measured is called so, in rows for programs and in the notes."""
+    machine = tmp_path / "m.toml"
+    usual = "" if "fewest" in lines else "fewest = 1\n"
+    rates = "fixed = 1e-9\nper_token = 0.0\nefficiency = 1.0\nmost = 10.0"
+    machine.write_text(f"name = 'm'\nsource = 's'\n{rates}\n{usual}{lines}")
+    suite = tmp_path / "q.toml"
+    suite.write_text(
+        "name = 'q'\nquestion = 'Is it fast?'\n[defaults]\nmodel.name = 'gpt-tiny'\nsequence = 8\n"
+        "tokens_per_rank = 8\npolicy.max_padding = 9\n[matrix]\nstrategy = ['zero3']\n"
+    )
+    (row,) = json.loads(zeropp("plan", suite, "--machine", machine, "--json").stdout)["trials"]
+    assert row["modelled_basis"] == basis
+    printed = zeropp("plan", suite, "--machine", machine).stdout
+    assert says in " ".join(printed.split())
+
+
+def test_the_machine_of_data_sheets_says_so() -> None:
+    """The shipped one is not called calibrated."""
+    machine = machine_file.read(SUITES / "machines" / "h100-dgx.toml")
+    assert machine.basis(known=True) == "data sheet"
 
 
 def test_the_published_machine_is_the_fitted_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import pytest
 import torch
@@ -82,3 +83,55 @@ def test_a_device_without_kernels_is_refused() -> None:
     """A device of another kind raises, naming it."""
     with pytest.raises(ValueError, match="no kernels for device meta: expected one of cpu, cuda"):
         ops.backend_of(torch.device("meta"))
+
+
+def _freed(x: torch.Tensor) -> torch.Tensor:
+    x.untyped_storage().resize_(0)
+    return x
+
+
+class Wrapper(torch.Tensor):
+    """A subclass without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, x: torch.Tensor) -> Self:  # noqa: ANN001
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: object) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("spec", ["fp32", "int8:8", "mxfp4", "nf4"])
+def test_tensors_that_kernels_cannot_read_or_write_are_refused(backend: str, spec: str) -> None:
+    """Negated, sparse and freed tensors, and targets whose elements overlap, also after plain ones of their
+    layout, raise in one line; nothing is written.
+    """
+    operations, codec = ops.operations_of(backend), parse(spec)
+    x = torch.randn(4, 64)
+    frames = torch.zeros(4, codec.frame_bytes(64), dtype=torch.uint8)
+    operations.encode(codec, x, frames)
+    kept, out = frames.clone(), torch.zeros(4, 64)
+    operations.decode(codec, frames, out)
+    total = torch.zeros(64)
+    operations.decode_sum(codec, frames, total)
+    for odd, message in (
+        (torch._neg_view(x), r"negated elements, which torch has not computed: pass resolve_neg\(\)"),
+        (x.to_sparse(), "codecs read and write dense tensors with memory, got sparse_coo"),
+        (_freed(x.clone()), "a Tensor without memory: pass a plain tensor"),
+        (Wrapper(x), "got Wrapper|a Wrapper without memory: pass a plain tensor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            operations.encode(codec, odd, frames)
+        with pytest.raises(ValueError, match=message):
+            operations.decode(codec, frames, odd)
+    for write in (
+        lambda: operations.decode(codec, frames, out[:1].expand(4, 64)),
+        lambda: operations.decode(codec, frames, out[:, :1].expand(4, 64)),
+        lambda: operations.decode_sum(codec, frames, total[:1].expand(64)),
+        lambda: operations.encode(codec, x, frames[:1].expand(4, -1)),
+    ):
+        with pytest.raises(ValueError, match=r"cannot write .* with strides \(.*\), whose elements overlap"):
+            write()
+    assert torch.equal(frames, kept)

@@ -138,7 +138,132 @@ def test_a_ring_draws_anew_at_every_step() -> None:
     on_processes(Topology(1, 4), _ring_draws)
 
 
+def layouts(rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Tensors of many layouts, whose first dimensions 2 and 4 ranks can share, by name."""
+    x = values(rank, 2, 8, 6, 10).to(dtype)
+    wide, line = x[0, :, 0, :], x.flatten()[:64]
+    waves = torch.complex(values(rank, 8, 3), values(rank + 9, 8, 3))
+    whole = {
+        "columns [:, ::2]": wide[:, ::2],
+        "columns [:, 2:7]": wide[:, 2:7],
+        "rows [::2]": x.view(16, 60)[::2],
+        "one dimension [::2]": line[::2],
+        "one dimension [1::4]": line[1::4],
+        "from element 3 on": line[3:19],
+        "transposed": values(rank, 5, 8).to(dtype).t(),
+        "permuted": x[0].permute(0, 2, 1),
+        "channels last": x.view(8, 3, 4, 10).contiguous(memory_format=torch.channels_last),
+        "expanded rows": wide[:1].expand(8, 10),
+        "expanded columns": wide[:, :1].expand(8, 6),
+        "expanded from one": x[0, 0, 0, :1].expand(8),
+        "overlapping windows": line.unfold(0, 5, 3)[:8],
+        "a diagonal": x.view(8, 120).diagonal(),
+        "an empty tensor": x[0, :, :0],
+        "an empty transposed tensor": x[0, :, 0, :0].t()[:, ::2],
+        "a parameter": torch.nn.Parameter(values(rank, 8, 3).to(dtype)),
+        "transposed, with gradients": values(rank, 3, 8).to(dtype).requires_grad_().t(),
+        "of inference mode": _inferred(values(rank, 3, 8).to(dtype)).t(),
+    }
+    if dtype == torch.float32:
+        whole |= {
+            "imaginary part": waves.imag,
+            "imaginary part of a conjugate": waves.conj().imag,
+            "imaginary part of a conjugate, transposed": waves.t().conj().imag.t(),
+            "real part of a conjugate": waves.conj().real,
+            "contiguous and negated": torch._neg_view(values(rank, 8, 3)),
+            "strided and negated": torch._neg_view(values(rank, 8, 6)[:, ::2]),
+        }
+    return whole
+
+
+def _inferred(x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return x.clone()
+
+
+LAYOUT_CODECS = ("fp32", "bf16", "int8:64", "int5:7:asym")
+OWN = "tests.impl.codecs.test_own_codec:Sixteenths"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("topology", [Topology(1, 2), Topology(2, 2)], ids=str)
+@each_rank()
+def test_every_layout_is_sent_as_its_contiguous_copy(
+    mesh: Mesh, topology: Topology, dtype: torch.dtype
+) -> None:
+    """Strided, expanded, overlapping and negated views give the bits of their contiguous copies."""
+    wire = Wire(mesh)
+    for name, x in layouts(mesh.rank, dtype).items():
+        copy = (x.detach() + 0).clone(memory_format=torch.contiguous_format)
+        assert copy.is_contiguous()
+        assert not copy.is_neg()
+        before = copy.clone()
+        for codec in LAYOUT_CODECS:
+            for gather in ("flat", "hierarchical"):
+                got, wanted = (
+                    quantized_all_gather(value, codec, mesh, gather=gather, wire=wire) for value in (x, copy)
+                )
+                assert got.is_contiguous(), (name, codec, gather)
+                assert torch.equal(got, wanted), (name, codec, gather)
+            for reduce in ("two_hop", "one_hop", "ring"):
+                got, wanted = (
+                    quantized_reduce_scatter(value, codec, mesh, reduce=reduce, wire=wire)
+                    for value in (x, copy)
+                )
+                assert torch.equal(got, wanted), (name, codec, reduce)
+        assert torch.equal(x.detach() + 0, before), name
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("codec", ["int4:8:stochastic", OWN])
+@each_rank(2, 2)
+def test_layouts_do_not_change_random_bits_nor_users_codecs(mesh: Mesh, codec: str, chunks: int) -> None:
+    """Chunks, random bits and a user's codec see the values in row-major order, as of the copy."""
+    for name, x in layouts(mesh.rank, torch.float32).items():
+        copy = (x.detach() + 0).clone(memory_format=torch.contiguous_format)
+        key = KEY if "stochastic" in codec else None
+        got, wanted = (
+            quantized_reduce_scatter(value, codec, mesh, chunks=chunks, key=key) for value in (x, copy)
+        )
+        assert torch.equal(got, wanted), name
+        got, wanted = (quantized_all_gather(value, codec, mesh, key=key) for value in (x, copy))
+        assert torch.equal(got, wanted), name
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8:8"])
+@pytest.mark.parametrize("gather", ["flat", "hierarchical"])
+@pytest.mark.parametrize("topology", [Topology(1, 2), Topology(2, 2)], ids=str)
+@each_rank()
+def test_a_gather_may_read_from_the_tensor_that_it_writes(
+    mesh: Mesh, topology: Topology, codec: str, gather: Any
+) -> None:
+    """A row of ``out``, this rank's or another's, or a part across two, is read before it is overwritten."""
+    world, size = topology.world, 8
+    wanted = quantized_all_gather(values(mesh.rank, size), codec, mesh, gather=gather)
+    for start in (0, size, mesh.rank * size, mesh.rank * size + 3 * (mesh.rank + 1 < world), 3):
+        out = torch.zeros(world, size)
+        x = out.view(-1)[start : start + size]
+        x.copy_(values(mesh.rank, size))
+        assert quantized_all_gather(x, codec, mesh, gather=gather, out=out) is out
+        assert torch.equal(out, wanted), start
+
+
+@each_rank(1, 2)
+def test_a_gather_writes_into_a_parameter_where_gradients_are_off(mesh: Mesh) -> None:
+    """As torch's in-place operations do; with gradients on it is refused."""
+    out = torch.nn.Parameter(torch.zeros(2, 8))
+    with torch.no_grad():
+        quantized_all_gather(values(mesh.rank, 8), "int8:8", mesh, out=out)
+    assert torch.equal(out, quantized_all_gather(values(mesh.rank, 8), "int8:8", mesh))
+    with pytest.raises(ValueError, match=r"out requires gradients, .*: pass out.detach\(\)"):
+        quantized_all_gather(ZEROS, "int8:8", mesh, out=out)
+
+
 ZEROS = torch.zeros(8)
+
+
+class Mine(torch.Tensor):
+    """A subclass."""
 
 
 @pytest.mark.parametrize(
@@ -158,6 +283,32 @@ ZEROS = torch.zeros(8)
         (quantized_all_gather, (ZEROS, object()), {}, CodecError, "is a object: expected fp32"),
         (quantized_reduce_scatter, (ZEROS, object()), {}, CodecError, "is a object: expected fp32"),
         (quantized_reduce_scatter, (ZEROS, ("bf16", "fp32")), {"reduce": "ring"}, PolicyError, "has one hop"),
+        *(
+            (collective, (x, "int8:8"), {}, ValueError, message)
+            for collective in (quantized_all_gather, quantized_reduce_scatter)
+            for x, message in (
+                (ZEROS.double(), "fp32, bf16, fp16, got torch.float64"),
+                (ZEROS.bool(), "fp32, bf16, fp16, got torch.bool"),
+                (ZEROS.to(torch.complex64).conj(), "fp32, bf16, fp16, got torch.complex64"),
+                (ZEROS.view(2, 4).to_sparse(), "x is a sparse_coo tensor: pass a dense one, as x.to_dense"),
+                (ZEROS.to("meta"), "x is on meta, and the mesh is on cpu: move it there"),
+                (ZEROS.as_subclass(Mine), "x is a Mine, expected a plain torch.Tensor"),
+                ([0.0] * 8, "x is a list, expected a plain torch.Tensor"),
+            )
+        ),
+        (quantized_reduce_scatter, (torch.tensor(1.0), "bf16"), {}, ValueError, r"2 ranks cannot share \(\)"),
+        *(
+            (quantized_all_gather, (ZEROS, "bf16"), {"out": out}, ValueError, message)
+            for out, message in (
+                (torch.zeros(2, 16)[:, ::2], r"got \(2, 8\) torch.float32 with strides \(16, 2\)"),
+                (torch.zeros(8).expand(2, 8), r"got \(2, 8\) torch.float32 with strides \(0, 1\)"),
+                (torch._neg_view(torch.zeros(2, 8)), r"side by side, .*, negated \(resolve_neg\(\) makes"),
+                (torch.zeros(2, 8).bfloat16(), r"side by side, got \(2, 8\) torch.bfloat16"),
+                (torch.zeros(2, 8, device="meta"), "out is on meta, and the mesh is on cpu"),
+                (torch.zeros(2, 8).to_sparse(), "out is a sparse_coo tensor"),
+                (torch.zeros(2, 8).as_subclass(Mine), "out is a Mine, expected a plain torch.Tensor"),
+            )
+        ),
     ],
 )  # fmt: skip
 @each_rank(1, 2)

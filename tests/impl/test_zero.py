@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from impl import ops
 from impl.codecs.codec import IntCodec
-from impl.comm.mesh import Mesh
+from impl.comm.mesh import Mesh, MeshError
 from impl.comm.wire import Transport, Wire
 from impl.parameters import access
 from impl.plan.memory import memory
@@ -136,7 +136,7 @@ def test_what_is_no_policy_is_refused() -> None:
     """A configuration or None instead of a policy or mesh is refused; one line names the type expected."""
     with pytest.raises(ZeroError, match=r"policy is a dict: expected an impl\.plan\.policy\.Policy"):
         shard(nn.Linear(1, 1), mesh=None, policy={"stage": 3})  # type: ignore[arg-type]
-    with pytest.raises(ZeroError, match=r"mesh is a NoneType: expected an impl\.comm\.mesh\.Mesh"):
+    with pytest.raises(MeshError, match=r"mesh is a NoneType: expected an impl\.comm\.mesh\.Mesh"):
         shard(nn.Linear(1, 1), mesh=None, policy=preset("exact"))  # type: ignore[arg-type]
 
 

@@ -16,11 +16,11 @@ from harness.records.confidence_intervals import (
     FEWEST,
     FEWEST_SWEEPS,
     Interval,
-    crossing,
     mean_interval,
     median_interval,
     of_another_sweep,
     paired_ratio_interval,
+    undecided,
 )
 from tests.support.params import nightly
 
@@ -61,8 +61,9 @@ def test_few_values_have_no_interval(few: list[float]) -> None:
         assert math.isnan(interval.low)
         assert math.isnan(interval.high)
         assert not interval.contains(interval.estimate)
+        assert interval.why_none == f"n = {len(few)}: no interval; six are needed"
     sides = dict(enumerate([1.0] * 9)), {index: -value for index, value in enumerate(few)}
-    assert np.isnan(crossing(*sides)[1:]).all()
+    assert undecided(*sides) == [(0.0, 1.0)]
 
 
 def test_refusals() -> None:
@@ -145,10 +146,21 @@ def test_of_several_sweeps_the_spread_between_them_is_in_every_interval() -> Non
     few = paired_ratio_interval({0: 2.8, 6: 2.9, 12: 3.0}, below, sweep_of)
     assert not few.known
     sides = [{key: value - by for key, value in above.items()} for by in (2.7, 3.1)]
-    (_, low, high), (_, inner, outer) = crossing(*sides, sweep_of), crossing(*sides)
+    ((low, high),), ((inner, outer),) = undecided(*sides, sweep_of), undecided(*sides)
     assert high - low > 2 * (outer - inner)
-    for sweeps, known in ((sweep_of.values(), False), ([pair // 3 for pair in range(18)], True)):
-        assert median_interval(list(above.values()), list(sweeps)).known == known
+    assert two.why_none == "2 sweeps: no interval; three are needed"
+    assert three.why_none == ""
+    none_of_three = "3 sweeps: no interval; six are needed"
+    for sweeps, why_none in ((sweep_of.values(), none_of_three), ([pair // 3 for pair in range(18)], "")):
+        median = median_interval(list(above.values()), list(sweeps))
+        assert (median.known, median.why_none) == (not why_none, why_none)
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_order_statistics_of_fewer_than_six_do_not_hold_a_median_often_enough(n: int) -> None:
+    """The range of n values misses the median with twice the probability of n heads in n throws."""
+    missed = 2 * 0.5**n
+    assert median_interval(list(range(1, n + 1))).known == (missed <= 0.05) == (n >= FEWEST)
 
 
 @pytest.mark.parametrize("n", [6, *nightly(20)])
@@ -165,15 +177,30 @@ def test_intervals_of_crossings_hold_them_as_often_as_they_say(
         right = drift + generator.normal(-0.2, spread[1], n)
         if left.mean() * right.mean() >= 0:
             continue  # the report prints no crossing
-        place, low, high = crossing(dict(enumerate(left)), dict(enumerate(right)))
-        assert low <= place <= high
-        hits, crossed = hits + (low <= 0.6 <= high), crossed + 1
+        parts, place = undecided(dict(enumerate(left)), dict(enumerate(right))), left.mean()
+        place /= left.mean() - right.mean()
+        assert any(low <= place <= high for low, high in parts)
+        hits, crossed = hits + any(low <= 0.6 <= high for low, high in parts), crossed + 1
     assert 0.93 < hits / crossed < 0.975
 
 
-def test_a_crossing_that_was_not_measured_has_open_ends() -> None:
-    """Means that may be zero themselves bound nothing on their side."""
-    left, right = [0.1, -0.1, 0.2, -0.1, 0.1, -0.1], [-1.0, -1.1, -0.9, -1.0, -1.0, -1.0]
-    place, low, high = crossing(dict(enumerate(left)), dict(enumerate(right)))
-    assert 0 < place < high < 1
-    assert low == -math.inf
+def test_where_a_mean_may_be_zero_itself_the_line_is_undecided_from_there_on() -> None:
+    """Means that may be zero bound nothing on their side; a line far from zero is decided all the way."""
+    about_zero, below = [0.1, -0.1, 0.2, -0.1, 0.1, -0.1], [-1.0, -1.1, -0.9, -1.0, -1.0, -1.0]
+    ((low, high),) = undecided(dict(enumerate(about_zero)), dict(enumerate(below)))
+    assert (low, 0 < high < 1) == (0.0, True)
+    assert undecided(dict(enumerate(below)), dict(enumerate(below))) == []
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "parts"),
+    [
+        (1.0, -1.0, [(0.5, 0.5)]), (1.0, 0.0, [(1.0, 1.0)]), (0.0, 1.0, [(0.0, 0.0)]), (1.0, 2.0, []),
+        (0.0, 0.0, [(0.0, 1.0)]), (-3.0, 1.0, [(0.75, 0.75)]), (1.0, 1.0, []),
+    ],
+)  # fmt: skip
+def test_without_spread_the_crossing_itself_is_all_that_is_undecided(
+    left: float, right: float, parts: list[tuple[float, float]]
+) -> None:
+    """Six equal values at each end: a line that is known."""
+    assert undecided(dict.fromkeys(range(6), left), dict.fromkeys(range(6), right)) == parts

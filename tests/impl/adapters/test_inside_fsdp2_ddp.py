@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -81,21 +81,23 @@ def inputs(step: int, rank: int) -> torch.Tensor:
     return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def wrapped(host: Host, model: nn.Module, shape: tuple[int, ...]) -> Any:
-    """``model`` in its host over a device mesh of ``shape``."""
+def wrapped(host: Host, model: nn.Module, shape: tuple[int, ...], part: DeviceMesh | None = None) -> Any:
+    """``model`` in its host over a device mesh of ``shape``, or over ``part``."""
     if host == "ddp":
-        return DistributedDataParallel(model, bucket_cap_mb=0.004)  # several buckets for this small model
+        group = None if part is None else part.get_group()
+        # Several buckets for this small model.
+        return DistributedDataParallel(model, bucket_cap_mb=0.004, process_group=group)
     # torch 2.13 renames two collectives that its own FSDP2 still calls by their old names.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+    mesh = part or init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
     for block in find_blocks(model):
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def train(mesh: Mesh, case: Case) -> Trained:
+def train(mesh: Mesh, case: Case, part: DeviceMesh | None = None) -> Trained:
     """An evaluation, then a few steps of AdamW."""
-    model = wrapped(case.host, net(), (mesh.topology.world,))
+    model = wrapped(case.host, net(), (mesh.topology.world,), part)
     wire = Wire(mesh, transport=case.transport)
     kind: Any = InFSDP2 if case.host == "fsdp2" else InDDP
     joined = None if case.policy is None else kind(model, wire, case.policy)
@@ -200,6 +202,24 @@ def test_two_ranks_equal_their_host_bit_for_bit(mesh: Mesh) -> None:
             assert joined.losses == host_run.losses
             assert all(map(torch.equal, joined.gradients, host_run.gradients))
             assert joined.sent == joined.predicted
+
+
+@each_rank(1, 4, processes=True)
+def test_hosts_over_some_of_the_ranks(mesh: Mesh) -> None:
+    """Two groups side by side equal their hosts bit for bit; a wire over other ranks is refused."""
+    halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    part = Mesh.of(halves["dp"])
+    for host in HOSTS:
+        host_run = train(part, Case(host, clip=None), halves["dp"])
+        joined = train(part, Case(host, EXACT[host], "shm", clip=None), halves["dp"])
+        assert joined.losses == host_run.losses
+        assert all(map(torch.equal, joined.gradients, host_run.gradients))
+        assert joined.sent == joined.predicted
+        model = wrapped(host, net(), (), halves["tp"])
+        kind: Any = InFSDP2 if host == "fsdp2" else InDDP
+        ranks = ", ".join(map(str, part.global_ranks))
+        with pytest.raises(HostError, match=f"{host} is over global ranks ., ., the wire over {ranks}: give"):
+            kind(model, Wire(part), EXACT[host])
 
 
 # Predictions

@@ -137,7 +137,9 @@ def test_a_rank_that_comes_late_learns_who_gave_up(tmp_path: Path) -> None:
 def test_what_ranks_say_survives_the_store_and_is_told_of_those_alike_together() -> None:
     """What a rank says of itself, and opened, arrives as it was; ranks that say the same stand together."""
     store = dist.HashStore()
-    meshes: Any = [SimpleNamespace(rank=i, topology=Topology(1, 3), store=lambda: store) for i in range(3)]
+    meshes: Any = [
+        SimpleNamespace(rank=i, topology=Topology(1, 3), store=lambda: store, counting="") for i in range(3)
+    ]
     dogs = [Watchdog(mesh) for mesh in meshes]
     for rank, dog in enumerate(dogs):
         for n in (1, 2, 1):

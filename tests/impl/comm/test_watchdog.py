@@ -11,7 +11,7 @@ import torch
 from impl.comm.watchdog import Watchdog, WireError
 from impl.plan.topology import Topology
 
-STEP: Any = (1, ("all_gather", "world", 4, 1, 16, "forward", "weights", "u", False), 0)
+STEP: Any = (1, ("all_gather", "world", 4, 1, 16, "forward", "weights", "u", False), 0, "")
 
 
 class Stream:
@@ -48,7 +48,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 @pytest.fixture
 def watchdog(stream: Stream) -> Watchdog:
-    mesh: Any = SimpleNamespace(rank=0, topology=Topology(1, 1), store=lambda: None)
+    mesh: Any = SimpleNamespace(rank=0, topology=Topology(1, 1), store=lambda: None, counting="")
     return Watchdog(mesh, streams=True)
 
 

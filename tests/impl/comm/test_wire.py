@@ -166,3 +166,23 @@ def test_memory_of_a_message_that_is_due_is_not_used_again(mesh: Mesh, waits: bo
     fresh = wire.all_to_all(axis, 1024, TAG)
     dist.barrier()
     assert due.isdisjoint(buffer.data_ptr() for buffer in fresh._taken)
+
+
+@each_rank(1, 2)
+def test_small_rows_of_any_layout_and_type_arrive(mesh: Mesh) -> None:
+    """Strided, expanded, negated and conjugate rows arrive as their values, and are left as they are."""
+    wire = Wire(mesh)
+    for row in (
+        torch.arange(8.0)[::2],
+        torch.ones(1).expand(3),
+        torch._neg_view(torch.arange(3.0)),
+        torch.tensor([1 + 2j, 3j]).conj(),
+        torch.tensor([1 + 2j, 3j]).conj().imag,
+        torch.tensor([True, False]),
+        torch.tensor([1.5], dtype=torch.float16, requires_grad=True),
+    ):
+        values = row.tolist()
+        rows = wire.all_gather_small(row)
+        assert rows.dtype == row.dtype
+        assert rows.tolist() == [values, values]
+        assert row.tolist() == values

@@ -192,3 +192,32 @@ def test_a_full_state_is_loaded_with_extra_states(mesh: Mesh) -> None:
         assert all(torch.equal(loaded[name], value) for name, value in weights.items())
     with pytest.raises(ZeroError, match="strict=False"):
         zero.model.load_state_dict(state, strict=False)
+
+
+@each_rank(1, 2)
+def test_a_full_state_of_any_layout_is_loaded(mesh: Mesh) -> None:
+    """Views are loaded as their values; values that would lose a part are refused, on all ranks."""
+    zero = shard(torch.nn.Linear(4, 4, bias=False), mesh=mesh, policy=EXACT)
+    values = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    for value in (
+        values[:, ::2],
+        values[:, :4].t(),
+        values[:1, :4].expand(4, 4),
+        torch._neg_view(values[:, 4:]),
+        torch.complex(values, values).conj().imag[:, 3:7],
+        torch.arange(16).view(4, 4),
+        values[:, :4].bfloat16().t(),
+    ):
+        zero.load_full_state_dict({"weight": value})
+        assert torch.equal(zero.full_state_dict()["weight"], value.float())
+    for value, message in (
+        (
+            torch.zeros(4, 4, dtype=torch.complex64),
+            "is torch.complex64, .* is real: load value.real",
+        ),
+        (torch.zeros(4, 4).to_sparse(), "is sparse_coo, expected a dense tensor with values"),
+        (torch.zeros(4, 4, device="meta"), "is on the meta device, expected a dense tensor with values"),
+        ([1.0], "is a list, expected a tensor"),
+    ):
+        with pytest.raises(ZeroError, match=f"state 'weight' {message}"):
+            zero.load_full_state_dict({"weight": value})

@@ -59,11 +59,11 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "another shape": (NAME, NEW.t(), r"is \(16, 40\), expected \(40, 16\)"),
     "int8 codes": (NAME, NEW.to(torch.int8), "is int8, expected float32: convert it first"),
     "bools": (NAME, NEW > 1, "is bool, expected float32"),
-    "complex": (NAME, NEW * 1j, "is complex64, expected float32"),
-    "meta": (NAME, NEW.to("meta"), "has no values: give those of full_state_dict"),
-    "sparse": (NAME, NEW.to_sparse(), "is sparse or quantized: give a dense float32 tensor"),
-    "numpy": (NAME, NEW.numpy(), "is of type ndarray, expected a tensor"),
-    "nothing": (NAME, None, "is of type NoneType, expected a tensor"),
+    "complex": (NAME, NEW * 1j, "is torch.complex64, and the model's is real: load value.real"),
+    "meta": (NAME, NEW.to("meta"), "is on the meta device, expected a dense tensor with values"),
+    "sparse": (NAME, NEW.to_sparse(), "is sparse_coo, expected a dense tensor with values"),
+    "numpy": (NAME, NEW.numpy(), "is a ndarray, expected a tensor"),
+    "nothing": (NAME, None, "is a NoneType, expected a tensor"),
     "fp64 beyond fp32": (
         NAME,
         NEW.double() * 1e38,
@@ -72,7 +72,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "a broadcast buffer": ("count", torch.tensor(3), r"is \(\), expected \(1,\)"),
     "a rounded buffer": ("count", torch.tensor([2.5]), "is float32, expected int64: convert it first"),
     "a buffer of NaN": ("count", torch.tensor([torch.nan]), "is float32, expected int64"),
-    "a complex buffer": ("scale", torch.tensor(1j), "is complex64, expected float32"),
+    "a complex buffer": ("scale", torch.tensor(1j), "is torch.complex64, and the model's"),
     "a buffer beyond fp32": ("scale", torch.tensor(1e300, dtype=torch.float64), "overflow fp32, .*: 'scale'"),
 }
 

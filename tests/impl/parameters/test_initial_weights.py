@@ -38,6 +38,11 @@ def test_a_single_value_that_differs_is_found(data: st.DataObject, dtype: torch.
         assert (f"rank {odd} " if odd else "rank") in sentence
 
 
+def test_a_negated_view_counts_by_its_values() -> None:
+    """Torch's bit for -x is part of the value."""
+    assert sums({"w": torch._neg_view(torch.ones(3))}) == sums({"w": -torch.ones(3)})
+
+
 def test_other_parameters_are_told() -> None:
     """A rank that has one more, or one less, is named."""
     first = sums({"w": torch.ones(3)})

@@ -15,7 +15,7 @@ from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import Schedule
 from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.step_time import CodecCost, Machine, Step, step_of
-from impl.plan.timeline import Collective, Hop, Load, least_pass_seconds, pass_time
+from impl.plan.timeline import Collective, Hop, Load, in_chunks, least_pass_seconds, pass_time
 from impl.plan.topology import Topology
 from impl.plan.traffic import passes, predict
 from tests.support.strategies import policies, topologies
@@ -45,19 +45,27 @@ def _bare(collective: Collective) -> Collective:
     return Collective(hops=tuple(Hop(adapter=hop.adapter) for hop in collective.hops))
 
 
-@given(LOADS, AHEAD)
+@given(LOADS, AHEAD, st.frozensets(st.integers(0, 6)), st.integers(0, 4), st.integers(1, 3))
 def test_a_pass_takes_its_longest_resource_at_least_and_all_in_a_row_at_most(
-    loads: list[Load], prefetch: int
+    loads: list[Load], prefetch: int, frozen: frozenset[int], bucket: int, together: int
 ) -> None:
-    """It takes at least the times of processor, adapter and inside, and its bound; overlap never costs."""
-    schedule = _schedule(len(loads), prefetch)
+    """It takes at least the times of processor, adapter and inside, and its bound; overlap never costs.
+
+    Whichever units are frozen, or run together, and however many may be in reduction.
+    """
+    frozen &= {*range(len(loads))}
+    blocks = [str(unit // together) for unit in range(len(loads))]
+    schedule = replace(_schedule(len(loads), prefetch), frozen=frozen, blocks=blocks)
+    loads = [
+        replace(load, reduce=Collective()) if unit in frozen else load for unit, load in enumerate(loads)
+    ]
     bare = [
         replace(
             load, **{name: _bare(getattr(load, name)) for name in ("gather", "regather", "reduce")}, engine=0
         )
         for load in loads
     ]
-    run, bound = pass_time(schedule, loads), least_pass_seconds(schedule, bare)
+    run, bound = pass_time(schedule, loads, bucket=bucket), least_pass_seconds(schedule, bare)
     collectives = [collective for load in loads for collective in (load.gather, load.regather, load.reduce)]
     hops = [hop for collective in collectives for hop in collective.hops]
     computing = sum(load.forward + load.backward for load in loads)
@@ -90,6 +98,65 @@ def test_the_second_hop_of_a_reduction_waits_for_the_next_gradient() -> None:
     run = pass_time(_schedule(3), loads)
     assert run.seconds == pytest.approx(7)
     assert run.exposed == pytest.approx(1)
+
+
+def test_frozen_units_take_no_place_among_the_reductions() -> None:
+    """However large they are: 90 thousand trained elements fit into a bucket of 500 thousand."""
+    topology, policy = Topology(2, 2), Policy()
+    how: Any = {"grain": 32, "world": 4, "max_padding": 1}
+    units = [lay_out("root", [ParameterSpec("e", (1024, 64))], **how)]
+    for block in range(6):
+        units.append(lay_out(f"b{block}", [ParameterSpec("w", (64, 64))], **how))
+        frozen = [ParameterSpec("f", (1024, 1024))]
+        units.append(lay_out(f"b{block}.frozen", frozen, trainable=False, **how))
+    assert sum(unit.padded for unit in units if unit.trainable) < 10**5
+    seconds, few = (
+        step_of(
+            MACHINE,
+            Step(
+                policy=replace(policy, memory=replace(policy.memory, reduce_bucket=bucket)),
+                topology=topology, units=units, parameters=7e6, tokens=1000, rate=1e7,
+            ),
+        ).seconds
+        for bucket in (5 * 10**8, 5 * 10**5)
+    )  # fmt: skip
+    assert few == seconds
+
+
+def test_a_full_bucket_waits_for_the_first_of_its_reductions() -> None:
+    """Of three blocks with one place among the reductions, each start waits for the one before."""
+    second = Collective(hops=(Hop(adapter=1),), after=1)
+    loads = [Load(forward=0, backward=0), *[Load(forward=0, backward=0, reduce=second)] * 3]
+    # sent until 1, decoded until 2, three times over; else sent until 3, the last one decoded until 4
+    assert pass_time(_schedule(4), loads, bucket=1).seconds == pytest.approx(6)
+    assert pass_time(_schedule(4), loads, bucket=3).seconds == pytest.approx(4)
+
+
+def test_a_pass_that_accumulates_reduces_nothing() -> None:
+    """It takes its computation alone."""
+    loads = [Load(forward=1, backward=1, reduce=Collective(hops=(Hop(adapter=9),)))] * 3
+    assert pass_time(_schedule(3), loads, reduces=False).seconds == pytest.approx(6)
+
+
+def test_chunks_travel_on_both_hops_at_once() -> None:
+    """A chunk leaves the node once the next was posted inside it; the last one at the next event."""
+    inside, between = Hop(adapter=0, inside=1), Hop(adapter=1)
+    hops = in_chunks([[inside] * 3, [between] * 3])
+    assert [hop.adapter for hop in hops] == [0, 0, 1, 0, 1, 1]
+    assert [hop.follows for hop in hops] == [0, 0, 2, 0, 3, 2]
+    assert [hop.at_once for hop in hops] == [False, True, True, True, True, False]
+    loads = [Load(forward=0, backward=0), Load(forward=0, backward=0, reduce=Collective(hops=hops))]
+    # inside until 1, 2 and 3; between nodes from 1, 2 and 3 on
+    assert pass_time(_schedule(2), loads).seconds == pytest.approx(4)
+    assert in_chunks([]) == ()
+
+
+def test_a_rings_steps_follow_one_another() -> None:
+    """On four ranks each step waits for the one before: three latencies, where one message would have one."""
+    policy, topology = Policy(gather="flat", reduce="ring"), Topology(4, 1)
+    step = Step(policy=policy, topology=topology, units=_units(topology, policy), parameters=1e4, tokens=1)
+    late, later = (step_of(replace(MACHINE, latency=seconds), step).seconds for seconds in (1.0, 2.0))
+    assert later - late >= 3 - 1e-6  # of the last unit none is hidden
 
 
 def _units(topology: Topology, policy: Policy) -> list[UnitGeometry]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 
-import numpy as np
 import pytest
 
 from harness.records.record import LedgerRow, Record
 from harness.suites.trial import Cluster, Model, Trial
 from report.data import decoding, speedups
+from report.data.break_even import break_even
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.quantities import QUANTITIES, formula
@@ -119,15 +119,6 @@ def test_parity_divides_a_quarter_of_the_rate_by_the_whole() -> None:
         assert row["parity"] == pytest.approx(expected)
 
 
-def test_break_even_lies_where_the_speedup_crosses_one() -> None:
-    """The break-even rate lies between measured rates on both sides of a speed-up of 1."""
-    derived = derive(frames_of(records_of("bandwidth")))
-    pairs = derived.pairs[derived.pairs["contender"] == "ZeRO++"]
-    gained = np.where(pairs["achieved_mbit"] < 100, 2.0, 0.5)
-    table = speedups.break_even(pairs.assign(baseline_seconds=gained * pairs["step_seconds"]))
-    assert [48 < interval.estimate < 200 for interval in table["break_even_mbit"]] == [True, True]
-
-
 def test_models_that_differ_in_arguments_alone_are_not_mixed() -> None:
     """They have no break-even at one rate, an M each, and a row each among bytes and memory."""
     records = [
@@ -137,7 +128,7 @@ def test_models_that_differ_in_arguments_alone_are_not_mixed() -> None:
         for name in ("zero3", "zeropp")
     ]  # fmt: skip
     derived = derive(frames_of(records))
-    assert speedups.break_even(derived.pairs).empty
+    assert break_even(derived.pairs).empty
     assert derived.trials["m_bytes"].nunique() == 2
     for table in (bytes_and_memory.volume(derived), bytes_and_memory.memory(derived)):
         assert table.data["where"].nunique() == 2

@@ -48,3 +48,25 @@ def test_without_gpus_there_is_no_table() -> None:
     for machine_use, has_table in (([], False), (gpu_record(1.0).machine_use, True)):
         derived = derive(frames_of([changed(gpu_record(1.0), machine_use=machine_use)]))
         assert energy(derived).data.empty != has_table
+
+
+@pytest.mark.parametrize(
+    ("sweeps", "says"),
+    [
+        ([0] * 3, "n = 3: no interval; six are needed."),
+        ([0, 1, 2] * 2, "3 sweeps: no interval; six are needed."),
+        ([0] * 6, "In brackets: 95% intervals"),
+        (list(range(6)), "In brackets: 95% intervals"),
+    ],
+)
+def test_a_median_of_few_values_or_sweeps_says_that_it_has_no_interval(sweeps: list[int], says: str) -> None:
+    """Six values have one, and six sweeps; three sweeps of two have none, though six values stand there."""
+    one = gpu_record(4.0)
+    records = [
+        changed(record_of(Trial.from_canonical(one.trial).model_copy(update={"repeat": repeat})),
+                machine_use=one.machine_use, sweep=sweep)
+        for repeat, sweep in enumerate(sweeps)
+    ]  # fmt: skip
+    table = energy(derive(frames_of(records)))
+    assert says in table.caption
+    assert table.data["joules_per_token"].iloc[0].known == ("brackets" in says)

@@ -1,0 +1,166 @@
+"""Break-even rates: where the speed-up over the baseline, drawn over the link's rate, crosses 1.
+
+Between neighbouring measured rates the curve is a straight line in logarithms of both.  Where repeats do not
+tell it from 1 (Fieller's intervals) nothing is claimed: a break-even is such a range of rates with a faster
+contender on one side and a slower one on the other, or with the end of what was measured on one side.
+Definition: docs/reference/metrics.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, Literal
+
+import numpy as np
+import pandas as pd
+
+from harness.records.confidence_intervals import Interval, joined, undecided
+from report.data.frames import groups
+from report.data.speedups import speedup
+from report.data.text import listed, number, with_interval
+
+BEYOND: Final = "beyond what was measured"
+_BESIDE: Final = 1e-9  # of the way to the next rate: a place just beside a measured one
+_three_digits: Final = number(3)
+Outcome = Literal["crosses", "pays", "costs", "not determined"]
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """Where a contender's speed-up crosses 1, in Mbit/s."""
+
+    outcome: Outcome  # ``pays``: at every measured rate it is faster; ``costs``: at every one it is slower
+    # In ascending order; an end that lies beyond the measured rates is infinite.
+    crossings: tuple[Interval, ...] = ()
+    unclear: tuple[tuple[float, float], ...] = ()  # further ranges of rates in which it is not told from 1
+    few: str = ""  # why there is no interval at any rate
+
+    @property
+    def highest(self) -> Interval:
+        """The highest crossing; NaN without one."""
+        return self.crossings[-1] if self.crossings else Interval(math.nan, math.nan, math.nan, 0)
+
+
+def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Where each contender breaks even, in settings that differ in rate alone.
+
+    One row per setting and contender that ran at two or more rates: ``found``, a :class:`BreakEven`, and its
+    ``outcome``; ``break_even_mbit``, its highest crossing; the measured range of rates, with the speed-ups at
+    its ends; ``records``, the ids behind it.
+    """
+    keys = ["elsewhere", "nodes", "ranks_per_node", "tokens_per_rank", "place", "contender"]
+    rows = []
+    measured = pairs[pairs["achieved_mbit"].notna() & (pairs["id"] != pairs["baseline"])]
+    for key, group in groups(measured, keys):
+        cells = ((float(cell["achieved_mbit"].median()), cell) for _, cell in groups(group, ["cell"]))
+        points = sorted(cells, key=lambda point: point[0])
+        if len(points) > 1:
+            (lowest, slow), (highest, fast) = points[0], points[-1]
+            found, records = of_points(points), sorted({*group["id"], *group["baseline"]})
+            ends = (lowest, highest, speedup(slow).estimate, speedup(fast).estimate)
+            rows.append((*key, found, found.outcome, found.highest, *ends, " ".join(records)))
+    names = ["found", "outcome", "break_even_mbit", "low_mbit", "high_mbit", "low_speedup", "high_speedup"]
+    return pd.DataFrame(rows, columns=[*keys, *names, "records"])
+
+
+def of_points(points: Sequence[tuple[float, pd.DataFrame]]) -> BreakEven:
+    """The break-even of one contender's pairs at each rate, in ascending order of rates."""
+    ratios, logs = [speedup(pairs) for _, pairs in points], [_logs(pairs) for _, pairs in points]
+    told = [ratio.known and not ratio.contains(1.0) for ratio in ratios]
+    parts: list[tuple[float, float]] = []  # of the way along the points, in which nothing is told
+    for index, (below, above) in enumerate(pairwise(logs)):
+        sweeps = _by_pair(points[index][1])["sweep"].to_dict()
+        for low, high in undecided(below.to_dict(), above.to_dict(), sweeps):
+            # Of rates that share few repeats the line is not known; at the rates themselves it may be.
+            after = _BESIDE if low == 0 and told[index] else 0.0
+            before = _BESIDE if high == 1 and told[index + 1] else 0.0
+            parts.append((index + low + after, index + high - before))
+    means = [math.log(ratio.estimate) for ratio in ratios]
+    last, zeros = float(len(points) - 1), _zeros(means)
+    # Of unequal repeats the line between two rates is that of the shared ones.
+    parts += [(math.floor(z), math.ceil(z)) for z in zeros if not any(a <= z <= b for a, b in parts)]
+    regions = joined(parts)
+    if regions == [(0.0, last)]:
+        few = next(filter(None, (ratio.why_none for ratio in ratios)), "")
+        return BreakEven("not determined", unclear=(_rates(points, 0.0, last),), few=few)
+
+    def sign(place: float) -> int:
+        return int(np.sign(np.interp(place, range(len(means)), means)))
+
+    crossings, unclear = list[Interval](), list[tuple[float, float]]()
+    if not regions:
+        return BreakEven("pays" if means[0] > 0 else "costs")
+    befores = [0.0, *(high for _, high in regions[:-1])]  # where the range before each one ends
+    afters = [*(low for low, _ in regions[1:]), last]
+    for (low, high), before, after in zip(regions, befores, afters, strict=True):
+        left = sign((before + low) / 2) if low > 0 else 0  # 0: beyond what was measured
+        right = sign((high + after) / 2) if high < last else 0
+        inside = [zero for zero in zeros if low <= zero <= high]
+        first, final = _rates(points, low, high)
+        if inside and (left * right < 0 or (len(inside) == 1 and left * right == 0)):
+            place, _ = _rates(points, inside[len(inside) // 2], last)
+            bounds = (first if left else -math.inf, final if right else math.inf)
+            crossings.append(Interval(place, *bounds, min(ratio.n for ratio in ratios)))
+        else:
+            unclear.append((first, final))
+    outcome: Outcome = "crosses" if crossings else "not determined"
+    return BreakEven(outcome, tuple(crossings), tuple(unclear))
+
+
+def in_words(found: BreakEven) -> str:
+    """``96.1 (90.2 to 104)``, all crossings; or that there is none, or what is missing to tell."""
+    match found.outcome:
+        case "crosses":
+            return crossings_in_words(found) + (f"; {unclear_in_words(found)}" if found.unclear else "")
+        case "pays":
+            return "none: pays at every measured rate"
+        case "costs":
+            return "none: pays at none"
+    return f"not determined ({found.few or unclear_in_words(found)})"
+
+
+def crossings_in_words(found: BreakEven) -> str:
+    """All crossings, with their intervals."""
+    return listed([with_interval(crossing, _end) for crossing in found.crossings])
+
+
+def unclear_in_words(found: BreakEven) -> str:
+    """Between which further rates it is not known who is faster; empty for none."""
+    ranges = [f"{_three_digits(low)} to {_three_digits(high)} Mbit/s" for low, high in found.unclear]
+    return f"from {listed(ranges)} it cannot be told who is faster" if ranges else ""
+
+
+def _end(mbit: float) -> str:
+    return BEYOND if math.isinf(mbit) else _three_digits(mbit)
+
+
+def _by_pair(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Pairs by seed and repeat; one run again under another time limit is no new pair."""
+    keys = ["seed", "repeat"]
+    return pairs.drop_duplicates(keys).set_index(keys)
+
+
+def _logs(pairs: pd.DataFrame) -> pd.Series[float]:
+    """Logarithms of the speed-ups by seed and repeat."""
+    by_pair = _by_pair(pairs)
+    logs: pd.Series[float] = np.log(by_pair["baseline_seconds"]) - np.log(by_pair["step_seconds"])
+    return logs
+
+
+def _zeros(means: Sequence[float]) -> list[float]:
+    """Places along the points at which the line through them crosses or touches zero."""
+    zeros = {float(index) for index, mean in enumerate(means) if mean == 0}
+    for index, (left, right) in enumerate(pairwise(means)):
+        if left * right < 0:
+            zeros.add(index + left / (left - right))
+    return sorted(zeros)
+
+
+def _rates(points: Sequence[tuple[float, pd.DataFrame]], low: float, high: float) -> tuple[float, float]:
+    """The rates at two places along the points."""
+    logs = [math.log(rate) for rate, _ in points]
+    ends = (math.exp(float(np.interp(place, range(len(logs)), logs))) for place in (low, high))
+    return next(ends), next(ends)
