@@ -375,13 +375,21 @@ def export_checkpoint(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder: its newest.")],
     out: Annotated[Path, typer.Argument(help="The file to write.", metavar="OUT.safetensors")],
     dtype: Annotated[Dtype, typer.Option(help="Type of the parameters.")] = "fp32",
+    *,
+    allow_overflow: Annotated[
+        bool, typer.Option("--allow-overflow", help="Write values beyond the type's largest as infinity.")
+    ] = False,
 ) -> None:
-    """Write a checkpoint's model as one safetensors file; on one process, without the model."""
+    """Write a checkpoint's model as one safetensors file; on one process, without the model.
+
+    Finite values that the type cannot hold are refused, by the names of their parameters; values that became
+    0 in it, and values that are not finite in the checkpoint either, are counted on standard error.
+    """
     from impl.checkpoint.full_state import export
-    from impl.codecs.reference import DTYPES
 
     interrupts.take_over()
-    export(checkpoint, out, dtype=DTYPES[dtype])
+    for note in export(checkpoint, out, dtype=dtype, allow_overflow=allow_overflow):
+        print(f"note: {note}", file=sys.stderr)
     print(out)
 
 

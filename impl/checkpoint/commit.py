@@ -69,7 +69,10 @@ def begin(folder: Path) -> Path:
 def commit(partial: Path, manifest: str) -> Path:
     """Complete a checkpoint, whose other files are all on disk, by one rename; returns its folder."""
     path = partial.with_name(partial.name.split(".")[1])
-    (partial / MANIFEST).write_text(manifest, encoding="utf-8")
+    try:
+        (partial / MANIFEST).write_text(manifest, encoding="utf-8")
+    except OSError as error:  # without the name, if the disk is full
+        raise CheckpointError(f"{partial / MANIFEST}: {error.strerror}") from None
     sync(partial / MANIFEST)
     sync(partial)
     partial.rename(path)

@@ -1,17 +1,34 @@
-"""Values of checkpoints in JSON without loss: tuples become ``{"__tuple__": [...]}``, and tensors without
-dimensions ``{"__number__": ["float32", 3.0]}``.  Nothing else is guessed or pickled.
+"""Values of checkpoints in JSON without loss, types included.
+
+What JSON has no form for becomes an object with one key:
+
+- ``{"__tuple__": [...]}``
+- ``{"__number__": ["float32", 3.0]}``: a tensor without dimensions
+- ``{"__numpy__": ["float32", 3.0]}``: a NumPy scalar
+- ``{"__dict__": [[key, value], ...]}``: a dict with keys that are not all text, or with one of these names;
+  ``__counter__`` and ``__ordered__`` are ``collections.Counter`` and ``OrderedDict``
+
+Nothing else is guessed or pickled.
 """
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from impl.checkpoint.commit import CheckpointError
 
-_KEYS: Final = ("__tuple__", "__number__")
+_DICTS: Final[dict[str, type[dict[Any, Any]]]] = {
+    "__dict__": dict,
+    "__counter__": Counter,
+    "__ordered__": OrderedDict,
+}
+_NAMES: Final = {kind: name for name, kind in _DICTS.items()}
+_KEYS: Final = ("__tuple__", "__number__", "__numpy__", *_DICTS)
 
 
 def to_json(value: object, place: str) -> Any:
@@ -21,18 +38,31 @@ def to_json(value: object, place: str) -> Any:
         return value
     if isinstance(value, Tensor) and not value.dim() and not value.is_complex():
         return {"__number__": [str(value.dtype).removeprefix("torch."), value.item()]}
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+        return {"__numpy__": [value.dtype.name, value.item()]}
     if isinstance(value, list | tuple) and kind in (list, tuple):
         items = [to_json(item, f"{place}[{i}]") for i, item in enumerate(value)]
         return items if kind is list else {"__tuple__": items}
     if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str) or key in _KEYS:
-                raise CheckpointError(f"{place}: key {key!r} cannot be written as JSON")
-        return {key: to_json(item, f"{place}[{key!r}]") for key, item in value.items()}
+        items = [(_key(key, place), to_json(item, f"{place}[{key!r}]")) for key, item in value.items()]
+        name = _NAMES.get(type(value), "__dict__")  # other subclasses come back as dicts
+        plain = all(isinstance(key, str) and key not in _KEYS for key in value)
+        return dict(items) if plain and name == "__dict__" else {name: items}
     raise CheckpointError(
         f"{place}: {kind.__name__} cannot be written as JSON: expected None, bool, int, float, str, a tensor "
-        "without dimensions, or lists, tuples and dicts of them"
+        "without dimensions, a NumPy scalar, or lists, tuples and dicts of them"
     )
+
+
+def _key(key: object, place: str) -> Any:
+    """A dict's key in JSON's types."""
+    if isinstance(key, str):
+        return str(key)
+    if type(key) is tuple:
+        return {"__tuple__": [_key(item, place) for item in key]}
+    if isinstance(key, Tensor):  # a copy would be another key
+        raise CheckpointError(f"{place}: key {key!r} cannot be written as JSON: a tensor is no key")
+    return to_json(key, f"{place}: key {key!r}")
 
 
 def from_json(value: Any) -> Any:
@@ -42,6 +72,11 @@ def from_json(value: Any) -> Any:
             return tuple(from_json(item) for item in items)
         case {"__number__": [dtype, number]}:
             return torch.tensor(number, dtype=getattr(torch, dtype))
+        case {"__numpy__": [dtype, number]}:
+            return np.dtype(dtype).type(number)
+        case {"__dict__": list(items)} | {"__counter__": list(items)} | {"__ordered__": list(items)}:
+            (name,) = value
+            return _DICTS[name]({from_json(key): from_json(item) for key, item in items})
         case dict():
             return {key: from_json(item) for key, item in value.items()}
         case list():

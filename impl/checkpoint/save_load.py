@@ -93,7 +93,8 @@ def save(
 
     It becomes ``checkpoint-NNNNNN``, which is returned, in ``folder``, on a disk that all ranks share; the
     ``keep`` newest there are kept, or all.  ``extra`` is the caller's, the same on all ranks: None, numbers,
-    texts, lists, tuples and dicts of them.  Raises CheckpointError: on all ranks, if this fails on any.
+    texts, lists, tuples and dicts of them, as the states of torch's schedulers are.  Raises CheckpointError:
+    on all ranks, if this fails on any.
     """
     with zero.wire.calling("save()"):
         return _save(Path(folder), zero, optimizers, extra=extra, keep=keep)
@@ -105,6 +106,7 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
 
     def describe() -> tuple[tuple[Manifest, SavedMasters], str]:
         zero.hooks.check_finished("save()")
+        zero.hooks.check_parameters()
         if unused := zero.masters.unused_gradients:
             raise CheckpointError(
                 f"save() with gradients that no optimizer has used, of {unused} masters: they are "
@@ -232,6 +234,7 @@ def _load(folder: Path, zero: Zero, optimizers: Sequence[Optimizer]) -> Loaded:
 
     def find() -> tuple[tuple[Parts, SavedMasters], str]:
         zero.hooks.check_finished("load()")
+        zero.hooks.check_parameters()
         zero.check_hidden("load()")
         path = disk.resolve(folder)
         manifest = read_manifest(path)

@@ -268,14 +268,27 @@ class Zero:
         if self.renewal is not None:
             self.renewal.load(state["budget"])
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The unsharded model's state: fp32 parameters and buffers by name; all ranks must call it."""
+    def full_state_dict(
+        self, *, dtype: torch.dtype | str = torch.float32, allow_overflow: bool = False
+    ) -> dict[str, Tensor]:
+        """The unsharded model's state: parameters and buffers by name; all ranks must call it.
+
+        Parameters are in ``dtype`` (fp32, bf16, fp16, or a floating-point ``torch.dtype``).  A ZeroError on
+        all ranks, which names the parameters, for finite values beyond its largest; ``allow_overflow`` keeps
+        what the cast makes of them, infinity.
+        """
+        self.hooks.check_parameters()
         with self.wire.calling("full_state_dict()"):
             self.buffers.make_equal()
-            return state_dict.full_state_dict(self.model, self.units)
+            return state_dict.full_state_dict(self.model, self.units, dtype, allow_overflow=allow_overflow)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Overwrite weights and buffers with the unsharded model's; a ZeroError for entries that differ."""
+        """Overwrite weights and buffers with the unsharded model's, in any floating-point type and strides.
+
+        A ZeroError, before anything is changed, for other names or shapes, tied parameters with different
+        values, and values that would change: of other kinds of types, without data, beyond fp32.
+        """
+        self.hooks.check_parameters()
         self.check_hidden("load_full_state_dict()")
         for unit in self.units:
             unit.reshard()

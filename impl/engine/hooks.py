@@ -143,6 +143,12 @@ class Hooks:
         if self._seen is not None:
             self._seen = []
 
+    def check_parameters(self) -> None:
+        """Refuse, with a ZeroError, parameters that were replaced, or came to the model, after shard()."""
+        for unit in self._units:
+            unit.check_unchanged(training=False)
+        self._check_attached()
+
     def _check_attached(self) -> None:
         """Refuse parameters that came to the model since it was sharded."""
         for part, children, names in self._parts:

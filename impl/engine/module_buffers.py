@@ -62,7 +62,8 @@ class ModuleBuffers:
         rows = self._wire.all_gather_small(local, "buffers")  # (ranks, bytes)
         start = 0
         for buffer in buffers:
-            part = rows[:, start : start + buffer.nbytes].clone().view(buffer.dtype)  # (ranks, elements)
+            part = rows[:, start : start + buffer.nbytes].clone(memory_format=torch.contiguous_format)
+            part = part.view(buffer.dtype)  # (ranks, elements); a clone of one row would keep its stride
             if buffer.dtype in _AVERAGED:
                 part = part.double().mean(0, keepdim=True)
             buffer.copy_(part[0].view(buffer.shape))

@@ -76,6 +76,40 @@ def _watch() -> None:
         return unscale(scaler, optimizer, *args)
 
     GradScaler._unscale_grads_ = unscale_grads  # type: ignore[assignment,method-assign]
+    load = Optimizer.load_state_dict  # has hooks of one optimizer alone
+
+    @functools.wraps(load)
+    def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        check = None
+        if _held(optimizer)[1]:  # a hook, as users' hooks, which run before it, may change the state
+            check = optimizer.register_load_state_dict_pre_hook(_check_state)
+        try:
+            load(optimizer, state_dict)
+        finally:
+            if check is not None:
+                check.remove()
+
+    Optimizer.load_state_dict = load_state_dict  # type: ignore[assignment,method-assign]
+
+
+def _check_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Refuse, with a ZeroError, a state of other tensors than masters, past whose end a fused step writes."""
+    saved, own = (
+        [number for group in groups for number in group["params"]]
+        for groups in (state_dict["param_groups"], optimizer.param_groups)
+    )
+    kind = type(optimizer)
+    by_element = kind.__module__.startswith("torch.optim.")  # all their states but single numbers are
+    for number, master in zip(saved, own, strict=False):  # torch compares how many there are
+        for key, value in state_dict["state"].get(number, {}).items():
+            if not isinstance(value, Tensor) or not value.dim() or value.shape == master.shape:
+                continue
+            if by_element or value.dim() > 1:  # masters have one dimension
+                raise ZeroError(
+                    f"load_state_dict() of {kind.__name__}: {key!r} is {tuple(value.shape)} for a master of "
+                    f"{master.numel()} elements, this rank's shard: it is of a whole model, or of another "
+                    "layout; use impl.checkpoint.save_load.load(), or impl.parameters.access.OptimizerState"
+                )
 
 
 def _held(optimizer: Optimizer) -> tuple[set[int], list[Any]]:

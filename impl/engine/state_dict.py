@@ -9,8 +9,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from impl.engine.narrowing import Narrowing, dtype_of
 from impl.errors import ZeroError
 from impl.unit.master_shard import shard_of
+from impl.unit.placeholder import Placeholder
 from impl.unit.unit import Unit
 from impl.unit.whole_values import WholeValues
 
@@ -42,11 +44,61 @@ def load_entry(model: nn.Module, name: str, held: object, value: Any) -> None:
             held.copy_(value)
 
 
-def full_state_dict(model: nn.Module, units: Sequence[Unit]) -> dict[str, Tensor]:
+def check_value(name: str, held: Tensor, value: object) -> None:
+    """Refuse, with a ZeroError, a ``value`` that the parameter or buffer ``held`` cannot take as it is."""
+    if not isinstance(value, Tensor):
+        raise ZeroError(f"state {name!r} is a {type(value).__name__}, expected a tensor")
+    if value.shape != held.shape:
+        raise ZeroError(f"state {name!r} is {tuple(value.shape)}, expected {tuple(held.shape)}")
+    if value.is_complex() and not held.is_complex():
+        raise ZeroError(f"state {name!r} is {value.dtype}, and the model's is real: load value.real")
+    odd = {
+        "on the meta device": value.is_meta,
+        "a parameter of a sharded model": isinstance(value, Placeholder),
+        "quantized": value.is_quantized,
+        str(value.layout).removeprefix("torch."): value.layout != torch.strided,
+    }
+    for what in (text for text, found in odd.items() if found):
+        raise ZeroError(f"state {name!r} is {what}, expected a dense tensor with values")
+    kind, wanted = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, held.dtype))
+    if isinstance(held, nn.Parameter):
+        fits = value.is_floating_point()
+    else:
+        inexact = held.is_floating_point() or held.is_complex()
+        fits = inexact or _same(value.to(held.dtype).to(value.dtype), value)
+    if not fits:
+        raise ZeroError(f"state {name!r} is {kind}, expected {wanted}: convert it first")
+    if value.dtype != held.dtype and value.is_floating_point() and held.is_floating_point():
+        dtype = torch.float32 if isinstance(held, nn.Parameter) else held.dtype  # masters are
+        if torch.finfo(value.dtype).max > torch.finfo(dtype).max:
+            narrowing = Narrowing(dtype)
+            narrowing.cast(name, value.detach())
+            if (overflow := narrowing.overflow()) is not None:
+                raise ZeroError(f"state: {overflow}")
+
+
+def _same(value: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have equal shapes and values, NaN included."""
+    if value is other:
+        return True
+    first, second = (t.double() if t.is_floating_point() else t for t in (value, other))
+    return first.shape == second.shape and bool((first.eq(second) | (first.isnan() & second.isnan())).all())
+
+
+def full_state_dict(
+    model: nn.Module, units: Sequence[Unit], dtype: torch.dtype | str, *, allow_overflow: bool
+) -> dict[str, Tensor]:
     """The unsharded model's state: :meth:`impl.engine.engine.Zero.full_state_dict`, of equal buffers."""
+    narrowing = Narrowing(dtype_of(dtype))
     whole: dict[int, Any] = {}
     for unit in units:
-        whole |= zip(map(id, unit.visible), WholeValues(unit).masters(), strict=True)
+        for visible, slot, values in zip(
+            unit.visible, unit.geometry.slots, WholeValues(unit).masters(), strict=True
+        ):
+            same = narrowing.dtype == values.dtype
+            whole[id(visible)] = values if same else narrowing.cast(slot.spec.name, values)
+    if not allow_overflow and (overflow := narrowing.overflow()) is not None:
+        raise ZeroError(f"full_state_dict(): {overflow}; take a wider type, or pass allow_overflow=True")
     state: dict[str, Any] = {}
     for name, held in model.state_dict(keep_vars=True).items():
         if id(held) in whole:
@@ -58,14 +110,19 @@ def full_state_dict(model: nn.Module, units: Sequence[Unit]) -> dict[str, Tensor
 
 def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping[str, Tensor]) -> None:
     """:meth:`impl.engine.engine.Zero.load_full_state_dict`; of tied parameters one name is enough."""
-    held = dict(model.state_dict(keep_vars=True))
-    values = {id(held[name]): value for name, value in state.items() if name in held}
-    state = {name: values[id(tensor)] for name, tensor in held.items() if id(tensor) in values} | dict(state)
-    if odd := sorted(held.keys() ^ state.keys()):
+    held, given = dict(model.state_dict(keep_vars=True)), dict(state)
+    name_of = {id(tensor): name for name, tensor in held.items() if name in given}  # that is given
+    given = {name: given[name_of[id(t)]] for name, t in held.items() if id(t) in name_of} | given
+    if odd := sorted(held.keys() ^ given.keys()):
         raise ZeroError(f"state does not match the model: {len(odd)} names differ, first {odd[0]!r}")
     for name, tensor in held.items():
         if isinstance(tensor, Tensor) and not is_extra(name):
-            _check_value(name, tensor, state[name])
+            check_value(name, tensor, given[name])
+            if not _same(given[name], given[other := name_of[id(tensor)]]):
+                raise ZeroError(
+                    f"state {name!r} differs from {other!r}, which the model ties: give equal values"
+                )
+    state = given
     names = {id(tensor): name for name, tensor in held.items()}
     for unit in units:
         whole = [state[names.pop(id(parameter))] for parameter in unit.visible]
@@ -74,18 +131,3 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
     for name, tensor in held.items():
         if id(tensor) in names:  # not sharded
             load_entry(model, name, tensor, state[name])
-
-
-def _check_value(name: str, held: Tensor, value: Any) -> None:
-    """Refuse, on all ranks, a value that cannot be written to ``held``, or would lose a part."""
-    if not isinstance(value, Tensor):
-        raise ZeroError(f"state {name!r} is a {type(value).__name__}, expected a tensor")
-    if held.shape != value.shape:
-        raise ZeroError(f"state {name!r} is {tuple(value.shape)}, expected {tuple(held.shape)}")
-    if value.is_complex() and not held.is_complex():
-        raise ZeroError(f"state {name!r} is {value.dtype}, and the model's is real: load value.real")
-    if value.layout != torch.strided or value.device.type == "meta":
-        what = (
-            "on the meta device" if value.device.type == "meta" else str(value.layout).removeprefix("torch.")
-        )
-        raise ZeroError(f"state {name!r} is {what}, expected a dense tensor with values")

@@ -79,6 +79,9 @@ class _Values(ABC):
         shape = () if self._is_number else shape
         if tuple(value.shape) != shape:
             raise ZeroError(f"value for {self._slot.spec.name!r} is {tuple(value.shape)}, expected {shape}")
+        if value.is_complex() or value.is_meta:
+            kind = "complex" if value.is_complex() else "on the meta device"
+            raise ZeroError(f"value for {self._slot.spec.name!r} is {kind}: give real values")
         return value.detach().to(self._unit.wire.mesh.device, torch.float32)
 
 

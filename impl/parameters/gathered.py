@@ -24,7 +24,8 @@ from impl.unit.master_shard import part_of
 from impl.unit.placeholder import keeper_of
 from impl.unit.whole_values import WholeValues
 
-_REPLACED: Final = 2  # beside 0, as it was, and 1, changed
+_REFUSED: Final = 2  # beside 0, as it was, and 1, changed
+_REASON_BYTES: Final = 1024  # of a message; a longer reason is cut
 
 
 class GatheredParameters:
@@ -35,12 +36,15 @@ class GatheredParameters:
     models outside of passes, after :class:`~impl.parameters.init.Init`, and inside it.  Plain parameters
     outside of ``Init`` stay as they are.
 
+    Values are written in place, or assigned to ``data`` in any memory layout; shape, type and device stay.
+
     Contexts may be nested; a parameter is in one of them at a time.  After an exception inside, nothing is
     written back.  Without ``enabled`` nothing at all is done.
 
     Raises ZeroError: on entering inside a pass, or with a parameter of another context; on leaving, on all
-    ranks, after a change without ``modifier_rank``, or if a module of a sharded model holds another object in
-    place of the parameter: the values are then what they were.
+    ranks, after a change without ``modifier_rank``, if the ranks' ``modifier_rank`` differ, or if on any rank
+    a parameter has data of another shape, type or device, or a module of a sharded model holds another object
+    in place of the parameter: the values are then what they were.
     """
 
     def __init__(
@@ -58,7 +62,7 @@ class GatheredParameters:
     def __enter__(self) -> Self:
         places = _places(self._parameters)
         world = places[0].wire.mesh.topology.world if places else 0
-        if places and self._modifier is not None and not 0 <= self._modifier < world:
+        if places and self._modifier is not None and self._modifier not in range(world):
             counting = places[0].wire.mesh.counting
             raise ZeroError(f"modifier_rank {self._modifier} of {world} ranks{counting}")
         try:
@@ -77,32 +81,26 @@ class GatheredParameters:
             self._leave()
             return
         places, source, wire = self._open, self._modifier, self._open[0].wire
-        flags = [_REPLACED if p.replaced else int(_mark(p.shown) != p.mark) for p in places]
-        local = torch.tensor(flags, dtype=torch.uint8, device=wire.mesh.device)
+        reasons = [place.reason() for place in places]
+        flags = [
+            _REFUSED if reason else int(_mark(place.shown) != place.mark)
+            for place, reason in zip(places, reasons, strict=True)
+        ]
+        row = torch.tensor([-1 if source is None else source, *flags], device=wire.mesh.device)
         with wire.calling("GatheredParameters"):
-            changed = wire.all_gather_small(local).cpu()  # (ranks, parameters)
+            rows = wire.all_gather_small(row).cpu()
+        modifiers, changed = rows[:, 0].tolist(), rows[:, 1:]  # (ranks, parameters)
+        refusal = _refusal(modifiers, changed)
+        if (refusing := (changed == _REFUSED).any(1)).any():
+            with wire.calling("GatheredParameters"):
+                refusal = _reason_of(int(refusing.nonzero()[0]), next(filter(None, reasons), ""), wire)
         parts: list[Tensor | None] = []
-        if (refusal := self._refusal(changed)) is None and source is not None:
+        if refusal is None and source is not None:
             pairs = zip(places, changed[source].tolist(), strict=True)
             parts = [place.received(source) if flag else None for place, flag in pairs]
         self._leave(parts)
         if refusal is not None:
             raise ZeroError(refusal + wire.mesh.counting)
-
-    def _refusal(self, changed: Tensor) -> str | None:
-        """Why changes (ranks, parameters) are not kept; None if they are."""
-        for rank, number in (changed == _REPLACED).nonzero().tolist():
-            return (
-                f"parameter {self._open[number].name!r} was replaced by another object in its module under "
-                f"GatheredParameters, on rank {rank}: write its values instead"
-            )
-        if self._modifier is not None or not changed.any():
-            return None
-        ranks = changed.any(1).nonzero().flatten().tolist()
-        return (
-            f"{int(changed.any(0).sum())} of {changed.shape[1]} gathered parameters were changed, on ranks "
-            f"{', '.join(map(str, ranks))}, without a modifier_rank: say whose values count"
-        )
 
     def _leave(self, parts: Sequence[Tensor | None] = ()) -> None:
         """Leave all places with ``parts`` as their new values, or with the old values."""
@@ -116,7 +114,8 @@ class _Place(abc.ABC):
 
     shown: Tensor  # the whole values, in modules
     mark = b""  # fingerprint of ``shown`` before changes
-    replaced = False  # whether a module holds another object in place of the parameter
+    _memory: Tensor  # that of ``shown`` before changes
+    _resize: str  # how to have the parameter in another shape
 
     def __init__(self, wire: Wire, geometry: UnitGeometry, number: int) -> None:
         self.wire, self._geometry, self._number = wire, geometry, number
@@ -126,6 +125,23 @@ class _Place(abc.ABC):
     @abc.abstractmethod
     def show(self) -> None:
         """Gather the values."""
+
+    def reason(self) -> str:
+        """Why the values of ``shown`` cannot be taken on this rank; empty if they can."""
+        data, memory = self.shown, self._memory
+        if data.shape != memory.shape:
+            shapes = f"{tuple(data.shape)} in place of {tuple(memory.shape)}"
+            return self._refused(f"was given data of shape {shapes}", self._resize)
+        if (data.dtype, data.device) != (memory.dtype, memory.device):
+            now, was = (f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in (data, memory))
+            return self._refused(f"was given data of {now} in place of {was}", "write with copy_() instead")
+        if data.numel() and not data.untyped_storage().nbytes():
+            return self._refused("has data whose memory was freed", "do not resize its storage")
+        return ""
+
+    def _refused(self, what: str, way_out: str) -> str:
+        where = f"under GatheredParameters, on rank {self.wire.mesh.rank}"
+        return f"parameter {self.name!r} {what} {where}: {way_out}"
 
     @abc.abstractmethod
     def leave(self, part: Tensor | None) -> None:
@@ -153,21 +169,35 @@ class _Place(abc.ABC):
 class _Sharded(_Place):
     """A parameter of a sharded model."""
 
+    _resize = "resize it before shard(), or load full_state_dict(), with this entry resized, into a new model"
+
     def __init__(self, owner: Owner) -> None:
         self._engine, self._unit, number = owner
         super().__init__(self._unit.wire, self._unit.geometry, number)
         self._values, self._member = WholeValues(self._unit), self._unit.members[number]
 
-    @property
-    def replaced(self) -> bool:  # type: ignore[override]
-        return any(holder.held is not self._member.placeholder for holder in self._member.holders)
+    def reason(self) -> str:
+        member = self._member
+        for holder in member.holders:
+            if (held := holder.held) is None:
+                return self._refused("was removed from its module", "keep it there, and write its values")
+            if held is not member.placeholder:
+                change, shape = "was replaced by another object in its module", self._slot.spec.shape
+                if tuple(held.shape) != shape:
+                    shapes = f"of shape {tuple(held.shape)} in place of {shape},"
+                    return self._refused(f"{change}, {shapes}", self._resize)
+                return self._refused(change, "write its values instead")
+        if _layout(member.placeholder) == _layout(self._memory):
+            self.shown = member.parameter  # users may have taken it in a pass, and assigned its data
+        return super().reason()
 
     def show(self) -> None:
         self._engine.hooks.check_idle("GatheredParameters")
         if self._number in self._unit.flat.shown:
             raise self._nested_error()
         whole = self._values.gather_member(self._number, self.before())
-        self.shown = self._values.show(self._number, whole.to(self._member.placeholder.dtype))
+        self._memory = whole.to(self._member.placeholder.dtype)
+        self.shown = self._values.show(self._number, self._memory)
 
     def leave(self, part: Tensor | None) -> None:
         self._values.end_showing(self._number)
@@ -181,6 +211,8 @@ class _Sharded(_Place):
 
 class _BeforeSharding(_Place):
     """A parameter without an engine yet: one that Init cut, or one to be cut, whole on each rank."""
+
+    _resize = "replace the parameter in its module instead of its data, before shard()"
 
     def __init__(self, parameter: nn.Parameter, wire: Wire, cut: Cut | None) -> None:
         self._cut, self.shown = cut, parameter
@@ -201,7 +233,7 @@ class _BeforeSharding(_Place):
                 init.gather([self._cut])
             else:
                 self._cut.gather()
-        self._kept = self.shown.detach().clone()
+        self._memory, self._kept = self.shown.data, self.shown.detach().clone()
         # No engine owns it, so nothing would average its gradients.
         self._guard = self.shown.register_hook(self._refuse) if self.shown.requires_grad else None  # type: ignore[no-untyped-call]
 
@@ -212,8 +244,9 @@ class _BeforeSharding(_Place):
         values = self._kept
         if part is not None:
             values = part if self._cut is None else self._cut.values(self._number, self.wire, part)
+        self.shown.data = self._memory  # users may have assigned other data
         with torch.no_grad():
-            self.shown.data.copy_(values.view(self.shown.shape))
+            self._memory.copy_(values.view(self._memory.shape))
         if self._cut is not None:
             self._cut.pinned.discard(self._number)
             if active() is None and not self._cut.pinned:
@@ -246,6 +279,36 @@ def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:
         elif init is not None:
             places.append(_BeforeSharding(parameter, init.wire(), None))
     return places
+
+
+def _refusal(modifiers: Sequence[int], changed: Tensor) -> str | None:
+    """Why changes (ranks, parameters) are not kept, with -1 for no ``modifier_rank``; None if they are."""
+    for rank, modifier in enumerate(modifiers):
+        if modifier != modifiers[0]:
+            first, other = (None if number < 0 else number for number in (modifiers[0], modifier))
+            return (
+                f"GatheredParameters has modifier_rank={first} on rank 0 and modifier_rank={other} on rank "
+                f"{rank}: give the same on all ranks"
+            )
+    if modifiers[0] >= 0 or not changed.any():
+        return None
+    ranks = changed.any(1).nonzero().flatten().tolist()
+    return (
+        f"{int(changed.any(0).sum())} of {changed.shape[1]} gathered parameters were changed, on ranks "
+        f"{', '.join(map(str, ranks))}, without a modifier_rank: say whose values count"
+    )
+
+
+def _reason_of(rank: int, reason: str, wire: Wire) -> str:
+    """The ``reason`` of ``rank``, on all ranks, which must call this."""
+    text = bytearray(reason.encode()[:_REASON_BYTES].ljust(_REASON_BYTES))
+    texts = wire.all_gather_small(torch.frombuffer(text, dtype=torch.uint8).to(wire.mesh.device))
+    return texts[rank].cpu().numpy().tobytes().decode(errors="ignore").rstrip()
+
+
+def _layout(values: Tensor) -> tuple[object, ...]:
+    """Where values are in memory, and how they lie there."""
+    return values.data_ptr(), values.shape, values.stride(), values.dtype
 
 
 def _mark(values: Tensor) -> bytes:

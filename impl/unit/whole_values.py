@@ -61,8 +61,10 @@ class WholeValues:
     def end_showing(self, number: int) -> None:
         """Undo :meth:`show`; nothing is written back."""
         unit, member = self._unit, self._unit.members[number]
-        member.place(member.placeholder)  # users may have replaced it
-        unit.meter.add("gathered", -unit.flat.shown.pop(number).nbytes)
+        member.place(member.placeholder)  # users may have replaced it, or its data
+        values = unit.flat.shown.pop(number)
+        member.placeholder.data = values
+        unit.meter.add("gathered", -values.nbytes)
         member.parameter.data = member.no_values
         unit.flat.lay()
         torch.autograd.graph.increment_version(member.placeholder)  # backward may not use its values

@@ -119,6 +119,29 @@ def test_a_checkpoint_is_exported(tmp_path: Path, zeropp: Zeropp) -> None:
     assert state.keys() == NET.state_dict().keys()
 
 
+def test_an_export_that_overflows_is_refused_unless_asked_for(tmp_path: Path, zeropp: Zeropp) -> None:
+    """In one line, with status 2 and no file; asked for, standard error says what was lost."""
+    net = copy.deepcopy(NET)
+    with torch.no_grad():
+        net.head.bias[:2] = torch.tensor([1e5, math.inf])
+    on_threads(Topology(2, 1), _saved, tmp_path / "run", net)
+    arguments = ("export", tmp_path / "run", tmp_path / "out", "--dtype", "fp16")
+    (line,) = zeropp(*arguments, status=2).stderr.splitlines()
+    assert (
+        "finite values overflow fp16, whose largest is 65504: 'head.bias' (1 of 16, largest 100000); " in line
+    )
+    assert "--allow-overflow" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    process = zeropp(*arguments, "--allow-overflow")
+    assert process.stdout.split() == [str(tmp_path / "out")]
+    overflow, not_finite = process.stderr.splitlines()
+    assert overflow.startswith("note: finite values overflow fp16")
+    assert not_finite.startswith(
+        "note: values are infinite or NaN, as they were before the cast: 'head.bias'"
+    )
+    assert load_file(tmp_path / "out")["head.bias"][:2].isinf().all()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from impl.checkpoint.commit import begin, checkpoints, commit, latest, thin
+from impl.checkpoint.commit import CheckpointError, begin, checkpoints, commit, latest, thin
 from impl.checkpoint.save_load import load, save
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
@@ -50,6 +50,20 @@ def test_what_cannot_be_removed_is_said(
     monkeypatch.setattr(os, "rename", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
     thin(tmp_path, 1)
     assert "checkpoint-000001: older than the 1 to be kept, and stays: Permission denied" in caplog.text
+
+
+def test_a_disk_that_is_full_at_the_manifest_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its file, on all ranks, and nothing of the checkpoint stays."""
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))  # as write() says it, without a name
+
+    def fails(mesh: Mesh) -> None:
+        with pytest.raises(CheckpointError, match=r"^rank 0: .*manifest.json: No space left on device$"):
+            numbered(mesh, tmp_path, 1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        on_threads(PAIR, fails)
+    assert list(tmp_path.iterdir()) == []
 
 
 PAIR = Topology(1, 2)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from impl.checkpoint.full_state import consolidated, export
 from impl.checkpoint.save_load import CheckpointError, save
 from impl.comm.mesh import Mesh
+from impl.engine.narrowing import dtype_of
 from impl.plan.policy import Policy, preset
 from impl.plan.topology import Topology
 from impl.zero import shard
@@ -41,12 +42,12 @@ def test_a_checkpoint_is_a_plain_state_dict(tmp_path: Path, net: nn.Module) -> N
     assert same(loaded, net.state_dict())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_an_export_is_the_state_in_one_file(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", [torch.float32, torch.bfloat16, torch.float16, "bf16", "fp16"])
+def test_an_export_is_the_state_in_one_file(tmp_path: Path, name: torch.dtype | str) -> None:
     """Parameters in the requested type, buffers in their own; engines load it, 16 bits as masters of 32."""
     on_threads(Topology(1, 3), _saved, tmp_path, ZEROPP, TIED)
-    out = tmp_path / "out"
-    export(tmp_path, out, dtype=dtype)
+    out, dtype = tmp_path / "out", dtype_of(name)
+    assert export(tmp_path, out, dtype=name) == ()
     wanted = {name: value.to(dtype) for name, value in TIED.state_dict().items()} | {"scale": TIED.scale}
     assert same(load_file(out), wanted)
 
@@ -70,3 +71,38 @@ def test_an_export_that_cannot_be_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=message):
             export(tmp_path / folder, tmp_path / path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there"]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", torch.float8_e5m2, torch.float8_e4m3fn])
+def test_an_export_of_values_that_overflow_is_refused(tmp_path: Path, dtype: torch.dtype | str) -> None:
+    """By name, count and largest value, with no file left; if asked for, they are written, and said."""
+    net = copy.deepcopy(TIED)
+    with torch.no_grad():
+        net.head.weight[0, :3] = torch.tensor([1e5, -3e6, torch.nan])
+        net.blocks[0].up.bias.fill_(1e-30)
+    on_threads(Topology(2, 1), _saved, tmp_path / "run", ZEROPP, net)
+    out = tmp_path / "out"
+    with pytest.raises(
+        CheckpointError, match=r"overflow .*: 'embed.weight' \(2 of 256, largest -3e\+06\); ex"
+    ):
+        export(tmp_path / "run", out, dtype=dtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    overflow, vanished, not_finite = export(tmp_path / "run", out, dtype=dtype, allow_overflow=True)
+    assert "'embed.weight' (2 of 256, largest -3e+06)" in overflow
+    assert "became 0 in " in vanished
+    assert "'blocks.0.up.bias' (40 of 40)" in vanished
+    assert "NaN, as they were before the cast: 'embed.weight' (1 of 256)" in not_finite
+    written, wanted = load_file(out)["head.weight"], net.head.weight.detach().to(dtype_of(dtype))
+    assert torch.equal(written.float().nan_to_num(), wanted.float().nan_to_num())
+    for name in ("bf16", "fp32"):
+        (said,) = export(tmp_path / "run", tmp_path / name, dtype=name)
+        assert "'embed.weight' (1 of 256)" in said
+
+
+def test_an_export_in_no_type_for_weights_is_refused(tmp_path: Path) -> None:
+    """By name or as torch's; nothing is written."""
+    on_threads(Topology(1, 1), _saved, tmp_path / "run", ZEROPP, TIED)
+    for dtype in ("half", torch.int8):
+        with pytest.raises(CheckpointError, match=r"dtype=.*: expected 'fp32', 'bf16', 'fp16', torch"):
+            export(tmp_path / "run", tmp_path / "out", dtype=dtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -60,6 +60,12 @@ def test_broken_checkpoints_are_refused_by_all_ranks(tmp_path: Path, message: st
     assert "\n" not in refusal
 
 
+class More(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("more", torch.ones(2))
+
+
 class Fewer(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -75,10 +81,14 @@ class Fewer(Net):
          "5 entries of the state dict differ, first 'blocks.2.down.weight', not in the model"),
         (model(Fewer), torch.optim.AdamW, 1,
          r"'scale' is {'buffer': 'float32', 'shape': \[\]} in it, {.*\[1\]} in"),
+        (model(More), torch.optim.AdamW, 1,
+         "1 entries of the state dict differ, first 'more', only in the model"),
+        (model(tied=True), torch.optim.AdamW, 1,
+         "'head.weight' is {'parameter': 'head.weight', .*} in it, {'parameter': 'embed.weight', .*} in the"),
         (NET, torch.optim.Adagrad, 1, "optimizer 0 is Adagrad, it holds the state of AdamW"),
         (NET, torch.optim.AdamW, 2, "optimizer 1 holds twice a master of this engine"),
     ],
-    ids=["shape", "names", "buffer", "kind", "twice"],
+    ids=["shape", "names", "buffer", "a buffer more", "tied", "kind", "twice"],
 )  # fmt: skip
 def test_checkpoints_of_others_are_refused(
     tmp_path: Path, net: nn.Module, optimizer: Any, count: int, message: str
@@ -106,6 +116,11 @@ def _factored(run: Run) -> None:
     run.optimizers[0].state[master]["factor"] = torch.ones(3)
 
 
+def _attached(run: Run) -> None:
+    if run.mesh.rank == 1:
+        run.net.adapter = nn.Linear(2, 2)
+
+
 def _nothing(_: Run) -> None:
     pass
 
@@ -121,6 +136,7 @@ def _nothing(_: Run) -> None:
         (_passed, None, "save\\(\\) with gradients that no optimizer has used, of \\d+ masters"),
         (_of_others, None, "optimizer 0 holds what is no master of this engine"),
         (_factored, None, "state 'factor' has 3 elements for a master of"),
+        (_attached, None, "rank 1: parameter 'adapter.weight' came to the model after it was sharded"),
         (_nothing, lambda _: {"keep": 0}, "keep = 0: expected 1 or more"),
     ],
 )  # fmt: skip

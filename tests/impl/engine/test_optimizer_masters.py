@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -165,3 +166,58 @@ def test_gradients_are_the_masters(mesh: Mesh, set_to_none: bool) -> None:
         for _, master in unit.master_shard.masters:
             master.grad = None if master.grad is None else master.grad / 2
     assert zero.grad_norm() == pytest.approx(norm / 2)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("shape", [(8, 8), (4, 8), (1,), (33,), (32, 1)])
+@each_rank(1, 2)
+def test_the_state_of_a_whole_models_optimizer_is_refused(
+    mesh: Mesh, name: str, shape: tuple[int, ...]
+) -> None:
+    """As of a whole model's: a fused step would read and write past its end."""
+    net, make = torch.nn.Linear(8, 8, bias=False), OPTIMIZERS[name]
+    zero = shard(net, mesh=mesh, policy=EXACT)  # with one master of 32 elements
+    optimizer, whole = make(zero.param_groups()), torch.nn.Parameter(torch.ones(shape))
+    others = make([whole])
+    whole.grad = torch.ones(shape)
+    others.step()
+    key = next(key for key, value in others.state[whole].items() if value.dim())
+    message = rf"load_state_dict\(\) of \w+: '{key}' is .* for a master of 32 elements, this rank's shard: "
+    before = repr(optimizer.state_dict())
+    with pytest.raises(ZeroError, match=message):
+        optimizer.load_state_dict(others.state_dict())
+    assert repr(optimizer.state_dict()) == before
+
+
+@each_rank(1, 2)
+def test_an_optimizer_takes_its_own_state_and_what_a_hook_makes_of_others(mesh: Mesh) -> None:
+    """The state is checked as users' hooks leave it; optimizers of plain parameters are left alone."""
+    net = torch.nn.Linear(8, 8, bias=False)
+    zero = shard(net, mesh=mesh, policy=EXACT)
+    optimizer = torch.optim.AdamW(zero.param_groups())
+    update(optimizer, net(torch.ones(2, 8)).sum())
+    state = optimizer.state_dict()
+    again = torch.optim.AdamW(zero.param_groups())
+    again.load_state_dict(state)
+    assert torch.equal(again.state_dict()["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
+
+    def cut(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+        whole = given["state"][0]
+        own = {key: value.view(-1)[:32] if value.dim() else value for key, value in whole.items()}
+        return {**given, "state": {0: own}}
+
+    alone = torch.nn.Parameter(torch.ones(8, 8))
+    others = torch.optim.AdamW([alone])
+    alone.grad = torch.ones(8, 8)
+    others.step()
+    others.load_state_dict(others.state_dict())
+    again.register_load_state_dict_pre_hook(cut)
+    again.load_state_dict(others.state_dict())
+    assert again.state_dict()["state"][0]["exp_avg"].shape == (32,)

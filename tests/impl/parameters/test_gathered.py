@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.errors import ZeroError
 from impl.parameters.access import Weights
 from impl.parameters.gathered import GatheredParameters
-from impl.plan.policy import MemoryLimits, Policy, preset
+from impl.plan.policy import MemoryLimits, Offload, Policy, preset
 from impl.zero import Zero, shard
 from tests.support.models import Net
 from tests.support.ranks import each_rank
@@ -23,10 +24,12 @@ from tests.support.training import batch, model
 ROOMY = MemoryLimits(max_padding=99.0)
 NAME = "blocks.1.up.weight"
 POLICIES: dict[str, Policy] = {
-    **{f"stage {stage}": replace(EXACT, stage=stage) for stage in (1, 2, 3)},
-    "bf16": preset("zero3", memory=ROOMY),
+    **{f"stage {stage}": replace(EXACT, stage=stage) for stage in (0, 1, 2, 3)},
+    "bf16": preset("zero3", memory=ROOMY, compute="bf16"),
     "zeropp": preset("zeropp", memory=ROOMY),
     "group": replace(EXACT, group=2),
+    "hpz": replace(EXACT, secondary="node"),
+    "offload": replace(EXACT, offload=Offload(optimizer=1.0, weights=1.0)),
     "frozen codes": replace(EXACT, frozen=parse("int8:64")),
 }
 
@@ -240,3 +243,152 @@ def test_load_state_dict_loads_a_model_whose_parameters_are_all_seen_whole(mesh:
     loads = pytest.raises(ZeroError, match=r"load_full_state_dict\(\) under GatheredParameters of")
     with loads, GatheredParameters(weight(net), modifier_rank=0):
         net.load_state_dict(ones)
+
+
+SHAPE = tuple(VALUES[NAME].shape)
+# What users assign to the data of a weight (40, 16), and what is wrong with it: nothing in other strides.
+ASSIGNED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "transposed": (lambda new: new.t().contiguous().t(), ""),
+    "every second": (lambda new: new.repeat_interleave(2, dim=1)[:, ::2], ""),
+    "rows of another": (lambda new: torch.cat([new, new, new])[40:80], ""),
+    "one row": (lambda new: new[:1].expand(40, 16), ""),
+    "one element": (lambda new: new[0, 0].expand(40, 16), ""),
+    "more rows": (lambda new: new.new_ones(42, 16), r"shape \(42, 16\) in place of \(40, 16\)"),
+    "fewer rows": (lambda new: new[:39], r"shape \(39, 16\) in place of \(40, 16\)"),
+    "wider": (lambda new: new.new_ones(40, 17), r"shape \(40, 17\) in place of \(40, 16\)"),
+    "as many elements": (lambda new: new.view(16, 40), r"shape \(16, 40\) in place of \(40, 16\)"),
+    "flat": (lambda new: new.view(-1), r"shape \(640,\) in place of \(40, 16\)"),
+    "a number": (lambda new: new[0, 0].clone(), r"shape \(\) in place of \(40, 16\)"),
+    "nothing": (lambda new: new[:0], r"shape \(0, 16\) in place of \(40, 16\)"),
+    "fp64": (lambda new: new.double(), "float64 on cpu in place of"),
+    "fp16": (lambda new: new.half(), "float16 on cpu in place of"),
+    "fp8": (lambda new: new.to(torch.float8_e4m3fn), "float8_e4m3fn on cpu in place of"),
+    "complex": (lambda new: new.cfloat(), "complex64 on cpu in place of"),
+}
+
+
+@pytest.mark.parametrize("policy", ["stage 0", "stage 2", "stage 3", "bf16", "hpz", "offload", "group"])
+@pytest.mark.parametrize("kind", ASSIGNED)
+@each_rank(2, 2)
+def test_assigned_data_is_taken_in_any_strides_and_refused_in_another_shape_or_type(
+    mesh: Mesh, policy: str, kind: str
+) -> None:
+    """On all ranks, whichever assigns it, by name with both shapes; values are then what they were."""
+    change, fault = ASSIGNED[kind]
+    net, zero = made(mesh, POLICIES[policy])
+    before = zero.full_state_dict()
+    new = torch.arange(640.0).remainder(128).view(SHAPE).to(weight(net).dtype)
+    for assigning, modifier in ((1, 1), (3, 0)):
+        context = GatheredParameters([weight(net), net.get_parameter("head.bias")], modifier_rank=modifier)
+        context.__enter__()
+        if mesh.rank == assigning:
+            weight(net).data = change(new)
+        if not fault:
+            context.__exit__(None, None, None)
+            continue
+        match = f"'{NAME}' was given data of {fault} .*, on rank {assigning}: "
+        with pytest.raises(ZeroError, match=match):
+            context.__exit__(None, None, None)
+    after = zero.full_state_dict()
+    old = before.pop(NAME)
+    assert torch.equal(after[NAME], old if fault else change(new).float())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert weight(net).shape == SHAPE
+    net(batch(0, mesh.rank)).backward()
+
+
+@each_rank(1, 2)
+def test_what_set_and_freed_memory_do_is_seen(mesh: Mesh) -> None:
+    """``set_()`` is an assignment too, and data whose memory was freed is refused, not read."""
+    net, zero = made(mesh, EXACT)
+    with torch.no_grad(), GatheredParameters(weight(net), modifier_rank=0):
+        weight(net).set_(torch.full(SHAPE, 2.0))
+    assert (zero.full_state_dict()[NAME] == 2).all()
+    refused = pytest.raises(ZeroError, match=r"of shape \(3,\) in place of \(40, 16\)")
+    with torch.no_grad(), refused, GatheredParameters(weight(net), modifier_rank=0):
+        weight(net).set_(torch.zeros(3))
+    refused = pytest.raises(ZeroError, match=f"'{NAME}' has data whose memory was freed .*, on rank 0: ")
+    with refused, GatheredParameters(weight(net), modifier_rank=0):
+        weight(net).data = torch.zeros(SHAPE)
+        weight(net).data.untyped_storage().resize_(0)
+    assert (zero.full_state_dict()[NAME] == 2).all()
+
+
+@each_rank(1, 2)
+def test_data_assigned_to_a_parameter_taken_in_a_pass_counts(mesh: Mesh) -> None:
+    """It is another object than the module shows outside of passes, of the same parameter."""
+    net, zero = made(mesh, EXACT)
+    taken: list[nn.Parameter] = []
+    net.get_submodule("blocks.1.up").register_forward_hook(lambda *_: taken.append(weight(net)))
+    with torch.no_grad():
+        net(batch(0, mesh.rank))
+    assert taken[0] is not weight(net)
+    with GatheredParameters(taken[0], modifier_rank=1):
+        taken[0].data = torch.full(SHAPE, 1.0 + mesh.rank)
+    assert (zero.full_state_dict()[NAME] == 2).all()
+
+
+@each_rank(1, 2)
+def test_a_parameter_removed_or_replaced_by_a_larger_one_is_an_error(mesh: Mesh) -> None:
+    """As a parametrization and a grown embedding do; the module has its parameter back."""
+    net, zero = made(mesh, EXACT)
+    up = net.get_submodule("blocks.1.up")
+
+    def assign(value: nn.Parameter | None) -> None:
+        up.weight = value
+
+    larger = (
+        r"was replaced by another object in its module, of shape \(41, 16\) in place of \(40, 16\), under "
+        r"GatheredParameters, on rank 1: resize it before shard\(\)"
+    )
+    for change, message in (
+        (lambda: delattr(up, "weight"), "was removed from its module under .*, on rank 1: keep it there"),
+        (lambda: assign(None), "was removed from its module"),
+        (lambda: assign(nn.Parameter(torch.ones(41, 16))), larger),
+        (lambda: assign(net.get_parameter("blocks.0.up.weight")), "was replaced by another object"),
+    ):
+        context = GatheredParameters(weight(net), modifier_rank=0)
+        context.__enter__()
+        if mesh.rank == 1:
+            change()
+        with pytest.raises(ZeroError, match=f"'{NAME}' {message}"):
+            context.__exit__(None, None, None)
+        assert torch.equal(zero.full_state_dict()[NAME], VALUES[NAME])
+    net(batch(0, mesh.rank)).backward()
+
+
+@each_rank(1, 2)
+def test_ranks_must_agree_on_the_modifier(mesh: Mesh) -> None:
+    """Each rank giving its own would keep a part of every rank's values."""
+    net, zero = made(mesh, EXACT)
+    for modifier, message in (
+        (mesh.rank, "modifier_rank=0 on rank 0 and modifier_rank=1 on rank 1: give the same"),
+        (None if mesh.rank else 0, "modifier_rank=0 on rank 0 and modifier_rank=None on rank 1"),
+    ):
+        with (
+            pytest.raises(ZeroError, match=message),
+            torch.no_grad(),
+            GatheredParameters(weight(net), modifier_rank=modifier),
+        ):
+            weight(net).fill_(mesh.rank)
+    assert torch.equal(zero.full_state_dict()[NAME], VALUES[NAME])
+    for wrong in (-1, 2, 0.5, "0"):
+        with pytest.raises(ZeroError, match=f"modifier_rank {wrong} of 2 ranks"):
+            GatheredParameters(weight(net), modifier_rank=wrong).__enter__()  # type: ignore[arg-type]
+
+
+@each_rank(1, 2)
+def test_a_tied_weight_is_written_under_any_of_its_names(mesh: Mesh) -> None:
+    """It is one parameter; one of its modules holding another one is an error."""
+    net = model(Net, tied=True)
+    zero = shard(net, mesh=mesh, policy=EXACT)
+    with GatheredParameters([net.embed.weight, net.head.weight], modifier_rank=0):
+        net.head.weight.data = torch.ones(16, 16).t()
+        assert net.embed.weight.sum() == 256
+    state = zero.full_state_dict()
+    assert (state["embed.weight"] == 1).all()
+    assert (state["head.weight"] == 1).all()
+    untied = pytest.raises(ZeroError, match=r"'embed.weight' was replaced by another object in its module")
+    with untied, GatheredParameters(net.embed.weight, modifier_rank=0):
+        net.head.weight = nn.Parameter(torch.zeros(16, 16))
+    assert net.head.weight is net.embed.weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -331,6 +332,47 @@ def test_a_change_under_gathered_parameters_is_whole_on_all_ranks_before_shardin
             with twice, GatheredParameters(weight):
                 pass
     assert (shard(net, mesh=mesh, policy=EXACT).full_state_dict()["a.weight"] == 3).all()
+
+
+@each_rank(1, 2)
+def test_data_assigned_before_sharding_keeps_its_shape_and_type(mesh: Mesh) -> None:
+    """Inside Init, of cuts or not, and after it; other strides are taken, larger parameters replace it."""
+
+    def refused(parameter: nn.Parameter) -> None:
+        shape = tuple(parameter.shape)
+        with GatheredParameters(parameter):
+            before = parameter.detach().clone()
+        for data, message in (
+            (torch.zeros(12, 8), f"of shape (12, 8) in place of {shape}"),
+            (torch.zeros(shape).double(), "of float64 on cpu in place of float32 on cpu"),
+        ):
+            context = GatheredParameters(parameter, modifier_rank=0)
+            with pytest.raises(ZeroError, match=re.escape(message)), context:
+                parameter.data = data
+            with GatheredParameters(parameter):
+                assert torch.equal(parameter, before)
+        with GatheredParameters(parameter, modifier_rank=0):
+            parameter.data = torch.full(shape, 2.0 + mesh.rank)[:1].expand(shape)
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.whole = nn.Embedding(10, 8), nn.Parameter(torch.zeros(10, 8))
+            refused(self.embed.weight)
+            refused(self.whole)
+
+    with Init(mesh=mesh, policy=EXACT, whole_below=0, seed=0):
+        net = Own()
+        grown = nn.Embedding(12, 8)
+    refused(net.whole)
+    with torch.no_grad(), GatheredParameters([grown.weight, net.embed.weight], modifier_rank=0):
+        grown.weight[:10] = net.embed.weight
+        grown.weight[10:] = 5.0
+    net.embed.weight = grown.weight
+    state = shard(net, mesh=mesh, policy=EXACT).full_state_dict()
+    assert (state["embed.weight"][:10] == 2).all()
+    assert (state["embed.weight"][10:] == 5).all()
+    assert (state["whole"] == 2).all()
 
 
 class Forgets(nn.Module):

@@ -1,0 +1,99 @@
+"""Casts whole weights to the type that another program wants, and notes the values that it cannot hold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from impl.codecs.reference import DTYPES, NAMES
+from impl.errors import ZeroError
+
+_MOST_NAMED: Final = 4  # tensors of one message
+_OTHERS: Final = (torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
+    """The type that ``dtype`` is or names; a ZeroError if weights cannot be cast to it."""
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in (*DTYPES.values(), *_OTHERS):
+        others = ", ".join(map(str, (*DTYPES.values(), *_OTHERS)))
+        raise ZeroError(f"dtype={dtype!r}: expected {', '.join(map(repr, DTYPES))}, {others}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    """Values of one tensor that the type does not hold."""
+
+    name: str
+    numel: int
+    overflowed: int  # finite values beyond the type's largest
+    largest: float  # of the finite values, by magnitude, with its sign
+    vanished: int  # other values than 0 that became 0
+    not_finite: int  # values that were infinite or NaN before the cast
+
+
+class Narrowing:
+    """Casts tensors to ``dtype``, one after the other."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, info = dtype, torch.finfo(dtype)
+        # Values up to half a step beyond the largest are rounded to it; some types saturate at others.
+        self._bound = info.max + math.ldexp(info.eps, math.frexp(info.max)[1] - 2)
+        self._lost: dict[str, _Lost] = {}
+
+    def cast(self, name: str, values: Tensor) -> Tensor:
+        """``values`` (fp32), called ``name``, in the type; the same name counts once."""
+        cast = values.to(self.dtype)
+        back, finite = cast.to(values.dtype), values.isfinite()
+        overflowed = finite & ~back.isfinite()
+        if self._bound < torch.finfo(values.dtype).max:
+            overflowed |= finite & (values.abs() > self._bound)
+        vanished = int(((back == 0) & (values != 0)).sum())
+        count, not_finite = int(overflowed.sum()), values.numel() - int(finite.sum())
+        if count or vanished or not_finite:
+            largest = 0.0
+            if count:
+                inside = values[overflowed]
+                largest = float(inside[inside.abs().argmax()])
+            self._lost[name] = _Lost(name, values.numel(), count, largest, vanished, not_finite)
+        return cast
+
+    def overflow(self) -> str | None:
+        """Which tensors have how many finite values beyond the type's largest; None if they have none."""
+        parts = [
+            f"{lost.name!r} ({lost.overflowed:,} of {lost.numel:,}, largest {lost.largest:g})"
+            for lost in self._lost.values()
+            if lost.overflowed
+        ]
+        largest = torch.finfo(self.dtype).max
+        return (
+            f"finite values overflow {self._kind}, whose largest is {largest:g}: {_some(parts)}"
+            if parts
+            else None
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        """A line for each kind: finite values that overflow, values that became 0 or were not finite."""
+        lines = [self.overflow()]
+        for sentence, key in (
+            (f"values became 0 in {self._kind}", "vanished"),
+            ("values are infinite or NaN, as they were before the cast", "not_finite"),
+        ):
+            counts = [(lost, getattr(lost, key)) for lost in self._lost.values()]
+            parts = [f"{lost.name!r} ({count:,} of {lost.numel:,})" for lost, count in counts if count]
+            lines.append(f"{sentence}: {_some(parts)}" if parts else None)
+        return tuple(filter(None, lines))
+
+    @property
+    def _kind(self) -> str:
+        return NAMES.get(self.dtype, str(self.dtype).removeprefix("torch."))
+
+
+def _some(parts: list[str]) -> str:
+    rest = len(parts) - _MOST_NAMED
+    return ", ".join(parts[:_MOST_NAMED]) + (f" and {rest:,} more parameters" if rest > 0 else "")
