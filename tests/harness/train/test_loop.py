@@ -101,6 +101,23 @@ def test_where_checkpoints_cannot_be_is_refused_before_anything_runs(
     assert "no checkpoint in it" in refusal(capfd, *TOY, "--load", str(tmp_path))
 
 
+def test_a_module_larger_than_may_be_live_is_gathered_whole(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As DeepSpeed does: the largest matrix is said to be, and the losses are those without a limit."""
+    trained = []
+    for most in (3000, 10**9):
+        keys = {"stage": 3, "stage3_max_live_parameters": most, "stage3_param_persistence_threshold": 0}
+        file = tmp_path / f"{most}.config"
+        file.write_text(json.dumps({"zero_optimization": keys}), encoding="utf-8")
+        text = output(capfd, *TOY, "--max-padding", "9", "--steps", "2", "--deepspeed_config", str(file))
+        said = rf"_live_parameters = {most}: changed: unit '\S+' cannot be cut: [\d,]+ elements are gathered"
+        assert bool(re.search(said, text)) == (most == 3000)
+        trained.append(losses(text))
+    assert len(trained[0]) == 2
+    assert trained[0] == pytest.approx(trained[1], abs=2e-6)
+
+
 def _never(job: object) -> None:
     raise AssertionError(job)
 
