@@ -20,6 +20,7 @@ from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import Clock
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
+from impl.engine.elementwise_probe import elementwise
 from impl.engine.engine import Zero
 from impl.engine.hooks import Hooks
 from impl.engine.outside_uses import register
@@ -37,7 +38,7 @@ from impl.unit.flat_buffer import check_plain
 from impl.unit.gradient_reduction import ReductionQueue
 from impl.unit.unit import Unit
 
-__all__ = ["Zero", "ZeroError", "find_blocks", "plan_units", "shard"]
+__all__ = ["Zero", "ZeroError", "elementwise", "find_blocks", "plan_units", "shard"]
 
 
 def shard(

@@ -28,13 +28,13 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from impl.engine.elementwise_probe import ELEMENTWISE, why_not
 from impl.errors import ZeroError
 from impl.unit.placeholder import Placeholder
 
-NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
-
 _engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # Zero, by creation
 _numbers = itertools.count()
+_tried: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # their options then
 # A garbage collection may end an engine, and so call _release(), while this thread holds it.
 _lock = threading.RLock()
 
@@ -51,6 +51,22 @@ def engines() -> list[Any]:
     """All live engines, in the order of their creation, which is the same on all ranks."""
     with _lock:
         return list(_engines.values())
+
+
+def engines_of(optimizers: Iterable[Optimizer]) -> list[Any]:
+    """The live engines with masters among the optimizers' tensors, in the order of their creation.
+
+    A ZeroError for an object that is no optimizer of torch, whose tensors and steps are not known.
+    """
+    optimizers = list(optimizers)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ZeroError(
+                f"step() of a {type(optimizer).__name__}, whose tensors are not known: expected a "
+                "torch.optim.Optimizer, such as the one inside it"
+            )
+    held = {id(tensor) for o in optimizers for group in o.param_groups for tensor in group["params"]}
+    return [engine for engine in engines() if not held.isdisjoint(engine.masters.numbers)]
 
 
 # What is done to torch while there are engines
@@ -169,13 +185,23 @@ def _held(optimizer: Optimizer) -> tuple[set[int], list[Any]]:
     return held, [engine for engine in engines() if not held.isdisjoint(engine.masters.numbers)]
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    names = {kind.__name__ for kind in type(optimizer).__mro__} & NOT_ELEMENTWISE
-    for engine in _held(optimizer)[1]:
-        if names:
-            raise ZeroError(f"{names.pop()} is not elementwise: on shards it would be another algorithm")
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    engines_held = _held(optimizer)[1]
+    if engines_held and type(optimizer) not in ELEMENTWISE:
+        _check_elementwise(optimizer, closure=any(map(callable, (*args[1:], *kwargs.values()))))
+    for engine in engines_held:
         engine.hooks.check_finished("optimizer.step()")
         engine.check_hidden("optimizer.step()")
+
+
+def _check_elementwise(optimizer: Optimizer, *, closure: bool) -> None:
+    """Refuse, with a ZeroError, an optimizer that is not elementwise; tried anew if its switches change."""
+    groups = optimizer.param_groups
+    switches = [value for group in groups for value in group.values() if isinstance(value, bool | str)]
+    if _tried.get(optimizer) != switches:
+        if (why := why_not(optimizer, closure=closure)) is not None:
+            raise ZeroError(f"{type(optimizer).__name__} {why}")
+        _tried[optimizer] = switches
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
