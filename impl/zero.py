@@ -21,6 +21,7 @@ from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import Clock
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire, wire_of
+from impl.engine.elementwise_probe import elementwise
 from impl.engine.engine import Zero
 from impl.engine.hooks import Hooks
 from impl.engine.outside_uses import register
@@ -44,6 +45,7 @@ __all__ = [  # with what DeepSpeed's tutorials call deepspeed.zero.NAME
     "Init",
     "Zero",
     "ZeroError",
+    "elementwise",
     "find_blocks",
     "plan_units",
     "register_external_parameter",

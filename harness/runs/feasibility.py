@@ -366,14 +366,9 @@ def _refusal(check: Callable[[], None]) -> str | None:
 def _check_optimizer(trial: Trial) -> str | int:
     """State bytes per element of the trial's optimizer, or why it cannot work on 1-D shards."""
     from harness.strategies.optimizers import check_elementwise, state_bytes_per_element
-    from impl.engine.optimizer_watch import NOT_ELEMENTWISE
 
-    name = trial.optimizer.name
-    sharded = trial.resolved_policy() is not None and trial.host is None
-    if name in NOT_ELEMENTWISE and sharded:
-        return f"optimizer.name = {name!r} is not elementwise and would be another algorithm on shards"
     try:
-        if ":" in name and sharded:
+        if trial.resolved_policy() is not None and trial.host is None:
             check_elementwise(trial.optimizer)
         return state_bytes_per_element(trial.optimizer)
     except Refusal as error:

@@ -16,10 +16,11 @@ from impl import ops
 from impl.engine import state_dict
 from impl.engine.bit_renewal import Renewal
 from impl.engine.hooks import Hooks
-from impl.engine.masters import Stepped, clip_factor
-from impl.engine.optimizer_watch import engines, watch_optimizers
+from impl.engine.masters import Stepped, clip_factor, joint_norm
+from impl.engine.optimizer_watch import engines, engines_of, watch_optimizers
 from impl.errors import ZeroError
 from impl.plan.policy import Offload
+from impl.plan.topology import ranks_in_words
 from impl.plan.traffic import CopyKey
 from impl.unit.context import UnitContext
 from impl.unit.flat_buffer import InUnit
@@ -132,35 +133,83 @@ class Zero:
     ) -> Stepped:
         """Undo the loss scale, clip, and step; or skip the step on all ranks after an overflow.
 
-        For gradients of losses that ``scaler.scaled(loss)`` returned.
+        For gradients of losses that ``scaler.scaled(loss)`` returned.  All models whose masters the
+        ``optimizers`` hold step together: the norm is that of their mean gradients as one, and their loss
+        scales must be equal; a loss of several models is scaled by one's scaler.
 
         With a loss scale ``optimizers`` must be all that hold masters with gradients.  Clipping limits the
-        mean gradient's global norm (:meth:`grad_norm`) to ``max_norm``; None does not clip.  Raises
-        LossScaleError: for an overflow at the smallest dynamic scale; ZeroError: with a loss scale, if an
-        optimizer is missing or a loss was not scaled.
+        global norm (:meth:`grad_norm`) to ``max_norm``; None does not clip.  Raises LossScaleError: for an
+        overflow at the smallest dynamic scale; ZeroError: with a loss scale, if an optimizer is missing or a
+        loss was not scaled; if the models cannot step together.
         """
-        scaled = self.policy.loss_scale is not None
+        together = self._together("step()", optimizers, max_norm=max_norm)
         norm: float | None = None
-        if scaled:
-            self.masters.check_complete(optimizers)
-        self.scaler.check_scaled()
-        if scaled or max_norm is not None:
-            with self.wire.calling("step()"):
-                norm = float(self.grad_norm(norm_type)) / self.scaler.scale
+        if max_norm is not None or self.policy.loss_scale is not None:
+            norm = float(_joint_norm("step()", together, norm_type)) / self.scaler.scale
             if not math.isfinite(norm):
-                self._forget_overflow()
+                for engine in together:
+                    engine._forget_overflow()  # noqa: SLF001
             factor = self.scaler.factor(norm, max_norm)
             if factor is None:
                 for optimizer in optimizers:
                     optimizer.zero_grad()
+                for engine in together:
+                    engine.scaler.follow(self.scaler, skipped=True)
                 return Stepped(norm, done=False)
             if factor != 1.0:
-                self.masters.scale_gradients(factor)
+                for engine in together:
+                    engine.masters.scale_gradients(factor)
         for optimizer in optimizers:
             optimizer.step()
         if norm is not None:
             self.scaler.stepped()
+            for engine in together:
+                engine.scaler.follow(self.scaler, skipped=False)
         return Stepped(norm, done=True)
+
+    def _together(
+        self, call: str, optimizers: Sequence[torch.optim.Optimizer], *, max_norm: float | None
+    ) -> list[Zero]:
+        """The engines with masters among the optimizers', which ``call`` takes as one model, and this one.
+
+        Raises a ZeroError if that is not possible.
+        """
+        together = engines_of(optimizers) or [self]
+        if self not in together:
+            raise ZeroError(
+                f"{call} of optimizers that hold masters of other models alone: call it of the engine whose "
+                "param_groups() they were made of"
+            )
+        for engine in together:
+            mine, other = self.wire.mesh.global_ranks, engine.wire.mesh.global_ranks
+            if mine != other:
+                raise ZeroError(
+                    f"{call} of optimizers that hold masters of models on global {ranks_in_words(mine)}, and "
+                    f"on global {ranks_in_words(other)}: give each model an optimizer of its own"
+                )
+            if (self.policy.loss_scale, self.scaler.scale) != (engine.policy.loss_scale, engine.scaler.scale):
+                raise ZeroError(
+                    f"{call} of optimizers that hold masters of models whose loss scales differ, "
+                    f"{self.scaler.scale:g} and {engine.scaler.scale:g}: give them one loss_scale and "
+                    "step them together from the start, or give each an optimizer of its own"
+                )
+        scaled = self.policy.loss_scale is not None
+        if scaled or max_norm is not None:
+            tensors = {id(t): t for o in optimizers for group in o.param_groups for t in group["params"]}
+            others = [t for t in tensors.values() if t.grad is not None]
+            sharded = set().union(*(engine.masters.numbers for engine in together))
+            if count := sum(id(tensor) not in sharded for tensor in others):
+                left = "keep the loss scale" if scaled else "not be clipped"
+                raise ZeroError(
+                    f"{call} of optimizers that also hold {count} tensors of no sharded model, whose "
+                    f"gradients would {left}: give these tensors an optimizer of their own"
+                )
+            if scaled:
+                for engine in together:
+                    engine.masters.check_complete(tensors.keys())
+        for engine in together:
+            engine.scaler.check_scaled()
+        return together
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """() fp64 global norm of the mean gradient; NaN and infinity included.
@@ -172,19 +221,29 @@ class Zero:
         with self.wire.calling("grad_norm()"):
             return self.masters.norm(self.wire, norm_type)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+    ) -> Tensor:
         """Scale all gradients so that their global norm (:meth:`grad_norm`) is at most ``max_norm``.
+
+        These are this model's alone, or those of all models whose masters ``optimizers`` hold, by their joint
+        norm.
 
         Returns () fp64, the norm before.  A norm that is not finite makes the gradients NaN, as in
         ``torch.nn.utils.clip_grad_norm_``.  A ZeroError with a loss scale: :meth:`step` clips then.
         """
         if self.policy.loss_scale is not None:
             raise ZeroError("clip_grad_norm_() of scaled gradients: give max_norm to step() instead")
-        with self.wire.calling("clip_grad_norm_()"):
-            norm = self.grad_norm(norm_type)
-        if self.policy.feedback is not None and not norm.isfinite():  # isfinite() waits for the device
-            self._forget_overflow()
-        self.masters.scale_gradients(clip_factor(norm, max_norm).float())
+        together = self._together("clip_grad_norm_()", optimizers, max_norm=max_norm)
+        norm = _joint_norm("clip_grad_norm_()", together, norm_type)
+        for engine in together:
+            if engine.policy.feedback is not None and not norm.isfinite():  # which waits for the device
+                engine._forget_overflow()  # noqa: SLF001
+            engine.masters.scale_gradients(clip_factor(norm, max_norm).float())
         return norm
 
     def _forget_overflow(self) -> None:
@@ -320,6 +379,15 @@ class Zero:
         for unit in self.units:
             if unit.flat.shown:
                 unit.check_hidden(f"{call} under")
+
+
+def _joint_norm(call: str, together: Sequence[Zero], norm_type: float) -> Tensor:
+    """() fp64 norm of the mean gradients of some models as one; all ranks must make the ``call``."""
+    norms = []
+    for engine in together:
+        with engine.wire.calling(call):
+            norms.append(engine.grad_norm(norm_type))
+    return joint_norm(norms, norm_type)
 
 
 def describe(zero: Zero) -> dict[str, Any]:

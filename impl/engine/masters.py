@@ -7,7 +7,7 @@ skipped on all ranks.  Overflow shows in their global norm, in any codec, with t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -90,10 +90,10 @@ class Masters:
             return norm
         return norm.sqrt() if power == 2 else norm.pow(1 / power)
 
-    def check_complete(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Refuse, with a ZeroError that counts them, optimizers that lack masters with gradients."""
-        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-        held = {id(parameter) for group in groups for parameter in group["params"]}
+    def check_complete(self, held: Collection[int]) -> None:
+        """Refuse, with a ZeroError that counts them, optimizers of tensors ``held`` that lack masters with
+        gradients.
+        """
         expected = [id(master) for master in self if master.grad is not None]
         if missing := sum(number not in held for number in expected):
             raise ZeroError(
@@ -105,6 +105,17 @@ class Masters:
     def unused_gradients(self) -> int:
         """The number of masters with a gradient that no optimizer has stepped."""
         return sum(master.grad is not None and id(master) in self.unused for master in self)
+
+
+def joint_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
+    """() fp64 norm of all gradients together, from that of each model; on the device of the first."""
+    first, *others = norms
+    if not others:
+        return first
+    together = torch.stack([first, *(norm.to(first.device) for norm in others)])
+    if norm_type == math.inf:
+        return together.amax()  # passes a NaN on
+    return together.pow(norm_type).sum().pow(1 / norm_type)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -122,6 +133,17 @@ class Stepped(NamedTuple):
 
 class LossScaleError(ArithmeticError):
     """Gradients overflow at the smallest loss scale: the cause is elsewhere."""
+
+
+# The scale of a backward pass's loss, by autograd's number of the pass: a loss of several models is scaled by
+# the scaler of one, and the others learn of it here.
+_scales: dict[int, float] = {}
+_PASSES: Final = 64  # that are remembered: more than run at once, in threads
+
+
+def _autograd_pass() -> int:
+    """Autograd's number of the backward pass under way in this thread; -1 outside."""
+    return torch._C._current_graph_task_id()  # noqa: SLF001  # there is no public one
 
 
 class LossScaler:
@@ -146,10 +168,14 @@ class LossScaler:
 
     def _reach(self, _: Tensor) -> None:
         self._reached = True
+        _scales[_autograd_pass()] = self.scale
+        while len(_scales) > _PASSES:
+            _scales.pop(min(_scales), None)
 
     def passed(self) -> None:
         """A backward pass is over."""
-        self._unscaled += self.scale != 1.0 and not self._reached
+        reached = self._reached or _scales.get(_autograd_pass()) == self.scale
+        self._unscaled += self.scale != 1.0 and not reached
         self._reached = False
 
     def forget(self) -> None:
@@ -186,6 +212,12 @@ class LossScaler:
         self._since += 1
         if self._setting is not None and 0 < self._setting.window <= self._since:
             self.scale, self._since = min(self.scale * 2.0, LARGEST_SCALE), 0
+
+    def follow(self, other: LossScaler, *, skipped: bool) -> None:
+        """Take over the scale of ``other``, which stepped, or ``skipped`` a step, for both."""
+        if other is not self:
+            self.scale, self._since = other.scale, other._since
+            self.skipped += skipped
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run continues from."""

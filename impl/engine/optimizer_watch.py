@@ -1,17 +1,22 @@
 """Watches the optimizers of this process: a step changes weights, and some optimizers are refused.
 
 No version counter shows that masters were stepped (fused AdamW leaves it alone), so every step is watched;
-the masters that an optimizer holds tell whose weights it changes.
+the masters that an optimizer holds tell whose weights it changes.  With the last engine the watch ends, and
+torch is as before.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import sys
 import threading
 import weakref
-from collections.abc import Iterable
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import utils
@@ -21,41 +26,124 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
+from impl.engine.elementwise_probe import ELEMENTWISE, why_not
 from impl.errors import ZeroError
 from impl.unit.placeholder import Placeholder
 
-NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
-
-_engines: weakref.WeakSet[Any] = weakref.WeakSet()  # of :class:`~impl.engine.engine.Zero`
-_lock = threading.Lock()
+_engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # Zero, by creation
+_numbers = itertools.count()
+_tried: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # their options then
+# A garbage collection may end an engine, and so call _release(), while this thread holds it.
+_lock = threading.RLock()
 
 
 def watch_optimizers(engine: Any) -> None:
     """From now on steps of optimizers that hold masters of ``engine`` are reported to it."""
     with _lock:
+        _engines[next(_numbers)] = engine
         _watch()
-        _engines.add(engine)
+    weakref.finalize(engine, _release).atexit = False
 
 
 def engines() -> list[Any]:
-    """All live engines."""
+    """All live engines, in the order of their creation, which is the same on all ranks."""
     with _lock:
-        return list(_engines)
+        return list(_engines.values())
 
 
-@functools.cache
+def engines_of(optimizers: Iterable[Optimizer]) -> list[Any]:
+    """The live engines with masters among the optimizers' tensors, in the order of their creation.
+
+    A ZeroError for an object that is no optimizer of torch, whose tensors and steps are not known.
+    """
+    optimizers = list(optimizers)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ZeroError(
+                f"step() of a {type(optimizer).__name__}, whose tensors are not known: expected a "
+                "torch.optim.Optimizer, such as the one inside it"
+            )
+    held = {id(tensor) for o in optimizers for group in o.param_groups for tensor in group["params"]}
+    return [engine for engine in engines() if not held.isdisjoint(engine.masters.numbers)]
+
+
+# What is done to torch while there are engines
+
+
+class _Guard(NamedTuple):
+    """A function of torch that was replaced by one which refuses masters, and else calls it."""
+
+    owner: Any
+    name: str
+    replaced: Callable[..., Any]
+    guard: Callable[..., Any]
+
+
+_handles: Final[list[RemovableHandle]] = []  # of hooks of optimizers
+_guards: Final[list[_Guard]] = []  # in the order in which they were set
+_STEP: Final = Optimizer.profile_hook_step(lambda: None).__code__  # calls the hooks
+
+
 def _watch() -> None:
     """Have torch call this file's hooks, and refuse what it would find in gradients of one rank's shards."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
-    # clip_grad_norm_() looks it up when called; torch has no hook there, and optimizers see it too late.
-    torch_norm = clip_grad._get_total_norm  # noqa: SLF001
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_before_step))
+        _handles.append(register_optimizer_step_post_hook(_after_step))
+    for owner, name, guard_of in (
+        # clip_grad_norm_() looks it up when called; torch has no hook there, and optimizers see it too late.
+        (clip_grad, "_get_total_norm", _guard_norm),
+        (utils, "get_total_norm", _guard_norm),
+        (GradScaler, "_unscale_grads_", _guard_unscaling),  # steps and unscale_() look for overflows in it
+        (Optimizer, "load_state_dict", _guard_loading),  # hooks of it are one optimizer's
+    ):
+        replaced = vars(owner)[name]
+        if all(replaced is not guard.guard for guard in _guards):
+            _guards.append(_Guard(owner, name, replaced, guard_of(replaced)))
+            setattr(owner, name, _guards[-1].guard)
 
+
+def _release() -> None:
+    """Without an engine, leave torch as it was before the first.
+
+    A guard that others have replaced since, and may call, stays and passes all calls on.
+    """
+    with _lock:
+        if engines() or _stepping():
+            return
+        while _handles:
+            _handles.pop().remove()
+        for guard in reversed(_guards.copy()):
+            if vars(guard.owner)[guard.name] is guard.guard:
+                setattr(guard.owner, guard.name, guard.replaced)
+                _guards.remove(guard)
+
+
+def _stepping() -> bool:
+    """Whether a thread is inside an optimizer's step, where torch goes through its hooks.
+
+    Garbage may be collected there, and hooks that are removed meanwhile would end the step in an error.
+    """
+    for frame in sys._current_frames().values():  # noqa: SLF001  # the public name of it
+        inner: FrameType | None = frame
+        while inner is not None:
+            if inner.f_code is _STEP:
+                return True
+            inner = inner.f_back
+    return False
+
+
+def _guard_norm(torch_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(torch_norm)
     def total_norm(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch_norm(tensors, *args, **kwargs)
+        if not (watched := engines()):
+            _release()
+            return torch_norm(tensors, *args, **kwargs)
         gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        held = {id(master.grad) for engine in engines() for master in engine.masters}
+        held = {id(master.grad) for engine in watched for master in engine.masters}
         if not held.isdisjoint(map(id, gradients)):
             raise ZeroError(
                 "torch.nn.utils.clip_grad_norm_() of masters, which are this rank's shards: their norm is "
@@ -63,25 +151,31 @@ def _watch() -> None:
             )
         return torch_norm(gradients, *args, **kwargs)
 
-    clip_grad._get_total_norm = utils.get_total_norm = total_norm  # noqa: SLF001
-    unscale = GradScaler._unscale_grads_  # steps and unscale_() look for overflows in it
+    return total_norm
 
+
+def _guard_unscaling(unscale: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(unscale)
-    def unscale_grads(scaler: GradScaler, optimizer: Optimizer, *args: Any) -> Any:
-        if _held(optimizer)[1]:
+    def unscale_grads(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not engines():
+            _release()
+        elif _held(optimizer)[1]:
             raise ZeroError(
                 "GradScaler of masters, which are this rank's shards: after an overflow ranks would skip "
                 "different steps; use the policy's loss_scale and zero.step()"
             )
-        return unscale(scaler, optimizer, *args)
+        return unscale(scaler, optimizer, *args, **kwargs)
 
-    GradScaler._unscale_grads_ = unscale_grads  # type: ignore[assignment,method-assign]
-    load = Optimizer.load_state_dict  # has hooks of one optimizer alone
+    return unscale_grads
 
+
+def _guard_loading(load: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(load)
     def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         check = None
-        if _held(optimizer)[1]:  # a hook, as users' hooks, which run before it, may change the state
+        if not engines():
+            _release()
+        elif _held(optimizer)[1]:  # a hook, as users' hooks, which run before it, may change the state
             check = optimizer.register_load_state_dict_pre_hook(_check_state)
         try:
             load(optimizer, state_dict)
@@ -89,7 +183,7 @@ def _watch() -> None:
             if check is not None:
                 check.remove()
 
-    Optimizer.load_state_dict = load_state_dict  # type: ignore[assignment,method-assign]
+    return load_state_dict
 
 
 def _check_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -112,6 +206,9 @@ def _check_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
                 )
 
 
+# What hooks of optimizers do
+
+
 def _held(optimizer: Optimizer) -> tuple[set[int], list[Any]]:
     """The tensors of an optimizer, by :func:`id`, and the engines with masters among them."""
     held = set()
@@ -126,13 +223,23 @@ def _held(optimizer: Optimizer) -> tuple[set[int], list[Any]]:
     return held, [engine for engine in engines() if not held.isdisjoint(engine.masters.numbers)]
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    names = {kind.__name__ for kind in type(optimizer).__mro__} & NOT_ELEMENTWISE
-    for engine in _held(optimizer)[1]:
-        if names:
-            raise ZeroError(f"{names.pop()} is not elementwise: on shards it would be another algorithm")
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    engines_held = _held(optimizer)[1]
+    if engines_held and type(optimizer) not in ELEMENTWISE:
+        _check_elementwise(optimizer, closure=any(map(callable, (*args[1:], *kwargs.values()))))
+    for engine in engines_held:
         engine.hooks.check_finished("optimizer.step()")
         engine.check_hidden("optimizer.step()")
+
+
+def _check_elementwise(optimizer: Optimizer, *, closure: bool) -> None:
+    """Refuse, with a ZeroError, an optimizer that is not elementwise; tried anew if its switches change."""
+    groups = optimizer.param_groups
+    switches = [value for group in groups for value in group.values() if isinstance(value, bool | str)]
+    if _tried.get(optimizer) != switches:
+        if (why := why_not(optimizer, closure=closure)) is not None:
+            raise ZeroError(f"{type(optimizer).__name__} {why}")
+        _tried[optimizer] = switches
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:

@@ -70,6 +70,7 @@ class Normed(torch.optim.SGD):
 
 class Sparse(torch.optim.SGD):
     def step(self, closure=None):
+        super().step()
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["s"] = torch.eye(4).to_sparse()
 
@@ -283,7 +284,7 @@ OPTIMIZERS = {
     "mine:Eighths": "expected a class derived from torch.optim.Optimizer",
     "mine:Absent": "mine has no 'Absent'",
     "json:Plain": "json is that of ",
-    "mine:Normed": "is not elementwise and would be another algorithm on shards",
+    "mine:Normed": "optimizer.name = 'mine:Normed' is not elementwise: its steps on two pieces of a tensor",
     "mine:Sparse": "optimizer.arguments of mine:Sparse: ",
 }
 CODECS = {

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from itertools import starmap
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_
 
 from impl.codecs.codec import IntCodec
 from impl.comm.mesh import Mesh
-from impl.plan.policy import PRESETS, preset
+from impl.plan.policy import PRESETS, LossScale, Offload, Policy, preset
 from impl.plan.topology import Topology
-from impl.zero import ZeroError, shard
+from impl.zero import Zero, ZeroError, shard
 from tests.impl.test_zero_models import Stack, data
 from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import EXACT, ROOMY
@@ -221,3 +222,185 @@ def test_an_optimizer_takes_its_own_state_and_what_a_hook_makes_of_others(mesh: 
     again.register_load_state_dict_pre_hook(cut)
     again.load_state_dict(others.state_dict())
     assert again.state_dict()["state"][0]["exp_avg"].shape == (32,)
+
+
+# One optimizer of several models
+
+
+class Tied(nn.Module):
+    """Models one after another, whose loss is that of the last; some may be left out of a pass."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Net(seed) for seed in range(count))
+
+    def forward(self, x: Tensor, used: int) -> Tensor:
+        for part in self.parts[:used]:
+            x = part(x)
+        return x.square().mean()
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * self.layers(x)
+
+
+def _alone(count: int, world: int, norm_type: float, used: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Norms and weights of one process, which clips the gradients of all models together."""
+    net, norms = model(Tied, count=count), []
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    for step in range(3):
+        (sum(net(batch(step, rank), used) for rank in range(world)) / world).backward()
+        norms.append(float(clip_grad_norm_(net.parameters(), 0.1, norm_type)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, net.state_dict()
+
+
+def _joined(
+    mesh: Mesh, policies: list[Policy], norm_type: float, used: int, way: str
+) -> tuple[list[float], dict[str, Tensor]]:
+    net = model(Tied, count=len(policies))
+    zeros = [shard(net.parts[i], mesh=mesh, policy=policy) for i, policy in enumerate(policies)]
+    groups = [zero.param_groups() for zero in zeros]
+    if way == "optimizers":
+        optimizers = [torch.optim.AdamW(group, lr=0.05) for group in groups]
+    else:
+        optimizers = [torch.optim.AdamW([g for group in reversed(groups) for g in group], lr=0.05)]
+    norms = []
+    for step in range(3):
+        loss = net(batch(step, mesh.rank), used)
+        zeros[0].scaler.scaled(loss).backward()
+        if way == "clip":
+            norms.append(float(zeros[-1].clip_grad_norm_(0.1, norm_type, optimizers=optimizers)))
+            optimizers[0].step()
+        else:
+            norms.append(zeros[step % len(zeros)].step(*optimizers, max_norm=0.1, norm_type=norm_type).norm)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    state = {}
+    for i, zero in enumerate(zeros):
+        state |= {f"parts.{i}.{name}": value for name, value in zero.full_state_dict().items()}
+    return norms, state
+
+
+SCALED = replace(EXACT, loss_scale=LossScale(initial=8.0))
+JOINED = [
+    ([EXACT, EXACT], 2.0, 2, "step"),
+    ([EXACT, EXACT], torch.inf, 2, "step"),
+    ([EXACT, EXACT], 1.0, 2, "optimizers"),
+    ([EXACT, EXACT], 3.0, 2, "clip"),
+    ([EXACT, EXACT], torch.inf, 2, "clip"),
+    ([EXACT, EXACT, EXACT], 2.0, 3, "step"),
+    ([EXACT, EXACT, EXACT], 2.0, 2, "step"),  # of which one has no gradient
+    ([EXACT, replace(EXACT, stage=0)], 2.0, 2, "step"),
+    ([replace(EXACT, stage=2), replace(EXACT, group="node")], 2.0, 2, "step"),
+    ([replace(EXACT, offload=Offload(optimizer=1.0)), EXACT], 2.0, 2, "step"),
+    ([SCALED, SCALED], 2.0, 2, "step"),
+    ([SCALED, SCALED], torch.inf, 2, "optimizers"),
+]
+
+
+@pytest.mark.parametrize(("policies", "norm_type", "used", "way"), JOINED)
+@pytest.mark.parametrize("topology", [Topology(1, 3), Topology(2, 2)])
+def test_models_of_one_optimizer_are_clipped_as_one(
+    topology: Topology, policies: list[Policy], norm_type: float, used: int, way: str
+) -> None:
+    """By the norm of all their gradients, as in one process, in any call that clips, with the same bits on
+    all ranks; gradients of a loss that one model's scaler scaled are unscaled in all models.
+    """
+    results = on_threads(topology, _joined, policies, norm_type, used, way)
+    norms, state = _alone(len(policies), topology.world, norm_type, used)
+    for mine, trained in results:
+        assert mine == results[0][0]
+        assert mine == pytest.approx(norms, rel=1e-5)
+        assert close(trained, state, 1e-4)
+
+
+@each_rank(1, 2)
+def test_models_of_one_optimizer_skip_a_step_together(mesh: Mesh) -> None:
+    """An overflow in one skips the step in all, and their loss scales move as one from then on."""
+    policy = replace(EXACT, loss_scale=LossScale(initial=8.0, window=3))
+    first, second = (shard(model(), mesh=mesh, policy=policy) for _ in range(2))
+    apart = torch.optim.SGD(second.param_groups(), lr=0.1)
+    joined = torch.optim.SGD([*first.param_groups(), *second.param_groups()], lr=0.1)
+    second.scaler.scaled(second.model(batch(0, mesh.rank))).backward()
+    assert second.step(apart).done
+    apart.zero_grad()
+    scales = []
+    for step in range(5):
+        x = batch(step, mesh.rank)
+        for zero in (first, second):
+            spike = torch.inf if step == 1 and zero is second and mesh.rank == 1 else 1.0
+            zero.scaler.scaled(zero.model(x) * spike).backward()
+        before = [master.detach().clone() for master in (*first.masters, *second.masters)]
+        done = first.step(joined, max_norm=1.0).done
+        kept = starmap(torch.equal, zip(before, [*first.masters, *second.masters], strict=True))
+        assert done == (not all(kept)) == (step != 1)
+        joined.zero_grad()
+        assert first.scaler.scale == second.scaler.scale
+        scales.append(first.scaler.scale)
+    assert scales == [8.0, 4.0, 4.0, 4.0, 8.0]
+    assert first.scaler.skipped == second.scaler.skipped == 1
+
+
+def _joint(policies: tuple[Policy, Policy], mesh: Mesh) -> tuple[Zero, Zero, torch.optim.Optimizer]:
+    first, second = (shard(model(), mesh=mesh, policy=policy) for policy in policies)
+    return first, second, torch.optim.SGD([*first.param_groups(), *second.param_groups()], lr=0.1)
+
+
+@each_rank(1, 2)
+def test_models_that_cannot_step_as_one_are_refused(mesh: Mesh) -> None:
+    """Other loss scales, a loss that nobody scaled, gradients that nobody would clip: in one line, and no
+    weight has changed; without a loss scale a step that clips nothing needs nothing.
+    """
+    other = replace(EXACT, loss_scale=LossScale(initial=4.0))
+    for policies, scales in (
+        ((SCALED, other), "8 and 4"),
+        ((EXACT, SCALED), "1 and 8"),
+        ((SCALED, EXACT), "8 and 1"),
+    ):
+        first, second, optimizer = _joint(policies, mesh)
+        (first.model(batch(0, mesh.rank)) + second.model(batch(0, mesh.rank))).backward()
+        with pytest.raises(
+            ZeroError, match=f"models whose loss scales differ, {scales}: give them one loss_scale"
+        ):
+            first.step(optimizer)
+    first, second, optimizer = _joint((SCALED, SCALED), mesh)
+    first.scaler.scaled(first.model(batch(0, mesh.rank))).backward()
+    second.model(batch(0, mesh.rank)).backward()
+    with pytest.raises(ZeroError, match="1 backward passes whose loss was not scaled"):
+        first.step(optimizer)
+    first, second, optimizer = _joint((EXACT, EXACT), mesh)
+    apart = torch.optim.SGD(second.param_groups(), lr=0.1)
+    with pytest.raises(ZeroError, match="masters of other models alone: call it of the engine whose"):
+        first.step(apart, max_norm=1.0)
+    with pytest.raises(ZeroError, match=r"a Tied, whose tensors are not known: expected a torch\.optim"):
+        first.step(Tied(0))
+    plain = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [plain]})
+    (first.model(batch(0, mesh.rank)) * plain.sum()).backward()
+    before = [master.detach().clone() for master in first.masters]
+    with pytest.raises(
+        ZeroError, match="also hold 1 tensors of no sharded model, whose gradients would not be clipped"
+    ):
+        first.step(optimizer, max_norm=1.0)
+    assert all(starmap(torch.equal, zip(first.masters, before, strict=True)))
+    first.step(optimizer)
+    assert plain.mean() < 1
+
+
+@each_rank(1, 2)
+def test_clipping_one_of_two_models_leaves_the_other(mesh: Mesh) -> None:
+    """Without optimizers clip_grad_norm_() is of its own model, as torch's of the parameters given."""
+    first, second, _ = _joint((EXACT, EXACT), mesh)
+    (first.model(batch(0, mesh.rank)) + second.model(batch(0, mesh.rank))).backward()
+    norm = second.grad_norm()
+    assert first.clip_grad_norm_(0.01) == norm
+    assert first.grad_norm().item() == pytest.approx(0.01, rel=1e-3)
+    assert second.grad_norm() == norm
