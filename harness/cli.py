@@ -196,7 +196,8 @@ def run(
     place = _place(suite)
     folder = results / suite.name
     records = feasibility.check_folder(folder)
-    feasibility.check_inputs(folder, trials)
+    known = suite.all_repeats(max(sweeps, *(1 + record.sweep for record in records))) if records else {}
+    feasibility.check_inputs(folder, [*known.values()])
     check_feasible(file, forecast(suite.trials if only is None else trials, this_host()))
     user_codecs = check.check_laws(trials)
 
@@ -211,7 +212,6 @@ def run(
     say(f"{counts} ({suite.repeats}) into {folder}. Stated time{by_sweep}: {suite.time}.")
     say("" if only is None else f"Of them {only} alone.")
     say(f"The declared laws of {', '.join(user_codecs)} hold." if user_codecs else "")
-    known = suite.all_repeats(max(sweeps, *(1 + record.sweep for record in records))) if records else {}
     if others := len({record.id for record in records} - known.keys()):
         foreign = f"{counted(others, 'record')} that this suite does not ask for"
         say(f"This folder also holds {foreign}; the report draws them too.")

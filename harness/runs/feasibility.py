@@ -246,7 +246,7 @@ def check_writable(folder: Path, name: str) -> None:
 
 
 def check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
-    """Refuse to skip trials whose corpus or model has changed since their records were made."""
+    """Refuse to add to results whose corpus, or own objects, have changed since they were made."""
     for trial in trials:
         path = path_of(folder, trial.id)
         record = read(path) if path.exists() else None
@@ -255,11 +255,17 @@ def check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
         before, now = record.inputs, digests(trial)
         for name in sorted(name for name in before | now if before.get(name) != now.get(name)):
             old, new = before.get(name, "none")[:12], now.get(name, "none")[:12]
-            source = trial.corpus if name == "corpus" else own_objects(trial).get(name, name)
             raise Refusal(
-                f"{path}: was made of another {name.partition(' ')[0]} {source!r} (SHA-256 {old}, now "
-                f"{new}), and results of both are not put together; {_advice(folder)}"
+                f"{path}: was made of another {input_text(trial, name)} (SHA-256 {old}, now {new}), and "
+                f"results of both are not put together; {_advice(folder)}"
             )
+
+
+def input_text(trial: Trial, name: str) -> str:
+    """An input by its name in a record, for a sentence: ``model 'mine:Net'``, ``module 'helper'``."""
+    kind, _, rest = name.partition(" ")
+    source = trial.corpus if name == "corpus" else own_objects(trial).get(name, rest or name)
+    return f"{kind} {source!r}"
 
 
 def _advice(path: Path) -> str:
