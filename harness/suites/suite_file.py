@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from harness.errors import suggestion
 from harness.suites import folder
-from harness.suites.expand_suite import expand, expected_text, value_text
+from harness.suites.expand_suite import expand, expected_text
+from harness.suites.labels import value_text
 from harness.suites.suite import Suite, SuiteError, SuiteTables
 
 MOST_BYTES: Final = 1 << 20  # of its file
