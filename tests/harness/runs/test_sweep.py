@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -231,6 +232,10 @@ def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> Non
         assert "\n" not in failure.message
     for failure in (failures[0], failures[2], failures[3]):
         assert (tmp_path / failure.log).read_text().startswith("== rank 0")
+    wrong = read(tmp_path / f"{trials[4].id}.json")  # it diverged: its losses until then are kept
+    assert wrong.failure.losses
+    assert all(map(math.isfinite, wrong.failure.losses))
+    assert not wrong.measured
     # Refused and killed trials may pass and run again; the others have failed for good.
     assert sweep(trials, tmp_path)[0] == SweepOutcome(failed=5, skipped=3)
 
