@@ -30,9 +30,9 @@ from harness import plan_rows, terminal, terminal_table
 from harness.bench import command as bench
 from harness.cluster import node_supervisors
 from harness.cluster.control_channel import Place
-from harness.cluster.interrupts import INTERRUPTED
+from harness.cluster.interrupts import INTERRUPTED, REFUSED
 from harness.cluster.rank_processes import LaunchError, end_if_in_group
-from harness.errors import LinkError, Refusal, one_line
+from harness.errors import LinkError, Refusal, check_installed, not_imported, one_line
 from harness.expected_time import estimate
 from harness.lab import command as lab
 from harness.laws import command as check
@@ -57,7 +57,6 @@ from report.command import RESULTS, ResultsFolder
 
 OK: Final = 0
 SOME_FAILED: Final = 1
-REFUSED: Final = 2
 _FOLLOW_SECONDS: Final = 1.0
 
 app = typer.Typer(
@@ -196,7 +195,8 @@ def run(
     place = _place(suite)
     folder = results / suite.name
     records = feasibility.check_folder(folder)
-    feasibility.check_inputs(folder, trials)
+    known = suite.all_repeats(max(sweeps, *(1 + record.sweep for record in records))) if records else {}
+    feasibility.check_inputs(folder, [*known.values()])
     check_feasible(file, forecast(suite.trials if only is None else trials, this_host()))
     user_codecs = check.check_laws(trials)
 
@@ -211,7 +211,6 @@ def run(
     say(f"{counts} ({suite.repeats}) into {folder}. Stated time{by_sweep}: {suite.time}.")
     say("" if only is None else f"Of them {only} alone.")
     say(f"The declared laws of {', '.join(user_codecs)} hold." if user_codecs else "")
-    known = suite.all_repeats(max(sweeps, *(1 + record.sweep for record in records))) if records else {}
     if others := len({record.id for record in records} - known.keys()):
         foreign = f"{counted(others, 'record')} that this suite does not ask for"
         say(f"This folder also holds {foreign}; the report draws them too.")
@@ -472,6 +471,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is not None:
         return _main(arguments)
+    _make_printable()
     interrupts.end_at_once()
     try:
         status = _main(arguments)
@@ -486,6 +486,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str] | None) -> int:
     try:
+        check_installed()
         arguments = sys.argv[1:] if arguments is None else arguments
         status = app(list(arguments), prog_name="zeropp", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
@@ -496,6 +497,10 @@ def _main(arguments: Sequence[str] | None) -> int:
         line = str(error).splitlines()[0]
         status = REFUSED if error.kind == "refused" else SOME_FAILED
         return _complain(f"{line}; log {error.log}" if error.log else line, status)
+    except ImportError as error:
+        if (missing := not_imported(error)) is None:
+            raise
+        return _complain(missing, REFUSED)
     except OSError as error:
         return _complain(f"{error.filename or 'cannot go on'}: {error.strerror or error}", REFUSED)
     except Exception as error:
@@ -506,6 +511,16 @@ def _main(arguments: Sequence[str] | None) -> int:
     if status == INTERRUPTED:  # by typer, after Ctrl-C
         return _complain("interrupted", INTERRUPTED)
     return status if isinstance(status, int) else OK
+
+
+def _make_printable() -> None:
+    """Let standard output and error take any character, and be there; what was closed is nowhere."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  # until it ends
+        else:
+            stream.reconfigure(errors="replace")
 
 
 def _complain(message: str, status: int) -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import re
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
 
 _LONGEST_WORD: Final = 300  # characters of a message's word that are printed: enough for a path
@@ -20,6 +23,38 @@ class LinkError(Exception):
 
 class CorpusError(ValueError):
     """A corpus cannot be read or is too small; the message names it and the numbers."""
+
+
+_OURS: Final = ("impl", "harness", "report")
+# What commands import; without the others a machine lacks a link or facts about GPUs, which is said there.
+_NEEDED: Final = (
+    "filelock", "hypothesis", "jinja2", "matplotlib", "numpy", "pandas", "psutil", "pydantic", "rich",
+    "safetensors", "scipy", "seaborn", "torch", "typer",
+)  # fmt: skip
+
+
+def check_installed() -> None:
+    """Refuse to begin without a package that some command imports later."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Refusal(_install(f"{', '.join(missing)} {'are' if missing[1:] else 'is'} not installed"))
+
+
+def not_imported(error: ImportError) -> str | None:
+    """The line that says which package cannot be imported, and how to install it; None for a part of ours."""
+    if (name := (error.name or "").partition(".")[0]) in _OURS:
+        return None
+    missing = isinstance(error, ModuleNotFoundError)
+    return _install(
+        f"{name} is not installed" if missing else f"cannot import {name or 'a package'} ({error})"
+    )
+
+
+def _install(what: str) -> str:
+    folder = Path(__file__).resolve().parents[1]
+    return (
+        f"{what} for {sys.executable}: cd {folder} && {sys.executable} -m pip install -c constraints.txt -e ."
+    )
 
 
 def one_line(message: object) -> str:

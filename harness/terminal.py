@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from harness import terminal_table
+from harness.cluster.link import PACED
 from harness.errors import one_line
 from harness.plan_rows import record_rows, rows
 from harness.records.confidence_intervals import FEWEST
@@ -119,6 +120,10 @@ def plan(suite: Suite, forecasts: Sequence[Forecast], out: Console, machine: Mac
         stopped = [forecast for forecast in shown if reason in forecast.reasons]
         kind = "cannot run here" if stopped[0].problems else _outcome(stopped[0])
         say(f"{number}: {kind} ({len(stopped)} of {len(shown)} combinations): {one_line(reason)}")
+    for why in dict.fromkeys(
+        forecast.paced for forecast in shown if forecast.paced and not forecast.problems
+    ):
+        say(PACED.format(f"no namespaces ({one_line(why)})"))
     say(_too_short(forecasts))
 
 
@@ -166,11 +171,18 @@ def records(measured: Sequence[Record], out: Console, folder: Path) -> None:
             out.print(escape(f"{record.id} {outcome(record, folder)}"), soft_wrap=True)
 
 
+_ENDS: Final = 6  # losses shown of a curve's beginning, and of its end
 # Lists and tables of a record, which --json has.
 _NOT_PRINTED: Final = {
     "trial", "ran", "units", "findings", "ranks", "interfaces", "validations", "quantisation", "predicted",
     "communication_errors", "first_gradients", "decoded_sha256", "machine_use", "earlier",
 }  # fmt: skip
+
+
+def losses_text(losses: Sequence[float]) -> str:
+    """The losses of a trial's steps on a line: the first and the last ones."""
+    texts = [f"{loss:.4f}" for loss in losses]
+    return ", ".join(texts if len(texts) <= 2 * _ENDS else [*texts[:_ENDS], "...", *texts[-_ENDS:]])
 
 
 def single_record(record: Record, out: Console, folder: Path) -> None:
@@ -189,6 +201,7 @@ def single_record(record: Record, out: Console, folder: Path) -> None:
         "padding of its units": f"{record.padding:.1%} of them" if record.units else None,
         **{column.heading: column.cells[0] for column in filled([row], _MEASURED)},
         **{f"memory, {part.replace('_', ' ')}": gib(size) for part, size in sizes.items() if size},
+        "failure.losses": losses_text([] if record.failure is None else record.failure.losses),
         "validations": ", ".join(f"{v.loss:.4f} after {v.step} steps" for v in validations),
         "ledger equals prediction": None if record.predicted is None else record.predicted.equal,
         "outcome": outcome(record),

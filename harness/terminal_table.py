@@ -28,10 +28,10 @@ _WIDEST: Final = 40  # characters of a text's cell before it is folded
 
 def console(*, stderr: bool = False) -> Console:
     """A console that does not cut tables when it is piped, unless COLUMNS limits their width."""
-    plain = Console(stderr=stderr, highlight=False)
-    if plain.is_terminal or os.environ.get("COLUMNS", "").isdecimal():
+    plain, columns = Console(stderr=stderr, highlight=False), os.environ.get("COLUMNS", "")
+    if plain.width > 0 and (plain.is_terminal or columns.isdecimal()):
         return plain
-    return Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
+    return Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)  # some set COLUMNS to 0: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,11 +127,16 @@ class Channel:
         except (OSError, RuntimeError) as error:
             verb = "serve" if serve else "reach"
             raise Refusal(
-                f"node {place.node} of {place.nodes} cannot {verb} {place.host}:{place.port}, where the "
+                f"node {place.node} of {place.nodes} cannot {verb} {_with_port(place)}, where the "
                 f"nodes meet: {_line(error)}"
             ) from error
         store.set_timeout(_ANSWER)
         return dist.PrefixStore(f"zeropp/{place.job}", store)  # type: ignore[attr-defined]
+
+
+def _with_port(place: Place) -> str:
+    """``host:port``, and an IPv6 address in brackets."""
+    return f"[{place.host}]:{place.port}" if ":" in place.host else f"{place.host}:{place.port}"
 
 
 def _line(error: BaseException) -> str:

@@ -2,7 +2,8 @@
 
 A ``KeyboardInterrupt`` that is raised while torch is imported may meet code that lets no exception pass: then
 it is lost, or the process aborts.  So the signal itself ends the command line, with one line and status 130,
-until it starts processes, joins nodes or writes files.  Imported before anything that takes time.  No torch.
+until it starts processes, joins nodes or writes files.  A package that is not installed ends it too, with
+status 2.  Imported before anything that takes time.  No torch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import sys
 from types import FrameType, TracebackType
 from typing import Final
 
+from harness.errors import not_imported, one_line
+
 INTERRUPTED: Final = 130
+REFUSED: Final = 2
 
 _excepthook = sys.excepthook
 
@@ -45,6 +49,10 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         cause = cause.__cause__ or cause.__context__
     if cause is not None:
         _leave()
+    if isinstance(error, ImportError) and (line := not_imported(error)) is not None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"zeropp: {one_line(line)}\n".encode("ascii", "backslashreplace"))
+        os._exit(REFUSED)
     _excepthook(kind, error, trace)
 
 

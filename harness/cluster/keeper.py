@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from harness.errors import LinkError
+from harness.errors import LinkError, not_imported
 
 ANSWER_SECONDS: Final = 120.0  # it imports its libraries first; one that dies is noticed at once
 _ROOT: Final = Path(__file__).resolve().parents[2]  # where harness is importable from
@@ -76,5 +76,6 @@ def report_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # netlink raises many
-        send_answer({"error": str(error)})
+        missing = not_imported(error) if isinstance(error, ImportError) else None
+        send_answer({"error": missing or str(error)})
         raise

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 REPETITIONS: Final = 5  # of a calibration
 PROBES: Final = 2  # of a probe after a trial
 REACHED: Final = (0.9, 1.05)  # shares of its rate between which an interface is called shaped
+PACED: Final = "The link is paced, so seconds are modelled, and peers cannot run at a rate: {}"
 _ADVICE: Final = (
     "run as root with CAP_SYS_ADMIN, allow unprivileged user namespaces (user.max_user_namespaces, "
     "kernel.apparmor_restrict_unprivileged_userns), or use link = 'paced'"
@@ -159,7 +160,8 @@ def _open_namespaces(cluster: Cluster, run_id: str) -> Link:
     try:
         keeper = Keeper(netns_shaper.__name__, json.dumps([f"zp{run_id}", rates, latency, inner]))
     except LinkError as error:
-        raise LinkError(f"no network namespaces here: {error}; {_ADVICE}") from None
+        advice = "" if "is not installed" in str(error) else f"; {_ADVICE}"
+        raise LinkError(f"no network namespaces here: {error}{advice}") from None
     control = keeper.answer["control"]
     ports = tuple(Port(name, ip, holder, control=control) for name, ip, holder in keeper.answer["ports"])
     details = {

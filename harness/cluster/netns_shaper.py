@@ -20,11 +20,11 @@ import select
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
+from harness.cluster import socket_folder
 from harness.cluster.keeper import report_errors, send_answer
 from harness.errors import LinkError
 from harness.records.packet_sizes import HEADER_BYTES
@@ -263,10 +263,10 @@ def _keep(prefix: str, rates: Sequence[float | None], latency_ms: float, inner_m
     for queue in queues:
         _set(queue)
     with (
-        tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as folder,
+        socket_folder.new() as folder,
         socket.socket(socket.AF_UNIX) as listening,
     ):
-        listening.bind(control := str(Path(folder, "link")))
+        listening.bind(control := str(folder / "link"))
         listening.listen()
         node_ports = list(zip(names, map(_address, nodes), holders, strict=True))
         send_answer({"mode": mode, "ports": node_ports, "control": control if any(shapes) else ""})

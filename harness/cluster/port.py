@@ -45,7 +45,7 @@ def port_towards(host: str) -> Port:
         return Port(chosen, entry.address)
     address = address_towards(host)
     for name, entries in interfaces.items():
-        if any(entry.address.partition("%")[0] == address for entry in entries):
+        if any(entry.address.partition("%")[0] == address.partition("%")[0] for entry in entries):
             return Port(name, address)
     raise Refusal(f"no interface of this host has the address {address}; set GLOO_SOCKET_IFNAME")
 

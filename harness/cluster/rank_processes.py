@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 from unittest import mock
 
-from harness.cluster import netns_shaper
+from harness.cluster import netns_shaper, socket_folder
 from harness.cluster.control_channel import Place
 from harness.cluster.nccl_environment import nccl_variables
 from harness.cluster.pacer import Pacer
@@ -220,6 +220,7 @@ def end_if_in_group(status: int) -> None:
 
 def start_server() -> None:
     """Start the fork server ahead of the first trial; does nothing if it runs already."""
+    socket_folder.give_to_multiprocessing()
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
     # A Ctrl-C is for the sweep: the server would answer with a traceback while it imports torch.
     resource_tracker.ensure_running()  # which unblocks it again

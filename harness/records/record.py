@@ -261,13 +261,18 @@ PASSING: Final = ("interrupted", "refused", "link", "killed", "disk", "lost")  #
 
 
 class Failure(_Part):
-    """Why a trial has no result; ``by`` is the peer's library that cannot run it."""
+    """Why a trial has no result; ``by`` is the peer's library that cannot run it.
+
+    ``losses`` are those of a trial that ran and was refused: the mean over ranks of each step, warm-ups
+    included, before the first one that is not finite.
+    """
 
     kind: str
     message: str
     log: str | None
     by: str | None = None
     tail: list[str] = []
+    losses: list[float] = []
 
 
 class Failed(_Part):

@@ -68,6 +68,7 @@ class Forecast:
     secondary: tuple[int, int] | None = None  # bytes of hpZ's copy on one rank, as frames and in 16 bits
     findings: tuple[Finding, ...] = ()  # how each key of a DeepSpeed configuration is handled
     step: Step | None = None  # the work of a step; None for peers and generation
+    paced: str | None = None  # why its link is not shaped by the kernel, as ``auto`` would have it
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -125,7 +126,7 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
         problems.append(str(model))
     elif trial.activation_checkpointing:
         problems.append(_refusal(partial(check_blocks, model)))
-    prediction = Forecast(trial, problems=tuple(filter(None, problems)))
+    prediction = Forecast(trial, problems=tuple(filter(None, problems)), paced=_why_paced(trial, host))
     if trial.strategy == RECIPE:
         prediction.findings = trial.recipe().findings
     if isinstance(model, Refusal):
@@ -246,7 +247,7 @@ def check_writable(folder: Path, name: str) -> None:
 
 
 def check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
-    """Refuse to skip trials whose corpus or model has changed since their records were made."""
+    """Refuse to add to results whose corpus, or own objects, have changed since they were made."""
     for trial in trials:
         path = path_of(folder, trial.id)
         record = read(path) if path.exists() else None
@@ -255,11 +256,17 @@ def check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
         before, now = record.inputs, digests(trial)
         for name in sorted(name for name in before | now if before.get(name) != now.get(name)):
             old, new = before.get(name, "none")[:12], now.get(name, "none")[:12]
-            source = trial.corpus if name == "corpus" else own_objects(trial).get(name, name)
             raise Refusal(
-                f"{path}: was made of another {name.partition(' ')[0]} {source!r} (SHA-256 {old}, now "
-                f"{new}), and results of both are not put together; {_advice(folder)}"
+                f"{path}: was made of another {input_text(trial, name)} (SHA-256 {old}, now {new}), and "
+                f"results of both are not put together; {_advice(folder)}"
             )
+
+
+def input_text(trial: Trial, name: str) -> str:
+    """An input by its name in a record, for a sentence: ``model 'mine:Net'``, ``module 'helper'``."""
+    kind, _, rest = name.partition(" ")
+    source = trial.corpus if name == "corpus" else own_objects(trial).get(name, rest or name)
+    return f"{kind} {source!r}"
 
 
 def _advice(path: Path) -> str:
@@ -329,6 +336,13 @@ def _rank_problems(trial: Trial, host: Host) -> Iterator[str]:
         )
 
 
+def _why_paced(trial: Trial, host: Host) -> str | None:
+    """Why link ``auto`` becomes ``paced`` here, which holds our messages back in the process; else None."""
+    cluster = trial.cluster
+    shaped = cluster.link == "auto" and cluster.launcher == "local" and cluster.nodes > 1
+    return host.namespaces() if shaped and cluster.rate is not None else None
+
+
 def _link_problems(trial: Trial, host: Host) -> Iterator[str]:
     """Why this machine cannot join the nodes by the link, or the link cannot limit a peer's rate."""
     cluster, link, nodes, rate = trial.cluster, trial.cluster.link, trial.cluster.nodes, trial.cluster.rate
@@ -345,6 +359,15 @@ def _link_problems(trial: Trial, host: Host) -> Iterator[str]:
         )
     if nodes > 1 and link == "namespaces" and (why := host.namespaces()):
         yield f"cluster.link = 'namespaces': {why}"
+    needed = {
+        "cluster.slow": cluster.slow < 1,
+        "cluster.inner_rate": cluster.inner_rate is not None,
+        "cluster.latency without a rate": bool(cluster.latency) and rate is None,
+    }
+    local = nodes > 1 and cluster.launcher == "local"
+    for name in (name for name, asked in needed.items() if asked and local and link == "auto"):
+        if why := host.namespaces():
+            yield f"{name} needs network namespaces: {why}"
     if nodes > 1 and rate is not None and trial.strategy in PEERS and trial.strategy != "single":
         why = host.namespaces() if link in ("auto", "namespaces") else None
         why = "link 'paced' shapes our own wire only" if link == "paced" else why

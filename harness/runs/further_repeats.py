@@ -10,11 +10,12 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from harness.records.confidence_intervals import FEWEST, paired_ratio_interval
 from harness.records.record import Record, path_of, read, slowest_seconds
-from harness.suites.repeat_order import BASELINE, BEYOND, comparable_groups, contender_of, interleave
+from harness.suites.repeat_order import BEYOND, comparable_groups, contender_of, interleave, is_baseline
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 
@@ -35,10 +36,11 @@ def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None])
         yield Batch(sweep, suite.sweep(sweep))
         if (within := suite.repeats.within) is None:
             continue
-        first, cells = sweep * suite.repeats.most, comparable_groups(suite.combinations, "repeat", "seed")
+        first, fields = sweep * suite.repeats.most, ("repeat", "seed", *suite.compared_also)
+        cells = comparable_groups(suite.combinations, *fields)
         for repeat in range(first + suite.repeats.least, first + suite.repeats.most):
             done = range(first, repeat)
-            cells = [wide for cell in cells if (wide := _wide_trials(cell, within, done, seconds))]
+            cells = [wide for cell in cells if (wide := _wide_trials(suite, cell, within, done, seconds))]
             if not cells:
                 break
             yield Batch(sweep, tuple(interleave([trial for cell in cells for trial in cell], repeat)))
@@ -59,25 +61,30 @@ def seconds_of(record: Record | None) -> float | None:
 
 
 def _wide_trials(
-    cell: Sequence[Trial], within: float, done: range, seconds: Callable[[Trial], float | None]
+    suite: Suite,
+    cell: Sequence[Trial],
+    within: float,
+    done: range,
+    seconds: Callable[[Trial], float | None],
 ) -> list[Trial]:
     """The trials of a cell if any interval is too wide, so that each repeat has the baseline beside it (of
     several the one with fewest changes of its policy); else none.  A contender that failed is left out.
     """
+    of_contender = partial(contender_of, also=suite.compared_also)
     times: dict[str, _Seconds] = defaultdict(dict)  # by contender
     failed: set[str] = set()
     for trial in cell:
         for repeat in done:
             if (time := seconds(trial.model_copy(update={"repeat": repeat}))) is None:
-                failed.add(contender_of(trial))
+                failed.add(of_contender(trial))
             else:
-                times[contender_of(trial)][trial.seed, repeat] = time
-    baselines = [trial for trial in cell if trial.strategy == BASELINE]
-    base = contender_of(min(baselines, key=lambda trial: len(trial.changes)))
+                times[of_contender(trial)][trial.seed, repeat] = time
+    baselines = [trial for trial in cell if is_baseline(trial, suite.roles)]
+    base = of_contender(min(baselines, key=lambda trial: len(trial.changes)))
     others = sorted(times.keys() - failed - {base})
     if base in failed or all(narrow(_half_widths(times[base], times[name], done), within) for name in others):
         return []
-    return [trial for trial in cell if contender_of(trial) not in failed]
+    return [trial for trial in cell if of_contender(trial) not in failed]
 
 
 def narrow(halves: Sequence[float], within: float) -> bool:

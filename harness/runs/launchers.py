@@ -15,8 +15,10 @@ from harness.cluster.node_supervisors import Nodes, lead
 from harness.cluster.port import address_towards
 from harness.errors import Refusal
 from harness.measure import run_environment
+from harness.suites.labels import counted
 from harness.suites.trial import Cluster, Trial
 
+_LAST_STEP: Final = 0xFFFFFFF0  # larger numbers are an allocation's own shell, script or container
 _SLURM_PORTS: Final = range(20_000, 32_000)  # below those that kernels give to clients
 
 
@@ -47,14 +49,38 @@ def place(trials: Sequence[Trial]) -> Place | None:
             "--no-python zeropp run ..."
         )
     if started.nodes < largest.nodes:
-        raise Refusal(f"cluster.nodes is {largest.nodes}, the launcher started {started.nodes} nodes")
+        advice = f"; run it in the job's own shell, or by srun --overlap --nodes={largest.nodes} "
+        advice = f"{advice}--ntasks-per-node=1 zeropp ..." if largest.launcher == "slurm" else ""
+        count = f"the launcher started {counted(started.nodes, 'node')}"
+        raise Refusal(f"cluster.nodes is {largest.nodes}, {count}{advice}")
     return started
 
 
 def slurm_cluster(trials: Sequence[Trial]) -> Cluster | None:
-    """The largest cluster of trials that Slurm launches, outside of its job steps; else None."""
-    outside = "SLURM_STEP_NODELIST" not in os.environ
-    return next((c for c in clusters(trials) if c.launcher == "slurm" and outside), None)
+    """The largest cluster of trials that Slurm launches, outside of its job steps; else None.
+
+    A Refusal inside of a job that has fewer nodes.
+    """
+    largest = next((cluster for cluster in clusters(trials) if cluster.launcher == "slurm"), None)
+    if largest is None or in_step():
+        return None
+    has = os.environ.get("SLURM_JOB_NUM_NODES", "")
+    if "SLURM_JOB_ID" in os.environ and has.isdecimal() and int(has) < largest.nodes:
+        raise Refusal(
+            f"cluster.nodes is {largest.nodes}, this Slurm job has {has} nodes: allocate {largest.nodes} "
+            f"(salloc --nodes={largest.nodes}), or set cluster.nodes"
+        )
+    return largest
+
+
+def in_step(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is in a job step that ``srun`` started, with processes on its nodes.
+
+    The shell that ``salloc`` starts on the first node (an interactive step) is none, nor is the script of a
+    batch job: from there the job's step has to be started yet.
+    """
+    step = environment.get("SLURM_STEP_ID", "")
+    return "SLURM_STEP_NODELIST" in environment and step.isdecimal() and int(step) <= _LAST_STEP
 
 
 @contextlib.contextmanager
@@ -90,7 +116,7 @@ def place_under_torchrun(environment: Mapping[str, str] = os.environ) -> Place |
 
 def place_in_slurm(environment: Mapping[str, str] = os.environ) -> Place | None:
     """This process's place by the variables of a Slurm job step; None outside."""
-    if "SLURM_STEP_ID" not in environment or "SLURM_STEP_NODELIST" not in environment:
+    if not in_step(environment):
         return None
     node, nodes = _number(environment, "SLURM_NODEID"), _number(environment, "SLURM_STEP_NUM_NODES")
     local = _number(environment, "SLURM_LOCALID")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from harness.measure import communication_error
 from harness.measure.gradient_bounds import GradientError
 from harness.records import record_checks
-from harness.records.record import GradientCheck, Predicted, Record, Validation
+from harness.records.record import GradientCheck, Predicted, Record, Step, Validation
 from harness.runs.rank_trial import Outcome
 from harness.runs.reference_checks import TOLERANCE, TrialError, same_loss
 from harness.suites.trial import Trial
@@ -47,8 +48,20 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
         }
     )
     if (error := next(_errors(outcomes, record), None)) is not None:
-        raise TrialError(error)
+        losses = _until_infinite([_mean_loss(steps) for steps in zip(*(r.steps for r in ranks), strict=True)])
+        known = len(_until_infinite([validation.loss for validation in record.validations]))
+        raise TrialError(error, losses, record.validations[:known])
     return record
+
+
+def _mean_loss(steps: Sequence[Step]) -> float:
+    """The mean of all ranks' losses in one step."""
+    return math.fsum(step.loss for step in steps) / len(steps)
+
+
+def _until_infinite(losses: Sequence[float]) -> list[float]:
+    """The losses before the first one that is no finite number."""
+    return [*itertools.takewhile(math.isfinite, losses)]
 
 
 def _mean(shares: Sequence[Validation]) -> Validation:

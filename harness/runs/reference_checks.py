@@ -41,7 +41,7 @@ from harness.measure.unsharded_loss import (
     evaluating,
     mean_loss,
 )
-from harness.records.record import QuantisationError
+from harness.records.record import QuantisationError, Validation
 from harness.strategies.strategy import Strategy
 from harness.strategies.training_loop import run_passes
 from harness.suites.peers import PEERS, family_of
@@ -62,7 +62,16 @@ same_loss: Final = partial(math.isclose, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 class TrialError(RuntimeError):
-    """A trial ran, but a check of its results failed; the message names the numbers."""
+    """A trial ran, but a check of its results failed; the message names the numbers.
+
+    ``losses``, by step, and ``validations`` are those of the trial before the first that is not finite.
+    """
+
+    def __init__(
+        self, message: str, losses: Sequence[float] = (), validations: Sequence[Validation] = ()
+    ) -> None:
+        super().__init__(message)
+        self.losses, self.validations = list(losses), list(validations)
 
 
 @dataclass(frozen=True, slots=True)

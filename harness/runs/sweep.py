@@ -23,7 +23,7 @@ from harness.measure import machine, run_environment
 from harness.records import chained_journal, run_record
 from harness.records.record import Failed, Foreseen, Record, RecordError, path_of, read, write
 from harness.records.run_record import SuiteText
-from harness.runs.feasibility import any_host, failure_after, forecast
+from harness.runs.feasibility import any_host, failure_after, forecast, input_text
 from harness.runs.further_repeats import Batch
 from harness.runs.predict import predict
 from harness.runs.progress import Display
@@ -230,7 +230,9 @@ class _Sweep:
         blank = self._blanks[trial.id].model_copy(update={"started": now, "finished": now})
         if blank.failure is not None:
             return blank
+        self._check_sources(trial, blank.inputs)
         record = self.runner.run(trial, blank, self.display.progress)
+        self._check_sources(trial, blank.inputs)
         record = record.model_copy(update={"finished": _now()})
         if record.failure is None:
             return record.model_copy(update={"failure": failure_after(trial, record)})
@@ -238,6 +240,17 @@ class _Sweep:
             chained_journal.append(self.results, record)
             raise KeyboardInterrupt
         return record
+
+    def _check_sources(self, trial: Trial, before: dict[str, str]) -> None:
+        """Refuse to go on after an edit of an own object: ranks import what the record does not say."""
+        now = digests(trial)
+        for name in sorted(name for name in before | now if before.get(name) != now.get(name)):
+            if name != "corpus" and not name.startswith("file "):  # a model may write what its source names
+                edited = f"{input_text(trial, name)} was edited during this run"
+                raise Refusal(
+                    f"{self.results}: {edited}, so trial {trial.id} is not recorded and the run ends; undo "
+                    "the edit and run again, or choose another folder with --results"
+                )
 
 
 def _now() -> str:

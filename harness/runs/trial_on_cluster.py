@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Self
 
-from harness.cluster.link import REPETITIONS, Link, measure_link, open_link, slowest_rates
+from harness.cluster.link import PACED, REPETITIONS, Link, measure_link, open_link, slowest_rates
 from harness.cluster.nccl_environment import choose_hcas, nccl_in_words
 from harness.cluster.node_supervisors import Nodes, Work
 from harness.cluster.rank import Progress, Report
@@ -89,6 +89,9 @@ class TrialRunner:
         except (TrialError, LaunchError, *REFUSALS) as error:
             kind = "wrong" if isinstance(error, TrialError) else kind_of(error)
             failure = Failure(kind=kind, message=" ".join(str(error).split()), log=None)
+            if isinstance(error, TrialError):
+                failure = failure.model_copy(update={"losses": error.losses})
+                blank = blank.model_copy(update={"validations": error.validations})
             if isinstance(error, LaunchError) and error.log is not None:
                 tail = error.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
                 log = str(error.log.relative_to(self.results))
@@ -102,6 +105,8 @@ class TrialRunner:
         if (link := self._links.get(key)) is None:
             on_progress(Progress("link"))
             link = self._open(cluster)
+            if link.kind == "paced" and cluster.link == "auto":
+                on_progress(Progress("link", text=PACED.format(link.why)))
             try:
                 self._calibrate(link, trial)
             except BaseException:  # the next trial that needs it opens it anew

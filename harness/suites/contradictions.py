@@ -29,6 +29,10 @@ def check(trial: Trial) -> None:
     """Refuse fields that are impossible together, by a ValueError that names them."""
     if (tokens := trial.tokens_per_rank) % trial.sequence:
         raise ValueError(f"tokens_per_rank = {tokens}: expected a multiple of sequence = {trial.sequence}")
+    total = trial.warmup + trial.steps
+    if (trial.validate_every or 0) > total:
+        every = f"validate_every = {trial.validate_every}"
+        raise ValueError(f"{every}: the trial has {total} steps in all; 0 validates after the last alone")
     trial.schedule()  # refuses a warm-up that is too long
     for rules in (_configured, _cluster, _workload, _control):
         if (why := next(rules(trial), None)) is not None:

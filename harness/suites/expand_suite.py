@@ -15,17 +15,35 @@ import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from harness.errors import suggestion
 from harness.suites.contradictions import check
-from harness.suites.labels import flatten, look_up
+from harness.suites.ineffective import (
+    Point,
+    Setting,
+    check_answer,
+    check_members,
+    check_overrides,
+    check_settings,
+    check_tables,
+)  # fmt: skip
+from harness.suites.labels import as_written, flatten, look_up, value_text
 from harness.suites.peers import PEERS
 from harness.suites.policy_scope import unfitting_changes
-from harness.suites.repeat_order import BASELINE, Repeats, comparable_groups, setting_of
+from harness.suites.repeat_order import (
+    BASELINE,
+    CONTENDER,
+    TRAINING,
+    Repeats,
+    comparable_groups,
+    compared_also,
+    is_baseline,
+    setting_of,
+)  # fmt: skip
 from harness.suites.suite import Suite, SuiteError, SuiteKeys, SuiteTables
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial, configuration_text, following_model
 from impl.codecs.codec import CodecError
@@ -34,19 +52,10 @@ MOST_TRIALS: Final = 2000  # of one suite; more is a mistake, not a question
 _CONFIGURATION: Final = "deepspeed_config"
 
 
-class _Setting(NamedTuple):
-    """A value, and the table of the suite file that sets it (for error messages)."""
-
-    value: Any
-    table: str
-
-
-_Point = dict[str, _Setting]  # by dotted path
-
-
 def expand(file: SuiteTables) -> Suite:
     """Expand, exclude, override, validate, align and order."""
     axes = _axes(file)
+    check_tables(file, axes)
     total = math.prod(len(axis) for axis in axes) * file.repeats.most
     if total > MOST_TRIALS:
         raise SuiteError(f"{total} trials; at most {MOST_TRIALS} are allowed in one suite")
@@ -61,10 +70,12 @@ def expand(file: SuiteTables) -> Suite:
         points = [point | settings if hit else point for point, hit in zip(points, hits, strict=True)]
     if not points:
         raise SuiteError("[[exclude]] leaves no trial")
+    check_overrides(file, axes, points)
     paths = dict.fromkeys(path for axis in axes for values in axis for path in values)
     texts = [
         ", ".join(f"{p} = {value_text(point[p].value)}" for p in paths if p in point) for point in points
     ]
+    said = points
     points, left_out = _fitting(points, file)
     trials = [_trial(point) for point in points]
     for point, trial, text in zip(points, trials, texts, strict=True):
@@ -75,16 +86,20 @@ def expand(file: SuiteTables) -> Suite:
                 f"{table} " for path, (_, table) in point.items() if str(error).startswith(f"{path} = ")
             ]
             raise SuiteError(f"{f'with {text}: ' if text else ''}{''.join(tables[:1])}{error}") from None
+    check_settings(said, points, trials)
     trials = _aligned(trials)
-    unique = _different(trials)
-    _check_baselines(file.repeats, unique)
-    run = {id(trial) for trial in unique}
+    runs = _runs(trials)
+    unique = list({trial.id: trial for trial in runs}.values())
+    check_answer(file, unique)
+    roles, also = _roles(file, points, runs)
+    _check_baselines(file.repeats, unique, roles, also)
     return Suite.model_construct(
         **{name: getattr(file, name) for name in SuiteKeys.model_fields},
         combinations=tuple(unique),
-        merged=tuple(text for trial, text in zip(trials, texts, strict=True) if id(trial) not in run),
+        merged=tuple(text for trial, run, text in zip(trials, runs, texts, strict=True) if trial is not run),
         left_out=tuple(left_out),
-        roles=_roles(file, points, trials),
+        roles=roles,
+        compared_also=also,
         configurations=_configurations(file),
     )
 
@@ -98,11 +113,11 @@ def _configurations(file: SuiteTables) -> dict[str, str]:
     return {path: configuration_text(path) for path in paths if isinstance(path, str)}
 
 
-def _axes(file: SuiteTables) -> list[list[_Point]]:
+def _axes(file: SuiteTables) -> list[list[Point]]:
     """The axes as lists of points, which set some fields; a zip is one axis."""
     tables = [({path: values}, "[matrix]") for path, values in flatten(file.matrix)]
     tables += [(dict(flatten(table)), f"[[zip]] #{number}") for number, table in enumerate(file.zip, 1)]
-    axes: list[list[_Point]] = []
+    axes: list[list[Point]] = []
     taken: list[str] = []
     for columns, table in tables:
         for path, values in columns.items():
@@ -122,15 +137,15 @@ def _axes(file: SuiteTables) -> list[list[_Point]]:
     return axes
 
 
-def _settings(table: dict[str, Any], name: str) -> _Point:
+def _settings(table: dict[str, Any], name: str) -> Point:
     """A table's values by dotted path."""
-    settings = {path: _Setting(value, name) for path, value in flatten(table)}
+    settings = {path: Setting(value, name) for path, value in flatten(table)}
     if "repeat" in settings:
         raise SuiteError(f"{name} repeat: set by the key `repeats` at the top of the file")
     return settings
 
 
-def _trial(point: _Point) -> Trial:
+def _trial(point: Point) -> Trial:
     """Validate one point into a trial, without coercing TOML's types."""
     nested: dict[str, Any] = {}
     for path, (value, table) in point.items():
@@ -167,7 +182,7 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
     return paths
 
 
-def _path_of(error: ErrorDetails, point: _Point) -> str:
+def _path_of(error: ErrorDetails, point: Point) -> str:
     """The path, of those that the suite sets, that is nearest to an error's."""
     parts = [str(part) for part in error["loc"]]
     for length in range(len(parts), 0, -1):
@@ -177,21 +192,23 @@ def _path_of(error: ErrorDetails, point: _Point) -> str:
     return next(iter(point))
 
 
-def _hits(match: dict[str, Any], name: str, points: list[_Point]) -> list[bool]:
+def _hits(match: dict[str, Any], name: str, points: list[Point]) -> list[bool]:
     """Which points a partial match hits: by value, so ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``."""
-    wanted: dict[str, list[Any]] = {}
+    written, wanted = dict[str, list[Any]](), dict[str, list[Any]]()
     for path, value in flatten(match):
         choices = value if isinstance(value, list) else [value]
-        trials = [_trial(_settings({path: choice}, name)).model_dump(mode="json") for choice in choices]
-        wanted[path] = [look_up(trial, path) for trial in trials]
+        matching = [_trial(_settings({path: choice}, name)).model_dump(mode="json") for choice in choices]
+        written[path] = choices
+        wanted[path] = [look_up(trial, path) for trial in matching]
     trials = [_trial(point).model_dump(mode="json") for point in points]
     hits = [all(look_up(trial, path) in values for path, values in wanted.items()) for trial in trials]
     if not any(hits):
         raise SuiteError(f"{name} = {value_text(match)}: matches no trial of this suite")
+    check_members(written, wanted, name, trials)
     return hits
 
 
-def _fitting(points: list[_Point], file: SuiteTables) -> tuple[list[_Point], list[str]]:
+def _fitting(points: list[Point], file: SuiteTables) -> tuple[list[Point], list[str]]:
     """The points without fields that would make other strategies; a line for each field left out."""
     named = {f"[[zip]] #{n}" for n, table in enumerate(file.zip, 1) if "strategy" in table}
     named |= {f"[[override]] #{n} set" for n, rule in enumerate(file.override, 1) if "strategy" in rule.match}
@@ -231,13 +248,13 @@ def _aligned(trials: list[Trial]) -> list[Trial]:
     ]
 
 
-def _different(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials, of those that resolve to the same run only the one with fewest changes."""
-    runs: dict[str, Trial] = {}
-    for trial in trials:
-        key = _run_key(trial)
-        runs[key] = min((runs.get(key, trial), trial), key=lambda candidate: len(candidate.changes))
-    return list(runs.values())
+def _runs(trials: Sequence[Trial]) -> list[Trial]:
+    """Of each trial the one that runs: of those that resolve to one run, the one with fewest changes."""
+    kept: dict[str, Trial] = {}
+    keys = [_run_key(trial) for trial in trials]
+    for key, trial in zip(keys, trials, strict=True):
+        kept[key] = min((kept.get(key, trial), trial), key=lambda candidate: len(candidate.changes))
+    return [kept[key] for key in keys]
 
 
 def _run_key(trial: Trial) -> str:
@@ -262,33 +279,81 @@ def _run_key(trial: Trial) -> str:
     return json.dumps(data, sort_keys=True)
 
 
-def _check_baselines(repeats: Repeats, trials: Sequence[Trial]) -> None:
+def _check_baselines(
+    repeats: Repeats, trials: Sequence[Trial], roles: dict[str, str], also: Sequence[str]
+) -> None:
     """Refuse to repeat until ratios are known where a cell has no baseline."""
-    for cell in comparable_groups(trials, "repeat", "seed") if repeats.within is not None else ():
-        if all(trial.strategy != BASELINE for trial in cell):
+    if repeats.within is None:
+        return
+    named = BASELINE if not roles else "the suite's baseline"
+    for cell in comparable_groups(trials, "repeat", "seed", *also):
+        if not any(is_baseline(trial, roles) for trial in cell):
             present = ", ".join(dict.fromkeys(trial.strategy for trial in cell))
-            why = f"of ratios over {BASELINE}, which does not stand beside {present}"
+            why = f"of ratios over {named}, which does not stand beside {present}"
             raise SuiteError(f"repeats: {repeats}: {why}; expected it there, or a number of repeats")
 
 
-def _roles(file: SuiteTables, points: list[_Point], trials: list[Trial]) -> dict[str, str]:
-    """The roles of trials, by id: those of ``baseline`` and, by default all others, of ``contrast``."""
+def _roles(
+    file: SuiteTables, points: list[Point], runs: list[Trial]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The roles of the trials that run, by id, and the fields that are part of a contender besides.
+
+    ``baseline`` has the trials that its matches become, also those that run under another combination's
+    name; ``contrast`` those of its own matches, by default all others.
+    """
     if not file.baseline:
         if file.contrast:
             raise SuiteError(f"contrast = {value_text(file.contrast)}: expected a baseline beside it")
-        return {}
+        return {}, ()
+    key = f"baseline = {value_text(file.baseline)}"
     base = _hits(file.baseline, "baseline", points)
     against = _hits(file.contrast, "contrast", points) if file.contrast else [not hit for hit in base]
-    bases = {trial.id: setting_of(trial) for trial, hit in zip(trials, base, strict=True) if hit}
-    key = f"baseline = {value_text(file.baseline)}"
     if both := sum(map(operator.and_, base, against)):
         raise SuiteError(f"{key}: {both} trials are baseline and contrast; expected two groups")
-    if not any(against):
+    bases = {trial.id: trial for trial, hit in zip(runs, base, strict=True) if hit}
+    others = {trial.id: trial for trial, hit in zip(runs, against, strict=True) if hit}
+    if file.contrast and (same := bases.keys() & others.keys()):
+        run = "the same run as one of the contrast, which runs once"
+        raise SuiteError(f"{key}: is {run}, as {bases[min(same)].strategy}; expected two groups")
+    others = {name: trial for name, trial in others.items() if name not in bases}
+    if not others:
         raise SuiteError(f"{key}: every trial is the baseline; expected two groups")
-    if len(set(bases.values())) < len(bases):
+    also = compared_also([*bases.values()], [*others.values()])
+    settings = [setting_of(trial, *also) for trial in bases.values()]
+    if len({*settings}) < len(settings):
         raise SuiteError(f"{key}: matches several contenders of one cell; expected one")
-    others = {trial.id: "contrast" for trial, hit in zip(trials, against, strict=True) if hit}
-    return others | dict.fromkeys(bases, "baseline")
+    alone = [trial for trial in others.values() if setting_of(trial, *also) not in settings]
+    if alone:
+        raise SuiteError(f"{key}: {_without_baseline(alone, [*bases.values()], len(others))}")
+    without = {*settings} - {setting_of(trial, *also) for trial in others.values()}
+    if without:
+        lone = next(trial for trial in bases.values() if setting_of(trial, *also) in without)
+        where = _difference(lone, [*others.values()])
+        raise SuiteError(
+            f"{key}: has no contrast with {where}; expected one, or that left out of the baseline"
+        )
+    return dict.fromkeys(others, "contrast") | dict.fromkeys(bases, "baseline"), also
+
+
+def _without_baseline(alone: Sequence[Trial], bases: Sequence[Trial], total: int) -> str:
+    """Why trials of the contrast are not compared, and the way out."""
+    where = _difference(alone[0], bases)
+    count = f"{len(alone)} of {total} others have no baseline beside them, the first with {where}"
+    fields = ", ".join((*CONTENDER, *TRAINING))
+    return (
+        f"{count}; a baseline differs in {fields} alone: match no other field, or name a contrast beside it"
+    )
+
+
+def _difference(trial: Trial, others: Sequence[Trial]) -> str:
+    """The fields in which a trial differs from the most similar of others, without a contender's."""
+    kept = {name: value for name, value in trial.canonical().items() if name not in CONTENDER}
+    mine, fewest = dict(flatten(kept)), list[str]()
+    for other in others:
+        theirs = dict(flatten(other.canonical()))
+        differing = [path for path, value in mine.items() if theirs.get(path) != value]
+        fewest = differing if not fewest or len(differing) < len(fewest) else fewest
+    return ", ".join(f"{path} = {as_written(path, mine[path])}" for path in fewest)
 
 
 def expected_text(errors: Sequence[ErrorDetails]) -> str:
@@ -302,9 +367,3 @@ def expected_text(errors: Sequence[ErrorDetails]) -> str:
             near = suggestion(str(error["input"]), error["ctx"]["expected"].split("'")[1::2])
         alternatives.append(f"{message[0].lower()}{message[1:]}{near}")
     return " or ".join(dict.fromkeys(alternatives))
-
-
-def value_text(value: Any) -> str:
-    """A value as it stands in a suite, shortened to one readable line."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -89,3 +89,9 @@ def in_words(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {in_words(item)}" for key, item in value.items() if item is not None) or NONE
     return f"{value:g}" if isinstance(value, float) else one_line(value)
+
+
+def value_text(value: Any) -> str:
+    """A value as it stands in a suite, shortened to one readable line."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."

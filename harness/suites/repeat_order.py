@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,6 +18,8 @@ LEAST: Final = 6  # repeats that an interval needs
 BEYOND: Final = 3  # repeats after an interval was narrow for the first time, which may be chance
 MOST: Final = 20  # repeats of a cell, where the suite does not say
 CONTENDER: Final = ("strategy", "policy", "peer", "deepspeed_config", "control")  # the fields of a contender
+TRAINING: Final = ("optimizer", "clip", "activation_checkpointing")
+"""Fields that belong to a contender too where the suite's baseline has other values of them."""
 _UNTIL: Final = re.compile(r"until (\d+(?:\.\d+)?) ?%(?:, at most (\d+))?")
 
 
@@ -61,10 +63,33 @@ def setting_of(trial: Trial, *also: str) -> str:
     return json.dumps(data, sort_keys=True)
 
 
-def contender_of(trial: Trial) -> str:
-    """A key that is equal for trials of one contender."""
+def contender_of(trial: Trial, also: Sequence[str] = ()) -> str:
+    """A key that is equal for trials of one contender, which differ neither in its fields nor in ``also``."""
     data = trial.canonical()
-    return json.dumps({name: data.get(name) for name in CONTENDER}, sort_keys=True)
+    return json.dumps({name: data.get(name) for name in (*CONTENDER, *also)}, sort_keys=True)
+
+
+def compared_also(bases: Sequence[Trial], others: Sequence[Trial]) -> tuple[str, ...]:
+    """The fields of :data:`TRAINING` in which trials differ from every one of the suite's baselines.
+
+    They are part of the contender: of two optimizers, one of which is the baseline, the question is which is
+    better.  Where the baseline has all of their values, they are settings, each with a baseline of its own.
+    """
+    if not bases:
+        return ()
+    return tuple(
+        name
+        for name in TRAINING
+        if {json.dumps(trial.canonical().get(name), sort_keys=True) for trial in others}
+        - {json.dumps(trial.canonical().get(name), sort_keys=True) for trial in bases}
+    )
+
+
+def is_baseline(trial: Trial, roles: Mapping[str, str]) -> bool:
+    """Whether ratios divide by a trial: the suite's baseline by ``roles``, else :data:`BASELINE`."""
+    if roles:
+        return roles.get(trial.model_copy(update={"repeat": 0}).id) == "baseline"
+    return trial.strategy == BASELINE
 
 
 def interleave(cells: Sequence[Trial], repeat: int) -> Iterator[Trial]:

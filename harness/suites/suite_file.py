@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from harness.errors import suggestion
 from harness.suites import folder
-from harness.suites.expand_suite import expand, expected_text, value_text
+from harness.suites.expand_suite import expand, expected_text
+from harness.suites.labels import value_text
 from harness.suites.suite import Suite, SuiteError, SuiteTables
 
 MOST_BYTES: Final = 1 << 20  # of its file
@@ -47,6 +48,12 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
         raise SuiteError(f"more than {MOST_BYTES >> 20} MiB; expected a suite in TOML")
     try:
         text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise SuiteError(
+            f"not UTF-8: byte {content[error.start]:#04x} in line {line}; save it as UTF-8"
+        ) from None
+    try:
         tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also numbers or nesting beyond Python's limits
         raise SuiteError(f"not TOML: {error}") from None

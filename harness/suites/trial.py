@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import ipaddress
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 
 from harness.errors import suggestion
 from harness.suites import folder
@@ -72,8 +83,24 @@ class Model(_Frozen):
 
 
 _OwnBackend = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.\w+)+$")]  # a module
-# No option of ssh.
-_Host = Annotated[str, Field(pattern=r"^([A-Za-z0-9_.-]+@)?[A-Za-z0-9_][A-Za-z0-9_.:-]*$")]
+_HOST: Final = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?([A-Za-z0-9_][A-Za-z0-9_.-]*)")  # no option of ssh
+
+
+def _host(text: str) -> str:
+    """A host as ssh takes it: a name or an address, after a user; IPv6 without brackets."""
+    user, at, name = text.rpartition("@")
+    address = name.removeprefix("[").removesuffix("]") if name.startswith("[") == name.endswith("]") else name
+    plain = f"{user}{at}{address}"
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(address).version == 6 and _HOST.fullmatch(f"{user}{at}host"):
+            return plain
+    if _HOST.fullmatch(text) is None:
+        examples = '"node1", "me@node1", "10.0.0.1", "fd00::1" or "fe80::1%eth0"'
+        raise ValueError(f"expected a host name or address for ssh, as {examples}")
+    return text
+
+
+_Host = Annotated[str, AfterValidator(_host)]
 _Hca = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 
 
@@ -227,10 +254,21 @@ class Reinforcement(_Frozen):
 
 
 def configuration_text(value: Any) -> Any:
-    """The JSON text of a DeepSpeed configuration, which a suite gives as a table or a file."""
+    """The JSON text of a DeepSpeed configuration, which a suite gives as a table, a file or text."""
     if isinstance(value, str) and not value.startswith("{"):
         value = load_configuration(folder.path_of(value))
+    elif isinstance(value, str) and not _is_json(value):
+        value = load_configuration(value)
     return json.dumps(value) if isinstance(value, Mapping) else value
+
+
+def _is_json(text: str) -> bool:
+    """Whether a configuration's text is JSON, which records keep as it is, and not HJSON."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 class PeerSettings(_Frozen):

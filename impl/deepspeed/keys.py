@@ -73,15 +73,18 @@ class DeepSpeedError(ValueError):
 
 
 def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """The configuration as a table with unchecked keys; a DeepSpeedError if it is no table in JSON."""
+    """The configuration as a table with unchecked keys; a DeepSpeedError if it is no table.
+
+    As DeepSpeed reads it, in JSON or HJSON: comments, trailing commas, keys and texts without quotes.
+    """
     if isinstance(config, Mapping):
         return config
     text, source = str(config), "configuration"
     try:
         if not text.lstrip().startswith("{"):
             source = text
-            text = Path(config).read_text(encoding="utf-8")
-        table = json.loads(text, object_pairs_hook=_unique)
+            text = Path(config).read_text(encoding="utf-8-sig")
+        table = _parsed(text)
     except OSError as error:
         raise DeepSpeedError(f"{source}: cannot read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -89,6 +92,16 @@ def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     if not isinstance(table, dict):
         raise DeepSpeedError(f"{source}: expected a table of keys, got {shown(table)}")
     return table
+
+
+def _parsed(text: str) -> Any:
+    """Text in JSON, else in HJSON."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError:
+        import hjson  # only here: most files are JSON
+
+        return hjson.loads(text, object_pairs_hook=_unique)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -204,6 +204,8 @@ def distinct_names(derived: Derived, names: Sequence[str]) -> dict[str, str]:
         return full
     policies = {name: fields_of(trial.resolved_policy(), trial.topology()) for name, trial in trials.items()}
     keys = [key for key in policies[names[0]] if len({p.get(key) for p in policies.values()}) > 1]
+    if not keys:  # they differ in how they train
+        return full
     values = {name: [policy[key] for key in keys] for name, policy in policies.items()}
     blocks = {name: _block(codecs) for name, codecs in values.items()}
     formats = {str([codec.split(":")[0] for codec in codecs]) for codecs in values.values()}

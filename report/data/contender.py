@@ -11,16 +11,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pandas as pd
 
-from harness.suites.labels import flatten
+from harness.suites.labels import differing, flatten, in_words
 from harness.suites.peers import DEEPSPEED, family_of
 from harness.suites.trial import RECIPE, Trial
 from impl.deepspeed.recipe import recipe
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
+from report.data.text import plain
 
 BASELINE: Final = "zero3"  # the strongest that is not quantised
 PAPERS_BASELINE: Final = "zero3-flat"  # of ZeRO++: one ring over all ranks, blind to nodes
@@ -133,8 +134,23 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
     }
 
 
-def label_of(trial: Trial, shared: Mapping[str, str]) -> str:
-    """``ZeRO++``, or ``ZeRO++ (w int8:64)`` where a change distinguishes it."""
+def labels_of(
+    trials: Mapping[str, Trial], shared: Mapping[str, str], also: Sequence[str] = ()
+) -> dict[str, str]:
+    """Names of the contenders of trials, by id; ``also`` are further fields by which they are told apart."""
+    fields = {
+        name: {path: value for path, value in flatten(trial.canonical()) if path.split(".")[0] in also}
+        for name, trial in trials.items()
+    }
+    varying = differing(list(fields.values()))
+    return {
+        name: label_of(trial, shared, {path: fields[name].get(path) for path in varying})
+        for name, trial in trials.items()
+    }
+
+
+def label_of(trial: Trial, shared: Mapping[str, str], also: Mapping[str, Any] = {}) -> str:
+    """``ZeRO++``, or ``ZeRO++ (w int8:64)`` where a change, or a further field, distinguishes it."""
     name, changes = NAMES[trial.strategy], changes_of(trial)
     if trial.strategy == RECIPE:  # its name has the stage, and its policy's changes from the bare stage
         stage = trial.recipe().policy.stage
@@ -142,6 +158,9 @@ def label_of(trial: Trial, shared: Mapping[str, str]) -> str:
         changes = {"stage": str(stage)} | changes_of(trial, bare)
     changes = {field: value for field, value in changes.items() if field not in shared}
     texts = [field_text(*change) for change in (*changes.items(), *_peer_settings(trial).items())]
+    for path, value in also.items():
+        name_of_field = path.removesuffix(".name").rpartition(".")[2].replace("_", " ")
+        texts.append(f"{name_of_field} {plain(in_words(value))}")
     if trial.control is not None:
         texts.append(f"control: {trial.control.replace('_', ' ')}")
     return f"{name} ({', '.join(texts)})" if texts else name

@@ -21,10 +21,10 @@ from harness.records.trace_record import Trace, read_traces
 from harness.suites import labels
 from harness.suites.answering_quantity import ChosenQuantity
 from harness.suites.labels import differing, flatten
-from harness.suites.repeat_order import CONTENDER
+from harness.suites.repeat_order import CONTENDER, compared_also
 from harness.suites.trial import Trial
 from impl.plan.shard_layout import FROZEN, UnitGeometry
-from report.data.contender import NAMES, label_of, shared_changes
+from report.data.contender import NAMES, labels_of, shared_changes
 from report.data.text import plain, with_arguments
 
 # Fields that may differ between trials of one cell: the contender, the repetition, and what is checked.
@@ -68,8 +68,12 @@ class Frames:
             _check_pools(records)
         self.trial_of = {record.id: _trial(record) for record in records}
         self.shared = shared_changes(list(self.trial_of.values()))  # by all policies, which names leave out
-        rows = {record.id: _trial_row(record, self.trial_of[record.id], self.shared) for record in records}
-        for identity, cell in _cells(rows, self.trial_of).items():
+        also = _compared_also(records, self.trial_of)
+        names = labels_of(self.trial_of, self.shared, also)
+        rows = {
+            record.id: _trial_row(record, self.trial_of[record.id], names[record.id]) for record in records
+        }
+        for identity, cell in _cells(rows, self.trial_of, also).items():
             rows[identity] |= cell
         ended = [record for record in records if record.failure is None]
         trained = [record for record in ended if self.trial_of[record.id].workload != "generate"]
@@ -167,12 +171,25 @@ def _trial(record: Record) -> Trial:
         raise ReportError(f"record {record.id}: {field}; use the version that wrote it") from error
 
 
-def _cells(rows: Mapping[str, dict[str, Any]], trials: Mapping[str, Trial]) -> dict[str, dict[str, str]]:
+def _compared_also(records: Sequence[Record], trials: Mapping[str, Trial]) -> tuple[str, ...]:
+    """The fields, of how a trial trains, in which the suite's contrast differs from its baseline."""
+    by_role = {
+        role: [trials[record.id] for record in records if record.role == role]
+        for role in ("baseline", "contrast")
+    }
+    return compared_also(by_role["baseline"], by_role["contrast"])
+
+
+def _cells(
+    rows: Mapping[str, dict[str, Any]], trials: Mapping[str, Trial], also: Sequence[str]
+) -> dict[str, dict[str, str]]:
     """By id of each trial ``cell`` and ``where``, hash and description of every field but strategy, policy,
-    seed and repeat; ``elsewhere``, the description without the rate; and ``shape``, the model.
+    seed, repeat and those that contenders have ``also``; ``elsewhere``, the description without the rate; and
+    ``shape``, the model.
     """
+    apart = (*_NOT_OF_A_CELL, *also)
     fields = {
-        name: {k: v for k, v in flatten(trial.canonical()) if k.split(".")[0] not in _NOT_OF_A_CELL}
+        name: {k: v for k, v in flatten(trial.canonical()) if k.split(".")[0] not in apart}
         for name, trial in trials.items()
     }
     varying = sorted({*differing(list(fields.values()))} - {*_ALWAYS_NAMED})
@@ -217,7 +234,7 @@ def rate_text(mbit: float | None) -> str:
     return labels.at({"cluster.rate": mbit}, "cluster.rate")
 
 
-def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[str, Any]:
+def _trial_row(record: Record, trial: Trial, contender: str) -> dict[str, Any]:
     topology, policy, link = trial.topology(), trial.resolved_policy(), record.link
     measured = (link.probed_mbit or link.calibrated_mbit) if link else None
     of_record = ("id", "suite", "order", "started", "pool", "sweep", "role", "parameters", "reference_loss")
@@ -227,7 +244,7 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         **{name: getattr(record, name) for name in of_record},
         **{name: getattr(trial, name) for name in of_trial},
         **{name: getattr(topology, name) for name in ("nodes", "ranks_per_node", "world")},
-        "contender": label_of(trial, shared),
+        "contender": contender,
         "place": list(NAMES).index(trial.strategy),
         "processes": len(record.ranks),
         "model": trial.model.name,

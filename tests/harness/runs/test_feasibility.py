@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from harness.runs.feasibility import Forecast, Host, forecast
 from harness.runs.predict import per_node_bytes
+from harness.suites.parse_quantity import CANONICAL
 from harness.suites.peers import PEERS
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Generate, Model, Optimizer, PolicyChanges, Trial
@@ -375,3 +377,31 @@ def test_a_rate_across_hosts_wants_a_link_that_holds_it(suite: str, tmp_path: Pa
         ]
         for planned in forecast(across, host):
             assert bool(planned.problems) == (link == "real" and rate is not None), planned.problems
+
+
+@pytest.mark.parametrize(
+    ("fields", "paced"),
+    [
+        ({"rate": 50.0}, True),
+        ({}, False),
+        ({"rate": 50.0, "nodes": 1}, False),
+        ({"rate": 50.0, "link": "paced"}, False),
+    ],
+)
+def test_a_link_that_becomes_paced_is_foretold(fields: dict[str, Any], *, paced: bool) -> None:
+    """With the reason, where `auto` and a rate would have the kernel shape it."""
+    without = replace(HERE, namespaces=lambda: "pyroute2 is not installed")
+    trial = Trial(cluster=Cluster.model_validate(fields, context=CANONICAL))
+    (prediction,) = forecast([trial], without)
+    assert prediction.paced == ("pyroute2 is not installed" if paced else None)
+    assert forecast([trial], HERE)[0].paced is None
+
+
+@pytest.mark.parametrize(
+    "fields", [{"slow": 0.5, "nodes": 3, "rate": 50.0}, {"inner_rate": 9.0, "rate": 50.0}, {"latency": 1.0}]
+)
+def test_what_only_namespaces_can_is_a_problem_without_them(fields: dict[str, Any]) -> None:
+    """Also for link `auto`, which can do without them otherwise."""
+    without = replace(HERE, namespaces=lambda: "no kernel")
+    trial = Trial(cluster=Cluster.model_validate(fields, context=CANONICAL))
+    assert any("needs network namespaces: no kernel" in p for p in forecast([trial], without)[0].problems)

@@ -6,6 +6,7 @@ Each launcher walks through two trials, one of which crashes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -21,10 +22,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster.control_channel import Place
+from harness.cluster.control_channel import Channel, Place
 from harness.errors import Refusal
 from harness.records.record import LinkRecord, Record, read_all, read_valid
+from harness.runs import launchers
 from harness.runs.launchers import place_under_torchrun
+from harness.suites.trial import Cluster, Trial
 from tests.harness.cluster.test_rank_processes import until
 from tests.support.hosts import ROOT, hosts, lines_of, sshd, type_lines
 from tests.support.needs import SEARCHED
@@ -349,3 +352,65 @@ def test_the_place_follows_from_torchruns_variables() -> None:
         place_under_torchrun({name: value for name, value in variables.items() if name != "GROUP_RANK"})
     with pytest.raises(Refusal, match=json.dumps("MASTER_PORT")[1:-1]):
         place_under_torchrun(variables | {"MASTER_PORT": "x"})
+
+
+SLURM = {
+    "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODEID": "0",
+    "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_NODES": "1",
+}  # fmt: skip
+ALLOCATION = {"interactive": "4294967290", "batch": "4294967291", "batch, before 20.11": "4294967294"}
+
+
+@pytest.fixture
+def slurm_variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The variables of a step on one node of a job of two, whose addresses are known."""
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    answers = {"hostnames": "n1\n", "node": "NodeAddr=127.0.0.1"}
+    monkeypatch.setattr(launchers, "_scontrol", lambda kind, _: answers[kind])
+    return SLURM
+
+
+@pytest.mark.parametrize("step", [*ALLOCATION.values(), "batch", None], ids=[*ALLOCATION, "named", "none"])
+def test_the_shell_of_an_allocation_is_no_job_step(
+    slurm_variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, step: str | None
+) -> None:
+    """There the run starts its step on all nodes; a step that srun started has a place."""
+    if step is None:
+        monkeypatch.delenv("SLURM_STEP_NODELIST")
+    else:
+        monkeypatch.setenv("SLURM_STEP_ID", step)
+    two = Trial(cluster=Cluster(nodes=2, launcher="slurm", transport="gloo"))
+    assert launchers.slurm_cluster([two]) == two.cluster
+    assert launchers.place_in_slurm() is None
+    three = two.model_copy(update={"cluster": two.cluster.model_copy(update={"nodes": 3})})
+    with pytest.raises(Refusal, match=r"cluster.nodes is 3, this Slurm job has 2 nodes: allocate 3 \(salloc"):
+        launchers.slurm_cluster([three])
+
+
+def test_a_job_step_has_a_place(slurm_variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many nodes as srun was asked for; of fewer than the suite has, the refusal says how to start it."""
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    one, two = (Trial(cluster=Cluster(nodes=n, launcher="slurm", transport="gloo")) for n in (1, 2))
+    assert launchers.slurm_cluster([two]) is None
+    place = launchers.place([one])
+    assert place is not None
+    assert (place.node, place.nodes, place.job) == (0, 1, "1.0")
+    with pytest.raises(Refusal, match=r"nodes is 2, the launcher started 1 node; run it in .* --nodes=2"):
+        launchers.place([two])
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+def test_nodes_meet_at_an_ipv6_address() -> None:
+    """The store is served there, and an error names address and port apart."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    place = Place(0, 1, "::1", 0, serves=True, job="six")
+    with Channel(place) as channel:
+        channel.post("key", [1])
+        assert channel.read("key") == [1]
+        taken = dataclasses.replace(place, port=channel.place.port)
+        with pytest.raises(Refusal, match=r"cannot serve \[::1\]:\d+, where the nodes meet"):
+            Channel(taken)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -30,7 +31,6 @@ from harness.runs.further_repeats import Batch
 from harness.runs.sweep import SweepOutcome, finished, locked, run_sweep
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
-from harness.workloads import input_digests
 from harness.workloads.models import GPT, GPTShape
 from tests.harness.cluster.test_rank_processes import until
 from tests.harness.runs.test_rank_trial import trial as small
@@ -232,6 +232,10 @@ def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> Non
         assert "\n" not in failure.message
     for failure in (failures[0], failures[2], failures[3]):
         assert (tmp_path / failure.log).read_text().startswith("== rank 0")
+    wrong = read(tmp_path / f"{trials[4].id}.json")  # it diverged: its losses until then are kept
+    assert wrong.failure.losses
+    assert all(map(math.isfinite, wrong.failure.losses))
+    assert not wrong.measured
     # Refused and killed trials may pass and run again; the others have failed for good.
     assert sweep(trials, tmp_path)[0] == SweepOutcome(failed=5, skipped=3)
 
@@ -253,9 +257,26 @@ def test_an_edited_model_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert log.exists()
     assert sweep([edited], tmp_path / "results")[0] == SweepOutcome(failed=1, skipped=1)
     model.write_text(good.format("return GPT(GPTShape(1, 16, 1), sequence)"))
-    input_digests._module_digest.cache_clear()
     assert sweep([edited], tmp_path / "results")[0] == SweepOutcome(ok=1)
     assert not log.exists()
+
+
+def test_an_edit_during_a_run_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks import sources anew, so what an edit changed is not recorded as what stood there before."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "edited_helper.py").write_text("WIDTH = 16\n")
+    (tmp_path / "edits_itself.py").write_text(
+        "from pathlib import Path\nimport edited_helper\n"
+        "from harness.workloads.models import GPT, GPTShape\n"
+        "def build(sequence):\n    file = Path(edited_helper.__file__)\n"
+        "    file.write_text(file.read_text() + '# more')\n"
+        "    return GPT(GPTShape(1, edited_helper.WIDTH, 1), sequence)\n"
+    )
+    edited = trial("single", model={"name": "edits_itself:build"})
+    with pytest.raises(Refusal, match="module 'edited_helper' was edited during this run, so trial"):
+        sweep([edited], tmp_path / "results")
+    assert not read_all(tmp_path / "results")
 
 
 def passing(sequence: int, left: str) -> Any:

@@ -31,7 +31,10 @@ def test_shipped_suites_ask_for_what_their_questions_say(suite: str, expected: s
 def test_a_suite_names_one_of_the_quantities(tmp_path: Path) -> None:
     """What it names comes before the axes; any other word is refused with those that there are."""
     path = tmp_path / "q.toml"
-    text = 'name = "q"\nquestion = "Less?"\nanswer = "{}"\n[defaults.cluster]\nnodes = 2\n'
+    text = (
+        'name = "q"\nquestion = "Less?"\nanswer = "{}"\n[defaults]\nvalidate_every = 5\n'
+        'measure_quantisation = true\n[matrix]\nstrategy = ["zero3", "zeropp"]\n'
+    )
     names = set(get_args(ChosenQuantity)) - {""}
     assert names <= set(get_args(Quantity))
     for name in names:

@@ -52,9 +52,78 @@ def test_all_repeats_of_the_baseline_are_it(read: Read) -> None:
         ('baseline = { strategy = ["zero3", "zeropp"] }', "every trial is the baseline"),
         ('baseline = { strategy = "zero3" }\ncontrast = { strategy = "zero3" }', "are baseline and contrast"),
         ('baseline = { strategie = "zero3" }', "did you mean 'strategy'"),
+        (
+            'baseline = { strategy = "zero3", tokens_per_rank = 64 }',
+            "3 of 5 others have no baseline beside them, the first with tokens_per_rank = 128",
+        ),
+        (
+            'baseline = { strategy = "zero3" }\ncontrast = { strategy = "zeropp", tokens_per_rank = 64 }',
+            "has no contrast with tokens_per_rank = 128; expected one",
+        ),
     ],
 )
 def test_what_names_no_two_groups_is_refused(keys: str, message: str, read: Read) -> None:
     """In one line with the key."""
     with pytest.raises(SuiteError, match=message):
         suite_of(read, keys)
+
+
+MERGED = """
+[matrix]
+strategy = ["zero3", "qwz", "hpz"]
+[[override]]
+match = { strategy = "zero3" }
+set = { policy.weights = "int8:2048" }
+"""
+
+
+def test_a_merged_baseline_is_the_run_that_it_became(read: Read) -> None:
+    """Whichever name the run has; ids are those without the key."""
+    suite = read(MERGED, f'{HEAD}baseline = {{ strategy = "zero3" }}\n')
+    assert suite.combinations == read(MERGED).combinations
+    assert [(t.strategy, suite.role_of(t)) for t in suite.combinations] == [
+        ("qwz", "baseline"), ("hpz", "contrast"),
+    ]  # fmt: skip
+    same = read(MERGED, f'{HEAD}baseline = {{ strategy = ["zero3", "qwz"] }}\n')
+    assert same.roles == suite.roles
+
+
+def test_a_baseline_and_a_contrast_that_are_one_run_are_refused(read: Read) -> None:
+    """Also if they have two names, and if nothing else is compared."""
+    both = f'{HEAD}baseline = {{ strategy = "zero3" }}\ncontrast = {{ strategy = "qwz" }}\n'
+    with pytest.raises(SuiteError, match="is the same run as one of the contrast"):
+        read(MERGED, both)
+    with pytest.raises(SuiteError, match="every trial is the baseline"):
+        read(MERGED.replace(', "hpz"', ""), f'{HEAD}baseline = {{ strategy = "zero3" }}\n')
+
+
+@pytest.mark.parametrize(
+    ("baseline", "axes", "also"),
+    [
+        ('optimizer.name = "AdamW"', 'optimizer.name = ["AdamW", "SGD"]', ("optimizer",)),
+        ("optimizer.arguments.lr = 1e-3", "optimizer.arguments.lr = [1e-3, 3e-3]", ("optimizer",)),
+        ("clip = 1.0", "clip = [1.0, 2.0]", ("clip",)),
+        ("activation_checkpointing = false", "activation_checkpointing = [false, true]",
+         ("activation_checkpointing",)),
+        ('strategy = "zero3", clip = 1.0', 'strategy = ["zero3", "hpz"]\nclip = [1.0, 2.0]', ("clip",)),
+        ('strategy = "zero3"', 'strategy = ["zero3", "hpz"]\nclip = [1.0, 2.0]', ()),
+    ],
+)  # fmt: skip
+def test_a_baseline_may_differ_in_how_it_trains(
+    read: Read, baseline: str, axes: str, also: tuple[str, ...]
+) -> None:
+    """Then that is part of the contender; where the baseline has all values, each is a setting."""
+    suite = read(f"[matrix]\n{axes}\n", f"{HEAD}baseline = {{ {baseline} }}\n")
+    roles = [suite.role_of(trial) for trial in suite.combinations]
+    assert roles.count("baseline") == (1 if also else 2)
+    assert roles.count("contrast") == len(suite.combinations) - roles.count("baseline")
+    assert suite.compared_also == also
+
+
+def test_repeats_until_are_of_ratios_over_the_suites_baseline(read: Read) -> None:
+    """Where it names one, no ZeRO-3 has to stand there."""
+    body = '[matrix]\nstrategy = ["hpz", "qgz"]\n'
+    until = f'{HEAD}repeats = "until 5 %"\n'
+    with pytest.raises(SuiteError, match="of ratios over zero3, which does not stand beside hpz, qgz"):
+        read(body, until)
+    assert read(body, f'{until}baseline = {{ strategy = "hpz" }}\n').roles

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
+import tarfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -207,6 +210,23 @@ def test_shipped_suites_ask_what_they_say(path: Path) -> None:
     assert len({trial.model_copy(update={"repeat": 0}).id for trial in suite.trials}) == CELLS[path.stem]
     assert suite.merged == ()
     assert suite.left_out == ()
+
+
+@pytest.mark.parametrize("path", sorted(SUITES.parent.glob("results/*/*.tar.xz")), ids=lambda path: path.stem)
+def test_suites_of_archives_still_load(path: Path, tmp_path: Path) -> None:
+    """What a run recorded of its suite expands to trials with the ids of its records."""
+    with tarfile.open(path) as archive:
+        names = archive.getnames()
+        runs = [json.load(archive.extractfile(name)) for name in names if "/runs/" in name]  # type: ignore[arg-type]
+    ids = {Path(name).stem for name in names if re.fullmatch(r"[^/]+/[0-9a-f]{12}\.json", name)}
+    for module in SUITES.glob("*.py"):
+        shutil.copy(module, tmp_path)
+    loaded = set()
+    for run in runs:
+        (tmp_path / run["suite"]["name"]).write_text(run["suite"]["text"], encoding="utf-8")
+        loaded |= load(tmp_path / run["suite"]["name"]).all_repeats(6).keys()
+    assert ids
+    assert ids <= loaded
 
 
 def test_data_follow_from_a_model_of_images(read: Read) -> None:

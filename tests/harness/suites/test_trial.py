@@ -151,3 +151,29 @@ def test_what_came_later_changes_no_id() -> None:
         same, changed = (Trial(strategy=strategy, policy=PolicyChanges(sums=sums)) for sums in types)  # type: ignore[arg-type]
         assert same.id == Trial(strategy=strategy).id != changed.id
         assert Trial.from_canonical(changed.canonical()) == changed
+
+
+@pytest.mark.parametrize(
+    ("host", "kept"),
+    [
+        *(
+            (name, name)
+            for name in ("node1", "me@node-1.site", "10.0.0.1", "a_b", "::1", "fe80::1%eth0", "me@fd00::1")
+        ),
+        ("[::1]", "::1"),
+        ("me@[fd00::1]", "me@fd00::1"),
+    ],
+)
+def test_hosts(host: str, kept: str) -> None:
+    """Names, addresses of both kinds, and a user before them."""
+    assert Cluster(launcher="hosts", hosts=(host,)).hosts == (kept,)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["", "-oProxyCommand=x", "-x@node1", "me@-node", "a b", "a;b", "::g", "[::1", "1::2::3", "a:22", "me@"],
+)
+def test_what_is_no_host(host: str) -> None:
+    """No option of ssh, nothing of a shell, and no port: in words."""
+    with pytest.raises(ValidationError, match="expected a host name or address for ssh, as"):
+        Cluster(launcher="hosts", hosts=(host,))

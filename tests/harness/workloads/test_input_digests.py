@@ -26,7 +26,6 @@ def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     inputs._corpus_digest.cache_clear()
-    inputs._module_digest.cache_clear()
 
 
 def test_digests(tmp_path: Path) -> None:
@@ -52,11 +51,15 @@ def test_what_cannot_be_read_has_no_digest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failed", [False, True])
-@pytest.mark.parametrize("changed", ["corpus", "model"])
+@pytest.mark.parametrize("changed", ["corpus", "model", "module"])
 def test_another_input(tmp_path: Path, zeropp: Zeropp, changed: str, *, failed: bool) -> None:
-    """A result of another corpus or model is refused, with what to do; a failure is run again."""
+    """A result of another corpus, model or helper of it is refused, with what to do; a failure is run again.
+
+    Also if other repeats are asked for, or one trial alone.
+    """
     (tmp_path / "text").write_text("some text " * 1000)
-    (tmp_path / "mine_b.py").write_text("from tests.harness.runs.test_feasibility import tiny as build\n")
+    (tmp_path / "mine_b.py").write_text("from help_b import build\n")
+    (tmp_path / "help_b.py").write_text("from tests.harness.runs.test_feasibility import tiny as build\n")
     (tmp_path / "q.toml").write_text(
         'name = "q"\nquestion = "?"\n[defaults]\nstrategy = "single"\ncorpus = "text"\nsequence = 32\n'
         'tokens_per_rank = 64\nmodel.name = "mine_b:build"\n'
@@ -68,14 +71,18 @@ def test_another_input(tmp_path: Path, zeropp: Zeropp, changed: str, *, failed: 
     check_inputs(results, [trial])
     assert finished(results, trial, made.pool)
     assert (finished(results, trial, "another") is None) == failed
-    (tmp_path / {"corpus": "text", "model": "mine_b.py"}[changed]).write_text("# another\n" * 100)
+    file = {"corpus": "text", "model": "mine_b.py", "module": "help_b.py"}[changed]
+    (tmp_path / file).write_text("# another\n" * 100)
     inputs._corpus_digest.cache_clear()
-    inputs._module_digest.cache_clear()
     if failed:
         check_inputs(results, [trial])
         assert not finished(results, trial, made.pool)
         return
-    error = zeropp("run", "q.toml", status=cli.REFUSED).stderr
-    assert error.count("\n") == 1
-    assert f"{trial.id}.json: was made of another {changed}" in error
+    repeats = tmp_path / "repeats.toml"
+    repeats.write_text((tmp_path / "q.toml").read_text().replace("[defaults]", "repeats = 2\n[defaults]", 1))
+    second = load(repeats).trials[1]
+    for arguments in (["q.toml"], ["repeats.toml"], ["repeats.toml", "--only", second.id]):
+        error = zeropp("run", *arguments, status=cli.REFUSED).stderr
+        assert error.count("\n") == 1
+        assert f"{trial.id}.json: was made of another {changed}" in error
     assert "keep it under another name (mv results/q results/q-before), or choose another folder" in error

@@ -17,7 +17,7 @@ from torch import nn
 
 from impl.codecs import reference
 from impl.codecs.codec import BF16, FP16, FP32, IntCodec
-from impl.deepspeed.keys import KEYS, SECTIONS, ZERO, DeepSpeedError
+from impl.deepspeed.keys import KEYS, SECTIONS, ZERO, DeepSpeedError, load
 from impl.deepspeed.recipe import QGZ, QWZ, AdamOptions, Finding, Recipe, laid_out, recipe
 from impl.engine.unit_planning import find_blocks, plan_units
 from impl.plan.policy import Feedback, LossScale, MemoryLimits, Offload, Policy
@@ -419,7 +419,8 @@ def test_contradictions_are_refused_by_name(table: dict[str, Any] | str, message
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"zero_optimization": {"stage": 3,}}', "not JSON"),
+        ('{"zero_optimization": {"stage": 3,}', "not JSON"),
+        ('{"bf16": {enabled: true, enabled: false}}', "not JSON: key 'enabled' stands twice"),
         ("[1, 2]", "expected a table|cannot read|not JSON"),
         ('{"steps_per_print": 4, "steps_per_print": 8}', "not JSON: key 'steps_per_print' stands twice"),
         ('{"gradient_clipping": ' + "[" * 100_000, "not JSON"),
@@ -490,3 +491,28 @@ def test_small_parameters_persist_up_to_their_limit() -> None:
     policy = policy_of(stage3_param_persistence_threshold=16, stage3_model_persistence_threshold=40)
     (persistent,) = [unit for unit in plan_units(model(), FOUR, policy) if unit.persistent]
     assert 0 < persistent.numel <= 40
+
+
+HJSON = {
+    "a trailing comma": '{"zero_optimization": {"stage": 3,},}',
+    "comments": '// ours\n{"zero_optimization": /* all */ {"stage": 3} # sharded\n}',
+    "keys without quotes": "{zero_optimization: {stage: 3}}",
+    "lines without commas": '{"zero_optimization": {\n"stage": 3\n}\n}',
+    "no outer braces": "zero_optimization: {\n  stage: 3\n}\n",
+    "a byte order mark": '\ufeff{"zero_optimization": {"stage": 3}}',
+    "text on lines of its own": (
+        "{\n  zero_optimization: {stage: 3}\n  communication_data_type:\n    '''\n    fp16\n    '''\n}"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", HJSON.values(), ids=HJSON)
+def test_what_deepspeed_reads_as_hjson_is_read(text: str, tmp_path: Path) -> None:
+    """From a file, and as text where that begins with a brace."""
+    file = tmp_path / "ds.json"
+    file.write_text(text, encoding="utf-8")
+    ways = [str(file), file, *([text] if text.startswith("{") else [])]
+    for way in ways:
+        assert load(way)["zero_optimization"] == {"stage": 3}
+        assert recipe(way, topology=FOUR).policy.stage == 3
+    assert load(file).get("communication_data_type", "fp16") == "fp16"

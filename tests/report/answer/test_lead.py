@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from harness.records.record import Record
-from harness.suites.trial import Cluster, PolicyChanges, Trial
+from harness.suites.trial import Cluster, Optimizer, PolicyChanges, Trial
 from report.answer.effects import listed_most
 from report.answer.lead import Answer, answer
 from report.data.frames import frames_of
@@ -316,3 +316,25 @@ def test_contenders_that_a_sentence_omits_are_counted() -> None:
     """Contenders beyond those that a sentence names are counted."""
     assert listed_most([str(n) for n in range(9)]).endswith("7 and 8")
     assert listed_most([str(n) for n in range(12)]).endswith("7 and 8 (3 more in the tables)")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_baseline_by_its_optimizer_is_the_pages(*, named: bool) -> None:
+    """By roles, optimizers are contenders of one setting, and losses and steps are compared.
+
+    Without roles each is a setting.
+    """
+    records = []
+    for seed, (optimizer, loss) in product(range(6), {"AdamW": 2.0, "SGD": 3.0}.items()):
+        trial = Trial(
+            strategy="zero3", seed=seed, steps=118, validate_every=30, optimizer=Optimizer(name=optimizer)
+        )
+        role = ("baseline" if optimizer == "AdamW" else "contrast") if named else ""
+        records.append(changed(ending_at(trial, loss + LOSS_NOISE[seed]), role=role))
+    found = answer_to("What does SGD cost?", records)
+    if named:
+        text = "ZeRO-3 (optimizer SGD) trains worse than ZeRO-3 (optimizer AdamW) by more than 1%"
+        assert text in found.sentences[0]
+        assert found.verdict == "no"
+    else:
+        assert "SGD" not in found.sentences[0]

@@ -1,0 +1,222 @@
+"""Refuses what a suite says without effect: settings that no trial uses, an answer that none can give.
+
+:mod:`harness.suites.contradictions` refuses what a single trial cannot have.  No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from harness.suites.answering_quantity import LEAST_STEPS
+from harness.suites.labels import flatten, look_up, value_text
+from harness.suites.peers import PEERS
+from harness.suites.repeat_order import contender_of
+from harness.suites.suite import SuiteError, SuiteTables
+from harness.suites.trial import Trial
+
+_LATE: Final = 0.25  # share of training, its last, over which a margin in steps is measured
+
+
+class Setting(NamedTuple):
+    """A value, and the table of the suite file that sets it (for error messages)."""
+
+    value: Any
+    table: str
+
+
+Point = dict[str, Setting]  # by dotted path
+
+
+def _trains(trial: Trial) -> str | None:
+    return "workload = 'generate', which trains nothing" if trial.workload == "generate" else None
+
+
+def _joined(trial: Trial) -> str | None:
+    return "cluster.nodes = 1, which no link joins" if trial.cluster.nodes == 1 else None
+
+
+def _validated(trial: Trial) -> str | None:
+    return "no validation: set validate_every too" if trial.validate_every is None else None
+
+
+def _with_policy(trial: Trial) -> str | None:
+    return f"strategy = {trial.strategy!r}, a peer without a policy" if trial.strategy in PEERS else None
+
+
+def _of_stage_3(trial: Trial) -> str | None:
+    policy = trial.resolved_policy()
+    if policy is None:
+        return _with_policy(trial)
+    return f"stage {policy.stage}, which keeps weights gathered" if policy.stage < 3 else None
+
+
+def _started_by(launcher: str) -> Callable[[Trial], str | None]:
+    def why(trial: Trial) -> str | None:
+        other = trial.cluster.launcher
+        return None if other == launcher else f"cluster.launcher = {other!r}; it is of {launcher!r}"
+
+    return why
+
+
+_WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
+    # by the beginning of a path: why a trial does not use it
+    "policy.prefetch": _of_stage_3,
+    "policy.max_live": _of_stage_3,
+    "policy.max_reuse": _of_stage_3,
+    "policy.persist_most": lambda trial: None if trial.policy.persist_below else "no policy.persist_below",
+    "policy": _with_policy,
+    "peer": lambda trial: (
+        None if trial.strategy in PEERS else f"strategy = {trial.strategy!r}; policies have policy.compute"
+    ),
+    "cluster.rate": _joined,
+    "cluster.latency": _joined,
+    "cluster.hosts": _started_by("hosts"),
+    "cluster.slurm": _started_by("slurm"),
+    "optimizer.schedule.start": lambda trial: (
+        None if trial.optimizer.schedule.warmup else "optimizer.schedule.warmup = 0"
+    ),
+    "optimizer.schedule.floor": lambda trial: (
+        None if trial.optimizer.schedule.decay != "none" else "optimizer.schedule.decay = 'none'"
+    ),
+    "optimizer": _trains,
+    "validation_batches": _validated,
+    "measure_quantisation": lambda trial: (
+        f"strategy = {trial.strategy!r}, which sends past our wire" if trial.strategy in PEERS else None
+    ),
+}
+
+
+def check_tables(file: SuiteTables, axes: Sequence[Sequence[Point]]) -> None:
+    """Refuse tables that say nothing, and axes that have a value twice."""
+    roles: tuple[str, ...] = ("baseline", "contrast")
+    declared: dict[str, Any] = {name: getattr(file, name) for name in roles if name in file.model_fields_set}
+    declared |= {f"[[zip]] #{number}": table for number, table in enumerate(file.zip, 1)}
+    declared |= {f"[[exclude]] #{number}": table for number, table in enumerate(file.exclude, 1)}
+    declared |= {f"[[override]] #{number} set": rule.set for number, rule in enumerate(file.override, 1)}
+    for name, table in declared.items():
+        if not table:
+            raise SuiteError(f"{name} = {{}}: names no field of a trial; say which, or remove it")
+    for axis in axes:
+        for number, row in enumerate(axis):
+            if row in axis[:number]:
+                text = ", ".join(f"{path} = {value_text(setting.value)}" for path, setting in row.items())
+                table = next(iter(row.values())).table
+                raise SuiteError(f"{table} {text}: stands there twice; say each value once")
+
+
+def check_members(
+    written: Mapping[str, list[Any]],
+    wanted: Mapping[str, list[Any]],
+    name: str,
+    trials: Sequence[Mapping[str, Any]],
+) -> None:
+    """Refuse values in the lists of a partial match that no trial has.
+
+    Args:
+        written: Values by path, as the file has them.
+        wanted: The same, as trials have them.
+        name: The table, for the message.
+        trials: All trials, as JSON-ready data.
+    """
+    for path, values in wanted.items():
+        present = [look_up(trial, path) for trial in trials]
+        for text, value in zip(map(value_text, written[path]), values, strict=True):
+            if value not in present:
+                raise SuiteError(
+                    f"{name} {path} = {text}: matches no trial of this suite; leave that value out"
+                )
+
+
+def check_overrides(file: SuiteTables, axes: Sequence[Sequence[Point]], points: Sequence[Point]) -> None:
+    """Refuse overrides that later ones undo, and axes of which an override leaves one value."""
+    standing = {(setting.table, path) for point in points for path, setting in point.items()}
+    for number, override in enumerate(file.override, 1):
+        table = f"[[override]] #{number} set"
+        for path, value in flatten(override.set):
+            if (table, path) not in standing:
+                later = "a later [[override]] sets it again wherever this one matches"
+                raise SuiteError(f"{table} {path} = {value_text(value)}: {later}; remove one of them")
+    for axis in axes:
+        paths = list(dict.fromkeys(path for row in axis for path in row))
+        left = {json.dumps([point[p].value for p in paths if p in point], default=str) for point in points}
+        by = [
+            point[p].table for point in points for p in paths if p in point and "override" in point[p].table
+        ]
+        if len(axis) > 1 and len(left) == 1 and by:
+            table = next(iter(axis[0].values())).table
+            alike = f"{by[0]} gives all its {len(axis)} values one value"
+            raise SuiteError(f"{table} {', '.join(paths)}: {alike}; match some of them, or remove the axis")
+
+
+def check_settings(said: Sequence[Point], points: Sequence[Point], trials: Sequence[Trial]) -> None:
+    """Refuse a setting of a table that none of the trials that have it uses.
+
+    Args:
+        said: By trial, its settings as tables give them.
+        points: The same, without those that are left out of its strategy.
+        trials: The trials.
+    """
+    usual = Trial().model_dump(mode="json")
+    reasons: dict[tuple[str, str], list[str | None]] = defaultdict(list)
+    values: dict[tuple[str, str], Any] = {}
+    for settings, point, trial in zip(said, points, trials, strict=True):
+        data = trial.model_dump(mode="json")
+        for path, (value, table) in settings.items():
+            if path not in point:
+                reasons[table, path].append(_why_unused(trial, path) or f"strategy = {trial.strategy!r}")
+            elif look_up(data, path) != look_up(usual, path):
+                reasons[table, path].append(_why_unused(trial, path))
+            else:
+                continue
+            values[table, path] = value
+    for (table, path), why in reasons.items():
+        if all(why):
+            others = " and others" if len({*why}) > 1 else ""
+            text = f"{table} {path} = {value_text(values[table, path])}"
+            raise SuiteError(f"{text}: has no effect with {why[0]}{others}; change that, or remove {path}")
+
+
+def _why_unused(trial: Trial, path: str) -> str | None:
+    """Why a trial does not use a field; None if it does."""
+    for beginning, why in _WHY_UNUSED.items():
+        if f"{path}.".startswith(f"{beginning}."):
+            return why(trial)
+    return None
+
+
+def check_answer(file: SuiteTables, trials: Sequence[Trial]) -> None:
+    """Refuse an ``answer`` or a ``margin`` that the trials cannot give."""
+    for reason in _unanswered(file.answer, trials):
+        raise SuiteError(f'answer = "{file.answer}": {reason}, or remove answer')
+    for trial in trials if file.margin else ():
+        total, every = trial.warmup + trial.steps, trial.validate_every
+        after = {*range(every or total, total, every or total), total} if every is not None else set()
+        if total < LEAST_STEPS or sum(step >= (1 - _LATE) * total for step in after) < 2:
+            has = f"{total} steps, {'no validation' if every is None else f'validate_every = {every}'}"
+            needs = f"takes {LEAST_STEPS} steps or more, and two validations in the last quarter of them"
+            raise SuiteError(
+                f"margin = {file.margin}: {needs}; a trial has {has}; change that, or remove margin"
+            )
+
+
+def _unanswered(answer: str, trials: Sequence[Trial]) -> Iterator[str]:
+    """Why the trials cannot answer by a quantity, and what would let them."""
+    ours = {contender_of(trial) for trial in trials if trial.strategy not in PEERS}
+    for trial in trials if answer == "loss" else ():
+        total = trial.warmup + trial.steps
+        if trial.validate_every is None:
+            yield "needs validation losses, and a trial takes none: set validate_every"
+        if trial.validate_every == 0 and total < LEAST_STEPS:
+            once = f"a trial is validated once, after {total} steps"
+            yield f"{once}, and a single loss counts from {LEAST_STEPS} on: set steps, or validate_every = 1"
+    if answer == "error" and not any(t.measure_quantisation and t.strategy not in PEERS for t in trials):
+        yield "no trial of a policy measures errors: set measure_quantisation = true"
+    if answer == "bytes" and all(trial.cluster.nodes == 1 for trial in trials):
+        yield "there are no bytes between nodes with cluster.nodes = 1: set 2 or more"
+    if answer == "memory" and len(ours) < 2:
+        yield "memory is compared between policies, and there are not two: add one"
+    if answer == "step" and all(trial.workload == "generate" for trial in trials):
+        yield "workload = 'generate' has no steps of training, and answers by tokens: set another workload"

@@ -1,0 +1,305 @@
+"""Finds the files that an own object (``module:object``) is made of, by reading sources, running none.
+
+These are its module, the modules that it imports, and the files that its source names, all transitively.
+Libraries and this project's own packages are left out: records have their versions.  No torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any, Final
+
+_ROOT: Final = Path(__file__).resolve().parents[2]
+_STDLIB: Final = Path(sysconfig.get_paths()["stdlib"]).resolve()
+_OURS: Final = tuple(_ROOT / name for name in ("impl", "harness", "report"))
+_INSTALLED: Final = frozenset(("site-packages", "dist-packages"))
+_NO_FILES: Final = tuple(map(Path, ("/dev", "/proc", "/sys", "/run")))  # their content is the system's state
+_MODULE: Final = re.compile(r"\.*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_DYNAMIC: Final = re.compile(
+    rb"__import__|importlib|import_module|find_spec|pkgutil|runpy|lazy", re.IGNORECASE
+)
+_WRITING: Final = re.compile(
+    r"save|write|dump|to_(csv|json|pickle|parquet)|export|FileHandler|mkdir|makedirs|touch|unlink|remove|rename"
+)
+_JOINING: Final = ("", "Path", "PurePath", "fspath", "join", "joinpath", "resolve", "str", "with_name")
+_LONGEST_PATH: Final = 255
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A module, or a file that a source names."""
+
+    name: str
+    file: Path | None = None  # None of a namespace package
+    package: str = ""  # from which relative imports begin
+    folders: tuple[str, ...] = ()  # of a package's submodules
+    named: bool = False  # as a file, by a source
+
+
+@dataclass(slots=True)
+class _Mentions:
+    """What a source mentions, as text."""
+
+    imports: list[str] = field(
+        default_factory=list
+    )  # modules and their members; relative ones begin with dots
+    exports: list[str] = field(default_factory=list)  # ``__all__``, of a package submodules too
+    texts: list[str] = field(default_factory=list)  # constants that may name modules
+    paths: list[str] = field(default_factory=list)  # constants that may name files or folders
+    computed: bool = False  # whether it imports modules by names that it computes
+    changes_path: bool = False  # whether it changes ``sys.path``
+
+
+def files_of(
+    modules: Iterable[str], texts: Sequence[str] = (), folders: Sequence[Path] = ()
+) -> tuple[dict[str, Path], dict[str, Path]]:
+    """The files of ``modules`` and of all that they import, by name; and files that sources name, by text.
+
+    Args:
+        modules: Dotted names.
+        texts: Further texts that may name modules or files: a suite's ``model.arguments``.
+        folders: Where files are looked for that sources name, after the folder of the source.
+    """
+    importlib.invalidate_caches()
+    names, beside = [*modules], list[Path]()
+    while True:  # until no source adds a folder to ``sys.path`` that was not there before
+        known = len(beside)
+        chains = [(name, _resolve(name, "", beside)) for name in names]
+        waiting = [source for name, chain in chains if chain and chain[-1].name == name for source in chain]
+        for text in texts:
+            waiting += _resolve(text.partition(":")[0], "", beside)
+            waiting += [
+                _Source(text, file, named=True) for file in _existing(text, folders) if file.is_file()
+            ]
+        found = dict[str, _Source]()
+        while waiting:
+            source = waiting.pop()
+            if source.name not in found and source.file is not None and _is_users(source.file):
+                found[source.name] = source
+                waiting += _followed(source, source.file, beside, folders)
+        if len(beside) == known:
+            break
+    sources = [found[name] for name in sorted(found)]
+    imported = {source.name: source.file for source in sources if source.file and not source.named}
+    named = {source.name: source.file for source in sources if source.file and source.named}
+    return imported, {name: file for name, file in named.items() if file not in imported.values()}
+
+
+def _followed(source: _Source, file: Path, beside: list[Path], folders: Sequence[Path]) -> Iterator[_Source]:
+    """The modules and files that a source mentions; adds folders that it may put into ``sys.path``."""
+    if file.suffix != ".py":
+        return
+    mentions = _mentions(file, *stamp(file))
+    if mentions.changes_path:
+        named = [path for text in mentions.paths for path in _existing(text, [file.parent]) if path.is_dir()]
+        beside += [path for path in (*file.parents[:3], *named) if path not in beside]
+    exports = mentions.exports if source.folders else []
+    for name in [*mentions.imports, *(f".{name}" for name in exports)]:
+        yield from _resolve(name, source.package, beside)
+    for text in mentions.texts:
+        reached = _resolve(text.rstrip("."), source.package, beside)
+        yield from reached or _resolve(f".{text}", source.package, beside)
+        if text.endswith(".") and reached:  # the names of its parts are computed
+            yield from _parts(reached[-1])
+    if mentions.computed and source.package:
+        yield from _parts(_resolve(source.package, "", beside)[-1])
+    for text in mentions.paths:
+        for path in _existing(text, [file.parent, *folders]):
+            if path.is_file():
+                name = path.name if Path(text).is_absolute() else text
+                yield _Source(
+                    f"{name} of {source.name.partition(' of ')[2] or source.name}", path, named=True
+                )
+
+
+def _resolve(name: str, package: str, beside: Sequence[Path]) -> list[_Source]:
+    """A module and the packages that it stands in, as far as they exist; a library's parts are left out."""
+    if _MODULE.fullmatch(name) is None:
+        return []
+    try:
+        parts = importlib.util.resolve_name(name, package or None).split(".")
+    except ImportError:  # above the top package
+        return []
+    modules: list[_Source] = []
+    folders: Sequence[str] | None = None
+    for length in range(1, len(parts) + 1):
+        full = ".".join(parts[:length])
+        spec = _top_level(full, beside) if folders is None else _spec(PathFinder, full, folders)
+        if spec is None:  # finders look for a namespace inside of a package once that is imported
+            inner = [folder for f in folders or () if (folder := Path(f) / parts[length - 1]).is_dir()]
+            file, folders = None, [*map(str, inner)]
+        else:
+            file, folders = _file(spec), spec.submodule_search_locations
+        if spec is None and not folders:
+            break
+        package = full.rpartition(".")[0] if folders is None else full
+        modules.append(_Source(full, file, package, tuple(folders or ())))
+        if folders is None or (file is not None and not _is_users(file)):
+            break
+    return modules
+
+
+def _top_level(name: str, beside: Sequence[Path]) -> ModuleSpec | None:
+    """The spec that an import would find, whatever this process has imported already."""
+    for finder in sys.meta_path:
+        if (spec := _spec(finder, name, None)) is not None:
+            return spec
+    return _spec(PathFinder, name, [str(folder) for folder in beside])
+
+
+def _spec(finder: Any, name: str, folders: Sequence[str] | None) -> ModuleSpec | None:
+    try:
+        found = finder.find_spec(name, folders)
+    except Exception:  # finders may be anybody's
+        return None
+    return found if isinstance(found, ModuleSpec) else None
+
+
+def _file(spec: ModuleSpec) -> Path | None:
+    """The file of a module, or the archive that it is in; None of built-in modules and namespaces."""
+    if spec.origin is None or not spec.has_location:
+        return None
+    origin = Path(spec.origin)
+    return next((path for path in (origin, *origin.parents) if path.is_file()), None)
+
+
+def _parts(package: _Source) -> Iterator[_Source]:
+    """All modules in the folders of a package."""
+    for folder in package.folders:
+        for path in sorted(Path(folder).rglob("*.py")):
+            name = ".".join((package.name, *path.relative_to(folder).with_suffix("").parts))
+            yield from _resolve(name.removesuffix(".__init__"), "", ())
+
+
+def _is_users(file: Path) -> bool:
+    """Whether a file belongs to no library and not to this project."""
+    file = file.resolve()
+    if file.is_relative_to(_STDLIB) or _INSTALLED & {*file.parts} or any(map(file.is_relative_to, _OURS)):
+        return False
+    return not any(map(_holds_distributions, file.parents))
+
+
+@cache
+def _holds_distributions(folder: Path) -> bool:
+    """Whether packages were installed into a folder, as by ``pip install --target``."""
+    return next(folder.glob("*.dist-info"), None) is not None
+
+
+def _existing(text: str, folders: Sequence[Path]) -> list[Path]:
+    """What ``text`` names in the first of ``folders`` that has it, as a list of one; empty if none has."""
+    if not text or len(text) > _LONGEST_PATH or "\0" in text or "\n" in text:
+        return []
+    try:
+        paths = (folder / Path(text).expanduser() for folder in folders)
+        path = next((path for path in paths if path.exists()), None)
+    except (OSError, RuntimeError):  # no path of this system, or of no user
+        return []
+    return [] if path is None or any(map(path.is_relative_to, _NO_FILES)) else [path]
+
+
+def stamp(file: Path) -> tuple[int, int]:
+    """What changes when a file is written: time and size."""
+    try:
+        status = file.stat()
+    except OSError:
+        return 0, 0
+    return status.st_mtime_ns, status.st_size
+
+
+@cache
+def _mentions(file: Path, _time: int, _size: int) -> _Mentions:
+    """What a source mentions; nothing if it cannot be parsed, which importing it will say."""
+    mentions = _Mentions()
+    try:
+        content = file.read_bytes()
+        tree = ast.parse(content)
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return mentions
+    dynamic = _DYNAMIC.search(content) is not None
+    mentions.changes_path = b"sys.path" in content or b"addsitedir" in content
+    names = _written_names(tree)
+    no_input = {
+        id(part)
+        for node in ast.walk(tree)
+        if _is_documentation(node) or _writes(node) or (_targets(node) & names and _joins(node))
+        for part in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            mentions.imports += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            mentions.imports += [base] if node.module else []
+            mentions.imports += [f"{base}{'.' * bool(node.module)}{alias.name}" for alias in node.names]
+        elif "__all__" in _targets(node):
+            mentions.exports += _texts(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            mentions.texts += [node.value] if dynamic else []
+            plain = mentions.changes_path or re.search(r"[./]", node.value)
+            mentions.paths += [node.value] if plain and id(node) not in no_input else []
+        elif isinstance(node, ast.Call | ast.BinOp) and id(node) not in no_input:
+            parts = _texts(node)  # as HERE / "data" / "words.txt"
+            mentions.paths += ["/".join(parts)] if len(parts) > 1 else []
+        mentions.computed |= dynamic and _imports_computed(node)
+    return mentions
+
+
+def _texts(node: ast.AST) -> list[str]:
+    """The texts in an expression, in their order."""
+    if isinstance(node, ast.Constant):
+        return [node.value] if isinstance(node.value, str) else []
+    return [text for child in ast.iter_child_nodes(node) for text in _texts(child)]
+
+
+def _called(node: ast.AST | None) -> str:
+    """The last name of the function that a call calls; empty of other nodes."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return str(getattr(function, "attr", "") or getattr(function, "id", ""))
+
+
+def _imports_computed(node: ast.AST) -> bool:
+    """Whether a call imports by a name that is no constant, or lists the modules of a package."""
+    name = _called(node)
+    first = node.args[0] if isinstance(node, ast.Call) and node.args else None
+    by_name = name in ("import_module", "__import__") and not isinstance(first, ast.Constant)
+    return by_name or name in ("iter_modules", "walk_packages")
+
+
+def _writes(node: ast.AST) -> bool:
+    """Whether a call writes a file, so that what it names is no input."""
+    if not isinstance(node, ast.Call) or _called(node) != "open":
+        return _WRITING.match(_called(node)) is not None
+    modes = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "mode")]
+    return any(re.fullmatch(r"[rbt+]*[wax+][wxbt+]*", t) for mode in modes for t in _texts(mode))
+
+
+def _written_names(tree: ast.AST) -> set[str]:
+    """Names of variables in calls that write files."""
+    parts = (part for node in ast.walk(tree) if _writes(node) for part in ast.walk(node))
+    return {str(getattr(part, "attr", "") or getattr(part, "id", "")) for part in parts} - {""}
+
+
+def _targets(node: ast.AST) -> set[str]:
+    """Names that a statement assigns to."""
+    targets = [getattr(node, "target", None)] if isinstance(node, ast.AnnAssign | ast.AugAssign) else []
+    targets += node.targets if isinstance(node, ast.Assign) else []
+    return {str(getattr(target, "attr", "") or getattr(target, "id", "")) for target in targets} - {""}
+
+
+def _joins(node: ast.AST) -> bool:
+    """Whether an assignment's value is a path, rather than what was read from it."""
+    return _called(getattr(node, "value", None)) in _JOINING
+
+
+def _is_documentation(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

@@ -1,0 +1,132 @@
+"""Commands in environments that lack something end in one line, or do what they can."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import cli, errors
+from harness.errors import Refusal, check_installed, not_imported
+from tests.harness.conftest import Zeropp
+
+SUITE = """
+name = "s"
+question = "Does it print?"
+[defaults]
+model.name = "gpt-tiny"
+steps = 1
+warmup = 0
+tokens_per_rank = 64
+sequence = 64
+"""
+ROOT = Path(__file__).parents[2]
+HIDDEN = "import sys; sys.modules[sys.argv.pop(1)] = None; from harness.cli import main; sys.exit(main())"
+NOT_UTF_8 = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a suite."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.toml").write_text(SUITE, encoding="utf-8")
+    return tmp_path
+
+
+def python(
+    code: str, *arguments: str, then: str = "", **environment: str
+) -> subprocess.CompletedProcess[bytes]:
+    """Run code in another process, maybe with redirections of a shell."""
+    command = [sys.executable, "-c", code, *arguments]
+    if then:
+        command = ["bash", "-c", f'"$@" {then}', "bash", *command]
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(command, capture_output=True, env=variables, check=False)
+
+
+MAIN = "import sys; from harness.cli import main; sys.exit(main())"
+
+
+@pytest.mark.parametrize("package", ["typer", "pydantic", "seaborn", "torch", "pandas"])
+def test_a_missing_package_is_one_line(package: str) -> None:
+    """With the command that installs it and status 2, whether it is needed at once or late."""
+    process = python(HIDDEN, package, "plan", "s.toml")
+    assert process.returncode == cli.REFUSED
+    line = process.stderr.decode()
+    assert line.startswith(f"zeropp: {package} is not installed for {sys.executable}: cd {ROOT} && ")
+    assert line.endswith("-m pip install -c constraints.txt -e .\n")
+    assert line.count("\n") == 1
+
+
+def test_packages_that_are_there_are_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several that are missing all are named; an error of a part of ours is shown in full."""
+    check_installed()
+    monkeypatch.setattr(errors, "_NEEDED", ("torch", "no_such_a", "no_such_b"))
+    with pytest.raises(Refusal, match="no_such_a, no_such_b are not installed"):
+        check_installed()
+    assert not_imported(ImportError("no name", name="harness.cli")) is None
+    broken = not_imported(ImportError("libcudart.so.12: no such file", name="cupy"))
+    assert broken is not None
+    assert broken.startswith("cannot import cupy (libcudart.so.12: no such file) for ")
+
+
+@pytest.mark.parametrize(
+    "command", [["plan", "s.toml"], ["--help"], ["doctor"], ["show", "none", "--results", "ü¶"]]
+)
+def test_a_terminal_that_is_not_utf_8_gets_other_characters(command: list[str]) -> None:
+    """For those that it cannot show, in output and in errors."""
+    process = python(MAIN, *command, **NOT_UTF_8)
+    assert b"Traceback" not in process.stderr
+    assert b"UnicodeEncodeError" not in process.stderr
+    (process.stdout + process.stderr).decode("ascii")
+    assert process.returncode == (cli.REFUSED if command[0] == "show" else cli.OK)
+
+
+@pytest.mark.parametrize(("then", "status"), [(">&-", 0), (">&- 2>&-", 0), ("<&-", 0), (">/dev/full", 2)])
+def test_closed_and_full_outputs(then: str, status: int) -> None:
+    """What nobody reads is not written; what cannot be written is an error."""
+    process = python(MAIN, "plan", "s.toml", then=then)
+    assert process.returncode == status
+    assert b"Traceback" not in process.stderr
+    if status:
+        assert process.stderr == b"zeropp: cannot go on: No space left on device\n"
+
+
+def test_an_output_that_ends_early_is_no_error() -> None:
+    """As that of `zeropp plan s.toml | head -1`."""
+    process = python(MAIN, "plan", "s.toml", then="| head -1")
+    assert process.stdout.startswith(b"s: Does it print?")
+    assert process.stderr == b""
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "20", "x"])
+def test_every_width_prints(zeropp: Zeropp, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    """Also 0, which terminals without a size set: it counts as unknown."""
+    monkeypatch.setenv("COLUMNS", columns)
+    output = zeropp("plan", "s.toml").stdout
+    assert "".join(output.split()).startswith("s:Doesitprint?")
+    if columns == "20":
+        assert max(map(len, output.splitlines())) <= 20
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xef\xbb\xbf" + SUITE.encode(), None),
+        (SUITE.replace("\n", "\r\n").encode(), None),
+        (
+            SUITE.replace("print", "caf\u00e9").encode("latin-1"),
+            "s.toml: not UTF-8: byte 0xe9 in line 3; save it",
+        ),
+        (SUITE.encode("utf-16"), "s.toml: not UTF-8: byte 0xff in line 1"),
+    ],
+    ids=["a byte order mark", "ends of lines as in Windows", "Latin-1", "UTF-16"],
+)
+def test_encodings_of_suites(folder: Path, zeropp: Zeropp, content: bytes, message: str | None) -> None:
+    """UTF-8 with or without its mark is read; another one is named with the place."""
+    (folder / "s.toml").write_bytes(content)
+    process = zeropp("plan", "s.toml", status=cli.OK if message is None else cli.REFUSED)
+    assert message is None or message in process.stderr
