@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -60,8 +61,8 @@ def _start(zero: Zero, _: str) -> None:
 
 
 def _cut(zero: Zero, _: str) -> None:
-    with Init(mesh=zero.wire.mesh, policy=zero.policy, wire=zero.wire):
-        nn.Linear(4, 4).weight.sum()
+    with Init(mesh=zero.wire.mesh, policy=zero.policy, wire=zero.wire, blocks=nn.Linear):
+        nn.Linear(4, 4).weight.sum()  # was cut, and is gathered
 
 
 CALLS: Final[dict[str, Callable[[Zero, str], Any]]] = {
@@ -173,7 +174,9 @@ def check(
     line = f"all ranks must call {call}: {_words(callers)} did, no call came from {_words(others)}"
     for rank in callers:
         first, *rest = texts[rank].splitlines()
-        assert first.startswith(f"WireError: rank {rank} could not finish "), texts
+        # Shared memory shows at once that the ranks' messages differ.
+        verb = "(could not finish|found that the ranks' exchanges differ)"
+        assert re.match(f"WireError: rank {rank} {verb}", first), texts
         assert f"in {call}" in first, texts
         assert line in rest, texts
     for rank in others:
@@ -220,7 +223,7 @@ def test_a_rank_lost_in_a_call_has_made_it() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["backend", "shm"])
-@pytest.mark.parametrize("callers", [(0,), (2,), (0, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("callers", [(0,), (1, 2)], ids=str)
 @pytest.mark.parametrize(
     "call", ["save()", "clip_grad_norm_()", "full_state_dict()", "quantized_all_gather()"]
 )
