@@ -172,7 +172,10 @@ def test_what_has_no_effect_is_refused(
         ("margin = 3", f"[defaults]\nsteps = 100\nvalidate_every = 20\n{TWO}"),
         ("", "[defaults]\nvalidate_every = 10\n"),  # as often as there are steps
         ("", '[defaults]\npolicy.weights = "int8:64"\n[matrix]\nstrategy = ["zero3", "qwz"]\n'),
-        ("",),
+        (
+            "",
+            '[defaults]\npeer.compute = "bf16"\npolicy.compute = "bf16"\n[matrix]\nstrategy = ["zero3", "ddp"]\n',
+        ),
         ("", '[defaults]\ncluster.rate = "1 Gbit/s"\n[matrix]\ncluster.nodes = [1, 2]\n'),
         ("", '[matrix]\nstrategy = ["zeropp"]\nsequence = [32]\n'),  # axes with one value
         ("", f"{TWO}steps = [3, 4]\n[[override]]\nmatch.strategy = 'zero3'\nset.steps = 3\n"),

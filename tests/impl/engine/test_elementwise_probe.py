@@ -30,7 +30,7 @@ def tensors() -> list[nn.Parameter]:
 
 
 Make = Callable[[Any], Optimizer]
-TORCH = [kind for kind in ELEMENTWISE if kind.__module__.startswith("torch.")]
+TORCH = sorted((k for k in ELEMENTWISE if k.__module__.startswith("torch.")), key=lambda k: k.__name__)
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"foreach": True},
