@@ -20,6 +20,7 @@ from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import Clock
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
+from impl.engine import module_buffers
 from impl.engine.engine import Zero
 from impl.engine.hooks import Hooks
 from impl.engine.outside_uses import register
@@ -79,7 +80,8 @@ def shard(
     drafts = drafts_of(model, blocks, group_of, policy)
     geometries = geometries_of(drafts, mesh.topology, policy)
     parameters = dict(model.named_parameters())
-    check_same_start(mesh, parameters, drawn_numbers(parameters))
+    module_buffers.check(buffers := module_buffers.persistent(model))
+    check_same_start(mesh, parameters, drawn_numbers(parameters), module_buffers.in_words(buffers))
     meter = Meter()
     gradients, weights = (
         Reserve(DTYPES[policy.compute], mesh.device, meter, part) for part in ("local_gradients", "gathered")
