@@ -115,7 +115,7 @@ class ModuleBuffers:
             return None
         device = self._wire.mesh.device
         if _kinds(buffers) == self._kinds:
-            flat = [buffer.resolve_conj().resolve_neg().reshape(-1) for buffer in buffers.values()]
+            flat = [buffer.resolve_conj().resolve_neg().contiguous().view(-1) for buffer in buffers.values()]
             end = torch.zeros(1, dtype=torch.uint8, device=device)
             local = torch.cat([*(values.view(torch.uint8).to(device) for values in flat), end])
         else:

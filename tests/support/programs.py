@@ -307,7 +307,11 @@ class OneProcess(Side):
 
     def load(self, states: Sequence[dict[str, Tensor]]) -> None:
         for net, state in zip(self.nets, states, strict=True):
-            net.load_state_dict(state)
+            if self.program.buffer == "expanded":  # which torch cannot load; nothing changes its values
+                trained = {name: value for name, value in state.items() if not name.endswith("table")}
+                net.load_state_dict(trained, strict=False)
+            else:
+                net.load_state_dict(state)
 
     def changed(self) -> None:
         """Nothing is to be told."""
