@@ -21,6 +21,7 @@ from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import Clock
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire, wire_of
+from impl.engine import module_buffers
 from impl.engine.elementwise_probe import elementwise
 from impl.engine.engine import Zero
 from impl.engine.hooks import Hooks
@@ -93,8 +94,9 @@ def shard(
     drafts = drafts_of(model, blocks, group_of, policy)
     geometries = geometries_of(drafts, mesh.topology, policy)
     parameters = dict(model.named_parameters())
+    module_buffers.check(buffers := module_buffers.persistent(model))
     with wire.calling("shard()"):
-        check_same_start(wire, parameters, drawn_numbers(parameters))
+        check_same_start(wire, parameters, drawn_numbers(parameters), module_buffers.in_words(buffers))
     meter = Meter()
     gradients, weights = (
         Reserve(DTYPES[policy.compute], mesh.device, meter, part) for part in ("local_gradients", "gathered")

@@ -30,11 +30,17 @@ _LINK: Final = re.compile(rf'href="((?:{"|".join(_FOLDERS)})/[\w-]+\.[a-z]+)"')
 
 
 def build(
-    results: Path, *, columns: Mapping[str, Sequence[str]] | None = None, width: float = theme.WIDTH
+    results: Path,
+    *,
+    columns: Mapping[str, Sequence[str]] | None = None,
+    width: float = theme.WIDTH,
+    forms: Sequence[str] = (),
 ) -> Path:
     """Build the report of a results folder, inside it; equal records give equal bytes.
 
     ``columns``, by table, are printed beside the contender, by title or name in the CSV; ``width`` is in mm.
+    Figures are drawn as SVG, which the page shows, and in these further ``forms`` ("pdf", "png"), each of
+    which takes about as long as the page.
     Raises a Refusal for an unknown column, and as :func:`report.data.frames.load` and :func:`publish`.
     """
     derived = derive(load(results))
@@ -42,7 +48,7 @@ def build(
 
     def page_of(folder: Path) -> str:
         style, figures = style_of(derived, width), folder / "figures"
-        drawn = [figure.draw(derived, figures, style) for figure in all_figures.FIGURES]
+        drawn = [figure.draw(derived, figures, style, forms) for figure in all_figures.FIGURES]
         macros = latex.numbers(shown, derived)
         (folder / "tables" / "numbers.tex").write_text(macros, encoding="utf-8", newline="\n")
         return page.render(derived, list(filter(None, drawn)), shown)

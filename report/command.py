@@ -48,6 +48,8 @@ def report(
         float,
         typer.Option(min=60, max=400, help="Of figures, in mm; 84 is a column of a paper.", metavar="MM"),
     ] = _WIDTH,
+    pdf: Annotated[bool, typer.Option("--pdf", help="Also draw figures as PDF, with fonts.")] = False,
+    png: Annotated[bool, typer.Option("--png", help="Also draw figures as PNG.")] = False,
 ) -> None:
     """Build a suite's report from its records and print its path; of a folder of archives, every suite's."""
     if check:
@@ -62,11 +64,15 @@ def report(
         return
     folder = _existing_folder(suite, results)
     requested = _columns(columns or [])
+    forms = [form for form, asked in (("pdf", pdf), ("png", png)) if asked]
     if archives := sorted(folder.glob(f"*{archive.SUFFIX}")):
         if requested or explain:
             many = f"{folder} holds {len(archives)} archives"
             raise Refusal(f"{many}: --columns and --explain are of one suite")
-        build_one, processes = partial(_build_archive, width=width), min(len(archives), machine.cores())
+        build_one, processes = (
+            partial(_build_archive, width=width, forms=forms),
+            min(len(archives), machine.cores()),
+        )
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
             print("\n".join(map(str, pool.map(build_one, archives))))
         return
@@ -75,7 +81,7 @@ def report(
 
         print(explanation(folder, *explain))
         return
-    build_report(folder, requested, width)
+    build_report(folder, requested, width, forms)
 
 
 def archive_records(
@@ -122,17 +128,18 @@ def compare(
         raise typer.Exit(SOME_FAILED)
 
 
-def _build_archive(packed: Path, width: float) -> Path:
+def _build_archive(packed: Path, width: float, forms: Sequence[str]) -> Path:
     """Build the page of an archive, in a process of its own."""
     from report.build import build
 
-    return build(archive.unpack(packed), width=width)
+    return build(archive.unpack(packed), width=width, forms=forms)
 
 
 def build_report(
     folder: Path,
     columns: Mapping[str, Sequence[str]] | None = None,
     width: float = _WIDTH,
+    forms: Sequence[str] = (),
     *,
     lead: bool = False,
 ) -> None:
@@ -141,14 +148,16 @@ def build_report(
     if bench_record.holds(folder):
         from report.bench_page import build as build_bench
 
-        if columns or width != _WIDTH:
-            raise Refusal(f"{folder} holds a benchmark's records: --columns and --width are of suites")
+        if columns or forms or width != _WIDTH:
+            raise Refusal(
+                f"{folder} holds a benchmark's records: --columns, --width, --pdf and --png are of suites"
+            )
         print(build_bench(folder))
         return
     from report.answer.lead import of_folder
     from report.build import build
 
-    print(build(folder, columns=columns, width=width))
+    print(build(folder, columns=columns, width=width, forms=forms))
     if lead:
         print("\n".join(of_folder(folder).sentences), file=sys.stderr)
 

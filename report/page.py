@@ -27,7 +27,7 @@ _FACTS: Final = {  # in the page's head, by their names on record
 }  # fmt: skip
 _LAST: Final = ("setting", "environment")  # tables with a section of their own
 _OPTIONAL: Final = (
-    "note", "questions", "answer", "shows", "marked", "summary", "figures", "last", "failures",
+    "suite", "note", "questions", "answer", "shows", "marked", "summary", "figures", "last", "failures",
 )  # fmt: skip
 _LONGEST_NAMES: Final = 60  # characters of contenders in a title
 _SHORT: Final = 16  # rows of a summary that stands before the figures
@@ -44,6 +44,7 @@ def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) ->
     modelled = ", on a modelled link" if derived.finished["modelled"].any() else ""
     suite = "" if derived.finished.empty else f": {frames.suite}"
     return fill(
+        suite=frames.suite,
         title=f"{' '.join(filter(None, subject))}{suite}{modelled}",
         kicker=f"Results of suite {frames.suite}{modelled}",
         heading=subject,

@@ -13,6 +13,7 @@ from harness.suites.suite_file import load
 from harness.terminal_table import Column
 
 Several = list[str] | None
+_STEPS: Final = (0, 20, 50)  # kept by default, as far as a trial goes
 _COLUMNS: Final = (
     Column("values", always=True),
     Column("codec", always=True),
@@ -29,7 +30,8 @@ def snapshot(
     identity: Annotated[str, typer.Argument(help="Of a trial, or its beginning.", metavar="ID")],
     out: Annotated[Path, typer.Option("--out", help="Written; by default ID.safetensors.")] = Path(),
     steps: Annotated[
-        list[int] | None, typer.Option(min=0, help="Of the optimizer, from 0. Default: 0, 20 and 50.")
+        list[int] | None,
+        typer.Option(min=0, help="Of the optimizer, from 0. Default: 0, 20 and 50 of those there are."),
     ] = None,
 ) -> None:
     """Keep a trial's weights and every rank's gradients before chosen steps, for bench formats."""
@@ -40,7 +42,7 @@ def snapshot(
     if not path.absolute().parent.is_dir():
         raise Refusal(f"{path}: there is no folder {path.absolute().parent}")
     progress = terminal_table.console(stderr=True)
-    chosen = sorted({*(steps or (0, 20, 50))})
+    chosen = sorted({*(steps or (step for step in _STEPS if step < trial.warmup + trial.steps))})
     take(trial, chosen, path, lambda line: progress.print(line, markup=False))
     print(path)
 

@@ -55,7 +55,7 @@ _CONFIGURATION: Final = "deepspeed_config"
 def expand(file: SuiteTables) -> Suite:
     """Expand, exclude, override, validate, align and order."""
     axes = _axes(file)
-    check_tables(file, axes)
+    check_tables(file, axes, _trial)
     total = math.prod(len(axis) for axis in axes) * file.repeats.most
     if total > MOST_TRIALS:
         raise SuiteError(f"{total} trials; at most {MOST_TRIALS} are allowed in one suite")

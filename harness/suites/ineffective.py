@@ -63,6 +63,11 @@ def _started_by(launcher: str) -> Callable[[Trial], str | None]:
 
 _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     # by the beginning of a path: why a trial does not use it
+    **dict.fromkeys(
+        ("policy.gradients", "policy.feedback", "policy.sums", "policy.reduce_every", "policy.loss_scale"),
+        lambda trial: _with_policy(trial) or _trains(trial),
+    ),
+    "policy.chunks": lambda trial: _with_policy(trial) or _joined(trial),
     "policy.prefetch": _of_stage_3,
     "policy.max_live": _of_stage_3,
     "policy.max_reuse": _of_stage_3,
@@ -89,8 +94,10 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
 }
 
 
-def check_tables(file: SuiteTables, axes: Sequence[Sequence[Point]]) -> None:
-    """Refuse tables that say nothing, and axes that have a value twice."""
+def check_tables(
+    file: SuiteTables, axes: Sequence[Sequence[Point]], parsed: Callable[[Point], Trial]
+) -> None:
+    """Refuse tables that say nothing, and axes that have a value twice, maybe in other units (``parsed``)."""
     roles: tuple[str, ...] = ("baseline", "contrast")
     declared: dict[str, Any] = {name: getattr(file, name) for name in roles if name in file.model_fields_set}
     declared |= {f"[[zip]] #{number}": table for number, table in enumerate(file.zip, 1)}
@@ -100,8 +107,9 @@ def check_tables(file: SuiteTables, axes: Sequence[Sequence[Point]]) -> None:
         if not table:
             raise SuiteError(f"{name} = {{}}: names no field of a trial; say which, or remove it")
     for axis in axes:
+        trials = [parsed(row) for row in axis]
         for number, row in enumerate(axis):
-            if row in axis[:number]:
+            if trials[number] in trials[:number]:
                 text = ", ".join(f"{path} = {value_text(setting.value)}" for path, setting in row.items())
                 table = next(iter(row.values())).table
                 raise SuiteError(f"{table} {text}: stands there twice; say each value once")

@@ -49,10 +49,8 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise SuiteError(
-            f"not UTF-8: byte {content[error.start]:#04x} in line {line}; save it as UTF-8"
-        ) from None
+        where = f"byte {content[error.start]:#04x} in line {content.count(10, 0, error.start) + 1}"
+        raise SuiteError(f"not TOML: {where} is not UTF-8; save it as UTF-8") from None
     try:
         tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also numbers or nesting beyond Python's limits

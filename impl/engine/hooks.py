@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from impl.codecs.reference import DTYPES
 from impl.engine.masters import LossScaler, Masters
 from impl.engine.module_buffers import ModuleBuffers
-from impl.engine.outside_uses import SavedTensors, memory_of
+from impl.engine.outside_uses import NOTHING, SavedTensors, memory_of, weights_in
 from impl.errors import ZeroError
 from impl.plan.reduction_queue import ReductionQueue
 from impl.pytree import cast_tensors, tensors_in
@@ -45,18 +45,17 @@ class Hooks:
         self._model, self._units, self._context, self._reductions = model, units, context, reductions
         self._passes = passes = context.passes
         self._check_every, self.finished = context.policy.order_every, 0
-        self.masters, self.buffers = Masters(units), ModuleBuffers(model, context.wire)
+        self.saved = SavedTensors(weights_in(units), passes.weights_at)
+        self.masters, self.buffers = Masters(units), ModuleBuffers(model, context.wire, self.saved)
         self.scaler = LossScaler(context.policy.loss_scale)
         self._input_dtype = DTYPES[context.policy.compute] if casts_inputs else None
         self._units_of: dict[nn.Module, list[Unit]] = {}
         for unit, module in zip(units, modules, strict=True):
             self._units_of.setdefault(module, []).append(unit)
         self._inputs_left: dict[nn.Module, int] = {}  # by called module, inputs without a gradient yet
-        self.saved = SavedTensors(units, passes.weights_at)
         self._follow_order()
         # Units in the order they ran; None once it is known, or where model order counts.
         self._seen: list[int] | None = None if passes.schedule.in_model_order else []
-        self._called_alone: nn.Module | None = None
         self._parts = _parts(model)
         for module in dict.fromkeys((model, *self._units_of)):
             # Compilers must compile between the hooks only: traced, hooks would repeat their first call.
@@ -82,6 +81,7 @@ class Hooks:
         passes, again = self._passes, torch._C._current_graph_task_id() != -1  # noqa: SLF001  # recomputing()
         first = not passes.running and not again
         passes.running += 1  # at once: the hook after the module decrements it, whatever is refused here
+        self.saved.calls.append(NOTHING)
         if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001  # there is no public one
             raise ZeroError(
                 f"{type(module).__name__} of a sharded model under a transform of torch.func (vmap, grad), "
@@ -91,7 +91,7 @@ class Hooks:
         if first and module is self._model:
             self._begin_forward()
         elif first:
-            if self.buffers.nbytes:
+            if self.buffers.possible:
                 self.buffers.differ |= self.buffers.changed_by(module)
             for unit in units:
                 unit.check_unchanged(training=False)
@@ -108,9 +108,8 @@ class Hooks:
                 unit.all_gather("backward")
             return changed
         training = torch.is_grad_enabled()
-        if training and not self.saved.active:
-            self.saved.begin()  # for a block called by itself, outside the model's forward pass
-            self._called_alone = module
+        if training:
+            self.saved.take_over()
         for unit in units:
             if self._seen is not None and not unit.geometry.outer and unit.index not in self._seen:
                 self._seen.append(unit.index)
@@ -131,13 +130,12 @@ class Hooks:
             )
         for unit in self._units:
             unit.check_unchanged(training=training)
-        self._check_attached()
-        if self.buffers.nbytes:
+        self.buffers.possible |= self._check_attached()
+        if self.buffers.possible:
             self.buffers.make_equal()
             self.buffers.differ = training or self.buffers.changed_by(self._model)
         if training:
             self._inputs_left.clear()
-            self.saved.begin()
         passes.escaped.clear()
         passes.in_forward = True
         if self._seen is not None:
@@ -149,13 +147,13 @@ class Hooks:
             unit.check_unchanged(training=False)
         self._check_attached()
 
-    def _check_attached(self) -> None:
-        """Refuse parameters that came to the model since it was sharded."""
-        for part, children, names in self._parts:
-            if part._modules != children or list(part._parameters) != names:  # noqa: SLF001
+    def _check_attached(self) -> bool:
+        """Refuse parameters that came to the model since it was sharded; whether others came or went."""
+        for part, children, *names in self._parts:
+            if part._modules != children or [list(part._parameters), list(part._buffers)] != names:  # noqa: SLF001
                 break
         else:
-            return
+            return False
         for name, parameter in self._model.named_parameters():
             if not isinstance(keeper_of(parameter), InUnit) and parameter.numel():
                 raise ZeroError(
@@ -163,12 +161,14 @@ class Hooks:
                     "own; add it before shard()"
                 )
         self._parts = _parts(self._model)
+        return True
 
     # After it has run
 
     def _post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         passes, root = self._passes, module is self._model
         passes.running -= 1
+        self.saved.leave()
         if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # recomputing(): kept until its backward
             return
         ends = root and not passes.running  # else the model called itself
@@ -176,17 +176,12 @@ class Hooks:
         outputs = [output] if isinstance(output, Tensor) else list(tensors_in(output))
         addresses = {memory_of(tensor) for tensor in outputs}
         backward = self._backward_follows(outputs, self._units if root else units)
-        try:
-            for unit in units:
-                unit.post_forward(addresses, backward=backward)
-            if ends:
-                if outputs:  # nothing was raised
-                    self._gather_unused()
-                self._end_forward(addresses, backward=backward)
-        finally:
-            if ends or module is self._called_alone:
-                self.saved.end()
-                self._called_alone = None
+        for unit in units:
+            unit.post_forward(addresses, backward=backward)
+        if ends:
+            if outputs:  # nothing was raised
+                self._gather_unused()
+            self._end_forward(addresses, backward=backward)
         if passes.written:
             self._units[0].refuse_written()
         if torch.is_grad_enabled() and module in self._units_of:  # gather its units again before its backward
@@ -290,7 +285,7 @@ class Hooks:
             name = unit.geometry.slots[number].spec.name
             raise ZeroError(
                 f"backward() to parameter {name!r} under GatheredParameters, which no optimizer would see: "
-                "compute the loss in a pass of the model, or use torch.no_grad()"
+                "compute a loss with weights inside zero.unsharded(), or use torch.no_grad()"
             )
         unit.reduction.collect_outside(number)
         if not self._passes.in_backward:
@@ -384,8 +379,7 @@ class Hooks:
         """Leave a pass that failed: :meth:`impl.engine.engine.Zero.drop_gradients`."""
         self._passes.running = 0
         self._passes.written.clear()
-        self.saved.end()
-        self._called_alone = None
+        self.saved.leave_all()
         self._reductions.drop_failed()
         for unit in self._units:
             unit.drop_gradients()
@@ -399,9 +393,12 @@ class Hooks:
             )
 
 
-def _parts(model: nn.Module) -> list[tuple[nn.Module, dict[str, nn.Module | None], list[str]]]:
-    """All modules, with their children and the names of their parameters."""
-    return [(part, dict(part._modules), list(part._parameters)) for part in model.modules()]  # noqa: SLF001
+def _parts(model: nn.Module) -> list[tuple[nn.Module, dict[str, nn.Module | None], list[str], list[str]]]:
+    """All modules, with their children, and the names of their parameters and of their buffers."""
+    return [
+        (part, dict(part._modules), list(part._parameters), list(part._buffers))  # noqa: SLF001
+        for part in model.modules()
+    ]
 
 
 def _refuse_copy(_: object) -> None:

@@ -60,21 +60,18 @@ def check_value(name: str, held: Tensor, value: object) -> None:
     }
     for what in (text for text, found in odd.items() if found):
         raise ZeroError(f"state {name!r} is {what}, expected a dense tensor with values")
-    kind, wanted = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, held.dtype))
-    if isinstance(held, nn.Parameter):
-        fits = value.is_floating_point()
-    else:
-        inexact = held.is_floating_point() or held.is_complex()
-        fits = inexact or _same(value.to(held.dtype).to(value.dtype), value)
-    if not fits:
-        raise ZeroError(f"state {name!r} is {kind}, expected {wanted}: convert it first")
-    if value.dtype != held.dtype and value.is_floating_point() and held.is_floating_point():
-        dtype = torch.float32 if isinstance(held, nn.Parameter) else held.dtype  # masters are
+    dtype = torch.float32 if isinstance(held, nn.Parameter) else held.dtype  # masters are
+    if value.is_floating_point() and dtype.is_floating_point:
         if torch.finfo(value.dtype).max > torch.finfo(dtype).max:
             narrowing = Narrowing(dtype)
             narrowing.cast(name, value.detach())
             if (overflow := narrowing.overflow()) is not None:
                 raise ZeroError(f"state: {overflow}")
+        return
+    codes = isinstance(held, nn.Parameter) and value.itemsize == 1  # whose scales are elsewhere
+    if codes or not (dtype.is_complex or _same(value.to(dtype).to(value.dtype), value)):
+        kind, wanted = (str(kind).removeprefix("torch.") for kind in (value.dtype, dtype))
+        raise ZeroError(f"state {name!r} is {kind}, expected {wanted}: convert it first")
 
 
 def _same(value: Tensor, other: Tensor) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from impl.comm.all_gather import scatter
 from impl.comm.wire import Wire
 from impl.engine.engine import Owner, find
+from impl.engine.outside_uses import NOTHING, Packed, SavedTensors, memory_of
 from impl.errors import ZeroError
 from impl.parameters.init import active
 from impl.parameters.presharded import Cut, cut_of
@@ -37,6 +38,8 @@ class GatheredParameters:
     outside of ``Init`` stay as they are.
 
     Values are written in place, or assigned to ``data`` in any memory layout; shape, type and device stay.
+    It shows values to be read and written: no gradient of them reaches an optimizer, and a backward pass that
+    needs them after the context is an error.  Use weights in a loss inside ``zero.unsharded()``.
 
     Contexts may be nested; a parameter is in one of them at a time.  After an exception inside, nothing is
     written back.  Without ``enabled`` nothing at all is done.
@@ -58,6 +61,8 @@ class GatheredParameters:
         self._parameters = list({id(p): p for p in listed}.values()) if enabled else []
         self._modifier = modifier_rank
         self._open: list[_Place] = []
+        self._places: dict[int, _Place] = {}  # by address of the values shown
+        self._saved = SavedTensors(lambda tensor, place: place.pack(tensor), self._places)
 
     def __enter__(self) -> Self:
         places = _places(self._parameters)
@@ -71,6 +76,10 @@ class GatheredParameters:
                     place.show()
                 self._open.append(place)
                 place.mark = _mark(place.shown)
+                if address := memory_of(place.shown):
+                    self._places[address] = place
+            self._saved.calls.append(NOTHING)
+            self._saved.take_over(needed=False)  # for an error that says more than torch's
         except BaseException:
             self._leave()
             raise
@@ -104,7 +113,10 @@ class GatheredParameters:
 
     def _leave(self, parts: Sequence[Tensor | None] = ()) -> None:
         """Leave all places with ``parts`` as their new values, or with the old values."""
+        self._saved.leave()
+        self._places.clear()
         for place, part in itertools.zip_longest(self._open, parts):
+            place.left = True
             place.leave(part)
         self._open = []
 
@@ -113,6 +125,7 @@ class _Place(abc.ABC):
     """The place of one parameter's values while they are not whole."""
 
     shown: Tensor  # the whole values, in modules
+    left = False  # whether they are shown no more
     mark = b""  # fingerprint of ``shown`` before changes
     _memory: Tensor  # that of ``shown`` before changes
     _resize: str  # how to have the parameter in another shape
@@ -146,6 +159,22 @@ class _Place(abc.ABC):
     @abc.abstractmethod
     def leave(self, part: Tensor | None) -> None:
         """End showing with ``part`` (n,) fp32 as this rank's new values, or with the old values."""
+
+    def pack(self, tensor: Tensor) -> Packed:
+        """What autograd keeps in place of a ``tensor`` in the memory of the values."""
+        return self._unpack, tensor.detach(), tensor._version  # noqa: SLF001
+
+    def _unpack(self, tensor: Tensor, version: int) -> Tensor:
+        if self.left or tensor._version != version:  # noqa: SLF001
+            raise self._backward_error()
+        return tensor
+
+    def _backward_error(self) -> ZeroError:
+        return ZeroError(
+            f"backward() needs the values of parameter {self.name!r} that GatheredParameters showed to be "
+            "read or changed; no optimizer would see a gradient of them: compute a loss with weights inside "
+            "zero.unsharded(), or with a detached copy of them"
+        )
 
     @abc.abstractmethod
     def before(self) -> Tensor:
@@ -252,14 +281,17 @@ class _BeforeSharding(_Place):
             if active() is None and not self._cut.pinned:
                 self._cut.cut()
 
+    def _backward_error(self) -> ZeroError:
+        return ZeroError(
+            f"backward() under GatheredParameters reached parameter {self.name!r} before the model is "
+            "sharded: train after shard()"
+        )
+
     def before(self) -> Tensor:
         return part_of(self._kept, self._geometry, self._slot, self.wire.mesh.rank).float()
 
     def _refuse(self, _: Tensor) -> None:
-        raise ZeroError(
-            f"backward() under GatheredParameters reached parameter {self.name!r} before the model is "
-            "sharded: train after shard()"
-        )
+        raise self._backward_error()
 
 
 def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:

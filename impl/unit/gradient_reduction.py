@@ -124,7 +124,7 @@ class GradientReduction:
             raise ZeroError(
                 f"a gradient arrived for unit {self._geometry.name!r}, which was already reduced in this "
                 "backward pass: in reentrant checkpoints a parameter that is used twice brings its gradient "
-                "in parts, so use_reentrant=False there"
+                "in parts, so use_reentrant=False there; a loss with weights belongs inside zero.unsharded()"
             )
         if self.progress is Progress.COLLECTING and not self.missing:
             self.missing = set(range(len(self._members)))

@@ -219,8 +219,9 @@ class Unit:
             self.gather_outside()
         else:
             raise ZeroError(
-                f"parameter {name!r} is used outside of a forward pass, where its values are sharded: read "
-                "or change it under GatheredParameters; gradients are the masters' "
+                f"parameter {name!r} is used outside of a forward pass, where its values are sharded: "
+                "compute a loss with it inside zero.unsharded(); read or change it under GatheredParameters, "
+                "from which no gradient reaches the optimizer; gradients are the masters' "
                 "(Zero.clip_grad_norm_(), impl.parameters.access)"
             )
 

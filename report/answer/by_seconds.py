@@ -259,7 +259,10 @@ def nodes(derived: Derived) -> Draft:
         return step(derived)
     changes = []
     for (kind, _), group in groups(rows, ["kind", "title"]):
-        means = group.pivot_table("tokens_per_second", "contender", "nodes", speedups.geometric, sort=False)
+        cells = groups(group, ["contender", "nodes"])
+        speeds = [(*key, speedups.step_interval(cell, "tokens_per_second").estimate) for key, cell in cells]
+        table = pd.DataFrame(speeds, columns=["contender", "nodes", "speed"])
+        means = table.pivot_table("speed", "contender", "nodes", sort=False)
         common = means.dropna(axis=1).sort_index(axis=1)
         first, last = common.columns[[0, -1]]
         ratios = (common[last] / common[first]).items()
@@ -288,10 +291,10 @@ def tokens(derived: Derived) -> Draft:
     of_first = rows[rows["contender"] == first]
     factors = [f"{ratio(best)} times as fast as {base}"]
     factors += [f"{ratio(speed)} with {spelled(name)}" for name, speed in others]
-    columns = ("tokens_per_second", "baseline_tokens_per_second")
-    speed, base_speed = (g3(speedups.step_interval(of_first, name).estimate) for name in columns)
+    of_base = of_first.assign(tokens_per_second=of_first["baseline_tokens_per_second"])
+    speed, base_speed = (g3(decoding.speed(rows).estimate) for rows in (of_first, of_base))
     pace = f"decodes {speed} tokens per second and rank where {base} decodes {base_speed}"
-    later = f"{of_first['later_bytes'].max():.0f} bytes between nodes"
+    later = f"{of_first['later_bytes'].median():.0f} bytes between nodes"
     details = [f"{spelled(first)} {pace} (geometric means of {counted(best.n, 'pair')})."]
     details += [f"For a token after the first, its ranks send {later}."]
     few = "" if best.known else f" ({effects.too_few(best)})"

@@ -59,7 +59,7 @@ def error(derived: Derived) -> Draft:
         for vnmse, s, size, name in rows
     ]
     place, least = trials["where"].iloc[0], int(trials.groupby("contender").size().min())
-    text = f"The error of the gradients end to end (vNMSE) on {place} is {listed_most(texts)}."
+    text = f"The median error of the gradients end to end (vNMSE) on {place} is {listed_most(texts)}."
     vnmse, step, _, name = min(rows, key=lambda row: row[1])
     fastest = f"The fastest step is that with {names[name]}, {g3(step)} s, at an error of {g2(vnmse)}."
     if least < FEWEST:

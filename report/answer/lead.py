@@ -107,7 +107,7 @@ def _others(derived: Derived, by: Quantity, compared: Sequence[Effect]) -> list[
         called = distinct_names(derived, names)
         vnmse = effects.errors(derived).groupby(level="contender").median()
         if errors := [f"{effects.g2(vnmse[name])} with {called[name]}" for name in names if name in vnmse]:
-            text = f"The error of the gradients end to end (vNMSE) is {effects.listed_most(errors)}."
+            text = f"The median error of the gradients end to end (vNMSE) is {effects.listed_most(errors)}."
             sentences.append(text)
     return sentences
 

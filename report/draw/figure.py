@@ -62,17 +62,15 @@ class Figure:
         parts += [sweeps_in_words(data["sweep"])] if "sweep" in data else []
         return " ".join(part.strip() for part in parts if part.strip())
 
-    def draw(
-        self, derived: Derived, folder: Path, style: Style, forms: Collection[str] = FORMS
-    ) -> Drawn | None:
-        """Draw it into files of these ``forms``, with a CSV of its raw values; None without data."""
+    def draw(self, derived: Derived, folder: Path, style: Style, forms: Collection[str] = ()) -> Drawn | None:
+        """Draw it into an SVG, further ``forms`` and a CSV of its raw values; None without data."""
         if (data := self.table(derived)).empty:
             return None
-        rendered = self.render(data, style, forms)
+        rendered = self.render(data, style, ("svg", *forms))
         for form, content in rendered.items():
             (folder / f"{self.name}.{form}").write_bytes(content)
         data.to_csv(folder / f"{self.name}.csv", index=False, lineterminator="\n")
-        return Drawn(self, data, rendered["svg"], style)
+        return Drawn(self, data, rendered["svg"], style, (*rendered, "csv"))
 
     def render(self, data: pd.DataFrame, style: Style, forms: Collection[str] = ("svg",)) -> dict[str, bytes]:
         """The drawing of a table with rows in these ``forms``."""
@@ -99,6 +97,7 @@ class Drawn:
     data: pd.DataFrame
     svg: bytes
     style: Style
+    files: tuple[str, ...]  # suffixes of its files
 
     def image(self, *, narrow: bool = False) -> str:
         """The drawing, or another one for a narrow screen, as a data URI."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import pandas as pd
@@ -211,12 +211,13 @@ class Lines:
 class Stacked:
     """A stacked bar for each contender: rows of ``kind`` bar are its parts, other kinds are marked totals."""
 
-    value: str  # column of the lengths; means are drawn
+    value: str  # column of the lengths
     label: str  # of the axis, with the unit
     says_parts: str  # a sentence of the caption on the bars
     parts: tuple[str, ...]  # in order; others follow
     # by kind, the marker, its colour and its meaning
     also: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
+    middle: Literal["mean", "median"] = "median"  # over trials, which is drawn, as tables print it
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
         """Bars and marks, in panels by the column ``panel``."""
@@ -239,7 +240,7 @@ class Stacked:
     def _panel(self, ax: Axes, rows: pd.DataFrame, colours: dict[str, str]) -> None:
         names = contenders(rows)
         bars = rows[rows["kind"] == "bar"]
-        wide = bars.pivot_table(index="contender", columns="part", values=self.value, aggfunc="mean")
+        wide = bars.pivot_table(index="contender", columns="part", values=self.value, aggfunc=self.middle)
         wide = wide.reindex(index=names, columns=list(colours)).astype(float)
         if colours:
             looks = {"color": colours, "legend": False, "ec": "white", "lw": 0.5}
@@ -247,9 +248,10 @@ class Stacked:
         ends = wide.sum(axis=1, min_count=1)
         totals = ends.copy()
         for kind, (marker, colour, _) in self.also.items():
-            means = rows[rows["kind"] == kind].groupby("contender")[self.value].mean().reindex(names)
-            ax.plot(means, range(len(names)), marker, color=colour, mfc="none", mew=1.2, ms=6)
-            ends, totals = ends.combine(means, np.fmax), totals.combine_first(means)
+            by_contender = rows[rows["kind"] == kind].groupby("contender")[self.value]
+            middles = by_contender.agg(self.middle).reindex(names)
+            ax.plot(middles, range(len(names)), marker, color=colour, mfc="none", mew=1.2, ms=6)
+            ends, totals = ends.combine(middles, np.fmax), totals.combine_first(middles)
         for place, (end, total) in enumerate(zip(ends, totals, strict=True)):
             axes.beside(ax, float(end), place, number(4)(float(total)))
         axes.name_rows(ax, names)
@@ -259,12 +261,13 @@ class Stacked:
         """Sentences on bars and marks."""
         also = [self.also[kind] for kind in self.also if kind in set(data["kind"])]
         marks = "".join(f"; {_MARKERS[marker]}: {meaning}" for marker, _, meaning in also)
-        return f"{self.says_parts}{marks}. Means over trials; numbers are of bars, where there are any."
+        middles = f"{self.middle.capitalize()}s over trials"
+        return f"{self.says_parts}{marks}. {middles}; numbers are of bars, where there are any."
 
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """Measures over ``x``: each contender's medians as a point, and their Pareto front as steps."""
+    """Measures over the median of ``x``: a point for each contender's estimate, and their Pareto front."""
 
     x: str
     label: str
@@ -278,7 +281,10 @@ class Front:
         for row, (title, rows) in zip(panels, cells, strict=True):
             for ax, measure in zip(row, shown, strict=True):
                 known = rows.dropna(subset=[measure.column])
-                middles = known.groupby("contender", sort=False)[[self.x, measure.column]].median()
+                middles = pd.DataFrame(
+                    {name: self._middle(group, measure) for name, group in by_contender(known)},
+                    index=[self.x, measure.column],
+                ).T
                 ahead = front(middles).to_numpy().T
                 ax.plot(*ahead, drawstyle="steps-post", color=theme.FAINT, lw=1.1, zorder=1.5)
                 for name, group in by_contender(known):
@@ -302,12 +308,16 @@ class Front:
         axes.legend(figure, axes.lines(looks, linestyle="none"), style)
         return figure
 
+    def _middle(self, rows: pd.DataFrame, measure: Measure) -> list[float]:
+        """Where a contender's marker stands."""
+        return [float(rows[self.x].median()), measure.interval(rows).estimate]
+
     def says(self, data: pd.DataFrame) -> str:
         """Sentences on the measures and the front."""
         measures = _definitions(_measured(self.measures, data))
         return (
-            f"{measures} Markers: medians; dots: trials; grey: the Pareto front "
-            f"of the medians, whom none beats in {self.label} without being worse in the other."
+            f"{measures} Markers: estimates, over median bytes; dots: trials; grey: the Pareto front "
+            f"of the markers, whom none beats in {self.label} without being worse in the other."
         )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Final
 
 import pandas as pd
 
+from harness.records.confidence_intervals import Interval
 from report.data import bytes_and_memory, caveats, decoding, metrics, published, speedups
 from report.data.contender import NAMES, PROPOSED
 from report.data.metrics import KEPT, Derived
@@ -118,15 +120,32 @@ def _beside_published(derived: Derived) -> pd.DataFrame:
         rate=rate,
         cell="published " + rate.astype(str),
     )
-    keys = ["baseline", "panel", "line", "rate", "speedup", "model", "source"]
+    keys = [
+        "baseline",
+        "baseline_seconds",
+        "step_seconds",
+        "panel",
+        "line",
+        "rate",
+        "speedup",
+        "model",
+        "source",
+    ]
     return pd.concat([pairs, blog], ignore_index=True)[[*KEPT, *keys]]
+
+
+def _speedup_or_published(rows: pd.DataFrame) -> Interval:
+    """The speed-up of pairs, as tables print it, or the one that was published."""
+    if rows["baseline"].notna().all():
+        return speedups.speedup(rows)
+    return Interval(float(rows["speedup"].median()), math.nan, math.nan, len(rows))
 
 
 _BESIDE: Final = Measure(
     "speedup", "speed-up",
-    "of the proposed policy over the baseline, medians; published: of the TFLOPs per GPU that "
+    "of the proposed policy over the baseline, geometric means; published: of the TFLOPs per GPU that "
     "the blog's figures print, rounded to integers (June 2023, models of 18 to 138 B parameters)",
-    form="{:.2f}".format, line=1,
+    _speedup_or_published, "{:.2f}".format, line=1,
 )  # fmt: skip
 BESIDE_PUBLISHED: Final = Figure(
     name="beside_published",
@@ -229,6 +248,7 @@ STEP_SPLIT: Final = Figure(
         "The step of the Summary, divided as the mean of all timed steps and repeats is; pale, exposed "
         "communication: time in which the rank only waited",
         (*_PASSES, "optimizer", "other"),
+        middle="mean",
     ),
     notes=(_unexposed_in_words,),
 )

@@ -147,7 +147,7 @@ def losses(derived: Derived) -> Table:
         [printed(row) for row in rows],
         CONTENDER,
         Column("seeds", "Seeds", str),
-        Column("loss", "Validation loss", number(4)),
+        Column("loss", "Validation loss, mean", number(4), "Validation loss: mean over seeds."),
         Column("difference", f"minus {base}'s", "{:+.4f}".format, formula("difference")),
         Column("verdict", "Verdict", str, verdict),
         Column("power", "Power", number(2), formula("power")),

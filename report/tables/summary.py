@@ -9,7 +9,7 @@ import pandas as pd
 
 from harness.records.confidence_intervals import Interval
 from harness.suites import labels
-from report.data import caveats, metrics, speedups
+from report.data import caveats, loss_verdicts, metrics, speedups
 from report.data.contender import BASELINE, FLAT_FACTOR, NAMES, short_names_in_words
 from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, number, span, sweeps_in_words
@@ -18,7 +18,7 @@ from report.tables.table import CONTENDER, RATIO, STEP, TRIALS, Column, Table, r
 
 _MEDIANS: Final = [
     "compute_seconds", "wire_seconds", "exposed_seconds", "schedule_seconds", "processor_seconds",
-    "best_seconds", *metrics.SHARES, "achieved_mbit", "validation_loss", "m_bytes",
+    "best_seconds", *metrics.SHARES, "achieved_mbit", "m_bytes",
 ]  # fmt: skip
 _PER_SECOND: Final = ("tokens_per_second", "tflops")  # of the printed step; medians would be of other steps
 
@@ -28,10 +28,10 @@ def summary(derived: Derived) -> Table:
     rows, base, two = _rows(derived), derived.compared.baseline, len(derived.over_papers) > 0
     best = f"the best {NAMES[BASELINE]}" if two and not derived.compared.named_in_suite else base
     steps = derived.trials["validation_step"].dropna()
-    after = f"after {span(steps, 'step')}" if len(steps) else ""
+    after = f", after {span(steps, 'step')}" if len(steps) else ""
     loss = (
-        "Validation loss: mean cross-entropy, in nats, on data held back from training, at the end of each "
-        f"trial, {after}; less is better."
+        "Validation loss: cross-entropy, in nats, on data held back from training, at the end of each trial"
+        f"{after}; mean over seeds, of which repeats count once; less is better."
     )
     papers = formula("over the paper's baseline") + f" {FLAT_FACTOR}."
     return table_of(
@@ -48,7 +48,7 @@ def summary(derived: Derived) -> Table:
         Column("share", "Allowed step/step", caveats.share, formula("allowed step/step")),
         Column("sent_mb", "Sent, MB/step", number(3), formula("sent"), "_sent"),
         Column("bytes_ratio", f"of {base}'s", number(3)),
-        Column("validation_loss", "Validation loss", number(4), loss),
+        Column("validation_loss", "Validation loss, mean", number(4), loss),
         notes=f"Other columns: medians. {sweeps_in_words(derived.trials['sweep'])}"
         f"{caveats.alone_in_words(derived)}{short_names_in_words(row['contender'] for row in rows)}",
     )
@@ -94,6 +94,7 @@ def _row(derived: Derived, trials: pd.DataFrame) -> dict[str, Any]:
         "step_seconds": step,
         **trials[_MEDIANS].median(),
         **{key: (trials[key] * trials["step_seconds"]).median() / step.estimate for key in _PER_SECOND},
+        "validation_loss": loss_verdicts.over_seeds(trials).estimate,
         **{key: trials[key].max() for key in ("others_share", "steal_share", "taken_share")},
         "sent_mb": interface if by_interfaces else ledger,
         "_sent": mark + labels.pad_mark(float(trials["padding_share"].max())),

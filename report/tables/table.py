@@ -105,17 +105,34 @@ class Table:
         return self.columns[places:], grouped
 
     def column(self, name: str) -> Column:
-        """The printed column of this title or name; a Refusal lists the titles."""
+        """The printed column of this title or name, or the only one whose title begins with it or has all its
+        words, as ``Speed-up`` and ``Speed-up over ZeRO-3`` find ``Speed-up over the best ZeRO-3``.
+
+        A Refusal lists the titles.
+        """
         if columns := [column for column in self.columns if name in (column.title, column.key, column.name)]:
             return columns[0]
-        titles = "; ".join(column.title for column in self.columns if column.title)
+        titled = [column for column in self.columns if column.title]
+        begins = [column for column in titled if name and column.title.startswith(name)]
+        words = {*name.replace(",", " ").split()}
+        found = begins or [c for c in titled if words and words <= {*c.title.replace(",", " ").split()}]
+        if len(found) == 1:
+            return found[0]
+        titles = "; ".join(column.title for column in found or titled)
+        if found:
+            raise Refusal(f"{len(found)} columns of {self.name} match {name!r}: expected one of {titles}")
         raise Refusal(f"no column {name!r} in {self.name}: expected one of {titles}")
 
     def row(self, query: str) -> int:
-        """Number of the one row that has all comma-separated parts of ``query``: as cells, else in cells."""
+        """Number of the one row that has all comma-separated parts of ``query``: as cells, else in cells.
+
+        Parts of the place that all rows share, which the caption has, count as cells.
+        """
         rows, parts = self.rows(), [part.strip() for part in query.split(",")]
-        matches = [number for number, cells in enumerate(rows) if {*parts} <= {*cells}] or [
-            number for number, cells in enumerate(rows) if all(part in "\n".join(cells) for part in parts)
+        places = self.data["where"].astype(str) if "where" in self.data else [""] * len(rows)
+        texts = [[*cells, *place.split(", ")] for cells, place in zip(rows, places, strict=True)]
+        matches = [number for number, cells in enumerate(texts) if {*parts} <= {*cells}] or [
+            number for number, cells in enumerate(texts) if all(part in "\n".join(cells) for part in parts)
         ]
         if len(matches) == 1:
             return matches[0]

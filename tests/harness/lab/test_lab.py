@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from harness.cli import app
 from harness.errors import Refusal
-from harness.lab import formats
+from harness.lab import command, formats
 from harness.lab.formats import Unit, agreement, budget_lines, choose_codecs, measure, rank_codecs, units_of
 from harness.lab.snapshot import take
+from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Model, Trial
 
 TINY = Trial(
@@ -50,6 +51,19 @@ def test_steps_that_a_trial_lacks_are_refused(tmp_path: Path) -> None:
     """A step beyond the last one is named."""
     with pytest.raises(Refusal, match="expected some of 0 to 2"):
         take(TINY, [3], tmp_path / "s", lambda _: None)
+
+
+@pytest.mark.parametrize(("steps", "kept"), [(4, [0]), (19, [0]), (20, [0, 20]), (50, [0, 20, 50])])
+def test_by_default_steps_are_kept_as_far_as_a_trial_goes(
+    steps: int, kept: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A suite of five steps, as zeropp new writes it, has a snapshot of its first one."""
+    suite, taken = tmp_path / "q.toml", list[list[int]]()
+    lines = ["name = 'q'", "question = 'Why?'", "[defaults]", f"steps = {steps}", "warmup = 1"]
+    suite.write_text("\n".join([*lines, "[matrix]", "strategy = ['zero3']"]))
+    monkeypatch.setattr("harness.lab.snapshot.take", lambda _, steps, *__: taken.append(list(steps)))
+    command.snapshot(suite, load(suite).trials[0].id, tmp_path / "s.safetensors", None)
+    assert taken == [kept]
 
 
 def test_formats_are_ranked_by_their_errors(snapshot: Path) -> None:

@@ -66,6 +66,21 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("[[override]] #1 set", "names no field"),
     ),
     "a value twice": ("", "[matrix]\nseed = [0, 1, 0]\n", ("[matrix] seed = 0", "stands there twice")),
+    "a value twice, in other units": (
+        "",
+        '[matrix]\ncluster.rate = ["1 Gbit/s", "1000 Mbit/s"]\n',
+        ('cluster.rate = "1000 Mbit/s"', "twice"),
+    ),
+    "gradients of generation": (
+        "",
+        '[defaults]\nworkload = "generate"\n[matrix]\npolicy.gradients = ["int4:64", "int8:64"]\n',
+        ("[matrix] policy.gradients", "trains nothing"),
+    ),
+    "chunks in one node": (
+        "",
+        "[defaults]\ncluster.nodes = 1\npolicy.chunks = 2\n",
+        ("policy.chunks", "cluster.nodes = 1"),
+    ),
     "a row twice": (
         "",
         "[[zip]]\nseed = [1, 1]\nsteps = [2, 2]\n",
@@ -172,7 +187,7 @@ def test_what_has_no_effect_is_refused(
         ("margin = 3", f"[defaults]\nsteps = 100\nvalidate_every = 20\n{TWO}"),
         ("", "[defaults]\nvalidate_every = 10\n"),  # as often as there are steps
         ("", '[defaults]\npolicy.weights = "int8:64"\n[matrix]\nstrategy = ["zero3", "qwz"]\n'),
-        ("",),
+        ("", '[defaults]\npeer.compute = "bf16"\n[matrix]\nstrategy = ["zero3", "ddp"]\n'),
         ("", '[defaults]\ncluster.rate = "1 Gbit/s"\n[matrix]\ncluster.nodes = [1, 2]\n'),
         ("", '[matrix]\nstrategy = ["zeropp"]\nsequence = [32]\n'),  # axes with one value
         ("", f"{TWO}steps = [3, 4]\n[[override]]\nmatch.strategy = 'zero3'\nset.steps = 3\n"),

@@ -30,7 +30,7 @@ def tensors() -> list[nn.Parameter]:
 
 
 Make = Callable[[Any], Optimizer]
-TORCH = [kind for kind in ELEMENTWISE if kind.__module__.startswith("torch.")]
+TORCH = sorted((k for k in ELEMENTWISE if k.__module__.startswith("torch.")), key=lambda k: k.__name__)
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"foreach": True},
@@ -214,7 +214,7 @@ def test_what_passes_trains_as_one_process(name: str, topology: Topology) -> Non
         assert close(state, wanted.state_dict(), 1e-4)
 
 
-@pytest.mark.parametrize("name", ["lamb", "lamb in a group", "noise", "raising", "adafactor", "centralised"])
+@pytest.mark.parametrize("name", ["lamb", "lamb in a group", "raising", "adafactor", "centralised"])
 @each_rank(1, 2)
 def test_the_engine_refuses_by_name(mesh: Mesh, name: str) -> None:
     """At the first step, before any weight changes, on all ranks, in both ways to step."""

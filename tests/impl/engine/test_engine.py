@@ -159,7 +159,8 @@ MISUSE: list[tuple[str, Misuse]] = [
     ("changed between its forward and its backward pass", _steps_between),
     ("gradients of gradients are not supported", _asks_for_second_derivatives),
     ("parameter 'head.weight' was trained when the model was sharded and is now frozen", _freezes_later),
-    (OUTSIDE, lambda net, _: net.head.weight + 1),
+    (OUTSIDE + ": compute a loss with it inside zero.unsharded.*GatheredParameters, from which no gradient",
+     lambda net, _: net.head.weight + 1),
     (OUTSIDE, lambda net, _: torch.exp(net.head(net.middle(torch.ones(2, WIDTH))))),  # past its own forward
     (r"deepcopy\(\) of a sharded model", lambda net, _: copy.deepcopy(net)),
     (r"deepcopy\(\) of a sharded model", lambda net, _: copy.deepcopy(net.blocks[1])),

@@ -38,6 +38,7 @@ TAKEN: dict[str, tuple[Any, Tensor]] = {
     "bf16": (NEW.bfloat16(), NEW.bfloat16().float()),
     "fp8": (NEW.clamp(max=100).to(torch.float8_e5m2), NEW.clamp(max=100).to(torch.float8_e5m2).float()),
     "infinite": (NEW / 0, NEW / 0),
+    "int64": (NEW.long(), NEW),
 }
 
 
@@ -58,6 +59,7 @@ def test_a_state_is_taken_in_any_strides_and_floating_type(mesh: Mesh, kind: str
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "another shape": (NAME, NEW.t(), r"is \(16, 40\), expected \(40, 16\)"),
     "int8 codes": (NAME, NEW.to(torch.int8), "is int8, expected float32: convert it first"),
+    "large integers": (NAME, NEW.long() + (1 << 30), "is int64, expected float32: convert it first"),
     "bools": (NAME, NEW > 1, "is bool, expected float32"),
     "complex": (NAME, NEW * 1j, "is torch.complex64, and the model's is real: load value.real"),
     "meta": (NAME, NEW.to("meta"), "is on the meta device, expected a dense tensor with values"),
@@ -70,6 +72,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
         r"overflow fp32, .*: 'blocks.1.up.weight' \(636 of 640, ",
     ),
     "a broadcast buffer": ("count", torch.tensor(3), r"is \(\), expected \(1,\)"),
+    "a buffer of large integers": ("scale", torch.tensor((1 << 24) + 1), "is int64, expected float32"),
     "a rounded buffer": ("count", torch.tensor([2.5]), "is float32, expected int64: convert it first"),
     "a buffer of NaN": ("count", torch.tensor([torch.nan]), "is float32, expected int64"),
     "a complex buffer": ("scale", torch.tensor(1j), "is torch.complex64, and the model's"),
@@ -157,9 +160,13 @@ def test_buffers_of_any_types_are_side_by_side(ranks: int) -> None:
         net.register_buffer("three", torch.arange(3.0))
         net.register_buffer("flag", torch.tensor(True))
         net.register_buffer("wide", torch.tensor([1 << 40]))
-        return shard(net, mesh=mesh, policy=EXACT).full_state_dict()
+        net.register_buffer("turns", torch.zeros(2, dtype=torch.complex64))
+        zero = shard(net, mesh=mesh, policy=EXACT)
+        zero.load_full_state_dict({**zero.full_state_dict(), "turns": torch.ones(2)})
+        return zero.full_state_dict()
 
     for found in on_threads(Topology(1, ranks), state):
         assert found["three"].tolist() == [0, 1, 2]
         assert found["flag"].item() is True
         assert found["wide"].item() == 1 << 40
+        assert found["turns"].tolist() == [1 + 0j, 1 + 0j]

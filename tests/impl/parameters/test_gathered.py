@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.errors import ZeroError
-from impl.parameters.access import Weights
+from impl.parameters.access import Gradient, Weights
 from impl.parameters.gathered import GatheredParameters
-from impl.plan.policy import MemoryLimits, Offload, Policy, preset
+from impl.plan.policy import MemoryLimits, Offload, Policy, Stage, preset
 from impl.zero import Zero, shard
 from tests.support.models import Net
 from tests.support.ranks import each_rank
@@ -198,6 +199,76 @@ def test_a_backward_pass_to_gathered_parameters_is_an_error(mesh: Mesh) -> None:
     with lost, GatheredParameters(weight(net)):
         weight(net).square().sum().backward()
     net(batch(0, mesh.rank)).backward()
+
+
+PENALTIES: list[Callable[[Tensor], Tensor]] = [
+    lambda values: values.square().sum(),
+    torch.norm,
+    lambda values: values.abs().sum(),
+    lambda values: (values @ torch.ones(values.shape[-1]).requires_grad_()).sum(),
+    lambda values: (values.detach() * torch.ones(1).requires_grad_()).sum(),
+]
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@each_rank(1, 2)
+def test_a_loss_of_gathered_parameters_is_refused_later_too(mesh: Mesh, stage: Stage, penalty: Any) -> None:
+    """Backward after the context says where a loss of weights belongs, and there it trains."""
+    net, zero = made(mesh, replace(EXACT, stage=stage))
+    for first in (True, False):
+        loss = net(batch(0, mesh.rank)) if first else torch.zeros(())
+        with GatheredParameters(weight(net)):
+            loss = loss + penalty(weight(net))
+        with pytest.raises(
+            ZeroError, match=rf"'{NAME}' that GatheredParameters showed .* zero.unsharded\(\)"
+        ):
+            (loss if first else loss + net(batch(0, mesh.rank))).backward()
+        zero.drop_gradients()
+        zero.finish_backward()
+        net.zero_grad()
+    plain = model(Net)
+    with zero.unsharded():
+        loss = net(batch(0, 0)) + penalty(weight(net))
+    loss.backward()
+    (plain(batch(0, 0)) + penalty(weight(plain))).backward()
+    assert torch.allclose(Gradient(zero, NAME).full(), weight(plain).grad, atol=1e-6)
+
+
+@each_rank(1, 2)
+def test_what_is_read_under_gathered_parameters_may_be_computed_with(mesh: Mesh) -> None:
+    """Norms for a log, copies in a later backward pass, a backward pass to other tensors in the context."""
+    net, _ = made(mesh, EXACT)
+    other = torch.ones(3, requires_grad=True)
+    with GatheredParameters(net.parameters()):
+        norms = [parameter.norm().item() for parameter in net.parameters()]
+        copied = weight(net).detach().clone()
+        (weight(net).detach()[:3, 0] * other).sum().backward()
+        later = (copied[:3, 0] * other).sum()
+    later.backward()
+    assert torch.equal(other.grad, 2 * copied[:3, 0])
+    plain = model(Net)
+    assert norms == [parameter.norm().item() for parameter in plain.parameters()]
+
+
+@each_rank(1, 1)
+def test_a_users_hooks_see_what_is_saved_beside_gathered_parameters(mesh: Mesh) -> None:
+    """Hooks around the context are called for all other tensors, and its own end with it."""
+    net, _ = made(mesh, EXACT)
+    other, seen = torch.ones(40, 16, requires_grad=True), []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with GatheredParameters(weight(net)):
+            weight(net) * other
+        other.exp()
+    assert len(seen) == 2
+    assert seen[0] is other
+    with torch.autograd.graph.disable_saved_tensors_hooks("by me"), GatheredParameters(weight(net)):
+        assert weight(net).isfinite().all()
 
 
 @each_rank(1, 2)

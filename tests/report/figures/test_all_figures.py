@@ -18,7 +18,7 @@ from report.data import published
 from report.data.contender import STRATEGIES
 from report.data.frames import frames_of, load
 from report.data.metrics import derive
-from report.draw.figure import records_behind
+from report.draw.figure import FORMS, records_behind
 from report.draw.theme import Style
 from report.figures import all_figures
 from tests.report.records import record_of, records_of
@@ -54,7 +54,7 @@ def test_figures_appear_with_their_data_and_only_then(suite: str, tmp_path: Path
         assert plot.question in plot.alt
         if plot.name in tried:
             continue
-        assert plot.draw(derived, tmp_path, Style()) is not None
+        assert plot.draw(derived, tmp_path, Style(), FORMS) is not None
         forms_of = {path.suffix: path for path in tmp_path.glob(f"{plot.name}.*")}
         assert set(forms_of) == {".svg", ".pdf", ".png", ".csv"}
         assert all(path.stat().st_size > 0 for path in forms_of.values())
@@ -73,7 +73,7 @@ def test_figures_fit_a_column_of_a_paper(suite: str, tmp_path: Path) -> None:
     """They can be drawn 84 mm wide: panels above one another, wrapped lines, fewer columns of legends."""
     derived = derive(frames_of(records_of(suite, repeats=2)))
     for plot in all_figures.FIGURES:
-        if (drawing := plot.draw(derived, tmp_path, Style(84.0), ("svg",))) is not None:
+        if (drawing := plot.draw(derived, tmp_path, Style(84.0))) is not None:
             (wide,) = re.findall(rb'<svg [^>]*?width="([0-9.]+)pt"', drawing.svg)
             assert float(wide) / 72 * 25.4 == pytest.approx(84, abs=0.01), plot.name
 
@@ -91,7 +91,7 @@ def test_names_with_dollars_and_foreign_letters_are_drawn(tmp_path: Path) -> Non
     names = ("a$^{:b", "<script>:&'\"", "模型:\x07" + "long " * 40)
     trials = [Trial(strategy=s, model=Model(name=n)) for n in names for s in ("zero3", "hpz", "zeropp")]
     derived = derive(frames_of([record_of(trial) for trial in trials]))
-    drawn = {plot.name for plot in all_figures.FIGURES if plot.draw(derived, tmp_path, Style(), ("svg",))}
+    drawn = {plot.name for plot in all_figures.FIGURES if plot.draw(derived, tmp_path, Style())}
     assert {"speedup", "share", "step_split", "volume", "memory"} <= drawn
 
 

@@ -8,7 +8,10 @@ import pytest
 
 from harness.errors import Refusal
 from harness.records.record import write
+from report.data.frames import frames_of
+from report.data.metrics import derive
 from report.tables.all_tables import explanation
+from report.tables.summary import summary
 from tests.report.records import records_of
 
 
@@ -30,6 +33,53 @@ def test_a_number_is_its_records_and_formula(folder: Path) -> None:
     assert "speedup_low = " in text
     assert "Speed-up: geometric mean over repeats and seeds" in text
     assert text.splitlines()[0].startswith("Summary, ZeRO++, Speed-up over ZeRO-3: ")
+
+
+def test_a_row_is_found_by_a_place_that_all_rows_share(folder: Path) -> None:
+    """Which stands in the caption: what finds a row among several rates also finds it at one."""
+    assert explanation(folder, "summary", "ZeRO++, 50 Mbit/s", "n") == explanation(
+        folder, "summary", "ZeRO++", "n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "title"),
+    [
+        ("Speed-up over the best ZeRO-3", "Speed-up over the best ZeRO-3"),
+        ("Speed-up over ZeRO-3", "Speed-up over the best ZeRO-3"),  # its words
+        ("Speed-up", "Speed-up over the best ZeRO-3"),  # its beginning
+        ("speedup", "Speed-up over the best ZeRO-3"),  # its name in the CSV
+        ("Step", "Step, s"),
+        ("n", "n"),  # a title, though others begin so
+        ("baseline paper's", "over the paper's baseline"),
+    ],
+)
+def test_a_column_is_found_by_its_beginning_or_its_words(asked: str, title: str) -> None:
+    """Where the paper's baseline ran, the title of the speed-up is longer than what guides type."""
+    table = summary(derive(frames_of(records_of("baselines", repeats=1))))
+    assert table.column(asked).title == title
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            "the",
+            r"2 columns of summary match 'the': expected one of Speed-up over the best ZeRO-3; over the",
+        ),
+        (
+            "Speed-up over DDP",
+            r"no column 'Speed-up over DDP' in summary: expected one of Contender; n; Step",
+        ),
+        ("", "no column '' in summary: expected one of Contender"),
+        ("S", r"[2-9] columns of summary match 'S': expected one of Step, s; Speed-up"),
+    ],
+)
+def test_a_column_that_is_not_one_is_refused_with_those_there_are(asked: str, message: str) -> None:
+    """Several that match are listed, else all."""
+    table = summary(derive(frames_of(records_of("baselines", repeats=1))))
+    with pytest.raises(Refusal, match=message):
+        table.column(asked)
 
 
 @pytest.mark.parametrize(
