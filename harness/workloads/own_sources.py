@@ -31,7 +31,11 @@ _DYNAMIC: Final = re.compile(
 _WRITING: Final = re.compile(
     r"save|write|dump|to_(csv|json|pickle|parquet)|export|FileHandler|mkdir|makedirs|touch|unlink|remove|rename"
 )
+_INCLUDE: Final = re.compile(rb'^\s*#\s*include\s*"([^"\n]+)"', re.MULTILINE)
+_KERNELS: Final = (".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp")
 _JOINING: Final = ("", "Path", "PurePath", "fspath", "join", "joinpath", "resolve", "str", "with_name")
+# Names of files of one kind, such as data/*.txt: not all that a folder has, nor all below it.
+_PATTERN: Final = re.compile(r"(?=.*\*)(?!.*\*\*)(?!/)[\w.*/-]*\.[A-Za-z]\w*")
 _LONGEST_PATH: Final = 255
 
 
@@ -56,6 +60,7 @@ class _Mentions:
     exports: list[str] = field(default_factory=list)  # ``__all__``, of a package submodules too
     texts: list[str] = field(default_factory=list)  # constants that may name modules
     paths: list[str] = field(default_factory=list)  # constants that may name files or folders
+    patterns: list[str] = field(default_factory=list)  # of files' names, with * for what is computed
     computed: bool = False  # whether it imports modules by names that it computes
     changes_path: bool = False  # whether it changes ``sys.path``
 
@@ -97,6 +102,9 @@ def files_of(
 
 def _followed(source: _Source, file: Path, beside: list[Path], folders: Sequence[Path]) -> Iterator[_Source]:
     """The modules and files that a source mentions; adds folders that it may put into ``sys.path``."""
+    holder = source.name.partition(" of ")[2] or source.name
+    if file.suffix in _KERNELS:
+        yield from (_named(text, path, holder) for text, path in _included(file, *stamp(file)))
     if file.suffix != ".py":
         return
     mentions = _mentions(file, *stamp(file))
@@ -113,13 +121,38 @@ def _followed(source: _Source, file: Path, beside: list[Path], folders: Sequence
             yield from _parts(reached[-1])
     if mentions.computed and source.package:
         yield from _parts(_resolve(source.package, "", beside)[-1])
+    places = [file.parent, *folders]
+    above = file.resolve().parents
+    named_folders = [
+        path
+        for text in mentions.paths
+        for path in _existing(text, places)
+        if path.is_dir() and path.resolve() not in above
+    ]
     for text in mentions.paths:
-        for path in _existing(text, [file.parent, *folders]):
-            if path.is_file():
-                name = path.name if Path(text).is_absolute() else text
-                yield _Source(
-                    f"{name} of {source.name.partition(' of ')[2] or source.name}", path, named=True
-                )
+        # A folder may be named in one expression, and its file in another: DATA = HERE / "data"; DATA / "x".
+        for path in _existing(text, [*places, *named_folders], files=True):
+            yield _named(text, path, holder)
+    for pattern in mentions.patterns:
+        for folder in [file.parent, *named_folders]:
+            for path in sorted(folder.glob(pattern)):
+                if path.is_file() and path != file:
+                    yield _named(str(path.relative_to(folder)), path, holder)
+
+
+def _named(text: str, path: Path, holder: str) -> _Source:
+    """A file that the source of ``holder`` names."""
+    return _Source(f"{path.name if Path(text).is_absolute() else text} of {holder}", path, named=True)
+
+
+@cache
+def _included(file: Path, _time: int, _size: int) -> list[tuple[str, Path]]:
+    """The files beside a kernel that it includes, by name."""
+    try:
+        names = [name.decode(errors="replace") for name in _INCLUDE.findall(file.read_bytes())]
+    except OSError:
+        return []
+    return [(name, path) for name in names for path in _existing(name, [file.parent], files=True)]
 
 
 def _resolve(name: str, package: str, beside: Sequence[Path]) -> list[_Source]:
@@ -195,13 +228,13 @@ def _holds_distributions(folder: Path) -> bool:
     return next(folder.glob("*.dist-info"), None) is not None
 
 
-def _existing(text: str, folders: Sequence[Path]) -> list[Path]:
+def _existing(text: str, folders: Sequence[Path], *, files: bool = False) -> list[Path]:
     """What ``text`` names in the first of ``folders`` that has it, as a list of one; empty if none has."""
     if not text or len(text) > _LONGEST_PATH or "\0" in text or "\n" in text:
         return []
     try:
         paths = (folder / Path(text).expanduser() for folder in folders)
-        path = next((path for path in paths if path.exists()), None)
+        path = next((path for path in paths if (path.is_file() if files else path.exists())), None)
     except (OSError, RuntimeError):  # no path of this system, or of no user
         return []
     return [] if path is None or any(map(path.is_relative_to, _NO_FILES)) else [path]
@@ -245,20 +278,26 @@ def _mentions(file: Path, _time: int, _size: int) -> _Mentions:
             mentions.exports += _texts(node)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             mentions.texts += [node.value] if dynamic else []
-            plain = mentions.changes_path or re.search(r"[./]", node.value)
-            mentions.paths += [node.value] if plain and id(node) not in no_input else []
-        elif isinstance(node, ast.Call | ast.BinOp) and id(node) not in no_input:
-            parts = _texts(node)  # as HERE / "data" / "words.txt"
-            mentions.paths += ["/".join(parts)] if len(parts) > 1 else []
+            mentions.paths += [node.value] if id(node) not in no_input else []
+        elif isinstance(node, ast.Call | ast.BinOp | ast.JoinedStr) and id(node) not in no_input:
+            parts = _texts(node)  # as HERE / "data" / "words.txt", or "data/" + name + ".txt"
+            several = len(parts) > 1 or isinstance(node, ast.JoinedStr)
+            mentions.paths += ["/".join(parts), "".join(parts)] if several else []
+            mentions.paths += [file.stem + text for text in parts if _called(node) == "with_suffix"]
         mentions.computed |= dynamic and _imports_computed(node)
+    mentions.patterns = [text for text in mentions.paths if _PATTERN.fullmatch(text)]
+    mentions.paths = [text for text in mentions.paths if "*" not in text]
     return mentions
 
 
 def _texts(node: ast.AST) -> list[str]:
-    """The texts in an expression, in their order."""
+    """The texts in an expression, in their order; an f-string is one, with * for what is computed."""
     if isinstance(node, ast.Constant):
         return [node.value] if isinstance(node.value, str) else []
-    return [text for child in ast.iter_child_nodes(node) for text in _texts(child)]
+    texts = [text for child in ast.iter_child_nodes(node) for text in _texts(child)]
+    if isinstance(node, ast.FormattedValue):
+        return ["*"]
+    return ["".join(texts)] if isinstance(node, ast.JoinedStr) else texts
 
 
 def _called(node: ast.AST | None) -> str:

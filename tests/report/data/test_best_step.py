@@ -108,3 +108,10 @@ def test_what_an_engine_stalls_is_not_allowed(stall: float, accumulation: int) -
     absorbed = _derived(slow)
     assert absorbed["alone"] is False
     assert absorbed["best_seconds"] >= _derived(plain)["best_seconds"] + 0.5 * stall
+
+
+def test_records_of_a_users_codec_are_read_without_it() -> None:
+    """The bound needs no import of the codec, and is that of the same messages under any other codec."""
+    record, own = _zero3(), {"gradients": "no_such_module:Codec", "align": 2048}
+    renamed = changed(record, trial=record.trial | {"policy": record.trial["policy"] | own})
+    assert _derived(renamed)["schedule_seconds"] == _derived(record)["schedule_seconds"] > 0
