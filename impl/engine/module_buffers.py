@@ -71,7 +71,7 @@ class ModuleBuffers:
             for part, buffers in held:
                 part._buffers.update(buffers)  # noqa: SLF001  # where others were assigned
             for buffer, values in kept:
-                _write(buffer, values)
+                write(buffer, values)
 
     @torch.no_grad()
     def make_equal(self) -> None:
@@ -107,7 +107,7 @@ class ModuleBuffers:
             if buffer.grad_fn is not None or buffer.is_inference():
                 self._replace(buffer, values)
             else:
-                _write(buffer, values)
+                write(buffer, values)
 
     def _gathered(self, buffers: Mapping[str, Tensor]) -> Tensor | None:
         """(ranks, bytes) of ``buffers`` on all ranks; None if on any of them these are not as agreed on."""
@@ -201,7 +201,7 @@ def difference(ranks: Sequence[Mapping[str, str]]) -> str | None:
     return None
 
 
-def _write(buffer: Tensor, values: Tensor) -> None:
+def write(buffer: Tensor, values: Tensor) -> None:
     """Write ``values`` in place; a buffer made by ``expand()`` has each once in memory."""
     with torch.inference_mode(buffer.is_inference()), torch.no_grad():
         if buffer.layout is torch.strided:

@@ -145,7 +145,7 @@ class SavedTensors:
         """
         # None without hooks, which torch does not declare.
         top: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
-        if top is not None and (top[0] is self._hooks.pack_hook or _module(top[0]) == checkpoint.__name__):
+        if self._hears(top) or (top is not None and _module(top[0]) == checkpoint.__name__):
             return
         disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()  # noqa: SLF001
         if disabled is not None:
@@ -157,6 +157,15 @@ class SavedTensors:
             )
         self._hooks.__enter__()
         self.calls[-1], self._users = self._users, top
+
+    def _hears(self, top: _Hooks | None) -> bool:
+        """Whether these hooks are on top, or hidden by those of other engines, which hand tensors on."""
+        while top is not None:
+            owner = getattr(top[0], "__self__", None)
+            if owner is self:
+                return True
+            top = owner._users if isinstance(owner, SavedTensors) else None  # noqa: SLF001
+        return False
 
     def leave(self) -> None:
         """The innermost call ends."""

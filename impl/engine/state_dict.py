@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from impl.engine.module_buffers import write
 from impl.engine.narrowing import Narrowing, dtype_of
 from impl.errors import ZeroError
 from impl.unit.master_shard import shard_of
@@ -40,8 +41,20 @@ def load_entry(model: nn.Module, name: str, held: object, value: Any) -> None:
     if is_extra(name):
         model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
     elif isinstance(held, Tensor):
-        with torch.no_grad():
-            held.copy_(value)
+        check_repeated(name, held, value)
+        write(held, value)
+
+
+def check_repeated(name: str, held: Tensor, value: Tensor) -> None:
+    """Refuse, with a ZeroError, values of an expanded buffer that are not equal where it is expanded."""
+    if held.layout is not torch.strided:
+        return
+    for dim, (size, stride) in enumerate(zip(held.shape, held.stride(), strict=True)):
+        if size > 1 and not stride and not torch.equal(value, value.narrow(dim, 0, 1).expand_as(value)):
+            raise ZeroError(
+                f"state {name!r} has {size} different values along dimension {dim}, where the buffer is made "
+                "by expand() and holds one: register a copy of it, made by contiguous()"
+            )
 
 
 def check_value(name: str, held: Tensor, value: object) -> None:
@@ -60,6 +73,8 @@ def check_value(name: str, held: Tensor, value: object) -> None:
     }
     for what in (text for text, found in odd.items() if found):
         raise ZeroError(f"state {name!r} is {what}, expected a dense tensor with values")
+    if not isinstance(held, nn.Parameter):
+        check_repeated(name, held, value)
     dtype = torch.float32 if isinstance(held, nn.Parameter) else held.dtype  # masters are
     if value.is_floating_point() and dtype.is_floating_point:
         if torch.finfo(value.dtype).max > torch.finfo(dtype).max:
