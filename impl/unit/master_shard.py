@@ -143,16 +143,15 @@ class MasterShard:
             ZeroError: if the assigned tensor has another shape, type or device.
         """
         self._foreign = False
-        assigned = [
-            (master, own)
-            for (master, _, _), own in zip(self._spans, self._own, strict=True)
+        assigned = []
+        for (master, _, _), own in zip(self._spans, self._own, strict=True):
             if not (
                 master.data_ptr() == own.data_ptr()
                 and master.shape == own.shape
                 and master.dtype is own.dtype
                 and master.is_contiguous()
-            )
-        ]
+            ):
+                assigned.append((master, own))  # a comprehension is one call more a step
         if not assigned:
             return
         for master, own in assigned:
