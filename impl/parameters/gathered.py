@@ -45,7 +45,8 @@ class GatheredParameters:
     written back.  Without ``enabled`` nothing at all is done.
 
     Raises ZeroError: on entering inside a pass, or with a parameter of another context; on leaving, on all
-    ranks, after a change without ``modifier_rank``, if the ranks' ``modifier_rank`` differ, or if on any rank
+    ranks, after a change without ``modifier_rank``, if the ranks' parameters, their order or
+    ``modifier_rank`` differ, or if on any rank
     a parameter has data of another shape, type or device, or a module of a sharded model holds another object
     in place of the parameter: the values are then what they were.
     """
@@ -58,7 +59,7 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         listed = [parameters] if isinstance(parameters, nn.Parameter) else parameters
-        self._parameters = list({id(p): p for p in listed}.values()) if enabled else []
+        self._parameters = _checked(listed) if enabled else []
         self._modifier = modifier_rank
         self._open: list[_Place] = []
         self._places: dict[int, _Place] = {}  # by address of the values shown
@@ -67,7 +68,8 @@ class GatheredParameters:
     def __enter__(self) -> Self:
         places = _places(self._parameters)
         world = places[0].wire.mesh.topology.world if places else 0
-        if places and self._modifier is not None and self._modifier not in range(world):
+        known = not isinstance(self._modifier, bool | float) and self._modifier in range(world)
+        if places and self._modifier is not None and not known:
             counting = places[0].wire.mesh.counting
             raise ZeroError(f"modifier_rank {self._modifier} of {world} ranks{counting}")
         try:
@@ -95,12 +97,12 @@ class GatheredParameters:
             _REFUSED if reason else int(_mark(place.shown) != place.mark)
             for place, reason in zip(places, reasons, strict=True)
         ]
-        row = torch.tensor([-1 if source is None else source, *flags], device=wire.mesh.device)
+        row = [_order_of(places), -1 if source is None else source, *flags]
         with wire.calling("GatheredParameters"):
-            rows = wire.all_gather_small(row).cpu()
-        modifiers, changed = rows[:, 0].tolist(), rows[:, 1:]  # (ranks, parameters)
-        refusal = _refusal(modifiers, changed)
-        if (refusing := (changed == _REFUSED).any(1)).any():
+            rows = wire.all_gather_small(torch.tensor(row, device=wire.mesh.device)).cpu()
+        orders, modifiers, changed = rows[:, 0].tolist(), rows[:, 1].tolist(), rows[:, 2:]
+        refusal = _refusal(orders, modifiers, changed)
+        if len(set(orders)) == 1 and (refusing := (changed == _REFUSED).any(1)).any():
             with wire.calling("GatheredParameters"):
                 refusal = _reason_of(int(refusing.nonzero()[0]), next(filter(None, reasons), ""), wire)
         parts: list[Tensor | None] = []
@@ -313,8 +315,38 @@ def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:
     return places
 
 
-def _refusal(modifiers: Sequence[int], changed: Tensor) -> str | None:
+def _checked(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters, each once; a ZeroError for what is none."""
+    listed: dict[int, nn.Parameter] = {}
+    if isinstance(parameters, str | dict | nn.Module) or not isinstance(parameters, Iterable):
+        raise ZeroError(
+            f"GatheredParameters of a {type(parameters).__name__}: expected parameters, as "
+            "model.parameters() gives"
+        )
+    for parameter in parameters:
+        if not isinstance(parameter, Tensor):
+            raise ZeroError(
+                f"GatheredParameters of a list with a {type(parameter).__name__}: expected parameters, as "
+                "model.parameters() gives"
+            )
+        listed[id(parameter)] = parameter
+    return list(listed.values())
+
+
+def _order_of(places: Sequence[_Place]) -> int:
+    """63 bits that tell lists of parameters apart, equal on all ranks."""
+    names = repr([place.name for place in places])
+    return int.from_bytes(hashlib.blake2b(names.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _refusal(orders: Sequence[int], modifiers: Sequence[int], changed: Tensor) -> str | None:
     """Why changes (ranks, parameters) are not kept, with -1 for no ``modifier_rank``; None if they are."""
+    for rank, order in enumerate(orders):
+        if order != orders[0]:
+            return (
+                f"GatheredParameters has other parameters on rank {rank} than on rank 0, or another order, "
+                "so their values were mixed: give the same list on all ranks"
+            )
     for rank, modifier in enumerate(modifiers):
         if modifier != modifiers[0]:
             first, other = (None if number < 0 else number for number in (modifiers[0], modifier))

@@ -8,6 +8,8 @@ The masters that an optimizer holds are views of the shard, and users treat them
 
 * ``p.data = values`` gives a master other memory.  :meth:`MasterShard.adopt` copies its values to the shard
   whenever the shard is read, and makes the master a view of it again once nobody else holds that memory.
+* ``old = p.data; p.data = values`` keeps the master's old memory, to be assigned again.  That memory is the
+  user's from then on, and the shard moves to other memory before it takes the new values over.
 * ``p.data.copy_(values)`` writes the shard, and torch does not count the write.  Whoever encodes the master
   reads the new values, but copies that are reused would be stale: hpZ's copy, weights that stay gathered and
   frames in host memory.  So the sums of the shard's bits are taken when such a copy is made, and compared
@@ -17,6 +19,7 @@ The masters that an optimizer holds are views of the shard, and users treat them
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -140,14 +143,18 @@ class MasterShard:
             ZeroError: if the assigned tensor has another shape, type or device.
         """
         self._foreign = False
+        assigned = []
         for (master, _, _), own in zip(self._spans, self._own, strict=True):
-            if (
+            if not (
                 master.data_ptr() == own.data_ptr()
                 and master.shape == own.shape
                 and master.dtype is own.dtype
                 and master.is_contiguous()
             ):
-                continue
+                assigned.append((master, own))  # a comprehension is one call more a step
+        if not assigned:
+            return
+        for master, own in assigned:
             data = master.data
             if (data.shape, data.dtype, data.device) != (own.shape, own.dtype, own.device):
                 raise ZeroError(
@@ -156,12 +163,33 @@ class MasterShard:
                     f"{own.device}: assign p.data a tensor like it, or write p.copy_(values) under "
                     "torch.no_grad()"
                 )
-            own.data.copy_(data)  # not counted, as the assignment was not: ranks count alike
             del data  # a handle of the memory
-            if handles(master) > ALONE:
-                self._foreign = True
-            else:
+        sharing = Counter(_storage_of(master) for master, _, _ in self._spans)  # masters by their memory
+        inside = _storage_of(self.held)
+        kept = handles(self.held) > ALONE + len(self._own) + sharing[inside]  # as in old = p.data
+        if kept or any(_storage_of(master) == inside for master, _ in assigned):
+            self._move()
+            assigned = [(master, own) for (master, _, _), own in zip(self._spans, self._own, strict=True)]
+        for master, own in assigned:
+            own.data.copy_(master.data)  # not counted, as the assignment was not: ranks count alike
+        # What is not resizable belongs to another library, as NumPy, whose handles torch does not know.
+        alone = {
+            _storage_of(master)
+            for master, _ in assigned
+            if handles(master) == ALONE - 1 + sharing[_storage_of(master)]
+            and master.untyped_storage().resizable()
+        }
+        for master, own in assigned:
+            if _storage_of(master) in alone:
                 master.data = own
+            else:
+                self._foreign = True
+
+    def _move(self) -> None:
+        """Give the shard other memory, as the values in its own belong to users from here on."""
+        with torch.inference_mode(mode=False):  # it outlives a pass
+            self.held.data = self.held.detach().clone()
+            self._own = [self.held[start:end] for _, start, end in self._spans]
 
     def check_usable(self) -> None:
         """Refuse, with a ZeroError, masters that were frozen or given gradient hooks, which do nothing."""
@@ -338,6 +366,11 @@ class MasterShard:
             low, high = max(start, first), min(end, last)
             if low < high:
                 master.grad[low - first : high - first] = values[low - start : high - start]
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """The identity of a tensor's memory, also where it is empty."""
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  # an address tells empty ones not apart
 
 
 def sums_of_bits(values: Tensor) -> Tensor:

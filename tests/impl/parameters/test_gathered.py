@@ -443,7 +443,7 @@ def test_ranks_must_agree_on_the_modifier(mesh: Mesh) -> None:
         ):
             weight(net).fill_(mesh.rank)
     assert torch.equal(zero.full_state_dict()[NAME], VALUES[NAME])
-    for wrong in (-1, 2, 0.5, "0"):
+    for wrong in (-1, 2, 0.5, 0.0, True, "0"):
         with pytest.raises(ZeroError, match=f"modifier_rank {wrong} of 2 ranks"):
             GatheredParameters(weight(net), modifier_rank=wrong).__enter__()  # type: ignore[arg-type]
 
@@ -463,3 +463,32 @@ def test_a_tied_weight_is_written_under_any_of_its_names(mesh: Mesh) -> None:
     with untied, GatheredParameters(net.embed.weight, modifier_rank=0):
         net.head.weight = nn.Parameter(torch.zeros(16, 16))
     assert net.head.weight is net.embed.weight
+
+
+@pytest.mark.parametrize("stage", [3, 1])
+@each_rank(1, 2)
+def test_lists_in_another_order_are_refused(mesh: Mesh, stage: int) -> None:
+    """Ranks that list parameters of one size in different orders, or other ones, are refused on all ranks."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    zero = shard(net, mesh=mesh, policy=preset("exact", stage=stage, memory=MemoryLimits(max_padding=1e9)))
+    before = zero.full_state_dict()
+    pair = [net[0].weight, net[1].weight]
+    for listed in (pair[:: 1 - 2 * mesh.rank], pair[mesh.rank : mesh.rank + 1]):
+        with (
+            pytest.raises(ZeroError, match="give the same list on all ranks"),
+            GatheredParameters(listed, modifier_rank=0),
+            torch.no_grad(),
+        ):
+            listed[0].mul_(2.0)
+        for name, values in zero.full_state_dict().items():
+            assert torch.equal(values, before[name])
+
+
+@each_rank(1, 2)
+def test_other_arguments_are_refused_in_one_line(mesh: Mesh) -> None:
+    """What is no list of parameters is refused by its type."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    shard(net, mesh=mesh, policy=preset("exact", memory=MemoryLimits(max_padding=1e9)))
+    for listed in (net, None, dict(net.named_parameters()), ["0.weight"], "0.weight"):
+        with pytest.raises(ZeroError, match="expected parameters, as"):
+            GatheredParameters(listed)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -196,6 +197,83 @@ def test_memory_that_a_user_keeps_stays_the_masters(mesh: Mesh) -> None:
     zero.load_full_state_dict(model(blocks).state_dict())
     assert torch.equal(output(zero.model), before)
     assert torch.equal(nn.utils.parameters_to_vector(masters), vector)
+
+
+def back_up(masters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Average weights put in and taken out without a copy, as in recipes for moving averages."""
+    old = [master.data for master in masters]
+    for master in masters:
+        master.data = master.data * 0.5
+    yield
+    for master, values in zip(masters, old, strict=True):
+        master.data = values
+    yield
+
+
+def exchange(masters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Memory exchanged with other tensors, which are written then."""
+    others = [master.detach() * 0.5 for master in masters]
+    for master, other in zip(masters, others, strict=True):
+        master.data, other.data = other.data, master.data
+    yield
+    for other in others:
+        other.zero_()
+    yield
+    for other in others:
+        other.fill_(0.1)
+    for master, other in zip(masters, others, strict=True):
+        master.data = other
+    yield
+
+
+def alias(masters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Aliases of old memory, written after half of the masters have other memory."""
+    aliases = [master.detach() for master in masters]
+    for master in masters[::2]:
+        master.data = master.data * 0.5
+    yield
+    for values in aliases:
+        values.mul_(0.3)
+    yield
+
+
+def cross(masters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Two masters that take each other's memory."""
+    first, second = next((a, b) for a, b in itertools.combinations(masters, 2) if a.shape == b.shape)
+    first.data, second.data = second.data, first.data
+    yield
+
+
+def array(masters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Memory of NumPy's, which is written later."""
+    arrays = [master.detach().numpy().copy() for master in masters]
+    for master, values in zip(masters, arrays, strict=True):
+        master.data = torch.from_numpy(values)
+    yield
+    for values in arrays:
+        values[:] = values * 0.5
+    yield
+
+
+@pytest.mark.parametrize("write", [back_up, exchange, alias, cross, array])
+@pytest.mark.parametrize("policy", ["exact", "hpz", "offload"])
+@each_rank(1, 2)
+def test_memory_behaves_as_that_of_parameters(
+    mesh: Mesh, write: Callable[[Sequence[nn.Parameter]], Iterator[None]], policy: str
+) -> None:
+    """Masters whose memory users keep, exchange and assign again have the values of plain parameters."""
+    zero = shard(model(blocks), mesh=mesh, policy=POLICIES[policy])
+    units = [unit for unit in zero.units if unit.geometry.trainable]
+    masters = [master for unit in units for _, master in unit.master_shard.masters]
+    spans = [(unit, *span) for unit in units for _, *span in unit.geometry.spans(mesh.rank)]
+    plain = [nn.Parameter(master.detach().clone()) for master in masters]
+    output(zero.model)
+    for _ in zip(write(masters), write(plain), strict=True):
+        zero.weights_changed()
+        output(zero.model)
+        for master, values, (unit, start, end) in zip(masters, plain, spans, strict=True):
+            assert torch.equal(master, values)
+            assert torch.equal(unit.master_shard.held[start:end], values)
 
 
 @each_rank(1, 2)
