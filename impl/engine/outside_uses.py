@@ -202,6 +202,7 @@ class SavedTensors:
                 constant.packed = unpack, copy, copy._version  # noqa: SLF001
 
     def _pack(self, tensor: Tensor) -> Packed:
+        """What autograd keeps in place of a saved tensor."""
         if type(tensor) is Placeholder:  # an argument of an autograd.Function, which asks for no values
             tensor = values_of(tensor)
         place = self._places.get(memory_of(tensor))
