@@ -21,6 +21,7 @@ from torch.autograd.graph import (
 from torch.utils.checkpoint import checkpoint
 
 from impl.comm.mesh import Mesh
+from impl.parameters.access import Gradient
 from impl.plan.policy import Offload, Policy
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, shard
@@ -305,3 +306,27 @@ def test_a_buffer_that_is_written_is_not_what_a_users_hook_keeps(mesh: Mesh, hoo
         sgd(zero.param_groups()).step()
         states.append(zero.full_state_dict())
     assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@each_rank(1, 2)
+def test_passes_of_two_engines_nest(mesh: Mesh, *, hooked: bool) -> None:
+    """One's hooks hand tensors on to the other's once, and to a user's around both."""
+    nets = [model(nn.Linear, in_features=8, out_features=8) for _ in range(2)]
+    alone = [model(nn.Linear, in_features=8, out_features=8) for _ in range(2)]
+    x = torch.ones(2, 8)
+    (alone[1](alone[0](x)).square().mean() + sum(net.weight.square().sum() for net in alone)).backward()
+    zeros = [shard(net, mesh=mesh, policy=EXACT) for net in nets]
+    packed: list[torch.Size] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.shape)
+        return tensor
+
+    around = saved_tensors_hooks(pack, lambda tensor: tensor) if hooked else contextlib.nullcontext()
+    with around, zeros[0].unsharded(), zeros[1].unsharded():
+        loss = nets[1](nets[0](x)).square().mean() + sum(net.weight.square().sum() for net in nets)
+    loss.backward()
+    for zero, wanted in zip(zeros, alone, strict=True):
+        torch.testing.assert_close(Gradient(zero, "weight").full(), wanted.weight.grad)
+    assert bool(packed) is hooked

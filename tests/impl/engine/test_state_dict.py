@@ -170,3 +170,29 @@ def test_buffers_of_any_types_are_side_by_side(ranks: int) -> None:
         assert found["flag"].item() is True
         assert found["wide"].item() == 1 << 40
         assert found["turns"].tolist() == [1 + 0j, 1 + 0j]
+
+
+class Masked(nn.Module):
+    """With a buffer of one value, expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.ones(1).expand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.mask).sum()
+
+
+@each_rank(1, 2)
+def test_expanded_buffers_are_loaded_if_their_values_are_equal(mesh: Mesh) -> None:
+    """Torch refuses to write them; a state with several values, which they cannot hold, changes nothing."""
+    zero = shard(model(Masked), mesh=mesh, policy=EXACT)
+    state = zero.full_state_dict()
+    zero.load_full_state_dict({**state, "mask": torch.full((8,), 2.0)})
+    assert zero.full_state_dict()["mask"].tolist() == [2.0] * 8
+    changed = {**state, "linear.weight": state["linear.weight"] + 1, "mask": torch.arange(8.0)}
+    with pytest.raises(ZeroError, match="'mask' has 8 different values along dimension 0"):
+        zero.load_full_state_dict(changed)
+    assert torch.equal(zero.full_state_dict()["linear.weight"], state["linear.weight"])
+    zero.model(torch.ones(2, 8)).backward()  # and it is sent to the other ranks
