@@ -7,7 +7,8 @@ its encoded frame is copied to the device.
 The masters that an optimizer holds are views of the shard, and users treat them like any parameter:
 
 * ``p.data = values`` gives a master other memory.  :meth:`MasterShard.adopt` copies its values to the shard
-  whenever the shard is read, and makes the master a view of it again once nobody else holds that memory.
+  before a forward pass, and where the shard is read outside of passes; it makes the master a view of the
+  shard again once nobody else holds that memory.
 * ``old = p.data; p.data = values`` keeps the master's old memory, to be assigned again.  That memory is the
   user's from then on, and the shard moves to other memory before it takes the new values over.
 * ``p.data.copy_(values)`` writes the shard, and torch does not count the write.  Whoever encodes the master
