@@ -127,6 +127,10 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
                 yield f"the loss of rank {rank} is {step.loss} in step {step.index}"
         if not control:
             yield from _reference_errors(rank, outcome, later=True)
+    for validation in record.validations:
+        if not math.isfinite(validation.loss):
+            yield f"the validation loss after step {validation.step} is {validation.loss}"
+    for rank, outcome in enumerate(outcomes):
         if outcome.chosen != first.chosen:
             yield f"rank {rank} chose other codecs within its budget than rank 0"
         for number, digest in enumerate(outcome.decoded):

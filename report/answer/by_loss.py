@@ -43,7 +43,9 @@ def loss(derived: Derived) -> Draft:
         return by_seconds.step(derived)
     main, failed = rows[0], derived.frames.failures
     failed = failed[(failed["contender"] == main["contender"]) & (failed["cell"] == main["cell"])]
-    if failed_seeds := failed["seed"].nunique():
+    without = derived.trials["validation_loss"].isna() & derived.trials["validation_step"].notna()
+    is_main = (derived.trials["contender"] == main["contender"]) & (derived.trials["cell"] == main["cell"])
+    if failed_seeds := len({*failed["seed"], *derived.trials[without & is_main]["seed"]}):
         name, seeds = spelled(main["contender"]), failed_seeds + main["seeds"]
         text = f"Cannot be told by loss: {failed_seeds} of {seeds} seeds of {name} ended without one"
         return Draft(f"{text}; of the others it differs by {nats(main)} nats.", [OPEN], every[:1])

@@ -162,6 +162,8 @@ def alone(derived: Derived) -> Draft:
         for (name,), group in groups(rows, ["contender"])
     ]
     why = "no two contenders ran in one repeat" if len(steps) > 1 else "nothing stands beside it"
+    if failed := len(derived.frames.failures):
+        why += f" ({counted(failed, 'trial')} failed)"
     text = f"Cannot be told, for {why}: on {rows['where'].iloc[0]} a step takes {listed_most(steps)}."
     return Draft(text, [OPEN])
 

@@ -19,7 +19,7 @@ from report.answer.effects import NO, OPEN, YES, Draft, Effect, distinct_names, 
 from report.data import metrics, speedups
 from report.data.frames import load
 from report.data.metrics import Derived, derive
-from report.data.text import counted, sentence
+from report.data.text import counted, listed, sentence
 
 PART: Final = "in part"
 _MOST: Final = 5  # sentences
@@ -55,8 +55,9 @@ def answer(derived: Derived) -> Answer:
     by = quantity([frames.trial_of[identity] for identity in sorted(frames.trial_of)], frames.answer)
     draft_of, figure = _BY_QUANTITY[by]
     if derived.finished.empty:
-        failed = counted(len(frames.failures), "trial")
-        text = f"Cannot be told: no trial has finished, and {failed} failed."
+        ended = [f"{counted(len(frames.failures), 'trial')} failed"] * (len(frames.failures) > 0)
+        ended += [f"{counted(frames.interrupted, 'trial')} stopped"] * (frames.interrupted > 0)
+        text = f"Cannot be told: no trial has finished, and {listed(ended) or 'none was run'}."
         return Answer((text,), OPEN, by, figure)
     draft = draft_of(derived)
     caveat = _caveat(derived, draft.effects)

@@ -76,6 +76,8 @@ class Frames:
         for identity, cell in _cells(rows, self.trial_of, also).items():
             rows[identity] |= cell
         ended = [record for record in records if record.failure is None]
+        for record in ended:
+            _check_measured(record, self.trial_of[record.id])
         trained = [record for record in ended if self.trial_of[record.id].workload != "generate"]
         failed = [rows[record.id] | record.failure.model_dump() for record in records if record.failure]
         failures = [row for row in failed if row["kind"] != "interrupted"]
@@ -373,6 +375,25 @@ def _facts_frame(records: Iterable[Record]) -> pd.DataFrame:
             counts[record.pool, fact, text] += 1
     rows = [(*fact, count) for fact, count in sorted(counts.items())]
     return pd.DataFrame(rows, columns=["pool", "fact", "value", "records"])
+
+
+def _check_measured(record: Record, trial: Trial) -> None:
+    """Refuse a record of a finished trial that no ratio can be formed of."""
+    faults = {
+        "a link of 0 Mbit/s": record.link is not None
+        and any(not rate > 0 for rate in (*record.link.calibrated_mbit, *record.link.probed_mbit)),
+    }
+    for rank in record.ranks:
+        timed = [token.seconds for token in rank.tokens if not token.warmup]
+        if trial.workload != "generate":
+            timed = [step.total for step in rank.steps if not step.warmup]
+        faults["no timed step"] = faults.get("no timed step", False) or not timed
+        faults["a step of 0 s"] = faults.get("a step of 0 s", False) or any(not s > 0 for s in timed)
+    if found := [fault for fault, has in faults.items() if has]:
+        raise ReportError(
+            f"record {record.id}: has {' and '.join(found)}, of which no ratio can be formed; "
+            "delete its file and run it again"
+        )
 
 
 def _check_pools(records: list[Record]) -> None:

@@ -132,6 +132,7 @@ def _losses(frames: Frames) -> pd.DataFrame:
     often = {identity for identity, trial in frames.trial_of.items() if trial.validate_every}
     last = last[last["id"].isin(often) | last["step"].ge(LEAST_STEPS)]
     names = {"loss": "validation_loss", "step": "validation_step"}
+    last = last.assign(loss=last["loss"].where(np.isfinite(last["loss"].astype(float))))  # else it has none
     losses = first.groupby("id")["loss"].mean().rename("first_loss").reset_index()
     return losses.merge(last[["id", *names]].rename(columns=names), on="id", how="left")
 

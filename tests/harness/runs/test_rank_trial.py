@@ -22,7 +22,7 @@ from harness.measure.cpu_usage import busy_seconds
 from harness.measure.machine import cores
 from harness.measure.quantisation_error import BITS, BLOCKS
 from harness.records.packet_sizes import HEADER_BYTES
-from harness.records.record import LedgerRow, Record
+from harness.records.record import LedgerRow, Record, Validation
 from harness.runs.feasibility import any_host, forecast
 from harness.runs.merge_ranks import assemble
 from harness.runs.rank_trial import Assignment, Outcome, run
@@ -180,6 +180,10 @@ def test_inconsistent_outcomes_are_no_result(budgeted: list[Outcome]) -> None:
     ):
         with pytest.raises(TrialError, match=message):
             assembled([budgeted[0], replace(rank, **change), *budgeted[2:]])
+    for loss in (math.nan, math.inf):
+        ended = Validation(step=9, loss=loss, train_seconds=1.0, inter_bytes=None)
+        with pytest.raises(TrialError, match=f"the validation loss after step 9 is {loss}"):
+            assembled([replace(outcome, validations=[ended]) for outcome in budgeted])
 
 
 def test_a_record_has_the_use_of_processors(text: str, tmp_path: Path) -> None:
