@@ -29,6 +29,7 @@ from impl.parameters.gathered import GatheredParameters
 from impl.plan.policy import MemoryLimits, Offload, Policy, preset
 from impl.plan.topology import Topology
 from impl.zero import Zero, shard
+from tests.support.optimizers import HalvesGradients, Lamb
 from tests.support.training import model
 
 WIDTH = 8
@@ -66,32 +67,6 @@ class Lion(torch.optim.Optimizer):
                     p.data.sub_(mean / (mean.abs() + 1e-2), alpha=group["lr"])
 
 
-class Scaling(torch.optim.SGD):
-    """SGD that changes gradients in place before it steps."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.mul_(0.5)
-        super().step()
-
-
-class Lamb(torch.optim.Optimizer):
-    """A trust ratio of norms of whole parameters, which shards do not have."""
-
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.numel():
-                    ratio = p.norm() / p.grad.norm().clamp(min=1e-6)
-                    p.sub_(p.grad, alpha=group["lr"] * ratio.clamp(0, 10).item())
-
-
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": functools.partial(torch.optim.SGD, lr=0.05),
     "momentum": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -100,7 +75,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.01, eps=1e-2),
     "RMSprop": functools.partial(torch.optim.RMSprop, lr=0.01, eps=1e-2),
     "Lion": Lion,
-    "Scaling": functools.partial(Scaling, lr=0.05),
+    "in place": functools.partial(HalvesGradients, lr=0.05),
     "Lamb": Lamb,
 }
 
@@ -263,7 +238,8 @@ class Side:
         a, b = (chained(self.nets, batch(number + offset, rank)).mean() for offset in (0, 50))
         return F.softplus(a - b)
 
-    def backward(self, loss: Callable[[int], Tensor]) -> None:
+    def backward(self, loss: Callable[[int], Tensor], *, last: bool) -> None:
+        """Backward of the loss of a rank; ``last`` is the last micro-batch of a step."""
         raise NotImplementedError
 
     def schedule(self) -> None:
