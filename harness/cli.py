@@ -474,7 +474,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _make_printable()
     interrupts.end_at_once()
     try:
-        status = _main(arguments)
+        status = _flushed(_main(arguments))
     except Exception:
         traceback.print_exc()
         status = SOME_FAILED
@@ -511,6 +511,29 @@ def _main(arguments: Sequence[str] | None) -> int:
     if status == INTERRUPTED:  # by typer, after Ctrl-C
         return _complain("interrupted", INTERRUPTED)
     return status if isinstance(status, int) else OK
+
+
+def _flushed(status: int) -> int:
+    """Write what standard output still buffers; if the device is full, say so and return status 2.
+
+    What cannot be written goes to the null device afterwards.  Otherwise the interpreter would try once
+    more while it ends, fail, and print a message of its own with status 120.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough
+        _discard_output()
+    except OSError as error:
+        _discard_output()
+        return status if status == REFUSED else _complain(f"cannot go on: {error.strerror}", REFUSED)
+    return status
+
+
+def _discard_output() -> None:
+    """Let standard output's descriptor lead to the null device."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def _make_printable() -> None:

@@ -43,7 +43,8 @@ def python(
     command = [sys.executable, "-c", code, *arguments]
     if then:
         command = ["bash", "-c", f'"$@" {then}', "bash", *command]
-    variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    # Unbuffered output would hide what happens to output that is still buffered when a command ends.
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""} | environment
     return subprocess.run(command, capture_output=True, env=variables, check=False)
 
 
