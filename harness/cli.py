@@ -40,7 +40,7 @@ from harness.measure import machine as machine_facts
 from harness.measure import machine_file, run_environment
 from harness.print_once import speaks
 from harness.records import bench_record, reproduce, run_record
-from harness.records.record import RecordError, path_of, read, read_valid
+from harness.records.trial_record import RecordError, path_of, read, read_valid
 from harness.runs import feasibility, launchers, slurm
 from harness.runs.feasibility import check_feasible, forecast, this_host
 from harness.suites.expand_suite import MOST_TRIALS

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from harness.records.memory_parts import on_device, on_host
-from harness.records.record import Record, slowest_seconds
+from harness.records.trial_record import Record, slowest_seconds
 from harness.runs.feasibility import Forecast
 from harness.runs.predict import predict
 from harness.suites.labels import look_up, varying_paths

@@ -17,7 +17,7 @@ from harness.cluster.link import PACED
 from harness.errors import one_line
 from harness.plan_rows import record_rows, rows
 from harness.records.confidence_intervals import FEWEST
-from harness.records.record import Record
+from harness.records.trial_record import Record
 from harness.runs.feasibility import Forecast, gib
 from harness.runs.progress import outcome
 from harness.suites import labels

@@ -1,4 +1,4 @@
-"""Claims of a suite's records: speed, bytes and validation loss of each contender."""
+"""Claims of a suite's records: speed, bytes and validation loss of each configuration."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from report.data.text import NOTHING
 from report.draw.names_of_rows import common_and_rest
 from report.tables.table import markdown
 
-_STEPS: Final = ("where", "beside", "contender", "speed-up", "expected again", "pairs", "share of bytes")
-_LOSSES: Final = ("beside", "contender", "validation loss", "difference, nats", "expected again", "seeds")
+_STEPS: Final = ("where", "beside", "configuration", "speed-up", "expected again", "pairs", "share of bytes")
+_LOSSES: Final = ("beside", "configuration", "validation loss", "difference, nats", "expected again", "seeds")
 
 
 def steps(derived: Derived) -> list[tuple[str, ...]]:
@@ -26,22 +26,26 @@ def steps(derived: Derived) -> list[tuple[str, ...]]:
     if derived.mostly_disturbed:
         return []
     pairs = derived.pairs
-    compared = pairs[pairs["contender"] != pairs["baseline_contender"]]
+    compared = pairs[pairs["configuration"] != pairs["baseline_configuration"]]
     rows: list[tuple[str, ...]] = []
-    for (where, contender, baseline), group in groups(compared, ["where", "contender", "baseline_contender"]):
+    for (where, configuration, baseline), group in groups(
+        compared, ["where", "configuration", "baseline_configuration"]
+    ):
         gain, shares = speedup(group), group["bytes_ratio"].dropna().unique()
         sent = f"{shares[0]:.4f}" if len(shares) == 1 and math.isfinite(shares[0]) else NOTHING
         if gain.known and not gain.contains(1):
-            rows.append((where, baseline, contender, *_again(gain, ".2f", ratio=True), str(len(group)), sent))
+            rows.append(
+                (where, baseline, configuration, *_again(gain, ".2f", ratio=True), str(len(group)), sent)
+            )
     return rows
 
 
 def losses(derived: Derived) -> list[tuple[str, ...]]:
-    """Rows of :data:`_LOSSES` for every contender with a verdict."""
+    """Rows of :data:`_LOSSES` for every configuration with a verdict."""
     return [
         (
             row["base"],
-            row["contender"],
+            row["configuration"],
             row["verdict"],
             *_again(row["difference"], "+.4f", ratio=False),
             str(row["seeds"]),
@@ -70,7 +74,7 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     if "where" in table and len(set(table["where"])) > 1:
         shared, places = common_and_rest(table["where"])
         title, table["where"] = ", ".join((title, *shared)), table["where"].map(places)
-    common = [name for name in table if len(set(table[name])) == 1 and name != "contender"]
+    common = [name for name in table if len(set(table[name])) == 1 and name != "configuration"]
     cells = [(name, table[name].iloc[0]) for name in common]
     above = "; ".join((title, *(f"{name}: {markdown(cell)}" for name, cell in cells if cell != NOTHING)))
     table = table.drop(columns=common).map(markdown)

@@ -48,7 +48,7 @@ class Measured:
     name: str
     title: str
     notes: str
-    # labels of a sample, ``where`` and ``contender`` among them, and its measures, (rounds,) each
+    # labels of a sample, ``where`` and ``configuration`` among them, and its measures, (rounds,) each
     values: Callable[[Sample], dict[str, Any]]
     columns: tuple[Column, ...]
 
@@ -68,7 +68,7 @@ def _codec(sample: Sample) -> dict[str, Any]:
     ran = f"{names['type']} on {names['device']}, threads: {names['threads']}"
     return {
         "where": f"{OPERATIONS[str(names['operation'])]}, {ran}",
-        "contender": f"{names['codec']}, {names['backend']}",
+        "configuration": f"{names['codec']}, {names['backend']}",
         **{name: names[name] for name in ("codec", "backend", "numel", "other")},
         "rate": sizes["moved_bytes"] / seconds / 1e9,
         "copy_rate": 2 * sizes["element_bytes"] / copy / 1e9,
@@ -84,7 +84,7 @@ def _collective(sample: Sample) -> dict[str, Any]:
     size = f"{4 * int(names['numel'] or 0) / 2**20:g} MiB"
     return {
         "where": f"{OPERATIONS[str(names['operation'])]}, {_place(sample)}, {size}",
-        "contender": f"{names['algorithm']}, {names['codec']}, {carried}",
+        "configuration": f"{names['algorithm']}, {names['codec']}, {carried}",
         "algorithm": names["algorithm"],
         "codec": names["codec"],
         "carried": carried,
@@ -103,7 +103,7 @@ def _step(sample: Sample) -> dict[str, Any]:
     rate = float(sample.names["rate_mbit"] or np.nan)
     return {
         "where": _place(sample),
-        "contender": sample.names["policy"],
+        "configuration": sample.names["policy"],
         "milliseconds": 1e3 * seconds,
         "alone_milliseconds": 1e3 * alone,
         **{f"room_{part}": np.array(sample.parts[part]) / (size / rate) for part, size in bits.items()},
@@ -116,7 +116,7 @@ def _hops(sample: Sample) -> dict[str, Any]:
     first, second = (np.array(sample.parts[hop]) for hop in ("first", "second"))
     return {
         "where": _place(sample),
-        "contender": f"{sample.names['chunks']} chunks",
+        "configuration": f"{sample.names['chunks']} chunks",
         "milliseconds": 1e3 * seconds,
         "one_chunk_milliseconds": 1e3 * whole,
         "first_milliseconds": 1e3 * first,
@@ -173,7 +173,7 @@ KINDS: Final[dict[Kind, Measured]] = {
         "that sends nothing, optimizer included. At 1 everything is hidden.",
         _step,
         (
-            Column("contender", "policy"),
+            Column("configuration", "policy"),
             _median("milliseconds", "ms"),
             _median("alone_milliseconds", "alone, ms"),
             _median("room_forward", "room, forward", formula("room")),
@@ -189,7 +189,7 @@ KINDS: Final[dict[Kind, Measured]] = {
         "the shorter hop is hidden.",
         _hops,
         (
-            Column("contender", "reduction"),
+            Column("configuration", "reduction"),
             _median("milliseconds", "ms"),
             _median("one_chunk_milliseconds", "in one, ms"),
             _median("first_milliseconds", "hop 1, ms"),
@@ -202,7 +202,7 @@ KINDS: Final[dict[Kind, Measured]] = {
 
 
 def tables_of(benches: Sequence[Bench]) -> list[Table]:
-    """A table for each kind of sample, a row a contender: medians with intervals; ``id`` has the records."""
+    """A table for each kind of sample, a row a configuration: medians with intervals; ``id`` has the records."""
     tables = []
     for name, kind in KINDS.items():
         rounds = [

@@ -38,7 +38,7 @@ def build(
 ) -> Path:
     """Build the report of a results folder, inside it; equal records give equal bytes.
 
-    ``columns``, by table, are printed beside the contender, by title or name in the CSV; ``width`` is in mm.
+    ``columns``, by table, are printed beside the configuration, by title or name in the CSV; ``width`` is in mm.
     Figures are drawn as SVG, which the page shows, and in these further ``forms`` ("pdf", "png"), each of
     which takes about as long as the page.
     Raises a Refusal for an unknown column, and as :func:`report.data.frames.load` and :func:`publish`.
@@ -57,11 +57,11 @@ def build(
 
 
 def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -> list[Table]:
-    """Tables with only the requested columns, in that order, after places and contender."""
+    """Tables with only the requested columns, in that order, after places and configuration."""
     tables = {table.name: table for table in shown}
     for name, requested in columns.items():
         table = find_table(shown, name)
-        kept = [column for column in table.columns if column.place or column.key == "contender"]
+        kept = [column for column in table.columns if column.place or column.key == "configuration"]
         kept += [table.column(title) for title in requested]
         tables[name] = replace(table, columns=tuple(dict.fromkeys(kept)))
     return list(tables.values())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from harness.records import archive, run_record
-from harness.records.record import RecordError, read_all, write_whole
+from harness.records.trial_record import RecordError, read_all, write_whole
 from report import artifact_claims, page
 from report.answer.lead import answer
 from report.data.frames import frames_of

@@ -21,7 +21,7 @@ Verdict = Literal["better", "worse", "same", "cannot tell"]
 _OUTCOMES: Final[tuple[Verdict, ...]] = ("worse", "cannot tell", "same", "better")
 _COLUMNS: Final = (
     Column("where", "where"),
-    Column("contender", "contender"),
+    Column("configuration", "configuration"),
     Column("pairs", "pairs", str),
     Column("step", "step, after/before", "{:.3f}".format),
     Column("verdict", "verdict"),
@@ -35,7 +35,7 @@ class Comparison:
     """Two folders side by side."""
 
     names: tuple[str, str]  # of the folders
-    # a row per cell and contender: ``step``, seconds in the second folder over those in the first
+    # a row per setting and configuration: ``step``, seconds in the second folder over those in the first
     # (:class:`Interval`), its ``verdict``, ``bytes`` between nodes likewise, and ``loss``, the last
     # validation loss in the second minus that in the first, in nats, or NaN
     table: Table
@@ -71,8 +71,10 @@ def compare(first: Path, second: Path, margin: float) -> Comparison:
     both = before.merge(after[columns], on="id", suffixes=("", "_after"))
     if both.empty:
         raise ReportError(f"{first} and {second}: no trial finished in both; expected two runs of one suite")
-    cells = groups(both, ["where", "contender"])
-    rows = pd.DataFrame([{"where": key[0], "contender": key[1]} | _row(cell, margin) for key, cell in cells])
+    settings = groups(both, ["where", "configuration"])
+    rows = pd.DataFrame(
+        [{"where": key[0], "configuration": key[1]} | _row(setting, margin) for key, setting in settings]
+    )
     counts = rows["verdict"].value_counts()
     outcomes = ", ".join(f"{counts[name]} {name}" for name in _OUTCOMES if name in counts)
     notes = [f"Of {len(rows)} comparisons: {outcomes} (same: within {margin:.3g} of 1)."]

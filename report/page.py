@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from report.answer.lead import answer
 from report.data import caveats
-from report.data.contender import NAMES
+from report.data.configuration import NAMES
 from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, listed
 from report.draw import theme
@@ -29,7 +29,7 @@ _LAST: Final = ("setting", "environment")  # tables with a section of their own
 _OPTIONAL: Final = (
     "suite", "note", "questions", "answer", "shows", "marked", "summary", "figures", "last", "failures",
 )  # fmt: skip
-_LONGEST_NAMES: Final = 60  # characters of contenders in a title
+_LONGEST_NAMES: Final = 60  # characters of configurations in a title
 _SHORT: Final = 16  # rows of a summary that stands before the figures
 
 
@@ -81,7 +81,7 @@ def render_template(template: str, parts: Mapping[str, Any]) -> str:
 
 
 def heading(derived: Derived) -> tuple[str, str]:
-    """(introduction, what it introduces): the suite's contenders, and what they are compared with."""
+    """(introduction, what it introduces): the suite's configurations, and what they are compared with."""
     if derived.finished.empty:
         return "No finished trial of", derived.frames.suite
     compared = derived.compared
@@ -93,7 +93,7 @@ def heading(derived: Derived) -> tuple[str, str]:
     if len(strategies) == 1 and not compared.named_in_suite:
         (strategy,) = strategies
         return f"{len(compared.contrast) + 1} settings of", NAMES.get(strategy, strategy)
-    return f"{counted(len(compared.contrast), 'contender')} against", compared.baseline
+    return f"{counted(len(compared.contrast), 'configuration')} against", compared.baseline
 
 
 def facts(derived: Derived) -> list[tuple[str, str]]:

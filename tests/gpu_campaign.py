@@ -45,7 +45,7 @@ _TINY: Final = {  # on a CPU
     "model.name": "gpt-tiny", "sequence": 16, "tokens_per_rank": 32, "steps": 3, "policy.max_padding": 0.3,
     "cluster.transport": "gloo",
 }  # fmt: skip
-# Seconds at most, question, contenders and other fields, by stage and name.  Ranks share a GPU without FSDP2:
+# Seconds at most, question, configurations and other fields, by stage and name.  Ranks share a GPU without FSDP2:
 # NCCL refuses a second rank on it, and over gloo FSDP2 would bypass our wire and its pacer, which holds the
 # link to a rate.
 _SUITES: Final[dict[str, tuple[float, str, tuple[str, ...], dict[str, object]]]] = {

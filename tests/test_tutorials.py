@@ -20,12 +20,12 @@ from harness.cli import main
 from harness.suites.model_sizes import GPTShape
 from harness.workloads.models import GPT
 from impl.comm.mesh import Mesh
-from impl.deepspeed.recipe import QGZ, QWZ, recipe
+from impl.deepspeed.config_to_policy import QGZ, QWZ, recipe
 from impl.plan.policy import MemoryLimits, preset
 from impl.plan.topology import Topology
 from impl.zero import shard
 from tests.harness.train.test_loop import losses
-from tests.impl.deepspeed.test_recipe import SNIPPETS, ZERO
+from tests.impl.deepspeed.test_config_to_policy import SNIPPETS, ZERO
 from tests.support.params import nightly
 from tests.support.ranks import each_rank, on_processes
 from tests.support.training import booked, mean_losses, single

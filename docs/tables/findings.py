@@ -18,7 +18,7 @@ from report.answer import by_loss, by_seconds, by_size, effects
 from report.answer.effects import g2, g3, ratio, spelled
 from report.answer.lead import answer
 from report.data import loss_verdicts, speedups
-from report.data.contender import FLAT_FACTOR, NAMES
+from report.data.configuration import FLAT_FACTOR, NAMES
 from report.data.metrics import Derived
 from report.data.text import counted, listed, with_interval
 from report.tables import all_tables as tables
@@ -33,7 +33,7 @@ def lead(derived: Derived) -> str:
 
 
 def verdicts(derived: Derived) -> str:
-    """The first two sentences: the verdict on the main contender's loss, and on the others'."""
+    """The first two sentences: the verdict on the main configuration's loss, and on the others'."""
     return " ".join(answer(derived).sentences[:2])
 
 
@@ -41,7 +41,7 @@ def as_predicted(derived: Derived) -> str:
     """In how many trials the ledger equals the prediction, and what each technique sends."""
     equal = derived.trials["predicted_equal"].dropna().astype(bool)
     sent = [
-        f"{effect.bytes_ratio:.3f} with {spelled(effect.contender)}"
+        f"{effect.bytes_ratio:.3f} with {spelled(effect.configuration)}"
         for effect in effects.effects(derived)
         if effect.bytes_ratio < 1
     ]
@@ -55,7 +55,7 @@ def hidden(derived: Derived) -> str:
     """Seconds of exposed communication in a step, and the shortest possible step's share of it."""
     waits, shares = [], []
     for strategy in ("zero3", "zeropp"):
-        trials = derived.trials[derived.trials["contender"] == NAMES[strategy]]
+        trials = derived.trials[derived.trials["configuration"] == NAMES[strategy]]
         step = ratio(speedups.step_interval(trials))
         waits.append(f"{g3(trials['exposed_seconds'].median())} s of {NAMES[strategy]}'s step of {step} s")
         shares.append(f"{trials['share'].median():.2f}")
@@ -67,7 +67,7 @@ def hidden(derived: Derived) -> str:
 
 def chunks(derived: Derived) -> str:
     """Two hops in four chunks beside whole ones."""
-    names = [str(name) for name in derived.trials["contender"].unique()]
+    names = [str(name) for name in derived.trials["configuration"].unique()]
     chunked = next(name for name in names if "int4" in name and "chunks 4" in name)
     whole = chunked.replace(", chunks 4", "")
     return by_seconds.faster(derived, effects.between(derived, whole, [chunked])).first
@@ -78,14 +78,14 @@ def blocks(derived: Derived) -> str:
     rows = [
         row
         for row in by_loss.rows_of(derived)
-        if "ZeRO++" in row["contender"] and "control" not in row["contender"]
+        if "ZeRO++" in row["configuration"] and "control" not in row["configuration"]
     ]
     seeds = counted(rows[0]["seeds"], "seed")
     return f"By validation loss minus ZeRO-3's, in nats, {by_loss.by_verdict(derived, rows)} ({seeds})."
 
 
 def differing_by(derived: Derived, *, parts: tuple[str, ...], base: str = "") -> str:
-    """Losses of contenders whose names hold one of ``parts``, less those of ``base`` or of the baseline."""
+    """Losses of configurations whose names hold one of ``parts``, less those of ``base`` or of the baseline."""
     losses, base = _losses(derived), base or derived.compared.baseline
     names = [name for name in losses if name != base and any(part in name for part in parts)]
     differences = listed([f"{spelled(name)} {_minus(losses, name, base)}" for name in names])
@@ -106,9 +106,11 @@ def budgeted(derived: Derived) -> str:
 
 
 def _losses(derived: Derived) -> dict[str, pd.Series[float]]:
-    """Validation losses by seed of each contender."""
+    """Validation losses by seed of each configuration."""
     ends = derived.trials.dropna(subset=["validation_loss"])
-    return {str(name): loss_verdicts.by_seed(rows) for name, rows in ends.groupby("contender", sort=False)}
+    return {
+        str(name): loss_verdicts.by_seed(rows) for name, rows in ends.groupby("configuration", sort=False)
+    }
 
 
 def _minus(losses: Mapping[str, pd.Series[float]], name: str, base: str) -> str:
@@ -119,7 +121,7 @@ def by_phase(derived: Derived) -> str:
     """How many times as fast ZeRO++ is in each phase of RLHF, and what it sends."""
     table, faster, sent = phases.by_phase(derived), [], []
     for phase, verb in zip(phases.PHASES, ("generates", "scores", "trains"), strict=True):
-        rows = table[table["phase"].eq(phase) & table["contender"].eq(NAMES["zeropp"])]
+        rows = table[table["phase"].eq(phase) & table["configuration"].eq(NAMES["zeropp"])]
         faster.append(f"{verb} {ratio(speedups.speedup(rows, below='seconds'))}")
         sent.append(g3(float((rows["inter_bytes"] / rows["baseline_bytes"]).median())))
     return (
@@ -130,7 +132,7 @@ def by_phase(derived: Derived) -> str:
 
 def beside_zeropp(derived: Derived, *, strategy: str) -> str:
     """A preset's step and bytes beside ZeRO++'s at each rate, where ZeRO++ is the suite's baseline."""
-    by_rate = [effect for effect in effects.effects(derived) if effect.contender == NAMES[strategy]]
+    by_rate = [effect for effect in effects.effects(derived) if effect.configuration == NAMES[strategy]]
     by_rate.sort(key=lambda effect: float(effect.pairs["rate_mbit"].iloc[0]))
     steps = [f"{ratio(effect.ratio)} times as fast at {by_seconds.rate_of(effect)}" for effect in by_rate]
     return (
@@ -140,16 +142,16 @@ def beside_zeropp(derived: Derived, *, strategy: str) -> str:
 
 
 def _shares(derived: Derived) -> str:
-    """Bytes between nodes of every contender, as shares of the baseline's."""
-    by_name = {effect.contender: effect for effect in effects.effects(derived)}
+    """Bytes between nodes of every configuration, as shares of the baseline's."""
+    by_name = {effect.configuration: effect for effect in effects.effects(derived)}
     shares = [f"{spelled(name)} {effect.bytes_ratio:.3f}" for name, effect in by_name.items()]
     base = spelled(next(iter(by_name.values())).base)
     return f"of {base}'s bytes between nodes {listed(shares)}"
 
 
 def _error(derived: Derived, *parts: str) -> float:
-    """The error of the first contender whose name holds all ``parts``."""
-    errors = effects.errors(derived).groupby(level="contender", sort=False).first()
+    """The error of the first configuration whose name holds all ``parts``."""
+    errors = effects.errors(derived).groupby(level="configuration", sort=False).first()
     return float(next(error for name, error in errors.items() if all(part in str(name) for part in parts)))
 
 
@@ -168,7 +170,7 @@ def _accuracy(derived: Derived) -> str:
 
 def _parity(derived: Derived) -> str:
     rows = speedups.parity(derived.trials)
-    intervals = [speedups.parity_interval(pairs) for _, pairs in rows.groupby(["cell", "full_rate"])]
+    intervals = [speedups.parity_interval(pairs) for _, pairs in rows.groupby(["setting", "full_rate"])]
     intervals.sort(key=lambda interval: interval.estimate)
     return f"{ratio(intervals[0])} to {ratio(intervals[-1])} of ZeRO-3's tokens/s at the full rate"
 

@@ -24,7 +24,7 @@ from report import artifact_claims, page
 from report.answer import effects
 from report.answer.effects import ratio, seconds, sent
 from report.answer.lead import answer
-from report.data.contender import NAMES, PROPOSED
+from report.data.configuration import NAMES, PROPOSED
 from report.data.frames import load
 from report.data.metrics import Derived, derive
 from report.data.text import counted
@@ -147,11 +147,11 @@ def _paragraph(suites: Mapping[str, Derived]) -> str:
     """README's sentences: seconds and bytes of ZeRO++ beside ZeRO-3's, what ran when, and losses."""
     derived = suites[_SUITE]
     facts, count = dict(page.facts(derived)), derived.trials["sweep"].nunique()
-    main = next(effect for effect in effects.effects(derived) if effect.contender == NAMES[PROPOSED])
+    main = next(effect for effect in effects.effects(derived) if effect.configuration == NAMES[PROPOSED])
     runs = "one run of this suite" if count == 1 else f"{count} runs of this suite"
     if (machines := len(derived.frames.pools)) > 1:
         runs += f" on {machines} machines"
-    faster = f"A step of {main.contender} is {ratio(main.ratio)} times as fast as {main.base}'s"
+    faster = f"A step of {main.configuration} is {ratio(main.ratio)} times as fast as {main.base}'s"
     again, alone = of_another_sweep(main.ratio, ratio=True), derived.trials["compute_seconds"].median()
     expected = f"another run is expected to find {again.low:.2f} to {again.high:.2f}"
     sentences = [

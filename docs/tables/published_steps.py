@@ -196,7 +196,9 @@ def _spread(errors: pd.Series) -> str:
 def measured_trials() -> pd.DataFrame:
     """The trials of results/predicted, by suite: one calibration predicted their steps before they ran."""
     tables = {suite: measured_over(derived) for suite, derived in derive_all(folder=PREDICTED).items()}
-    parts = [rows.assign(suite=suite, cell=f"{suite} " + rows["cell"]) for suite, rows in tables.items()]
+    parts = [
+        rows.assign(suite=suite, setting=f"{suite} " + rows["setting"]) for suite, rows in tables.items()
+    ]
     return pd.concat(parts, ignore_index=True)
 
 
@@ -207,9 +209,9 @@ def measured_here(rows: pd.DataFrame) -> str:
         scores = score(trials)
         errors = [f"{scores[name]:.1%}" for name in ("median", "ninth", "naive_median")]
         ordered = f"{scores['ordered']:.0%} of {scores['pairs']:.0f}" if scores["pairs"] else "-"
-        lines.append([suite, f"{scores['cells']:.0f}", *errors, ordered])
+        lines.append([suite, f"{scores['settings']:.0f}", *errors, ordered])
     text = f"{len(rows)} trials, predicted by results/predicted/here.toml. {score_in_words(rows)}"
-    head = ["suite", "cells", "median error", "90th percentile", "computation + wire", "pairs in order"]
+    head = ["suite", "settings", "median error", "90th percentile", "computation + wire", "pairs in order"]
     return f"\n## Measured here\n\n{textwrap.fill(text, 120)}\n\n{markdown.table(head, lines)}"
 
 

@@ -25,7 +25,7 @@ from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import Launch, run_ranks
 from harness.errors import Refusal
 from harness.measure import machine as host
-from harness.records.record import Record, path_of, read, slowest_seconds
+from harness.records.trial_record import Record, path_of, read, slowest_seconds
 from harness.runs.further_repeats import Batch
 from harness.runs.predict import step_of_trial, units_of
 from harness.runs.sweep import run_sweep

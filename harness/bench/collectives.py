@@ -36,7 +36,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-Contender = tuple[dict[str, str], Wire, Callable[[], object]]
+Candidate = tuple[dict[str, str], Wire, Callable[[], object]]
 """One of our collectives: operation, algorithm, codec and transport; its wire; one call."""
 
 
@@ -52,9 +52,9 @@ def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
         "all_gather": partial(_all_gather, out, part),
         "reduce_scatter": partial(_reduce_scatter, reduced_shard, whole),
     }
-    contenders = list(_contenders(mesh, wires, whole, part, out))
-    sent = [_sent(wire, run) for _, wire, run in contenders]
-    turns = [timed(run) for run in (*references.values(), *(run for *_, run in contenders))]
+    candidates = list(_candidates(mesh, wires, whole, part, out))
+    sent = [_sent(wire, run) for _, wire, run in candidates]
+    turns = [timed(run) for run in (*references.values(), *(run for *_, run in candidates))]
     timings = interleaved(rank, turns, f"{mebibytes} MiB", ROUNDS, seconds=seconds)
     reference_seconds = dict(zip(references, timings, strict=False))  # which come first
     # Each rank sends (world - 1) / world of the tensor in a ring, twice in gloo's reduce-scatter, which is
@@ -69,7 +69,7 @@ def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
             reference_seconds=reference_seconds[names["operation"]],
             sent=nbytes,
         )
-        for (names, *_), rounds, nbytes in zip(contenders, timings[len(references) :], sent, strict=True)
+        for (names, *_), rounds, nbytes in zip(candidates, timings[len(references) :], sent, strict=True)
     ]
 
 
@@ -81,9 +81,9 @@ def _sent(wire: Wire, run: Callable[[], object]) -> dict[str, int]:
     return {"inter": wire.ledger.total("inter"), "intra": wire.ledger.total("intra")}
 
 
-def _contenders(
+def _candidates(
     mesh: Mesh, wires: list[Wire], whole: Tensor, part: Tensor, out: Tensor
-) -> Iterator[Contender]:
+) -> Iterator[Candidate]:
     topology, rows = mesh.topology, out.view(mesh.topology.world, -1)
     for codec, wire in product(CODECS, wires):
         names = {"codec": codec, "transport": wire.transport}

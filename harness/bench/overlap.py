@@ -76,8 +76,8 @@ def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float
     model = _model(layers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     zero = _sharded(model, policy, Mesh.create(rank.topology))
-    contenders = [_trainer(rank, sequences, _model(layers)), _trainer(rank, sequences, model, zero)]
-    alone, sharded = interleaved(rank, contenders, policy, ROUNDS, seconds=seconds)
+    candidates = [_trainer(rank, sequences, _model(layers)), _trainer(rank, sequences, model, zero)]
+    alone, sharded = interleaved(rank, candidates, policy, ROUNDS, seconds=seconds)
     forward, backward = _sent(zero)
     parts = dict(zip(("forward", "backward", "whole"), map(list, zip(*alone, strict=True)), strict=True))
     sample = Sample(
@@ -116,8 +116,8 @@ def hops(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
     generator = torch.Generator().manual_seed(mesh.rank)
     gradient = torch.randn(mebibytes << 18, generator=generator)  # (world * S,)
     whole = partial(quantized_reduce_scatter, gradient, CODEC, mesh, wire=wire)
-    contenders = [*map(timed, _hops(wire, mebibytes)), timed(whole), timed(partial(whole, chunks=CHUNKS))]
-    first, second, in_one, cut = interleaved(rank, contenders, "hops", ROUNDS, seconds=seconds)
+    candidates = [*map(timed, _hops(wire, mebibytes)), timed(whole), timed(partial(whole, chunks=CHUNKS))]
+    first, second, in_one, cut = interleaved(rank, candidates, "hops", ROUNDS, seconds=seconds)
     first_sent, second_sent = _rows(mesh.topology, mebibytes)
     sample = Sample(
         kind="hops",

@@ -1,4 +1,4 @@
-"""Interleaved rounds: contenders take turns on the same ranks, so that drift hits all alike."""
+"""Interleaved rounds: candidates take turns on the same ranks, so that drift hits all alike."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ T = TypeVar("T")
 
 def interleaved(
     rank: Rank,
-    contenders: Sequence[Callable[[], T]],
+    candidates: Sequence[Callable[[], T]],
     stage: str,
     rounds: tuple[int, int],
     *,
     seconds: float = 0.0,
 ) -> list[list[T]]:
-    """Run each contender once per round, in rotating order, all ranks from a barrier; return the results by
-    contender and round, without a warm-up.  Of ``rounds``, fewest and most, as many run as fit ``seconds``.
+    """Run each candidate once per round, in rotating order, all ranks from a barrier; return the results by
+    candidate and round, without a warm-up.  Of ``rounds``, fewest and most, as many run as fit ``seconds``.
     """
-    results: list[list[T]] = [[] for _ in contenders]
+    results: list[list[T]] = [[] for _ in candidates]
     (fewest, most), begin, index = rounds, 0.0, 0
     while index <= most:
         rank.report(Progress(f"{stage}, round {index} of {most}" if index else "warm-up"))
         if index == 1:
             begin = time.perf_counter()
-        for place in range(len(contenders)):
-            turn = (place + index) % len(contenders)
+        for place in range(len(candidates)):
+            turn = (place + index) % len(candidates)
             dist.barrier()
-            returned = contenders[turn]()
+            returned = candidates[turn]()
             if index > 0:
                 results[turn].append(returned)
         if index == 1:
@@ -49,5 +49,5 @@ def interleaved(
 
 
 def timed(run: Callable[[], object]) -> Callable[[], float]:
-    """A contender that calls ``run`` and returns its seconds on this rank."""
+    """A candidate that calls ``run`` and returns its seconds on this rank."""
     return partial(timeit, run, setup=COLLECTING, number=1)

@@ -25,8 +25,8 @@ from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import run_ranks, start_server
 from harness.errors import Refusal
 from harness.measure import machine
-from harness.records.record import write_whole
 from harness.records.trace_record import CODING, COMPUTE, LANES, overlap, path_of
+from harness.records.trial_record import write_whole
 from harness.runs.rank_trial import Assignment, TrialRun
 from harness.runs.trial_on_cluster import TrialRunner, cluster_of
 from harness.suites.trial import Trial

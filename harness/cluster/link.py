@@ -29,7 +29,7 @@ from harness.errors import LinkError
 from harness.records.packet_sizes import HEADER_BYTES
 
 if TYPE_CHECKING:
-    from harness.records.record import LinkRecord
+    from harness.records.trial_record import LinkRecord
     from harness.suites.trial import Cluster
 
 REPETITIONS: Final = 5  # of a calibration
@@ -83,7 +83,7 @@ class Link:
 
     def record(self, probed_mbit: list[float]) -> LinkRecord:
         """The link in a trial's record; the requested rate is the slowest node's."""
-        from harness.records.record import LinkRecord
+        from harness.records.trial_record import LinkRecord
 
         rate = None if self.cluster.nodes == 1 else self.cluster.rate
         return LinkRecord(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from harness.errors import Refusal
 from harness.records.archive import SUFFIX, unpack
-from harness.records.record import Record, read_valid
+from harness.records.trial_record import Record, read_valid
 from harness.suites.trial import Trial
 from impl import ops
 from impl.codecs.codec import Codec, common_grain, parse

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from harness.records.record import Communicated, CommunicationError
+from harness.records.trial_record import Communicated, CommunicationError
 from impl import ops
 from impl.comm.wire import Hop, Observer
 from impl.plan.policy import Policy
@@ -30,7 +30,7 @@ REPEATED: Final = 8  # reductions of the same gradients, where each may come out
 
 
 class Place(NamedTuple):
-    """Where an error arises; named as in :class:`~harness.records.record.CommunicationError`."""
+    """Where an error arises; named as in :class:`~harness.records.trial_record.CommunicationError`."""
 
     step: int
     purpose: Communicated

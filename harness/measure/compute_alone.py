@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from harness.measure.step_clock import now
 from harness.measure.unsharded_loss import evaluating
-from harness.records.record import Alone
+from harness.records.trial_record import Alone
 
 MOST: Final = 5  # samples before, and after, the timed steps
 _SHARE: Final = 8  # micro-batches of timed steps for each sample of either

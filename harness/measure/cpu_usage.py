@@ -11,7 +11,7 @@ from typing import Final
 import psutil
 
 from harness.measure.machine import cores
-from harness.records.record import ProcessorUse
+from harness.records.trial_record import ProcessorUse
 
 SCHEDULED: Final = Path("/proc/thread-self/schedstat")
 _COLUMNS: Final = {  # of psutil; guests are in user and nice

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import psutil
 
-from harness.records.record import GpuUse, NodeUse
+from harness.records.trial_record import GpuUse, NodeUse
 
 SECONDS: Final = 0.1  # between two samples
 _SM_CLOCK: Final = 1  # NVML_CLOCK_SM

@@ -13,7 +13,7 @@ from typing import Final
 from pydantic import TypeAdapter, ValidationError
 
 from harness.errors import Refusal, suggestion
-from harness.records.record import wrong_field
+from harness.records.trial_record import wrong_field
 from impl.plan.step_time import Machine
 
 STALE_DAYS: Final = 7  # after which a calibration is refused: kernels, clocks and neighbours change

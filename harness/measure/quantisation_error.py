@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.records.record import QuantisationError
+from harness.records.trial_record import QuantisationError
 from impl import ops
 from impl.codecs.codec import Block, Codec, IntCodec
 from impl.zero import Zero

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from harness.records.record import Step
+from harness.records.trial_record import Step
 
 _DIGITS: Final = 6  # after the point: what scheduling adds to a reading is above a microsecond
 Part = Literal["generate", "score", "forward", "backward", "optimizer"]

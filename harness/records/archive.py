@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from harness.records.chained_journal import JOURNAL
-from harness.records.record import RecordError, write_whole
+from harness.records.trial_record import RecordError, write_whole
 
 SUFFIX: Final = ".tar.xz"
 _NAME: Final = re.compile(

@@ -1,6 +1,6 @@
 """Record of a benchmark: raw seconds of every round, in one file per run.  No torch.
 
-The counterpart of :mod:`harness.records.record` for ``zeropp bench``: a record holds no rates and no ratios.
+The counterpart of :mod:`harness.records.trial_record` for ``zeropp bench``: a record holds no rates and no ratios.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, model_validator
 
-from harness.records.record import RecordError, path_of, read_as, with_digest, write_whole
+from harness.records.trial_record import RecordError, path_of, read_as, with_digest, write_whole
 
 Subject = Literal["codecs", "collectives", "overlap"]
 Kind = Literal["codec", "collective", "step", "hops"]
@@ -22,7 +22,7 @@ ElementType = Literal["fp32", "bf16", "fp16"]
 
 
 class Sample(BaseModel, extra="forbid", frozen=True):
-    """One contender, timed in every round beside a reference, so that drift cancels in their ratio."""
+    """One candidate, timed in every round beside a reference, so that drift cancels in their ratio."""
 
     kind: Kind
     names: dict[str, str | int | float | None]
@@ -78,7 +78,7 @@ class Bench(BaseModel, extra="forbid", frozen=True):
     machine: dict[str, Any]  # facts about where it ran (``harness.measure.machine``)
     code: dict[str, Any]  # version, commit, and whether the checkout was changed
     pool: str  # hash of the facts that must agree before two records are pooled
-    missing: dict[str, str] = {}  # why a contender could not be timed, by name
+    missing: dict[str, str] = {}  # why a candidate could not be timed, by name
     samples: list[Sample]
     digest: str | None = None  # of all else in the file; None in older records
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from pydantic import BaseModel, ValidationError
 
-from harness.records.record import Record, RecordError, digest_of, write, write_whole
+from harness.records.trial_record import Record, RecordError, digest_of, write, write_whole
 from harness.suites.labels import counted
 
 JOURNAL: Final = "journal.jsonl"

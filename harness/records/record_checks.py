@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final
 
 from harness.records.packet_sizes import HEADER_BYTES, SEGMENT_BYTES
-from harness.records.record import LedgerRow, RankRecord, Record
+from harness.records.trial_record import LedgerRow, RankRecord, Record
 from harness.suites.trial import Trial
 
 INTERFACE_WITHIN: Final = (0.99, 1.02)  # what a node's interface may count, as a share of ledger and headers

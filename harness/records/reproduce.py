@@ -11,8 +11,8 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from harness.errors import one_line
-from harness.records.record import Record
 from harness.records.run_record import Node, Run
+from harness.records.trial_record import Record
 
 _PACKAGE: Final = "zeropp-bench"
 _EVERYWHERE: Final = ("stdlib", "glyphs")  # corpora that every installation has

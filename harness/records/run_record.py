@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, Field
 
-from harness.records.record import RecordError, digest_of, read_as, write_whole
+from harness.records.trial_record import RecordError, digest_of, read_as, write_whole
 
 RUNS: Final = "runs"
 _LETTERS: Final = 16  # of the SHA-256

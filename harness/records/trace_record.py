@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from harness.records.record import RecordError, wrong_field
+from harness.records.trial_record import RecordError, wrong_field
 from impl.comm.ledger import ACROSS, BETWEEN, INSIDE, WAITING, Span
 
 COMPUTE: Final = "computing"

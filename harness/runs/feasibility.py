@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from harness.errors import LinkError, Refusal
 from harness.measure import machine
 from harness.records.memory_parts import on_device, on_host, sum_parts, without_training
-from harness.records.record import Failure, Record, path_of, read, read_all
+from harness.records.trial_record import Failure, Record, path_of, read, read_all
 from harness.runs.predict import Models, build_model, copied_bytes, peer_memory, per_node_bytes, step_of_trial
 from harness.strategies import deepspeed
 from harness.suites.labels import at, counted, varying_paths
@@ -28,7 +28,7 @@ from harness.workloads import trial_dataset
 from harness.workloads.input_digests import digests, own_objects
 from impl.adapters.traffic import GroupGeometry
 from impl.codecs.codec import CodecError
-from impl.deepspeed.recipe import Finding, laid_out
+from impl.deepspeed.config_to_policy import Finding, laid_out
 from impl.plan import memory as held
 from impl.plan.policy import Policy, PolicyError
 from impl.plan.shard_layout import GeometryError, PaddingError, UnitGeometry, padding_share
@@ -215,10 +215,10 @@ def check_feasible(file: Path, forecasts: Sequence[Forecast]) -> None:
         return
     first = impossible[0].trial.canonical()
     varying = varying_paths([forecast.trial.canonical() for forecast in forecasts])
-    cell = ", ".join(f"{path} = {at(first, path)}" for path in varying)
+    setting = ", ".join(f"{path} = {at(first, path)}" for path in varying)
     raise Refusal(
         f"{file}: {len(impossible)} of {len(forecasts)} trials cannot run here; the first"
-        f"{f' ({cell})' if cell else ''}: {impossible[0].problems[0]}"
+        f"{f' ({setting})' if setting else ''}: {impossible[0].problems[0]}"
     )
 
 

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from harness.records.confidence_intervals import FEWEST, paired_ratio_interval
-from harness.records.record import Record, path_of, read, slowest_seconds
-from harness.suites.repeat_order import BEYOND, comparable_groups, contender_of, interleave, is_baseline
+from harness.records.trial_record import Record, path_of, read, slowest_seconds
+from harness.suites.repeat_order import BEYOND, comparable_groups, configuration_of, interleave, is_baseline
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 
@@ -37,13 +37,17 @@ def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None])
         if (within := suite.repeats.within) is None:
             continue
         first, fields = sweep * suite.repeats.most, ("repeat", "seed", *suite.compared_also)
-        cells = comparable_groups(suite.combinations, *fields)
+        settings = comparable_groups(suite.combinations, *fields)
         for repeat in range(first + suite.repeats.least, first + suite.repeats.most):
             done = range(first, repeat)
-            cells = [wide for cell in cells if (wide := _wide_trials(suite, cell, within, done, seconds))]
-            if not cells:
+            settings = [
+                wide for setting in settings if (wide := _wide_trials(suite, setting, within, done, seconds))
+            ]
+            if not settings:
                 break
-            yield Batch(sweep, tuple(interleave([trial for cell in cells for trial in cell], repeat)))
+            yield Batch(
+                sweep, tuple(interleave([trial for setting in settings for trial in setting], repeat))
+            )
 
 
 def seconds_of(record: Record | None) -> float | None:
@@ -62,29 +66,29 @@ def seconds_of(record: Record | None) -> float | None:
 
 def _wide_trials(
     suite: Suite,
-    cell: Sequence[Trial],
+    setting: Sequence[Trial],
     within: float,
     done: range,
     seconds: Callable[[Trial], float | None],
 ) -> list[Trial]:
-    """The trials of a cell if any interval is too wide, so that each repeat has the baseline beside it (of
-    several the one with fewest changes of its policy); else none.  A contender that failed is left out.
+    """The trials of a setting if any interval is too wide, so that each repeat has the baseline beside it (of
+    several the one with fewest changes of its policy); else none.  A configuration that failed is left out.
     """
-    of_contender = partial(contender_of, also=suite.compared_also)
-    times: dict[str, _Seconds] = defaultdict(dict)  # by contender
+    of_configuration = partial(configuration_of, also=suite.compared_also)
+    times: dict[str, _Seconds] = defaultdict(dict)  # by configuration
     failed: set[str] = set()
-    for trial in cell:
+    for trial in setting:
         for repeat in done:
             if (time := seconds(trial.model_copy(update={"repeat": repeat}))) is None:
-                failed.add(of_contender(trial))
+                failed.add(of_configuration(trial))
             else:
-                times[of_contender(trial)][trial.seed, repeat] = time
-    baselines = [trial for trial in cell if is_baseline(trial, suite.roles)]
-    base = of_contender(min(baselines, key=lambda trial: len(trial.changes)))
+                times[of_configuration(trial)][trial.seed, repeat] = time
+    baselines = [trial for trial in setting if is_baseline(trial, suite.roles)]
+    base = of_configuration(min(baselines, key=lambda trial: len(trial.changes)))
     others = sorted(times.keys() - failed - {base})
     if base in failed or all(narrow(_half_widths(times[base], times[name], done), within) for name in others):
         return []
-    return [trial for trial in cell if of_contender(trial) not in failed]
+    return [trial for trial in setting if of_configuration(trial) not in failed]
 
 
 def narrow(halves: Sequence[float], within: float) -> bool:
@@ -95,11 +99,11 @@ def narrow(halves: Sequence[float], within: float) -> bool:
     return halves[-1] <= within and any(half <= within for half in before)
 
 
-def _half_widths(base: _Seconds, contender: _Seconds, done: range) -> list[float]:
+def _half_widths(base: _Seconds, configuration: _Seconds, done: range) -> list[float]:
     """Half the width of the ratio's interval, as a share of it, after FEWEST repeats and each later one."""
     halves = []
     for count in range(FEWEST, len(done) + 1):
-        first = {key: value for key, value in contender.items() if key[1] in done[:count]}
+        first = {key: value for key, value in configuration.items() if key[1] in done[:count]}
         halves.append(paired_ratio_interval(base, first).half)
     return halves
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from harness.measure import communication_error
 from harness.measure.gradient_bounds import GradientError
 from harness.records import record_checks
-from harness.records.record import GradientCheck, Predicted, Record, Step, Validation
+from harness.records.trial_record import GradientCheck, Predicted, Record, Step, Validation
 from harness.runs.rank_trial import Outcome
 from harness.runs.reference_checks import TOLERANCE, TrialError, same_loss
 from harness.suites.trial import Trial

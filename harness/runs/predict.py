@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from harness.errors import Refusal
-from harness.records.record import Record
+from harness.records.trial_record import Record
 from harness.suites.peers import PEERS, zero_stage
 from harness.suites.trial import Model, Trial
 from impl.adapters.traffic import GroupGeometry, predict_hosted

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from harness.cluster.rank import Progress
 from harness.errors import one_line
-from harness.records.record import Record, slowest_seconds
+from harness.records.trial_record import Record, slowest_seconds
 from harness.suites.labels import NONE, at, varying_paths
 from harness.suites.trial import Trial
 

@@ -33,7 +33,8 @@ from harness.measure.step_clock import StepClock
 from harness.measure.training_checks import TrainingChecks, wrong_kernel
 from harness.measure.unsharded_loss import as_computed
 from harness.records.memory_parts import sum_parts, without_training
-from harness.records.record import (
+from harness.records.record_checks import Checked
+from harness.records.trial_record import (
     Alone,
     ChosenCodec,
     InterfaceCounters,
@@ -44,7 +45,6 @@ from harness.records.record import (
     RankRecord,
     Validation,
 )
-from harness.records.record_checks import Checked
 from harness.runs.reference_checks import Compared, Comparison
 from harness.strategies import optimizers
 from harness.strategies.strategy import Books, Sharded, Strategy, prepare, shard_model
@@ -71,7 +71,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one rank; shares of a :class:`~harness.records.record.Record` are named as there."""
+    """Result of one rank; shares of a :class:`~harness.records.trial_record.Record` are named as there."""
 
     record: RankRecord
     validations: list[Validation]

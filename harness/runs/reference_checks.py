@@ -41,7 +41,7 @@ from harness.measure.unsharded_loss import (
     evaluating,
     mean_loss,
 )
-from harness.records.record import QuantisationError, Validation
+from harness.records.trial_record import QuantisationError, Validation
 from harness.strategies.strategy import Strategy
 from harness.strategies.training_loop import run_passes
 from harness.suites.peers import PEERS, family_of

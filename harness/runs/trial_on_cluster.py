@@ -1,7 +1,7 @@
 """Runs trials: opens and calibrates links between nodes when they are needed, and starts ranks on them.
 
 Links are calibrated once a sweep and kept for its later trials; hosts' interfaces are shaped while ranks run.
-A failure of a rank, a node, the link or a check of the results is a :class:`~harness.records.record.Failure`
+A failure of a rank, a node, the link or a check of the results is a :class:`~harness.records.trial_record.Failure`
 on record, and the next trial has fresh ranks.
 """
 
@@ -29,7 +29,7 @@ from harness.cluster.rank_processes import (
 )
 from harness.errors import LinkError
 from harness.measure import machine
-from harness.records.record import Failure, Record
+from harness.records.trial_record import Failure, Record
 from harness.runs.merge_ranks import assemble
 from harness.runs.rank_trial import Assignment, run
 from harness.runs.reference_checks import TrialError

@@ -36,7 +36,7 @@ from harness.suites.peers import PEERS
 from harness.suites.policy_scope import unfitting_changes
 from harness.suites.repeat_order import (
     BASELINE,
-    CONTENDER,
+    CONFIGURATION,
     TRAINING,
     Repeats,
     comparable_groups,
@@ -282,13 +282,13 @@ def _run_key(trial: Trial) -> str:
 def _check_baselines(
     repeats: Repeats, trials: Sequence[Trial], roles: dict[str, str], also: Sequence[str]
 ) -> None:
-    """Refuse to repeat until ratios are known where a cell has no baseline."""
+    """Refuse to repeat until ratios are known where a setting has no baseline."""
     if repeats.within is None:
         return
     named = BASELINE if not roles else "the suite's baseline"
-    for cell in comparable_groups(trials, "repeat", "seed", *also):
-        if not any(is_baseline(trial, roles) for trial in cell):
-            present = ", ".join(dict.fromkeys(trial.strategy for trial in cell))
+    for setting in comparable_groups(trials, "repeat", "seed", *also):
+        if not any(is_baseline(trial, roles) for trial in setting):
+            present = ", ".join(dict.fromkeys(trial.strategy for trial in setting))
             why = f"of ratios over {named}, which does not stand beside {present}"
             raise SuiteError(f"repeats: {repeats}: {why}; expected it there, or a number of repeats")
 
@@ -296,7 +296,7 @@ def _check_baselines(
 def _roles(
     file: SuiteTables, points: list[Point], runs: list[Trial]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The roles of the trials that run, by id, and the fields that are part of a contender besides.
+    """The roles of the trials that run, by id, and the fields that are part of a configuration besides.
 
     ``baseline`` has the trials that its matches become, also those that run under another combination's
     name; ``contrast`` those of its own matches, by default all others.
@@ -321,7 +321,7 @@ def _roles(
     also = compared_also([*bases.values()], [*others.values()])
     settings = [setting_of(trial, *also) for trial in bases.values()]
     if len({*settings}) < len(settings):
-        raise SuiteError(f"{key}: matches several contenders of one cell; expected one")
+        raise SuiteError(f"{key}: matches several configurations of one setting; expected one")
     alone = [trial for trial in others.values() if setting_of(trial, *also) not in settings]
     if alone:
         raise SuiteError(f"{key}: {_without_baseline(alone, [*bases.values()], len(others))}")
@@ -339,15 +339,15 @@ def _without_baseline(alone: Sequence[Trial], bases: Sequence[Trial], total: int
     """Why trials of the contrast are not compared, and the way out."""
     where = _difference(alone[0], bases)
     count = f"{len(alone)} of {total} others have no baseline beside them, the first with {where}"
-    fields = ", ".join((*CONTENDER, *TRAINING))
+    fields = ", ".join((*CONFIGURATION, *TRAINING))
     return (
         f"{count}; a baseline differs in {fields} alone: match no other field, or name a contrast beside it"
     )
 
 
 def _difference(trial: Trial, others: Sequence[Trial]) -> str:
-    """The fields in which a trial differs from the most similar of others, without a contender's."""
-    kept = {name: value for name, value in trial.canonical().items() if name not in CONTENDER}
+    """The fields in which a trial differs from the most similar of others, without a configuration's."""
+    kept = {name: value for name, value in trial.canonical().items() if name not in CONFIGURATION}
     mine, fewest = dict(flatten(kept)), list[str]()
     for other in others:
         theirs = dict(flatten(other.canonical()))

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from harness.suites.answering_quantity import LEAST_STEPS
 from harness.suites.labels import flatten, look_up, value_text
 from harness.suites.peers import PEERS
-from harness.suites.repeat_order import contender_of
+from harness.suites.repeat_order import configuration_of
 from harness.suites.suite import SuiteError, SuiteTables
 from harness.suites.trial import Trial
 
@@ -212,7 +212,7 @@ def check_answer(file: SuiteTables, trials: Sequence[Trial]) -> None:
 
 def _unanswered(answer: str, trials: Sequence[Trial]) -> Iterator[str]:
     """Why the trials cannot answer by a quantity, and what would let them."""
-    ours = {contender_of(trial) for trial in trials if trial.strategy not in PEERS}
+    ours = {configuration_of(trial) for trial in trials if trial.strategy not in PEERS}
     for trial in trials if answer == "loss" else ():
         total = trial.warmup + trial.steps
         if trial.validate_every is None:

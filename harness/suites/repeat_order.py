@@ -16,10 +16,16 @@ from harness.suites.trial import Trial
 BASELINE: Final = "zero3"  # the strategy that ratios divide by
 LEAST: Final = 6  # repeats that an interval needs
 BEYOND: Final = 3  # repeats after an interval was narrow for the first time, which may be chance
-MOST: Final = 20  # repeats of a cell, where the suite does not say
-CONTENDER: Final = ("strategy", "policy", "peer", "deepspeed_config", "control")  # the fields of a contender
+MOST: Final = 20  # repeats of a setting, where the suite does not say
+CONFIGURATION: Final = (
+    "strategy",
+    "policy",
+    "peer",
+    "deepspeed_config",
+    "control",
+)  # the fields of a configuration
 TRAINING: Final = ("optimizer", "clip", "activation_checkpointing")
-"""Fields that belong to a contender too where the suite's baseline has other values of them."""
+"""Fields that belong to a configuration too where the suite's baseline has other values of them."""
 _UNTIL: Final = re.compile(r"until (\d+(?:\.\d+)?) ?%(?:, at most (\d+))?")
 
 
@@ -50,7 +56,7 @@ class Repeats:
 
 
 def comparable_groups(trials: Sequence[Trial], *also: str) -> list[list[Trial]]:
-    """Groups of trials that differ only in contender and ``also``, in the order of their first trials."""
+    """Groups of trials that differ only in configuration and ``also``, in the order of their first trials."""
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(setting_of(trial, *also), []).append(trial)
@@ -58,21 +64,21 @@ def comparable_groups(trials: Sequence[Trial], *also: str) -> list[list[Trial]]:
 
 
 def setting_of(trial: Trial, *also: str) -> str:
-    """A key that is equal for trials that differ only in contender and ``also``."""
-    data = {name: value for name, value in trial.canonical().items() if name not in (*CONTENDER, *also)}
+    """A key that is equal for trials that differ only in configuration and ``also``."""
+    data = {name: value for name, value in trial.canonical().items() if name not in (*CONFIGURATION, *also)}
     return json.dumps(data, sort_keys=True)
 
 
-def contender_of(trial: Trial, also: Sequence[str] = ()) -> str:
-    """A key that is equal for trials of one contender, which differ neither in its fields nor in ``also``."""
+def configuration_of(trial: Trial, also: Sequence[str] = ()) -> str:
+    """A key that is equal for trials of one configuration, which differ neither in its fields nor in ``also``."""
     data = trial.canonical()
-    return json.dumps({name: data.get(name) for name in (*CONTENDER, *also)}, sort_keys=True)
+    return json.dumps({name: data.get(name) for name in (*CONFIGURATION, *also)}, sort_keys=True)
 
 
 def compared_also(bases: Sequence[Trial], others: Sequence[Trial]) -> tuple[str, ...]:
     """The fields of :data:`TRAINING` in which trials differ from every one of the suite's baselines.
 
-    They are part of the contender: of two optimizers, one of which is the baseline, the question is which is
+    They are part of the configuration: of two optimizers, one of which is the baseline, the question is which is
     better.  Where the baseline has all of their values, they are settings, each with a baseline of its own.
     """
     if not bases:
@@ -92,9 +98,9 @@ def is_baseline(trial: Trial, roles: Mapping[str, str]) -> bool:
     return trial.strategy == BASELINE
 
 
-def interleave(cells: Sequence[Trial], repeat: int) -> Iterator[Trial]:
+def interleave(settings: Sequence[Trial], repeat: int) -> Iterator[Trial]:
     """Every trial as repeat ``repeat``; comparable ones adjacent, in an order that no drift can favour."""
-    for index, block in enumerate(_rotated(comparable_groups(cells, "repeat"), repeat)):
+    for index, block in enumerate(_rotated(comparable_groups(settings, "repeat"), repeat)):
         turned = _rotated(block, repeat + index)
         for trial in turned if repeat % 2 == 0 else reversed(turned):
             yield trial.model_copy(update={"repeat": repeat})

@@ -81,7 +81,7 @@ class Suite(SuiteKeys):
     merged: tuple[str, ...] = ()  # combinations that are the same run as another, by their values on the axes
     left_out: tuple[str, ...] = ()  # fields that are left out of strategies, and why, one line each
     roles: dict[str, str] = {}  # by the id of a trial's first repeat
-    compared_also: tuple[str, ...] = ()  # fields that, by the baseline, are part of a contender too
+    compared_also: tuple[str, ...] = ()  # fields that, by the baseline, are part of a configuration too
     file: str = ""  # the file's name, if there is one
     text: str = ""  # of the file
     configurations: dict[str, str] = {}  # DeepSpeed's in files, JSON by path
@@ -105,7 +105,9 @@ class Suite(SuiteKeys):
         """All trials that ``sweeps`` may run, by id."""
         repeats = range(sweeps * self.repeats.most)
         trials = (
-            cell.model_copy(update={"repeat": repeat}) for cell in self.combinations for repeat in repeats
+            setting.model_copy(update={"repeat": repeat})
+            for setting in self.combinations
+            for repeat in repeats
         )
         return {trial.id: trial for trial in trials}
 

@@ -30,8 +30,8 @@ from harness.suites.parse_quantity import CANONICAL, parse_latency, parse_rate, 
 from harness.suites.peers import PEERS, Compute, configuration
 from impl.adapters.traffic import HOSTED, Host
 from impl.codecs.codec import Codec, parse
+from impl.deepspeed.config_to_policy import Recipe, recipe
 from impl.deepspeed.keys import load as load_configuration
-from impl.deepspeed.recipe import Recipe, recipe
 from impl.plan import policy as policies
 from impl.plan.learning_rate import Schedule
 from impl.plan.policy import PRESETS, Policy

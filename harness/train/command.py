@@ -19,14 +19,14 @@ from harness.cluster import interrupts
 from harness.cluster.rank_processes import REFUSALS, Launch, LaunchError, run_in_place, run_ranks
 from harness.errors import Refusal
 from harness.measure import machine
-from harness.records.record import wrong_field
+from harness.records.trial_record import wrong_field
 from harness.runs.feasibility import check_writable, this_host
 from harness.suites.trial import Cluster, Model, Optimizer, PolicyChanges, Trial
 from harness.workloads.trial_dataset import check as check_data
 from impl.checkpoint.commit import resolve
 from impl.checkpoint.manifest import Manifest, read_manifest
+from impl.deepspeed.config_to_policy import laid_out, recipe
 from impl.deepspeed.keys import ZERO, DeepSpeedError, load
-from impl.deepspeed.recipe import laid_out, recipe
 from impl.plan.shard_layout import PERSISTENT
 from impl.plan.topology import Topology
 

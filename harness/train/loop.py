@@ -12,7 +12,7 @@ import torch
 from harness.cluster.rank import Progress, Rank
 from harness.errors import Refusal
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
-from harness.records.record import Step
+from harness.records.trial_record import Step
 from harness.runs.rank_trial import device_of
 from harness.strategies.strategy import shard_model, wire_of
 from harness.strategies.training_loop import TrainingLoop

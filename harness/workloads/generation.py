@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from harness.records.record import Token
+from harness.records.trial_record import Token
 from harness.workloads.models import KeysAndValues
 
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "frames.cuh"
-#include "packing.cuh"
+#include "int_rounding.cuh"
 
 namespace frames {
 

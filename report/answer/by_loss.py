@@ -18,7 +18,7 @@ from report.data.metrics import Derived
 from report.data.text import byte_unit, counted, listed, with_interval
 from report.draw.names_of_rows import titles_of
 
-_MOST_BEATEN: Final = 3  # contenders in a sentence
+_MOST_BEATEN: Final = 3  # configurations in a sentence
 _VERDICTS: Final = {"not inferior": YES, "inferior": NO}
 _CLAUSES: Final = {  # beginnings, by verdict
     "not inferior": "not inferior: ",
@@ -32,8 +32,8 @@ _CLAUSES: Final = {  # beginnings, by verdict
 def rows_of(derived: Derived) -> list[Row]:
     """Rows of :func:`loss_verdicts.losses` with verdicts on the suite's contrast, named ones first."""
     names = effects.named_first(derived, derived.compared.contrast)
-    rows = [row for row in loss_verdicts.losses(derived) if row["verdict"] and row["contender"] in names]
-    return sorted(rows, key=lambda row: names.index(row["contender"]))
+    rows = [row for row in loss_verdicts.losses(derived) if row["verdict"] and row["configuration"] in names]
+    return sorted(rows, key=lambda row: names.index(row["configuration"]))
 
 
 def loss(derived: Derived) -> Draft:
@@ -42,25 +42,29 @@ def loss(derived: Derived) -> Draft:
     if not rows:
         return by_seconds.step(derived)
     main, failed = rows[0], derived.frames.failures
-    failed = failed[(failed["contender"] == main["contender"]) & (failed["cell"] == main["cell"])]
+    failed = failed[
+        (failed["configuration"] == main["configuration"]) & (failed["setting"] == main["setting"])
+    ]
     without = derived.trials["validation_loss"].isna() & derived.trials["validation_step"].notna()
-    is_main = (derived.trials["contender"] == main["contender"]) & (derived.trials["cell"] == main["cell"])
+    is_main = (derived.trials["configuration"] == main["configuration"]) & (
+        derived.trials["setting"] == main["setting"]
+    )
     if failed_seeds := len({*failed["seed"], *derived.trials[without & is_main]["seed"]}):
-        name, seeds = spelled(main["contender"]), failed_seeds + main["seeds"]
+        name, seeds = spelled(main["configuration"]), failed_seeds + main["seeds"]
         text = f"Cannot be told by loss: {failed_seeds} of {seeds} seeds of {name} ended without one"
         return Draft(f"{text}; of the others it differs by {nats(main)} nats.", [OPEN], every[:1])
     rows.sort(key=lambda row: row["verdict"].startswith("too"))
     main, *others = rows
-    of_main = [effect for effect in every if effect.contender == main["contender"]]
+    of_main = [effect for effect in every if effect.configuration == main["configuration"]]
     if main["verdict"].startswith("too"):  # and so are all
         return Draft(_without_verdict(derived, rows), [OPEN], of_main)
     front = loss_verdicts.front(derived)
-    trials = derived.trials[derived.trials["contender"].isin(front["contender"])]
-    if len(set(front["cell"])) == 1 and len(set(trials["strategy"])) >= loss_verdicts.FEWEST_OF_FRONT:
+    trials = derived.trials[derived.trials["configuration"].isin(front["configuration"])]
+    if len(set(front["setting"])) == 1 and len(set(trials["strategy"])) >= loss_verdicts.FEWEST_OF_FRONT:
         return _of_front(derived, rows, front)
-    name, base = spelled(main["contender"]), spelled(main["base"])
-    several = any(row["contender"] == main["contender"] for row in others)
-    if others and (several or not effects.is_named(derived, main["contender"])):
+    name, base = spelled(main["configuration"]), spelled(main["base"])
+    several = any(row["configuration"] == main["configuration"] for row in others)
+    if others and (several or not effects.is_named(derived, main["configuration"])):
         return _of_all(derived, rows, every)
     within, cannot = loss_verdicts.allowed(derived), f"Cannot be told whether {name} trains as well as {base}"
     claim = {
@@ -73,23 +77,25 @@ def loss(derived: Derived) -> Draft:
 
 
 def _of_all(derived: Derived, rows: Sequence[Row], every: Sequence[Effect]) -> Draft:
-    """The verdicts on all contenders, and which of the good ones sends least."""
-    good = {row["contender"] for row in rows if row["verdict"] == "not inferior"}
-    known = [effect for effect in every if effect.contender in good and not math.isnan(effect.bytes_ratio)]
+    """The verdicts on all configurations, and which of the good ones sends least."""
+    good = {row["configuration"] for row in rows if row["verdict"] == "not inferior"}
+    known = [
+        effect for effect in every if effect.configuration in good and not math.isnan(effect.bytes_ratio)
+    ]
     first = f"By validation loss minus {spelled(rows[0]['base'])}'s in nats ({_test(derived, rows[0])})"
     text = f"{first}, {by_verdict(derived, rows)}."
     verdicts = [_VERDICTS.get(row["verdict"], OPEN) for row in rows]
     if not known:
         return Draft(text, verdicts, every[:1])
     least = min(known, key=lambda effect: effect.bytes_ratio)
-    details = [f"Of those not inferior, {spelled(least.contender)} sends least."] if len(good) > 1 else []
+    details = [f"Of those not inferior, {spelled(least.configuration)} sends least."] if len(good) > 1 else []
     return Draft(text, verdicts, [least], details)
 
 
 def _of_front(derived: Derived, rows: Sequence[Row], front: pd.DataFrame) -> Draft:
-    """Of many contenders in one cell, those that none beats in bytes and loss, those beaten, and the rest."""
+    """Of many configurations in one setting, those that none beats in bytes and loss, those beaten, and the rest."""
     size, unit = byte_unit(float(front["sent"].max()))
-    front = front.assign(sent=front["sent"] / size, name=front["contender"].map(spelled))
+    front = front.assign(sent=front["sent"] / size, name=front["configuration"].map(spelled))
     kinds = ("yes", "no", loss_verdicts.OPEN)
     ahead, worse, unsure = (front[front["front"] == kind].to_dict("records") for kind in kinds)
     sentences = ["Who has the lowest loss for its bytes between nodes cannot be told."]
@@ -99,16 +105,16 @@ def _of_front(derived: Derived, rows: Sequence[Row], front: pd.DataFrame) -> Dra
         text += f"; of {listed([row['name'] for row in unsure])} it cannot be told" if unsure else ""
         sentences = [f"{text}."]
     if worse:
-        worse.sort(key=lambda row: "(" in row["contender"])  # presets first
+        worse.sort(key=lambda row: "(" in row["configuration"])  # presets first
         beaten = [f"{row['name']} (by {spelled(row['beaten'])})" for row in worse]
         rest = f", and {len(beaten) - _MOST_BEATEN} more" if len(beaten) > _MOST_BEATEN else ""
         beaten = beaten[:_MOST_BEATEN]
         sentences.append(f"Beaten in loss by one that sends no more are {listed(beaten)}{rest}.")
-    sent = front.set_index("contender")["sent"]
+    sent = front.set_index("configuration")["sent"]
     good = [row for row in rows if row["verdict"] == "not inferior"]
-    saving = [row for row in good if sent[row["contender"]] < sent[row["base"]]]
-    if least := min(saving, key=lambda row: sent[row["contender"]], default=None):
-        name, base = least["contender"], least["base"]
+    saving = [row for row in good if sent[row["configuration"]] < sent[row["base"]]]
+    if least := min(saving, key=lambda row: sent[row["configuration"]], default=None):
+        name, base = least["configuration"], least["base"]
         text = (
             f"{spelled(name)} trains as well as {spelled(base)} and sends least of those: {g3(sent[name])} "
             f"of {g3(sent[base])} {unit} between nodes in a step, at a loss that differs by {nats(least)} "
@@ -142,11 +148,11 @@ def by_verdict(derived: Derived, rows: Sequence[Row]) -> str:
 
 
 def _names(derived: Derived, rows: Sequence[Row]) -> list[str]:
-    """The contender of each row, with its setting where there are several."""
-    names = distinct_names(derived, [row["contender"] for row in rows])
-    cells = pd.DataFrame(rows, columns=["cell", "where"]).drop_duplicates()
-    places = titles_of(cells) if len(cells) > 1 else {}
-    return [names[row["contender"]] + (f" on {places[row['cell']]}" if places else "") for row in rows]
+    """The configuration of each row, with its setting where there are several."""
+    names = distinct_names(derived, [row["configuration"] for row in rows])
+    settings = pd.DataFrame(rows, columns=["setting", "where"]).drop_duplicates()
+    places = titles_of(settings) if len(settings) > 1 else {}
+    return [names[row["configuration"]] + (f" on {places[row['setting']]}" if places else "") for row in rows]
 
 
 def _without_verdict(derived: Derived, rows: Sequence[Row]) -> str:
@@ -163,7 +169,7 @@ def _without_verdict(derived: Derived, rows: Sequence[Row]) -> str:
 def in_short(derived: Derived, names: Sequence[str]) -> str:
     """A sentence on the loss beside an answer by another quantity; empty where none was validated."""
     steps = derived.frames.validations["step"]
-    rows = [row for row in rows_of(derived) if row["contender"] in names]
+    rows = [row for row in rows_of(derived) if row["configuration"] in names]
     if rows and not rows[0]["verdict"].startswith("too"):
         return f"By validation loss minus {spelled(rows[0]['base'])}'s, in nats, {by_verdict(derived, rows)}."
     few = f"a verdict takes {LEAST_STEPS} steps and {FEWEST} seeds"

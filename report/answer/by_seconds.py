@@ -23,7 +23,7 @@ from report.answer.effects import (
     spelled,
 )
 from report.data import break_even, bytes_and_memory, decoding, speedups
-from report.data.contender import NAMES, PROPOSED
+from report.data.configuration import NAMES, PROPOSED
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import counted, listed, sentence
@@ -42,37 +42,39 @@ def step(derived: Derived) -> Draft:
 
 
 def named_first(derived: Derived) -> list[Effect]:
-    """All effects; first those of contenders that the question names."""
+    """All effects; first those of configurations that the question names."""
     unsorted = effects.effects(derived)
-    names = effects.named_first(derived, (effect.contender for effect in unsorted))
-    return sorted(unsorted, key=lambda effect: names.index(effect.contender))
+    names = effects.named_first(derived, (effect.configuration for effect in unsorted))
+    return sorted(unsorted, key=lambda effect: names.index(effect.configuration))
 
 
 def faster(derived: Derived, every: Sequence[Effect]) -> Draft:
     """Who is faster than the baseline, by how much, and of whom it cannot be told."""
     if not every:
         return alone(derived)
-    shown, settings, contenders = every, "", len({effect.contender for effect in every})
-    many = len(every) > effects.MOST_NAMED and contenders > 1
-    if fastest_alone := many and not effects.is_named(derived, every[0].contender):
-        fastest = {e.cell: e for e in sorted(every, key=lambda e: e.ratio.estimate)}  # last of each cell
-        shown = [fastest[cell] for cell in dict.fromkeys(effect.cell for effect in every)]
-        settings = f"; the fastest of {contenders} in each setting"
-    main, names = shown[0], list(dict.fromkeys(effect.contender for effect in shown))
-    called, pair = distinct_names(derived, names), distinct_names(derived, [main.contender, main.base])
-    subject, over = f"a step of {spelled(main.contender)}", f" as {spelled(main.base)}'s"
+    shown, settings, configurations = every, "", len({effect.configuration for effect in every})
+    many = len(every) > effects.MOST_NAMED and configurations > 1
+    if fastest_alone := many and not effects.is_named(derived, every[0].configuration):
+        fastest = {
+            e.setting: e for e in sorted(every, key=lambda e: e.ratio.estimate)
+        }  # last of each setting
+        shown = [fastest[setting] for setting in dict.fromkeys(effect.setting for effect in every)]
+        settings = f"; the fastest of {configurations} in each setting"
+    main, names = shown[0], list(dict.fromkeys(effect.configuration for effect in shown))
+    called, pair = distinct_names(derived, names), distinct_names(derived, [main.configuration, main.base])
+    subject, over = f"a step of {spelled(main.configuration)}", f" as {spelled(main.base)}'s"
     if len(names) == 1 and pair[main.base] != spelled(main.base):
-        subject = f"a step of {effects.strategy(main.contender)} with {pair[main.contender]}"
+        subject = f"a step of {effects.strategy(main.configuration)} with {pair[main.configuration]}"
         over = f" as with {pair[main.base]}"
-    places = {cell: f" on {title}" if title else "" for cell, title in effects.titles(shown).items()}
+    places = {setting: f" on {title}" if title else "" for setting, title in effects.titles(shown).items()}
 
     def claim(compared: Sequence[Effect]) -> str:
         """How fast each is: the first one as a clause, others by their number alone."""
         claims: list[str] = []
         for effect in compared:
-            name, factor = called[effect.contender], ratio(effect.ratio)
-            place, is_main = places[effect.cell], effect.contender == names[0]
-            is_strategy = name == spelled(effect.contender)  # else the name is the field that differs
+            name, factor = called[effect.configuration], ratio(effect.ratio)
+            place, is_main = places[effect.setting], effect.configuration == names[0]
+            is_strategy = name == spelled(effect.configuration)  # else the name is the field that differs
             if not claims:
                 steps = subject if is_main else f"a step {'of' if is_strategy else 'with'} {name}"
                 claims.append(f"{steps} is {factor} times as fast{over}{place}")
@@ -84,38 +86,46 @@ def faster(derived: Derived, every: Sequence[Effect]) -> Draft:
 
     clear = [effect for effect in shown if effect.verdict != OPEN]
     unclear = [effect for effect in shown if effect.verdict == OPEN]
-    named = [effect for effect in shown if effects.is_named(derived, effect.contender)] or shown
+    named = [effect for effect in shown if effects.is_named(derived, effect.configuration)] or shown
     text = f"{claim(clear)} ({clear[0].intervals}{settings})" if clear else ""
     if unclear:
-        factors = [f"{ratio(e.ratio)} with {called[e.contender]}{places[e.cell]}" for e in unclear]
-        # Where the fastest contender of a setting cannot be told from the baseline, no other one is faster.
+        factors = [f"{ratio(e.ratio)} with {called[e.configuration]}{places[e.setting]}" for e in unclear]
+        # Where the fastest configuration of a setting cannot be told from the baseline, no other one is faster.
         nobody = "nobody is told to be faster, and nearest is"
         text += f"; {nobody if fastest_alone else 'no difference can be told:'} {listed(factors)}"
         text += f" ({effects.needed_pairs(unclear)})"
-        cells = [effect.cell for effect in unclear if fastest_alone and effect.contender != names[0]]
-        slower = [effect for effect in every if effect.contender == names[0] and effect.cell in cells]
-        text += "".join(f", {spelled(effect.contender)} {ratio(effect.ratio)}" for effect in slower)
+        unclear_settings = [
+            effect.setting for effect in unclear if fastest_alone and effect.configuration != names[0]
+        ]
+        slower = [
+            effect
+            for effect in every
+            if effect.configuration == names[0] and effect.setting in unclear_settings
+        ]
+        text += "".join(f", {spelled(effect.configuration)} {ratio(effect.ratio)}" for effect in slower)
     if not clear:
         text = f"Cannot be told ({effects.needed_pairs(shown)}): {claim(shown)}"
     return Draft(sentence(text), [effect.verdict for effect in named], shown, [effects.seconds(main)])
 
 
 def most_compared(table: pd.DataFrame) -> str:
-    """The cell in which most contenders ran."""
-    return str(table.groupby("cell", sort=False)["contender"].nunique().idxmax())
+    """The setting in which most configurations ran."""
+    return str(table.groupby("setting", sort=False)["configuration"].nunique().idxmax())
 
 
 def _of_variants(derived: Derived, lists: Sequence[Sequence[str]]) -> Draft:
     """Strategies with several codecs or groups: of two the second beside the first, of more the fastest."""
     drafts: list[Draft] = []
     for names in lists:
-        rows = derived.trials[derived.trials["contender"].isin(names)]
-        cell = most_compared(rows)
-        steps = rows[rows["cell"] == cell].groupby("contender")["step_seconds"].agg(speedups.geometric)
+        rows = derived.trials[derived.trials["configuration"].isin(names)]
+        setting = most_compared(rows)
+        steps = (
+            rows[rows["setting"] == setting].groupby("configuration")["step_seconds"].agg(speedups.geometric)
+        )
         best = names[0] if len(names) == 2 else str(steps.idxmin())
         others = effects.between(derived, best, set(names) - {best})
         if len(names) > 2:
-            others = [effect for effect in others if effect.cell == cell]
+            others = [effect for effect in others if effect.setting == setting]
         if others:
             drafts.append(faster(derived, others) if len(names) == 2 else _fastest(derived, others, names))
     if not drafts:
@@ -126,18 +136,20 @@ def _of_variants(derived: Derived, lists: Sequence[Sequence[str]]) -> Draft:
 
 
 def _fastest(derived: Derived, others: Sequence[Effect], names: Sequence[str]) -> Draft:
-    """The fastest of several contenders, how far the others are from it, and the memory of all."""
+    """The fastest of several configurations, how far the others are from it, and the memory of all."""
     called, first = distinct_names(derived, names), others[0]
     base, name = called[first.base], effects.strategy(first.base)
 
     def factors(verdict: str) -> str:
         """By which factors those with a verdict take longer."""
-        ratios = [(called[effect.contender], effect.ratio) for effect in others if effect.verdict == verdict]
+        ratios = [
+            (called[effect.configuration], effect.ratio) for effect in others if effect.verdict == verdict
+        ]
         inverse = [(name, Interval(1 / r.estimate, 1 / r.high, 1 / r.low, 0)) for name, r in ratios]
         return listed([f"{ratio(factor)} with {name}" for name, factor in inverse])
 
     step = g3(speedups.step_interval(first.pairs, "baseline_seconds").estimate)
-    place = f" on {first.where}" if len(set(derived.trials["cell"])) > 1 else ""
+    place = f" on {first.where}" if len(set(derived.trials["setting"])) > 1 else ""
     slower, unclear = factors(NO), factors(OPEN)
     if not slower:
         text = f"Cannot be told ({effects.needed_pairs(others)}): the shortest step of {name}{place}, {step} "
@@ -152,16 +164,16 @@ def _fastest(derived: Derived, others: Sequence[Effect], names: Sequence[str]) -
 
 
 def alone(derived: Derived) -> Draft:
-    """The seconds of steps where no two contenders are paired."""
+    """The seconds of steps where no two configurations are paired."""
     if derived.trials.empty:
         trials = counted(len(derived.finished), "trial")
         return Draft(f"Cannot be told: {trials} finished, and no two are compared.", [OPEN])
-    rows = derived.trials[derived.trials["cell"] == most_compared(derived.trials)]
+    rows = derived.trials[derived.trials["setting"] == most_compared(derived.trials)]
     steps = [
         f"{g3(speedups.step_interval(group).estimate)} s with {spelled(name)}"
-        for (name,), group in groups(rows, ["contender"])
+        for (name,), group in groups(rows, ["configuration"])
     ]
-    why = "no two contenders ran in one repeat" if len(steps) > 1 else "nothing stands beside it"
+    why = "no two configurations ran in one repeat" if len(steps) > 1 else "nothing stands beside it"
     if failed := len(derived.frames.failures):
         why += f" ({counted(failed, 'trial')} failed)"
     text = f"Cannot be told, for {why}: on {rows['where'].iloc[0]} a step takes {listed_most(steps)}."
@@ -181,12 +193,12 @@ def _beside_peers(derived: Derived) -> Draft | None:
             if isinstance(gain, Interval)
         ]
         if over:
-            name, carried = row["contender"], row["carried"]
+            name, carried = row["configuration"], row["carried"]
             clauses[name, carried] = f"{name}, carried by {carried}, is {listed(over)}"
     if not clauses:
         return None
     main = next((key for key in clauses if key[0] == NAMES[PROPOSED]), next(iter(clauses)))
-    pairs = int(derived.trials.groupby("contender").size().min())
+    pairs = int(derived.trials.groupby("configuration").size().min())
     few = "" if pairs >= FEWEST else f" ({counted(pairs, 'pair')} each, where an interval takes {FEWEST})"
     others = [f"{clause}." for (name, _), clause in clauses.items() if name != main[0]]
     return Draft(f"{clauses[main]}, the fastest setting of each library{few}.", details=others[:2])
@@ -197,21 +209,21 @@ def rate(derived: Derived) -> Draft:
     every = named_first(derived)
     if not every:
         return alone(derived)
-    name, base = every[0].contender, spelled(every[0].base)
-    by_rate = [effect for effect in every if effect.contender == name]
+    name, base = every[0].configuration, spelled(every[0].base)
+    by_rate = [effect for effect in every if effect.configuration == name]
     by_rate.sort(key=lambda effect: effect.pairs["achieved_mbit"].median())
     crossed, kept, never, slow, verdicts = (list[str]() for _ in range(5))
     unknown: list[str] = []  # places where the break-even is not determined, with the reason
     unsure: list[str] = []  # places of ``kept`` with an interval around 1 at the highest rate
-    others: list[str] = []  # break-evens of further contenders
+    others: list[str] = []  # break-evens of further configurations
     for row in break_even.break_even(derived.pairs).to_dict("records"):
         found: break_even.BreakEven = row["found"]
         place = f"on {row['nodes']}x{row['ranks_per_node']} ranks with {row['tokens_per_rank']} tokens a rank"
         place += "".join(f", {part}" for part in row["elsewhere"].split(", ")[2:])
         crossings = f"{break_even.crossings_in_words(found)} Mbit/s {place}" if found.crossings else ""
         unclear = break_even.unclear_in_words(found)
-        if row["contender"] != name:
-            others += [f"{spelled(row['contender'])} at {crossings}"] if crossings else []
+        if row["configuration"] != name:
+            others += [f"{spelled(row['configuration'])} at {crossings}"] if crossings else []
             continue
         rates = [effect for effect in by_rate if effect.pairs["elsewhere"].iloc[0] == row["elsewhere"]]
         lowest, highest = rates[0], rates[-1]
@@ -261,17 +273,19 @@ def nodes(derived: Derived) -> Draft:
         return step(derived)
     changes = []
     for (kind, _), group in groups(rows, ["kind", "title"]):
-        cells = groups(group, ["contender", "nodes"])
-        speeds = [(*key, speedups.step_interval(cell, "tokens_per_second").estimate) for key, cell in cells]
-        table = pd.DataFrame(speeds, columns=["contender", "nodes", "speed"])
-        means = table.pivot_table("speed", "contender", "nodes", sort=False)
+        settings = groups(group, ["configuration", "nodes"])
+        speeds = [
+            (*key, speedups.step_interval(setting, "tokens_per_second").estimate) for key, setting in settings
+        ]
+        table = pd.DataFrame(speeds, columns=["configuration", "nodes", "speed"])
+        means = table.pivot_table("speed", "configuration", "nodes", sort=False)
         common = means.dropna(axis=1).sort_index(axis=1)
         first, last = common.columns[[0, -1]]
         ratios = (common[last] / common[first]).items()
         factors = [f"{factor:.2f} with {spelled(str(name))}" for name, factor in ratios]
         batch = "equal batches a rank" if kind == "weak" else "equal batches in all"
         changes.append(f"{listed(factors)} from {first} to {last} nodes at {batch}")
-    least = int(rows.groupby(["kind", "contender", "nodes"]).size().min())
+    least = int(rows.groupby(["kind", "configuration", "nodes"]).size().min())
     few = f" (geometric means of {counted(least, 'repeat')}, where an interval takes {FEWEST})"
     text = f"Tokens per second of all ranks change by a factor of {'; of '.join(changes)}"
     return Draft(f"{text}{few if least < FEWEST else ''}.", [], named_first(derived)[:1])
@@ -284,13 +298,13 @@ def tokens(derived: Derived) -> Draft:
     if rows.empty:
         trials = counted(table["id"].nunique(), "trial")
         return Draft(f"Cannot be told: {trials} decoded, and none beside a baseline.", [OPEN])
-    base, several = spelled(derived.compared.baseline), len(set(rows["cell"])) > 1
-    rows = rows[rows["cell"] == most_compared(rows)]
+    base, several = spelled(derived.compared.baseline), len(set(rows["setting"])) > 1
+    rows = rows[rows["setting"] == most_compared(rows)]
     place = f" on {rows['where'].iloc[0]}" if several else ""
-    names = effects.named_first(derived, rows["contender"])
-    speeds = {name: decoding.speedup(rows[rows["contender"] == name]) for name in names}
+    names = effects.named_first(derived, rows["configuration"])
+    speeds = {name: decoding.speedup(rows[rows["configuration"] == name]) for name in names}
     (first, best), *others = speeds.items()
-    of_first = rows[rows["contender"] == first]
+    of_first = rows[rows["configuration"] == first]
     factors = [f"{ratio(best)} times as fast as {base}"]
     factors += [f"{ratio(speed)} with {spelled(name)}" for name, speed in others]
     of_base = of_first.assign(tokens_per_second=of_first["baseline_tokens_per_second"])

@@ -12,17 +12,17 @@ from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import counted, listed, sentence
 
-_FEWEST = 3  # contenders among which to look for the fastest in a memory
+_FEWEST = 3  # configurations among which to look for the fastest in a memory
 _EQUAL = 1.005  # ratio up to which memories count as equal: padding differs
 
 
 def within_memory(derived: Derived) -> str:
-    """The fastest contenders in one and two times the memory of the baseline's engine, in one setting."""
+    """The fastest configurations in one and two times the memory of the baseline's engine, in one setting."""
     every = effects.effects(derived)
-    if len(every) < _FEWEST or len({(effect.base, effect.cell) for effect in every}) > 1:
+    if len(every) < _FEWEST or len({(effect.base, effect.setting) for effect in every}) > 1:
         return ""
     base = every[0].base
-    speed_of = {base: 1.0, **{effect.contender: effect.ratio.estimate for effect in every}}
+    speed_of = {base: 1.0, **{effect.configuration: effect.ratio.estimate for effect in every}}
     held = {name: effects.device_mib(derived, name) for name in speed_of}
     if not held[base] > 0:
         return ""
@@ -46,19 +46,21 @@ def error(derived: Derived) -> Draft:
     errors, trials = effects.errors(derived), derived.trials
     if errors.empty:
         return by_seconds.step(derived)
-    cell = by_seconds.most_compared(trials[trials["cell"].isin(errors.index.get_level_values("cell"))])
-    errors = errors.xs(cell, level="cell")
-    trials = trials[(trials["cell"] == cell) & trials["contender"].isin(errors.index)]
-    names = distinct_names(derived, list(trials["contender"].unique()))
+    setting = by_seconds.most_compared(
+        trials[trials["setting"].isin(errors.index.get_level_values("setting"))]
+    )
+    errors = errors.xs(setting, level="setting")
+    trials = trials[(trials["setting"] == setting) & trials["configuration"].isin(errors.index)]
+    names = distinct_names(derived, list(trials["configuration"].unique()))
     rows = sorted(
         (float(errors[name]), speedups.step_interval(group).estimate, group["sent_bytes"].median(), name)
-        for (name,), group in groups(trials, ["contender"])
+        for (name,), group in groups(trials, ["configuration"])
     )
     texts = [
         f"{g2(vnmse)} with {names[name]} ({g3(s)} s, {g3(size / 1e6)} MB a step)"
         for vnmse, s, size, name in rows
     ]
-    place, least = trials["where"].iloc[0], int(trials.groupby("contender").size().min())
+    place, least = trials["where"].iloc[0], int(trials.groupby("configuration").size().min())
     text = f"The median error of the gradients end to end (vNMSE) on {place} is {listed_most(texts)}."
     vnmse, step, _, name = min(rows, key=lambda row: row[1])
     fastest = f"The fastest step is that with {names[name]}, {g3(step)} s, at an error of {g2(vnmse)}."
@@ -71,11 +73,13 @@ def error(derived: Derived) -> Draft:
 def memory(derived: Derived) -> Draft:
     """By the memory of the fullest rank on its device."""
     trials = derived.finished.sort_values(["place", "first"], kind="stable")
-    lists = effects.variants(derived) or [[str(name) for name in trials["contender"].unique()]]
+    lists = effects.variants(derived) or [[str(name) for name in trials["configuration"].unique()]]
     lists = [[name for name in names if effects.device_mib(derived, name) > 0] for names in lists]
     lists = [names for names in lists if len(names) > 1]
     if not lists:
-        return Draft("Cannot be told: the memory of no two contenders of our engine is on record.", [OPEN])
+        return Draft(
+            "Cannot be told: the memory of no two configurations of our engine is on record.", [OPEN]
+        )
     texts, details = [], []
     for names in lists:
         called, strategy = distinct_names(derived, names), effects.strategy(names[0])
@@ -100,7 +104,7 @@ def size(derived: Derived) -> Draft:
     rows, limits = rows.sort_values(["limit_bytes", "place"], kind="stable"), []
     for (limit,), within in groups(rows, ["limit_bytes"]):
         clauses: list[str] = []
-        for (name,), group in groups(within, ["contender"]):
+        for (name,), group in groups(within, ["configuration"]):
             largest, smallest = bytes_and_memory.largest(group)
             beyond = f" ({g3(smallest)} M do not fit)" if smallest > 0 else ""
             verb, unit = ("", "") if clauses else (" trains at most", " parameters")

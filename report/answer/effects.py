@@ -1,4 +1,4 @@
-"""Effects of contenders beside a baseline: numbers, verdicts, and their text."""
+"""Effects of configurations beside a baseline: numbers, verdicts, and their text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.records.confidence_intervals import FEWEST, Interval, quantile
 from harness.records.memory_parts import on_device
 from impl.codecs.codec import CodecError, parse
 from report.data import speedups
-from report.data.contender import NAMES, field_text, fields_of
+from report.data.configuration import NAMES, field_text, fields_of
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import counted, listed, number, with_interval
@@ -23,9 +23,9 @@ from report.draw.names_of_rows import titles_of
 YES: Final = "yes"
 NO: Final = "no"
 OPEN: Final = "cannot be told"
-MOST_NAMED: Final = 9  # contenders in a sentence
+MOST_NAMED: Final = 9  # configurations in a sentence
 _MOST_PAIRS: Final = 200  # beyond which no number of further pairs is named
-_FEW: Final = 2  # contenders up to which texts name the field that differs
+_FEW: Final = 2  # configurations up to which texts name the field that differs
 _HOST: Final = "on the host"  # ends the names of fields
 _USUAL: Final = {"chunks": "1", f"optimizer {_HOST}": "0", f"weights {_HOST}": "0", "hpZ copy": "frames"}
 g3: Final = number(3)
@@ -34,18 +34,18 @@ g2: Final = number(2)
 
 @dataclass(frozen=True)
 class Effect:
-    """One contender beside its baseline in one cell."""
+    """One configuration beside its baseline in one setting."""
 
     pairs: pd.DataFrame  # its rows of :func:`report.data.speedups.pairs`
-    ratio: Interval  # the baseline's seconds of a step over the contender's: above 1 the contender is faster
-    cell: str  # its hash
-    contender: str
+    ratio: Interval  # the baseline's seconds of a step over the configuration's: above 1 the configuration is faster
+    setting: str  # its hash
+    configuration: str
     base: str
-    where: str  # the cell's description
+    where: str  # the setting's description
 
     @property
     def verdict(self) -> str:
-        """Whether the contender is faster."""
+        """Whether the configuration is faster."""
         return is_faster(self.ratio)
 
     @property
@@ -85,44 +85,44 @@ def is_faster(ratio: Interval) -> str:
 
 
 def effects(derived: Derived) -> list[Effect]:
-    """Every contrast of every cell, in page order."""
-    rows = derived.pairs[derived.pairs["contender"] != derived.pairs["baseline_contender"]]
+    """Every contrast of every setting, in page order."""
+    rows = derived.pairs[derived.pairs["configuration"] != derived.pairs["baseline_configuration"]]
     return _effects(rows, derived.compared.contrast)
 
 
 def between(derived: Derived, base: str, others: Iterable[str]) -> list[Effect]:
-    """Effects of ``others`` beside any contender ``base``."""
-    return _effects(speedups.pairs(derived.trials, derived.trials["contender"].eq(base)), others)
+    """Effects of ``others`` beside any configuration ``base``."""
+    return _effects(speedups.pairs(derived.trials, derived.trials["configuration"].eq(base)), others)
 
 
-def _effects(rows: pd.DataFrame, contenders: Iterable[str]) -> list[Effect]:
-    rows = rows[rows["contender"].isin(list(contenders))]
-    keys = ["cell", "contender", "baseline_contender", "where"]
+def _effects(rows: pd.DataFrame, configurations: Iterable[str]) -> list[Effect]:
+    rows = rows[rows["configuration"].isin(list(configurations))]
+    keys = ["setting", "configuration", "baseline_configuration", "where"]
     return [Effect(pairs, speedups.speedup(pairs), *key) for key, pairs in groups(rows, keys)]
 
 
 def variants(derived: Derived) -> list[list[str]]:
-    """Contenders of each strategy that has several, without controls; the preset is first."""
+    """Configurations of each strategy that has several, without controls; the preset is first."""
     controls = [identity for identity, trial in derived.frames.trial_of.items() if trial.control]
-    contenders = derived.trials.drop_duplicates("contender").sort_values("place", kind="stable")
+    configurations = derived.trials.drop_duplicates("configuration").sort_values("place", kind="stable")
     lists = [
-        sorted(group.sort_values("first")["contender"], key=lambda name: name != NAMES.get(strategy))
-        for (strategy,), group in groups(contenders[~contenders["id"].isin(controls)], ["strategy"])
+        sorted(group.sort_values("first")["configuration"], key=lambda name: name != NAMES.get(strategy))
+        for (strategy,), group in groups(configurations[~configurations["id"].isin(controls)], ["strategy"])
     ]
     return [names for names in lists if len(names) > 1]
 
 
 def errors(derived: Derived) -> pd.Series[float]:
-    """End-to-end error (vNMSE) by cell and contender: the median over measured steps and trials."""
+    """End-to-end error (vNMSE) by setting and configuration: the median over measured steps and trials."""
     rows = derived.sent_errors
     rows = rows[(rows["purpose"] == "gradients") & rows["hop"].isna() & rows["repeated"].eq(1)]
-    return rows.groupby(["cell", "contender"], sort=False)["vnmse"].median()
+    return rows.groupby(["setting", "configuration"], sort=False)["vnmse"].median()
 
 
-def device_mib(derived: Derived, contender: str, source: str = "engine") -> float:
+def device_mib(derived: Derived, configuration: str, source: str = "engine") -> float:
     """MiB of the fullest rank, median over trials: held on the device, or ``copied`` to and fro in a step."""
     memory, trials = derived.frames.memory, derived.finished
-    ids = trials[trials["contender"] == contender]["id"]
+    ids = trials[trials["configuration"] == configuration]["id"]
     parts = memory[memory["id"].isin(ids) & (memory["source"] == source)]
     if source == "engine":
         parts = parts[parts["part"].isin(on_device(dict.fromkeys(parts["part"], 0)))]
@@ -168,12 +168,12 @@ def ratio(interval: Interval) -> str:
 
 
 def is_named(derived: Derived, name: str) -> bool:
-    """Whether the question names a contender."""
+    """Whether the question names a configuration."""
     return name in " ".join(derived.frames.questions)
 
 
 def named_first(derived: Derived, names: Iterable[str]) -> list[str]:
-    """Distinct contenders in the order in which the question names them; then the others."""
+    """Distinct configurations in the order in which the question names them; then the others."""
     text, names = " ".join(derived.frames.questions), dict.fromkeys(names)
     positions = {}
     for name in sorted(names, key=len, reverse=True):  # qwZ+hpZ before qwZ, flat ZeRO-3 before ZeRO-3
@@ -184,21 +184,21 @@ def named_first(derived: Derived, names: Iterable[str]) -> list[str]:
 
 
 def spelled(name: str) -> str:
-    """A contender's name in a sentence: ``w`` and ``g``, the fields of its codecs, are written out."""
+    """A configuration's name in a sentence: ``w`` and ``g``, the fields of its codecs, are written out."""
     return re.sub(r"(?<=[( ])g (?=\S)", "gradients ", re.sub(r"(?<=[( ])w (?=\S)", "weights ", name))
 
 
 def strategy(name: str) -> str:
-    """A contender's name without its changes."""
+    """A configuration's name without its changes."""
     return name.partition(" (")[0]
 
 
 def distinct_names(derived: Derived, names: Sequence[str]) -> dict[str, str]:
-    """Names of contenders of one strategy by the fields in which they differ, ``blocks of 64`` where only the
+    """Names of configurations of one strategy by the fields in which they differ, ``blocks of 64`` where only the
     blocks of their codecs do; else their full names.
     """
     full = {name: spelled(name) for name in names}
-    ids = derived.finished.drop_duplicates("contender").set_index("contender")["id"]
+    ids = derived.finished.drop_duplicates("configuration").set_index("configuration")["id"]
     trials = {name: derived.frames.trial_of[str(ids[name])] for name in full}
     if len(full) < 2 or len({(trial.strategy, trial.control) for trial in trials.values()}) > 1:
         return full
@@ -251,9 +251,11 @@ def _block(codecs: Sequence[str]) -> str:
 
 
 def titles(effects: Sequence[Effect]) -> dict[str, str]:
-    """Short titles of the effects' cells: only the model, where each cell has another one."""
-    full = titles_of(pd.concat([effect.pairs[["cell", "where"]] for effect in effects]))
-    models = {cell: t for cell, title in full.items() for t in title.split(", ") if t.startswith("model ")}
+    """Short titles of the effects' settings: only the model, where each setting has another one."""
+    full = titles_of(pd.concat([effect.pairs[["setting", "where"]] for effect in effects]))
+    models = {
+        setting: t for setting, title in full.items() for t in title.split(", ") if t.startswith("model ")
+    }
     return models if len(full) > 1 and len({*models.values()}) == len(full) else full
 
 
@@ -264,22 +266,24 @@ def seconds(effect: Effect) -> str:
     rate = effect.pairs["achieved_mbit"].median()
     link = "" if math.isnan(rate) else f"; the link achieved {rate:.3g} Mbit/s"
     return (
-        f"A step of {spelled(effect.contender)} takes {g3(step)} s where {spelled(effect.base)}'s takes "
+        f"A step of {spelled(effect.configuration)} takes {g3(step)} s where {spelled(effect.base)}'s takes "
         f"{g3(base_step)} s (geometric means of the pairs, on {effect.where}{link})."
     )
 
 
 def sent(effects: Sequence[Effect]) -> str:
-    """A sentence on contenders' bytes between nodes beside their baseline's; empty where none are known."""
+    """A sentence on configurations' bytes between nodes beside their baseline's; empty where none are known."""
     firsts: dict[str, Effect] = {}
     for effect in effects:
         if not math.isnan(effect.bytes_ratio) and effect.base == effects[0].base:
-            firsts.setdefault(effect.contender, effect)
+            firsts.setdefault(effect.configuration, effect)
     if not firsts:
         return ""
     main, *others = firsts.values()
     mb, base_mb = (main.pairs[name].median() / 1e6 for name in ("sent_bytes", "baseline_sent_bytes"))
     in_mb = "" if math.isnan(mb + base_mb) else f" ({g3(mb)} MB a step against {g3(base_mb)} MB)"
-    first = f"{spelled(main.contender)} sends {main.bytes_ratio:.3f} of {spelled(main.base)}'s bytes{in_mb}"
-    rest = [f"{spelled(effect.contender)} {effect.bytes_ratio:.3f}" for effect in others]
+    first = (
+        f"{spelled(main.configuration)} sends {main.bytes_ratio:.3f} of {spelled(main.base)}'s bytes{in_mb}"
+    )
+    rest = [f"{spelled(effect.configuration)} {effect.bytes_ratio:.3f}" for effect in others]
     return f"Between nodes {listed_most([first, *rest])}."

@@ -1,7 +1,7 @@
 """The lead of a page: at most five sentences that answer the suite's question, and the figure that shows it.
 
 The first sentence answers by the quantity that the axes ask for (:mod:`harness.suites.answering_quantity`);
-the next ones add other quantities of the same contenders; the last names limits of the comparison.
+the next ones add other quantities of the same configurations; the last names limits of the comparison.
 """
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ def _polar(derived: Derived) -> bool:
 
 
 def _others(derived: Derived, by: Quantity, compared: Sequence[Effect]) -> list[str]:
-    """Sentences on other quantities of the compared contenders: bytes, seconds, loss, error."""
+    """Sentences on other quantities of the compared configurations: bytes, seconds, loss, error."""
     if not compared:
         return []
-    names = list(dict.fromkeys(effect.contender for effect in compared))
+    names = list(dict.fromkeys(effect.configuration for effect in compared))
     sentences = [] if by == "bytes" else [effects.sent(compared)]
     if by in ("loss", "memory", "trials") and not derived.mostly_disturbed:
         main = compared[0]
         sentences.append(
-            f"By seconds {_FASTER[main.verdict]}: a step of {spelled(main.contender)} is {ratio(main.ratio)} "
+            f"By seconds {_FASTER[main.verdict]}: a step of {spelled(main.configuration)} is {ratio(main.ratio)} "
             f"times as fast as {spelled(main.base)}'s ({main.count})."
         )
     if by != "loss":
@@ -106,7 +106,7 @@ def _others(derived: Derived, by: Quantity, compared: Sequence[Effect]) -> list[
         sentences.append(by_size.within_memory(derived))
     if by != "error":
         called = distinct_names(derived, names)
-        vnmse = effects.errors(derived).groupby(level="contender").median()
+        vnmse = effects.errors(derived).groupby(level="configuration").median()
         if errors := [f"{effects.g2(vnmse[name])} with {called[name]}" for name in names if name in vnmse]:
             text = f"The median error of the gradients end to end (vNMSE) is {effects.listed_most(errors)}."
             sentences.append(text)
@@ -119,7 +119,7 @@ def _caveat(derived: Derived, compared: Sequence[Effect]) -> list[str]:
     if disturbed := len(derived.disturbed):
         trials, within = counted(len(derived.finished), "trial"), f"{metrics.OTHERS_WITHIN:.0%}"
         clauses.append(f"others took more than {within} of the processors' time in {disturbed} of {trials}")
-    if differing := {effect.cell for effect in compared} & derived.differing.keys():
+    if differing := {effect.setting for effect in compared} & derived.differing.keys():
         settings, within = counted(len(differing), "setting"), f"{speedups.RATES_AGREE_WITHIN:.0%}"
         clauses.append(f"in {settings} the links of what is compared achieved rates more than {within} apart")
     text = "; ".join(clauses)

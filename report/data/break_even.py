@@ -2,7 +2,7 @@
 
 Between neighbouring measured rates the curve is a straight line in logarithms of both.  Where repeats do not
 tell it from 1 (Fieller's intervals) nothing is claimed: a break-even is such a range of rates with a faster
-contender on one side and a slower one on the other, or with the end of what was measured on one side.
+configuration on one side and a slower one on the other, or with the end of what was measured on one side.
 Definition: docs/reference/metrics.md.
 """
 
@@ -30,7 +30,7 @@ Outcome = Literal["crosses", "pays", "costs", "not determined"]
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """Where a contender's speed-up crosses 1, in Mbit/s."""
+    """Where a configuration's speed-up crosses 1, in Mbit/s."""
 
     outcome: Outcome  # ``pays``: at every measured rate it is faster; ``costs``: at every one it is slower
     # In ascending order; an end that lies beyond the measured rates is infinite.
@@ -45,18 +45,20 @@ class BreakEven:
 
 
 def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Where each contender breaks even, in settings that differ in rate alone.
+    """Where each configuration breaks even, in settings that differ in rate alone.
 
-    One row per setting and contender that ran at two or more rates: ``found``, a :class:`BreakEven`, and its
+    One row per setting and configuration that ran at two or more rates: ``found``, a :class:`BreakEven`, and its
     ``outcome``; ``break_even_mbit``, its highest crossing; the measured range of rates, with the speed-ups at
     its ends; ``records``, the ids behind it.
     """
-    keys = ["elsewhere", "nodes", "ranks_per_node", "tokens_per_rank", "place", "contender"]
+    keys = ["elsewhere", "nodes", "ranks_per_node", "tokens_per_rank", "place", "configuration"]
     rows = []
     measured = pairs[pairs["achieved_mbit"].notna() & (pairs["id"] != pairs["baseline"])]
     for key, group in groups(measured, keys):
-        cells = ((float(cell["achieved_mbit"].median()), cell) for _, cell in groups(group, ["cell"]))
-        points = sorted(cells, key=lambda point: point[0])
+        settings = (
+            (float(setting["achieved_mbit"].median()), setting) for _, setting in groups(group, ["setting"])
+        )
+        points = sorted(settings, key=lambda point: point[0])
         if len(points) > 1:
             (lowest, slow), (highest, fast) = points[0], points[-1]
             found, records = of_points(points), sorted({*group["id"], *group["baseline"]})
@@ -67,7 +69,7 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_points(points: Sequence[tuple[float, pd.DataFrame]]) -> BreakEven:
-    """The break-even of one contender's pairs at each rate, in ascending order of rates."""
+    """The break-even of one configuration's pairs at each rate, in ascending order of rates."""
     ratios, logs = [speedup(pairs) for _, pairs in points], [_logs(pairs) for _, pairs in points]
     told = [ratio.known and not ratio.contains(1.0) for ratio in ratios]
     parts: list[tuple[float, float]] = []  # of the way along the points, in which nothing is told

@@ -63,7 +63,17 @@ def by_nodes(derived: Derived) -> pd.DataFrame:
 
 def under_limits(derived: Derived) -> pd.DataFrame:
     """Trials that ``trained`` within a memory limit, and trials that exceeded it; empty without either."""
-    keys = ["id", "strategy", "contender", "place", "where", "cell", "parameters", "nodes", "ranks_per_node"]
+    keys = [
+        "id",
+        "strategy",
+        "configuration",
+        "place",
+        "where",
+        "setting",
+        "parameters",
+        "nodes",
+        "ranks_per_node",
+    ]
     trial_of, failures = derived.frames.trial_of, derived.frames.failures
     refused = failures[failures["kind"] == "memory"][keys].assign(trained=False)
     rows = pd.concat([derived.trials[keys].assign(trained=True), refused], ignore_index=True)

@@ -19,7 +19,7 @@ RATES: Final = "†"
 TAKEN: Final = "‡"
 ABOVE: Final = "§"
 FOOTNOTES: Final = {
-    RATES: f"{RATES}: the links of one setting's contenders achieved rates that differ by more than "
+    RATES: f"{RATES}: the links of one setting's configurations achieved rates that differ by more than "
     f"{RATES_AGREE_WITHIN:.0%}.",
     TAKEN: f"{TAKEN}: trials during which other programs and the machine's host took more than "
     f"{OTHERS_WITHIN:.0%} of the processors' time.",
@@ -50,7 +50,7 @@ def share(value: float) -> str:
 
 
 def rates(rows: pd.DataFrame) -> str:
-    """The mark of trials in cells with links of different rates; empty for others, and for other rows."""
+    """The mark of trials in settings with links of different rates; empty for others, and for other rows."""
     return f" {RATES}" if "rates_differ" in rows and rows["rates_differ"].any() else ""
 
 
@@ -100,7 +100,7 @@ def warnings(derived: Derived) -> list[str]:
         f"{why}; PyTorch's reference did its work in {counted(len(group), 'trial')}, far more slowly."
         for (why,), group in groups(trials[trials["kernels_warning"] != ""], ["kernels_warning"])
     ]
-    first_ids = trials.drop_duplicates("contender").set_index("contender")["id"]
+    first_ids = trials.drop_duplicates("configuration").set_index("configuration")["id"]
     policies = {str(name): frames.trial_of[first].resolved_policy() for name, first in first_ids.items()}
     if names := [name for name, policy in policies.items() if policy is not None and policy.own_codecs]:
         sentences.append(
@@ -127,16 +127,16 @@ def warnings(derived: Derived) -> list[str]:
     for column, fault in _FAULTS.items():
         if len(wrong := trials[trials[column].ne("")]):
             sentences.append(f"{fault} in {which(wrong)}; in {' '.join(wrong.iloc[0][['id', column]])}.")
-    contents = trials[trials["corpus_sha256"] != ""].groupby(["corpus", "cell"])["corpus_sha256"].nunique()
+    contents = trials[trials["corpus_sha256"] != ""].groupby(["corpus", "setting"])["corpus_sha256"].nunique()
     sentences += [
         f"Corpus {corpus} changed between trials; losses are not of the same text (see Setting)."
         for corpus in sorted({str(corpus) for corpus, _ in contents[contents > 1].index})
     ]
-    where = trials.drop_duplicates("cell").set_index("cell")["where"]
+    where = trials.drop_duplicates("setting").set_index("setting")["where"]
     sentences += [
-        f"{where[cell]}: the rates that the contenders' links achieved differ by {spread:.0%}; their "
+        f"{where[setting]}: the rates that the configurations' links achieved differ by {spread:.0%}; their "
         f"comparison is marked ({RATES})."
-        for cell, spread in derived.differing.items()
+        for setting, spread in derived.differing.items()
     ]
     if disturbed := len(derived.disturbed):
         sentences.append(

@@ -8,11 +8,11 @@ import pandas as pd
 
 from harness.records.confidence_intervals import Interval, geometric_interval, paired_ratio_interval
 from report.data import best_step
-from report.data.contender import is_baseline, with_baseline
+from report.data.configuration import is_baseline, with_baseline
 from report.data.frames import Frames
 from report.data.speedups import geometric
 
-PAIR = ("cell", "sweep", "seed", "repeat", "step")  # generations that ran under the same conditions
+PAIR = ("setting", "sweep", "seed", "repeat", "step")  # generations that ran under the same conditions
 
 
 def generations(frames: Frames) -> pd.DataFrame:

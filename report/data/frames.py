@@ -15,21 +15,21 @@ import pandas as pd
 from pydantic import BaseModel, ValidationError
 
 from harness.records import chained_journal, record_checks
-from harness.records import record as schema
-from harness.records.record import Record, RecordError, joules, read_all, wrong_field
+from harness.records import trial_record as schema
 from harness.records.trace_record import Trace, read_traces
+from harness.records.trial_record import Record, RecordError, joules, read_all, wrong_field
 from harness.suites import labels
 from harness.suites.answering_quantity import ChosenQuantity
 from harness.suites.labels import differing, flatten
-from harness.suites.repeat_order import CONTENDER, compared_also
+from harness.suites.repeat_order import CONFIGURATION, compared_also
 from harness.suites.trial import Trial
 from impl.plan.shard_layout import FROZEN, UnitGeometry
-from report.data.contender import NAMES, labels_of, shared_changes
+from report.data.configuration import NAMES, labels_of, shared_changes
 from report.data.text import plain, with_arguments
 
-# Fields that may differ between trials of one cell: the contender, the repetition, and what is checked.
-_NOT_OF_A_CELL: Final = (
-    *CONTENDER, "seed", "repeat", "timeout_seconds", "measure_quantisation", "validate_every",
+# Fields that may differ between trials of one setting: the configuration, the repetition, and what is checked.
+_NOT_OF_A_SETTING: Final = (
+    *CONFIGURATION, "seed", "repeat", "timeout_seconds", "measure_quantisation", "validate_every",
 )  # fmt: skip
 _FLOATS: Final = ("rate_mbit", "achieved_mbit", "reference_loss", "processors", "taken_share")
 _ALWAYS_NAMED: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate", "tokens_per_rank")
@@ -49,7 +49,7 @@ class Frames:
 
     In ``finished``, ``processors`` are the CPUs that all ranks share (NaN on GPUs and several machines),
     ``taken_share`` what other programs (``others_share``) and the hypervisor (``steal_share``) took of them,
-    and ``place`` and ``first`` the order in which contenders are listed.  Raises as :func:`load`.
+    and ``place`` and ``first`` the order in which configurations are listed.  Raises as :func:`load`.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Frames:
         rows = {
             record.id: _trial_row(record, self.trial_of[record.id], names[record.id]) for record in records
         }
-        for identity, cell in _cells(rows, self.trial_of, also).items():
-            rows[identity] |= cell
+        for identity, setting in _settings(rows, self.trial_of, also).items():
+            rows[identity] |= setting
         ended = [record for record in records if record.failure is None]
         for record in ended:
             _check_measured(record, self.trial_of[record.id])
@@ -95,7 +95,7 @@ class Frames:
         self.stale_traces = len(traces) - len(shown)  # of trials, machines or code not among the records
         self.journal = verified  # differences from the folder's journal, a sentence each
         self.units = {record.id: record.units for record in ended}
-        # A row per trial: finished ones by place, then by contender, and those without a result.
+        # A row per trial: finished ones by place, then by configuration, and those without a result.
         self.finished = _listed(pd.DataFrame([rows[record.id] for record in ended], columns=columns))
         self.failures = pd.DataFrame(failures, columns=[*columns, *schema.Failure.model_fields])
         # Per rank and optimizer step of training, per rank and decoded token, and of computation by itself,
@@ -144,12 +144,12 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
 
 
 def _listed(table: pd.DataFrame) -> pd.DataFrame:
-    """Trials sorted for tables by size, rate and cell, then by contender, with its ``first`` place."""
+    """Trials sorted for tables by size, rate and setting, then by configuration, with its ``first`` place."""
     table = table.astype(dict.fromkeys(_FLOATS, float))
-    table["first"] = table.groupby("contender")["order"].transform("min")
+    table["first"] = table.groupby("configuration")["order"].transform("min")
     table["_where"] = table["where"].str.replace(r"\d+", lambda number: number[0].zfill(9), regex=True)
-    cell = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "parameters", "_where"]
-    table = table.sort_values([*cell, "place", "first", "seed", "repeat"], ignore_index=True)
+    setting = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "parameters", "_where"]
+    table = table.sort_values([*setting, "place", "first", "seed", "repeat"], ignore_index=True)
     return table.drop(columns="_where")
 
 
@@ -182,14 +182,14 @@ def _compared_also(records: Sequence[Record], trials: Mapping[str, Trial]) -> tu
     return compared_also(by_role["baseline"], by_role["contrast"])
 
 
-def _cells(
+def _settings(
     rows: Mapping[str, dict[str, Any]], trials: Mapping[str, Trial], also: Sequence[str]
 ) -> dict[str, dict[str, str]]:
-    """By id of each trial ``cell`` and ``where``, hash and description of every field but strategy, policy,
-    seed, repeat and those that contenders have ``also``; ``elsewhere``, the description without the rate; and
+    """By id of each trial ``setting`` and ``where``, hash and description of every field but strategy, policy,
+    seed, repeat and those that configurations have ``also``; ``elsewhere``, the description without the rate; and
     ``shape``, the model.
     """
-    apart = (*_NOT_OF_A_CELL, *also)
+    apart = (*_NOT_OF_A_SETTING, *also)
     fields = {
         name: {k: v for k, v in flatten(trial.canonical()) if k.split(".")[0] not in apart}
         for name, trial in trials.items()
@@ -197,7 +197,7 @@ def _cells(
     varying = sorted({*differing(list(fields.values()))} - {*_ALWAYS_NAMED})
     models = [trial.model for trial in trials.values()]
     shapes = {(model.name, with_arguments(model.name, model.arguments)) for model in models}
-    cells = {}
+    settings = {}
     for identity, trial in trials.items():
         parts = [
             f"{trial.topology()} ranks",
@@ -208,13 +208,13 @@ def _cells(
         ]
         text, model = json.dumps(fields[identity], sort_keys=True, separators=(",", ":")), trial.model
         several = sum(name == model.name for name, _ in shapes) > 1
-        cells[identity] = {
-            "cell": hashlib.sha256(text.encode()).hexdigest()[:12],
+        settings[identity] = {
+            "setting": hashlib.sha256(text.encode()).hexdigest()[:12],
             "where": ", ".join(parts),
             "elsewhere": ", ".join([parts[0], *parts[2:]]),
             "shape": with_arguments(model.name, model.arguments) if several else model.name,
         }
-    return cells
+    return settings
 
 
 def _named(key: str, value: Any) -> str:
@@ -236,7 +236,7 @@ def rate_text(mbit: float | None) -> str:
     return labels.at({"cluster.rate": mbit}, "cluster.rate")
 
 
-def _trial_row(record: Record, trial: Trial, contender: str) -> dict[str, Any]:
+def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, Any]:
     topology, policy, link = trial.topology(), trial.resolved_policy(), record.link
     measured = (link.probed_mbit or link.calibrated_mbit) if link else None
     of_record = ("id", "suite", "order", "started", "pool", "sweep", "role", "parameters", "reference_loss")
@@ -246,7 +246,7 @@ def _trial_row(record: Record, trial: Trial, contender: str) -> dict[str, Any]:
         **{name: getattr(record, name) for name in of_record},
         **{name: getattr(trial, name) for name in of_trial},
         **{name: getattr(topology, name) for name in ("nodes", "ranks_per_node", "world")},
-        "contender": contender,
+        "configuration": configuration,
         "place": list(NAMES).index(trial.strategy),
         "processes": len(record.ranks),
         "model": trial.model.name,

@@ -20,15 +20,17 @@ from harness.records.confidence_intervals import (
     quantile,
 )
 from harness.suites.answering_quantity import LEAST_STEPS
-from report.data.contender import is_baseline
+from report.data.configuration import is_baseline
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.speedups import geometric
 
-FEWEST_OF_FRONT = 8  # contenders
+FEWEST_OF_FRONT = 8  # configurations
 OPEN = "cannot be told"
 ENOUGH_POWER = 0.8  # of a test, without which it claims nothing
-MARGIN = 0.01  # share of the baseline's loss by which a contender's may be higher and not count as inferior
+MARGIN = (
+    0.01  # share of the baseline's loss by which a configuration's may be higher and not count as inferior
+)
 LAST = 0.25  # share of training, its last, over which the worth of a margin in steps is measured
 Row = dict[str, Any]
 _NONE = Interval(math.nan, math.nan, math.nan, 0)
@@ -36,19 +38,19 @@ _NONE = Interval(math.nan, math.nan, math.nan, 0)
 
 @lru_cache(maxsize=32)  # the answer, tables and figures ask for it
 def losses(derived: Derived) -> tuple[Row, ...]:
-    """One row per contender and cell whose trials ended in a validation.
+    """One row per configuration and setting whose trials ended in a validation.
 
     Beside a baseline of the same seeds: ``difference`` (more is worse), ``margin``, ``power``, ``verdict``;
     ``target``, the baseline's mean loss plus the margin; ``reached``, the number of seeds that reach it;
-    ``seconds``, their median time; ``gain``, the baseline's seconds over the contender's, known if all seeds
+    ``seconds``, their median time; ``gain``, the baseline's seconds over the configuration's, known if all seeds
     of both reach it.  ``id`` and ``baseline`` are ids of records, joined by spaces.
     """
     trials = derived.trials.dropna(subset=["validation_loss"])
     trials = trials.assign(is_base=is_baseline(derived.trials)[trials.index])
     return tuple(
-        _row(derived, group, of_cell[of_cell["is_base"]])
-        for _, of_cell in groups(trials, ["cell"])
-        for _, group in groups(of_cell, ["contender"])
+        _row(derived, group, of_setting[of_setting["is_base"]])
+        for _, of_setting in groups(trials, ["setting"])
+        for _, group in groups(of_setting, ["configuration"])
     )
 
 
@@ -56,9 +58,9 @@ def _row(derived: Derived, group: pd.DataFrame, base: pd.DataFrame) -> Row:
     losses_by_seed, base_by_seed, first = by_seed(group), by_seed(base), group.iloc[0]
     steps = int(first["validation_step"])
     row: Row = {
-        **first[["where", "cell", "strategy", "contender", "place", "first"]],
+        **first[["where", "setting", "strategy", "configuration", "place", "first"]],
         "id": " ".join(sorted(group["id"])),
-        "base": "" if base.empty else base["contender"].iloc[0],
+        "base": "" if base.empty else base["configuration"].iloc[0],
         "baseline": " ".join(sorted(base["id"])),
         "steps": steps,
         "seeds": len(losses_by_seed),
@@ -106,16 +108,16 @@ def _margin(derived: Derived, base: pd.DataFrame) -> float:
 
 @lru_cache(maxsize=32)  # the answer and a figure ask for it
 def front(derived: Derived) -> pd.DataFrame:
-    """The front of bytes between nodes and loss, in cells of enough contenders with known losses.
+    """The front of bytes between nodes and loss, in settings of enough configurations with known losses.
 
-    By cell, in ascending order of ``sent``: ``front`` is ``no`` if one that sends no more has a lower loss
+    By setting, in ascending order of ``sent``: ``front`` is ``no`` if one that sends no more has a lower loss
     (``beaten``: by whom), ``yes`` if all that send no more have a higher one, by intervals paired by seed.
     """
     trials = derived.trials.dropna(subset=["validation_loss", "sent_bytes"])
     rows: list[Row] = []
-    for (cell,), of_cell in groups(trials, ["cell"]):
-        losses_of = {name: by_seed(group) for (name,), group in groups(of_cell, ["contender"])}
-        sent = of_cell.groupby("contender")["sent_bytes"].median().sort_values()
+    for (setting,), of_setting in groups(trials, ["setting"]):
+        losses_of = {name: by_seed(group) for (name,), group in groups(of_setting, ["configuration"])}
+        sent = of_setting.groupby("configuration")["sent_bytes"].median().sort_values()
         names = [str(name) for name in sent.index if len(losses_of[name]) >= FEWEST]
         for name in names if len(names) >= FEWEST_OF_FRONT else ():
             differences = {
@@ -126,11 +128,11 @@ def front(derived: Derived) -> pd.DataFrame:
             better = [other for other, difference in differences.items() if difference.high < 0]
             sure = all(difference.low > 0 for difference in differences.values())
             rows.append({
-                "cell": cell, "contender": name, "sent": float(sent[name]),
+                "setting": setting, "configuration": name, "sent": float(sent[name]),
                 "loss": float(losses_of[name].mean()), "front": "no" if better else "yes" if sure else OPEN,
                 "beaten": min(better, key=lambda other: losses_of[other].mean(), default=""),
             })  # fmt: skip
-    return pd.DataFrame(rows, columns=["cell", "contender", "sent", "loss", "front", "beaten"])
+    return pd.DataFrame(rows, columns=["setting", "configuration", "sent", "loss", "front", "beaten"])
 
 
 def _verdict(difference: Interval, margin: float, steps: int) -> str:
@@ -157,7 +159,7 @@ def power(difference: Interval, margin: float) -> float:
 
 
 def non_inferiority(difference: Interval, margin: float) -> str:
-    """Whether a contender is not inferior, by paired differences of which more is worse.
+    """Whether a configuration is not inferior, by paired differences of which more is worse.
 
     ``inferior``: the interval lies above the margin; ``not inferior``: below it; each is wrong in at most
     2.5 % of samples.  ``cannot tell``: the margin lies inside.  ``no power``: of equals too few would pass.
@@ -197,7 +199,7 @@ def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.Dat
 
 
 def _gain(seconds: pd.DataFrame, base_seconds: pd.DataFrame) -> Interval:
-    """The baseline's seconds over a contender's, paired by seed: the wider interval, of seeds or of sweeps;
+    """The baseline's seconds over a configuration's, paired by seed: the wider interval, of seeds or of sweeps;
     none if a seed never gets there, which would be among the slowest.
     """
     if not np.isfinite([*seconds["seconds"], *base_seconds["seconds"]]).all():

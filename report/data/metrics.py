@@ -13,8 +13,8 @@ import pandas as pd
 from harness.suites.answering_quantity import LEAST_STEPS
 from harness.suites.model_sizes import PRESETS, step_flops
 from harness.suites.trial import Trial
-from report.data import best_step, contender, speedups
-from report.data.contender import Comparison, is_baseline, is_preset
+from report.data import best_step, configuration, speedups
+from report.data.configuration import Comparison, is_baseline, is_preset
 from report.data.decoding import generations
 from report.data.frames import Frames
 from report.data.text import listed
@@ -23,11 +23,11 @@ TRAINING: Final = ("generate", "score", "forward", "backward", "step")  # phases
 OTHERS_WITHIN: Final = 0.05  # share of the processors' time that others may have in a trial
 SHARES: Final = ("share", "schedule_share", "ideal_share", "processors_busy")  # of bounds on a step
 KEPT: Final = [
-    "id", "strategy", "contender", "place", "first", "cell", "where", "sweep", "seed", "repeat", "nodes",
+    "id", "strategy", "configuration", "place", "first", "setting", "where", "sweep", "seed", "repeat", "nodes",
     "ranks_per_node", "tokens_per_rank", "rate_mbit", "achieved_mbit", "link_kind",
 ]  # fmt: skip
 """Columns that say in a figure's table of which trial a row is."""
-OF_TRIAL: Final = ["id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat"]
+OF_TRIAL: Final = ["id", "strategy", "configuration", "place", "first", "setting", "where", "seed", "repeat"]
 
 
 def trials(frames: Frames) -> pd.DataFrame:
@@ -138,13 +138,13 @@ def _losses(frames: Frames) -> pd.DataFrame:
 
 
 def records_of(derived: Derived, row: pd.Series) -> list[str]:
-    """Ids of the trials behind a table's row: those of its contender and setting; none for published rows."""
+    """Ids of the trials behind a table's row: those of its configuration and setting; none for published rows."""
     if isinstance(ids := row.get("records"), str):
         return ids.split()
-    if not {"contender", "where"} <= set(row.index):
+    if not {"configuration", "where"} <= set(row.index):
         return []
     trials = derived.finished
-    behind = (trials["contender"] == row["contender"]) & (trials["where"] == row["where"])
+    behind = (trials["configuration"] == row["configuration"]) & (trials["where"] == row["where"])
     return sorted(set(map(str, trials[behind]["id"])))
 
 
@@ -176,7 +176,7 @@ class Derived:
     def trials(self) -> pd.DataFrame:
         """:func:`trials`, with a column ``rates_differ``."""
         table = trials(self.frames)
-        return table.assign(rates_differ=table["cell"].isin(list(self.differing)))
+        return table.assign(rates_differ=table["setting"].isin(list(self.differing)))
 
     @cached_property
     def differing(self) -> dict[str, float]:
@@ -191,7 +191,7 @@ class Derived:
     @cached_property
     def over_papers(self) -> pd.DataFrame:
         """:func:`report.data.speedups.pairs` with the paper's baseline."""
-        return speedups.pairs(self.trials, is_preset(self.trials, contender.PAPERS_BASELINE))
+        return speedups.pairs(self.trials, is_preset(self.trials, configuration.PAPERS_BASELINE))
 
     @cached_property
     def generations(self) -> pd.DataFrame:
@@ -213,10 +213,10 @@ class Derived:
     def compared(self) -> Comparison:
         """What the suite's question compares."""
         trials, named_in_suite = self.finished, bool(self.finished["role"].eq("baseline").any())
-        names = [str(name) for name in trials[is_baseline(trials)]["contender"].unique()]
-        contrast = trials["role"].eq("contrast") if named_in_suite else ~trials["contender"].isin(names)
-        contenders = tuple(map(str, trials[contrast]["contender"].unique()))
-        return Comparison(listed(names), contenders, named_in_suite)
+        names = [str(name) for name in trials[is_baseline(trials)]["configuration"].unique()]
+        contrast = trials["role"].eq("contrast") if named_in_suite else ~trials["configuration"].isin(names)
+        configurations = tuple(map(str, trials[contrast]["configuration"].unique()))
+        return Comparison(listed(names), configurations, named_in_suite)
 
     @property
     def finished(self) -> pd.DataFrame:

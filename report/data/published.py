@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from report.data.contender import BASELINE, NAMES, PROPOSED
+from report.data.configuration import BASELINE, NAMES, PROPOSED
 from report.data.text import NOTHING
 
 PUBLISHED: Final = "published"  # in column ``where`` of such rows
@@ -41,10 +41,10 @@ def volume() -> pd.DataFrame:
     return pd.read_csv(FOLDER / "zeropp_volume.csv")
 
 
-def total(strategy: str, contender: str) -> float:
+def total(strategy: str, configuration: str) -> float:
     """Bytes between nodes per step in units of M by the blog's rule, of presets alone; else NaN."""
     totals = volume().set_index("method")["total_m"]
-    return float(totals.get(strategy, math.nan)) if "(" not in contender else math.nan
+    return float(totals.get(strategy, math.nan)) if "(" not in configuration else math.nan
 
 
 def rlhf(*phases: str) -> pd.DataFrame:
@@ -60,7 +60,7 @@ def rows_below(
     """Published rows below ``measured`` ones: cells of a table, the row of :func:`rlhf`, and the strategy."""
     for row in rlhf(*phases).to_dict("records") if measured else []:
         for strategy in (BASELINE, PROPOSED):
-            contender = f"{PUBLISHED}: {NAMES[strategy]}, {row['model']} on {row['gpus']} GPUs"
+            configuration = f"{PUBLISHED}: {NAMES[strategy]}, {row['model']} on {row['gpus']} GPUs"
             speedup = row["speedup"] if strategy == PROPOSED else 1.0
-            cells = {"where": PUBLISHED, "contender": contender, "trials": NOTHING, "_taken": ""}
+            cells = {"where": PUBLISHED, "configuration": configuration, "trials": NOTHING, "_taken": ""}
             yield cells | {"speedup": speedup}, row, strategy

@@ -10,19 +10,23 @@ import numpy as np
 import pandas as pd
 
 from harness.records.confidence_intervals import Interval, geometric_interval, paired_ratio_interval
-from report.data.contender import PROPOSED, is_baseline, is_preset, with_baseline
+from report.data.configuration import PROPOSED, is_baseline, is_preset, with_baseline
 
-RATES_AGREE_WITHIN: Final = 0.10  # relative spread up to which the links of a cell have one rate
-PAIR: Final = ("cell", "sweep", "seed", "repeat")  # trials that ran under the same conditions
+RATES_AGREE_WITHIN: Final = 0.10  # relative spread up to which the links of a setting have one rate
+PAIR: Final = ("setting", "sweep", "seed", "repeat")  # trials that ran under the same conditions
 
 
 def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
-    """Pairs of each trial with the baseline's (``is_base``) of its cell, seed and repeat, where there is one.
+    """Pairs of each trial with the baseline's (``is_base``) of its setting, seed and repeat, where there is one.
 
     Columns of ``table`` (:func:`report.data.metrics.trials`), ``baseline`` (its id), ``speedup`` (its step
     over the trial's), ``allowed`` (over the trial's best), ``bytes_ratio`` (ledger) and ``interface_ratio``.
     """
-    columns = {"baseline": "id", "baseline_contender": "contender", "baseline_seconds": "step_seconds"}
+    columns = {
+        "baseline": "id",
+        "baseline_configuration": "configuration",
+        "baseline_seconds": "step_seconds",
+    }
     columns |= {f"baseline_{name}": name for name in ("sent_bytes", "interface_bytes")}
     joined = with_baseline(table, is_base, PAIR, **columns).dropna(subset=["baseline"], ignore_index=True)
     return joined.assign(
@@ -35,7 +39,7 @@ def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
 
 def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "step_seconds") -> Interval:
     """Geometric mean of the ratio of two columns over seeds and repeats; its interval includes the spread
-    between sweeps.  For :func:`pairs` of one contender in one cell it is the speed-up.
+    between sweeps.  For :func:`pairs` of one configuration in one setting it is the speed-up.
     """
     by_pair = group.set_index(["seed", "repeat"])  # a trial run again under another time limit: no new pair
     columns = (by_pair[name].to_dict() for name in (above, below, "sweep"))
@@ -47,7 +51,7 @@ def over_itself(paired: pd.DataFrame) -> Interval | float:
     if paired.empty:
         return math.nan
     estimate = speedup(paired)
-    itself = paired["contender"].iloc[0] == paired["baseline_contender"].iloc[0]
+    itself = paired["configuration"].iloc[0] == paired["baseline_configuration"].iloc[0]
     return replace(estimate, low=math.nan, high=math.nan) if itself else estimate
 
 
@@ -62,12 +66,12 @@ def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
-    """Relative spread of the rates of contenders' links by cell, where too large; without unlimited links."""
+    """Relative spread of the rates of configurations' links by setting, where too large; without unlimited links."""
     limited = table["rate_mbit"].notna() | table["link_kind"].eq("real")
-    by_contender = table[limited].dropna(subset=["achieved_mbit"]).groupby(["cell", "contender"])
-    medians = by_contender["achieved_mbit"].median().groupby("cell")
+    by_configuration = table[limited].dropna(subset=["achieved_mbit"]).groupby(["setting", "configuration"])
+    medians = by_configuration["achieved_mbit"].median().groupby("setting")
     spread = medians.max() / medians.min() - 1
-    return {str(cell): float(value) for cell, value in spread.items() if value > RATES_AGREE_WITHIN}
+    return {str(setting): float(value) for setting, value in spread.items() if value > RATES_AGREE_WITHIN}
 
 
 def several_rates(table: pd.DataFrame) -> pd.DataFrame:

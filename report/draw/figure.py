@@ -16,7 +16,7 @@ import pandas as pd
 from matplotlib.transforms import Bbox
 
 from report.data import caveats
-from report.data.contender import NAMES
+from report.data.configuration import NAMES
 from report.data.metrics import Derived
 from report.data.text import sweeps_in_words
 from report.draw.marks import Front, Lanes, Lines, Rows, Stacked
@@ -118,9 +118,9 @@ def records_behind(data: pd.DataFrame) -> tuple[str, ...]:
 def style_of(derived: Derived, width: float = WIDTH) -> Style:
     """The style of a page: presets first, with the plain looks of their strategies, then changed ones."""
     ran = derived.finished.sort_values("place", kind="stable")
-    ran = ran.assign(changed=ran["contender"] != ran["strategy"].map(NAMES))
+    ran = ran.assign(changed=ran["configuration"] != ran["strategy"].map(NAMES))
     ran = ran.sort_values("changed", kind="stable")
-    return Style(width, looks_of(zip(ran["strategy"], ran["contender"], strict=True)))
+    return Style(width, looks_of(zip(ran["strategy"], ran["configuration"], strict=True)))
 
 
 def _laid_out(figure: matplotlib.figure.Figure, style: Style) -> Bbox:

@@ -19,7 +19,12 @@ from report.data import caveats
 from report.data.frames import groups
 from report.data.text import listed, number, sentence
 from report.draw import axes, theme
-from report.draw.names_of_rows import by_cell, by_cell_and_contender, by_contender, contenders
+from report.draw.names_of_rows import (
+    by_configuration,
+    by_setting,
+    by_setting_and_configuration,
+    configurations,
+)
 from report.draw.theme import Look, Style
 
 _THREE_DIGITS: Final = number(3)
@@ -37,7 +42,7 @@ class Measure:
     column: str
     label: str  # of its axis, with the unit
     says: str  # its definition, a part of a sentence of the caption
-    # of the rows of one contender in one cell; their median by default
+    # of the rows of one configuration in one setting; their median by default
     estimate: Callable[[pd.DataFrame], Interval] | None = None
     form: Callable[[float], str] = _THREE_DIGITS  # prints an estimate
     bar: bool = True  # a length from 0; else a position, on an axis that may begin elsewhere
@@ -46,7 +51,7 @@ class Measure:
     stroke: str = ""  # column whose median is drawn as a stroke across
 
     def interval(self, group: pd.DataFrame) -> Interval:
-        """The estimate of a contender's rows."""
+        """The estimate of a configuration's rows."""
         if self.estimate is not None:
             return self.estimate(group)
         return Interval(float(group[self.column].median()), math.nan, math.nan, len(group))
@@ -54,7 +59,7 @@ class Measure:
 
 def _measured(measures: Sequence[Measure], data: pd.DataFrame) -> list[Measure]:
     """Measures that have a value, with the baseline's name in their labels."""
-    base = listed(list(data["baseline_contender"].unique())) if "baseline_contender" in data else ""
+    base = listed(list(data["baseline_configuration"].unique())) if "baseline_configuration" in data else ""
     known = [measure for measure in measures if data[measure.column].notna().any()]
     return [replace(measure, label=measure.label.format(base=base)) for measure in known]
 
@@ -71,16 +76,16 @@ def _strokes(measures: Sequence[Measure], mark: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A row for each contender of each cell; measures stand side by side, each value as a dot."""
+    """A row for each configuration of each setting; measures stand side by side, each value as a dot."""
 
     measures: tuple[Measure, ...]
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
         """Bars or points with their intervals."""
-        rows, shown = by_cell_and_contender(data), _measured(self.measures, data)
+        rows, shown = by_setting_and_configuration(data), _measured(self.measures, data)
         names = [name + caveats.rates(group) for name, _, group in rows]
         figure, (panels,) = axes.grid(style, 1, len(shown), [axes.rows_inches(len(rows))], share_y=True)
-        looks = [style.look(contender) for _, contender, _ in rows]
+        looks = [style.look(configuration) for _, configuration, _ in rows]
         for ax, measure in zip(panels, shown, strict=True):
             _row_panel(ax, [group for *_, group in rows], measure, looks)
             axes.name_rows(ax, names, first=ax is panels[0] or style.narrow)
@@ -125,12 +130,12 @@ def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A line for each contender over ``x``; measures stand below each other, panels side by side."""
+    """A line for each configuration over ``x``; measures stand below each other, panels side by side."""
 
     x: str  # column of the x axis
     label: str  # of the x axis; empty where the titles of panels say it
     measures: tuple[Measure, ...]
-    lines: str = "contender"  # column of the lines' names
+    lines: str = "configuration"  # column of the lines' names
     points: str = ""  # column by which rows make a point, whose x is their median
     log: bool = False
     band: bool = False  # whether the range of the values is drawn, instead of each
@@ -139,8 +144,8 @@ class Lines:
         """Lines through estimates, in panels by the column ``panel``."""
         shown, titles = _measured(self.measures, data), list(data["panel"].unique())
         looks = theme.shades([str(name) for name in data[self.lines].unique()])
-        if self.lines == "contender":
-            looks = {name: style.look(name) for name in contenders(data)}
+        if self.lines == "configuration":
+            looks = {name: style.look(name) for name in configurations(data)}
         columns = min(len(titles), _COLUMNS if len(shown) == 1 else len(titles))
         rows = -(-len(titles) // columns) * len(shown)
         figure, panels = axes.grid(style, rows, columns, [_PANEL_INCHES] * rows)
@@ -190,8 +195,8 @@ class Lines:
                 ax.plot(group[x], group[measure.stroke], "_", color=looks[str(line)].colour, ms=9, mew=1.3)
         axes.line_at(ax, measure.line, across=True)
         if "rates_differ" in rows:
-            for _, cell in rows[rows["rates_differ"]].groupby("cell"):
-                above = (cell[x].median(), cell[y].max())
+            for _, setting in rows[rows["rates_differ"]].groupby("setting"):
+                above = (setting[x].median(), setting[y].max())
                 ax.annotate(caveats.RATES, above, (0, 4), textcoords="offset points", ha="center")
         if is_integer_dtype(rows[x]) and points["x"].nunique() < _FEW:
             ax.set_xticks(sorted(points["x"].unique()))
@@ -209,7 +214,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """A stacked bar for each contender: rows of ``kind`` bar are its parts, other kinds are marked totals."""
+    """A stacked bar for each configuration: rows of ``kind`` bar are its parts, other kinds are marked totals."""
 
     value: str  # column of the lengths
     label: str  # of the axis, with the unit
@@ -225,7 +230,7 @@ class Stacked:
         known = [part for part in self.parts if part in held]
         colours = theme.of_parts([*known, *sorted(held - set(known))])
         rows = groups(data, ["panel"])
-        heights = [axes.rows_inches(group["contender"].nunique()) for _, group in rows]
+        heights = [axes.rows_inches(group["configuration"].nunique()) for _, group in rows]
         figure, panels = axes.grid(style, len(rows), 1, heights)
         for (ax,), ((title,), group) in zip(panels, rows, strict=True):
             self._panel(ax, group, colours)
@@ -238,9 +243,9 @@ class Stacked:
         return figure
 
     def _panel(self, ax: Axes, rows: pd.DataFrame, colours: dict[str, str]) -> None:
-        names = contenders(rows)
+        names = configurations(rows)
         bars = rows[rows["kind"] == "bar"]
-        wide = bars.pivot_table(index="contender", columns="part", values=self.value, aggfunc=self.middle)
+        wide = bars.pivot_table(index="configuration", columns="part", values=self.value, aggfunc=self.middle)
         wide = wide.reindex(index=names, columns=list(colours)).astype(float)
         if colours:
             looks = {"color": colours, "legend": False, "ec": "white", "lw": 0.5}
@@ -248,8 +253,8 @@ class Stacked:
         ends = wide.sum(axis=1, min_count=1)
         totals = ends.copy()
         for kind, (marker, colour, _) in self.also.items():
-            by_contender = rows[rows["kind"] == kind].groupby("contender")[self.value]
-            middles = by_contender.agg(self.middle).reindex(names)
+            by_configuration = rows[rows["kind"] == kind].groupby("configuration")[self.value]
+            middles = by_configuration.agg(self.middle).reindex(names)
             ax.plot(middles, range(len(names)), marker, color=colour, mfc="none", mew=1.2, ms=6)
             ends, totals = ends.combine(middles, np.fmax), totals.combine_first(middles)
         for place, (end, total) in enumerate(zip(ends, totals, strict=True)):
@@ -267,7 +272,7 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """Measures over the median of ``x``: a point for each contender's estimate, and their Pareto front."""
+    """Measures over the median of ``x``: a point for each configuration's estimate, and their Pareto front."""
 
     x: str
     label: str
@@ -275,19 +280,21 @@ class Front:
     log: bool = False  # whether ``x`` is on a logarithmic axis
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
-        """A panel for each cell and measure."""
-        shown, cells = _measured(self.measures, data), by_cell(data)
-        figure, panels = axes.grid(style, len(cells), len(shown), [3.6 if self.log else 2.6] * len(cells))
-        for row, (title, rows) in zip(panels, cells, strict=True):
+        """A panel for each setting and measure."""
+        shown, settings = _measured(self.measures, data), by_setting(data)
+        figure, panels = axes.grid(
+            style, len(settings), len(shown), [3.6 if self.log else 2.6] * len(settings)
+        )
+        for row, (title, rows) in zip(panels, settings, strict=True):
             for ax, measure in zip(row, shown, strict=True):
                 known = rows.dropna(subset=[measure.column])
                 middles = pd.DataFrame(
-                    {name: self._middle(group, measure) for name, group in by_contender(known)},
+                    {name: self._middle(group, measure) for name, group in by_configuration(known)},
                     index=[self.x, measure.column],
                 ).T
                 ahead = front(middles).to_numpy().T
                 ax.plot(*ahead, drawstyle="steps-post", color=theme.FAINT, lw=1.1, zorder=1.5)
-                for name, group in by_contender(known):
+                for name, group in by_configuration(known):
                     look = style.look(name)
                     dots = _DOT | {"color": look.colour, "s": 5}
                     sns.scatterplot(group, x=self.x, y=measure.column, ax=ax, **dots)
@@ -304,12 +311,12 @@ class Front:
                 ax.set_xlabel(self.label)
                 ax.set_ylabel(measure.label)
             row[0].set_title(title)
-        looks = {axes.wrapped(name, 30, most=40): style.look(name) for name in contenders(data)}
+        looks = {axes.wrapped(name, 30, most=40): style.look(name) for name in configurations(data)}
         axes.legend(figure, axes.lines(looks, linestyle="none"), style)
         return figure
 
     def _middle(self, rows: pd.DataFrame, measure: Measure) -> list[float]:
-        """Where a contender's marker stands."""
+        """Where a configuration's marker stands."""
         return [float(rows[self.x].median()), measure.interval(rows).estimate]
 
     def says(self, data: pd.DataFrame) -> str:

@@ -1,4 +1,4 @@
-"""Style of figures: fonts, and a colour, a marker and dashes per contender, the same on a whole page."""
+"""Style of figures: fonts, and a colour, a marker and dashes per configuration, the same on a whole page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import seaborn as sns
 from matplotlib.colors import to_hex, to_rgb
 
-from report.data.contender import STRATEGIES
+from report.data.configuration import STRATEGIES
 
 WIDTH: Final = 178.0  # mm: a journal's two columns, and a text column of the page
 COLUMN: Final = 84.0  # mm: one column of a journal, and a telephone's screen
@@ -22,7 +22,7 @@ INK: Final = "#222222"
 FAINT: Final = "#8a8a8a"
 PUBLISHED: Final = "#c00000"  # numbers of the papers
 _NARROW_BELOW: Final = 130.0  # mm, panels stand above one another
-# Of the contenders of a strategy in turn: the colour mixed in, and its share.
+# Of the configurations of a strategy in turn: the colour mixed in, and its share.
 _SHADES: Final = (("black", 0.0), ("black", 0.45), ("white", 0.5), ("black", 0.7), ("white", 0.3))
 _MARKERS: Final = "DosPXv^p<h>*dH8"
 _FONTS: Final = mpl.rc_params_from_file(
@@ -33,7 +33,7 @@ _DASHES: Final[tuple[Any, ...]] = ("", (4, 1.5), (1, 1), (3, 1, 1, 1))
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a contender is drawn; dashes as seaborn takes them."""
+    """How a configuration is drawn; dashes as seaborn takes them."""
 
     colour: str = "#bbbbbb"
     marker: str = "o"
@@ -42,7 +42,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What the figures of a page share: their width in mm, and the looks of contenders."""
+    """What the figures of a page share: their width in mm, and the looks of configurations."""
 
     width: float = WIDTH
     looks: Mapping[str, Look] = field(default_factory=dict)
@@ -57,20 +57,20 @@ class Style:
         """Whether a figure is too narrow for panels side by side."""
         return self.width < _NARROW_BELOW
 
-    def look(self, contender: str) -> Look:
-        """The look of a contender."""
-        return self.looks.get(contender, Look())
+    def look(self, configuration: str) -> Look:
+        """The look of a configuration."""
+        return self.looks.get(configuration, Look())
 
 
-def looks_of(contenders: Iterable[tuple[str, str]]) -> dict[str, Look]:
-    """Looks by contender, from (strategy, contender) in list order; those of one strategy differ."""
+def looks_of(configurations: Iterable[tuple[str, str]]) -> dict[str, Look]:
+    """Looks by configuration, from (strategy, configuration) in list order; those of one strategy differ."""
     looks: dict[str, Look] = {}
     seen: Counter[str] = Counter()
-    for strategy, contender in dict.fromkeys(contenders):
+    for strategy, configuration in dict.fromkeys(configurations):
         usual = STRATEGIES.get(strategy) or Look()
         markers = [usual.marker, *(marker for marker in _MARKERS if marker != usual.marker)]
         shade, marker, dashes = (cycle[seen[strategy] % len(cycle)] for cycle in (_SHADES, markers, _DASHES))
-        looks[contender] = Look(_mixed(usual.colour, *shade), marker, dashes)
+        looks[configuration] = Look(_mixed(usual.colour, *shade), marker, dashes)
         seen[strategy] += 1
     return looks
 
@@ -88,7 +88,7 @@ def of_parts(parts: Sequence[str]) -> dict[str, str]:
 
 
 def shades(names: Sequence[str]) -> dict[str, Look]:
-    """Looks of ordered lines that are no contenders, legible on white."""
+    """Looks of ordered lines that are no configurations, legible on white."""
     colours = sns.color_palette("viridis", len(names) + 1).as_hex()  # the last is too pale
     return {name: Look(colour) for name, colour in zip(names, colours, strict=False)}
 

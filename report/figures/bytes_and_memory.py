@@ -26,14 +26,16 @@ def _place(row: pd.Series) -> str:
 
 def _volume(derived: Derived) -> pd.DataFrame:
     table = derived.trials[derived.trials["m_bytes"].notna()].sort_values(_PLACE, kind="stable")
-    named = table[["id", "strategy", "contender", "place", "first", *_PLACE, "m_bytes", "where", "cell"]]
+    named = table[
+        ["id", "strategy", "configuration", "place", "first", *_PLACE, "m_bytes", "where", "setting"]
+    ]
     parts = [bytes_and_memory.volume(derived.frames, table).assign(kind="bar")]
     totals = {"predicted": "predicted_bytes", "interfaces": "interface_bytes"}
     parts += [table[["id"]].assign(kind=kind, part="total", bytes=table[key]) for kind, key in totals.items()]
     rows = named.merge(pd.concat(parts)[["id", "kind", "part", "bytes"]].dropna(), on="id")
     rows = rows.assign(m=rows["bytes"].astype(float) / rows["m_bytes"])
-    rule = named.drop_duplicates([*_PLACE, "contender"]).assign(kind="published rule", part="total")
-    rule["m"] = list(map(published.total, rule["strategy"], rule["contender"]))
+    rule = named.drop_duplicates([*_PLACE, "configuration"]).assign(kind="published rule", part="total")
+    rule["m"] = list(map(published.total, rule["strategy"], rule["configuration"]))
     if rows.empty:
         return rows.assign(panel="")
     rows = pd.concat([rows, rule.dropna(subset=["m"])], ignore_index=True)
@@ -55,7 +57,7 @@ def _m_in_words(data: pd.DataFrame) -> str:
 VOLUME: Final = Figure(
     name="volume",
     title="Bytes between nodes",
-    question="What does each contender send between nodes in a step, in units of M?",
+    question="What does each configuration send between nodes in a step, in units of M?",
     table=_volume,
     mark=Stacked(
         "m",
@@ -115,10 +117,10 @@ def _largest(derived: Derived) -> pd.DataFrame:
     """A row for each trial under a limit: millions of parameters if it trained, and the least of others."""
     rows = bytes_and_memory.under_limits(derived)
     millions, trained = rows["parameters"] / 1e6, rows["trained"].astype(bool)
-    least = millions.mask(trained).groupby(rows["contender"]).transform("min")
+    least = millions.mask(trained).groupby(rows["configuration"]).transform("min")
     limits = [f"{size / 2**20:g} MiB a rank" for size in rows["limit_bytes"]]
     millions = millions.where(trained)
-    return rows.assign(trained_millions=millions, next_size_not_run=least, where=limits, cell=limits)
+    return rows.assign(trained_millions=millions, next_size_not_run=least, where=limits, setting=limits)
 
 
 _TRAINED: Final = Measure(

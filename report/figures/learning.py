@@ -8,7 +8,7 @@ from typing import Final
 import pandas as pd
 
 from report.data import loss_verdicts, speedups
-from report.data.contender import is_baseline
+from report.data.configuration import is_baseline
 from report.data.metrics import OF_TRIAL, Derived
 from report.data.text import byte_unit, counted, number, span
 from report.draw.figure import Figure
@@ -17,7 +17,7 @@ from report.draw.names_of_rows import titles_of
 from report.quantities import formula
 
 _ENDS: Final = [*OF_TRIAL, "validation_loss", "validation_step"]
-_FEWEST: Final = 4  # contenders of a cell that have a front
+_FEWEST: Final = 4  # configurations of a setting that have a front
 _EXCESS: Final = "loss minus the baseline's, nats"
 _EXCESS_OVER_SEEDS: Final = Measure(
     "excess", _EXCESS, "of the last validation, same seed, mean over seeds",
@@ -36,8 +36,10 @@ def _curves(derived: Derived) -> pd.DataFrame:
     size, unit = byte_unit(float(rows["inter_bytes"].max()))
     axes = {"optimizer steps": rows["step"], "seconds in steps": rows["train_seconds"],
             f"{unit} sent between nodes": rows["inter_bytes"] / size}  # fmt: skip
-    heads = {cell: f"{title}: " if title else "" for cell, title in titles_of(rows).items()}
-    return pd.concat(rows.assign(against=x, panel=rows["cell"].map(heads) + name) for name, x in axes.items())
+    heads = {setting: f"{title}: " if title else "" for setting, title in titles_of(rows).items()}
+    return pd.concat(
+        rows.assign(against=x, panel=rows["setting"].map(heads) + name) for name, x in axes.items()
+    )
 
 
 def _seeds_in_words(data: pd.DataFrame) -> str:
@@ -70,7 +72,7 @@ def _steps_in_words(data: pd.DataFrame) -> str:
 FINAL_LOSS: Final = Figure(
     name="final_loss",
     title="Final validation loss",
-    question="Which loss does each contender end with?",
+    question="Which loss does each configuration end with?",
     table=lambda derived: derived.trials[_ENDS].dropna(subset=["validation_loss"]),
     mark=Rows((
         Measure(
@@ -83,19 +85,21 @@ FINAL_LOSS: Final = Figure(
 
 
 def _front(derived: Derived) -> pd.DataFrame:
-    """One row per trial of cells that have a front, with the bytes of a step in M."""
+    """One row per trial of settings that have a front, with the bytes of a step in M."""
     known = loss_verdicts.front(derived)
-    trials = derived.trials[derived.trials["cell"].isin(known["cell"])].dropna(subset=["validation_loss"])
+    trials = derived.trials[derived.trials["setting"].isin(known["setting"])].dropna(
+        subset=["validation_loss"]
+    )
     return trials[[*OF_TRIAL, "validation_loss"]].assign(
         m=(trials["sent_bytes"] / trials["m_bytes"]).round(3),
-        front=trials["contender"].map(known.set_index("contender")["front"]),
+        front=trials["configuration"].map(known.set_index("configuration")["front"]),
         excess=_excess(derived, trials),
     )
 
 
 def _excess(derived: Derived, trials: pd.DataFrame) -> pd.Series[float]:
-    """Each trial's validation loss less the baseline's of its cell and seed."""
-    every, keys = derived.trials, ["cell", "seed"]
+    """Each trial's validation loss less the baseline's of its setting and seed."""
+    every, keys = derived.trials, ["setting", "seed"]
     base = every[is_baseline(every)].groupby(keys)["validation_loss"].mean()
     return trials["validation_loss"] - trials.join(base.rename("base"), on=keys)["base"]
 
@@ -150,7 +154,7 @@ SENT_ERROR: Final = Figure(
 
 
 def _costs(derived: Derived) -> pd.DataFrame:
-    """One row per trial of cells in which enough contenders have known bytes and errors."""
+    """One row per trial of settings in which enough configurations have known bytes and errors."""
     trials, errors = derived.trials, derived.sent_errors
     last = _last(errors[errors["hop"].isna() & errors["repeated"].eq(1)])
     trials = trials.assign(
@@ -159,7 +163,7 @@ def _costs(derived: Derived) -> pd.DataFrame:
         excess=_excess(derived, trials),
     )
     trials = trials[trials["m"].gt(0) & trials["vnmse"].gt(0)]
-    enough = trials.groupby("cell")["contender"].transform("nunique") >= _FEWEST
+    enough = trials.groupby("setting")["configuration"].transform("nunique") >= _FEWEST
     return trials[enough][[*OF_TRIAL, "sweep", "m", "vnmse", "excess", "step_seconds"]]
 
 

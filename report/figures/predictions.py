@@ -31,23 +31,25 @@ def measured_over(derived: Derived) -> pd.DataFrame:
 def score(rows: pd.DataFrame) -> dict[str, float]:
     """Errors of the predictions of :func:`measured_over`'s rows.
 
-    Median and 90th percentile of the relative errors of cells, of single trials, and of computation plus
+    Median and 90th percentile of the relative errors of settings, of single trials, and of computation plus
     wire; ``ordered``: share of pairs more than :data:`APART` apart in the right order; ``regret``: the
-    excess of the contender predicted to be fastest over the fastest.
+    excess of the configuration predicted to be fastest over the fastest.
     """
-    by_cell = rows.groupby(["cell", "contender"], as_index=False)[["step_seconds", *WAYS.values()]].median()
-    seconds, foreseen = by_cell["step_seconds"], by_cell["foreseen_seconds"]
+    by_setting = rows.groupby(["setting", "configuration"], as_index=False)[
+        ["step_seconds", *WAYS.values()]
+    ].median()
+    seconds, foreseen = by_setting["step_seconds"], by_setting["foreseen_seconds"]
     ratios = {"": foreseen / seconds, "trial_": 1 / rows["over_predicted"]}
-    ratios["naive_"] = by_cell["naive_seconds"] / seconds
-    both = by_cell.merge(by_cell, on="cell", suffixes=("", "_other"))
-    both = both[both["contender"] < both["contender_other"]]
+    ratios["naive_"] = by_setting["naive_seconds"] / seconds
+    both = by_setting.merge(by_setting, on="setting", suffixes=("", "_other"))
+    both = both[both["configuration"] < both["configuration_other"]]
     columns = ("step_seconds", "foreseen_seconds")
     measured, predicted = (both[column] / both[f"{column}_other"] for column in columns)
     right = (measured < 1).eq(predicted < 1)[np.abs(np.log(measured)) > np.log1p(APART)]
-    several = by_cell[by_cell["cell"].duplicated(keep=False)].groupby("cell")
+    several = by_setting[by_setting["setting"].duplicated(keep=False)].groupby("setting")
     chosen = seconds.reindex(several["foreseen_seconds"].idxmin()).to_numpy()
     return {
-        "cells": float(len(by_cell)),
+        "settings": float(len(by_setting)),
         **{f"{prefix}median": float((ratio - 1).abs().median()) for prefix, ratio in ratios.items()},
         **{f"{prefix}ninth": float((ratio - 1).abs().quantile(0.9)) for prefix, ratio in ratios.items()},
         "pairs": float(len(right)),
@@ -60,13 +62,13 @@ def score_in_words(rows: pd.DataFrame) -> str:
     """A sentence or two of a caption."""
     scores = score(rows)
     text = (
-        "Predictions err by {median:.1%} in the median of {cells:.0f} cells and by {ninth:.1%} at the 90th "
+        "Predictions err by {median:.1%} in the median of {settings:.0f} settings and by {ninth:.1%} at the 90th "
         "percentile (single trials {trial_median:.1%} and {trial_ninth:.1%}); computation plus wire by "
         "{naive_median:.1%} and {naive_ninth:.1%}."
     )
     if scores["pairs"]:
         text += (
-            " Of {pairs:.0f} pairs of contenders more than {apart:.0%} apart, {ordered:.0%} are put in the "
+            " Of {pairs:.0f} pairs of configurations more than {apart:.0%} apart, {ordered:.0%} are put in the "
             "right order; to choose by it costs {regret:.1%}."
         )
     return text.format(apart=APART, **scores)

@@ -10,19 +10,19 @@ import pandas as pd
 
 from harness.records.confidence_intervals import Interval
 from report.data import bytes_and_memory, caveats, decoding, metrics, published, speedups
-from report.data.contender import NAMES, PROPOSED
+from report.data.configuration import NAMES, PROPOSED
 from report.data.metrics import KEPT, Derived
 from report.data.text import FEWEST_IN_WORDS, listed
 from report.draw.figure import Figure
 from report.draw.marks import Lines, Measure, Rows, Stacked
-from report.draw.names_of_rows import contenders, titles_of
+from report.draw.names_of_rows import configurations, titles_of
 from report.figures import predictions
 from report.quantities import QUANTITIES, formula
 
 _SPEEDUP: Final = Measure(
     "speedup",
     "speed-up over {base}",
-    f"the baseline's step over the contender's in pairs of one repeat: geometric mean, {FEWEST_IN_WORDS}",
+    f"the baseline's step over the configuration's in pairs of one repeat: geometric mean, {FEWEST_IN_WORDS}",
     speedups.speedup,
     "{:.2f}".format,
     bar=False,
@@ -52,7 +52,14 @@ def _pairs(derived: Derived) -> pd.DataFrame:
     rows = derived.pairs[derived.pairs["nodes"] > 1]
     if not (rows["id"] != rows["baseline"]).any():
         rows = rows.iloc[:0]
-    keys = ["baseline", "baseline_contender", "baseline_seconds", "step_seconds", "best_seconds", "speedup"]
+    keys = [
+        "baseline",
+        "baseline_configuration",
+        "baseline_seconds",
+        "step_seconds",
+        "best_seconds",
+        "speedup",
+    ]
     return rows[[*KEPT, *keys, "allowed", *metrics.SHARES, "alone", "rates_differ"]]
 
 
@@ -64,25 +71,25 @@ def _at_one_rate(derived: Derived, known: str) -> pd.DataFrame:
 
 def _bounds_in_words(data: pd.DataFrame) -> str:
     """Caption text on the shortest step, and on shares above 1 if one is drawn."""
-    drawn = data.groupby(["cell", "contender"])["share"].median()
+    drawn = data.groupby(["setting", "configuration"])["share"].median()
     above = f" {caveats.FOOTNOTES[caveats.ABOVE]}" if drawn.round(2).gt(1).any() else ""
     return formula("best possible step", "scheduled step", "best step by processors") + above
 
 
 _AGAINST_RATES: Final = partial(
-    Lines, "achieved_mbit", "achieved rate of a node's link, Mbit/s", points="cell", log=True
+    Lines, "achieved_mbit", "achieved rate of a node's link, Mbit/s", points="setting", log=True
 )
 SPEEDUP: Final = Figure(
     name="speedup",
     title="Speed-up",
-    question="How much faster is each contender?",
+    question="How much faster is each configuration?",
     table=lambda derived: _at_one_rate(derived, "speedup"),
     mark=Rows((_SPEEDUP,)),
 )
 SHARE: Final = Figure(
     name="share",
     title="Steps beside the shortest possible",
-    question="How near is each contender's step to the shortest possible?",
+    question="How near is each configuration's step to the shortest possible?",
     table=lambda derived: _at_one_rate(derived, "share"),
     mark=Rows((_SHARE,)),
     notes=(_bounds_in_words,),
@@ -90,7 +97,7 @@ SHARE: Final = Figure(
 OVER_RATES: Final = Figure(
     name="speedup_over_rates",
     title="Speed-up against bandwidth",
-    question="From which rate of the link on does a contender no longer pay?",
+    question="From which rate of the link on does a configuration no longer pay?",
     table=lambda derived: _over_rates(_pairs(derived)),
     mark=_AGAINST_RATES(measures=(_SPEEDUP, _SHARE)),
     notes=(_bounds_in_words,),
@@ -108,7 +115,7 @@ THROUGHPUT: Final = Figure(
 
 def _beside_published(derived: Derived) -> pd.DataFrame:
     pairs, blog = derived.pairs[derived.pairs["role"] == ""], published.throughput()
-    pairs = _over_rates(pairs[pairs["contender"] == NAMES[PROPOSED]]).sort_index()
+    pairs = _over_rates(pairs[pairs["configuration"] == NAMES[PROPOSED]]).sort_index()
     if pairs.empty:
         return pairs
     size = pairs["panel"].str.replace(" tokens per rank", " tokens")
@@ -118,7 +125,7 @@ def _beside_published(derived: Derived) -> pd.DataFrame:
         panel=f"published, {listed(list(gpus.unique()))}, Gbit/s",
         line="published, " + blog["tokens_per_gpu"].astype(str) + " tokens",
         rate=rate,
-        cell="published " + rate.astype(str),
+        setting="published " + rate.astype(str),
     )
     keys = [
         "baseline",
@@ -152,7 +159,7 @@ BESIDE_PUBLISHED: Final = Figure(
     title="Speed-up beside the published",
     question="Has the speed-up over the rate the shape that was published?",
     table=_beside_published,
-    mark=Lines("rate", "", (_BESIDE,), lines="line", points="cell", log=True),
+    mark=Lines("rate", "", (_BESIDE,), lines="line", points="setting", log=True),
     note="Rates and hardware differ by orders of magnitude: compare shapes, not positions.",
     notes=(lambda data: caveats.beside_real(data["link_kind"].dropna()),),
 )
@@ -161,9 +168,9 @@ BESIDE_PUBLISHED: Final = Figure(
 GENERATION: Final = Figure(
     name="generation",
     title="Decoding with sharded weights",
-    question="How fast does each contender decode, and what does it send between nodes for a token?",
+    question="How fast does each configuration decode, and what does it send between nodes for a token?",
     table=lambda derived: derived.generations.assign(
-        baseline_contender=derived.compared.baseline,
+        baseline_configuration=derived.compared.baseline,
         first_mb=derived.generations["first_bytes"] / 1e6,
         later_mb=derived.generations["later_bytes"] / 1e6,
     ),
@@ -217,20 +224,20 @@ SCALING: Final = Figure(
 
 
 def _split(derived: Derived) -> pd.DataFrame:
-    """Each trial's parts, scaled so that the means of a contender add up to the step of the Summary."""
+    """Each trial's parts, scaled so that the means of a configuration add up to the step of the Summary."""
     table = derived.trials[[*KEPT, "step_seconds"]].merge(metrics.split(derived.frames), on="id")
-    keys = ["cell", "contender"]
+    keys = ["setting", "configuration"]
     means = table.groupby([*keys, "id"])["seconds"].sum().groupby(level=keys).mean()
     steps = {key: speedups.step_interval(trials).estimate for key, trials in derived.trials.groupby(keys)}
     scale = [steps[key] / means[key] for key in table[keys].itertuples(index=False, name=None)]
-    panel = table["cell"].map(titles_of(table))
+    panel = table["setting"].map(titles_of(table))
     return table.assign(kind="bar", seconds=table["seconds"] * scale, panel=panel)
 
 
 def _unexposed_in_words(data: pd.DataFrame) -> str:
-    """A sentence on contenders without known exposed communication, if there are any."""
-    known = set(data[data["part"].str.startswith("exposed")]["contender"])
-    without = [contender for contender in contenders(data) if contender not in known]
+    """A sentence on configurations without known exposed communication, if there are any."""
+    known = set(data[data["part"].str.startswith("exposed")]["configuration"])
+    without = [configuration for configuration in configurations(data) if configuration not in known]
     return f"For {listed(without)} it is not known: it is part of forward and backward." if without else ""
 
 

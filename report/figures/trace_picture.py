@@ -9,13 +9,13 @@ from typing import Final
 
 import pandas as pd
 
-from harness.records.record import write_whole
 from harness.records.trace_record import LANES, Trace, overlap
+from harness.records.trial_record import write_whole
 from impl.comm.ledger import Span
 from report.data.metrics import KEPT, Derived
 from report.draw.figure import Figure
 from report.draw.marks import Lanes
-from report.draw.names_of_rows import by_cell_and_contender
+from report.draw.names_of_rows import by_setting_and_configuration
 from report.draw.theme import Style, fonts
 
 _LANES: Final = Lanes(LANES)
@@ -26,7 +26,7 @@ def _traced(derived: Derived) -> pd.DataFrame:
     spans = derived.frames.traces
     table = derived.trials[KEPT].merge(spans[spans["rank"] == 0], on="id")
     parts = []
-    for name, _, trials in by_cell_and_contender(table):
+    for name, _, trials in by_setting_and_configuration(table):
         for identity, rows in trials.groupby("id", sort=False):
             total, apart = overlap([Span(*row) for row in rows[["lane", "name", "begin", "end"]].to_numpy()])
             share, first = apart / total if total else 0.0, rows.iloc[0]

@@ -53,7 +53,7 @@ def explanation(folder: Path, table: str, row: str, column: str) -> str:
     raw_values = pd.read_csv(io.StringIO(shown.csv())).iloc[number]  # with the ends of intervals
     lines += [f"  {key} = {value}" for key, value in raw_values.items() if str(key).startswith(printed.name)]
     files, others = (" ".join(f"{identity}.json" for identity in group) for group in (ids, baselines))
-    lines.append(f"records ({len(ids)}): {files or 'none of one contender alone'}")
+    lines.append(f"records ({len(ids)}): {files or 'none of one configuration alone'}")
     if baselines:
         lines.append(f"compared with ({len(baselines)}): {others}")
     return "\n".join([*lines, f"how: {shown.caption}", "quantities: docs/reference/metrics.md"])

@@ -10,17 +10,17 @@ from harness.records.confidence_intervals import Interval
 from report.data import caveats, decoding, published, speedups
 from report.data.break_even import break_even as data_of
 from report.data.break_even import in_words
-from report.data.contender import BASELINE, NAMES, PROPOSED
+from report.data.configuration import BASELINE, NAMES, PROPOSED
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import NOTHING, number
 from report.quantities import formula
-from report.tables.table import CONTENDER, RATIO, TRIALS, Column, Table, rows_of, table_of, trial_count
+from report.tables.table import CONFIGURATION, RATIO, TRIALS, Column, Table, rows_of, table_of, trial_count
 
 
 def parity(derived: Derived) -> Table:
     """Table of parity: the contrast at rate B/4 over the baseline at B, measured and published."""
-    contender, base = NAMES[PROPOSED], NAMES[BASELINE]
+    configuration, base = NAMES[PROPOSED], NAMES[BASELINE]
     keys = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "full_rate"]
     rows: list[dict[str, Any]] = [
         {
@@ -61,9 +61,9 @@ def parity(derived: Derived) -> Table:
         rows,
         Column("setting", "Setting"),
         TRIALS,
-        Column("low", f"{contender} at"),
+        Column("low", f"{configuration} at"),
         Column("high", f"{base} at"),
-        Column("ours", contender, number(3)),
+        Column("ours", configuration, number(3)),
         Column("base", base, number(3)),
         Column("unit", "Unit"),
         Column("parity", "Parity", number(3), formula("parity"), "_rates"),
@@ -73,7 +73,7 @@ def parity(derived: Derived) -> Table:
 
 
 def verdict(parity: Interval) -> str:
-    """Whether a contender makes up for a link of a quarter of the rate."""
+    """Whether a configuration makes up for a link of a quarter of the rate."""
     if not parity.known:
         return NOTHING
     return "held" if parity.low >= 1 else "missed" if parity.high < 1 else "cannot tell"
@@ -86,7 +86,7 @@ def _behind(derived: Derived, ids: list[str]) -> dict[str, Any]:
 
 
 def break_even(derived: Derived) -> Table:
-    """Table of break-even rates, at which a contender's speed-up over the baseline crosses 1."""
+    """Table of break-even rates, at which a configuration's speed-up over the baseline crosses 1."""
     rows = data_of(derived.pairs)
     behind = pd.DataFrame([_behind(derived, ids.split()) for ids in rows["records"]])
     rows = rows.assign(where=rows["elsewhere"], _found=rows["found"].map(in_words)).drop(columns="found")
@@ -94,7 +94,7 @@ def break_even(derived: Derived) -> Table:
         "break_even",
         "Break-even",
         rows.join(behind),
-        CONTENDER,
+        CONFIGURATION,
         TRIALS,
         Column("_found", "Break-even, Mbit/s", str, formula("break-even"), "_rates"),
         Column("low_mbit", "Lowest rate, Mbit/s", number(3)),
@@ -130,7 +130,7 @@ def generation(derived: Derived) -> Table:
         "generation",
         "Generation",
         rows,
-        CONTENDER,
+        CONFIGURATION,
         TRIALS,
         Column("tokens_per_second", "Tokens/s per rank", number(3), speed),
         Column("later_tokens_per_second", "without the first token", number(3)),

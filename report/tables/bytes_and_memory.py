@@ -12,10 +12,10 @@ from report.data import bytes_and_memory, published
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import NOTHING, number
-from report.draw.names_of_rows import by_contender
+from report.draw.names_of_rows import by_configuration
 from report.figures.bytes_and_memory import VARIED
 from report.quantities import formula
-from report.tables.table import CONTENDER, TRIALS, Column, Table, rows_of, table_of
+from report.tables.table import CONFIGURATION, TRIALS, Column, Table, rows_of, table_of
 
 _COPY: Final = {"copy_frames_mib": "hpZ's copy as frames", "copy_halves_mib": "in 16 bits"}
 _SUMS: Final = ("engine_mib", "covered_mib", "formula_mib", "copied_step_mib", "copied_formula_step_mib")
@@ -36,7 +36,7 @@ def volume(derived: Derived) -> Table:
             "where": f"{first['nodes']}x{first['ranks_per_node']} ranks, {first['shape']}",
             **{part: m.get(part, 0.0 if len(m) else math.nan) for part in bytes_and_memory.VOLUME_PARTS},
             **{key: (trials[f"{sent}_bytes"] / trials["m_bytes"]).median() for key, sent in _SENT.items()},
-            "published": published.total(first["strategy"], row["contender"]),
+            "published": published.total(first["strategy"], row["configuration"]),
             "m_bytes": trials["m_bytes"].median(),
         })  # fmt: skip
     titles = ("Forward gather", "Backward gather", "Gradients", "Control", "Padding")
@@ -45,7 +45,7 @@ def volume(derived: Derived) -> Table:
         "volume",
         "Volume between nodes",
         rows,
-        CONTENDER,
+        CONFIGURATION,
         *(Column(part, title, number(3)) for part, title in heads),
         Column("predicted", "Predicted", number(4)),
         Column("ledger", "Ledger", number(4)),
@@ -76,7 +76,7 @@ def checks(derived: Derived) -> Table:
         "checks",
         "Checks",
         rows,
-        CONTENDER,
+        CONFIGURATION,
         TRIALS,
         Column("equal", "Ledger as predicted", str, formula("ledger", "predicted")),
         Column("interface_over_ledger", "Interface/ledger", number(4)),
@@ -91,9 +91,13 @@ def memory(derived: Derived) -> Table:
     places = ["nodes", "ranks_per_node", "shape"]
     parts = bytes_and_memory.memory(derived.frames, derived.trials).sort_values(places, kind="stable")
     rows = pd.DataFrame(
-        {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender, **_memory_row(derived, group)}
+        {
+            "where": f"{nodes}x{ranks} ranks, {model}",
+            "configuration": configuration,
+            **_memory_row(derived, group),
+        }
         for (nodes, ranks, model), place in groups(parts, places)
-        for contender, group in by_contender(place)
+        for configuration, group in by_configuration(place)
     )
     if len(rows) and not rows["beyond_mib"].any():  # then Sum says it all
         rows[["beyond_mib", "covered_mib"]] = math.nan
@@ -115,7 +119,7 @@ def memory(derived: Derived) -> Table:
         "memory",
         "Memory per rank",
         rows,
-        CONTENDER,
+        CONFIGURATION,
         *(Column(key, title, number(4 if key in _SUMS else 3)) for key, title in columns.items()),
         notes="MiB of the fullest rank: what the engine owns, by part and in sum, without a formula and "
         "with one, and the sum of formulas; hpZ's copy by formula, as the frames that came and in 16 "
@@ -124,7 +128,7 @@ def memory(derived: Derived) -> Table:
 
 
 def _memory_row(derived: Derived, parts: pd.DataFrame) -> dict[str, float]:
-    """MiB of one contender by source and part, with sums of all, with formula and without one."""
+    """MiB of one configuration by source and part, with sums of all, with formula and without one."""
     medians = parts.groupby(["source", "part"])["bytes"].median() / 2**20
     row = {
         f"{source}_{part}_mib": float(size)

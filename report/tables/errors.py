@@ -13,9 +13,9 @@ from report.data.frames import groups
 from report.data.loss_verdicts import ENOUGH_POWER
 from report.data.metrics import Derived
 from report.data.text import NOTHING, listed, number, with_interval
-from report.draw.names_of_rows import by_cell_and_contender
+from report.draw.names_of_rows import by_setting_and_configuration
 from report.quantities import formula
-from report.tables.table import CONTENDER, TRIALS, Column, Table, table_of, trial_count
+from report.tables.table import CONFIGURATION, TRIALS, Column, Table, table_of, trial_count
 
 _ENDS: Final = ["end_to_end", "repeated", "weights", "secondary"]
 
@@ -24,11 +24,11 @@ def sent_error(derived: Derived) -> Table:
     """Table of the error of messages, hop by hop and end to end, at the measured steps."""
     errors, rows = derived.sent_errors, []
     kind = errors["purpose"].mask(errors["repeated"].gt(1), "repeated").replace("gradients", "end_to_end")
-    for *_, trials in by_cell_and_contender(errors.assign(kind=kind)):
+    for *_, trials in by_setting_and_configuration(errors.assign(kind=kind)):
         for _, step in groups(trials, ["step"]):
             hops, ends = step[step["purpose"].eq("gradients") & step["hop"].notna()], step[step["hop"].isna()]
             rows.append({
-                **step.iloc[0][["where", "contender", "step"]],
+                **step.iloc[0][["where", "configuration", "step"]],
                 **trial_count(derived.trials[derived.trials["id"].isin(step["id"])]),
                 "cosine": ends[ends["kind"] == "end_to_end"]["cosine"].median(),
                 "hops": hops_text(hops),
@@ -41,7 +41,7 @@ def sent_error(derived: Derived) -> Table:
         "sent_error",
         "Error of what was sent",
         rows,
-        CONTENDER,
+        CONFIGURATION,
         Column("step", "Step", str),
         TRIALS,
         Column("cosine", "Cosine of ranks", number(3), formula("cosine of ranks")),
@@ -69,8 +69,11 @@ def hops_text(hops: pd.DataFrame) -> str:
 def chosen_codecs(derived: Derived) -> Table:
     """Table of the codecs that a budget chose for each unit, step by step."""
     order = derived.trials.sort_values(["seed", "repeat"], kind="stable")
-    first = order.drop_duplicates(["cell", "contender"]).sort_index()[metrics.OF_TRIAL]
-    choices, keys = first.merge(derived.frames.chosen_codecs, on="id"), ["cell", "contender", "what", "unit"]
+    first = order.drop_duplicates(["setting", "configuration"]).sort_index()[metrics.OF_TRIAL]
+    choices, keys = (
+        first.merge(derived.frames.chosen_codecs, on="id"),
+        ["setting", "configuration", "what", "unit"],
+    )
     new = choices["codec"] != choices.groupby(keys)["codec"].shift()
     codecs = (choices["step"].astype(str) + ": " + choices["codec"]).where(new)
     rows = choices.assign(codecs=codecs).groupby(["where", *keys], sort=False, as_index=False)
@@ -78,13 +81,13 @@ def chosen_codecs(derived: Derived) -> Table:
     return table_of(
         "chosen_codecs",
         "Codecs chosen within a budget",
-        rows.agg(columns).drop(columns="cell"),
-        CONTENDER,
+        rows.agg(columns).drop(columns="setting"),
+        CONFIGURATION,
         Column("what", "Of"),
         Column("unit", "Unit"),
         Column("codecs", "After steps", says="After so many steps: the codec, until it changes."),
         Column("vnmse", "vNMSE", number(3), "vNMSE: of the last choice, when it was made."),
-        notes="Of the first trial of each contender; gradients are those that cross nodes.",
+        notes="Of the first trial of each configuration; gradients are those that cross nodes.",
     )
 
 
@@ -100,11 +103,11 @@ def largest_error(derived: Derived) -> Table:
 
 
 def _of_codecs(derived: Derived, name: str, title: str, value: str, says: str) -> Table:
-    """Errors by tensor, kind of codec and block size, of the first contender that tried any, in one cell."""
+    """Errors by tensor, kind of codec and block size, of the first configuration that tried any, in one setting."""
     errors = derived.frames.quantisation.merge(derived.trials[metrics.OF_TRIAL], on="id")
     first = errors.sort_values(["place", "first"], kind="stable").head(1)
-    errors = errors.merge(first[["contender", "cell"]], on=["contender", "cell"])
-    where = "".join(first["contender"] + " (" + first["where"] + ")")
+    errors = errors.merge(first[["configuration", "setting"]], on=["configuration", "setting"])
+    where = "".join(first["configuration"] + " (" + first["where"] + ")")
     parts = errors["codec"].astype(str).str.extract(r"(?P<head>[^:]*):?(?P<block>[^:]*):?(?P<options>.*)")
     kinds = (parts["head"] + " " + parts["options"]).str.strip()
     errors = errors.assign(kind=kinds, block=parts["block"].replace("", "none"))
@@ -145,7 +148,7 @@ def losses(derived: Derived) -> Table:
         "losses",
         "Losses",
         [printed(row) for row in rows],
-        CONTENDER,
+        CONFIGURATION,
         Column("seeds", "Seeds", str),
         Column("loss", "Validation loss, mean", number(4), "Validation loss: mean over seeds."),
         Column("difference", f"minus {base}'s", "{:+.4f}".format, formula("difference")),

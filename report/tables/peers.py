@@ -11,7 +11,7 @@ from harness.suites.trial import Trial
 from report.data import speedups
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.tables.table import CONTENDER, RATIO, STEP, TRIALS, Column, Table, table_of, trial_count
+from report.tables.table import CONFIGURATION, RATIO, STEP, TRIALS, Column, Table, table_of, trial_count
 
 FAMILIES: Final = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 
@@ -35,7 +35,7 @@ def peers(derived: Derived) -> Table:
         "peers",
         "Beside peers",
         rows,
-        CONTENDER,
+        CONFIGURATION,
         Column(
             "carried", "Carried by",
             says="Carried by: peers send over gloo, so ours over gloo alone stand first, on the same "
@@ -64,7 +64,7 @@ def _rows(setting: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows of one setting and type: peers, then our policies by what carries them, gloo alone first."""
     is_peer = setting["family"] != ""
     peer_rows, policy_rows = setting[is_peer], setting[~is_peer].sort_values("carried", kind="stable")
-    rows, keys = [], ["where", "contender", "carried", "compute"]
+    rows, keys = [], ["where", "configuration", "carried", "compute"]
     for key, trials in groups(pd.concat([peer_rows, policy_rows]), keys):
         row = dict(zip(keys, key, strict=True)) | trial_count(trials)
         row["step_seconds"] = speedups.step_interval(trials)
@@ -75,10 +75,10 @@ def _rows(setting: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _over(trials: pd.DataFrame, peer_rows: pd.DataFrame, family: str) -> dict[str, Any]:
-    """The least gain of our trials over a family's contenders; empty for a peer, or without pairs."""
+    """The least gain of our trials over a family's configurations; empty for a peer, or without pairs."""
     keys = ["sweep", "seed", "repeat"]
     gains = []
-    for (name,), peer in groups(peer_rows, ["contender"]) if trials["family"].iloc[0] == "" else []:
+    for (name,), peer in groups(peer_rows, ["configuration"]) if trials["family"].iloc[0] == "" else []:
         base = peer.drop_duplicates(keys)[[*keys, "step_seconds"]]
         paired = trials.merge(base.rename(columns={"step_seconds": "baseline_seconds"}), on=keys)
         gains += [(speedups.speedup(paired), str(name))] if len(paired) else []

@@ -8,11 +8,11 @@ from typing import Any, Final
 import pandas as pd
 
 from report.data import published
-from report.data.contender import is_baseline, with_baseline
+from report.data.configuration import is_baseline, with_baseline
 from report.data.metrics import Derived, slowest_steps, timed_steps
 from report.data.speedups import PAIR, speedup, step_interval
 from report.data.text import number
-from report.tables.table import CONTENDER, RATIO, TRIALS, Column, Table, rows_of, table_of
+from report.tables.table import CONFIGURATION, RATIO, TRIALS, Column, Table, rows_of, table_of
 
 PHASES: Final = ("generate", "score", "train")
 _PUBLISHED: Final = {"generation": "generate", "training": "train"}
@@ -48,7 +48,7 @@ def phases(derived: Derived) -> Table:
         "RLHF by phase",
         rows,
         Column("phase", "Phase"),
-        CONTENDER,
+        CONFIGURATION,
         TRIALS,
         Column(
             "seconds", "Seconds", number(3),
@@ -69,7 +69,7 @@ def phases(derived: Derived) -> Table:
 def by_phase(derived: Derived) -> pd.DataFrame:
     """One row per trial and phase (``train`` is the rest): ``seconds``, median of the slowest rank's;
     ``exposed``, the share of them spent waiting; ``inter_bytes`` and ``intra_bytes`` of a step (ledger);
-    ``baseline_seconds`` and ``baseline_bytes`` of the same cell, seed and repeat.
+    ``baseline_seconds`` and ``baseline_bytes`` of the same setting, seed and repeat.
     """
     frames = derived.frames
     steps = slowest_steps(frames).dropna(subset=["generate"])

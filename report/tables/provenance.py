@@ -10,12 +10,12 @@ import pandas as pd
 from harness.records.confidence_intervals import median_interval
 from harness.suites import labels
 from harness.suites.labels import flatten
-from harness.suites.repeat_order import CONTENDER as OF_CONTENDER
+from harness.suites.repeat_order import CONFIGURATION as OF_CONFIGURATION
 from report.data.frames import Frames
 from report.data.metrics import Derived
 from report.data.text import counted, listed, number, with_arguments
 from report.quantities import formula
-from report.tables.table import CONTENDER, TRIALS, Column, Table, rows_of, table_of
+from report.tables.table import CONFIGURATION, TRIALS, Column, Table, rows_of, table_of
 
 HELD: Final = "¶"  # marks trials with throttled or shared GPUs
 _HELD_FROM: Final = 0.05  # share of samples
@@ -41,7 +41,7 @@ def energy(derived: Derived) -> Table:
         "energy",
         "Energy",
         rows,
-        CONTENDER,
+        CONFIGURATION,
         TRIALS,
         Column("joules_per_token", "J/token", number(3), formula("joules per token")),
         Column("watts", "W per GPU", number(3)),
@@ -77,7 +77,7 @@ def links(derived: Derived) -> Table:
 def failures(derived: Derived) -> Table:
     """Table of trials without a result."""
     rows = derived.frames.failures
-    heads = ("Contender", "Where", "Repeat", "Kind", "Message", "Log")
+    heads = ("Configuration", "Where", "Repeat", "Kind", "Message", "Log")
     columns = (Column("id", "Record"), *(Column(head.lower(), head) for head in heads))
     notes = "Trials that left a record without a result; nothing of them is in a figure."
     if rows["by"].notna().any():
@@ -94,7 +94,7 @@ def setting(derived: Derived) -> Table:
         Column("setting", "Setting"),
         Column("value", "Value"),
         notes="What trials were given, by the keys of a suite; several values are "
-        "told apart by contender where they depend on it alone. Kernels: 'reference' (plain PyTorch), 'cpu' "
+        "told apart by configuration where they depend on it alone. Kernels: 'reference' (plain PyTorch), 'cpu' "
         "or 'cuda' encode and decode.",
     )
 
@@ -114,20 +114,22 @@ def environment(derived: Derived) -> Table:
 
 
 def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
-    """(key, value) of settings but those of contenders, then of what was measured; without unknown keys."""
+    """(key, value) of settings but those of configurations, then of what was measured; without unknown keys."""
     trials = [dict(flatten(frames.trial_of[str(identity)].canonical())) for identity in table["id"]]
     keys = dict.fromkeys(key for trial in trials for key in trial)
-    kept = [key for key in keys if key.split(".")[0] not in (*OF_CONTENDER, "repeat")]
+    kept = [key for key in keys if key.split(".")[0] not in (*OF_CONFIGURATION, "repeat")]
     values = {key: [labels.at({key: trial.get(key)}, key) for trial in trials] for key in kept}
     values |= {name: [str(value or "") for value in table[column]] for name, column in _MEASURED.items()}
 
-    def by_contender(values: list[str]) -> str:
-        """Values in table order, each with its contenders where it depends on these alone."""
-        names = {str(value): part.unique() for value, part in table["contender"].groupby(values, sort=False)}
-        apart = len(names) > 1 and sum(map(len, names.values())) == table["contender"].nunique()
+    def by_configuration(values: list[str]) -> str:
+        """Values in table order, each with its configurations where it depends on these alone."""
+        names = {
+            str(value): part.unique() for value, part in table["configuration"].groupby(values, sort=False)
+        }
+        apart = len(names) > 1 and sum(map(len, names.values())) == table["configuration"].nunique()
         return _some([f"{value} ({', '.join(names[value])})" if apart else value for value in names])
 
-    pairs = [(name, by_contender(cells)) for name, cells in values.items()]
+    pairs = [(name, by_configuration(cells)) for name, cells in values.items()]
     pairs += [(f"{name}s", str(table[name].nunique())) for name in ("repeat", "sweep") if len(table)]
     return [(name, text) for name, text in pairs if text not in ("", labels.NONE)]
 

@@ -10,11 +10,11 @@ import pandas as pd
 from harness.records.confidence_intervals import Interval
 from harness.suites import labels
 from report.data import caveats, loss_verdicts, metrics, speedups
-from report.data.contender import BASELINE, FLAT_FACTOR, NAMES, short_names_in_words
+from report.data.configuration import BASELINE, FLAT_FACTOR, NAMES, short_names_in_words
 from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, number, span, sweeps_in_words
 from report.quantities import formula
-from report.tables.table import CONTENDER, RATIO, STEP, TRIALS, Column, Table, rows_of, table_of
+from report.tables.table import CONFIGURATION, RATIO, STEP, TRIALS, Column, Table, rows_of, table_of
 
 _MEDIANS: Final = [
     "compute_seconds", "wire_seconds", "exposed_seconds", "schedule_seconds", "processor_seconds",
@@ -24,7 +24,7 @@ _PER_SECOND: Final = ("tokens_per_second", "tflops")  # of the printed step; med
 
 
 def summary(derived: Derived) -> Table:
-    """The summary, one row per cell and contender: times, speed-up, bytes, loss."""
+    """The summary, one row per setting and configuration: times, speed-up, bytes, loss."""
     rows, base, two = _rows(derived), derived.compared.baseline, len(derived.over_papers) > 0
     best = f"the best {NAMES[BASELINE]}" if two and not derived.compared.named_in_suite else base
     steps = derived.trials["validation_step"].dropna()
@@ -38,7 +38,7 @@ def summary(derived: Derived) -> Table:
         "summary",
         "Summary",
         rows,
-        CONTENDER,
+        CONFIGURATION,
         TRIALS,
         STEP,
         Column("tokens_per_second", "Tokens/s", number(3)),
@@ -50,12 +50,12 @@ def summary(derived: Derived) -> Table:
         Column("bytes_ratio", f"of {base}'s", number(3)),
         Column("validation_loss", "Validation loss, mean", number(4), loss),
         notes=f"Other columns: medians. {sweeps_in_words(derived.trials['sweep'])}"
-        f"{caveats.alone_in_words(derived)}{short_names_in_words(row['contender'] for row in rows)}",
+        f"{caveats.alone_in_words(derived)}{short_names_in_words(row['configuration'] for row in rows)}",
     )
 
 
 def time(derived: Derived) -> Table:
-    """Step time, one row per cell and contender: measured against its bounds, and CPU usage."""
+    """Step time, one row per setting and configuration: measured against its bounds, and CPU usage."""
     taken = formula("others' share", "steal share", "taken by others")
     if derived.trials["taken_share"].isna().any():
         taken += (
@@ -66,7 +66,7 @@ def time(derived: Derived) -> Table:
         "time",
         "Time and processors",
         _rows(derived),
-        CONTENDER,
+        CONFIGURATION,
         TRIALS,
         STEP,
         Column("exposed_seconds", "Exposed, s", number(2), formula("exposed communication")),

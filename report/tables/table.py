@@ -21,7 +21,7 @@ from report.data import caveats, published
 from report.data.frames import groups
 from report.data.metrics import OTHERS_WITHIN
 from report.data.text import NOTHING, none_in_words, number, text, with_interval
-from report.draw.names_of_rows import by_contender
+from report.draw.names_of_rows import by_configuration
 from report.quantities import formula
 
 _MARKDOWN: Final = re.compile(  # what GitHub's Markdown would take for markup
@@ -227,17 +227,20 @@ def table_of(
     return replace(table, caption=sentences + caveats.footnotes(cells))
 
 
-CONTENDER: Final = Column("contender", "Contender")
+CONFIGURATION: Final = Column("configuration", "Configuration")
 TRIALS: Final = Column("trials", "n", str, mark="_taken")
 STEP: Final = Column("step_seconds", "Step, s", number(3), formula("step"), ends=False)
 RATIO: Final = "{:.2f}".format
 
 
 def rows_of(table: pd.DataFrame, *keys: str) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """For each contender at each place (by ``keys``, else its cell): its first columns, and its rows."""
-    for _, cell in groups(table, list(keys or ("cell",))):
-        for contender, trials in by_contender(cell):
-            yield {"where": trials["where"].iloc[0], "contender": contender, **trial_count(trials)}, trials
+    """For each configuration at each place (by ``keys``, else its setting): its first columns, and its rows."""
+    for _, setting in groups(table, list(keys or ("setting",))):
+        for configuration, trials in by_configuration(setting):
+            yield (
+                {"where": trials["where"].iloc[0], "configuration": configuration, **trial_count(trials)},
+                trials,
+            )
 
 
 def trial_count(trials: pd.DataFrame) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from harness import cli, terminal
 from harness.measure import machine
-from harness.records.record import SCHEMA_VERSION, Failure, InterfaceCounters, Record, write
+from harness.records.trial_record import SCHEMA_VERSION, Failure, InterfaceCounters, Record, write
 from harness.suites.suite import Suite
 from harness.suites.trial import Cluster, Model, PolicyChanges, Trial
 from tests.harness.cluster.test_rank_processes import until

@@ -8,7 +8,7 @@ import pytest
 
 from harness import expected_time
 from harness.expected_time import OVERHEAD, Estimate, estimate
-from harness.records.record import Failure
+from harness.records.trial_record import Failure
 from harness.runs.feasibility import Forecast, any_host, forecast
 from harness.suites.trial import Cluster, Model, Trial
 

@@ -15,7 +15,7 @@ import pytest
 
 from harness import cli
 from harness.measure import machine
-from harness.records.record import Record, read_all
+from harness.records.trial_record import Record, read_all
 from tests.conftest import forget_suite
 from tests.harness.test_cli import MAIN, by_python
 from tests.report.conftest import undrawn

@@ -21,7 +21,7 @@ import numpy as np
 from docs.tables.from_records import REFERENCE, ROOT
 from harness.records import archive
 from harness.records.packet_sizes import HEADER_BYTES
-from harness.records.record import (
+from harness.records.trial_record import (
     Alone,
     Failure,
     InterfaceCounters,

@@ -19,7 +19,7 @@ import pytest
 from docs.tables.from_records import REFERENCE, ROOT
 from harness import cli
 from harness.measure import machine
-from harness.records.record import Failure, RecordError, write
+from harness.records.trial_record import Failure, RecordError, write
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.build import build
 from report.data.frames import ReportError
@@ -141,7 +141,7 @@ def test_the_page_begins_with_question_answer_and_figure(quickstart: Path) -> No
         (("ddp", "zero3", "qwz", "zeropp"), "DDP, qwZ and ZeRO++ against ZeRO-3"),
         (("zero3", "zero0"), "ZeRO-0 against ZeRO-3"),
         (("fsdp2", "fsdp2-kept-prefetch", "ddp-tuned", "ddp-bf16", "deepspeed-hpz", "zero3"),
-         "5 contenders against ZeRO-3"),
+         "5 configurations against ZeRO-3"),
         (("zeropp",), "ZeRO++"),
         (("zero3",), "ZeRO-3"),
     ],
@@ -214,7 +214,7 @@ def test_what_rows_share_stands_above_them_on_the_page(tmp_path: Path) -> None:
     text = build(tmp_path).read_text()
     section = text.split('<section id="table-summary">')[1].split("</section>")[0]
     heads = re.findall(r"<th scope=\"col\"[^>]*>([^<]*)</th>", section)
-    assert heads[0] == "Contender"
+    assert heads[0] == "Configuration"
     assert "Validation loss, mean" in heads
     groups = re.findall(r"<th scope=\"rowgroup\" colspan=\"(\d+)\">([^<]*)</th>", section)
     expected = sorted(f"{rate}, {size} tokens/rank" for rate, size in places)

@@ -11,7 +11,7 @@ import pytest
 
 from harness import cli
 from harness.records import archive
-from harness.records.record import RecordError, read_all
+from harness.records.trial_record import RecordError, read_all
 from report.artifact_claims import steps, table
 from report.bundle import bundle
 from report.data.frames import load
@@ -51,7 +51,7 @@ def test_all_is_in_one_file(folder: Path, tmp_path: Path, capsys: pytest.Capture
     assert "torch==" in (bundled / "packages.txt").read_text()
 
 
-def test_claims_are_of_every_contender(folder: Path) -> None:
+def test_claims_are_of_every_configuration(folder: Path) -> None:
     """Each has a speed with its range, and a share of bytes without one, as the Summary has them."""
     derived = derive(load(folder))
     rows = steps(derived)
@@ -59,7 +59,7 @@ def test_claims_are_of_every_contender(folder: Path) -> None:
     for where, baseline, _, speed, expected, pairs, share in rows:
         low, high = (float(end) for end in expected.split(" to "))
         assert low <= float(speed) <= high  # as rounded
-        assert (baseline, int(pairs)) == ("ZeRO-3", derived.trials["contender"].eq("ZeRO-3").sum())
+        assert (baseline, int(pairs)) == ("ZeRO-3", derived.trials["configuration"].eq("ZeRO-3").sum())
         assert 0 < float(share) < 2
         assert "2x2 ranks" in where
     assert table(derived).count("\n|") == len(rows) + 2

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from harness import cli
 from harness.records.confidence_intervals import Interval
-from harness.records.record import with_digest, write
+from harness.records.trial_record import with_digest, write
 from harness.suites.trial import Cluster, Trial
 from report.compare import compare, judge, page
 from report.data.frames import ReportError
@@ -48,10 +48,10 @@ def test_a_verdict_follows_from_the_interval(estimate: float, half: float, margi
 
 
 def test_what_got_slower_is_worse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A contender whose steps take 1.5 times as long is worse, an unchanged one the same; the status is 1."""
+    """A configuration whose steps take 1.5 times as long is worse, an unchanged one the same; the status is 1."""
     before, after = folder(tmp_path / "a", 1.0), folder(tmp_path / "b", 1.5)
     comparison = compare(before, after, 0.02)
-    rows = comparison.table.data.set_index("contender")
+    rows = comparison.table.data.set_index("configuration")
     assert dict(rows["verdict"]) == {"ZeRO-3": "same", "ZeRO++": "worse"}
     assert rows["step"]["ZeRO++"].estimate == pytest.approx(1.5)
     assert rows["bytes"]["ZeRO++"] == 1.0
@@ -60,7 +60,7 @@ def test_what_got_slower_is_worse(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.main(["compare", str(before), str(after), "--html", str(html)]) == cli.SOME_FAILED
     shown = capsys.readouterr().out
     assert "Of 2 comparisons: 1 worse, 1 same" in shown
-    assert all(cell in html.read_text() for row in comparison.table.rows() for cell in row[2:6])
+    assert all(setting in html.read_text() for row in comparison.table.rows() for setting in row[2:6])
     assert cli.main(["compare", str(after), str(before)]) == cli.OK
 
 

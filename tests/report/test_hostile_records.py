@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.records.record import Failure, Record, RecordError, Validation, with_digest, write
+from harness.records.trial_record import Failure, Record, RecordError, Validation, with_digest, write
 from harness.suites.trial import Cluster, Trial
 from report import artifact_claims
 from report.answer.lead import answer
@@ -98,7 +98,7 @@ PAGES: dict[str, tuple[Callable[[], list[Record]], str]] = {  # with the beginni
         lambda: failed("zero3") + runs("zeropp", repeats=range(2)),
         r"Cannot be told, for nothing stands beside it \(1 trial failed\)",
     ),
-    "a contender diverged": (
+    "a configuration diverged": (
         lambda: [r for r in validated(lambda _, seed: 2 + seed / 50) if r.trial["strategy"] == "zero3"]
         + failed("zeropp", failure=DIVERGED),
         r"Cannot be told, for nothing stands beside it \(1 trial failed\)",
@@ -115,7 +115,7 @@ PAGES: dict[str, tuple[Callable[[], list[Record]], str]] = {  # with the beginni
     ),
     "repeats that nobody shares": (
         lambda: runs("zero3", repeats=range(3)) + runs("zeropp", repeats=range(3, 6)),
-        "Cannot be told, for no two contenders ran in one repeat: ",
+        "Cannot be told, for no two configurations ran in one repeat: ",
     ),
     "zero bytes": (lambda: list(map(without_bytes, runs(*BOTH))), r"A step of ZeRO\+\+ is 3.5"),
     "one node": (
@@ -130,7 +130,7 @@ PAGES: dict[str, tuple[Callable[[], list[Record]], str]] = {  # with the beginni
     "two rates that came out equal": (
         lambda: [on_link(r, 50.0) for r in at_rates("25", "100")], "No break-even was found",
     ),
-    "a rate without a contender": (
+    "a rate without a configuration": (
         lambda: at_rates("25", "100", "400", without=("100", "zeropp")), "No break-even was found",
     ),
     "a rate without a baseline": (

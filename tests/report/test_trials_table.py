@@ -13,7 +13,7 @@ import pytest
 
 import report
 from harness.records import archive
-from harness.records.record import RecordError
+from harness.records.trial_record import RecordError
 from report.data.frames import ReportError
 
 ROOT = Path(__file__).parents[2]

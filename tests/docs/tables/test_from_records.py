@@ -64,7 +64,7 @@ def check_one_number_for_a_step(suites: Mapping[str, Derived]) -> None:
     compared = 0
     sentence = re.compile(r"A step of (.+?) takes (\S+) s where (.+?)'s takes (\S+) s")
     for suite, derived in suites.items():
-        if derived.trials.empty or derived.trials["cell"].nunique() > 1:
+        if derived.trials.empty or derived.trials["setting"].nunique() > 1:
             continue
         summary, lead = all_tables.summary(derived), answer(derived).sentences
         rows = {row[0]: row for row in summary.rows()}

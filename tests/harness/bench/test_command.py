@@ -19,7 +19,7 @@ from harness.cluster import link, rank_processes
 from harness.cluster.rank import Rank
 from harness.records import bench_record
 from harness.records.bench_record import Sample, merge_ranks
-from harness.records.record import RecordError
+from harness.records.trial_record import RecordError
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
@@ -109,8 +109,8 @@ def test_moved_bytes() -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.floats(0.0, 1.0))
-def test_contenders_take_turns(contenders: int, most: int, seconds: float) -> None:
-    """Each contender runs once a round; turns rotate, a warm-up is left out, and rounds keep their limits."""
+def test_candidates_take_turns(candidates: int, most: int, seconds: float) -> None:
+    """Each candidate runs once a round; turns rotate, a warm-up is left out, and rounds keep their limits."""
     calls: list[int] = []
 
     def contend(number: int) -> int:
@@ -118,15 +118,15 @@ def test_contenders_take_turns(contenders: int, most: int, seconds: float) -> No
         return len(calls)
 
     def body(_: Mesh) -> list[list[int]]:
-        runs = [partial(contend, number) for number in range(contenders)]
+        runs = [partial(contend, number) for number in range(candidates)]
         return interleaved(ALONE, runs, "", (min(2, most), most), seconds=seconds)
 
     (results,) = on_threads(Topology(1, 1), body)
     done = len(results[0])
     assert min(2, most) <= done <= most
-    assert calls == [(i + turn) % contenders for i in range(done + 1) for turn in range(contenders)]
+    assert calls == [(i + turn) % candidates for i in range(done + 1) for turn in range(candidates)]
     for number, counts in enumerate(results):
-        assert counts == [count for count, contender in enumerate(calls, 1) if contender == number][1:]
+        assert counts == [count for count, candidate in enumerate(calls, 1) if candidate == number][1:]
 
 
 @pytest.mark.timeout(120)

@@ -15,7 +15,7 @@ from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import run_ranks
 from harness.measure import communication_error
 from harness.measure.communication_error import Place, combine, mean_cosine, measured_steps
-from harness.records.record import CommunicationError, Record
+from harness.records.trial_record import CommunicationError, Record
 from harness.runs.rank_trial import Assignment, Outcome, run
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Model, Trial

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from harness.measure.gpu_use import sampling
-from harness.records.record import NodeUse, joules
+from harness.records.trial_record import NodeUse, joules
 
 _LIMITED = (0x4, 0x4, 0x1)  # reasons in turn: of power, and idle, which holds nothing down
 

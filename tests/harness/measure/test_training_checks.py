@@ -21,7 +21,7 @@ from harness.cluster.rank_processes import run_ranks
 from harness.measure.communication_error import BF16_VNMSE, GROWTH, refusal
 from harness.measure.step_clock import StepClock
 from harness.measure.training_checks import wrong_kernel
-from harness.records.record import CommunicationError
+from harness.records.trial_record import CommunicationError
 from harness.runs.rank_trial import Assignment, Outcome, run
 from harness.runs.reference_checks import TrialError
 from harness.strategies.strategy import Sharded

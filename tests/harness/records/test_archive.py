@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.records import archive, chained_journal, record
-from harness.records.record import RecordError
+from harness.records import archive, chained_journal, trial_record
+from harness.records.trial_record import RecordError
 from harness.suites.trial import Trial
 from tests.report.records import record_of
 
@@ -18,7 +18,7 @@ def test_records_come_back_as_they_were(tmp_path: Path) -> None:
     """To the byte, with runs and traces, without logs; packing them again gives the same file."""
     folder = tmp_path / "a" / "q"
     for seed in range(3):
-        record.write(folder, record_of(Trial(steps=2, warmup=0, seed=seed), suite="q"))
+        trial_record.write(folder, record_of(Trial(steps=2, warmup=0, seed=seed), suite="q"))
     (folder / "runs").mkdir()
     (folder / "runs" / f"{'0' * 16}.json").write_text("{}", encoding="utf-8")
     (folder / "traces").mkdir()
@@ -41,7 +41,7 @@ def test_records_come_back_as_they_were(tmp_path: Path) -> None:
 def test_what_would_not_come_back_is_not_packed(tmp_path: Path) -> None:
     """A trace that somebody has renamed is refused by name, and nothing is written."""
     folder = tmp_path / "q"
-    record.write(folder, record_of(Trial(steps=2, warmup=0), suite="q"))
+    trial_record.write(folder, record_of(Trial(steps=2, warmup=0), suite="q"))
     (folder / "traces").mkdir()
     (folder / "traces" / "trace-old.json").write_text("{}", encoding="utf-8")
     with pytest.raises(RecordError, match=r"trace-old.json: no record, run or trace by its name"):
@@ -69,7 +69,7 @@ def test_nothing_but_records_comes_out(tmp_path: Path, name: str) -> None:
 def test_damaged_archives_are_named(tmp_path: Path) -> None:
     """One that ends early, or is none, is one line."""
     folder = tmp_path / "q"
-    record.write(folder, record_of(Trial(steps=2, warmup=0)))
+    trial_record.write(folder, record_of(Trial(steps=2, warmup=0)))
     whole = archive.pack(folder, tmp_path).read_bytes()
     for content in (b"", b"no archive", whole[: len(whole) // 2]):
         (tmp_path / "q.tar.xz").write_bytes(content)
@@ -89,7 +89,7 @@ def test_records_that_are_not_in_it_are_not_mixed_in(tmp_path: Path) -> None:
         with pytest.raises(RecordError, match=rf"{refusal} that q\.tar\.xz has not"):
             archive.unpack(packed)
         assert kept == {path: path.read_bytes() for path in folder.iterdir()}
-        record.write(folder, record_of(Trial(steps=2, warmup=0, seed=1)))
+        trial_record.write(folder, record_of(Trial(steps=2, warmup=0, seed=1)))
 
 
 def test_an_archive_of_what_was_unpacked_and_went_on_is_unpacked_over_it(tmp_path: Path) -> None:

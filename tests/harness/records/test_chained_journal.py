@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.records import archive, chained_journal, record
+from harness.records import archive, chained_journal, trial_record
 from harness.records.chained_journal import JOURNAL
-from harness.records.record import Failure, Record, with_digest
+from harness.records.trial_record import Failure, Record, with_digest
 from harness.suites.trial import Trial
 from tests.report.records import changed_steps, record_of
 
@@ -21,7 +21,7 @@ def write_all(folder: Path) -> list[Record]:
 
 
 def sentences(folder: Path) -> list[str]:
-    return chained_journal.verify(folder, record.read_all(folder))
+    return chained_journal.verify(folder, trial_record.read_all(folder))
 
 
 def test_what_a_sweep_wrote_is_not_named(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_what_a_sweep_wrote_is_not_named(tmp_path: Path) -> None:
     chained_journal.append(folder, failed)
     chained_journal.append(folder, record_of(Trial(steps=2, warmup=0, seed=9)))
     first, *_ = write_all(folder)
-    record.write(folder, first.model_copy(update={"role": "baseline"}))
+    trial_record.write(folder, first.model_copy(update={"role": "baseline"}))
     assert sentences(folder) == []
     unpacked = archive.unpack(archive.pack(folder, tmp_path / "b"))
     assert sentences(unpacked) == []
@@ -39,7 +39,7 @@ def test_what_a_sweep_wrote_is_not_named(tmp_path: Path) -> None:
 
 
 def delete(folder: Path) -> None:
-    record.path_of(folder, MADE[1].id).unlink()
+    trial_record.path_of(folder, MADE[1].id).unlink()
 
 
 def rerun(folder: Path) -> None:
@@ -48,9 +48,9 @@ def rerun(folder: Path) -> None:
 
 
 def scale_times(folder: Path) -> None:
-    slower = record.read(record.path_of(folder, MADE[1].id))
+    slower = trial_record.read(trial_record.path_of(folder, MADE[1].id))
     faster = changed_steps(slower, lambda step: {"total": step.total / 2})
-    record.write(folder, with_digest(faster))
+    trial_record.write(folder, with_digest(faster))
 
 
 def keep(*numbers: int) -> Callable[[Path], None]:
@@ -95,6 +95,6 @@ def test_sabotages_are_named(tmp_path: Path, sabotage: Callable[[Path], None], n
 def test_older_records_have_no_journal(tmp_path: Path) -> None:
     """They are counted, and nothing is said against them."""
     for made in MADE:
-        record.write(tmp_path, made)
+        trial_record.write(tmp_path, made)
     (sentence,) = sentences(tmp_path)
     assert sentence.startswith("Without journal: 3 records, from before")

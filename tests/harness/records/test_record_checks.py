@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from harness.records import record_checks
 from harness.records.packet_sizes import HEADER_BYTES
-from harness.records.record import CommunicationError, LedgerRow, Record
 from harness.records.record_checks import CONTROL_BYTES, INTERFACE_WITHIN, counter_mismatch
+from harness.records.trial_record import CommunicationError, LedgerRow, Record
 from harness.suites.trial import PolicyChanges, Trial
 from tests.report.records import record_of
 

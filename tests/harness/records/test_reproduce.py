@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from harness import cli
 from harness.measure import machine, run_environment
-from harness.records import record, reproduce, run_record
-from harness.records.record import RecordError
+from harness.records import reproduce, run_record, trial_record
 from harness.records.run_record import Changes, SuiteText
+from harness.records.trial_record import RecordError
 from harness.suites.trial import Trial
 from tests.harness.conftest import Zeropp
 from tests.report.records import record_of
@@ -68,7 +68,7 @@ def ran(folder: Path) -> dict[str, Any]:
             [rank.ledger for rank in made.ranks],
             [step.loss for rank in made.ranks for step in rank.steps],
         )
-        for made in record.read_all(folder)
+        for made in trial_record.read_all(folder)
     }
 
 
@@ -165,6 +165,6 @@ def test_secrets_are_not_kept() -> None:
 def test_a_record_without_the_file_of_a_run(tmp_path: Path, zeropp: Zeropp) -> None:
     """An older record is refused in one line."""
     made = record_of(Trial(steps=2, warmup=0))
-    record.write(tmp_path / "q", made)
+    trial_record.write(tmp_path / "q", made)
     refused = zeropp("show", made.id, "--results", tmp_path, "--reproduce", status=cli.REFUSED)
     assert "names no file of its run" in refused.stderr

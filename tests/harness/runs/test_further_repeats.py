@@ -18,15 +18,15 @@ from report.data import decoding, metrics
 from report.data.frames import frames_of
 from tests.report.records import records_of
 
-CELLS = tuple(
+SETTINGS = tuple(
     Trial(strategy=strategy, cluster=Cluster(rate=rate))
     for rate in ("50 Mbit/s", "200 Mbit/s")
     for strategy in ("zero3", "zeropp", "qwz")
 )
 
 
-def suite(repeats: Repeats, cells: tuple[Trial, ...] = CELLS) -> Suite:
-    return Suite.model_construct(name="t", question="?", combinations=tuple(cells), repeats=repeats)
+def suite(repeats: Repeats, settings: tuple[Trial, ...] = SETTINGS) -> Suite:
+    return Suite.model_construct(name="t", question="?", combinations=tuple(settings), repeats=repeats)
 
 
 def measured(spread: Callable[[Trial], float]) -> Callable[[Trial], float | None]:
@@ -55,7 +55,7 @@ def test_a_number_of_repeats_is_one_batch_a_sweep() -> None:
 
 
 def test_repeats_go_on_until_intervals_are_narrow_where_they_are_not() -> None:
-    """The cell that scatters goes on until its intervals are narrow, or to the limit; the calm one stops."""
+    """The setting that scatters goes on until its intervals are narrow, or to the limit; the calm one stops."""
     seconds = measured(lambda trial: 0.004 if trial.cluster.rate == 50 else 0.012)
     batched = list(batches(suite(Repeats(6, 0.01, 40)), 1, seconds))
     for rate in (50, 200):
@@ -65,7 +65,7 @@ def test_repeats_go_on_until_intervals_are_narrow_where_they_are_not() -> None:
         for rate in (50, 200)
     }
     assert counts[50] == FEWEST + BEYOND < counts[200] < 40
-    for batch in batched[1:]:  # every repeat is whole: the baseline beside its contenders
+    for batch in batched[1:]:  # every repeat is whole: the baseline beside its configurations
         rates = [trial.cluster.rate for trial in batch.trials]
         assert all(rates.count(rate) == 3 for rate in rates)
         assert len({trial.repeat for trial in batch.trials}) == 1
@@ -93,7 +93,7 @@ def test_a_run_that_goes_on_has_the_same_batches() -> None:
 
 
 def test_what_failed_is_not_repeated() -> None:
-    """A contender without results is not repeated; without a baseline no contender is."""
+    """A configuration without results is not repeated; without a baseline no configuration is."""
     noise = measured(lambda _: 0.5)
 
     def failing(name: str) -> Callable[[Trial], float | None]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.records.record import read_all
+from harness.records.trial_record import read_all
 from tests.harness.cluster.test_rank_processes import until
 from tests.harness.runs.test_launchers import SUITE, measurements
 

@@ -24,7 +24,7 @@ import pytest
 
 from harness.cluster.control_channel import Channel, Place
 from harness.errors import Refusal
-from harness.records.record import LinkRecord, Record, read_all, read_valid
+from harness.records.trial_record import LinkRecord, Record, read_all, read_valid
 from harness.runs import launchers
 from harness.runs.launchers import place_under_torchrun
 from harness.suites.trial import Cluster, Trial

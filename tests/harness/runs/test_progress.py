@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from harness.cluster.rank import Progress
-from harness.records.record import Failure, Record
+from harness.records.trial_record import Failure, Record
 from harness.runs.progress import Display
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 

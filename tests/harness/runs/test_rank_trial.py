@@ -22,7 +22,7 @@ from harness.measure.cpu_usage import busy_seconds
 from harness.measure.machine import cores
 from harness.measure.quantisation_error import BITS, BLOCKS
 from harness.records.packet_sizes import HEADER_BYTES
-from harness.records.record import LedgerRow, Record, Validation
+from harness.records.trial_record import LedgerRow, Record, Validation
 from harness.runs.feasibility import any_host, forecast
 from harness.runs.merge_ranks import assemble
 from harness.runs.rank_trial import Assignment, Outcome, run

@@ -25,7 +25,7 @@ from harness.cluster.node_supervisors import Node, Nodes
 from harness.cluster.port import Port
 from harness.errors import LinkError, Refusal
 from harness.measure import machine, run_environment
-from harness.records.record import RecordError, read, read_all
+from harness.records.trial_record import RecordError, read, read_all
 from harness.runs import feasibility as plan
 from harness.runs.further_repeats import Batch
 from harness.runs.sweep import SweepOutcome, finished, locked, run_sweep

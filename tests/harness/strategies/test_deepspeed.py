@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.cluster.rank_processes import LaunchError
-from harness.records.record import read
+from harness.records.trial_record import read
 from harness.runs.feasibility import Host, forecast
 from harness.runs.sweep import SweepOutcome
 from harness.strategies import deepspeed

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harness.cluster.rank_processes import ALLOCATOR, run_ranks
-from harness.records.record import Record
+from harness.records.trial_record import Record
 from impl.plan.topology import Topology
 from tests.harness.cluster import targets
 from tests.harness.cluster.test_rank_processes import local
@@ -91,7 +91,7 @@ def test_in_16_bits_all_train_nearly_like_a_single_process(
     assert losses(record) != pytest.approx(losses(expected), rel=1e-6)
 
 
-def test_every_contender_has_the_same_allocator(tmp_path: Path) -> None:
+def test_every_configuration_has_the_same_allocator(tmp_path: Path) -> None:
     """Ranks run with the allocator's settings, and the sweep's own environment is left alone."""
     before = dict(os.environ)
     (environment,) = run_ranks(targets.environment, None, local(Topology(1, 1), tmp_path / "log"))

@@ -27,7 +27,7 @@ def suite_of(read: Read, keys: str) -> Suite:
 
 
 def test_all_repeats_of_the_baseline_are_it(read: Read) -> None:
-    """A partial match names it in every cell; all others are the contrast, or those that are named.
+    """A partial match names it in every setting; all others are the contrast, or those that are named.
 
     Without keys nobody has a role.
     """
@@ -47,7 +47,7 @@ def test_all_repeats_of_the_baseline_are_it(read: Read) -> None:
     ("keys", "message"),
     [
         ('contrast = { strategy = "zeropp" }', "expected a baseline beside it"),
-        ('baseline = { strategy = "zeropp" }', "matches several contenders of one cell"),
+        ('baseline = { strategy = "zeropp" }', "matches several configurations of one setting"),
         ('baseline = { strategy = "ddp" }', "matches no trial of this suite"),
         ('baseline = { strategy = ["zero3", "zeropp"] }', "every trial is the baseline"),
         ('baseline = { strategy = "zero3" }\ncontrast = { strategy = "zero3" }', "are baseline and contrast"),
@@ -112,7 +112,7 @@ def test_a_baseline_and_a_contrast_that_are_one_run_are_refused(read: Read) -> N
 def test_a_baseline_may_differ_in_how_it_trains(
     read: Read, baseline: str, axes: str, also: tuple[str, ...]
 ) -> None:
-    """Then that is part of the contender; where the baseline has all values, each is a setting."""
+    """Then that is part of the configuration; where the baseline has all values, each is a setting."""
     suite = read(f"[matrix]\n{axes}\n", f"{HEAD}baseline = {{ {baseline} }}\n")
     roles = [suite.role_of(trial) for trial in suite.combinations]
     assert roles.count("baseline") == (1 if also else 2)

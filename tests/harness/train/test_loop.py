@@ -23,7 +23,7 @@ from harness.train.loop import Job
 from impl.checkpoint.commit import CheckpointError
 from impl.engine.masters import LossScaleError
 from impl.errors import ZeroError
-from tests.impl.deepspeed.test_recipe import SNIPPETS
+from tests.impl.deepspeed.test_config_to_policy import SNIPPETS
 
 ROOT = Path(__file__).parents[3]
 TOY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"]

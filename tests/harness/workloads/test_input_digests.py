@@ -9,7 +9,7 @@ import pytest
 
 from harness import cli
 from harness.measure import machine
-from harness.records.record import write
+from harness.records.trial_record import write
 from harness.runs.feasibility import check_inputs
 from harness.runs.sweep import finished
 from harness.suites.suite_file import load

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.measure.step_clock import StepClock
-from harness.records.record import LedgerRow, Record
+from harness.records.trial_record import LedgerRow, Record
 from harness.runs.feasibility import any_host, forecast
 from harness.runs.predict import units_of
 from harness.strategies.training_loop import collect

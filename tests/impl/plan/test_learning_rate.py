@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impl.deepspeed.recipe import recipe
+from impl.deepspeed.config_to_policy import recipe
 from impl.plan.learning_rate import Schedule
 from impl.plan.topology import Topology
 

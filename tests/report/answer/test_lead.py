@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.records.record import Record
+from harness.records.trial_record import Record
 from harness.suites.trial import Cluster, Optimizer, PolicyChanges, Trial
 from report.answer.effects import listed_most
 from report.answer.lead import Answer, answer
@@ -209,14 +209,14 @@ def test_disturbed_trials_scale_the_caveat() -> None:
 
 
 def test_links_of_other_rates_are_a_caveat() -> None:
-    """Where a contender's link was slower than its baseline's, the lead says so."""
+    """Where a configuration's link was slower than its baseline's, the lead says so."""
     records = [on_link(r, 20.0) if r.trial["strategy"] == "zeropp" else r for r in TWO]
     assert "achieved rates more than 10% apart" in answer_to("How much?", records).sentences[-1]
 
 
 ZERO3, ZEROPP = ("zero3", ""), ("zeropp", "")
 TWO = timed_records({ZERO3: 2.0, ZEROPP: 1.0})
-ONE_CELL_FAILED = [
+ONE_SETTING_FAILED = [
     timed_record(strategy, repeat, step, failed=(strategy, tokens) == ("zero3", 1024), tokens_per_rank=tokens)
     for repeat, tokens in product(range(6), (512, 1024))
     for strategy, step in (("zero3", 1.0), ("zeropp", 0.5), ("qwz", 0.8))
@@ -238,13 +238,13 @@ FIRST: dict[str, tuple[list[Record], str, str]] = {  # sentence of an answer
     "nor have few sweeps, however many pairs they have": (
         TWO_SWEEPS, "Is ZeRO++ faster?",
         r"Cannot be told \(2 sweeps, where an interval takes 3\): a step of ZeRO\+\+ is "),
-    "without ZeRO-3 the contender that the suite lists first is the baseline": (
+    "without ZeRO-3 the configuration that the suite lists first is the baseline": (
         timed_records({("zeropp", "int8:64"): 1.0, ("qwz", "int8:64"): 2.0}), "Which is faster?",
         r"A step of qwZ \(weights int8:64\) is 0\.5\d \(.* as ZeRO\+\+ \(weights int8:64\)'s"),
-    "nobody else becomes the baseline of a cell whose own failed": (
-        ONE_CELL_FAILED, "How much do they bring?",
+    "nobody else becomes the baseline of a setting whose own failed": (
+        ONE_SETTING_FAILED, "How much do they bring?",
         r"A step of qwZ is 1\.2\d \(.*\) times as fast as ZeRO-3's and that of ZeRO\+\+ 2\.0\d \("),
-    "two contenders are never both called by their blocks": (
+    "two configurations are never both called by their blocks": (
         OF_EQUAL_BLOCKS, "Do asymmetric codes pay?",
         r".*with gradients int4:256:asym is 1\.2.*as with gradients int4:256 \("),
     "the opposite question has no yes": (TWO, "Is ZeRO++ slower than ZeRO-3?", r"A step of ZeRO\+\+ is "),
@@ -260,12 +260,12 @@ FIRST: dict[str, tuple[list[Record], str, str]] = {  # sentence of an answer
 
 @pytest.mark.parametrize(("records", "question", "first"), FIRST.values(), ids=FIRST)
 def test_the_first_sentence(records: list[Record], question: str, first: str) -> None:
-    """It answers the question as far as records of its contenders do."""
+    """It answers the question as far as records of its configurations do."""
     assert re.match(first, answer_to(question, records).sentences[0])
 
 
-def test_losses_of_several_cells_are_told_apart() -> None:
-    """A contender that trains well with one batch and badly with another is both, each with its batch."""
+def test_losses_of_several_settings_are_told_apart() -> None:
+    """A configuration that trains well with one batch and badly with another is both, each with its batch."""
     noise = np.array(LOSS_NOISE)
     records = validated_records({"": BASE, "int4:64": BASE + noise})
     records += validated_records({"": BASE, "int4:64": BASE + 0.5 + noise}, tokens_per_rank=1024)
@@ -289,7 +289,7 @@ def test_seeds_that_ended_without_a_loss_are_counted() -> None:
 
 @pytest.mark.parametrize("answer_by", ["step", "memory", "error", "loss", "bytes", "trials"])
 def test_no_records_break_the_answer(answer_by: str) -> None:
-    """Trials that decode beside training that failed, peers alone, one contender alone, by any quantity."""
+    """Trials that decode beside training that failed, peers alone, one configuration alone, by any quantity."""
     decoded = [r for r in committed("generation") if r.trial["strategy"] in ("zero3", "zeropp")]
     failed = changed(timed_record("zero3", 0, 1.0, failed=True), pool=decoded[0].pool)
     mixed = [*decoded[:4], failed]
@@ -312,15 +312,15 @@ def test_rates_without_a_break_even_are_a_sentence() -> None:
     assert "nan" not in " ".join(lead.sentences)
 
 
-def test_contenders_that_a_sentence_omits_are_counted() -> None:
-    """Contenders beyond those that a sentence names are counted."""
+def test_configurations_that_a_sentence_omits_are_counted() -> None:
+    """Configurations beyond those that a sentence names are counted."""
     assert listed_most([str(n) for n in range(9)]).endswith("7 and 8")
     assert listed_most([str(n) for n in range(12)]).endswith("7 and 8 (3 more in the tables)")
 
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_baseline_by_its_optimizer_is_the_pages(*, named: bool) -> None:
-    """By roles, optimizers are contenders of one setting, and losses and steps are compared.
+    """By roles, optimizers are configurations of one setting, and losses and steps are compared.
 
     Without roles each is a setting.
     """

@@ -14,7 +14,7 @@ from rich.console import Console
 from harness.records import bench_record
 from harness.records.bench_record import Bench
 from harness.records.confidence_intervals import FEWEST
-from harness.records.record import RecordError
+from harness.records.trial_record import RecordError
 from report.bench_page import OPERATIONS, build, show, tables_of
 from report.data.frames import ReportError
 from tests.report.bench.bench_records import codecs, collectives, overlap

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.records.record import Record, Step
+from harness.records.trial_record import Record, Step
 from harness.suites.trial import Cluster, Trial
 from report.data.frames import frames_of
 from report.data.metrics import derive

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from harness.records.record import Record
+from harness.records.trial_record import Record
 from harness.suites.trial import Cluster, Trial
 from report.answer.lead import answer
 from report.data.break_even import BreakEven, break_even, in_words

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from harness.records.record import Failure
+from harness.records.trial_record import Failure
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.data import metrics
 from report.data.frames import ReportError, frames_of
@@ -32,8 +32,8 @@ def test_frames_hold_every_raw_value(suite: str) -> None:
     assert len(frames.interfaces) == sum(len(record.interfaces or []) for record in training)
 
 
-def test_contender_seed_and_repeat_do_not_split_a_cell() -> None:
-    """Strategy, policy, DeepSpeed's configuration, seed and repeat do not split a cell; the rate does."""
+def test_configuration_seed_and_repeat_do_not_split_a_setting() -> None:
+    """Strategy, policy, DeepSpeed's configuration, seed and repeat do not split a setting; the rate does."""
     config = json.dumps({"zero_optimization": {"stage": 3}})
     same = [
         Trial(strategy="zero3", repeat=0),
@@ -42,8 +42,8 @@ def test_contender_seed_and_repeat_do_not_split_a_cell() -> None:
     ]
     other = Trial(strategy="zero3", cluster=Cluster(rate="5 Mbit/s"))
     trials = frames_of([record_of(trial) for trial in (*same, other)]).finished.set_index("id")
-    assert trials["cell"][[trial.id for trial in same]].nunique() == 1
-    assert trials["cell"][other.id] != trials["cell"][same[0].id]
+    assert trials["setting"][[trial.id for trial in same]].nunique() == 1
+    assert trials["setting"][other.id] != trials["setting"][same[0].id]
     assert not trials["where"].str.contains("deepspeed").any()
 
 
@@ -56,9 +56,11 @@ def test_names_tell_what_differs_from_the_preset() -> None:
         Trial(strategy="zero3", policy=PolicyChanges(weights="bf16", gradients="bf16", secondary=0)),
         Trial(strategy="zeropp", policy=PolicyChanges(secondary=0)),
     ]
-    contenders = frames_of([record_of(trial) for trial in trials]).finished.set_index("id")["contender"]
+    configurations = frames_of([record_of(trial) for trial in trials]).finished.set_index("id")[
+        "configuration"
+    ]
     names = ["ZeRO++", "ZeRO++ (g int8:256/int4:256)", "ZeRO-3", "ZeRO++ (no hpZ copy)"]
-    assert [contenders[trial.id] for trial in trials] == names
+    assert [configurations[trial.id] for trial in trials] == names
 
 
 def test_types_that_all_policies_share_leave_a_baseline() -> None:
@@ -68,14 +70,14 @@ def test_types_that_all_policies_share_leave_a_baseline() -> None:
     changes = PolicyChanges(compute="bf16")
     both = [Trial(strategy=name, policy=changes) for name in ("zero3", "zeropp")]
     frames = frames_of([record_of(trial) for trial in both])
-    assert list(frames.finished["contender"]) == ["ZeRO-3", "ZeRO++"]
+    assert list(frames.finished["configuration"]) == ["ZeRO-3", "ZeRO++"]
     assert frames.shared == {"compute": "bf16"}
-    assert list(metrics.derive(frames).pairs["contender"]) == ["ZeRO-3", "ZeRO++"]
+    assert list(metrics.derive(frames).pairs["configuration"]) == ["ZeRO-3", "ZeRO++"]
     frames = frames_of([record_of(trial) for trial in (Trial(strategy="zero3"), both[1])])
-    assert list(frames.finished["contender"]) == ["ZeRO-3", "ZeRO++ (compute bf16)"]
+    assert list(frames.finished["configuration"]) == ["ZeRO-3", "ZeRO++ (compute bf16)"]
     changes = PolicyChanges(weights="int8:64")
     frames = frames_of([record_of(Trial(strategy=name, policy=changes)) for name in ("zero3", "zeropp")])
-    assert list(frames.finished["contender"]) == ["ZeRO-3 (w int8:64)", "ZeRO++ (w int8:64)"]
+    assert list(frames.finished["configuration"]) == ["ZeRO-3 (w int8:64)", "ZeRO++ (w int8:64)"]
 
 
 def test_two_pools_are_refused_naming_what_differs() -> None:
@@ -140,5 +142,5 @@ def test_a_record_of_a_preset_that_went_is_drawn() -> None:
     old = [changed(record, trial=record.trial | {"model": {"name": "gpt-old"}}) for record in new]
     frames = frames_of(old)
     assert {trial.model.name for trial in frames.trial_of.values()} == {"gpt-old"}
-    assert list(frames.finished["contender"]) == ["ZeRO-3", "ZeRO++"]
+    assert list(frames.finished["configuration"]) == ["ZeRO-3", "ZeRO++"]
     assert frames.steps.equals(frames_of(new).steps)

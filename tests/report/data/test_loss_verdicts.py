@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from harness.records.confidence_intervals import FEWEST, Interval, mean_interval
-from harness.records.record import Record
+from harness.records.trial_record import Record
 from harness.suites.trial import Cluster, Trial
 from report.data.frames import frames_of
 from report.data.loss_verdicts import ENOUGH_POWER, MARGIN, losses, non_inferiority, power
@@ -43,7 +43,7 @@ def records(
 
 
 def row_of(records: list[Record]) -> Any:
-    return next(row for row in losses(derive(frames_of(records))) if row["contender"] == "ZeRO++")
+    return next(row for row in losses(derive(frames_of(records))) if row["configuration"] == "ZeRO++")
 
 
 BASE = [2.0, 2.1, 1.9, 2.05, 1.95, 2.0]
@@ -79,8 +79,8 @@ def test_a_margin_in_steps_is_what_the_baseline_gains_in_them(margin: int, verdi
     assert row["verdict"] == "no power"
 
 
-def test_a_contender_that_trains_worse_is_inferior() -> None:
-    """A contender that ends 15 % above ZeRO-3 is inferior, and reaches no target."""
+def test_a_configuration_that_trains_worse_is_inferior() -> None:
+    """A configuration that ends 15 % above ZeRO-3 is inferior, and reaches no target."""
     row = row_of(records({"zero3": BASE, "zeropp": 1.15 * np.array(BASE) + NOISE}))
     assert row["verdict"] == "inferior"
     assert (row["reached"], row["gain"].n) == (0, 0)
@@ -147,7 +147,7 @@ def test_verdicts_are_wrong_no_more_often_than_they_may_be(n: int, spread: float
 @pytest.mark.parametrize("n", [6, 12])
 @pytest.mark.parametrize("spread", [0.4, 0.8, 1.6])
 def test_power_is_how_often_equals_pass(n: int, spread: float) -> None:
-    """Of equal contenders the upper end lies below the margin as often as the power of that spread says."""
+    """Of equal configurations the upper end lies below the margin as often as the power of that spread says."""
     rows = np.random.default_rng(n).normal(0, spread, (4000, n))
     passed = sum(mean_interval(row).high < 1.0 for row in rows) / 4000
     half = stats.t.ppf(0.975, n - 1) * spread / math.sqrt(n)

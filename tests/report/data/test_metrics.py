@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from harness.records.record import LedgerRow, Record
+from harness.records.trial_record import LedgerRow, Record
 from harness.suites.trial import Cluster, Model, Trial
 from report.data import decoding, speedups
 from report.data.break_even import break_even
@@ -180,11 +180,11 @@ def test_ratios_are_of_the_same_generation() -> None:
     again = [changed(record, id=record.id[::-1]) for record in records]
     for sample in (records, [*records, *again]):
         table = decoding.generations(frames_of(sample))
-        for contender, group in table.groupby("contender"):
+        for configuration, group in table.groupby("configuration"):
             assert group["baseline"].nunique() == 6
             faster = decoding.speedup(group)
             assert faster.n == 6
-            assert (faster.estimate == 1) == (contender == "ZeRO-3")
+            assert (faster.estimate == 1) == (configuration == "ZeRO-3")
             assert group["speedup"].min() <= faster.estimate <= group["speedup"].max()
 
 

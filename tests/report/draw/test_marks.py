@@ -16,10 +16,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawn
 from matplotlib.patches import Rectangle
 
-from harness.records.record import Record
+from harness.records.trial_record import Record
 from harness.suites.trial import Cluster, Trial
 from report.data import speedups
-from report.data.contender import STRATEGIES
+from report.data.configuration import STRATEGIES
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.draw import axes
@@ -63,7 +63,7 @@ def test_the_front_has_what_nothing_beats(points: list[tuple[float, float]]) -> 
 def test_a_legend_of_many_long_names_fits(count: int, name: str, width: float) -> None:
     """The figure has the requested width; four columns of such names once left its panels no width at all."""
     rows = [
-        {"contender": f"{name}{'i' * number}", "strategy": "qgz", "place": 0, "first": number, "panel": "p",
+        {"configuration": f"{name}{'i' * number}", "strategy": "qgz", "place": 0, "first": number, "panel": "p",
          "x": x, "y": 1.0, "id": "0"}
         for number in range(count) for x in (1.0, 2.0)
     ]  # fmt: skip
@@ -79,7 +79,7 @@ def test_bars_intervals_and_values_are_those_of_the_table() -> None:
     derived = derive(frames_of(records_of("quickstart", repeats=6)))
     figure, data, _ = _drawn("speedup", derived)
     left = figure.axes[0]
-    table = tables.MAKERS["summary"](derived).data.set_index("contender")
+    table = tables.MAKERS["summary"](derived).data.set_index("configuration")
     bars = [collection for collection in left.collections if hasattr(collection, "get_segments")]
     spans = [segment[:, 0] for bar in bars for segment in bar.get_segments()]
     speedup = table.loc["ZeRO++", "speedup"]
@@ -94,7 +94,7 @@ def test_each_share_has_its_stroke_at_the_schedules() -> None:
     derived = derive(frames_of([busy_while_waiting(r) for r in records_of("quickstart")]))
     figure, data, drawn = _drawn("share", derived)
     ax = figure.axes[0]
-    shares = data.groupby("contender", sort=False)[["share", "schedule_share"]].median()
+    shares = data.groupby("configuration", sort=False)[["share", "schedule_share"]].median()
     assert (shares["share"] > shares["schedule_share"]).all()
     bars = [bar.get_width() for bar in ax.patches if isinstance(bar, Rectangle)]
     (strokes,) = (line for line in ax.lines if line.get_marker() == "|")
@@ -114,7 +114,7 @@ def test_points_over_rates_are_the_summarys() -> None:
     rows = tables.MAKERS["summary"](derived).data
     figure, _, _ = _drawn("speedup_over_rates", derived)
     marked = [float(y) for ax in figure.axes for line in ax.lines for y in np.atleast_1d(line.get_ydata())]
-    estimates = [speedup.estimate for speedup in rows[rows["contender"] == "ZeRO++"]["speedup"]]
+    estimates = [speedup.estimate for speedup in rows[rows["configuration"] == "ZeRO++"]["speedup"]]
     assert len(estimates) > 3
     assert all(np.isclose(marked, value, rtol=1e-9).any() for value in estimates)
 
@@ -124,25 +124,25 @@ def test_a_part_of_what_a_rank_holds_is_as_long_as_its_bytes() -> None:
     derived = derive(frames_of(records_of("quickstart", repeats=1)))
     figure, _, _ = _drawn("memory", derived)
     ax = figure.axes[0]
-    table = tables.MAKERS["memory"](derived).data.set_index("contender")
+    table = tables.MAKERS["memory"](derived).data.set_index("configuration")
     lengths = sum(bar.get_width() for bar in ax.patches if isinstance(bar, Rectangle))
     assert lengths == pytest.approx(table["engine_mib"].sum())
     (strokes,) = (line for line in ax.lines if line.get_marker() == "|")
     assert sorted(np.asarray(strokes.get_xdata(), float)) == pytest.approx(sorted(table["formula_mib"]))
-    assert {label.get_text() for label in ax.get_yticklabels()} == set(derived.trials["contender"])
+    assert {label.get_text() for label in ax.get_yticklabels()} == set(derived.trials["configuration"])
 
 
 def test_a_step_is_divided_into_the_summarys() -> None:
-    """Parts of each contender add up to the step that the Summary prints."""
+    """Parts of each configuration add up to the step that the Summary prints."""
     derived = derive(frames_of(records_of("quickstart", repeats=3)))
     _, data, _ = _drawn("step_split", derived)
-    sums = data.groupby(["contender", "id"])["seconds"].sum().groupby("contender").mean()
-    for name, trials in derived.trials.groupby("contender"):
+    sums = data.groupby(["configuration", "id"])["seconds"].sum().groupby("configuration").mean()
+    for name, trials in derived.trials.groupby("configuration"):
         assert sums[name] == pytest.approx(speedups.step_interval(trials).estimate)
 
 
 def test_a_caption_says_of_whom_exposed_time_is_not_known() -> None:
-    """It names such contenders, and says nothing without them."""
+    """It names such configurations, and says nothing without them."""
     for strategies, unknown in ((("ddp", "exact", "zero3"), True), (("zero3", "zeropp"), False)):
         derived = derive(frames_of([record_of(Trial(strategy=strategy)) for strategy in strategies]))
         _, data, drawn = _drawn("step_split", derived)
@@ -172,7 +172,9 @@ def test_captions_say_how_peers_travel() -> None:
     assert peers_note(pd.DataFrame({"strategy": ["ddp", "zero3"]})) == "DDP travels in fp32."
     assert peers_note(pd.DataFrame({"strategy": ["zero3", "single"]})) == ""
     names = ["DDP", "DDP, bf16 hook", "DeepSpeed", "DeepSpeed (compute bf16)"]
-    several = pd.DataFrame({"strategy": ["ddp", "ddp-bf16", "deepspeed", "deepspeed"], "contender": names})
+    several = pd.DataFrame(
+        {"strategy": ["ddp", "ddp-bf16", "deepspeed", "deepspeed"], "configuration": names}
+    )
     note = peers_note(several)
     assert "DDP and DeepSpeed travel in fp32; DDP, bf16 hook and DeepSpeed travel in bf16." in note
 
@@ -202,9 +204,9 @@ def test_ticks_of_a_log_axis_are_in_view_and_few(values: list[float]) -> None:
 
 
 def test_a_row_without_a_value_has_none() -> None:
-    """A measure without values has no panel; contenders without a value of one have empty rows."""
+    """A measure without values has no panel; configurations without a value of one have empty rows."""
     rows = [
-        {"contender": name, "strategy": name, "place": 0, "first": n, "cell": "c", "where": "w", "a": 1.0,
+        {"configuration": name, "strategy": name, "place": 0, "first": n, "setting": "c", "where": "w", "a": 1.0,
          "b": value, "c": np.nan, "id": name}
         for n, (name, value) in enumerate((("x", 2.0), ("y", np.nan)))
     ]  # fmt: skip
@@ -234,7 +236,7 @@ def test_settings_of_the_user_change_no_figure() -> None:
     assert changed == drawn()
 
 
-def test_contenders_of_one_strategy_look_different_and_the_first_like_the_strategy() -> None:
+def test_configurations_of_one_strategy_look_different_and_the_first_like_the_strategy() -> None:
     """Ten codecs of one policy are ten pairs of colour and marker."""
     named = [("zeropp", f"ZeRO++ ({number})") for number in range(10)] + [("qwz", "qwZ")]
     looks = looks_of(named)

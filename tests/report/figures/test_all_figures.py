@@ -15,7 +15,7 @@ from harness.suites.trial import Cluster, Model, Trial
 from impl.adapters.traffic import HOSTED
 from impl.plan.policy import SUCCESSORS
 from report.data import published
-from report.data.contender import STRATEGIES
+from report.data.configuration import STRATEGIES
 from report.data.frames import frames_of, load
 from report.data.metrics import derive
 from report.draw.figure import FORMS, records_behind

@@ -1,10 +1,10 @@
-"""Scores of predicted steps: errors by cell and trial, order and regret, for made-up predictions."""
+"""Scores of predicted steps: errors by setting and trial, order and regret, for made-up predictions."""
 
 from __future__ import annotations
 
 import pytest
 
-from harness.records.record import Foreseen, Record
+from harness.records.trial_record import Foreseen, Record
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.figures.predictions import measured_over, score, score_in_words
@@ -32,7 +32,7 @@ def test_errors_are_those_that_were_made_up() -> None:
     assert (scores["median"], scores["ninth"]) == pytest.approx((0.1, 0.1))
     assert scores["trial_median"] == pytest.approx(0.1)
     assert scores["naive_median"] == pytest.approx(1.0)
-    assert (scores["cells"], scores["ordered"], scores["regret"]) == (3, 1.0, 0.0)
+    assert (scores["settings"], scores["ordered"], scores["regret"]) == (3, 1.0, 0.0)
     assert rows["over_constant"].median() == pytest.approx(1.0)
     assert "90th percentile" in score_in_words(rows)
 

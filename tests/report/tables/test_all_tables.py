@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 
 from harness.errors import Refusal
 from harness.records.confidence_intervals import Interval
-from harness.records.record import Record
+from harness.records.trial_record import Record
 from harness.suites.labels import PADDED
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.build import with_columns
@@ -79,8 +79,8 @@ def test_numbers_have_their_significant_digits() -> None:
 def test_the_summary_is_of_all_repeats() -> None:
     """Step seconds of the summary's CSV are the geometric mean over repeats, bytes the median."""
     derived = derive(frames_of(records_of("quickstart")))
-    table = pd.read_csv(io.StringIO(all_tables.summary(derived).csv())).set_index("contender")
-    for name, trials in derived.trials.groupby("contender"):
+    table = pd.read_csv(io.StringIO(all_tables.summary(derived).csv())).set_index("configuration")
+    for name, trials in derived.trials.groupby("configuration"):
         assert table.loc[name, "step_seconds"] == pytest.approx(geometric(trials["step_seconds"]))
         assert table.loc[name, "sent_mb"] == pytest.approx(trials["sent_bytes"].median() / 1e6)
         assert table.loc[name, "trials"] == 3
@@ -98,7 +98,7 @@ def test_bytes_without_a_ledger_are_those_of_the_interfaces() -> None:
 
 
 def test_short_names_are_explained() -> None:
-    """The Summary's caption says what w and g are where a contender's name has them, and only there."""
+    """The Summary's caption says what w and g are where a configuration's name has them, and only there."""
     trials = [Trial(strategy="zero3"), Trial(strategy="zeropp", policy=PolicyChanges(weights="int6:2048"))]
     caption = all_tables.summary(derive(frames_of([record_of(trial) for trial in trials]))).caption
     assert "In names w is the codec of weights." in caption
@@ -113,8 +113,8 @@ def test_both_speedups_are_printed_where_the_papers_baseline_ran() -> None:
     titles = [column.title for column in table.columns]
     both = ["Speed-up over the best ZeRO-3", "over the paper's baseline"]
     assert [title for title in titles if title in both] == both
-    rows = table.data.set_index("contender")
-    seconds = derived.trials.groupby("contender")["step_seconds"].agg(geometric)
+    rows = table.data.set_index("configuration")
+    seconds = derived.trials.groupby("configuration")["step_seconds"].agg(geometric)
     for name in ("ZeRO-3", "hpZ", "ZeRO++"):
         for column, base in (("speedup", "ZeRO-3"), ("over_papers", "flat ZeRO-3")):
             assert rows.loc[name, column].estimate == pytest.approx(seconds[base] / seconds[name])
@@ -130,7 +130,7 @@ def test_both_speedups_are_printed_where_the_papers_baseline_ran() -> None:
 def test_volume_is_in_units_of_one_gather() -> None:
     """ZeRO-3 sends 3 M less what stays for backward, ZeRO++ a little over 0.75 M, beside the published."""
     records = records_of("quickstart", repeats=1)
-    table = all_tables.volume(derive(frames_of(records))).data.set_index("contender")
+    table = all_tables.volume(derive(frames_of(records))).data.set_index("configuration")
     units = next(record.units for record in records if record.units)
     sizes, padded = ([unit[at] for unit in units] for at in (1, 2))
     assert sum(padded) > sum(sizes)
@@ -151,15 +151,15 @@ def test_volume_is_in_units_of_one_gather() -> None:
 def test_checks_count_ledgers_that_equal_their_prediction() -> None:
     """The checks say how many ledgers equal the prediction, and how far interfaces lie above them."""
     records = records_of("quickstart", repeats=2)
-    table = all_tables.checks(derive(frames_of(records))).data.set_index("contender")
+    table = all_tables.checks(derive(frames_of(records))).data.set_index("configuration")
     assert set(table["equal"]) == {"2 of 2"}
     assert table["interface_over_ledger"].to_numpy() == pytest.approx(1.02, abs=1e-3)
     steps = [rank.steps[0].loss for rank in records[0].ranks]
     assert table.loc["ZeRO-3", "first_loss_deviation"] >= abs(float(np.mean(steps)) - 5.55) / 5.55 - 1e-12
 
 
-def test_errors_of_codecs_that_were_tried_stand_by_block_and_are_one_contenders() -> None:
-    """Each integer codec's median error stands under its block size, for the contender in the caption; errors
+def test_errors_of_codecs_that_were_tried_stand_by_block_and_are_one_configurations() -> None:
+    """Each integer codec's median error stands under its block size, for the configuration in the caption; errors
     of messages have a table of their own.
     """
     records = [record for record in committed("quickstart") if record.quantisation]
@@ -175,22 +175,22 @@ def test_errors_of_codecs_that_were_tried_stand_by_block_and_are_one_contenders(
 
 @pytest.mark.parametrize("suite", ["quickstart", "algorithms"])
 def test_errors_of_what_was_sent_are_never_put_together(suite: str) -> None:
-    """Every contender of every setting has a row for each measured step, with errors of its trials alone;
+    """Every configuration of every setting has a row for each measured step, with errors of its trials alone;
     hops stand beside the end.
     """
     records = [record for record in committed(suite) if record.communication_errors]
     derived = derive(frames_of(records))
     table = all_tables.sent_error(derived)
-    of_trial = {row["id"]: (row["contender"], row["where"]) for row in derived.trials.to_dict("records")}
+    of_trial = {row["id"]: (row["configuration"], row["where"]) for row in derived.trials.to_dict("records")}
     measured = {(of_trial[r.id], e.step) for r in records for e in r.communication_errors}
     assert len(table.data) == len(measured)
     for row in table.data.to_dict("records"):
-        key, kind = (row["contender"], row["where"]), (row["step"], "gradients", "")
+        key, kind = (row["configuration"], row["where"]), (row["step"], "gradients", "")
         every = [e for r in records if of_trial[r.id] == key for e in r.communication_errors]
         chosen = [e for e in every if (e.step, e.purpose, e.unit) == kind]
         ends = [(e.squared_error or 0) / (e.squared_value or 1) for e in chosen if e.hop is None]
         hops = [(e.squared_error or 0) / (e.squared_value or 1) for e in chosen if e.hop is not None]
-        assert len(set(ends)) == 1  # it is of one contender in one setting
+        assert len(set(ends)) == 1  # it is of one configuration in one setting
         assert row["end_to_end"] == pytest.approx(ends[0])
         assert (row["smallest_of_a_hop"], row["largest_of_a_hop"]) == pytest.approx((min(hops), max(hops)))
         for axis in {e.axis for e in chosen if e.hop is not None}:
@@ -213,7 +213,7 @@ def test_the_steps_of_a_ring_are_told_as_a_range() -> None:
 def _printed(table: Table) -> dict[str, dict[str, str]]:
     titles = [column.title for column in table.columns]
     rows = [dict(zip(titles, row, strict=True)) for row in table.rows()]
-    return {row["Contender"]: row for row in rows}
+    return {row["Configuration"]: row for row in rows}
 
 
 def test_a_share_above_one_is_marked_and_explained() -> None:
@@ -296,7 +296,7 @@ def test_the_table_of_memory_prints_hpzs_copy_in_both_forms() -> None:
     table = all_tables.memory(derive(frames_of(records_of("quickstart", repeats=1))))
     both = ["hpZ's copy as frames", "in 16 bits"]
     assert [column.title for column in table.columns if column.title in both] == both
-    rows = table.data.set_index("contender")
+    rows = table.data.set_index("configuration")
     assert rows.loc["ZeRO++", "copy_frames_mib"] == pytest.approx(rows.loc["ZeRO++", "engine_secondary_mib"])
     assert rows.loc["ZeRO++", "copy_halves_mib"] > 1.9 * rows.loc["ZeRO++", "copy_frames_mib"]
     assert rows.loc["hpZ", "copy_halves_mib"] == rows.loc["hpZ", "copy_frames_mib"]  # 16-bit frames
@@ -333,13 +333,13 @@ def test_every_number_is_a_macro_with_its_records() -> None:
 
 
 def test_only_the_columns_that_are_asked_for_are_printed() -> None:
-    """In the requested order, by title or name, after places and contender; the CSV keeps all; an unknown
+    """In the requested order, by title or name, after places and configuration; the CSV keeps all; an unknown
     table is refused.
     """
     shown = [all_tables.summary(derive(frames_of(records_of("bandwidth", repeats=2))))]
     (table,) = with_columns(shown, {"summary": ["speedup", "Step, s"]})
     assert [column.title for column in table.columns if not column.place] == [
-        "Contender", "Speed-up over ZeRO-3", "Step, s",
+        "Configuration", "Speed-up over ZeRO-3", "Step, s",
     ]  # fmt: skip
     assert [column.place for column in table.columns][:1] == [True]
     assert table.csv() == shown[0].csv()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.records.record import GpuUse, NodeUse, Record
+from harness.records.trial_record import GpuUse, NodeUse, Record
 from harness.suites.trial import Cluster, Trial
 from report.data.frames import frames_of
 from report.data.metrics import derive

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import Refusal
-from harness.records.record import write
+from harness.records.trial_record import write
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.tables.all_tables import explanation
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_number_is_its_records_and_formula(folder: Path) -> None:
-    """Trials of the contender and of the baseline, and the ends of the interval."""
+    """Trials of the configuration and of the baseline, and the ends of the interval."""
     text = explanation(folder, "summary", "ZeRO++", "Speed-up over ZeRO-3")
     records = records_of("quickstart", repeats=2)
     for strategy, prefix in (("zeropp", "records (2): "), ("zero3", "compared with (2): ")):
@@ -69,9 +69,9 @@ def test_a_column_is_found_by_its_beginning_or_its_words(asked: str, title: str)
         ),
         (
             "Speed-up over DDP",
-            r"no column 'Speed-up over DDP' in summary: expected one of Contender; n; Step",
+            r"no column 'Speed-up over DDP' in summary: expected one of Configuration; n; Step",
         ),
-        ("", "no column '' in summary: expected one of Contender"),
+        ("", "no column '' in summary: expected one of Configuration"),
         ("S", r"[2-9] columns of summary match 'S': expected one of Step, s; Speed-up"),
     ],
 )
@@ -88,7 +88,10 @@ def test_a_column_that_is_not_one_is_refused_with_those_there_are(asked: str, me
         (("sumary", "ZeRO++", "n"), r"no table 'sumary': expected one of summary, .*did you mean 'summary'"),
         (("summary", "DDP", "n"), r"0 rows of summary hold 'DDP': expected words of one of ZeRO-3; "),
         (("summary", "Z", "n"), r"[3-9] rows of summary hold 'Z'"),
-        (("summary", "ZeRO++", "speed"), "no column 'speed' in summary: expected one of Contender; n; Step"),
+        (
+            ("summary", "ZeRO++", "speed"),
+            "no column 'speed' in summary: expected one of Configuration; n; Step",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused(folder: Path, cell: tuple[str, str, str], message: str) -> None:

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from harness.records.confidence_intervals import Interval
-from harness.records.record import Record
+from harness.records.trial_record import Record
 from harness.suites.trial import Cluster, Trial
 from report.answer import effects
 from report.data import loss_verdicts
@@ -53,7 +53,7 @@ def unequal(*strategies: str, rates: tuple[str, ...] = ("50 Mbit/s",)) -> list[R
 
 
 def _of_a_front() -> list[Record]:
-    """Committed records of eight contenders, with six seeds each."""
+    """Committed records of eight configurations, with six seeds each."""
     records = [r for r in committed("frontier") if r.trial["seed"] < 6]
     names = list(dict.fromkeys(str(r.trial["policy"]) + r.trial["strategy"] for r in records))[:8]
     return [r for r in records if str(r.trial["policy"]) + r.trial["strategy"] in names]
@@ -84,14 +84,14 @@ def test_tables_give_a_quantity_of_a_configuration_by_one_number(suite: str) -> 
     derived = derive(frames_of(SUITES[suite]()))
     numbers: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for table in all_tables.all_tables(derived):
-        if not {"where", "contender"} <= {*table.data}:
+        if not {"where", "configuration"} <= {*table.data}:
             continue
         for row in table.data.to_dict("records"):
             for column in table.columns:
                 value = row[column.key]
                 key = "validation_loss" if (table.name, column.key) == ("losses", "loss") else column.key
                 if isinstance(value, Interval | float) and (table.name, key) not in _OF_OTHER_ROWS:
-                    numbers[str(row["where"]), str(row["contender"]), key].append(estimate(value))
+                    numbers[str(row["where"]), str(row["configuration"]), key].append(estimate(value))
     assert {key: values for key, values in numbers.items() if not same(values)} == {}
     shared = {key for (_, _, key), values in numbers.items() if len(values) > 1}
     assert {"step_seconds", "share"} <= shared
@@ -103,19 +103,19 @@ _OF_OTHER_ROWS = {("sent_error", "weights")}
 
 
 def markers(derived: Derived, name: str) -> dict[tuple[str, str, str], float]:
-    """By column, cell and contender, where a figure's estimates stand."""
+    """By column, setting and configuration, where a figure's estimates stand."""
     figure = next(figure for figure in FIGURES if figure.name == name)
     data, mark = figure.table(derived), figure.mark
     if data.empty:
         return {}
     places = {}
-    for (cell, contender), rows in data.groupby(["cell", "contender"]):
+    for (setting, configuration), rows in data.groupby(["setting", "configuration"]):
         if isinstance(mark, Rows | Lines | Front):
             for measure in mark.measures:
-                places[measure.column, cell, contender] = measured(measure, rows)
+                places[measure.column, setting, configuration] = measured(measure, rows)
         elif isinstance(mark, Stacked):
             parts = rows[rows["kind"] == "bar"].groupby("part")[mark.value].agg(mark.middle)
-            places[mark.value, cell, contender] = float(parts.sum())
+            places[mark.value, setting, configuration] = float(parts.sum())
     return places
 
 
@@ -128,33 +128,37 @@ def test_figures_and_sentences_give_the_numbers_of_the_tables(suite: str) -> Non
     """Losses, speed-ups, throughput, shares, bytes, and the parts of a step in figures; and in the lead."""
     derived = derive(frames_of(SUITES[suite]()))
     summary = all_tables.summary(derived).data
-    losses = {(row["cell"], row["contender"]): row for row in loss_verdicts.losses(derived)}
-    cell_of = dict(zip(derived.trials["where"], derived.trials["cell"], strict=True))
+    losses = {(row["setting"], row["configuration"]): row for row in loss_verdicts.losses(derived)}
+    setting_of = dict(zip(derived.trials["where"], derived.trials["setting"], strict=True))
     of_table = {
-        (key, cell_of[row["where"]], row["contender"]): estimate(row[key])
+        (key, setting_of[row["where"]], row["configuration"]): estimate(row[key])
         for row in summary.to_dict("records")
         for key in ("speedup", "share", "tokens_per_second", "step_seconds", "validation_loss")
     }
     of_table |= {("excess", *key): row["difference"].estimate for key, row in losses.items()}
-    volume = {(row["contender"]): row["ledger"] for row in all_tables.volume(derived).data.to_dict("records")}
+    volume = {
+        (row["configuration"]): row["ledger"] for row in all_tables.volume(derived).data.to_dict("records")
+    }
     compared = 0
     for name in ("speedup", "share", "speedup_over_rates", "throughput", "final_loss", "frontier", "pareto",
                  "step_split", "volume", "beside_published"):  # fmt: skip
-        for (drawn, cell, contender), value in markers(derived, name).items():
+        for (drawn, setting, configuration), value in markers(derived, name).items():
             column = {"seconds": "step_seconds"}.get(drawn, drawn)
-            expected = of_table.get((column, cell, contender), math.nan)
+            expected = of_table.get((column, setting, configuration), math.nan)
             if name == "volume":
-                expected = volume[contender]
+                expected = volume[configuration]
             if math.isnan(expected):
                 continue
-            assert value == pytest.approx(expected, rel=1e-9, abs=1e-12), (name, column, contender)
+            assert value == pytest.approx(expected, rel=1e-9, abs=1e-12), (name, column, configuration)
             compared += 1
     assert compared >= (3 if suite == "one strategy" else 10)
     for effect in effects.effects(derived):
-        assert effect.ratio.estimate == pytest.approx(of_table["speedup", effect.cell, effect.contender])
-    for (cell, contender), trials in derived.trials.groupby(["cell", "contender"]):
+        assert effect.ratio.estimate == pytest.approx(
+            of_table["speedup", effect.setting, effect.configuration]
+        )
+    for (setting, configuration), trials in derived.trials.groupby(["setting", "configuration"]):
         step = step_interval(trials).estimate
-        assert of_table["step_seconds", cell, contender] == pytest.approx(step)
+        assert of_table["step_seconds", setting, configuration] == pytest.approx(step)
 
 
 def test_losses_of_unequal_repeats_are_means_over_seeds() -> None:
@@ -165,7 +169,7 @@ def test_losses_of_unequal_repeats_are_means_over_seeds() -> None:
     ]  # fmt: skip
     derived = derive(frames_of(records))
     for table in (all_tables.summary(derived), all_tables.losses(derived)):
-        (cells,) = table.rows()
+        (settings,) = table.rows()
         titles = [column.title for column in table.columns]
-        assert cells[titles.index("Validation loss, mean")] == "2.500"
+        assert settings[titles.index("Validation loss, mean")] == "2.500"
         assert "mean over seeds" in table.caption

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.records.record import Failure, Record
+from harness.records.trial_record import Failure, Record
 from harness.suites.trial import Trial
 from report.data.frames import frames_of
 from report.data.metrics import derive
@@ -26,7 +26,7 @@ def run(strategy: str, seconds: float, transport: str = "gloo", *, repeat: int =
 
 
 def rows(*records: Record) -> pd.DataFrame:
-    return peers(derive(frames_of(list(records)))).data.set_index(["contender", "carried"])
+    return peers(derive(frames_of(list(records)))).data.set_index(["configuration", "carried"])
 
 
 @settings(max_examples=5)
@@ -88,5 +88,5 @@ def test_a_refusal_of_a_library_is_a_row_with_its_reason() -> None:
     table = all_tables.failures(derive(frames_of([run("exact", 1.0), refused])))
     (row,) = table.data.to_dict("records")
     assert (row["kind"], row["message"], row["by"]) == ("refused", failure.message, "deepspeed")
-    assert row["contender"] == "DeepSpeed (zero_quantized_weights True)"
+    assert row["configuration"] == "DeepSpeed (zero_quantized_weights True)"
     assert "Refused by a peer's library" in table.caption

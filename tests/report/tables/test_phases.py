@@ -36,12 +36,12 @@ def test_phases_add_up_to_the_step() -> None:
 
 
 def test_the_table_stands_beside_the_published_rates() -> None:
-    """A row for each contender and phase, then the blog's four pairs, each by its phase."""
+    """A row for each configuration and phase, then the blog's four pairs, each by its phase."""
     derived = derive(frames_of(committed("rlhf")))
     rows = phases(derived).data
     measured = rows[rows["published"].isna()]
     assert list(measured["phase"]) == [phase for phase in PHASES for _ in range(5)]
-    by_key = {(row["phase"], row["contender"]): row for row in rows.to_dict("records")}
+    by_key = {(row["phase"], row["configuration"]): row for row in rows.to_dict("records")}
     assert by_key["generate", "ZeRO-3"]["speedup"].estimate == 1
     faster = by_key["train", "ZeRO++"]["speedup"]
     assert faster.known

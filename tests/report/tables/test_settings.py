@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.records.record import write
+from harness.records.trial_record import write
 from harness.suites.trial import Cluster, Model, Optimizer, Trial
 from report.build import build
 from report.data.caveats import warnings
@@ -52,8 +52,8 @@ def test_every_setting_is_told_from_the_records() -> None:
     assert values["repetition"] == "1 seed, 3 repeats"
 
 
-def test_kernels_are_told_by_contender_where_they_differ() -> None:
-    """One backend is named alone; two, of two kinds of device, with the contenders on each."""
+def test_kernels_are_told_by_configuration_where_they_differ() -> None:
+    """One backend is named alone; two, of two kinds of device, with the configurations on each."""
     for kernels, text in (("reference", "reference"), ("cuda", "reference (ZeRO-3); cuda (ZeRO++)")):
         other = record_of(Trial(strategy="zeropp"), ran={"kernels": kernels, "device": kernels})
         derived = derive(frames_of([record_of(Trial(strategy="zero3"), ran=RAN), other]))
@@ -73,7 +73,7 @@ def test_the_page_asks_the_question_and_tells_the_setting_before_the_environment
 
 
 def test_a_corpus_that_changed_between_trials_is_warned_of() -> None:
-    """Two contents of one corpus in a cell stand among the warnings; one does not."""
+    """Two contents of one corpus in a setting stand among the warnings; one does not."""
     first, same, other = (
         record_of(Trial(strategy=name), ran={"corpus_sha256": sha})
         for name, sha in (("zero3", "aa"), ("zeropp", "aa"), ("zeropp", "bb"))

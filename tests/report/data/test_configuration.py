@@ -1,4 +1,4 @@
-"""Contenders: no two policies that move or keep different things share a name."""
+"""Configurations: no two policies that move or keep different things share a name."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from impl.plan.policy import (
     parse_feedback,
     parse_loss_scale,
 )
-from report.data.contender import NAMES, fields_of, label_of
+from report.data.configuration import NAMES, fields_of, label_of
 
 LAYOUT = {"align"}  # it changes the layout alone
 
 
-def test_every_field_of_a_policy_tells_contenders_apart() -> None:
-    """A change of any field of a policy changes the fields that tell contenders apart."""
+def test_every_field_of_a_policy_tells_configurations_apart() -> None:
+    """A change of any field of a policy changes the fields that tell configurations apart."""
     trial = Trial()
     others = {
         "weights": PRESETS["exact"].weights,

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 
 from harness.suites.answering_quantity import ChosenQuantity
-from impl.deepspeed.recipe import Finding
+from impl.deepspeed.config_to_policy import Finding
 from impl.plan.shard_layout import padding_share
 
 SCHEMA_VERSION: Final = 1

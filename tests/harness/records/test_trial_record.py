@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from harness.records import record
-from harness.records.record import RecordError
+from harness.records import trial_record
+from harness.records.trial_record import RecordError
 from harness.suites.trial import Trial
 from tests.report.records import record_of
 
 
 def rewritten(folder: Path, change: Any) -> Path:
     """A finished trial's record whose content ``change`` has changed, without a digest, as older ones are."""
-    path = record.write(folder, record_of(Trial(steps=2, warmup=0)))
+    path = trial_record.write(folder, record_of(Trial(steps=2, warmup=0)))
     data = json.loads(path.read_text(encoding="utf-8"))
     del data["digest"]
     change(data)
@@ -34,7 +34,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     made = record_of(Trial(steps=2, warmup=0))
     assert made.ranks[0].steps[0].cpu_seconds
     assert made.processor_use is not None
-    assert record.read(record.write(tmp_path, made)) == made
+    assert trial_record.read(trial_record.write(tmp_path, made)) == made
 
 
 def test_an_older_record_is_read(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_an_older_record_is_read(tmp_path: Path) -> None:
         for step in steps_of(data):
             del step["cpu_seconds"]
 
-    old = record.read(rewritten(tmp_path, older))
+    old = trial_record.read(rewritten(tmp_path, older))
     assert {step.cpu_seconds for rank in old.ranks for step in rank.steps} == {None}
     assert old.processor_use is old.digest is None
 
@@ -70,7 +70,7 @@ def test_measurements_that_cannot_be_are_refused(tmp_path: Path, field: str, val
         (data["processor_use"] if field.startswith("p") else steps_of(data)[0])[name] = value
 
     with pytest.raises(RecordError, match=f"not a record: {re.escape(field)}"):
-        record.read(rewritten(tmp_path, wrong))
+        trial_record.read(rewritten(tmp_path, wrong))
 
 
 @pytest.mark.parametrize(
@@ -85,12 +85,12 @@ def test_measurements_that_cannot_be_are_refused(tmp_path: Path, field: str, val
 )
 def test_an_edited_record_is_refused(tmp_path: Path, edit: Any) -> None:
     """A step's time, ledgers, the machine or a further key: reading says in one line that it was edited."""
-    path = record.write(tmp_path, record_of(Trial(steps=2, warmup=0)))
+    path = trial_record.write(tmp_path, record_of(Trial(steps=2, warmup=0)))
     data = json.loads(path.read_text(encoding="utf-8"))
     edit(data)
     path.write_text(json.dumps(data), encoding="utf-8")
     with pytest.raises(RecordError, match="edited or damaged since it was written") as caught:
-        record.read(path)
+        trial_record.read(path)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
 
@@ -98,10 +98,10 @@ def test_an_edited_record_is_refused(tmp_path: Path, edit: Any) -> None:
 def test_a_digest_is_of_content_not_of_its_form(tmp_path: Path) -> None:
     """Other spaces and another order of keys are no edit; a record written again has its own digest."""
     made = record_of(Trial(steps=2, warmup=0))
-    path = record.write(tmp_path, made)
+    path = trial_record.write(tmp_path, made)
     data = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(dict(reversed(data.items())), indent=7), encoding="utf-8")
-    reordered = record.read(path)
+    reordered = trial_record.read(path)
     assert reordered == made
     changed = reordered.model_copy(update={"question": "What else?"})
-    assert record.read(record.write(tmp_path, changed)).digest != made.digest
+    assert trial_record.read(trial_record.write(tmp_path, changed)).digest != made.digest

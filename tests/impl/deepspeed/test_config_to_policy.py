@@ -17,8 +17,8 @@ from torch import nn
 
 from impl.codecs import reference
 from impl.codecs.codec import BF16, FP16, FP32, IntCodec
+from impl.deepspeed.config_to_policy import QGZ, QWZ, AdamOptions, Finding, Recipe, laid_out, recipe
 from impl.deepspeed.keys import KEYS, SECTIONS, ZERO, DeepSpeedError, load
-from impl.deepspeed.recipe import QGZ, QWZ, AdamOptions, Finding, Recipe, laid_out, recipe
 from impl.engine.unit_planning import find_blocks, plan_units
 from impl.plan.policy import Feedback, LossScale, MemoryLimits, Offload, Policy
 from impl.plan.topology import Topology

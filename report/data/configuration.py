@@ -1,4 +1,4 @@
-"""Contenders: strategies and their policy changes, with the names that figures print.
+"""Configurations: strategies and their policy changes, with the names that figures print.
 
 Changes of execution (types, prefetch, gather, ...) that all policies of a folder share are left out of names.
 """
@@ -18,7 +18,7 @@ import pandas as pd
 from harness.suites.labels import differing, flatten, in_words
 from harness.suites.peers import DEEPSPEED, family_of
 from harness.suites.trial import RECIPE, Trial
-from impl.deepspeed.recipe import recipe
+from impl.deepspeed.config_to_policy import recipe
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
 from report.data.text import plain
@@ -55,11 +55,11 @@ _OF_EXECUTION: Final = {  # left out of names where all policies share them
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Printed names of the baseline of a suite's question, and of the contenders beside it."""
+    """Printed names of the baseline of a suite's question, and of the configurations beside it."""
 
     baseline: str
     contrast: tuple[str, ...]
-    # by role; else :func:`is_baseline` picks the baseline, and the contrast is every other contender
+    # by role; else :func:`is_baseline` picks the baseline, and the contrast is every other configuration
     named_in_suite: bool
 
 
@@ -70,13 +70,13 @@ FLAT_FACTOR = (
 
 
 def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
-    """Whether each row is a baseline's: by role, else of plain ZeRO-3, else of the contender listed first."""
+    """Whether each row is a baseline's: by role, else of plain ZeRO-3, else of the configuration listed first."""
     if table["role"].eq("baseline").any():
         return table["role"].eq("baseline")
     preset = is_preset(table, BASELINE)
     if preset.any():
         return preset
-    listed_at = table.groupby("contender")["order"].transform("min")
+    listed_at = table.groupby("configuration")["order"].transform("min")
     return listed_at.eq(listed_at.min())
 
 
@@ -91,7 +91,7 @@ def with_baseline(
 
 def is_preset(table: pd.DataFrame, strategy: str) -> pd.Series[bool]:
     """Whether each row is of a strategy without changes."""
-    return table["strategy"].eq(strategy) & table["contender"].eq(NAMES[strategy])
+    return table["strategy"].eq(strategy) & table["configuration"].eq(NAMES[strategy])
 
 
 def fields_of(policy: Policy | None, topology: Topology) -> dict[str, str]:
@@ -137,7 +137,7 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
 def labels_of(
     trials: Mapping[str, Trial], shared: Mapping[str, str], also: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Names of the contenders of trials, by id; ``also`` are further fields by which they are told apart."""
+    """Names of the configurations of trials, by id; ``also`` are further fields by which they are told apart."""
     fields = {
         name: {path: value for path, value in flatten(trial.canonical()) if path.split(".")[0] in also}
         for name, trial in trials.items()
