@@ -1,0 +1,385 @@
+"""The numbers and claims that templates of documents may use, computed from the committed records.
+
+A template names a suite, a configuration as pages print it, and, where the suite has several settings, as many
+parts of the setting as single one out: ``speedup("bandwidth", "ZeRO++", at="25 Mbit/s, 256 tokens/rank")``.
+What cannot be found raises a :class:`DocumentError` that lists what there is.
+
+Claims about direction are checked when a document is built: ``assert_better(speedup("quickstart", "ZeRO++"))``
+prints nothing, and fails the build when the records no longer bear the claim.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import pandas as pd
+
+from harness.errors import Refusal
+from harness.records import archive
+from harness.records.confidence_intervals import Interval, mean_interval, of_another_sweep
+from harness.records.memory_parts import on_device
+from report import page
+from report.data import bytes_and_memory, decoding, loss_verdicts, speedups
+from report.data.frames import load
+from report.data.metrics import Derived, derive
+from report.data.text import number
+from report.figures.all_figures import FIGURES
+from report.tables import all_tables, phases
+from report.tables.table import markdown
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+REFERENCE: Final = Path("results/reference")
+EQUAL_TO: Final = 2e-3  # relative difference up to which counted sizes are equal: padding differs
+
+
+class DocumentError(Exception):
+    """A template asks for what the records do not hold, or claims what they do not bear."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number from records with its 95 % interval, where it has one; prints as ``2.36 (2.29 to 2.42)``."""
+
+    interval: Interval
+    form: Callable[[float], str]
+    what: str  # in words, for messages
+    equal: float = math.nan  # its value without any difference: 1 of ratios, 0 of differences; else NaN
+    more_is_better: bool = True
+
+    def __str__(self) -> str:
+        """``2.36 (2.29 to 2.42)``, or ``2.36`` where nothing is known of its spread."""
+        return f"{self.value} ({self.range})" if self._spreads else self.value
+
+    @property
+    def value(self) -> str:
+        """The estimate alone: ``2.36``."""
+        return self.form(self.interval.estimate)
+
+    @property
+    def range(self) -> str:
+        """``2.29 to 2.42``."""
+        return f"{self.form(self.interval.low)} to {self.form(self.interval.high)}"
+
+    @property
+    def ci(self) -> str:
+        """``95 % CI 2.29 to 2.42``."""
+        return f"95 % CI {self.range}"
+
+    @property
+    def again(self) -> str:
+        """The 95 % prediction interval of a further run of the suite: ``2.09 to 2.74``."""
+        if not self._spreads:
+            raise DocumentError(f"{self.what} has no interval, and so no prediction of a further run")
+        expected = of_another_sweep(self.interval, ratio=self.equal == 1)
+        return f"{self.form(expected.low)} to {self.form(expected.high)}"
+
+    @property
+    def n(self) -> int:
+        """The number of pairs, seeds or trials behind it."""
+        return self.interval.n
+
+    @property
+    def magnitude(self) -> Estimate:
+        """Without its sign, for sentences that name the direction in words."""
+        low, high = sorted((abs(self.interval.low), abs(self.interval.high)))
+        size = replace(self.interval, estimate=abs(self.interval.estimate), low=low, high=high)
+        return replace(self, interval=size, form=lambda value: self.form(value).lstrip("+-"), equal=math.nan)
+
+    def as_(self, form: str) -> Estimate:
+        """Printed by another format specification: ``.1f``."""
+        return replace(self, form=lambda value: format(value, form))
+
+    @property
+    def percent(self) -> str:
+        """The estimate as a share: ``28 %``."""
+        return f"{100 * self.interval.estimate:.0f} %"
+
+    @property
+    def _spreads(self) -> bool:
+        return self.interval.known and self.interval.low < self.interval.high
+
+    @property
+    def verdict(self) -> str:
+        """``better``, ``worse``, or ``not significant``, which includes numbers without an interval."""
+        if math.isnan(self.equal) or not self.interval.known or self.interval.contains(self.equal):
+            return "not significant"
+        return "better" if (self.interval.estimate > self.equal) is self.more_is_better else "worse"
+
+    def __lt__(self, other: Estimate) -> bool:
+        """Whether its estimate is the smaller one; for :meth:`Numbers.assert_that`."""
+        return self.interval.estimate < other.interval.estimate
+
+    def __truediv__(self, other: Estimate) -> Estimate:
+        """The ratio of two estimates, without an interval."""
+        ratio = self.interval.estimate / other.interval.estimate
+        return Estimate(Interval(ratio, math.nan, math.nan, 0), number(3), f"{self.what} over {other.what}")
+
+
+def _form(specification: str) -> Callable[[float], str]:
+    return lambda value: format(value, specification)
+
+
+def _counted(value: float) -> Interval:
+    """A number that is counted, and so has no spread."""
+    return Interval(value, value, value, 0)
+
+
+@cache
+def derived(suite: str) -> Derived:
+    """What the committed records of a suite say.
+
+    Raises:
+        DocumentError: without an archive of that name.
+        RecordError: for an edited record, or a file that is no archive.
+    """
+    packed = ROOT / REFERENCE / f"{suite}{archive.SUFFIX}"
+    if not packed.exists():
+        raise DocumentError(f"no suite {suite!r} in {REFERENCE}: expected one of {', '.join(suites())}")
+    with tempfile.TemporaryDirectory() as folder:
+        return derive(load(archive.unpack(packed, Path(folder))))
+
+
+def suites() -> list[str]:
+    """The suites that have committed records, by name."""
+    return sorted(
+        path.name.removesuffix(archive.SUFFIX) for path in (ROOT / REFERENCE).glob(f"*{archive.SUFFIX}")
+    )
+
+
+def _trials(suite: str, name: str, at: str, table: pd.DataFrame | None = None) -> pd.DataFrame:
+    """The rows of one configuration in one setting, of trials or of another table that has these columns."""
+    table = derived(suite).trials if table is None else table
+    parts = {part.strip() for part in at.split(",") if part.strip()}
+    here = table[[parts <= {*str(where).split(", ")} for where in table["where"]]]
+    if name not in set(here["configuration"]):
+        present = "; ".join(map(str, table["configuration"].unique()))
+        raise DocumentError(f"{suite}: no {name!r} at {at!r}: expected one of {present}")
+    rows = here[here["configuration"] == name]
+    if len(set(rows["setting"])) > 1:
+        settings = "; ".join(map(str, rows["where"].unique()))
+        raise DocumentError(f"{suite}: {name!r} at {at!r} matches several settings: {settings}")
+    return rows
+
+
+def _paired(suite: str, name: str, over: str, at: str) -> tuple[pd.DataFrame, str]:
+    """Pairs of a configuration with ``over``, by default the suite's baseline; and the name of that."""
+    trials = derived(suite).trials
+    setting = str(_trials(suite, name, at)["setting"].iloc[0])
+    of_base = trials["configuration"].eq(over)
+    pairs = speedups.pairs(trials, of_base) if over else derived(suite).pairs
+    pairs = pairs[pairs["setting"].eq(setting) & pairs["configuration"].eq(name)]
+    if pairs.empty:
+        raise DocumentError(f"{suite}: no pairs of {name!r} with {over or 'the baseline'!r} at {at!r}")
+    return pairs, str(pairs["baseline_configuration"].iloc[0])
+
+
+def speedup(suite: str, name: str, over: str = "", at: str = "") -> Estimate:
+    """How many times as fast a step is as one of ``over``, by default of the suite's baseline."""
+    pairs, base = _paired(suite, name, over, at)
+    what = f"the speed-up of {name} over {base} in {suite}"
+    return Estimate(speedups.speedup(pairs), _form(".2f"), what, equal=1.0)
+
+
+def seconds(suite: str, name: str, at: str = "") -> Estimate:
+    """Seconds of a step: geometric mean over trials."""
+    rows = _trials(suite, name, at)
+    return Estimate(speedups.step_interval(rows), number(3), f"the step of {name} in {suite}")
+
+
+def sent(suite: str, name: str, over: str = "", at: str = "") -> Estimate:
+    """Bytes between nodes over those of ``over``, by default of the suite's baseline; counted by the ledger."""
+    pairs, base = _paired(suite, name, over, at)
+    ratio = float(pairs["bytes_ratio"].median())
+    if math.isnan(ratio):
+        ratio = float(pairs["interface_ratio"].median())
+    what = f"the bytes of {name} over {base}'s in {suite}"
+    return Estimate(_counted(ratio), _form(".3f"), what, equal=1.0, more_is_better=False)
+
+
+def megabytes(suite: str, name: str, at: str = "") -> Estimate:
+    """MB that a step sends between nodes, all ranks together."""
+    size = float(_trials(suite, name, at)["sent_bytes"].median() / 1e6)
+    return Estimate(_counted(size), number(3), f"the MB of {name} in {suite}")
+
+
+def error(suite: str, name: str, at: str = "") -> Estimate:
+    """Error of gradients end to end (vNMSE): the median over measured steps and trials."""
+    rows = derived(suite).sent_errors
+    rows = rows[rows["purpose"].eq("gradients") & rows["hop"].isna() & rows["repeated"].eq(1)]
+    value = float(_trials(suite, name, at, rows)["vnmse"].median())
+    return Estimate(_counted(value), number(2), f"the error (vNMSE) of {name} in {suite}")
+
+
+def loss(suite: str, name: str, over: str = "", at: str = "") -> Estimate:
+    """Validation loss at the end less that of ``over``, by default of the baseline, in nats, paired by seed."""
+    base = over or derived(suite).compared.baseline
+    losses = [loss_verdicts.by_seed(_trials(suite, each, at)) for each in (name, base)]
+    difference = mean_interval(list((losses[0] - losses[1]).dropna()))
+    what = f"the loss of {name} minus {base}'s in {suite}"
+    return Estimate(difference, _form("+.4f"), what, equal=0.0, more_is_better=False)
+
+
+def final_loss(suite: str, name: str, at: str = "") -> Estimate:
+    """Validation loss at the end, mean over seeds, without an interval."""
+    mean = float(loss_verdicts.by_seed(_trials(suite, name, at)).mean())
+    return Estimate(Interval(mean, math.nan, math.nan, 0), _form(".3f"), f"the loss of {name} in {suite}")
+
+
+def _loss_row(suite: str, name: str, at: str) -> loss_verdicts.Row:
+    setting = _trials(suite, name, at)["setting"].iloc[0]
+    rows = loss_verdicts.losses(derived(suite))
+    return next(row for row in rows if row["configuration"] == name and row["setting"] == setting)
+
+
+def loss_verdict(suite: str, name: str, at: str = "") -> str:
+    """``not inferior``, ``inferior``, ``cannot tell``, ... (docs/reference/metrics.md)."""
+    return str(_loss_row(suite, name, at)["verdict"])
+
+
+def loss_margin(suite: str, name: str, at: str = "") -> Estimate:
+    """Nats by which a loss may be higher than the baseline's and count as not inferior."""
+    margin = float(_loss_row(suite, name, at)["margin"])
+    return Estimate(_counted(margin), number(3), f"the margin of {name} in {suite}")
+
+
+def loss_in_steps(suite: str, name: str, at: str = "") -> Estimate:
+    """Steps of the baseline's training, at its last rate, that a difference of losses is worth."""
+    row, steps = _loss_row(suite, name, at), derived(suite).frames.margin
+    if not steps:
+        raise DocumentError(f"{suite}: its margin is no number of steps")
+    worth = float(steps * row["difference"].estimate / row["margin"])
+    return Estimate(Interval(worth, math.nan, math.nan, 0), _form(".0f"), f"{name}'s loss in steps, {suite}")
+
+
+def memory(suite: str, name: str, at: str = "") -> Estimate:
+    """MiB that the engine of the fullest rank holds on its device, median over trials."""
+    held = derived(suite).frames.memory
+    ids = _trials(suite, name, at, derived(suite).finished)["id"]
+    held = held[held["id"].isin(ids) & held["source"].eq("engine")]
+    held = held[held["part"].isin(on_device(dict.fromkeys(held["part"], 0)))]
+    size = float(held.groupby(["id", "rank"])["bytes"].sum().groupby("id").max().median() / 2**20)
+    return Estimate(_counted(size), number(3), f"the memory of {name} in {suite}")
+
+
+def decoding_speedup(suite: str, name: str, at: str = "") -> Estimate:
+    """How many times the baseline's tokens per second a configuration decodes (workload ``generate``)."""
+    rows = _trials(suite, name, at, derived(suite).generations)
+    return Estimate(decoding.speedup(rows), _form(".2f"), f"{name}'s decoding in {suite}", equal=1.0)
+
+
+def phase_speedup(suite: str, name: str, phase: str, at: str = "") -> Estimate:
+    """How many times as fast a phase of workload ``rlhf`` is: generate, score or train."""
+    rows = phases.by_phase(derived(suite))
+    rows = _trials(suite, name, at, rows[rows["phase"] == phase]).dropna(subset=["baseline_seconds"])
+    ratio = speedups.speedup(rows, below="seconds")
+    return Estimate(ratio, _form(".2f"), f"{name}'s speed-up in phase {phase} of {suite}", equal=1.0)
+
+
+def phase_sent(suite: str, name: str, phase: str, at: str = "") -> Estimate:
+    """Bytes between nodes in a phase of workload ``rlhf`` over the baseline's."""
+    rows = phases.by_phase(derived(suite))
+    rows = _trials(suite, name, at, rows[rows["phase"] == phase])
+    ratio = float((rows["inter_bytes"] / rows["baseline_bytes"]).median())
+    what = f"{name}'s bytes in phase {phase} of {suite}"
+    return Estimate(_counted(ratio), number(3), what, equal=1.0, more_is_better=False)
+
+
+def tokens_per_second(suite: str, name: str, at: str = "") -> Estimate:
+    """Tokens per second of all ranks in training: geometric mean over trials."""
+    rows = speedups.step_interval(_trials(suite, name, at), "tokens_per_second")
+    return Estimate(rows, number(3), f"the tokens/s of {name} in {suite}")
+
+
+def largest_model(suite: str, name: str, limit: str = "") -> Estimate:
+    """Million parameters of the largest model that trained within the suite's limit of memory."""
+    rows = bytes_and_memory.under_limits(derived(suite))
+    rows = _trials(suite, name, limit, rows.assign(where=rows["where"], setting="all"))
+    millions, _ = bytes_and_memory.largest(rows)
+    return Estimate(_counted(millions), number(3), f"the largest model of {name} in {suite}")
+
+
+def ratio_of_tokens(suite: str, name: str, at: str, over_at: str) -> Estimate:
+    """Tokens per second at one setting over those at another, of one configuration; without an interval."""
+    return tokens_per_second(suite, name, at) / tokens_per_second(suite, name, over_at)
+
+
+def cell(suite: str, table: str, row: str, column: str) -> str:
+    """A cell of a page's table as printed: table by name, row by parts of its cells, column by title."""
+    try:
+        shown = all_tables.MAKERS[table](derived(suite))
+        printed = shown.column(column)
+        return markdown(printed.cell(shown.data.iloc[shown.row(row)][printed.key]))
+    except KeyError as wrong:
+        names = ", ".join(all_tables.MAKERS)
+        raise DocumentError(f"no table {table!r}: expected one of {names}") from wrong
+    except Refusal as refusal:
+        raise DocumentError(f"{suite}: {refusal}") from refusal
+
+
+def table(suite: str, name: str) -> str:
+    """A table of a suite's page as Markdown, without its caption."""
+    shown = all_tables.all_tables(derived(suite), (name,))
+    if not shown:
+        raise DocumentError(f"{suite}: table {name!r} has no rows")
+    return shown[0].markdown_rows()
+
+
+def question(suite: str) -> str:
+    """The question that a suite asks."""
+    return markdown(" ".join(derived(suite).frames.questions))
+
+
+def fact(suite: str, name: str) -> str:
+    """A fact of the page's head: ``trials``, ``ran``, ``processor``, ``commit``, ``link``, ..."""
+    facts = dict(page.facts(derived(suite)))
+    if name not in facts:
+        raise DocumentError(f"{suite}: no fact {name!r}: expected one of {', '.join(facts)}")
+    return markdown(facts[name])
+
+
+def as_predicted(suite: str) -> str:
+    """In how many trials the ledger's bytes equal the prediction: ``210 of 210``."""
+    equal = derived(suite).trials["predicted_equal"].dropna().astype(bool)
+    return f"{int(equal.sum())} of {len(equal)}"
+
+
+def count(suite: str, what: str = "trials") -> int:
+    """How many finished ``trials``, ``sweeps``, ``machines`` (pools) or ``seeds`` a suite's records are of."""
+    ran = derived(suite).finished
+    counts = {
+        "trials": len(ran),
+        "sweeps": int(ran["sweep"].nunique()),
+        "machines": len(derived(suite).frames.pools),
+        "seeds": int(ran["seed"].nunique()),
+    }
+    if what not in counts:
+        raise DocumentError(f"count of {what!r}: expected one of {', '.join(counts)}")
+    return counts[what]
+
+
+def computing(suite: str) -> Estimate:
+    """Seconds that the computation of a step takes by itself, median over trials."""
+    value = float(derived(suite).trials["compute_seconds"].median())
+    return Estimate(Interval(value, math.nan, math.nan, 0), _form(".2f"), f"computing alone in {suite}")
+
+
+def title_of_figure(name: str) -> str:
+    """The title of the figure with this name."""
+    titles = {figure.name: figure.title for figure in FIGURES}
+    if name not in titles:
+        raise DocumentError(f"no figure {name!r}: expected one of {', '.join(titles)}")
+    return titles[name]
+
+
+FUNCTIONS: Final = (
+    speedup, seconds, sent, megabytes, error, loss, final_loss, loss_verdict, loss_margin, loss_in_steps,
+    memory, decoding_speedup, phase_speedup, phase_sent, tokens_per_second, ratio_of_tokens, largest_model,
+    cell, table, question, fact, as_predicted, count, computing, suites,
+)  # fmt: skip
+"""What templates may call, by name; :mod:`docs.build` adds figures, verdict tables and assertions."""
