@@ -6,6 +6,7 @@ leaves the previous report.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import tempfile
@@ -14,15 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+import pandas as pd
+
 from report import page
 from report.data.frames import ReportError, load
-from report.data.metrics import derive
+from report.data.metrics import Derived, derive, records_of
 from report.draw import theme
 from report.draw.figure import style_of
 from report.figures import all_figures
 from report.tables import all_tables as tables
 from report.tables import latex
 from report.tables.table import Table, find_table
+from report.verdicts import verdicts
 
 PAGE: Final = "report.html"
 _FOLDERS: Final = ("figures", "tables")
@@ -44,7 +48,7 @@ def build(
     Raises a Refusal for an unknown column, and as :func:`report.data.frames.load` and :func:`publish`.
     """
     derived = derive(load(results))
-    shown = with_columns(tables.all_tables(derived), columns or {})
+    shown = with_columns(every_table(derived), columns or {})
 
     def page_of(folder: Path) -> str:
         style, figures = style_of(derived, width), folder / "figures"
@@ -56,6 +60,12 @@ def build(
     return publish(results, shown, page_of)
 
 
+def every_table(derived: Derived) -> list[Table]:
+    """The table of verdicts, if anything is compared, and all others that have rows."""
+    head = verdicts(derived).table
+    return [*([head] if len(head.data) else []), *tables.all_tables(derived)]
+
+
 def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -> list[Table]:
     """Tables with only the requested columns, in that order, after places and configuration."""
     tables = {table.name: table for table in shown}
@@ -65,6 +75,26 @@ def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -
         kept += [table.column(title) for title in requested]
         tables[name] = replace(table, columns=tuple(dict.fromkeys(kept)))
     return list(tables.values())
+
+
+def explanation(folder: Path, table: str, row: str, column: str) -> str:
+    """Records and formula of a cell: table by name, row by parts of cells, column by title; or a Refusal."""
+    derived = derive(load(folder))
+    shown = find_table(every_table(derived), table)
+    number, printed = shown.row(row), shown.column(column)
+    cells = shown.rows()[number]
+    ids = records_of(derived, shown.data.iloc[number])
+    pairs = derived.pairs[derived.pairs["id"].isin(ids)]
+    baselines = sorted({str(identity) for identity in pairs["baseline"]} - set(ids))
+    cell = cells[shown.columns.index(printed)]
+    lines = [f"{shown.title}, {' | '.join(cells[: shown.places + 1])}, {printed.title}: {cell}"]
+    raw_values = pd.read_csv(io.StringIO(shown.csv())).iloc[number]  # with the ends of intervals
+    lines += [f"  {key} = {value}" for key, value in raw_values.items() if str(key).startswith(printed.name)]
+    files, others = (" ".join(f"{identity}.json" for identity in group) for group in (ids, baselines))
+    lines.append(f"records ({len(ids)}): {files or 'none of one configuration alone'}")
+    if baselines:
+        lines.append(f"compared with ({len(baselines)}): {others}")
+    return "\n".join([*lines, f"how: {shown.caption}", "quantities: docs/reference/metrics.md"])
 
 
 def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str]) -> Path:

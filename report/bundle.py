@@ -1,4 +1,4 @@
-"""An archive for the evaluation of an artifact: records, suite, packages, commands and claims."""
+"""An archive for the evaluation of an artifact: records, suite, packages, commands and verdicts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Final
 
 from harness.records import archive, run_record
 from harness.records.trial_record import RecordError, read_all, write_whole
-from report import artifact_claims, page
-from report.answer.lead import answer
+from report import page
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.data.text import listed
+from report.verdicts import verdicts
 
 _README: Final = """\
 # {suite}
@@ -25,7 +25,7 @@ _README: Final = """\
 `{suite}{suffix}` holds the records: `zeropp report .` in this folder draws their page, with every figure and
 table.
 `sh run.sh CLONE` runs the suite again in a clone of the sources, at the commit that ran it, and compares;
-`CLAIMS.md` says what should come out, and within which interval.
+`VERDICTS.md` says what came out, and within which interval a new run is expected.
 
 {headline}
 
@@ -59,6 +59,7 @@ def bundle(folder: Path, into: Path) -> Path:
     if run.suite is None:
         raise RecordError(f"{folder}: its runs do not say which suite they ran; records of before they did")
     derived = derive(frames_of(records))
+    head = verdicts(derived)
     node = run.nodes[0]
     packages = [name.partition("+")[0] for name in node.software.packages if not name.startswith("zeropp")]
     facts = "".join(f"- {name}: {value}\n" for name, value in page.facts(derived))
@@ -71,11 +72,11 @@ def bundle(folder: Path, into: Path) -> Path:
             suite=suite,
             suffix=archive.SUFFIX,
             question=" ".join(derived.frames.questions),
-            headline="\n".join(answer(derived).sentences),
+            headline="\n".join(head.lines),
             facts=facts,
         ),
-        "CLAIMS.md": f"# Claims of {suite}\n\n`zeropp run {suite}.toml`, then `zeropp report {suite}`."
-        f"\n\n{artifact_claims.table(derived)}",
+        "VERDICTS.md": f"# Verdicts of {suite}\n\n`zeropp run {suite}.toml`, then `zeropp report {suite}`."
+        f"\n\n{head.table.markdown() if len(head.table.data) else head.sentence}",
         f"{suite}.toml": run.suite.text,
         "packages.txt": "".join(f"{package}\n" for package in packages),
         "run.sh": _SCRIPT.format(

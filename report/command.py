@@ -53,10 +53,10 @@ def report(
 ) -> None:
     """Build a suite's report from its records and print its path; of a folder of archives, every suite's."""
     if check:
-        if not (ROOT / "docs" / "tables").is_dir():
+        if not (ROOT / "docs" / "build.py").is_file():
             raise Refusal(f"--check is of a checkout's README and docs; {ROOT} is none")
         sys.path.insert(0, str(ROOT))
-        from docs.tables.from_records import differences
+        from docs.build import differences
 
         if differing := differences():
             print("\n".join(differing))
@@ -77,7 +77,7 @@ def report(
             print("\n".join(map(str, pool.map(build_one, archives))))
         return
     if explain is not None:
-        from report.tables.all_tables import explanation
+        from report.build import explanation
 
         print(explanation(folder, *explain))
         return
@@ -98,7 +98,7 @@ def bundle(
     into: Annotated[Path, typer.Argument(help="Folder in which it is written.", metavar="FOLDER")],
     results: ResultsFolder = RESULTS,
 ) -> None:
-    """Write records, suite, packages, commands and claims into one file, for an artifact's evaluation."""
+    """Write records, suite, packages, commands and verdicts into one file, for an artifact's evaluation."""
     folder = _existing_folder(suite, results)
     from report.bundle import bundle as write_bundle
 
@@ -141,9 +141,9 @@ def build_report(
     width: float = _WIDTH,
     forms: Sequence[str] = (),
     *,
-    lead: bool = False,
+    head: bool = False,
 ) -> None:
-    """Build a folder's page, and print its path; with ``lead`` also the answer to the suite's question."""
+    """Build a folder's page, and print its path; with ``head`` also its sentence on the largest difference."""
     interrupts.take_over()
     if bench_record.holds(folder):
         from report.bench_page import build as build_bench
@@ -154,12 +154,12 @@ def build_report(
             )
         print(build_bench(folder))
         return
-    from report.answer.lead import of_folder
     from report.build import build
+    from report.verdicts import of_folder
 
     print(build(folder, columns=columns, width=width, forms=forms))
-    if lead:
-        print("\n".join(of_folder(folder).sentences), file=sys.stderr)
+    if head:
+        print("\n".join(of_folder(folder).lines), file=sys.stderr)
 
 
 def _columns(options: Sequence[str]) -> dict[str, list[str]]:

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from report.answer.lead import answer
 from report.data import caveats
 from report.data.configuration import NAMES
 from report.data.metrics import Derived
@@ -17,6 +16,7 @@ from report.draw import theme
 from report.draw.figure import Drawn
 from report.tables.provenance import essentials
 from report.tables.table import Table
+from report.verdicts import MARKS, Verdicts, verdicts
 
 _HERE: Final = Path(__file__).parent
 _COMMIT: Final = 12  # characters of a commit's hash
@@ -27,7 +27,8 @@ _FACTS: Final = {  # in the page's head, by their names on record
 }  # fmt: skip
 _LAST: Final = ("setting", "environment")  # tables with a section of their own
 _OPTIONAL: Final = (
-    "suite", "note", "questions", "answer", "shows", "marked", "summary", "figures", "last", "failures",
+    "suite", "note", "questions", "sentence", "verdicts", "tones", "shows", "marked", "summary", "figures",
+    "last", "failures",
 )  # fmt: skip
 _LONGEST_NAMES: Final = 60  # characters of configurations in a title
 _SHORT: Final = 16  # rows of a summary that stands before the figures
@@ -38,9 +39,9 @@ def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) ->
     frames = derived.frames
     by_name = {table.name: table for table in tables}
     first = [table for table in tables if table.name == "summary" and len(table.data) <= _SHORT]
-    apart = {"failures", *_LAST, *(table.name for table in first)}
-    subject, lead = heading(derived), answer(derived)
-    shows = next((figure for figure in drawn if figure.figure.name == lead.figure), next(iter(drawn), None))
+    apart = {"verdicts", "failures", *_LAST, *(table.name for table in first)}
+    subject, head = heading(derived), verdicts(derived)
+    shows = next((figure for figure in drawn if figure.figure.name == head.figure), next(iter(drawn), None))
     modelled = ", on a modelled link" if derived.finished["modelled"].any() else ""
     suite = "" if derived.finished.empty else f": {frames.suite}"
     return fill(
@@ -49,11 +50,13 @@ def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) ->
         kicker=f"Results of suite {frames.suite}{modelled}",
         heading=subject,
         questions=frames.questions,
-        answer=lead.sentences,
+        sentence=head.sentence.replace("n = ", "n\u00a0=\u00a0"),
+        verdicts=_head_table(head, by_name["verdicts"]) if "verdicts" in by_name else (),
+        tones={mark: verdict.replace(" ", "-") for verdict, mark in MARKS.items()},
         shows=shows,
         emulated=caveats.emulated_by_trials(frames),
         facts=facts(derived),
-        warnings=caveats.warnings(derived),
+        warnings=[*head.lines[1:], *caveats.warnings(derived)],
         figures=[figure for figure in drawn if figure is not shows],
         note=caveats.modelled_in_words(derived),
         marked=derived.disturbed,
@@ -63,6 +66,13 @@ def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) ->
         failures=by_name.get("failures"),
         pools=frames.pools,
     )
+
+
+def _head_table(head: Verdicts, table: Table) -> tuple[Table, Table, str]:
+    """The table of verdicts: open rows, further ones, and what further ones are called."""
+    shown, rest = head.parts(table)
+    noun = "more row" if table.places else "more configuration"
+    return shown, rest, counted(len(rest.data), noun)
 
 
 def fill(**parts: Any) -> str:

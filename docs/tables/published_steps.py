@@ -15,6 +15,7 @@ all others.
 from __future__ import annotations
 
 import sys
+import tempfile
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +26,11 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from docs.tables import markdown
-from docs.tables.from_records import derive_all
+from harness.records import archive
 from impl.plan.step_time import FLOPS_PER_TOKEN, Machine, Work, flops, least_seconds, step_time
 from report.data import published
+from report.data.frames import load
+from report.data.metrics import derive
 from report.figures.predictions import measured_over, score, score_in_words
 
 DOCS: Final = Path(__file__).parents[1]
@@ -195,7 +198,12 @@ def _spread(errors: pd.Series) -> str:
 
 def measured_trials() -> pd.DataFrame:
     """The trials of results/predicted, by suite: one calibration predicted their steps before they ran."""
-    tables = {suite: measured_over(derived) for suite, derived in derive_all(folder=PREDICTED).items()}
+    with tempfile.TemporaryDirectory() as name:
+        folders = [
+            archive.unpack(packed, Path(name))
+            for packed in sorted((DOCS.parent / PREDICTED).glob(f"*{archive.SUFFIX}"))
+        ]
+        tables = {folder.name: measured_over(derive(load(folder))) for folder in folders}
     parts = [
         rows.assign(suite=suite, setting=f"{suite} " + rows["setting"]) for suite, rows in tables.items()
     ]

@@ -124,6 +124,27 @@ def changes_of(trial: Trial, base: Policy | None = None) -> dict[str, str]:
     return {name: value for name, value in values.items() if value != usual[name]}
 
 
+def differences_of(trial: Trial, base: Trial) -> str:
+    """The fields of a trial's policy that differ from another trial's: ``weights int8:2048, hpZ 2``; and its control.
+
+    Peers, which have no policy, differ in none.
+    """
+    usual = fields_of(base.resolved_policy(), base.topology())
+    values = fields_of(trial.resolved_policy(), trial.topology())
+    changes = {name: value for name, value in values.items() if usual and value != usual[name]}
+    changes.pop("group", None)  # follows from others
+    first = [name for name in ("weights", "secondary", "gradients") if name in changes]
+    texts = [_changed_text(name, changes[name]) for name in dict.fromkeys([*first, *changes])]
+    texts += [f"control: {trial.control.replace('_', ' ')}"] if trial.control is not None else []
+    return ", ".join(texts)
+
+
+def _changed_text(field: str, value: str) -> str:
+    if field == "secondary":
+        return f"hpZ {value}" if value != "0" else "no hpZ"
+    return f"no {field}" if value == "none" else f"{field} {value}"
+
+
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
     """Changes of execution from the presets that all policies of a folder share."""
     of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
@@ -171,6 +192,11 @@ def field_text(field: str, value: str) -> str:
     if field == "secondary" and value == "0":
         return "no hpZ copy"
     return f"{_SHORT.get(field, field)} {value}"
+
+
+def spelled(name: str) -> str:
+    """A configuration's name in a sentence: ``w`` and ``g``, the fields of its codecs, are written out."""
+    return re.sub(r"(?<=[( ])g (?=\S)", "gradients ", re.sub(r"(?<=[( ])w (?=\S)", "weights ", name))
 
 
 def short_names_in_words(names: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ import pandas as pd
 from harness.suites.answering_quantity import LEAST_STEPS
 from harness.suites.model_sizes import PRESETS, step_flops
 from harness.suites.trial import Trial
-from report.data import best_step, configuration, speedups
+from report.data import best_step, break_even, configuration, speedups
 from report.data.configuration import Comparison, is_baseline, is_preset
 from report.data.decoding import generations
 from report.data.frames import Frames
@@ -187,6 +187,11 @@ class Derived:
     def pairs(self) -> pd.DataFrame:
         """:func:`report.data.speedups.pairs` with the baseline."""
         return speedups.pairs(self.trials, is_baseline(self.trials))
+
+    @cached_property
+    def break_evens(self) -> pd.DataFrame:
+        """:func:`report.data.break_even.break_even` of these pairs."""
+        return break_even.break_even(self.pairs)
 
     @cached_property
     def over_papers(self) -> pd.DataFrame:

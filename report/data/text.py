@@ -93,3 +93,15 @@ def with_interval(interval: Interval, format_number: Callable[[float], str]) -> 
     estimate = format_number(interval.estimate)
     ends = f" ({format_number(interval.low)} to {format_number(interval.high)})" if interval.known else ""
     return f"{estimate}{ends}"
+
+
+def plus_or_minus(interval: Interval, format_number: Callable[[float], str]) -> str:
+    """``2.36 ± 0.07`` where the interval is symmetric to the printed digits, else ``2.36 (2.29 to 2.44)``."""
+    estimate = format_number(interval.estimate)
+    if not interval.known or interval.low == interval.high:
+        return estimate
+    decimals = len(estimate.partition(".")[2])
+    below, above = interval.estimate - interval.low, interval.high - interval.estimate
+    if "e" not in estimate and f"{below:.{decimals}f}" == f"{above:.{decimals}f}":
+        return f"{estimate} ± {above:.{decimals}f}"
+    return with_interval(interval, format_number)

@@ -8,7 +8,6 @@ import pandas as pd
 
 from harness.records.confidence_intervals import Interval
 from report.data import caveats, decoding, published, speedups
-from report.data.break_even import break_even as data_of
 from report.data.break_even import in_words
 from report.data.configuration import BASELINE, NAMES, PROPOSED
 from report.data.frames import groups
@@ -87,7 +86,7 @@ def _behind(derived: Derived, ids: list[str]) -> dict[str, Any]:
 
 def break_even(derived: Derived) -> Table:
     """Table of break-even rates, at which a configuration's speed-up over the baseline crosses 1."""
-    rows = data_of(derived.pairs)
+    rows = derived.break_evens
     behind = pd.DataFrame([_behind(derived, ids.split()) for ids in rows["records"]])
     rows = rows.assign(where=rows["elsewhere"], _found=rows["found"].map(in_words)).drop(columns="found")
     return table_of(

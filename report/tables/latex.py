@@ -18,7 +18,8 @@ SPECIAL: Final = {
     "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
     ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"\textquotedbl{}", "`": r"\textasciigrave{}",
     "†": r"\dag{}", "‡": r"\ddag{}", "§": r"\S{}", "¶": r"\P{}",
-    "–": "--", "…": r"\ldots{}", "-": "{-}", "[": "{[}", "]": "{]}",  # noqa: RUF001 - as above
+    "±": r"\ensuremath{\pm}", "▲": r"\ensuremath{\bigtriangleup}", "▼": r"\ensuremath{\bigtriangledown}",
+    "○": r"\ensuremath{\circ}", "–": "--", "…": r"\ldots{}", "-": "{-}", "[": "{[}", "]": "{]}",  # noqa: RUF001 - as above
 }  # fmt: skip
 _COMMANDS: Final = r"""% \zp{TABLE/ROW/COLUMN} is that number, as the page prints it.
 \providecommand{\zp}[1]{\ifcsname zp:#1\endcsname\csname zp:#1\endcsname\else
@@ -72,7 +73,9 @@ def numbers(tables: Sequence[Table], derived: Derived) -> str:
                 continue
             lines.append(f"% {table.name}, row {number + 1}: {' '.join(ids)}")
             pairs = list(zip(table.columns, cells, strict=True))
-            labels = [cell for column, cell in pairs if not column.numeric and not column.place]
+            labels = [
+                cell for column, cell in pairs if column.names_row and not column.numeric and not column.place
+            ]
             row = f"{table.name}/{_key(', '.join(filter(None, [*labels, str(raw.get('where', ''))])))}"
             taken[row] += 1
             row += f", {taken[row]}" if taken[row] > 1 else ""

@@ -52,6 +52,7 @@ class Column:
     mark: str = ""  # key of the text that follows each value
     place: bool = False  # whether it says where the row ran
     ends: bool = True  # whether an interval's ends are printed
+    names_row: bool = True  # whether its words, beside those of others, name the row in numbers.tex
 
     @property
     def name(self) -> str:

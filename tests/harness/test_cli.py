@@ -369,21 +369,21 @@ def machinery(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return results / "report.html"
 
     def of_folder(results: Path) -> object:
-        return types.SimpleNamespace(sentences=("Yes, by 2.", "Besides."))
+        return types.SimpleNamespace(lines=["ZeRO++ is 2x faster.", "But."])
 
     monkeypatch.setattr("harness.runs.sweep.run_sweep", run_sweep)
     monkeypatch.setattr("report.build.build", build)
-    monkeypatch.setattr("report.answer.lead.of_folder", of_folder)
+    monkeypatch.setattr("report.verdicts.of_folder", of_folder)
     return calls
 
 
 def test_run(folder: Path, zeropp: Zeropp, machinery: list[tuple[Any, ...]]) -> None:
-    """A run sweeps, builds the report and prints nothing but its path on standard output, and the answer
-    beside its progress; or neither. Failed trials leave a report and exit status 1.
+    """A run sweeps, builds the report and prints nothing but its path on standard output, and the sentence
+    of its head beside its progress; or neither. Failed trials leave a report and exit status 1.
     """
     process = zeropp("run", suite(folder), "--results", "elsewhere")
     assert process.stdout == "elsewhere/q/report.html\n"
-    assert process.stderr.endswith("\nYes, by 2.\nBesides.\n")
+    assert process.stderr.endswith("\nZeRO++ is 2x faster.\nBut.\n")
     assert machinery == [("sweep", "q", 1, Path("elsewhere/q")), ("report", Path("elsewhere/q"))]
     assert zeropp("run", "q.toml", "--no-report").stdout == ""
     assert machinery[2:] == [("sweep", "q", 1, RESULTS)]

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from docs.tables.from_records import REFERENCE, ROOT
+from docs.numbers import REFERENCE, ROOT
 from harness.records import archive
 from harness.records.packet_sizes import HEADER_BYTES
 from harness.records.trial_record import (

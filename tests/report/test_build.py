@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from docs.tables.from_records import REFERENCE, ROOT
+from docs.numbers import REFERENCE, ROOT
 from harness import cli
 from harness.measure import machine
 from harness.records.trial_record import Failure, RecordError, write
@@ -120,15 +120,21 @@ def test_failures_are_listed_and_hostile_text_is_escaped_in_every_form(quickstar
     assert not [path for path in quickstart.glob("*/*.tex") if "\\input{" in path.read_text()]
 
 
-def test_the_page_begins_with_question_answer_and_figure(quickstart: Path) -> None:
-    """The first paragraph answers by the records, its figure follows, then the rest."""
+def test_the_page_begins_with_question_sentence_verdicts_and_figure(quickstart: Path) -> None:
+    """The first paragraph is on the largest difference, the verdicts and their figure follow, then the rest."""
     text = (quickstart / "report.html").read_text()
     page = " ".join(_Page(text).text.split())
-    assert "Cannot be told (2 pairs, where an interval takes 6): a step of qwZ is " in page
-    assert "and ZeRO++ 0.278." in page
+    assert "Inconclusive (two pairs; a verdict needs six): ZeRO++ is 3." in page
+    assert ", the largest of 4 differences." in page
     places = [
         text.index(part)
-        for part in ('<p class="headline">', '<figure id="speedup">', '<dl class="facts">', "<nav")
+        for part in (
+            '<p class="headline">',
+            '<section id="table-verdicts"',
+            '<figure id="speedup">',
+            '<dl class="facts">',
+            "<nav",
+        )
     ]
     assert places == sorted(places)
     assert text.count('<figure id="speedup">') == 1
@@ -158,7 +164,7 @@ def test_the_title_names_who_is_there(strategies: tuple[str, ...], title: str, t
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("without", [True, False])
-def test_what_a_suite_asks_is_answered(without: bool, tmp_path: Path) -> None:
+def test_what_a_suite_compares_is_in_its_head(without: bool, tmp_path: Path) -> None:
     """If a suite compares int6 with int8, so do title, headline and figures, also beside ZeRO-3."""
     sides = [("zeropp", "int8:64", "baseline"), ("zeropp", "int6:64", "contrast")]
     sides += [] if without else [("zero3", None, "")]
@@ -169,10 +175,9 @@ def test_what_a_suite_asks_is_answered(without: bool, tmp_path: Path) -> None:
     names = [f"ZeRO++ (w {weights})" for weights in ("int6:64", "int8:64")]
     assert f"<title>{' against '.join(names)}: asked</title>" in text
     page = " ".join(_Page(text).text.split())
-    assert "with weights int6:64" in page
-    assert "as with weights int8:64" in page
+    assert "ZeRO++ (weights int6:64) " in page
+    assert "ZeRO++ (weights int8:64) " in page
     assert f"Speed-up over {names[1]}" in page
-    assert "of ZeRO-3's bytes" not in page
     drawn = (tmp_path / "figures" / "speedup.csv").read_text()
     assert "ZeRO-3" not in drawn or not without
 
@@ -295,7 +300,7 @@ def test_nothing_but_failures_still_gives_a_page(tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     assert "<title>No finished trial of quickstart</title>" in page
     assert ">Figures<" not in page
-    assert "Cannot be told: no trial has finished, and 1 trial failed." in text
+    assert "No trial has finished: 1 failed." in text
 
 
 @pytest.mark.usefixtures("undrawn")

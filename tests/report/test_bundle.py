@@ -1,4 +1,4 @@
-"""A bundle holds all that its README names; claims follow from records."""
+"""A bundle holds all that its README names, and the verdicts that follow from its records."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from harness import cli
 from harness.records import archive
 from harness.records.trial_record import RecordError, read_all
-from report.artifact_claims import steps, table
 from report.bundle import bundle
 from report.data.frames import load
 from report.data.metrics import derive
+from report.verdicts import verdicts
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_all_is_in_one_file(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Records, the suite's text, packages, claims, and a script that a shell can read; the same each time."""
+    """Records, the suite's text, packages, verdicts, and a script that a shell can read; the same each time."""
     command = ["bundle", "quickstart", str(tmp_path / "out"), "--results", str(folder.parent)]
     assert cli.main(command) == cli.OK
     path = tmp_path / "out" / "quickstart-artifact.tar.xz"
@@ -38,31 +38,20 @@ def test_all_is_in_one_file(folder: Path, tmp_path: Path, capsys: pytest.Capture
         packed.extractall(tmp_path, **safely)  # noqa: S202  # our own
     bundled = tmp_path / "quickstart-artifact"
     assert {path.name for path in bundled.iterdir()} == {
-        "README.md", "CLAIMS.md", "packages.txt", "quickstart.tar.xz", "quickstart.toml", "run.sh",
+        "README.md", "VERDICTS.md", "packages.txt", "quickstart.tar.xz", "quickstart.toml", "run.sh",
     }  # fmt: skip
     readme = (bundled / "README.md").read_text()
-    assert all(name in readme for name in ("quickstart.tar.xz", "run.sh", "CLAIMS.md"))
+    assert all(name in readme for name in ("quickstart.tar.xz", "run.sh", "VERDICTS.md"))
     again = archive.unpack(bundled / "quickstart.tar.xz", tmp_path / "again")
     assert [record.id for record in read_all(again)] == [record.id for record in read_all(folder)]
     subprocess.run(["sh", "-n", str(bundled / "run.sh")], check=True)
     refused = subprocess.run(["sh", str(bundled / "run.sh")], capture_output=True, text=True, check=False)
     assert "expected the folder of a clone" in refused.stderr
     assert 'name = "quickstart"' in (bundled / "quickstart.toml").read_text()
+    table = verdicts(derive(load(folder))).table
+    assert table.markdown() in (bundled / "VERDICTS.md").read_text()
+    assert "Expected in a new run" in [column.title for column in table.columns]
     assert "torch==" in (bundled / "packages.txt").read_text()
-
-
-def test_claims_are_of_every_configuration(folder: Path) -> None:
-    """Each has a speed with its range, and a share of bytes without one, as the Summary has them."""
-    derived = derive(load(folder))
-    rows = steps(derived)
-    assert {row[2] for row in rows} == {"flat ZeRO-3", "ZeRO-2", "qwZ", "hpZ", "qgZ", "ZeRO++"}
-    for where, baseline, _, speed, expected, pairs, share in rows:
-        low, high = (float(end) for end in expected.split(" to "))
-        assert low <= float(speed) <= high  # as rounded
-        assert (baseline, int(pairs)) == ("ZeRO-3", derived.trials["configuration"].eq("ZeRO-3").sum())
-        assert 0 < float(share) < 2
-        assert "2x2 ranks" in where
-    assert table(derived).count("\n|") == len(rows) + 2
 
 
 def test_what_cannot_be_bundled_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,11 +60,3 @@ def test_what_cannot_be_bundled_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     assert "unknown suite" in capsys.readouterr().err
     with pytest.raises(RecordError, match="no records in it"):
         bundle(tmp_path, tmp_path)
-
-
-def test_nothing_is_claimed_of_seconds_that_others_disturbed(tmp_path: Path) -> None:
-    """Where more than half of the trials were disturbed, losses are claimed, and no speed-up."""
-    derived = derive(load(archive.unpack(REFERENCE / "deviations.tar.xz", tmp_path)))
-    assert derived.mostly_disturbed
-    assert steps(derived) == []
-    assert table(derived).startswith("Table *Losses*")

@@ -11,11 +11,11 @@ import pytest
 
 from harness.records.trial_record import Record
 from harness.suites.trial import Cluster, Trial
-from report.answer.lead import answer
 from report.data.break_even import BreakEven, break_even, in_words
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.tables import all_tables
+from report.verdicts import verdicts
 from tests.report.records import changed, changed_steps, on_link, record_of
 
 NOISE = (0.99, 1.01, 1.0, 1.005, 0.995, 1.0)
@@ -95,13 +95,9 @@ def test_few_repeats_determine_nothing(repeats: int, speedups: tuple[float, ...]
     words = f"not determined (n = {repeats}: no interval; six are needed)"
     found = found_in(records)
     assert (found.outcome, found.crossings, in_words(found)) == ("not determined", (), words)
-    derived = derive(frames_of([changed(r, question="Up to which rate does ZeRO++ pay?") for r in records]))
+    derived = derive(frames_of(records))
     assert words in all_tables.break_even(derived).markdown()
-    first = answer(derived).sentences[0]
-    assert first.startswith(
-        "The break-even of ZeRO++ is not determined on 2x2 ranks with 512 tokens a rank ("
-    )
-    assert f"n = {repeats}: no interval; six are needed" in first
+    assert verdicts(derived).sentence.startswith("Inconclusive (")
 
 
 def test_a_crossing_at_the_border_is_open_there() -> None:
@@ -152,16 +148,21 @@ def test_unequal_repeats_are_those_that_both_rates_share() -> None:
     assert crossing.n == 1
 
 
-def test_the_lead_lists_all_crossings_and_what_cannot_be_told() -> None:
-    """Where two batches cross twice, or nowhere."""
-    question = "From which rate on does ZeRO++ no longer pay?"
-    twice = records_over({25: 0.5, 100: 2.0, 400: 0.5})
-    first = answer(derive(frames_of([changed(r, question=question) for r in twice]))).sentences[0]
-    assert first.startswith("ZeRO++ is as fast as ZeRO-3 at ")
-    assert first.count(" to ") == 2
-    slower = records_over({25: 0.9, 100: 0.6})
-    first = answer(derive(frames_of([changed(r, question=question) for r in slower]))).sentences[0]
-    assert first.startswith("At no measured rate is it faster: at the lowest, a step is 0.90 (")
+def test_the_sentence_of_a_page_names_the_break_even() -> None:
+    """All crossings, or that there is none, after the largest difference."""
+
+    def sentence(speedups: Mapping[float, float], spread: float = 1.0) -> str:
+        return verdicts(derive(frames_of(records_over(speedups, spread=spread)))).sentence
+
+    twice = sentence({25: 0.5, 100: 2.1, 400: 0.5})
+    assert twice.startswith("With 100 Mbit/s, ZeRO++ is 2.1")
+    assert twice.partition("; it breaks even at ")[2].count(" to ") == 2
+    slower = sentence({25: 0.9, 100: 0.6})
+    assert slower.startswith("With 100 Mbit/s, a step of ZeRO++ takes 1.6")
+    assert slower.endswith("; it is faster at no measured rate, up to 100 Mbit/s.")
+    assert sentence({25: 3.0, 100: 2.0}).endswith("; it is faster at every measured rate, up to 100 Mbit/s.")
+    unclear = sentence({25: 2.0, 100: 1.01, 400: 1.01}, spread=3)
+    assert "; no break-even was found up to 400 Mbit/s, and from " in unclear
 
 
 def test_intervals_of_break_evens_hold_them_as_often_as_they_say() -> None:

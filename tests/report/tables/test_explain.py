@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from harness.errors import Refusal
 from harness.records.trial_record import write
+from report.build import explanation
 from report.data.frames import frames_of
 from report.data.metrics import derive
-from report.tables.all_tables import explanation
 from report.tables.summary import summary
 from tests.report.records import records_of
 
@@ -33,6 +34,15 @@ def test_a_number_is_its_records_and_formula(folder: Path) -> None:
     assert "speedup_low = " in text
     assert "Speed-up: geometric mean over repeats and seeds" in text
     assert text.splitlines()[0].startswith("Summary, ZeRO++, Speed-up over ZeRO-3: ")
+
+
+def test_a_verdict_is_its_records_and_its_word(folder: Path) -> None:
+    """The table of the page's head is explained as others are."""
+    text = explanation(folder, "verdicts", "ZeRO++", "Speed-up")
+    assert re.match(r"Verdicts, ZeRO\+\+, Speed-up: 3\.\d\d \?\n", text)
+    assert "speedup_verdict = inconclusive" in text
+    assert "records (2): " in text
+    assert "compared with (2): " in text
 
 
 def test_a_row_is_found_by_a_place_that_all_rows_share(folder: Path) -> None:
@@ -85,7 +95,10 @@ def test_a_column_that_is_not_one_is_refused_with_those_there_are(asked: str, me
 @pytest.mark.parametrize(
     ("cell", "message"),
     [
-        (("sumary", "ZeRO++", "n"), r"no table 'sumary': expected one of summary, .*did you mean 'summary'"),
+        (
+            ("sumary", "ZeRO++", "n"),
+            r"no table 'sumary': expected one of verdicts, summary, .*did you mean 'summary'",
+        ),
         (("summary", "DDP", "n"), r"0 rows of summary hold 'DDP': expected words of one of ZeRO-3; "),
         (("summary", "Z", "n"), r"[3-9] rows of summary hold 'Z'"),
         (

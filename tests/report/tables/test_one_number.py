@@ -14,8 +14,7 @@ import pytest
 from harness.records.confidence_intervals import Interval
 from harness.records.trial_record import Record
 from harness.suites.trial import Cluster, Trial
-from report.answer import effects
-from report.data import loss_verdicts
+from report.data import effects, loss_verdicts
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.data.speedups import step_interval
@@ -124,8 +123,8 @@ def measured(measure: Measure, rows: pd.DataFrame) -> float:
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_figures_and_sentences_give_the_numbers_of_the_tables(suite: str) -> None:
-    """Losses, speed-ups, throughput, shares, bytes, and the parts of a step in figures; and in the lead."""
+def test_figures_and_verdicts_give_the_numbers_of_the_tables(suite: str) -> None:
+    """Losses, speed-ups, throughput, shares, bytes, and the parts of a step in figures; and in the head."""
     derived = derive(frames_of(SUITES[suite]()))
     summary = all_tables.summary(derived).data
     losses = {(row["setting"], row["configuration"]): row for row in loss_verdicts.losses(derived)}
@@ -152,10 +151,8 @@ def test_figures_and_sentences_give_the_numbers_of_the_tables(suite: str) -> Non
             assert value == pytest.approx(expected, rel=1e-9, abs=1e-12), (name, column, configuration)
             compared += 1
     assert compared >= (3 if suite == "one strategy" else 10)
-    for effect in effects.effects(derived):
-        assert effect.ratio.estimate == pytest.approx(
-            of_table["speedup", effect.setting, effect.configuration]
-        )
+    for key, effect in effects.speeds(derived).items():
+        assert effect.change.estimate == pytest.approx(of_table["speedup", *key])
     for (setting, configuration), trials in derived.trials.groupby(["setting", "configuration"]):
         step = step_interval(trials).estimate
         assert of_table["step_seconds", setting, configuration] == pytest.approx(step)

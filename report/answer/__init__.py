@@ -1,1 +1,0 @@
-"""The answer to a suite's question, in sentences."""

@@ -1,0 +1,259 @@
+"""What each configuration changes beside the suite's baseline, quantity by quantity, with verdicts.
+
+Definitions: docs/reference/metrics.md, Verdicts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import pandas as pd
+
+from harness.records.confidence_intervals import (
+    FEWEST,
+    Interval,
+    geometric_interval,
+    paired_ratio_interval,
+    quantile,
+)
+from harness.records.memory_parts import on_device
+from harness.suites.answering_quantity import LEAST_STEPS
+from report.data import bytes_and_memory, decoding, loss_verdicts, speedups
+from report.data.configuration import is_baseline, spelled
+from report.data.frames import groups
+from report.data.metrics import Derived
+
+Verdict = Literal["better", "worse", "not significant", "inconclusive", "not measured"]
+Key = tuple[str, str]  # a setting's hash, and a configuration
+MOST_NEEDED: Final = 200  # beyond which no number of further pairs is named
+SAME_MEMORY: Final = 0.005  # relative difference up to which memories are equal: padding differs
+_BY_KEY: Final = ["setting", "configuration"]
+_OF_LOSSES: Final[dict[str, Verdict]] = {"inferior": "worse", "not inferior": "not significant"}
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """A quantity of one configuration beside the baseline's in one setting."""
+
+    change: Interval  # over the baseline's, or minus it; counted quantities have no spread
+    verdict: Verdict
+    value: Interval  # of the configuration itself; of a change alone the change
+    base: float = math.nan  # the baseline's value
+    equal: float = 1.0  # the change of equals: 1 of ratios, 0 of differences
+    why: str = ""  # why it is inconclusive, where not by the number of values
+    steps: int = 0  # of training, before a loss
+
+    @property
+    def significant(self) -> bool:
+        """Whether the interval excludes equality."""
+        return not self.why and self.change.known and not self.change.contains(self.equal)
+
+    @property
+    def counted(self) -> bool:
+        """Whether it is counted, so that it has no interval."""
+        return self.change.n == 0 and self.change.known
+
+    @property
+    def size(self) -> float:
+        """How large the change is: nats, or the logarithm of a ratio; -1 of nothing measured."""
+        estimate = self.change.estimate
+        if math.isnan(estimate):
+            return -1.0
+        return abs(estimate) if self.equal == 0 else abs(math.log(estimate)) if estimate > 0 else math.inf
+
+
+def verdict_on(change: Interval, *, more_is_better: bool) -> Verdict:
+    """The verdict on a ratio."""
+    if math.isnan(change.estimate):
+        return "not measured"
+    if not change.known:
+        return "inconclusive"
+    if change.contains(1.0):
+        return "not significant"
+    return "better" if (change.estimate > 1) is more_is_better else "worse"
+
+
+def counted(value: float) -> Interval:
+    """A value that is counted and not sampled, and so has no spread."""
+    return Interval(value, value, value, 0)
+
+
+def speeds(derived: Derived) -> dict[Key, Effect]:
+    """Speed-ups: of a step, or of decoding where no step trains."""
+    effects: dict[Key, Effect] = {}
+    for table, ratio_of in ((derived.generations, decoding.speedup), (derived.pairs, speedups.speedup)):
+        for key, rows in groups(table[table["id"] != table["baseline"].fillna(table["id"])], _BY_KEY):
+            change = ratio_of(rows)
+            effects[key] = Effect(change, verdict_on(change, more_is_better=True), change)
+    return effects
+
+
+def sent(derived: Derived) -> dict[Key, Effect]:
+    """Bytes between nodes over the baseline's: counted by the ledger, or measured by the interfaces; of decoding
+    those of a token after the first.
+    """
+    effects: dict[Key, Effect] = {}
+    bases = baselines(derived)
+    later: dict[Any, float] = derived.generations.groupby(_BY_KEY)["later_bytes"].median().to_dict()
+    for (setting, name), size in later.items():
+        base = next(
+            (later[setting, base] for base in bases.get(setting, ()) if (setting, base) in later), 0.0
+        )
+        if base > 0 and not math.isnan(size):
+            effects[setting, name] = _ratio(counted(size / base))
+    for key, rows in groups(derived.pairs, _BY_KEY):
+        ledger = rows["bytes_ratio"].median()
+        if math.isfinite(ledger):
+            effects[key] = _ratio(counted(float(ledger)))
+        elif len(rows := rows[rows["interface_bytes"].gt(0) & rows["baseline_interface_bytes"].gt(0)]):
+            effects[key] = _ratio(speedups.speedup(rows, "interface_bytes", "baseline_interface_bytes"))
+    return effects
+
+
+def errors(derived: Derived) -> dict[Key, Effect]:
+    """Errors of gradients end to end (vNMSE): of a trial the median of its measured steps, paired with the
+    baseline's trial.
+    """
+    rows, trials = derived.sent_errors, derived.trials
+    rows = rows[rows["purpose"].eq("gradients") & rows["hop"].isna() & rows["repeated"].eq(1)]
+    of_trial = rows.groupby("id")["vnmse"].median()
+    of_trial = of_trial[of_trial > 0]
+    pairs = derived.pairs.assign(
+        error=derived.pairs["id"].map(of_trial), base=derived.pairs["baseline"].map(of_trial)
+    ).dropna(subset=["error", "base"])
+    changes = {key: speedups.speedup(paired, "error", "base") for key, paired in groups(pairs, _BY_KEY)}
+    effects: dict[Key, Effect] = {}
+    measured = trials.assign(error=trials["id"].map(of_trial)).dropna(subset=["error"])
+    for key, group in groups(measured, _BY_KEY):
+        value, change = geometric_interval(list(group["error"]), list(group["sweep"])), changes.get(key)
+        effects[key] = Effect(NONE, "inconclusive", value) if change is None else _ratio(change, value)
+    return effects
+
+
+def losses(derived: Derived) -> dict[Key, Effect]:
+    """Differences of validation losses at the end, by the rule of :mod:`report.data.loss_verdicts`.
+
+    Where seeds of a configuration ended without a loss, those that remain are no fair sample, and the verdict is
+    inconclusive.
+    """
+    failures, trials = derived.frames.failures, derived.trials
+    without = trials[trials["validation_loss"].isna() & trials["validation_step"].notna()]
+    columns = [*_BY_KEY, "seed"]
+    lost = (
+        pd.concat([failures[columns], without[columns]]).drop_duplicates().groupby(_BY_KEY).size().to_dict()
+    )
+    effects: dict[Key, Effect] = {}
+    for row in loss_verdicts.losses(derived):
+        if not row["verdict"]:
+            continue
+        key, change = (row["setting"], row["configuration"]), row["difference"]
+        verdict, why = _OF_LOSSES.get(row["verdict"], "inconclusive"), ""
+        if verdict == "not significant" and change.high < 0:
+            verdict = "better"
+        if row["steps"] < LEAST_STEPS:
+            why = f"{row['steps']} steps; a verdict needs {LEAST_STEPS}"
+        if key in lost:
+            seeds, verdict = lost[key] + row["seeds"], "inconclusive"
+            why = f"{lost[key]} of {seeds} seeds of {spelled(row['configuration'])} ended without a loss"
+        effects[key] = Effect(change, verdict, change, 0.0, 0.0, why, row["steps"])
+    return effects
+
+
+def memory(derived: Derived) -> dict[Key, Effect]:
+    """MiB that the engine of the fullest rank holds on its device: median over trials, counted by the engine."""
+    parts = derived.frames.memory
+    parts = parts[parts["source"].eq("engine")]
+    parts = parts[parts["part"].isin(on_device(dict.fromkeys(parts["part"], 0)))]
+    of_trial = parts.groupby(["id", "rank"])["bytes"].sum().groupby("id").max() / 2**20
+    trials = derived.finished.assign(mib=derived.finished["id"].map(of_trial)).dropna(subset=["mib"])
+    held: dict[Any, float] = trials[trials["mib"] > 0].groupby(_BY_KEY)["mib"].median().to_dict()
+    return _over_baselines(held, baselines(derived), same=SAME_MEMORY)
+
+
+def largest_models(derived: Derived) -> dict[Key, Effect]:
+    """Million parameters of the largest model that trained, by limit (``64 MiB a rank``) and configuration."""
+    rows = bytes_and_memory.under_limits(derived)
+    sizes: dict[Any, float] = {
+        (f"{limit / 2**20:g} MiB a rank", name): bytes_and_memory.largest(group)[0]
+        for (limit, name), group in groups(rows, ["limit_bytes", "configuration"])
+    }
+    bases = {limit: tuple(all_baselines(derived)) for limit, _ in sizes}
+    return _over_baselines(sizes, bases, more_is_better=True)
+
+
+def scaling(derived: Derived) -> list[tuple[str, str, int, int, Effect]]:
+    """Tokens/s of all ranks on the most nodes over those on the fewest: for ``weak`` scaling (equal batches a
+    rank) and ``strong`` (in all), and each configuration, with the two numbers of nodes.
+    """
+    rows, found = bytes_and_memory.by_nodes(derived), []
+    for (kind, _), group in groups(rows, ["kind", "title"]):
+        common = set.intersection(*(set(own["nodes"]) for _, own in groups(group, ["configuration"])))
+        if len(common) < 2:
+            continue
+        first, last = min(common), max(common)
+        for (name,), own in groups(group, ["configuration"]):
+            ends = (own[own["nodes"] == nodes].set_index(["seed", "repeat"]) for nodes in (last, first))
+            above, below = ends
+            speeds: tuple[dict[Hashable, float], dict[Hashable, float]] = (
+                above["tokens_per_second"].to_dict(),
+                below["tokens_per_second"].to_dict(),
+            )
+            if speeds[0].keys() & speeds[1].keys():
+                change = paired_ratio_interval(*speeds, above["sweep"].to_dict())
+                effect = Effect(change, verdict_on(change, more_is_better=True), change)
+                found.append((kind, str(name), first, last, effect))
+    return found
+
+
+def baselines(derived: Derived) -> dict[str, tuple[str, ...]]:
+    """The configurations of the baseline in each setting."""
+    rows = derived.finished[is_baseline(derived.finished)]
+    return {
+        str(setting): tuple(map(str, group["configuration"].unique()))
+        for (setting,), group in groups(rows, ["setting"])
+    }
+
+
+def all_baselines(derived: Derived) -> list[str]:
+    """The configurations of the baseline in any setting."""
+    return list(dict.fromkeys(name for names in baselines(derived).values() for name in names))
+
+
+def needed(change: Interval, equal: float) -> int:
+    """How many pairs, or sweeps of several, would exclude equality if change and spread stay; at most
+    :data:`MOST_NEEDED`.
+    """
+    count = change.n if change.sweeps == 1 else change.sweeps
+    ends = (change.estimate, change.high)
+    estimate, high = map(math.log, ends) if equal == 1 else ends
+    spread = (high - estimate) / quantile(count - 1) * math.sqrt(count)
+    enough = (
+        n for n in range(FEWEST, MOST_NEEDED) if quantile(n - 1) * spread / math.sqrt(n) < abs(estimate)
+    )
+    return next(enough, MOST_NEEDED)
+
+
+NONE: Final = Interval(math.nan, math.nan, math.nan, 0)
+
+
+def _ratio(change: Interval, value: Interval | None = None) -> Effect:
+    """The effect of a ratio of which less is better."""
+    return Effect(change, verdict_on(change, more_is_better=False), change if value is None else value)
+
+
+def _over_baselines(
+    values: Mapping[Key, float], bases: Mapping[str, tuple[str, ...]], *, same: float = 0.0,
+    more_is_better: bool = False,
+) -> dict[Key, Effect]:  # fmt: skip
+    """Counted values beside those of the first baseline of the same setting."""
+    effects: dict[Key, Effect] = {}
+    for (setting, name), value in values.items():
+        base = next((values[setting, b] for b in bases.get(setting, ()) if (setting, b) in values), math.nan)
+        ratio = value / base if base > 0 else math.nan
+        change = counted(1.0 if abs(ratio - 1) <= same else ratio)
+        verdict = verdict_on(change, more_is_better=more_is_better)
+        effects[setting, name] = Effect(change, verdict, counted(value), base)
+    return effects

@@ -1,0 +1,285 @@
+"""The sentence in the head of a page: the largest significant difference in the quantity that the suite asks for.
+
+It is one template, filled by the quantity (:mod:`harness.suites.answering_quantity`); a question is never parsed.
+Definitions: docs/reference/metrics.md, Verdicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from harness.records.confidence_intervals import FEWEST
+from harness.suites.answering_quantity import Quantity
+from harness.suites.peers import PEERS
+from report.data import break_even, effects, loss_verdicts, metrics, speedups
+from report.data.configuration import spelled
+from report.data.effects import MOST_NEEDED, Effect, Key
+from report.data.metrics import Derived
+from report.data.text import counted, listed, number
+from report.draw.names_of_rows import titles_of
+
+_WORDS: Final = dict(enumerate(("no", "one", "two", "three", "four", "five", "six")))
+_IN_WORDS: Final = {  # what configurations are compared in
+    "step": "step time", "tokens": "decoding speed", "bytes": "bytes between nodes", "error": "gradient error",
+    "loss": "validation loss", "memory": "memory", "size": "the largest model",
+}  # fmt: skip
+_three_digits: Final = number(3)
+
+
+def two_digits(value: float) -> str:
+    """A positive number with two significant digits: ``4600``, ``18``, ``0.11``."""
+    return number(2)(float(f"{value:.1e}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """An effect with its names in a sentence."""
+
+    effect: Effect
+    name: str
+    base: str
+    place: str = ""  # in which of several settings: ``with 50 Mbit/s, ``
+    notes: str = ""  # after the claim
+
+
+def sentence(
+    derived: Derived, asked: Quantity, kind: str, found: Mapping[Key, Effect], compared: Sequence[Key]
+) -> str:
+    """The sentence on effects ``found`` of ``kind``, of which the keys ``compared`` are beside a baseline."""
+    if derived.finished.empty:
+        return _nothing_finished(derived)
+    if asked == "trials":
+        return _on_trials(derived)
+    differences = _of_nodes(derived) if asked == "nodes" else []
+    if differences:
+        return on_largest(asked, differences)
+    differences = _differences(derived, asked, found, compared)
+    return on_largest("tokens" if asked == "tokens" else kind, differences) or _nothing_compared(derived)
+
+
+def on_largest(kind: str, differences: Sequence[Difference]) -> str:
+    """The sentence on the largest significant difference, else on the largest that was measured; or none."""
+    if not differences:
+        return ""
+    count = len(differences)
+    of_all = f", the largest of {count} differences" if count > 1 else ""
+    known = [each for each in differences if each.effect.change.known and not each.effect.why]
+    significant = [each for each in known if each.effect.significant]
+    top = max(significant or known or differences, key=lambda each: each.effect.size)
+    claim, evidence = _claim(kind, top)
+    claim = top.place + claim
+    if significant:
+        text = claim + evidence + of_all + top.notes
+        return f"{text[0].upper()}{text[1:]}."
+    if not known:
+        return f"Inconclusive ({_why(kind, top.effect)}): {claim}{of_all}{top.notes}."
+    if top.effect.counted:
+        return f"No configuration differs from {top.base} in {_IN_WORDS[kind]}."
+    subject = f"{top.name} does not differ" if count == 1 else "No configuration differs"
+    subject = f"{subject} significantly from {top.base} in {_IN_WORDS.get(kind, '')}"
+    if kind == "nodes":
+        subject = "No configuration's tokens/s differ significantly between numbers of nodes"
+    change, pairs = top.effect.change, counted(top.effect.change.n, _noun(kind))
+    needed = effects.needed(change, top.effect.equal)
+    bound, noun = "more than " * (needed == MOST_NEEDED), "run" if change.sweeps > 1 else _noun(kind)
+    largest = f"of the largest of {count} differences: {claim}" if count > 1 else "of this size"
+    return f"{subject} ({pairs}); {bound}{needed} {noun}s would show a difference {largest}."
+
+
+def _claim(kind: str, difference: Difference) -> tuple[str, str]:
+    """What a difference says; and its interval and number of values, in parentheses."""
+    effect, name, base = difference.effect, difference.name, difference.base
+    change, value = effect.change, effect.change.estimate
+    form: Callable[[float], str] = "{:.2f}".format
+    ends = (change.low, change.high)
+    held, of_base = _three_digits(effect.value.estimate), _three_digits(effect.base)
+    match kind:
+        case "loss":
+            form = "{:.3f}".format if abs(value) >= 0.01 else "{:.4f}".format
+            ends, side = (ends, "higher") if value >= 0 else ((-change.high, -change.low), "lower")
+            loss = (
+                f"{_whose('validation loss', name)} is {form(abs(value))} nats {side} than {_whose('', base)}"
+            )
+            claim = f"after {effect.steps:,} steps {loss}"
+        case "bytes":
+            form, of = _three_digits, "of" if value <= 1 else "times"
+            claim = f"{name} sends {form(value)} {of} {_whose('bytes', base)} between nodes"
+        case "error":
+            form = two_digits
+            error = _whose("gradient error (vNMSE)", name)
+            claim = f"{error} is {form(value)}x {_whose('', base)}"
+        case "memory":
+            claim = f"{name} holds {held} MiB a rank where {base} holds {of_base} MiB"
+        case "size" if value == 0:
+            claim = f"{name} trained no model where {base} trained one of {of_base} M parameters"
+        case "size":
+            model = f"the largest model that {name} trained has {held} M parameters"
+            claim = f"{model}, where {_whose('', base)} has {of_base} M"
+        case "nodes":
+            claim = f"{_whose('tokens/s of all ranks', name)} change by a factor of {form(value)}"
+        case "tokens":
+            claim = f"{name} decodes {form(value)}x as many tokens/s as {base}"
+        case _ if value < 1:
+            ends = (1 / change.high, 1 / change.low)
+            claim = f"a step of {name} takes {form(1 / value)}x as long as {_whose('', base)}"
+        case _:
+            claim = f"{name} is {form(value)}x faster than {base}"
+    if effect.counted:
+        return claim, ""
+    values = counted(change.n, "seed") if kind == "loss" else f"n = {change.n}"
+    runs = f" in {change.sweeps} runs" if change.sweeps > 1 else ""
+    return claim, f" (95 % CI {form(ends[0])} to {form(ends[1])}, {values}{runs})"
+
+
+def _whose(thing: str, name: str) -> str:
+    """``ZeRO++'s loss``, or ``the loss of ZeRO++ (weights int4:64)``; of no thing ``that of ZeRO++ (...)``."""
+    if name.replace("+", "").replace("-", "").isalnum():
+        return f"{name}'s {thing}".strip()
+    return f"{f'the {thing}' if thing else 'that'} of {name}"
+
+
+def _noun(kind: str) -> str:
+    """What is counted to state how many values there are."""
+    return {"loss": "seed", "nodes": "repeat"}.get(kind, "pair")
+
+
+def _why(kind: str, effect: Effect) -> str:
+    """Why there is no verdict: ``one seed; a verdict needs six``."""
+    change = effect.change
+    if effect.why:
+        return effect.why
+    if change.sweeps > 1 and change.n >= FEWEST:
+        return f"{_in_words(change.sweeps, 'run')}; a verdict needs {_WORDS[change.fewest_sweeps]}"
+    return f"{_in_words(change.n, _noun(kind))}; a verdict needs {_WORDS[FEWEST]}"
+
+
+def _in_words(number: int, noun: str) -> str:
+    return f"{_WORDS.get(number, number)} {noun}{'' if number == 1 else 's'}"
+
+
+def _differences(
+    derived: Derived, asked: Quantity, found: Mapping[Key, Effect], compared: Sequence[Key]
+) -> list[Difference]:
+    """Differences in page order, without controls where others are compared: a control is a deliberate fault,
+    which shows that the suite would notice one.
+    """
+    trial_of, first = derived.frames.trial_of, derived.finished.drop_duplicates("configuration")
+    trials = {
+        name: trial_of[identity] for name, identity in zip(first["configuration"], first["id"], strict=True)
+    }
+    without = [key for key in compared if trials[key[1]].control is None]
+    keys = without if len({name for _, name in without}) > 1 else compared
+    bases, places = effects.baselines(derived), _places(derived)
+    notes = dict.fromkeys(keys, "")
+    for key in keys:
+        peer = PEERS.get(trials[key[1]].strategy)
+        if peer is not None and peer.family != "single":
+            notes[key] += f"; {key[1]} sends {peer.wire(trials[key[1]].peer.compute)}"
+    if asked == "rate":
+        notes |= {key: notes[key] + _break_even(derived, key) for key in keys}
+    if asked == "loss":
+        margins = {
+            (row["setting"], row["configuration"]): row["margin"] for row in loss_verdicts.losses(derived)
+        }
+        notes |= {
+            key: notes[key] + f"; the margin is {two_digits(margins[key])} nats"
+            for key in keys
+            if found[key].verdict == "not significant"
+        }
+    overall = effects.all_baselines(derived)
+    return [
+        Difference(
+            found[key], spelled(key[1]), spelled(next(iter(bases.get(key[0], overall)), "")),
+            f"within {key[0]}, " if asked == "size" else places.get(key[0], ""), notes[key],
+        )
+        for key in keys
+    ]  # fmt: skip
+
+
+def _places(derived: Derived) -> dict[str, str]:
+    """``with 50 Mbit/s, `` for each of several settings: the one field that tells all apart, if there is one."""
+    titles = titles_of(derived.finished[["setting", "where"]])
+    if len(titles) < 2:
+        return {}
+    parts = {setting: title.split(", ") for setting, title in titles.items()}
+    if len({len(fields) for fields in parts.values()}) == 1:
+        told = [fields for fields in zip(*parts.values(), strict=True) if len(set(fields)) == len(parts)]
+        told.sort(key=lambda fields: not fields[0].startswith("model "))
+        titles = dict(zip(parts, told[0], strict=True)) if told else titles
+    return {setting: f"with {title}, " for setting, title in titles.items()}
+
+
+def _of_nodes(derived: Derived) -> list[Difference]:
+    """What more nodes change in the tokens/s of each configuration."""
+    batches = {"weak": "a rank", "strong": "in all"}
+    return [
+        Difference(
+            effect, spelled(name), "", f"from {first} to {last} nodes with equal batches {batches[kind]}, "
+        )
+        for kind, name, first, last, effect in effects.scaling(derived)
+    ]
+
+
+def _break_even(derived: Derived, key: Key) -> str:
+    """The end of the sentence: where a configuration breaks even, in settings like this one at all rates."""
+    elsewhere = derived.trials.loc[derived.trials["setting"].eq(key[0]), "elsewhere"].iloc[0]
+    rows = derived.break_evens
+    rows = rows[rows["elsewhere"].eq(elsewhere) & rows["configuration"].eq(key[1])]
+    if rows.empty:
+        return ""
+    found: break_even.BreakEven = rows["found"].iloc[0]
+    highest = f"up to {_three_digits(rows['high_mbit'].iloc[0])} Mbit/s"
+    match found.outcome:
+        case "crosses":
+            return f"; it breaks even at {break_even.crossings_in_words(found)} Mbit/s"
+        case "pays":
+            return f"; it is faster at every measured rate, {highest}"
+        case "costs":
+            return f"; it is faster at no measured rate, {highest}"
+    return (
+        "" if found.few else f"; no break-even was found {highest}, and {break_even.unclear_in_words(found)}"
+    )
+
+
+def _on_trials(derived: Derived) -> str:
+    finished, failed = len(derived.finished), len(derived.frames.failures)
+    if stopped := derived.frames.interrupted:
+        return f"Inconclusive: {stopped} of {counted(finished + failed + stopped, 'trial')} were interrupted."
+    if failed:
+        return f"{failed} of {counted(finished + failed, 'trial')} failed."
+    return f"All {counted(finished, 'trial')} finished."
+
+
+def _nothing_finished(derived: Derived) -> str:
+    failed, stopped = len(derived.frames.failures), derived.frames.interrupted
+    ended = [f"{failed} failed"] * (failed > 0)
+    ended += [f"{stopped} {'was' if stopped == 1 else 'were'} interrupted"] * (stopped > 0)
+    return f"No trial has finished: {listed(ended)}."
+
+
+def _nothing_compared(derived: Derived) -> str:
+    """Why there is no difference to speak of."""
+    failed, compared = len(derived.frames.failures), derived.compared
+    beside = f"; {counted(failed, 'trial')} failed" if failed else ""
+    finished = f"{counted(len(derived.finished), 'trial')}"
+    if compared.contrast:
+        return f"Nothing is compared: {finished} finished, and no two configurations share a repeat{beside}."
+    return f"Nothing is compared: {finished} finished, all of {spelled(compared.baseline)}{beside}."
+
+
+def caveat(derived: Derived) -> str:
+    """Why seconds are not to be relied on: others had the processors, or links achieved different rates; empty
+    where they are.
+    """
+    clauses: list[str] = []
+    if derived.mostly_disturbed:
+        trials = f"{len(derived.disturbed)} of {counted(len(derived.finished), 'trial')}"
+        clauses.append(
+            f"others took more than {metrics.OTHERS_WITHIN:.0%} of the processors' time in {trials}"
+        )
+    if differing := len(derived.differing):
+        apart = f"achieved rates more than {speedups.RATES_AGREE_WITHIN:.0%} apart"
+        clauses.append(f"in {counted(differing, 'setting')} the links of what is compared {apart}")
+    return f"The seconds are not to be relied on: {'; '.join(clauses)}." if clauses else ""

@@ -1,0 +1,280 @@
+"""The head of a page: a table of verdicts, one sentence on the largest difference, and the figure that shows it.
+
+Definitions: docs/reference/metrics.md, Verdicts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import pandas as pd
+
+from harness.records.confidence_intervals import Interval, of_another_sweep
+from harness.suites.answering_quantity import Quantity, quantity
+from report.data import break_even, bytes_and_memory, caveats, decoding, effects, loss_verdicts, speedups
+from report.data.configuration import differences_of, spelled
+from report.data.effects import Effect, Key, Verdict
+from report.data.frames import groups, load
+from report.data.metrics import Derived, derive
+from report.data.text import NOTHING, number, plus_or_minus
+from report.draw.names_of_rows import by_configuration, peers_note, titles_of
+from report.sentence import caveat, sentence, two_digits
+from report.tables.table import CONFIGURATION, Column, Table
+
+MARKS: Final[dict[Verdict, str]] = {
+    "better": "▲", "worse": "▼", "not significant": "○", "inconclusive": "?", "not measured": NOTHING,
+}  # fmt: skip
+"""Follow the numbers of the table, so that verdicts survive where there is no colour."""
+MOST_OPEN: Final = 12  # rows that a page shows before it is asked for more
+_BASELINE: Final = "baseline"
+_FIGURES: Final[dict[Quantity, str]] = {
+    "loss": "final_loss", "step": "speedup", "bytes": "volume", "error": "sent_error", "memory": "memory",
+    "trials": "speedup", "rate": "speedup_over_rates", "nodes": "scaling", "size": "largest_model",
+    "tokens": "generation",
+}  # fmt: skip
+_g3, _ratio = number(3), "{:.2f}".format
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantity:
+    """A column of the table."""
+
+    key: str  # in the CSV, where the verdict is KEY_verdict
+    title: str
+    form: Callable[[float], str]
+    effects_of: Callable[[Derived], dict[Key, Effect]]
+    of_baseline: float = math.nan  # in its row, where it has no value of its own
+
+
+_QUANTITIES: Final = {
+    "step": _Quantity("speedup", "Speed-up", _ratio, effects.speeds, 1.0),
+    "bytes": _Quantity("bytes_share", "Bytes between nodes", _g3, effects.sent, 1.0),
+    "error": _Quantity("vnmse", "Error (vNMSE)", _g3, effects.errors),
+    "loss": _Quantity("loss_difference", "Change of loss, nats", "{:+.4f}".format, effects.losses, 0.0),
+    "memory": _Quantity("memory_mib", "Memory, MiB a rank", _g3, effects.memory),
+    "size": _Quantity(
+        "largest_model", "Largest model that trained, M parameters", _g3, effects.largest_models
+    ),
+}
+"""In the order of the columns.  ``size`` is by limit of memory, and stands alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """The head of a page."""
+
+    quantity: Quantity  # that the suite asks for
+    sentence: str  # on the largest difference
+    caveat: str  # a sentence why seconds are not to be relied on; empty where they are
+    figure: str  # name of the figure that shows it
+    table: Table  # of all configurations; without rows where nothing is compared
+    open: tuple[int, ...]  # numbers of the rows that a page shows before it is asked for more
+
+    @property
+    def lines(self) -> list[str]:
+        """The sentence, and the caveat if there is one."""
+        return [self.sentence, *filter(None, [self.caveat])]
+
+    def parts(self, table: Table) -> tuple[Table, Table]:
+        """The open rows of the table, whose columns may have been chosen since, and the rest."""
+        is_open = table.data.reset_index(drop=True).index.isin(self.open)
+        return replace(table, data=table.data[is_open]), replace(table, data=table.data[~is_open])
+
+
+def of_folder(results: Path) -> Verdicts:
+    """The verdicts of a results folder; arguments and errors are those of :func:`report.data.frames.load`."""
+    return verdicts(derive(load(results)))
+
+
+@lru_cache(maxsize=32)  # page, documents and terminal ask for it
+def verdicts(derived: Derived) -> Verdicts:
+    """The head of a page by the records of a folder."""
+    frames = derived.frames
+    asked = quantity([frames.trial_of[identity] for identity in sorted(frames.trial_of)], frames.answer)
+    names = {*derived.compared.contrast, *effects.all_baselines(derived)}
+    found = {
+        kind: {key: effect for key, effect in of.effects_of(derived).items() if key[1] in names}
+        for kind, of in _QUANTITIES.items()
+        if (kind == "size") is (asked == "size")
+    }
+    compared = {kind: _compared(derived, every) for kind, every in found.items()}
+    kind = asked if compared.get(asked) else "step"
+    table = _table(derived, asked, kind, found) if any(compared.values()) else _NONE
+    ranked = {key: found[kind][key] for key in compared.get(kind, ())}
+    said = sentence(derived, asked, kind, found.get(kind, {}), compared.get(kind, ()))
+    figure = "frontier" if asked == "loss" and _has_front(derived) else _FIGURES[asked]
+    return Verdicts(asked, said, caveat(derived), figure, table, _open_rows(table, ranked))
+
+
+_NONE: Final = Table("verdicts", "Verdicts", "", pd.DataFrame(), ())
+
+
+def _compared(derived: Derived, found: Mapping[Key, Effect]) -> list[Key]:
+    """Keys of the contrast's configurations that are measured beside a baseline."""
+    return [key for key, effect in found.items() if key[1] in derived.compared.contrast and effect.size >= 0]
+
+
+def _table(derived: Derived, asked: Quantity, kind: str, found: Mapping[str, Mapping[Key, Effect]]) -> Table:
+    """A row for every setting and configuration, the baseline first."""
+    shown = {name: of for name, of in _QUANTITIES.items() if found.get(name)}
+    own, own_title = _own_column(derived, asked)
+    first = derived.finished.drop_duplicates("configuration").set_index("configuration")["id"]
+    trials = {str(name): derived.frames.trial_of[identity] for name, identity in first.items()}
+    rows: list[dict[str, Any]] = []
+    for place, setting, names, bases in _places(derived, found.get("size", {})):
+        for name in names:
+            key, is_base = (setting, name), name in bases
+            change = _BASELINE if is_base else differences_of(trials[name], trials[bases[0]]) if bases else ""
+            row = place | {"_setting": setting, "configuration": name, "change": change}
+            for column, of in shown.items():
+                row |= _cell(of, found[column].get(key), is_base=is_base)
+            row["own"] = own.get(key, math.nan)
+            effect = None if is_base else found[kind].get(key)
+            is_sure = not (kind == "step" and derived.mostly_disturbed)
+            rows.append(row | _expected(effect if is_sure else None, _QUANTITIES[kind].form))
+    data = pd.DataFrame(rows)
+    columns = [
+        Column("setting", "Setting", place=True),
+        CONFIGURATION,
+        Column("change", "Change", names_row=False),
+    ]
+    for name, of in shown.items():
+        columns.append(Column(f"_{of.key}", of.title, str))
+        if name == kind:
+            columns += [Column("_expected", "Expected in a new run", str), Column("n", "n", "{:.0f}".format)]
+    columns.append(Column("own", own_title, _text_or_number))
+    kept = [column for column in columns if data[column.key].notna().any()]
+    if len(set(data["setting"])) == 1:
+        kept = kept[1:]
+    left = [name for name in ("own", "setting") if name not in {column.key for column in kept}]
+    data = data.drop(columns=left).dropna(axis="columns", how="all")
+    return Table("verdicts", "Verdicts", _caption(derived, shown), data, tuple(kept))
+
+
+def _places(
+    derived: Derived, sizes: Mapping[Key, Effect]
+) -> Iterator[tuple[dict[str, Any], str, list[str], Sequence[str]]]:
+    """For each setting with a contrast, or limit of memory: first cells, its key, configurations, baselines."""
+    contrast, overall = derived.compared.contrast, effects.all_baselines(derived)
+    if sizes:
+        rows = bytes_and_memory.under_limits(derived)
+        for limit in dict.fromkeys(limit for limit, _ in sizes):
+            names = sorted(
+                (name for each, name in sizes if each == limit), key=lambda name: name not in overall
+            )
+            yield {"setting": limit, "records": " ".join(sorted(rows["id"]))}, limit, names, overall
+        return
+    bases, titles = effects.baselines(derived), titles_of(derived.finished)
+    for (setting,), trials in groups(derived.finished, ["setting"]):
+        present, own = [name for name, _ in by_configuration(trials)], bases.get(str(setting), ())
+        names = [*own, *(name for name in present if name in contrast and name not in own)]
+        if len(names) > len(own):
+            place = {"where": trials["where"].iloc[0], "setting": titles[str(setting)]}
+            yield place, str(setting), names, own
+
+
+def _cell(of: _Quantity, effect: Effect | None, *, is_base: bool) -> dict[str, Any]:
+    """Value, verdict and printed text of a cell."""
+    value = effect.value if effect is not None else Interval(math.nan, math.nan, math.nan, 0)
+    verdict, mark = "not measured", ""
+    if is_base:
+        verdict = _BASELINE
+        if not math.isnan(of.of_baseline):
+            value = Interval(of.of_baseline, math.nan, math.nan, 0)
+    elif effect is not None:
+        verdict, mark = effect.verdict, f" {MARKS[effect.verdict]}"
+    if math.isnan(value.estimate):
+        return {of.key: math.nan, f"{of.key}_verdict": verdict, f"_{of.key}": NOTHING}
+    text = plus_or_minus(value, of.form)
+    if of.key == "memory_mib" and effect is not None and effect.base > 0:
+        text += f" ({value.estimate / effect.base:.2f})"
+    return {of.key: value, f"{of.key}_verdict": verdict, f"_{of.key}": text + mark}
+
+
+def _expected(effect: Effect | None, form: Callable[[float], str]) -> dict[str, Any]:
+    """The prediction interval of the quantity that is asked for, and the number of values behind it."""
+    row: dict[str, Any] = dict.fromkeys(("expected_low", "expected_high", "_expected", "n"), math.nan)
+    if effect is None or effect.counted:
+        return row
+    row["n"] = effect.change.n or math.nan
+    if effect.value.known and not effect.why:
+        again = of_another_sweep(effect.value, ratio=effect.equal == 1)
+        row |= {"expected_low": again.low, "expected_high": again.high}
+        row["_expected"] = f"{form(again.low)} to {form(again.high)}"
+    return row
+
+
+def _own_column(derived: Derived, asked: Quantity) -> tuple[dict[Key, Any], str]:
+    """Values and title of the column of a quantity that no other column has."""
+    keys = ["setting", "configuration"]
+    if asked == "tokens":
+        decoded = groups(derived.generations, keys)
+        return {key: decoding.speed(trials).estimate for key, trials in decoded}, "Tokens/s of a rank"
+    if asked == "nodes":
+        trained, column = groups(derived.trials, keys), "tokens_per_second"
+        return {key: speedups.step_interval(own, column).estimate for key, own in trained}, "Tokens/s"
+    if asked == "rate":
+        found = derived.break_evens
+        places = zip(found["elsewhere"], found["configuration"], strict=True)
+        texts = dict(zip(places, found["found"].map(_break_even), strict=True))
+        settings = derived.trials.drop_duplicates(keys)[[*keys, "elsewhere"]].to_numpy()
+        by_key = {(s, name): texts.get((elsewhere, name), math.nan) for s, name, elsewhere in settings}
+        return by_key, "Break-even, Mbit/s"
+    return {}, ""
+
+
+def _break_even(found: break_even.BreakEven) -> str:
+    names = {"pays": "none: faster at all", "costs": "none: slower at all"}
+    return (
+        break_even.crossings_in_words(found) if found.crossings else names.get(found.outcome, found.outcome)
+    )
+
+
+def _text_or_number(value: Any) -> str:
+    return value if isinstance(value, str) else _g3(value)
+
+
+def _caption(derived: Derived, shown: Mapping[str, _Quantity]) -> str:
+    """At most two sentences, and whether the link was modelled."""
+    base = spelled(derived.compared.baseline)
+    marks = ", ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items())
+    first = f"With 95 % intervals and verdicts beside {base} (docs/reference/metrics.md): {marks}."
+    clauses = [peers_note(derived.finished).rstrip(".")]
+    margins = [row["margin"] for row in loss_verdicts.losses(derived) if row["margin"] > 0]
+    if "loss" in shown and margins:
+        allowed = (
+            f"{loss_verdicts.allowed(derived)} of {base}'s {'training' if derived.frames.margin else 'loss'}"
+        )
+        rule = f"begins above the margin of {two_digits(min(margins))} nats ({allowed})"
+        otherwise = "better where it ends below 0, and not significant where it ends below the margin"
+        clauses = [f"a loss is worse where its interval {rule}, {otherwise}", *clauses]
+    second = "; ".join(filter(None, clauses))
+    return (
+        first + (f" {second[0].upper()}{second[1:]}." if second else "") + caveats.modelled_in_words(derived)
+    )
+
+
+def _open_rows(table: Table, ranked: Mapping[Key, Effect]) -> tuple[int, ...]:
+    """Numbers of the rows with the largest significant effects, each with the baseline of its setting."""
+    rows = table.data.to_dict("records")
+    if len(rows) <= MOST_OPEN:
+        return tuple(range(len(rows)))
+    numbers = {(row["_setting"], row["configuration"]): number for number, row in enumerate(rows)}
+    bases = {row["_setting"]: number for number, row in enumerate(rows) if row["change"] == _BASELINE}
+    shown = set[int]()
+    for key in sorted(ranked, key=lambda key: (ranked[key].significant, ranked[key].size), reverse=True):
+        more = shown | {numbers[key], bases.get(key[0], numbers[key])}
+        shown = more if len(more) <= MOST_OPEN else shown
+    return tuple(sorted(shown))
+
+
+def _has_front(derived: Derived) -> bool:
+    """Whether enough strategies ran in one setting for a front of bytes and losses."""
+    front = loss_verdicts.front(derived)
+    trials = derived.trials[derived.trials["configuration"].isin(front["configuration"])]
+    return len(set(front["setting"])) == 1 and len(set(trials["strategy"])) >= loss_verdicts.FEWEST_OF_FRONT
