@@ -202,7 +202,7 @@ KINDS: Final[dict[Kind, Measured]] = {
 
 
 def tables_of(benches: Sequence[Bench]) -> list[Table]:
-    """A table for each kind of sample, a row a configuration: medians with intervals; ``id`` has the records."""
+    """A table for each kind of sample, one row per configuration: medians with intervals; ``id`` has the records."""
     tables = []
     for name, kind in KINDS.items():
         rounds = [
@@ -223,8 +223,8 @@ def tables_of(benches: Sequence[Bench]) -> list[Table]:
             for _, place in groups(data, ["where"])
             for cells, group in groups(place, labels)
         ]
-        notes = f"Medians over rounds; ratios are formed inside a round. {kind.notes}"
-        tables.append(table_of(kind.name, kind.title, rows, *kind.columns, notes=notes))
+        caption = "Medians over rounds; each ratio is formed within one round."
+        tables.append(table_of(kind.name, kind.title, rows, *kind.columns, caption=caption, notes=kind.notes))
     return tables
 
 
@@ -270,7 +270,8 @@ def show(benches: Sequence[Bench], out: Console) -> None:
     for table in tables_of(benches):
         columns = tuple(column for column in table.columns if column.key not in _PAGE_ALONE)
         replace(table, columns=columns).show(out)
-        out.print(textwrap.fill(table.caption, _TEXT_COLUMNS), markup=False, highlight=False)
+        for sentences in filter(None, (table.caption, table.footnotes, *table.definitions)):
+            out.print(textwrap.fill(sentences, _TEXT_COLUMNS), markup=False, highlight=False)
 
 
 def show_run(record: Path) -> None:

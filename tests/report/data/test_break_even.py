@@ -73,8 +73,8 @@ def test_two_crossings_are_both_listed() -> None:
 @pytest.mark.parametrize(
     ("speedups", "outcome", "words"),
     [
-        ((3.0, 2.0, 1.5), "pays", "none: pays at every measured rate"),
-        ((0.9, 0.5, 0.4), "costs", "none: pays at none"),
+        ((3.0, 2.0, 1.5), "pays", "none: faster at every measured rate"),
+        ((0.9, 0.5, 0.4), "costs", "none: slower at every measured rate"),
     ],
 )
 def test_without_a_crossing_it_pays_everywhere_or_nowhere(
@@ -130,7 +130,7 @@ def test_a_crossing_at_a_measured_rate_is_found() -> None:
 def test_equal_steps_are_no_break_even() -> None:
     """Ties at every rate: nobody is faster anywhere."""
     found = found_in(records_over({25: 1.0, 100: 1.0}, spread=0.0))
-    assert in_words(found) == "not determined (from 25.0 to 100 Mbit/s it cannot be told who is faster)"
+    assert in_words(found) == "not determined (not significant from 25.0 to 100 Mbit/s)"
 
 
 def test_a_wide_band_around_1_is_not_determined_but_a_side_that_is_known_bounds_it() -> None:
