@@ -129,10 +129,10 @@ KINDS: Final[dict[Kind, Measured]] = {
     "codec": Measured(
         "codecs",
         "Rates of codecs",
-        "A copy is of the same elements into an existing buffer, timed just before. Of its rate: at 1 memory "
-        "is the limit, below it arithmetic. Sums are of 4 frames; 'carried error' adds what the last "
-        "encoding lost, and keeps what this one loses. Other arithmetic: another library's, which equals "
-        "none of ours and makes its own buffers.",
+        "The copy moves the same elements into an existing buffer and is timed just before. A codec at the copy's "
+        "rate (1) is limited by memory, below it by arithmetic. Sums add 4 frames. 'Carried error' adds what the last "
+        "encoding lost, and keeps what this one loses. 'Other arithmetic' is another library, which allocates its own "
+        "buffers.",
         _codec,
         (
             Column("codec", "codec"),
@@ -149,9 +149,9 @@ KINDS: Final[dict[Kind, Measured]] = {
     "collective": Measured(
         "collectives",
         "Times and bytes of collectives",
-        "Times are the slowest rank's. Bytes by the wire's ledger count what is read through shared memory, "
-        "which carries what stays inside a node, too: a row names it only if a hop lies inside one. Like for "
-        "like is fp32.",
+        "Times are those of the slowest rank. The ledger's bytes include what ranks of a node read through shared "
+        "memory; a row names shared memory only if a hop lies inside a node. gloo sends fp32, so that only fp32 rows "
+        "compare like with like.",
         _collective,
         (
             Column("algorithm", "algorithm"),
@@ -169,8 +169,8 @@ KINDS: Final[dict[Kind, Measured]] = {
     "step": Measured(
         "steps",
         "Steps beside compute alone",
-        "Times are the slowest rank's. Compute alone: the same model that every rank trains by itself and "
-        "that sends nothing, optimizer included. At 1 everything is hidden.",
+        "Times are those of the slowest rank. Compute alone is a step of the same model, with its optimizer, that "
+        "every rank trains by itself without sending anything. At 1 all communication is hidden.",
         _step,
         (
             Column("configuration", "policy"),
@@ -185,8 +185,8 @@ KINDS: Final[dict[Kind, Measured]] = {
     "hops": Measured(
         "hops",
         "Reductions in chunks",
-        "Times are the slowest rank's. The hops: their messages by themselves, without encoding. At 1 all of "
-        "the shorter hop is hidden.",
+        "Times are those of the slowest rank. The hops are timed by themselves, as messages without encoding. At 1 all "
+        "of the shorter hop is hidden.",
         _hops,
         (
             Column("configuration", "reduction"),
@@ -202,7 +202,7 @@ KINDS: Final[dict[Kind, Measured]] = {
 
 
 def tables_of(benches: Sequence[Bench]) -> list[Table]:
-    """A table for each kind of sample, a row a configuration: medians with intervals; ``id`` has the records."""
+    """A table for each kind of sample, one row per configuration: medians with intervals; ``id`` has the records."""
     tables = []
     for name, kind in KINDS.items():
         rounds = [
@@ -223,8 +223,8 @@ def tables_of(benches: Sequence[Bench]) -> list[Table]:
             for _, place in groups(data, ["where"])
             for cells, group in groups(place, labels)
         ]
-        notes = f"Medians over rounds; ratios are formed inside a round. {kind.notes}"
-        tables.append(table_of(kind.name, kind.title, rows, *kind.columns, notes=notes))
+        caption = "Medians over rounds; each ratio is formed within one round."
+        tables.append(table_of(kind.name, kind.title, rows, *kind.columns, caption=caption, notes=kind.notes))
     return tables
 
 
@@ -233,8 +233,8 @@ def build(results: Path) -> Path:
     benches = read_all(results)
     for field, name in (("pool", "machines or codes"), ("subject", "subjects")):
         if len(values := sorted({getattr(bench, field) for bench in benches})) > 1:
-            kinds = f"{len(values)} {name} ({', '.join(values)}), which are not put together"
-            raise ReportError(f"{results}: holds records of {kinds}; move some aside")
+            kinds = f"{len(values)} {name} ({', '.join(values)}), which cannot be combined"
+            raise ReportError(f"{results}: holds records of {kinds}; move all but one into other folders")
     tables, last = tables_of(benches), benches[-1]
     text = page.fill(
         title=f"zeropp bench {last.subject}",
@@ -242,7 +242,7 @@ def build(results: Path) -> Path:
         heading=("zeropp bench", last.subject),
         emulated=caveats.emulated_by_benches(benches),
         facts=_facts(benches),
-        warnings=[f"Not in the last run: {name}: {reason}." for name, reason in last.missing.items()],
+        warnings=[f"Missing in the last run: {name} ({reason})." for name, reason in last.missing.items()],
         tables=tables,
         pools=[last.pool],
     )
@@ -270,7 +270,8 @@ def show(benches: Sequence[Bench], out: Console) -> None:
     for table in tables_of(benches):
         columns = tuple(column for column in table.columns if column.key not in _PAGE_ALONE)
         replace(table, columns=columns).show(out)
-        out.print(textwrap.fill(table.caption, _TEXT_COLUMNS), markup=False, highlight=False)
+        for sentences in filter(None, (table.caption, table.footnotes, *table.definitions)):
+            out.print(textwrap.fill(sentences, _TEXT_COLUMNS), markup=False, highlight=False)
 
 
 def show_run(record: Path) -> None:
@@ -279,5 +280,5 @@ def show_run(record: Path) -> None:
     out = console()
     show([bench], out)
     for name, reason in bench.missing.items():
-        out.print(f"not here: {escape(name)}: {escape(reason)}")
+        out.print(f"not measured: {escape(name)}: {escape(reason)}")
     print(build(record.parent))

@@ -78,7 +78,11 @@ def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -
 
 
 def explanation(folder: Path, table: str, row: str, column: str) -> str:
-    """Records and formula of a cell: table by name, row by parts of cells, column by title; or a Refusal."""
+    """What is behind one number of a page: its records, its raw values and its definition.
+
+    The table is named, the row by parts of its cells (:meth:`Table.row`), the column by its title.  A Refusal names
+    what there is.
+    """
     derived = derive(load(folder))
     shown = find_table(every_table(derived), table)
     number, printed = shown.row(row), shown.column(column)
@@ -94,7 +98,9 @@ def explanation(folder: Path, table: str, row: str, column: str) -> str:
     lines.append(f"records ({len(ids)}): {files or 'none of one configuration alone'}")
     if baselines:
         lines.append(f"compared with ({len(baselines)}): {others}")
-    return "\n".join([*lines, f"how: {shown.caption}", "quantities: docs/reference/metrics.md"])
+    how = printed.says or shown.caption or "a value of the trials' records, as it is"
+    lines += [f"definition: {how}", *([f"notes: {shown.footnotes}"] if shown.footnotes else [])]
+    return "\n".join([*lines, "quantities: docs/reference/metrics.md"])
 
 
 def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str]) -> Path:

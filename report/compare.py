@@ -1,4 +1,7 @@
-"""Compares two result folders of one suite by pairs of trials; other changes between them count, too."""
+"""Compares two result folders of one suite, before and after a change, by pairs of trials.
+
+Whatever else changed between the two runs is part of the ratios, too.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from report.data.speedups import speedup
 from report.page import render_template
 from report.tables.table import Column, Table
 
-Verdict = Literal["better", "worse", "same", "cannot tell"]
-_OUTCOMES: Final[tuple[Verdict, ...]] = ("worse", "cannot tell", "same", "better")
+Verdict = Literal["better", "worse", "same", "inconclusive"]
+_OUTCOMES: Final[tuple[Verdict, ...]] = ("worse", "inconclusive", "same", "better")
 _COLUMNS: Final = (
     Column("where", "where"),
     Column("configuration", "configuration"),
@@ -48,16 +51,18 @@ class Comparison:
 
 
 def judge(ratio: Interval, margin: float) -> Verdict:
-    """The verdict on a ratio of step times: ``same`` within ``1 / (1 + margin)`` to ``1 + margin``;
-    ``better`` or ``worse`` on one side of 1; else, and without an interval, ``cannot tell``.
+    """The verdict on a ratio of step times, after over before.
+
+    ``same`` if the interval lies within ``1 / (1 + margin)`` and ``1 + margin``; ``better`` or ``worse`` if it lies
+    below or above 1; else, and without an interval, ``inconclusive``.
     """
     if not ratio.known:
-        return "cannot tell"
+        return "inconclusive"
     if 1 / (1 + margin) < ratio.low and ratio.high < 1 + margin:
         return "same"
     if ratio.high < 1:
         return "better"
-    return "worse" if ratio.low > 1 else "cannot tell"
+    return "worse" if ratio.low > 1 else "inconclusive"
 
 
 def compare(first: Path, second: Path, margin: float) -> Comparison:
@@ -79,11 +84,15 @@ def compare(first: Path, second: Path, margin: float) -> Comparison:
     outcomes = ", ".join(f"{counts[name]} {name}" for name in _OUTCOMES if name in counts)
     notes = [f"Of {len(rows)} comparisons: {outcomes} (same: within {margin:.3g} of 1)."]
     if any(not step.known for step in rows["step"]):
-        notes.append("Rows of too few pairs cannot be told: more repeats, or --sweeps 3, in both folders.")
-    notes.append("The two folders ran at different times: what else differed between them is in the ratios.")
+        notes.append(
+            "Rows with too few pairs are inconclusive: run more repeats, or --sweeps 3, in both folders."
+        )
+    notes.append(
+        "The two folders ran at different times, so that the ratios also contain what else differed."
+    )
     for fact in (*MUST_AGREE, "packages.torch"):
         tables = [frames.facts[frames.facts["fact"] == f"machine.{fact}"] for frames in loaded]
-        value, other = (" and ".join(sorted(set(table["value"]))) or "not on record" for table in tables)
+        value, other = (" and ".join(sorted(set(table["value"]))) or "not recorded" for table in tables)
         if value != other:
             name = fact.rpartition(".")[2]
             notes.append(f"Machines differ: {name} is {value} in the first and {other} in the second.")

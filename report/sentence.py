@@ -1,11 +1,15 @@
 """The sentence in the head of a page: the largest significant difference in the quantity that the suite asks for.
 
 It is one template, filled by the quantity (:mod:`harness.suites.answering_quantity`); a question is never parsed.
+Where several configurations are compared, the sentence is about strategies without changes if any differs
+significantly, and of speeds about the largest gain if there is one; it ends with the number of better and worse
+comparisons, so that the choice hides nothing.
 Definitions: docs/reference/metrics.md, Verdicts.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -14,8 +18,8 @@ from harness.records.confidence_intervals import FEWEST
 from harness.suites.answering_quantity import Quantity
 from harness.suites.peers import PEERS
 from report.data import break_even, effects, loss_verdicts, metrics, speedups
-from report.data.configuration import spelled
-from report.data.effects import MOST_NEEDED, Effect, Key
+from report.data.configuration import NAMES, spelled
+from report.data.effects import MOST_NEEDED, Effect, Key, Verdict
 from report.data.metrics import Derived
 from report.data.text import counted, listed, number
 from report.draw.names_of_rows import titles_of
@@ -25,6 +29,7 @@ _IN_WORDS: Final = {  # what configurations are compared in
     "step": "step time", "tokens": "decoding speed", "bytes": "bytes between nodes", "error": "gradient error",
     "loss": "validation loss", "memory": "memory", "size": "the largest model",
 }  # fmt: skip
+_SPEEDS: Final = ("step", "tokens")
 _three_digits: Final = number(3)
 
 
@@ -42,6 +47,7 @@ class Difference:
     base: str
     place: str = ""  # in which of several settings: ``with 50 Mbit/s, ``
     notes: str = ""  # after the claim
+    preset: bool = True  # whether the configuration is a strategy without changes, or a control
 
 
 def sentence(
@@ -67,11 +73,11 @@ def on_largest(kind: str, differences: Sequence[Difference]) -> str:
     of_all = f", the largest of {count} differences" if count > 1 else ""
     known = [each for each in differences if each.effect.change.known and not each.effect.why]
     significant = [each for each in known if each.effect.significant]
-    top = max(significant or known or differences, key=lambda each: each.effect.size)
+    top = _foremost(kind, significant or known or differences)
     claim, evidence = _claim(kind, top)
     claim = top.place + claim
     if significant:
-        text = claim + evidence + of_all + top.notes
+        text = claim + evidence + top.notes + _counts(differences)
         return f"{text[0].upper()}{text[1:]}."
     if not known:
         return f"Inconclusive ({_why(kind, top.effect)}): {claim}{of_all}{top.notes}."
@@ -86,6 +92,25 @@ def on_largest(kind: str, differences: Sequence[Difference]) -> str:
     bound, noun = "more than " * (needed == MOST_NEEDED), "run" if change.sweeps > 1 else _noun(kind)
     largest = f"of the largest of {count} differences: {claim}" if count > 1 else "of this size"
     return f"{subject} ({pairs}); {bound}{needed} {noun}s would show a difference {largest}."
+
+
+def _foremost(kind: str, differences: Sequence[Difference]) -> Difference:
+    """The largest difference: of speeds and losses that of strategies without changes, of speeds a gain, if any."""
+    presets = [each for each in differences if each.preset and kind in (*_SPEEDS, "loss")] or differences
+    gains = [each for each in presets if each.effect.verdict == "better"] if kind in _SPEEDS else []
+    return max(gains or presets, key=lambda each: each.effect.size)
+
+
+def _counts(differences: Sequence[Difference]) -> str:
+    """``; of 9 comparisons 8 are better and 1 is worse``; empty for one comparison."""
+    if len(differences) < 2:
+        return ""
+    counts = Counter(each.effect.verdict for each in differences)
+    verdicts: tuple[Verdict, ...] = ("better", "worse", "not significant", "inconclusive")
+    parts = [
+        f"{counts[name]} {'is' if counts[name] == 1 else 'are'} {name}" for name in verdicts if counts[name]
+    ]
+    return f"; of {len(differences)} comparisons {listed(parts)}"
 
 
 def _claim(kind: str, difference: Difference) -> tuple[str, str]:
@@ -184,7 +209,7 @@ def _differences(
             (row["setting"], row["configuration"]): row["margin"] for row in loss_verdicts.losses(derived)
         }
         notes |= {
-            key: notes[key] + f"; the margin is {two_digits(margins[key])} nats"
+            key: notes[key] + f", within the margin of {two_digits(margins[key])} nats"
             for key in keys
             if found[key].verdict == "not significant"
         }
@@ -193,6 +218,7 @@ def _differences(
         Difference(
             found[key], spelled(key[1]), spelled(next(iter(bases.get(key[0], overall)), "")),
             f"within {key[0]}, " if asked == "size" else places.get(key[0], ""), notes[key],
+            preset=key[1] == NAMES[trials[key[1]].strategy] or trials[key[1]].control is not None,
         )
         for key in keys
     ]  # fmt: skip
@@ -205,9 +231,9 @@ def _places(derived: Derived) -> dict[str, str]:
         return {}
     parts = {setting: title.split(", ") for setting, title in titles.items()}
     if len({len(fields) for fields in parts.values()}) == 1:
-        told = [fields for fields in zip(*parts.values(), strict=True) if len(set(fields)) == len(parts)]
-        told.sort(key=lambda fields: not fields[0].startswith("model "))
-        titles = dict(zip(parts, told[0], strict=True)) if told else titles
+        distinct = [fields for fields in zip(*parts.values(), strict=True) if len(set(fields)) == len(parts)]
+        distinct.sort(key=lambda fields: not fields[0].startswith("model "))
+        titles = dict(zip(parts, distinct[0], strict=True)) if distinct else titles
     return {setting: f"with {title}, " for setting, title in titles.items()}
 
 

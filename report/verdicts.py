@@ -106,9 +106,9 @@ def verdicts(derived: Derived) -> Verdicts:
     kind = asked if compared.get(asked) else "step"
     table = _table(derived, asked, kind, found) if any(compared.values()) else _NONE
     ranked = {key: found[kind][key] for key in compared.get(kind, ())}
-    said = sentence(derived, asked, kind, found.get(kind, {}), compared.get(kind, ()))
+    text = sentence(derived, asked, kind, found.get(kind, {}), compared.get(kind, ()))
     figure = "frontier" if asked == "loss" and _has_front(derived) else _FIGURES[asked]
-    return Verdicts(asked, said, caveat(derived), figure, table, _open_rows(table, ranked))
+    return Verdicts(asked, text, caveat(derived), figure, table, _open_rows(table, ranked))
 
 
 _NONE: Final = Table("verdicts", "Verdicts", "", pd.DataFrame(), ())
@@ -153,7 +153,8 @@ def _table(derived: Derived, asked: Quantity, kind: str, found: Mapping[str, Map
         kept = kept[1:]
     left = [name for name in ("own", "setting") if name not in {column.key for column in kept}]
     data = data.drop(columns=left).dropna(axis="columns", how="all")
-    return Table("verdicts", "Verdicts", _caption(derived, shown), data, tuple(kept))
+    modelled = caveats.modelled_in_words(derived).strip()
+    return Table("verdicts", "Verdicts", _caption(derived, shown), data, tuple(kept), modelled)
 
 
 def _places(
@@ -240,7 +241,7 @@ def _text_or_number(value: Any) -> str:
 
 
 def _caption(derived: Derived, shown: Mapping[str, _Quantity]) -> str:
-    """At most two sentences, and whether the link was modelled."""
+    """What the marks mean, and when a loss is worse; at most two sentences."""
     base = spelled(derived.compared.baseline)
     marks = ", ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items())
     first = f"With 95 % intervals and verdicts beside {base} (docs/reference/metrics.md): {marks}."
@@ -254,9 +255,7 @@ def _caption(derived: Derived, shown: Mapping[str, _Quantity]) -> str:
         otherwise = "better where it ends below 0, and not significant where it ends below the margin"
         clauses = [f"a loss is worse where its interval {rule}, {otherwise}", *clauses]
     second = "; ".join(filter(None, clauses))
-    return (
-        first + (f" {second[0].upper()}{second[1:]}." if second else "") + caveats.modelled_in_words(derived)
-    )
+    return first + (f" {second[0].upper()}{second[1:]}." if second else "")
 
 
 def _open_rows(table: Table, ranked: Mapping[Key, Effect]) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Break-even rates: where the speed-up over the baseline, drawn over the link's rate, crosses 1.
 
-Between neighbouring measured rates the curve is a straight line in logarithms of both.  Where repeats do not
-tell it from 1 (Fieller's intervals) nothing is claimed: a break-even is such a range of rates with a faster
-configuration on one side and a slower one on the other, or with the end of what was measured on one side.
+Between neighbouring measured rates the curve is a straight line in the logarithms of both axes.  Fieller's method
+gives the ranges of rates in which the speed-up does not differ significantly from 1.  Such a range is a break-even if
+the configuration is faster on one side of it and slower on the other, or if the measured rates end on one side.
 Definition: docs/reference/metrics.md.
 """
 
@@ -32,10 +32,12 @@ Outcome = Literal["crosses", "pays", "costs", "not determined"]
 class BreakEven:
     """Where a configuration's speed-up crosses 1, in Mbit/s."""
 
-    outcome: Outcome  # ``pays``: at every measured rate it is faster; ``costs``: at every one it is slower
+    outcome: Outcome  # ``pays``: faster at every measured rate; ``costs``: slower at every measured rate
     # In ascending order; an end that lies beyond the measured rates is infinite.
     crossings: tuple[Interval, ...] = ()
-    unclear: tuple[tuple[float, float], ...] = ()  # further ranges of rates in which it is not told from 1
+    unclear: tuple[
+        tuple[float, float], ...
+    ] = ()  # further ranges of rates without a significant difference from 1
     few: str = ""  # why there is no interval at any rate
 
     @property
@@ -71,18 +73,21 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
 def of_points(points: Sequence[tuple[float, pd.DataFrame]]) -> BreakEven:
     """The break-even of one configuration's pairs at each rate, in ascending order of rates."""
     ratios, logs = [speedup(pairs) for _, pairs in points], [_logs(pairs) for _, pairs in points]
-    told = [ratio.known and not ratio.contains(1.0) for ratio in ratios]
-    parts: list[tuple[float, float]] = []  # of the way along the points, in which nothing is told
+    significant = [ratio.known and not ratio.contains(1.0) for ratio in ratios]
+    parts: list[
+        tuple[float, float]
+    ] = []  # of the way along the points, without a significant difference from 1
     for index, (below, above) in enumerate(pairwise(logs)):
         sweeps = _by_pair(points[index][1])["sweep"].to_dict()
         for low, high in undecided(below.to_dict(), above.to_dict(), sweeps):
-            # Of rates that share few repeats the line is not known; at the rates themselves it may be.
-            after = _BESIDE if low == 0 and told[index] else 0.0
-            before = _BESIDE if high == 1 and told[index + 1] else 0.0
+            # Two neighbouring rates that share few repeats have no line between them, although the speed-up at each
+            # of the two rates may be significant.
+            after = _BESIDE if low == 0 and significant[index] else 0.0
+            before = _BESIDE if high == 1 and significant[index + 1] else 0.0
             parts.append((index + low + after, index + high - before))
     means = [math.log(ratio.estimate) for ratio in ratios]
     last, zeros = float(len(points) - 1), _zeros(means)
-    # Of unequal repeats the line between two rates is that of the shared ones.
+    # Where two rates have unequal repeats, the line between them is that of the repeats that both have.
     parts += [(math.floor(z), math.ceil(z)) for z in zeros if not any(a <= z <= b for a, b in parts)]
     regions = joined(parts)
     if regions == [(0.0, last)]:
@@ -113,14 +118,14 @@ def of_points(points: Sequence[tuple[float, pd.DataFrame]]) -> BreakEven:
 
 
 def in_words(found: BreakEven) -> str:
-    """``96.1 (90.2 to 104)``, all crossings; or that there is none, or what is missing to tell."""
+    """All crossings as text, ``96.1 (90.2 to 104)``; or that there is none; or why none is determined."""
     match found.outcome:
         case "crosses":
             return crossings_in_words(found) + (f"; {unclear_in_words(found)}" if found.unclear else "")
         case "pays":
-            return "none: pays at every measured rate"
+            return "none: faster at every measured rate"
         case "costs":
-            return "none: pays at none"
+            return "none: slower at every measured rate"
     return f"not determined ({found.few or unclear_in_words(found)})"
 
 
@@ -130,9 +135,9 @@ def crossings_in_words(found: BreakEven) -> str:
 
 
 def unclear_in_words(found: BreakEven) -> str:
-    """Between which further rates it is not known who is faster; empty for none."""
+    """The further ranges of rates in which the difference is not significant, as text; empty for none."""
     ranges = [f"{_three_digits(low)} to {_three_digits(high)} Mbit/s" for low, high in found.unclear]
-    return f"from {listed(ranges)} it cannot be told who is faster" if ranges else ""
+    return f"not significant from {listed(ranges)}" if ranges else ""
 
 
 def _end(mbit: float) -> str:

@@ -1,4 +1,4 @@
-"""Limits of numbers: marks beside them with footnotes, warnings of a page, and what a link emulates."""
+"""What limits the numbers of a page: marks with footnotes, warnings, and what an emulated link does."""
 
 from __future__ import annotations
 
@@ -23,98 +23,100 @@ FOOTNOTES: Final = {
     f"{RATES_AGREE_WITHIN:.0%}.",
     TAKEN: f"{TAKEN}: trials during which other programs and the machine's host took more than "
     f"{OTHERS_WITHIN:.0%} of the processors' time.",
-    ABOVE: f"{ABOVE}: above 1, so what is said to be allowed is too long: steps sent bytes at a higher rate "
-    "than the probe after the trial found, their units share the computation otherwise than by their "
-    "elements, all ranks computed at once when it was measured, or ranks do not begin a step together.",
+    ABOVE: f"{ABOVE}: above 1, so that the bound is too long. Steps may have sent bytes at a higher rate than the "
+    "probe after the trial, units may share the computation in other proportions than their elements, ranks may have "
+    "competed for processors when computation was measured, or may not begin a step together.",
     labels.INTERFACES: labels.INTERFACES_IN_WORDS,
 }
 _FAULTS: Final = {  # by the column that describes one
-    "miscounted": "The interfaces did not send what the ledger holds",
-    "off_rate": "The link's rate after the trial is more than 5 % off what was asked for",
+    "miscounted": "The interfaces did not count the bytes that the ledger holds",
+    "off_rate": "The link's rate after the trial differs by more than 5 % from the requested rate",
 }
 _NODES: Final = {  # by the kind of their link
-    "open": "nodes are network namespaces of one machine, and nothing holds the link between them to a rate",
+    "open": "nodes are network namespaces of one machine, and the link between them is not limited to a rate",
     "namespaces": "nodes are network namespaces of one machine, joined by a link that the kernel shapes",
-    "paced": "nodes are processes of one machine, and the link between them is modelled: messages wait as "
-    "long as their bytes would take",
-    "none": "nodes are processes of one machine, and nothing holds the link between them to a rate",
+    "paced": "nodes are processes of one machine, and the link between them is modelled: each message is delayed by "
+    "the time that its bytes would take",
+    "none": "nodes are processes of one machine, and the link between them is not limited to a rate",
 }
-_SHAPED: Final = "Throttled: nodes are hosts, and the kernel held what left their own interfaces to the rate."
+_SHAPED: Final = "Throttled: nodes are hosts, and the kernel limited the outgoing rate of their interfaces."
 
 
 def share(value: float) -> str:
-    """Format a ratio to a bound, to hundredths; one above 1 is marked."""
+    """Format a ratio to a bound, to hundredths; a ratio above 1 is marked."""
     if pd.isna(value):
         return NOTHING
     return f"{value:.2f}" + (f" {ABOVE}" if round(value, 2) > 1 else "")
 
 
 def rates(rows: pd.DataFrame) -> str:
-    """The mark of trials in settings with links of different rates; empty for others, and for other rows."""
+    """The mark of rows in whose setting the links achieved different rates; empty for other rows."""
     return f" {RATES}" if "rates_differ" in rows and rows["rates_differ"].any() else ""
 
 
 def footnotes(cells: Iterable[str]) -> str:
-    """Caption text for the marks that occur in these cells, after a space."""
+    """Footnotes for the marks that occur in these cells, after a space."""
     text = "".join(cells)
     return "".join(f" {footnote}" for mark, footnote in FOOTNOTES.items() if mark in text)
 
 
 def alone_in_words(derived: Derived) -> str:
-    """Caption text, after a space, on trials whose computation was not measured by itself; empty for none."""
+    """A footnote, after a space, on trials whose computation was not measured by itself; empty for none."""
     unmeasured = int((~derived.trials["alone"].eq(other=True)).sum())
     is_rlhf = any(trial.workload == "rlhf" for trial in derived.frames.trial_of.values())
-    why = "whose steps do more than train" if is_rlhf else "whose records are older"
+    why = "their steps do more than train" if is_rlhf else "their records are older"
     sentence = (
-        f" Of {unmeasured} of {counted(len(derived.trials), 'trial')}, {why}, computation is what ranks "
-        "did while they did not wait, and the engine's own stalls count as such."
+        f" In {unmeasured} of {counted(len(derived.trials), 'trial')} computation was not measured by itself ({why}): "
+        "it is the time in which ranks did not wait, and includes stalls of the engine."
     )
     return sentence if unmeasured else ""
 
 
 def modelled_in_words(derived: Derived) -> str:
-    """Caption text where the link of any trial was modelled, after a space; empty for none."""
+    """A footnote, after a space, where the link of any trial was modelled; empty for none."""
     trials = derived.finished
     paced = int(trials["modelled"].sum())
     which = "all trials" if paced == len(trials) else f"{paced} of {counted(len(trials), 'trial')}"
     sentence = (
-        f" Modelled: of {which} the link between nodes was a pacer in the process, which holds back what our "
-        "wire sends by its bytes; no network was slow."
+        f" Modelled: in {which} the link between nodes was a pacer in the process, which delays each message by the "
+        "time that its bytes would take; no network was limited."
     )
     return sentence if paced else ""
 
 
 def taken_fact(derived: Derived) -> str | None:
-    """Largest part of the CPU time that others took in any trial, as text; None without trials."""
+    """The largest share of CPU time that other programs took in any trial, as text; None without trials."""
     shares = derived.finished["taken_share"]
     if not shares.notna().any():
-        return "not on record" if len(shares) else None
-    unknown = f"; not on record in {shares.isna().sum()}" if shares.hasnans else ""
+        return "not recorded" if len(shares) else None
+    unknown = f"; not recorded in {shares.isna().sum()}" if shares.hasnans else ""
     return f"at most {shares.max():.1%} in a trial{unknown}"
 
 
 def warnings(derived: Derived) -> list[str]:
-    """Sentences for the head of a page, in the order in which they matter."""
+    """Warnings for the head of a page, the most important first."""
     frames, trials = derived.frames, derived.finished
     sentences = [
-        f"{why}; PyTorch's reference did its work in {counted(len(group), 'trial')}, far more slowly."
+        f"{why}; the PyTorch reference encoded and decoded in {counted(len(group), 'trial')}, which is far slower."
         for (why,), group in groups(trials[trials["kernels_warning"] != ""], ["kernels_warning"])
     ]
     first_ids = trials.drop_duplicates("configuration").set_index("configuration")["id"]
     policies = {str(name): frames.trial_of[first].resolved_policy() for name, first in first_ids.items()}
     if names := [name for name, policy in policies.items() if policy is not None and policy.own_codecs]:
         sentences.append(
-            f"{listed(names)} {'encodes' if len(names) == 1 else 'encode'} and decode by a Python function "
-            "of the suite: their seconds are those of Python, not of a kernel."
+            f"{listed(names)} encoded and decoded with a Python function of the suite: these seconds measure Python, "
+            "not a kernel."
         )
     if (pools := len(frames.pools)) > 1:
-        sentences.append(f"Sweeps of {pools} machines stand beside one another (see Environment).")
+        sentences.append(f"The records are sweeps of {pools} machines (see Environment).")
     if frames.left_out:
         failures = counted(frames.left_out, "failure")
-        sentences.append(f"Left out: {failures} of another machine or code, of which nothing was measured.")
+        sentences.append(
+            f"Left out: {failures} on another machine or with other code, which measured nothing."
+        )
     if frames.stale_traces:
         stale = counted(frames.stale_traces, "trace")
-        why = "of other trials, another machine or code than the records; `zeropp trace` writes them again"
+        why = "from other trials, another machine or other code than the records; `zeropp trace` writes them again"
         sentences.append(f"Not drawn: {stale} {why}.")
     sentences += frames.journal
 
@@ -123,19 +125,19 @@ def warnings(derived: Derived) -> list[str]:
 
     if len(unequal := trials[trials["predicted_equal"].eq(other=False)]):
         differs = f"The ledger differs from the prediction in {which(unequal)}"
-        sentences.append(f"{differs}; what was sent by them is not to be relied on.")
+        sentences.append(f"{differs}; do not rely on their bytes.")
     for column, fault in _FAULTS.items():
         if len(wrong := trials[trials[column].ne("")]):
-            sentences.append(f"{fault} in {which(wrong)}; in {' '.join(wrong.iloc[0][['id', column]])}.")
+            sentences.append(f"{fault} in {which(wrong)}. In {' '.join(wrong.iloc[0][['id', column]])}.")
     contents = trials[trials["corpus_sha256"] != ""].groupby(["corpus", "setting"])["corpus_sha256"].nunique()
     sentences += [
-        f"Corpus {corpus} changed between trials; losses are not of the same text (see Setting)."
+        f"Corpus {corpus} changed between trials, so that their losses are not comparable (see Setting)."
         for corpus in sorted({str(corpus) for corpus, _ in contents[contents > 1].index})
     ]
     where = trials.drop_duplicates("setting").set_index("setting")["where"]
     sentences += [
-        f"{where[setting]}: the rates that the configurations' links achieved differ by {spread:.0%}; their "
-        f"comparison is marked ({RATES})."
+        f"{where[setting]}: the links of the configurations achieved rates that differ by {spread:.0%}; comparisons in "
+        f"this setting are marked ({RATES})."
         for setting, spread in derived.differing.items()
     ]
     if disturbed := len(derived.disturbed):
@@ -146,15 +148,15 @@ def warnings(derived: Derived) -> list[str]:
         )
     if padding := labels.pad_note(trials["padding_share"]):
         padded = counted(int(trials["padding_share"].gt(MUCH_PADDING).sum()), "trial")
-        sentences.append(f"{padding} It stands beside what was sent in {padded}.")
+        sentences.append(f"{padding} The mark is printed beside the bytes of {padded}.")
     if unsigned := int((~trials["signed"].astype(bool)).sum()):
         sentences.append(
-            f"Without digest: {unsigned} of {counted(len(trials), 'record')}, from before records had one; "
-            "whether their content was edited is not known."
+            f"{unsigned} of {counted(len(trials), 'record')} have no digest, because they are older than digests: "
+            "whether they were edited is not known."
         )
     if frames.interrupted:
         stopped = counted(frames.interrupted, "trial")
-        sentences.append(f"{stopped} interrupted, not yet run again: the same `zeropp run` does.")
+        sentences.append(f"{stopped} interrupted and not yet run again: the same `zeropp run` runs them.")
     sentences.append(modelled_in_words(derived).strip())
     if len(frames.failures):
         sentences.append(f"{counted(len(frames.failures), 'trial')} failed; see Failed trials below.")
@@ -162,7 +164,7 @@ def warnings(derived: Derived) -> list[str]:
 
 
 def emulated(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
-    """What links of these kinds emulate, with requested one-way latencies; empty for a real network."""
+    """What links of these kinds emulate, with the requested one-way latencies in ms; empty for a real network."""
     kinds = set(kinds)
     nodes, throttled = [_NODES[kind] for kind in _NODES if kind in kinds], _SHAPED * ("shaped" in kinds)
     if not nodes:
@@ -170,9 +172,8 @@ def emulated(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
     added = " or ".join(f"{latency:g}" for latency in sorted({latency or 0.0 for latency in latencies_ms}))
     latency = "no latency" if added == "0" else f"{added} ms of latency one way"
     return (
-        f"Emulated: {'; or '.join(nodes)}. All ranks share one machine's processors, so that bytes cost "
-        f"processor time beside the link's, a hop inside a node is a copy in its memory, and the link adds "
-        f"{latency}. {throttled}"
+        f"Emulated: {'; or '.join(nodes)}. All ranks share the processors of one machine: sending a byte also costs "
+        f"processor time, a hop inside a node is a copy in memory, and the link adds {latency}. {throttled}"
     ).strip()
 
 
@@ -192,5 +193,5 @@ def emulated_by_benches(benches: Iterable[Bench]) -> str:
 
 
 def beside_real(kinds: Iterable[str]) -> str:
-    """Caption text beside numbers of real networks; empty if ours is real too."""
-    return "Ours are of emulated nodes: see the head of the page." if {*kinds} & {*_NODES} else ""
+    """Caption text for figures that also show numbers of real networks; empty if these nodes are real, too."""
+    return "Nodes here are emulated: see the head of the page." if {*kinds} & {*_NODES} else ""

@@ -1,6 +1,7 @@
-"""Configurations: strategies and their policy changes, with the names that figures print.
+"""Configurations: a strategy with the changes to its policy, and the names under which pages print them.
 
-Changes of execution (types, prefetch, gather, ...) that all policies of a folder share are left out of names.
+Changes that concern only the execution (types, prefetch, gather, ...) and that all policies of a folder share are left
+out of the names.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ _OF_EXECUTION: Final = {  # left out of names where all policies share them
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Printed names of the baseline of a suite's question, and of the configurations beside it."""
+    """Printed names of a suite's baseline, and of the configurations that are compared with it."""
 
     baseline: str
     contrast: tuple[str, ...]
-    # by role; else :func:`is_baseline` picks the baseline, and the contrast is every other configuration
+    # Whether the suite names both; else :func:`is_baseline` chooses, and the contrast is every other configuration.
     named_in_suite: bool
 
 
@@ -70,7 +71,7 @@ FLAT_FACTOR = (
 
 
 def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
-    """Whether each row is a baseline's: by role, else of plain ZeRO-3, else of the configuration listed first."""
+    """Whether each row belongs to the baseline: by its role, else plain ZeRO-3, else the configuration listed first."""
     if table["role"].eq("baseline").any():
         return table["role"].eq("baseline")
     preset = is_preset(table, BASELINE)
@@ -83,14 +84,17 @@ def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
 def with_baseline(
     table: pd.DataFrame, is_base: pd.Series[bool], on: Sequence[str], **columns: str
 ) -> pd.DataFrame:
-    """``table`` with new ``columns`` that hold named ones of the baseline's row of equal ``on``, else NaN."""
+    """``table`` with new columns, each the value of another column in the baseline's row that is equal in ``on``.
+
+    ``columns`` maps new names to the names of those columns; NaN where the baseline has no such row.
+    """
     base = table[is_base].drop_duplicates([*on])
     base = base[[*on]].assign(**{new: base[old] for new, old in columns.items()})
     return table.merge(base, on=[*on], how="left")
 
 
 def is_preset(table: pd.DataFrame, strategy: str) -> pd.Series[bool]:
-    """Whether each row is of a strategy without changes."""
+    """Whether each row belongs to this strategy without changes."""
     return table["strategy"].eq(strategy) & table["configuration"].eq(NAMES[strategy])
 
 
@@ -158,7 +162,7 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
 def labels_of(
     trials: Mapping[str, Trial], shared: Mapping[str, str], also: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Names of the configurations of trials, by id; ``also`` are further fields by which they are told apart."""
+    """Names of the configurations of trials, by id; ``also`` are further fields that belong to a configuration."""
     fields = {
         name: {path: value for path, value in flatten(trial.canonical()) if path.split(".")[0] in also}
         for name, trial in trials.items()

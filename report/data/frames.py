@@ -1,4 +1,4 @@
-"""Loads a results folder into tidy tables, nothing averaged; the only reader of records in ``report``."""
+"""Loads a results folder into tidy tables of raw values; the only module of ``report`` that reads records."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from impl.plan.shard_layout import FROZEN, UnitGeometry
 from report.data.configuration import NAMES, labels_of, shared_changes
 from report.data.text import plain, with_arguments
 
-# Fields that may differ between trials of one setting: the configuration, the repetition, and what is checked.
+# Trials of one setting may differ in these fields: those of the configuration, of repetition, and of checks.
 _NOT_OF_A_SETTING: Final = (
     *CONFIGURATION, "seed", "repeat", "timeout_seconds", "measure_quantisation", "validate_every",
 )  # fmt: skip
@@ -45,7 +45,7 @@ class ReportError(RecordError):
 
 
 class Frames:
-    """Records, and traces of their steps, as tables; columns are the fields of records, units in their names.
+    """Records, and traces of their steps, as tables, whose columns are the records' fields, with units in the names.
 
     In ``finished``, ``processors`` are the CPUs that all ranks share (NaN on GPUs and several machines),
     ``taken_share`` what other programs (``others_share``) and the hypervisor (``steal_share``) took of them,
@@ -131,8 +131,10 @@ frames_of = Frames
 
 
 def load(results: Path, *, across_pools: bool = False) -> Frames:
-    """Read a results folder of ``<id>.json``.  Raises a ReportError without records, and for records that may
-    not be drawn together unless ``across_pools``; a RecordError for a file of another schema.
+    """Read the records ``<id>.json`` of a results folder.
+
+    Raises a ReportError if there are no records, or if records of several machines or codes must not be compared and
+    ``across_pools`` is not set; a RecordError for a file with another schema.
     """
     if not results.is_dir():
         raise ReportError(f"{results}: no such folder; `zeropp run SUITE` makes one")
@@ -144,7 +146,10 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
 
 
 def _listed(table: pd.DataFrame) -> pd.DataFrame:
-    """Trials sorted for tables by size, rate and setting, then by configuration, with its ``first`` place."""
+    """Trials in the order of tables: by size, rate and setting, then by configuration.
+
+    The new column ``first`` is the smallest ``order`` of the trials of a configuration.
+    """
     table = table.astype(dict.fromkeys(_FLOATS, float))
     table["first"] = table.groupby("configuration")["order"].transform("min")
     table["_where"] = table["where"].str.replace(r"\d+", lambda number: number[0].zfill(9), regex=True)
@@ -154,7 +159,7 @@ def _listed(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _parts(records: list[Record], model: type[BaseModel], name: str, *rank_fields: str) -> pd.DataFrame:
-    """A row per entry of the list ``name`` of each record, or of its ranks if ``rank_fields`` are named."""
+    """One row per entry of the list ``name``, of each record, or of its ranks if ``rank_fields`` are named."""
     rows = [
         {"id": record.id, **{field: getattr(owner, field) for field in rank_fields}, **entry.model_dump()}
         for record in records
@@ -165,7 +170,7 @@ def _parts(records: list[Record], model: type[BaseModel], name: str, *rank_field
 
 
 def _trial(record: Record) -> Trial:
-    """Parse the trial of a record, or name the field that this version cannot parse."""
+    """Parse the trial of a record; a ReportError names the field that this version cannot parse."""
     try:
         return Trial.from_canonical(record.trial)
     except ValidationError as error:
@@ -174,7 +179,7 @@ def _trial(record: Record) -> Trial:
 
 
 def _compared_also(records: Sequence[Record], trials: Mapping[str, Trial]) -> tuple[str, ...]:
-    """The fields, of how a trial trains, in which the suite's contrast differs from its baseline."""
+    """The fields of training (optimizer, clipping, ...) in which the suite's contrast differs from its baseline."""
     by_role = {
         role: [trials[record.id] for record in records if record.role == role]
         for role in ("baseline", "contrast")
@@ -363,7 +368,7 @@ def _links_frame(records: Iterable[Record]) -> pd.DataFrame:
 
 
 def _facts_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Distinct values of each fact (machine, code, run) in each pool, with their number of records."""
+    """Values of each fact about machine, code and run in each pool, with the number of records that have it."""
     counts = Counter[tuple[str, str, str]]()
     for record in records:
         facts: dict[str, Any] = {"machine": record.machine, "code": record.code, "ran": record.ran}
@@ -378,7 +383,7 @@ def _facts_frame(records: Iterable[Record]) -> pd.DataFrame:
 
 
 def _check_measured(record: Record, trial: Trial) -> None:
-    """Refuse a record of a finished trial that no ratio can be formed of."""
+    """Refuse the record of a finished trial from which no ratio can be computed."""
     faults = {
         "a link of 0 Mbit/s": record.link is not None
         and any(not rate > 0 for rate in (*record.link.calibrated_mbit, *record.link.probed_mbit)),
@@ -391,13 +396,13 @@ def _check_measured(record: Record, trial: Trial) -> None:
         faults["a step of 0 s"] = faults.get("a step of 0 s", False) or any(not s > 0 for s in timed)
     if found := [fault for fault, has in faults.items() if has]:
         raise ReportError(
-            f"record {record.id}: has {' and '.join(found)}, of which no ratio can be formed; "
-            "delete its file and run it again"
+            f"record {record.id} has {' and '.join(found)}, so that no ratio can be computed; "
+            "delete its file and run the trial again"
         )
 
 
 def _check_pools(records: list[Record]) -> None:
-    """Refuse records of other code or kernels, and of two machines in one sweep, naming the differences."""
+    """Refuse records that differ in code or kernels, or in the machine within one sweep; names the differences."""
     measured = [record for record in records if record.measured]
     origins = {(record.code.get("source"), record.sweep, record.pool) for record in measured}
     mixed = len({sweep for _, sweep, _ in origins}) < len(origins)
@@ -408,9 +413,9 @@ def _check_pools(records: list[Record]) -> None:
         lines = [f"{path}: {' / '.join(str(v.get(path)) for v in values)}" for path in differing(facts)]
         pools = _sizes((record.pool, record.id) for record in records)
         raise ReportError(
-            f"records of {len(firsts)} pools (other machine or code{', in one sweep' * mixed}) are not drawn "
-            f"together: {pools}. They differ in {'; '.join(lines[:6]) or 'facts that are not recorded'}. "
-            "Move one pool to a folder of its own"
+            f"records of {len(firsts)} pools (another machine or other code{', in one sweep' * mixed}) cannot be "
+            f"compared: {pools}. They differ in {'; '.join(lines[:6]) or 'facts that are not recorded'}. "
+            "Move all but one pool into folders of their own"
         )
     kernels = defaultdict[Any, list[tuple[str, str]]](list)  # with ids, by device
     for record in measured:
@@ -419,8 +424,8 @@ def _check_pools(records: list[Record]) -> None:
     for device, named in kernels.items():
         if len(dict(named)) > 1:
             raise ReportError(
-                f"records of trials on {device} that ran different kernels are not drawn together: "
-                f"{_sizes(named)}. Move those of one kind to a folder of their own, or run them again"
+                f"records of trials on {device} with different kernels cannot be compared: "
+                f"{_sizes(named)}. Move the records of one kind into a folder of their own, or run them again"
             )
 
 

@@ -26,7 +26,7 @@ from report.data.metrics import Derived
 from report.data.speedups import geometric
 
 FEWEST_OF_FRONT = 8  # configurations
-OPEN = "cannot be told"
+OPEN = "inconclusive"
 ENOUGH_POWER = 0.8  # of a test, without which it claims nothing
 MARGIN = (
     0.01  # share of the baseline's loss by which a configuration's may be higher and not count as inferior
@@ -162,13 +162,13 @@ def non_inferiority(difference: Interval, margin: float) -> str:
     """Whether a configuration is not inferior, by paired differences of which more is worse.
 
     ``inferior``: the interval lies above the margin; ``not inferior``: below it; each is wrong in at most
-    2.5 % of samples.  ``cannot tell``: the margin lies inside.  ``no power``: of equals too few would pass.
+    2.5 % of samples.  ``inconclusive``: the margin lies inside.  ``no power``: of equals too few would pass.
     """
     if difference.known and difference.low > margin:
         return "inferior"
     if not power(difference, margin) >= ENOUGH_POWER:
         return "no power"
-    return "not inferior" if difference.high < margin else "cannot tell"
+    return "not inferior" if difference.high < margin else "inconclusive"
 
 
 def by_seed(trials: pd.DataFrame, column: str = "validation_loss") -> pd.Series[float]:

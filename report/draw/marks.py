@@ -1,4 +1,4 @@
-"""Marks: how a tidy table is drawn, as rows of intervals, lines, stacked bars, a front, or lanes."""
+"""Marks: the ways in which a tidy table is drawn, as rows of intervals, lines, stacked bars, a front, or lanes."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Measure:
 
     column: str
     label: str  # of its axis, with the unit
-    says: str  # its definition, a part of a sentence of the caption
-    # of the rows of one configuration in one setting; their median by default
+    says: str  # its definition, which becomes a part of a sentence of the caption
+    # Estimates the value of one configuration in one setting from its rows; by default their median.
     estimate: Callable[[pd.DataFrame], Interval] | None = None
     form: Callable[[float], str] = _THREE_DIGITS  # prints an estimate
-    bar: bool = True  # a length from 0; else a position, on an axis that may begin elsewhere
+    bar: bool = True  # drawn as a length from 0; else as a position, on an axis that need not begin at 0
     log: bool = False  # whether its axis is logarithmic
-    line: float | None = None  # value at which a line is drawn
-    stroke: str = ""  # column whose median is drawn as a stroke across
+    line: float | None = None  # value at which a reference line is drawn
+    stroke: str = ""  # column whose median is drawn as a stroke across the mark
 
     def interval(self, group: pd.DataFrame) -> Interval:
         """The estimate of a configuration's rows."""
@@ -65,12 +65,12 @@ def _measured(measures: Sequence[Measure], data: pd.DataFrame) -> list[Measure]:
 
 
 def _definitions(measures: Sequence[Measure]) -> str:
-    """A sentence that defines each measure."""
+    """One sentence that defines the measures."""
     return sentence("; ".join(f"{measure.label}: {measure.says}" for measure in measures if measure.says))
 
 
 def _strokes(measures: Sequence[Measure], mark: str) -> str:
-    """The end of a caption, with the names of columns drawn as strokes."""
+    """The end of a caption, which names the columns that are drawn as strokes."""
     return "".join(f"; {mark}: {measure.stroke.replace('_', ' ')}" for measure in measures if measure.stroke)
 
 
@@ -95,7 +95,7 @@ class Rows:
     def says(self, data: pd.DataFrame) -> str:
         """Sentences on the measures."""
         shown = _measured(self.measures, data)
-        return f"{_definitions(shown)} Dots: single values{_strokes(shown, 'strokes ( | )')}."
+        return f"{_definitions(shown)} Dots are single values{_strokes(shown, 'strokes ( | )')}."
 
 
 def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: Sequence[Look]) -> None:
@@ -208,13 +208,19 @@ class Lines:
     def says(self, data: pd.DataFrame) -> str:
         """Sentences on the measures."""
         shown = _measured(self.measures, data)
-        raw = "bands: from the lowest to the highest" if self.band else "small dots: single values"
-        return f"{_definitions(shown)} Markers: estimates; {raw}{_strokes(shown, 'dashes')}."
+        raw = (
+            "bands reach from the lowest to the highest value"
+            if self.band
+            else "small dots are single values"
+        )
+        return f"{_definitions(shown)} Markers are estimates, {raw}{_strokes(shown, 'dashes')}."
 
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """A stacked bar for each configuration: rows of ``kind`` bar are its parts, other kinds are marked totals."""
+    """A stacked bar for each configuration: rows of ``kind`` bar are its parts; rows of other kinds are totals, which
+    are drawn as marks.
+    """
 
     value: str  # column of the lengths
     label: str  # of the axis, with the unit
@@ -266,8 +272,8 @@ class Stacked:
         """Sentences on bars and marks."""
         also = [self.also[kind] for kind in self.also if kind in set(data["kind"])]
         marks = "".join(f"; {_MARKERS[marker]}: {meaning}" for marker, _, meaning in also)
-        middles = f"{self.middle.capitalize()}s over trials"
-        return f"{self.says_parts}{marks}. {middles}; numbers are of bars, where there are any."
+        middles = f"All are {self.middle}s over trials"
+        return f"{self.says_parts}{marks}. {middles}; the printed numbers are the lengths of the bars."
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,13 +329,15 @@ class Front:
         """Sentences on the measures and the front."""
         measures = _definitions(_measured(self.measures, data))
         return (
-            f"{measures} Markers: estimates, over median bytes; dots: trials; grey: the Pareto front "
-            f"of the markers, whom none beats in {self.label} without being worse in the other."
+            f"{measures} Markers are estimates at median bytes, dots are trials. The grey line is the Pareto front: "
+            f"no configuration is better than one on it in {self.label} without being worse in the other quantity."
         )
 
 
 def front(points: pd.DataFrame) -> pd.DataFrame:
-    """Rows of (bytes, value), by bytes, that no other row beats in one and equals or beats in the other."""
+    """The Pareto front of rows (bytes, value), ordered by bytes: no other row is lower in one and at most equal in the
+    other.
+    """
     ordered = points.sort_values(list(points.columns), kind="stable")
     values = ordered.iloc[:, 1]
     return ordered[values < values.cummin().shift(fill_value=np.inf)]
@@ -361,5 +369,5 @@ class Lanes:
         return figure
 
     def says(self, data: pd.DataFrame) -> str:
-        """The sentences on the panels, of column ``told``."""
-        return f"{'; '.join(data['told'].unique())}."
+        """The sentences on the panels, which the column ``summary`` holds."""
+        return f"{'; '.join(data['summary'].unique())}."

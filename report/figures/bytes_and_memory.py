@@ -1,4 +1,4 @@
-"""Figures of bytes: sent between nodes, held by ranks, and the largest model that a limit allows."""
+"""Figures of bytes: sent between nodes, held by ranks, and the largest model within a memory limit."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def _m_in_words(data: pd.DataFrame) -> str:
     m = data["m_bytes"] / data["accumulation"] / 1e6
     panels = data.groupby("panel", sort=False)
     sizes = "; ".join(f"{panel}: {m[rows.index[0]]:.2f} MB" for panel, rows in panels)
-    several = " Of several micro-batches: the mean of one." if data["accumulation"].gt(1).any() else ""
+    several = " With several micro-batches, the bytes of one." if data["accumulation"].gt(1).any() else ""
     return (
-        "M is what one hierarchical gather of the whole model in 16 bits carries between nodes: 2 bytes x "
-        f"elements x (nodes - 1) ({sizes}), without padding, which is a part of its own.{several}"
+        "M is what one hierarchical gather of the whole model in 16 bits sends between nodes, 2 bytes x elements x "
+        f"(nodes - 1), without padding ({sizes}).{several}"
     )
 
 
@@ -62,14 +62,14 @@ VOLUME: Final = Figure(
     mark=Stacked(
         "m",
         "bytes between nodes per step, in M",
-        "Bars: the ledger by purpose",
+        "Bars are the bytes of the ledger by purpose",
         bytes_and_memory.VOLUME_PARTS,
         also={
-            "predicted": ("|", theme.INK, "what impl.plan.traffic predicts"),
-            "interfaces": ("o", theme.INK, "what the network interfaces counted, headers included"),
+            "predicted": ("|", theme.INK, "the prediction of impl.plan.traffic"),
+            "interfaces": ("o", theme.INK, "what the network interfaces counted, with headers"),
             "published rule": (
                 "x", theme.PUBLISHED,
-                "the rule of the ZeRO++ blog for presets, 3 M and 0.75 M, without scales and control",
+                "what the ZeRO++ blog states for presets (3 M and 0.75 M), without scales and control messages",
             ),
         },
     ),
@@ -103,18 +103,17 @@ MEMORY: Final = Figure(
     mark=Stacked(
         "mib",
         "MiB on the fullest rank",
-        "Bars: bytes that the engine owns, by part, at their worst moment (the table Memory has parts "
-        "without a formula apart)",
+        "Bars are the bytes that the engine owns, by part, each at its largest",
         VARIED,
-        also={"formula": ("|", theme.INK, "the total of the formulas of impl.plan.memory")},
+        also={"formula": ("|", theme.INK, "the sum of the formulas of impl.plan.memory")},
     ),
-    note="Ordered by the number of ranks that share one copy of the weights: the smaller the group, the more "
-    "memory, the fewer hops in backward.",
+    note="Configurations are ordered by the number of ranks that share one copy of the weights: smaller groups hold "
+    "more memory and gather from fewer ranks in backward.",
 )
 
 
 def _largest(derived: Derived) -> pd.DataFrame:
-    """A row for each trial under a limit: millions of parameters if it trained, and the least of others."""
+    """A row for each trial under a limit: millions of parameters if it trained, and the smallest size that did not."""
     rows = bytes_and_memory.under_limits(derived)
     millions, trained = rows["parameters"] / 1e6, rows["trained"].astype(bool)
     least = millions.mask(trained).groupby(rows["configuration"]).transform("min")
@@ -126,16 +125,16 @@ def _largest(derived: Derived) -> pd.DataFrame:
 _TRAINED: Final = Measure(
     "trained_millions",
     "largest model that trained, million parameters",
-    "masters, gradients, optimizer state, copies and gathered weights within the limit, by formula before "
-    "the run and as the engine counted them after it; activations and buffers of the wire are not in it. The "
-    "next larger size was recorded as a failure with its numbers, and not run",
+    "masters, gradients, optimizer state, copies and gathered weights lie within the limit, by formula before the "
+    "run and as counted by the engine after it; activations and buffers of the wire are not counted. The next "
+    "larger size is recorded as a failure and was not run",
     lambda trials: Interval(bytes_and_memory.largest(trials)[0], math.nan, math.nan, len(trials)),
     stroke="next_size_not_run",
 )
 LARGEST_MODEL: Final = Figure(
     name="largest_model",
     title="The largest model under a memory limit",
-    question="How large a model trains within a limit of memory a rank?",
+    question="How large a model trains within a memory limit per rank?",
     table=_largest,
     mark=Rows((_TRAINED,)),
 )

@@ -1,4 +1,4 @@
-"""Figures of losses, of errors of messages, and of the cost of fewer bytes."""
+"""Figures of losses, of the errors of messages, and of what fewer bytes cost."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ENDS: Final = [*OF_TRIAL, "validation_loss", "validation_step"]
 _FEWEST: Final = 4  # configurations of a setting that have a front
 _EXCESS: Final = "loss minus the baseline's, nats"
 _EXCESS_OVER_SEEDS: Final = Measure(
-    "excess", _EXCESS, "of the last validation, same seed, mean over seeds",
+    "excess", _EXCESS, "difference of the last validation losses, paired by seed, mean over seeds",
     lambda rows: loss_verdicts.over_seeds(rows, "excess"), "{:+.4f}".format, line=0,
 )  # fmt: skip
 
 
 def _curves(derived: Derived) -> pd.DataFrame:
-    """Validations of trials with three or more, once against each of steps, seconds and bytes."""
+    """Validations of trials that have at least three, once against steps, once against seconds, once against bytes."""
     long = derived.trials[derived.trials["validation_loss"].notna()]
     rows = long[OF_TRIAL].merge(derived.frames.validations, on="id")
     rows = rows[rows.groupby("id")["step"].transform("nunique") >= 3]
@@ -44,7 +44,7 @@ def _curves(derived: Derived) -> pd.DataFrame:
 
 def _seeds_in_words(data: pd.DataFrame) -> str:
     seeds = counted(data["seed"].nunique(), "seed")
-    return f"{seeds}; repeats of a seed train the same again, and count once."
+    return f"There are {seeds}; repeats of a seed train the same again and count as one."
 
 
 LOSS: Final = Figure(
@@ -64,15 +64,15 @@ LOSS: Final = Figure(
 
 def _steps_in_words(data: pd.DataFrame) -> str:
     return (
-        f"After {span(data['validation_step'], 'step')}, warm-ups included. {_seeds_in_words(data)} What the "
-        "differences say, and with which power, is in the table Losses. The axis does not start at 0."
+        f"After {span(data['validation_step'], 'step')}, including warm-up. {_seeds_in_words(data)} The axis does not "
+        "start at 0. The table Losses has the differences, their intervals and the verdicts."
     )
 
 
 FINAL_LOSS: Final = Figure(
     name="final_loss",
     title="Final validation loss",
-    question="Which loss does each configuration end with?",
+    question="With which loss does each configuration end?",
     table=lambda derived: derived.trials[_ENDS].dropna(subset=["validation_loss"]),
     mark=Rows((
         Measure(
@@ -98,7 +98,7 @@ def _front(derived: Derived) -> pd.DataFrame:
 
 
 def _excess(derived: Derived, trials: pd.DataFrame) -> pd.Series[float]:
-    """Each trial's validation loss less the baseline's of its setting and seed."""
+    """The validation loss of each trial, less that of the baseline with the same setting and seed."""
     every, keys = derived.trials, ["setting", "seed"]
     base = every[is_baseline(every)].groupby(keys)["validation_loss"].mean()
     return trials["validation_loss"] - trials.join(base.rename("base"), on=keys)["base"]
@@ -107,7 +107,7 @@ def _excess(derived: Derived, trials: pd.DataFrame) -> pd.Series[float]:
 FRONTIER: Final = Figure(
     name="frontier",
     title="Loss against bytes between nodes",
-    question="Who sends fewest bytes for a loss?",
+    question="Which configurations send the fewest bytes for a given loss?",
     table=_front,
     mark=Front(
         "m", "bytes between nodes in a step, in M",
@@ -118,7 +118,7 @@ FRONTIER: Final = Figure(
 
 
 def _sent(derived: Derived) -> pd.DataFrame:
-    """Errors of gradients at the last measured step, of hops and end to end, without exact messages."""
+    """Errors of gradients at the last measured step, of each hop and end to end, without messages that are exact."""
     errors = derived.sent_errors
     last = _last(errors[errors["purpose"].eq("gradients") & errors["repeated"].eq(1) & errors["vnmse"].gt(0)])
     end = last["hop"].isna()
@@ -133,23 +133,22 @@ def _last(errors: pd.DataFrame) -> pd.DataFrame:
 SENT_ERROR: Final = Figure(
     name="sent_error",
     title="Error of what was sent",
-    question="How far are reduced gradients from their exact mean?",
+    question="How far are the reduced gradients from their exact mean?",
     table=_sent,
     mark=Rows(
         (
             Measure(
                 "end_to_end", "vNMSE, end to end",
-                "sum((reduced - exact mean)^2) / sum(exact mean^2), over all units, at the last measured "
-                "step",
+                "sum((reduced - exact mean)^2) / sum(exact mean^2) over all units, at the last measured step",
                 form=number(2), bar=False, log=True,
             ),
             Measure(
-                "each_hop", "vNMSE of each hop", "decoded frames against the values that were encoded there",
+                "each_hop", "vNMSE of each hop", "the same of the decoded values beside those that were encoded",
                 form=number(2), bar=False, log=True,
             ),
         )
     ),
-    note="A ring has a hop for each of its steps; whose name tells no way of reduction, reduces in two hops.",
+    note="Each step of a ring is a hop. A configuration whose name has no `reduce` reduces in two hops.",
 )  # fmt: skip
 
 
@@ -178,8 +177,9 @@ PARETO: Final = Figure(
         (
             Measure(
                 "vnmse", "vNMSE of what was sent",
-                "the larger of that of gradients against the exact mean and that of weights against their "
-                "masters, at the last measured step, median over trials",
+                "the larger one of the errors of gradients (beside the exact mean) and of weights (beside their "
+                "masters), "
+                "at the last measured step, median over trials",
                 form=number(2), log=True,
             ),
             _EXCESS_OVER_SEEDS,

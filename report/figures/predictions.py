@@ -1,4 +1,4 @@
-"""Steps beside their predictions: seconds of each trial over those predicted before it ran."""
+"""Steps beside their predictions: the seconds of each trial over the seconds predicted before it ran."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ def measured_over(derived: Derived) -> pd.DataFrame:
 
 
 def score(rows: pd.DataFrame) -> dict[str, float]:
-    """Errors of the predictions of :func:`measured_over`'s rows.
+    """Errors of the predicted steps of :func:`measured_over`'s rows.
 
-    Median and 90th percentile of the relative errors of settings, of single trials, and of computation plus
-    wire; ``ordered``: share of pairs more than :data:`APART` apart in the right order; ``regret``: the
-    excess of the configuration predicted to be fastest over the fastest.
+    Returns the median and the 90th percentile of the relative errors, over settings, over single trials
+    (``trial_``), and of the prediction by computation plus wire alone (``naive_``); ``ordered``, the share of pairs
+    of configurations more than :data:`APART` apart that are predicted in the right order; and ``regret``, by how much
+    the configuration predicted to be fastest exceeds the fastest one, as a share.
     """
     by_setting = rows.groupby(["setting", "configuration"], as_index=False)[
         ["step_seconds", *WAYS.values()]
@@ -59,16 +60,15 @@ def score(rows: pd.DataFrame) -> dict[str, float]:
 
 
 def score_in_words(rows: pd.DataFrame) -> str:
-    """A sentence or two of a caption."""
+    """The main scores in two sentences."""
     scores = score(rows)
     text = (
-        "Predictions err by {median:.1%} in the median of {settings:.0f} settings and by {ninth:.1%} at the 90th "
-        "percentile (single trials {trial_median:.1%} and {trial_ninth:.1%}); computation plus wire by "
-        "{naive_median:.1%} and {naive_ninth:.1%}."
+        "Over {settings:.0f} settings the error of the prediction has a median of {median:.1%} and a 90th percentile "
+        "of {ninth:.1%}; adding up computation and wire has {naive_median:.1%} and {naive_ninth:.1%}."
     )
     if scores["pairs"]:
         text += (
-            " Of {pairs:.0f} pairs of configurations more than {apart:.0%} apart, {ordered:.0%} are put in the "
-            "right order; to choose by it costs {regret:.1%}."
+            " Of {pairs:.0f} pairs of configurations more than {apart:.0%} apart, {ordered:.0%} are predicted in the "
+            "right order; the configuration predicted to be fastest takes {regret:.1%} longer than the fastest."
         )
     return text.format(apart=APART, **scores)

@@ -22,7 +22,7 @@ from report.quantities import QUANTITIES, formula
 _SPEEDUP: Final = Measure(
     "speedup",
     "speed-up over {base}",
-    f"the baseline's step over the configuration's in pairs of one repeat: geometric mean, {FEWEST_IN_WORDS}",
+    f"the baseline's step time over the configuration's, geometric mean over pairs of one repeat, {FEWEST_IN_WORDS}",
     speedups.speedup,
     "{:.2f}".format,
     bar=False,
@@ -39,7 +39,7 @@ _TOKENS: Final = Measure(
 
 
 def _over_rates(data: pd.DataFrame) -> pd.DataFrame:
-    """Rows of sizes that ran at several rates, with panels by batch, and by ranks if these differ."""
+    """Rows of the sizes that ran at several rates, with a panel for each batch, and for each number of ranks."""
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
     data = speedups.several_rates(data).sort_values(keys, kind="stable")
     nodes, ranks, tokens = (data[key].astype(str) for key in keys)
@@ -70,7 +70,7 @@ def _at_one_rate(derived: Derived, known: str) -> pd.DataFrame:
 
 
 def _bounds_in_words(data: pd.DataFrame) -> str:
-    """Caption text on the shortest step, and on shares above 1 if one is drawn."""
+    """Caption text that defines the shortest possible step, with a footnote if a share above 1 is drawn."""
     drawn = data.groupby(["setting", "configuration"])["share"].median()
     above = f" {caveats.FOOTNOTES[caveats.ABOVE]}" if drawn.round(2).gt(1).any() else ""
     return formula("best possible step", "scheduled step", "best step by processors") + above
@@ -89,7 +89,7 @@ SPEEDUP: Final = Figure(
 SHARE: Final = Figure(
     name="share",
     title="Steps beside the shortest possible",
-    question="How near is each configuration's step to the shortest possible?",
+    question="How close does each configuration's step come to the shortest possible step?",
     table=lambda derived: _at_one_rate(derived, "share"),
     mark=Rows((_SHARE,)),
     notes=(_bounds_in_words,),
@@ -97,7 +97,7 @@ SHARE: Final = Figure(
 OVER_RATES: Final = Figure(
     name="speedup_over_rates",
     title="Speed-up against bandwidth",
-    question="From which rate of the link on does a configuration no longer pay?",
+    question="Up to which rate of the link is each configuration faster than the baseline?",
     table=lambda derived: _over_rates(_pairs(derived)),
     mark=_AGAINST_RATES(measures=(_SPEEDUP, _SHARE)),
     notes=(_bounds_in_words,),
@@ -105,7 +105,7 @@ OVER_RATES: Final = Figure(
 THROUGHPUT: Final = Figure(
     name="throughput",
     title="Throughput against bandwidth",
-    question="How is throughput bound by bandwidth and by the batch per rank?",
+    question="How does throughput depend on the link's rate and on the batch of a rank?",
     table=lambda derived: _over_rates(derived.trials)[
         [*KEPT, "panel", "step_seconds", "tokens_per_second", "rates_differ"]
     ],
@@ -150,17 +150,17 @@ def _speedup_or_published(rows: pd.DataFrame) -> Interval:
 
 _BESIDE: Final = Measure(
     "speedup", "speed-up",
-    "of the proposed policy over the baseline, geometric means; published: of the TFLOPs per GPU that "
-    "the blog's figures print, rounded to integers (June 2023, models of 18 to 138 B parameters)",
+    "ZeRO++ over the baseline, geometric means; the published speed-ups are ratios of the TFLOPs per GPU in the "
+    "figures of the ZeRO++ blog, which are rounded to integers (June 2023, 18 to 138 B parameters)",
     _speedup_or_published, "{:.2f}".format, line=1,
 )  # fmt: skip
 BESIDE_PUBLISHED: Final = Figure(
     name="beside_published",
     title="Speed-up beside the published",
-    question="Has the speed-up over the rate the shape that was published?",
+    question="Does the speed-up fall with the link's rate as the published one does?",
     table=_beside_published,
     mark=Lines("rate", "", (_BESIDE,), lines="line", points="setting", log=True),
-    note="Rates and hardware differ by orders of magnitude: compare shapes, not positions.",
+    note="Rates and hardware differ by orders of magnitude, so that only the shapes can be compared.",
     notes=(lambda data: caveats.beside_real(data["link_kind"].dropna()),),
 )
 
@@ -178,18 +178,18 @@ GENERATION: Final = Figure(
         (
             Measure(
                 "tokens_per_second", "tokens/s per rank",
-                f"prompt included, geometric means of the trials, {FEWEST_IN_WORDS}", decoding.speed,
+                f"with the prompt, geometric mean over trials, {FEWEST_IN_WORDS}", decoding.speed,
             ),
             Measure(
-                "speedup", "over {base}'s", "of the same repeat, geometric mean of the trials",
+                "speedup", "over {base}'s", "paired by repeat, geometric mean over trials",
                 decoding.speedup, "{:.2f}".format, line=1,
             ),
-            Measure("first_mb", "MB, first token", "that all ranks send between nodes, by the ledger"),
-            Measure("later_mb", "MB, later token", "for each one after the first"),
+            Measure("first_mb", "MB, first token", "what all ranks send between nodes for the first token (ledger)"),
+            Measure("later_mb", "MB, later token", "the same for each later token"),
         )
     ),
     notes=(
-        lambda _: "The blog prints for generation in RLHF on 32 GPUs, over ZeRO-3, "
+        lambda _: "The ZeRO++ blog prints these speed-ups over ZeRO-3 for generation in RLHF on 32 GPUs: "
         + listed([f"{row.speedup:.2f} ({row.model})" for row in published.rlhf("generation").itertuples()])
         + ".",
     ),
@@ -203,9 +203,13 @@ PREDICTED: Final = Figure(
         tuple(
             Measure(column, label, says, form="{:.2f}".format, bar=False, line=1)
             for column, label, says in (
-                ("over_predicted", "measured over predicted", "by the calibrated machine"),
-                ("over_naive", "over computation + wire", "without overlap or an engine"),
-                ("over_constant", "over one number", "the median step of all"),
+                (
+                    "over_predicted",
+                    "measured over predicted",
+                    "predicted by the step-time model of the calibrated machine",
+                ),
+                ("over_naive", "over computation + wire", "predicted without any overlap"),
+                ("over_constant", "over one number", "predicted to be the median step of all trials"),
             )
         )
     ),
@@ -217,14 +221,13 @@ SCALING: Final = Figure(
     question="How does the throughput of all ranks change with the number of nodes?",
     table=lambda derived: bytes_and_memory.by_nodes(derived).rename(columns={"title": "panel"}),
     mark=Lines("nodes", "nodes", (_TOKENS,)),
-    note="Weak: as many tokens a rank; strong: as many in all, dealt to more ranks. On one machine all "
-    "nodes share its processors: a further node brings a link of its own and further ranks, not further "
-    "arithmetic.",
+    note="Weak scaling keeps the tokens of a rank; strong scaling keeps the tokens of all ranks. On one machine all "
+    "nodes share its processors: a further node adds a link and ranks, but no arithmetic.",
 )
 
 
 def _split(derived: Derived) -> pd.DataFrame:
-    """Each trial's parts, scaled so that the means of a configuration add up to the step of the Summary."""
+    """Parts of each trial's step, scaled so that the means of a configuration add up to the step in the Summary."""
     table = derived.trials[[*KEPT, "step_seconds"]].merge(metrics.split(derived.frames), on="id")
     keys = ["setting", "configuration"]
     means = table.groupby([*keys, "id"])["seconds"].sum().groupby(level=keys).mean()
@@ -235,10 +238,11 @@ def _split(derived: Derived) -> pd.DataFrame:
 
 
 def _unexposed_in_words(data: pd.DataFrame) -> str:
-    """A sentence on configurations without known exposed communication, if there are any."""
+    """A sentence on the configurations whose exposed communication is not known; empty if there are none."""
     known = set(data[data["part"].str.startswith("exposed")]["configuration"])
     without = [configuration for configuration in configurations(data) if configuration not in known]
-    return f"For {listed(without)} it is not known: it is part of forward and backward." if without else ""
+    text = "The exposed communication of {} is not known, and is part of forward and backward."
+    return text.format(listed(without)) if without else ""
 
 
 _PASSES: Final = tuple(
@@ -252,8 +256,8 @@ STEP_SPLIT: Final = Figure(
     mark=Stacked(
         "seconds",
         "seconds per step",
-        "The step of the Summary, divided as the mean of all timed steps and repeats is; pale, exposed "
-        "communication: time in which the rank only waited",
+        "The step of the Summary, divided in proportion to the means over all timed steps; pale parts are exposed "
+        "communication, in which the rank only waited",
         (*_PASSES, "optimizer", "other"),
         middle="mean",
     ),

@@ -22,7 +22,7 @@ _LANES: Final = Lanes(LANES)
 
 
 def _traced(derived: Derived) -> pd.DataFrame:
-    """Spans of the first rank of each traced trial, with a sentence on them in ``told``."""
+    """Spans of the first rank of each traced trial, with a sentence about them in the column ``summary``."""
     spans = derived.frames.traces
     table = derived.trials[KEPT].merge(spans[spans["rank"] == 0], on="id")
     parts = []
@@ -31,10 +31,10 @@ def _traced(derived: Derived) -> pd.DataFrame:
             total, apart = overlap([Span(*row) for row in rows[["lane", "name", "begin", "end"]].to_numpy()])
             share, first = apart / total if total else 0.0, rows.iloc[0]
             sentence = (
-                f"{name} ({identity}): {total:.3g} s under way, {share:.0%} of it hidden, in a step of "
-                f"{first['seconds']:.3g} s (the one before, which nothing noted: {first['before']:.3g} s)"
+                f"{name} ({identity}): messages were under way for {total:.3g} s, {share:.0%} of it hidden, in a step "
+                f"of {first['seconds']:.3g} s (the step before it, untraced, took {first['before']:.3g} s)"
             )
-            parts.append(rows.assign(panel=f"{name} ({identity})", told=sentence))
+            parts.append(rows.assign(panel=f"{name} ({identity})", summary=sentence))
     return pd.concat(parts, ignore_index=True) if parts else table
 
 
@@ -44,8 +44,8 @@ TRACE: Final = Figure(
     question="What did the first rank compute, encode, send and wait for in one step, and when?",
     table=_traced,
     mark=_LANES,
-    note="Noted by `zeropp trace`, apart from the trials. Messages are under way from when they are posted "
-    "until they are waited for; hidden: without waiting for one between nodes.",
+    note="Recorded by `zeropp trace`, separately from the trials. A message is under way from when it is posted until "
+    "a rank waits for it; time is hidden while the rank waits for no message between nodes.",
 )
 
 

@@ -31,4 +31,5 @@ def all_tables(derived: Derived, names: Collection[str] = tuple(MAKERS)) -> list
     """Tables of these names that have rows, in page order."""
     note = caveats.modelled_in_words(derived)
     tables = [maker(derived) for name, maker in MAKERS.items() if name in names]
-    return [replace(table, caption=table.caption + note) for table in tables if not table.data.empty]
+    shown = [table for table in tables if not table.data.empty]
+    return [replace(table, footnotes=(table.footnotes + note).strip()) for table in shown]

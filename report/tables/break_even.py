@@ -1,4 +1,4 @@
-"""Tables of parity at a quarter of the rate, of break-even rates, and of decoding."""
+"""Tables of parity at a quarter of the link's rate, of break-even rates, and of decoding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from report.tables.table import CONFIGURATION, RATIO, TRIALS, Column, Table, row
 
 
 def parity(derived: Derived) -> Table:
-    """Table of parity: the contrast at rate B/4 over the baseline at B, measured and published."""
+    """Table of parity: throughput of ZeRO++ at a quarter of the rate over ZeRO-3's at all of it."""
     configuration, base = NAMES[PROPOSED], NAMES[BASELINE]
     keys = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "full_rate"]
     rows: list[dict[str, Any]] = [
@@ -67,19 +67,20 @@ def parity(derived: Derived) -> Table:
         Column("unit", "Unit"),
         Column("parity", "Parity", number(3), formula("parity"), "_rates"),
         Column("verdict", "Verdict"),
-        notes="n: trials of both.",
+        caption=f"Does {configuration} at a quarter of the link's rate reach the throughput of {base} at all of it?",
+        notes="n counts the trials of both.",
     )
 
 
 def verdict(parity: Interval) -> str:
-    """Whether a configuration makes up for a link of a quarter of the rate."""
+    """``reached`` if the interval of parity lies at 1 or above, ``missed`` if below, else ``inconclusive``."""
     if not parity.known:
         return NOTHING
-    return "held" if parity.low >= 1 else "missed" if parity.high < 1 else "cannot tell"
+    return "reached" if parity.low >= 1 else "missed" if parity.high < 1 else "inconclusive"
 
 
 def _behind(derived: Derived, ids: list[str]) -> dict[str, Any]:
-    """The number of the trials with these ids, their marks, and the CPU time that others took."""
+    """The number of the trials with these ids, their marks, and the largest share of processors that others took."""
     rows = derived.trials[derived.trials["id"].isin(ids)]
     return {**trial_count(rows), "_rates": caveats.rates(rows), "taken_share": rows["taken_share"].max()}
 
@@ -100,8 +101,9 @@ def break_even(derived: Derived) -> Table:
         Column("high_mbit", "Highest", number(3)),
         Column("low_speedup", "Speed-up at the lowest", number(3)),
         Column("high_speedup", "at the highest", number(3)),
-        notes="All crossings are listed, with 95 % intervals in parentheses. Pays: is faster than "
-        f"{derived.compared.baseline}. n: trials at all rates, {derived.compared.baseline}'s among them.",
+        caption=f"Up to which rate of the link a configuration is faster than {derived.compared.baseline}. Every "
+        "crossing is listed with its 95 % interval.",
+        notes=f"n counts the trials at all rates, those of {derived.compared.baseline} included.",
     )
 
 
@@ -137,6 +139,9 @@ def generation(derived: Derived) -> Table:
         Column("exposed", "Exposed share", number(2), formula("exposed share")),
         Column("first_mb", "Between nodes, first token, MB", number(4), sent),
         Column("later_mb", "each later one, MB", number(4)),
-        notes="n: generations; other columns: medians. Published: the ZeRO++ blog's RLHF figure, tokens/s "
-        "per GPU, whose batches and models are others.",
+        caption="Decoding with sharded weights: tokens per second, and bytes between nodes for a token. "
+        "Columns without "
+        "a definition are medians.",
+        notes="n counts generations. Published rows are from the RLHF figure of the ZeRO++ blog, in tokens/s per GPU, "
+        "with other batches and models.",
     )

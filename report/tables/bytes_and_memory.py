@@ -17,13 +17,13 @@ from report.figures.bytes_and_memory import VARIED
 from report.quantities import formula
 from report.tables.table import CONFIGURATION, TRIALS, Column, Table, rows_of, table_of
 
-_COPY: Final = {"copy_frames_mib": "hpZ's copy as frames", "copy_halves_mib": "in 16 bits"}
+_COPY: Final = {"copy_frames_mib": "hpZ's copy as received", "copy_halves_mib": "in 16 bits"}
 _SUMS: Final = ("engine_mib", "covered_mib", "formula_mib", "copied_step_mib", "copied_formula_step_mib")
 _SENT: Final = {"predicted": "predicted", "ledger": "sent", "interface": "interface", "segment": "segment"}
 
 
 def volume(derived: Derived) -> Table:
-    """Table of bytes between nodes in units of M, by prediction, ledger and interface."""
+    """Table of bytes between nodes in units of M: predicted, counted by the ledger, counted by the interfaces."""
     parts = bytes_and_memory.volume(derived.frames, derived.trials)
     keys = ["nodes", "ranks_per_node", "shape", "accumulation"]
     between = derived.trials[derived.trials["m_bytes"].notna()].sort_values(keys, kind="stable")
@@ -51,13 +51,20 @@ def volume(derived: Derived) -> Table:
         Column("ledger", "Ledger", number(4)),
         Column("interface", "Interface", number(4), formula("interface")),
         Column("segment", "In 1,448-byte segments", number(4), formula("in 1,448-byte segments")),
-        Column("published", "Published rule", number(3), "The published rule is of presets, without scales."),
-        notes=f"{formula('volume', 'M')} Padding is a column of its own, and in no other part.",
+        Column(
+            "published",
+            "Published rule",
+            number(3),
+            f"Published rule: what the ZeRO++ blog states for each preset, without scales. {formula('volume', 'M')}",
+        ),
+        caption="Bytes between nodes in a step, in units of M, the bytes of one 16-bit gather of the "
+        "model. Padding is a "
+        "column of its own and not part of the others.",
     )
 
 
 def checks(derived: Derived) -> Table:
-    """Table of checks: bytes against prediction, first loss against that of a single process."""
+    """Table of checks: bytes beside their prediction, the first loss beside that of a single process."""
     rows: list[dict[str, Any]] = []
     for row, trials in rows_of(derived.trials, "where"):
         equal, reference = trials["predicted_equal"].dropna().astype(bool), trials["reference_loss"]
@@ -83,11 +90,13 @@ def checks(derived: Derived) -> Table:
         Column("interface_over_stated", "Interface/(ledger + headers)", number(4), stated_over),
         Column("first_loss_deviation", "First loss, relative deviation", number(2), deviation),
         Column("gradient_share", "Gradient, difference/allowed", number(2), formula("gradient / allowed")),
+        caption="Checks of every trial: bytes beside their prediction, losses and gradients beside "
+        "those of one process.",
     )
 
 
 def memory(derived: Derived) -> Table:
-    """Table of memory of the fullest rank: engine beside formula, by part, and the process."""
+    """Table of the memory of the fullest rank: what the engine owns by part, beside the formulas, and the process."""
     places = ["nodes", "ranks_per_node", "shape"]
     parts = bytes_and_memory.memory(derived.frames, derived.trials).sort_values(places, kind="stable")
     rows = pd.DataFrame(
@@ -99,7 +108,7 @@ def memory(derived: Derived) -> Table:
         for (nodes, ranks, model), place in groups(parts, places)
         for configuration, group in by_configuration(place)
     )
-    if len(rows) and not rows["beyond_mib"].any():  # then Sum says it all
+    if len(rows) and not rows["beyond_mib"].any():  # then the column Sum holds the same numbers
         rows[["beyond_mib", "covered_mib"]] = math.nan
     held = set(parts[(parts["source"] == "engine") & (parts["bytes"] > 0)]["part"].str.replace("_", " "))
     order = {part: (part.startswith("host "), place) for place, part in enumerate(VARIED)}
@@ -121,14 +130,16 @@ def memory(derived: Derived) -> Table:
         rows,
         CONFIGURATION,
         *(Column(key, title, number(4 if key in _SUMS else 3)) for key, title in columns.items()),
-        notes="MiB of the fullest rank: what the engine owns, by part and in sum, without a formula and "
-        "with one, and the sum of formulas; hpZ's copy by formula, as the frames that came and in 16 "
-        "bits, whichever was kept; copied: of what is offloaded, between host and device in a step.",
+        caption="MiB that the engine owns on the fullest rank, by part and in sum, beside the sum of the formulas of "
+        "impl.plan.memory.",
+        notes="Without formula and With formula split the sum by whether a formula predicts the part. hpZ's copy is "
+        "given by formula in both formats, whichever was kept. Copied is what a step moves between host and device "
+        "because it is offloaded.",
     )
 
 
 def _memory_row(derived: Derived, parts: pd.DataFrame) -> dict[str, float]:
-    """MiB of one configuration by source and part, with sums of all, with formula and without one."""
+    """MiB of one configuration by source and part, with sums over all parts, and over those with and without one."""
     medians = parts.groupby(["source", "part"])["bytes"].median() / 2**20
     row = {
         f"{source}_{part}_mib": float(size)

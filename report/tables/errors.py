@@ -1,4 +1,4 @@
-"""Tables of errors of messages, of errors of codecs tried on them, and of losses."""
+"""Tables of the errors of messages, of the errors of codecs that were tried on tensors, and of losses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ENDS: Final = ["end_to_end", "repeated", "weights", "secondary"]
 
 
 def sent_error(derived: Derived) -> Table:
-    """Table of the error of messages, hop by hop and end to end, at the measured steps."""
+    """Table of the error of messages at the measured steps, of each hop and end to end."""
     errors, rows = derived.sent_errors, []
     kind = errors["purpose"].mask(errors["repeated"].gt(1), "repeated").replace("gradients", "end_to_end")
     for *_, trials in by_setting_and_configuration(errors.assign(kind=kind)):
@@ -50,8 +50,8 @@ def sent_error(derived: Derived) -> Table:
         Column("repeated", f"of {times} reductions' sum", number(3), formula("of repeated reductions")),
         Column("weights", "Weights", number(3), formula("of weights")),
         Column("secondary", "from hpZ's copy", number(3)),
-        notes="vNMSE, sums over all units; medians over repeats and seeds. Measured just before the step of "
-        "that number, in passes that are not timed.",
+        caption="Errors as vNMSE, summed over all units; medians over repeats and seeds. They are measured just before "
+        "the step of that number, in passes that are not timed.",
     )
 
 
@@ -85,9 +85,15 @@ def chosen_codecs(derived: Derived) -> Table:
         CONFIGURATION,
         Column("what", "Of"),
         Column("unit", "Unit"),
-        Column("codecs", "After steps", says="After so many steps: the codec, until it changes."),
-        Column("vnmse", "vNMSE", number(3), "vNMSE: of the last choice, when it was made."),
-        notes="Of the first trial of each configuration; gradients are those that cross nodes.",
+        Column(
+            "codecs",
+            "After steps",
+            says="After steps: the number of steps after which a codec was chosen, and the codec.",
+        ),
+        Column("vnmse", "vNMSE", number(3), "vNMSE: that of the last chosen codec, when it was chosen."),
+        caption="Codecs that the budget chose for each unit, in the first trial of each configuration. "
+        "Gradients are those "
+        "that cross between nodes.",
     )
 
 
@@ -103,7 +109,7 @@ def largest_error(derived: Derived) -> Table:
 
 
 def _of_codecs(derived: Derived, name: str, title: str, value: str, says: str) -> Table:
-    """Errors by tensor, kind of codec and block size, of the first configuration that tried any, in one setting."""
+    """Errors by tensor, kind of codec and block size, of the first configuration and setting that tried codecs."""
     errors = derived.frames.quantisation.merge(derived.trials[metrics.OF_TRIAL], on="id")
     first = errors.sort_values(["place", "first"], kind="stable").head(1)
     errors = errors.merge(first[["configuration", "setting"]], on=["configuration", "setting"])
@@ -121,13 +127,14 @@ def _of_codecs(derived: Derived, name: str, title: str, value: str, says: str) -
         Column("purpose", "Of"),
         Column("kind", "Codec"),
         *(Column(block, "no blocks" if block == "none" else block, number(3)) for block in blocks),
-        notes=f"{says}, by elements per block ('shard': one scale for all of it). Each codec encodes once "
-        f"what training left to {where}: weights, and reduced gradients. Nothing of it is sent.",
+        caption=f"{says}, by elements per block ('shard': one scale for a whole shard). Each codec encodes the "
+        "weights and "
+        f"the reduced gradients of {where} once; nothing of this is sent.",
     )
 
 
 def losses(derived: Derived) -> Table:
-    """Table of the last validation losses, their difference from the baseline's, and time to its loss."""
+    """Table of the last validation losses, their differences from the baseline's, and the time to reach its loss."""
     rows = loss_verdicts.losses(derived)
     base = listed(list(filter(None, dict.fromkeys(row["base"] for row in rows)))) or "the baseline"
     margins = [row["margin"] for row in rows if not math.isnan(row["margin"])]
@@ -136,13 +143,15 @@ def losses(derived: Derived) -> Table:
     def printed(row: loss_verdicts.Row) -> loss_verdicts.Row:
         few = row["target"] == row["target"] and row["reached"] < row["seeds"]
         gain = with_interval(row["gain"], "{:.2f}".format) if row["gain"].n else NOTHING
-        reached = f"{row['reached']} of {row['seeds']} reach it"
+        reached = f"{row['reached']} of {row['seeds']} seeds reach it"
         return row | {"verdict": row["verdict"] or NOTHING, "_gain": reached if few else gain}
 
     verdict = (
-        f"Verdict: against a margin of {loss_verdicts.allowed(derived)} of {base}'s "
-        f"{'training' if derived.frames.margin else 'loss'}{margin}; not inferior: the interval ends below "
-        f"it; inferior: it begins above it; no power: below {ENOUGH_POWER:g}, and nothing is claimed."
+        f"Verdict: the margin is {loss_verdicts.allowed(derived)} of {base}'s "
+        f"{'training' if derived.frames.margin else 'loss'}{margin}. Not inferior: the whole interval lies below the "
+        f"margin. Inferior: it lies above. Inconclusive: it contains the margin. No power: with this spread, fewer "
+        f"than "
+        f"{ENOUGH_POWER:.0%} of equal configurations would pass, so that nothing is concluded."
     )
     return table_of(
         "losses",
@@ -156,5 +165,6 @@ def losses(derived: Derived) -> Table:
         Column("power", "Power", number(2), formula("power")),
         Column("seconds", "To the target, s", number(3), formula("target", "time to the target")),
         Column("_gain", f"{base}'s over it", str, formula("the baseline's over it")),
-        notes=f"Losses of fewer than {LEAST_STEPS} steps have no verdict.",
+        caption=f"Validation losses at the end of training, paired with {base} by seed. Trials of fewer than "
+        f"{LEAST_STEPS} steps have no verdict.",
     )

@@ -41,7 +41,7 @@ def escaped(value: str) -> str:
 
 
 def tabular(table: Table) -> str:
-    """A bare ``tabular``, rows under their place; titles wrap to the width of the widest cell or word."""
+    """A bare ``tabular``, its rows below the setting they share; titles wrap to the widest cell or word."""
     columns, groups = table.by_place()
     sides, heads = "".join("r" if column.numeric else "l" for column in columns), []
     for number, (column, side) in enumerate(zip(columns, sides, strict=True)):

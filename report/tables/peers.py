@@ -1,4 +1,4 @@
-"""The table of peers: our steps beside the best of DDP, FSDP2 and DeepSpeed, gloo alone first."""
+"""The table of peers: steps of our policies beside the best of DDP, FSDP2 and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAMILIES: Final = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 
 
 def peers(derived: Derived) -> Table:
-    """Table of peers and policies in each setting, with our gain over the best of each family."""
+    """Table of peers and policies in each setting, with the speed-up of policies over the best peer of each family."""
     ran = [derived.frames.trial_of[identity] for identity in derived.trials["id"]]
     trials = derived.trials.assign(
         where=derived.trials["where"].str.replace(r", transport [^,]*", "", regex=True),
@@ -38,20 +38,21 @@ def peers(derived: Derived) -> Table:
         CONFIGURATION,
         Column(
             "carried", "Carried by",
-            says="Carried by: peers send over gloo, so ours over gloo alone stand first, on the same "
-            "footing; then ours with shared memory inside nodes.",
+            says="Carried by: the transport of the messages. Peers send over gloo, so that our policies "
+            "over gloo alone "
+            "come first, like with like; policies that use shared memory inside nodes follow.",
         ),
         TRIALS,
         STEP,
         *(Column(f"over_{family}", f"Over best {name}", RATIO, mark=f"_{family}")
           for family, name in FAMILIES.items()),
-        notes="Over a peer: its step over ours, geometric mean over pairs with its interval, of the setting "
-        "of that peer over which we gain least, which is named; both compute in the same type.",
+        caption="Steps of our policies beside those of peers that compute in the same type. Each speed-up is over the "
+        "named configuration of that peer which is hardest to beat, as a geometric mean over pairs.",
     )  # fmt: skip
 
 
 def carried_by(trial: Trial) -> str:
-    """What carries a trial's messages, in a word or two; a peer's never go through shared memory."""
+    """The transport of a trial's messages in a word or two; messages of peers never go through shared memory."""
     transport = trial.cluster.transport
     if transport in ("nccl", "staged"):
         return transport
@@ -61,7 +62,7 @@ def carried_by(trial: Trial) -> str:
 
 
 def _rows(setting: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows of one setting and type: peers, then our policies by what carries them, gloo alone first."""
+    """Rows of one setting and type: peers, then our policies by transport, gloo alone first."""
     is_peer = setting["family"] != ""
     peer_rows, policy_rows = setting[is_peer], setting[~is_peer].sort_values("carried", kind="stable")
     rows, keys = [], ["where", "configuration", "carried", "compute"]
@@ -75,7 +76,7 @@ def _rows(setting: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _over(trials: pd.DataFrame, peer_rows: pd.DataFrame, family: str) -> dict[str, Any]:
-    """The least gain of our trials over a family's configurations; empty for a peer, or without pairs."""
+    """The smallest speed-up of our trials over the configurations of a family; none for a peer, or without pairs."""
     keys = ["sweep", "seed", "repeat"]
     gains = []
     for (name,), peer in groups(peer_rows, ["configuration"]) if trials["family"].iloc[0] == "" else []:

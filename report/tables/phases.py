@@ -19,7 +19,7 @@ _PUBLISHED: Final = {"generation": "generate", "training": "train"}
 
 
 def phases(derived: Derived) -> Table:
-    """Table of the seconds and bytes of each phase of a step."""
+    """Table of the seconds and bytes of each phase of an RLHF step."""
     ran = bool(derived.frames.steps["generate"].notna().any())
     table = by_phase(derived) if ran else derived.trials.iloc[:0].assign(phase="")
     rows: list[dict[str, Any]] = [
@@ -60,9 +60,13 @@ def phases(derived: Derived) -> Table:
         Column("bytes_ratio", f"of {base}'s", number(3)),
         Column("intra_mb", "Inside nodes, MB", number(4)),
         Column("published", "Published rate"),
-        notes="Generate: the actor decodes; score: frozen reference and reward model pass over that; train: "
-        "the rest. Published: the RLHF figure of the ZeRO++ blog, whose generation is of step 3 and whose "
-        "training of step 1, supervised; other batches and models.",
+        caption="Generate: the actor decodes. Score: the frozen reference and reward models evaluate what "
+        "it decoded; train "
+        "is the rest of the "
+        "step.",
+        notes="Published rates are from the RLHF figure of the ZeRO++ blog, with other batches and models: its "
+        "generation "
+        "is that of step 3, its training that of the supervised step 1.",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Tables of where numbers come from: links, GPUs, settings, machine and failures."""
+"""Tables of where the numbers come from: links, GPUs, settings, machine and failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from report.tables.table import CONFIGURATION, TRIALS, Column, Table, rows_of, t
 
 HELD: Final = "¶"  # marks trials with throttled or shared GPUs
 _HELD_FROM: Final = 0.05  # share of samples
-_SHOWN: Final = 12  # values of one setting
+_SHOWN: Final = 12  # values that are printed of one key
 _MEASURED: Final = {  # columns of the trials
     "parameters": "parameters", "units": "units", "link": "link_kind", "kernels": "kernels",
     "corpus, SHA-256": "corpus_sha256",
@@ -27,7 +27,7 @@ _MEASURED: Final = {  # columns of the trials
 
 
 def energy(derived: Derived) -> Table:
-    """Table of GPUs' energy per token, power, utilisation and clocks; without rows if there was no GPU."""
+    """Table of energy per token, power, utilisation and clocks of GPUs; without rows if there was no GPU."""
     rows: list[dict[str, Any]] = []
     for row, trials in rows_of(derived.trials[derived.trials["gpus"].gt(0)]):
         held = int((trials["throttled"].gt(_HELD_FROM) | trials["gpu_others"].gt(0)).sum())
@@ -47,11 +47,14 @@ def energy(derived: Derived) -> Table:
         Column("watts", "W per GPU", number(3)),
         Column("utilisation", "Utilisation", number(2)),
         Column("clock_mhz", "Clock, MHz", number(4)),
-        Column("throttled", "Held down", number(2)),
-        notes="Medians. Utilisation: share of time in which a kernel ran, a waiting one too. Held "
-        "down: share of samples in which power or temperature held a clock down. GPUs of all ranks, as NVML "
-        f"reports them. {HELD}: trials in which they were held down for more than {_HELD_FROM:.0%}, or in "
-        "which a process of others computed on a GPU.",
+        Column("throttled", "Throttled", number(2)),
+        caption="Energy and clocks of the GPUs of all ranks, as NVML reports them; medians over trials.",
+        notes="Utilisation is the share of time in which a kernel ran, including kernels that only "
+        "waited. Throttled is "
+        "the share of samples in which power or temperature limited a clock. "
+        ""
+        f"{HELD}: trials whose GPUs were throttled in more than {_HELD_FROM:.0%} of samples, or shared with a process "
+        "of others.",
     )
 
 
@@ -71,6 +74,7 @@ def links(derived: Derived) -> Table:
         Column("min", "Lowest", number(4)),
         Column("max", "Highest", number(4)),
         Column("share", "of requested", number(3)),
+        caption="Requested and achieved rates of the links, before and after trials.",
     )
 
 
@@ -79,28 +83,30 @@ def failures(derived: Derived) -> Table:
     rows = derived.frames.failures
     heads = ("Configuration", "Where", "Repeat", "Kind", "Message", "Log")
     columns = (Column("id", "Record"), *(Column(head.lower(), head) for head in heads))
-    notes = "Trials that left a record without a result; nothing of them is in a figure."
+    caption = "Trials that left a record without a result; no figure or other table contains them."
     if rows["by"].notna().any():
-        notes += " Refused by a peer's library: it is not here, or cannot do what was asked."
-    return Table("failures", "Failed trials", notes, rows, columns)
+        caption += " Refused by a peer's library: the library is not installed, or cannot do what was asked."
+    return Table("failures", "Failed trials", caption, rows, columns)
 
 
 def setting(derived: Derived) -> Table:
-    """Table of settings: model, data, options."""
+    """Table of what the trials were given: model, data, options."""
     return table_of(
         "setting",
         "Setting",
         pd.DataFrame(settings(derived.frames, derived.finished), columns=["setting", "value"]),
         Column("setting", "Setting"),
         Column("value", "Value"),
-        notes="What trials were given, by the keys of a suite; several values are "
-        "told apart by configuration where they depend on it alone. Kernels: 'reference' (plain PyTorch), 'cpu' "
-        "or 'cuda' encode and decode.",
+        caption="What the trials were given, by the keys of a suite. Several values of a key are listed "
+        "with their "
+        "configurations where they depend on the configuration alone.",
+        notes="Kernels encode and decode: 'reference' is plain PyTorch, 'cpu' the C++ kernels, 'cuda' the CUDA "
+        "kernels.",
     )
 
 
 def environment(derived: Derived) -> Table:
-    """Table of facts: machine, code, algorithms; a fact with several values has a row for each."""
+    """Table of recorded facts about machine, code and algorithms; a fact with several values has a row for each."""
     return table_of(
         "environment",
         "Environment",
@@ -109,12 +115,15 @@ def environment(derived: Derived) -> Table:
         Column("fact", "Fact"),
         Column("value", "Value"),
         Column("records", "Records", str),
-        notes="Facts on the records: machine, code, link, and the algorithms and transports that really ran.",
+        caption="Facts that the records hold: machine, code, link, and the algorithms and transports that really ran.",
     )
 
 
 def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
-    """(key, value) of settings but those of configurations, then of what was measured; without unknown keys."""
+    """(key, value) of all settings that do not belong to a configuration, then of measured facts.
+
+    Keys without a value in any trial are left out.
+    """
     trials = [dict(flatten(frames.trial_of[str(identity)].canonical())) for identity in table["id"]]
     keys = dict.fromkeys(key for trial in trials for key in trial)
     kept = [key for key in keys if key.split(".")[0] not in (*OF_CONFIGURATION, "repeat")]

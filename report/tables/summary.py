@@ -1,4 +1,4 @@
-"""The two main tables: the summary, and the time of a step against its bounds."""
+"""The two main tables: the summary, and the time of a step beside its lower bounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _MEDIANS: Final = [
     "compute_seconds", "wire_seconds", "exposed_seconds", "schedule_seconds", "processor_seconds",
     "best_seconds", *metrics.SHARES, "achieved_mbit", "m_bytes",
 ]  # fmt: skip
-_PER_SECOND: Final = ("tokens_per_second", "tflops")  # of the printed step; medians would be of other steps
+_PER_SECOND: Final = (
+    "tokens_per_second",
+    "tflops",
+)  # divided by the printed step, so that a row is consistent
 
 
 def summary(derived: Derived) -> Table:
@@ -30,8 +33,8 @@ def summary(derived: Derived) -> Table:
     steps = derived.trials["validation_step"].dropna()
     after = f", after {span(steps, 'step')}" if len(steps) else ""
     loss = (
-        "Validation loss: cross-entropy, in nats, on data held back from training, at the end of each trial"
-        f"{after}; mean over seeds, of which repeats count once; less is better."
+        "Validation loss: cross-entropy in nats on data held back from training, at the end of each trial"
+        f"{after}; mean over seeds, where repeats of a seed count as one value; lower is better."
     )
     papers = formula("over the paper's baseline") + f" {FLAT_FACTOR}."
     return table_of(
@@ -44,23 +47,30 @@ def summary(derived: Derived) -> Table:
         Column("tokens_per_second", "Tokens/s", number(3)),
         Column("speedup", f"Speed-up over {best}", RATIO, formula("speed-up"), "_rates"),
         Column("over_papers", "over the paper's baseline", RATIO, papers),
-        Column("_pairs", "Pairs", str, "Pairs: their number, and the range in which their ratios lie."),
+        Column(
+            "_pairs",
+            "Pairs",
+            str,
+            "Pairs: the number of pairs of trials, and the lowest and highest of their ratios.",
+        ),
         Column("share", "Allowed step/step", caveats.share, formula("allowed step/step")),
         Column("sent_mb", "Sent, MB/step", number(3), formula("sent"), "_sent"),
         Column("bytes_ratio", f"of {base}'s", number(3)),
         Column("validation_loss", "Validation loss, mean", number(4), loss),
-        notes=f"Other columns: medians. {sweeps_in_words(derived.trials['sweep'])}"
+        caption=f"Time, bytes and loss of each configuration beside {base}. Columns without a definition are medians "
+        "over trials.",
+        notes=f"{sweeps_in_words(derived.trials['sweep'])}"
         f"{caveats.alone_in_words(derived)}{short_names_in_words(row['configuration'] for row in rows)}",
     )
 
 
 def time(derived: Derived) -> Table:
-    """Step time, one row per setting and configuration: measured against its bounds, and CPU usage."""
+    """Step time, one row per setting and configuration: beside its lower bounds, with the use of processors."""
     taken = formula("others' share", "steal share", "taken by others")
     if derived.trials["taken_share"].isna().any():
         taken += (
-            f" {NOTHING}: not on record, for the system has no /proc/stat, ranks may have stood on several "
-            "machines, or the record is older."
+            f" {NOTHING}: not recorded, because the system has no /proc/stat, ranks may have run on several machines, "
+            "or the record is older than this measurement."
         )
     return table_of(
         "time",
@@ -75,8 +85,15 @@ def time(derived: Derived) -> Table:
         Column("ideal_share", "Ideal step/step", caveats.share, formula("ideal step")),
         Column("processors_busy", "Processors busy", caveats.share, formula("processors busy")),
         Column("taken_share", "Taken by others", "{:.1%}".format, taken),
-        Column("tflops", "TFLOPs", number(2), "TFLOPs: of the model, per rank, without recomputation."),
-        notes=f"Other columns: medians.{caveats.alone_in_words(derived)}",
+        Column(
+            "tflops",
+            "TFLOP/s",
+            number(2),
+            "TFLOP/s: model FLOPs of a rank per second, without recomputation.",
+        ),
+        caption="How close each step comes to the shortest possible step, and who used the processors. "
+        "Columns without a definition are medians over trials.",
+        notes=caveats.alone_in_words(derived),
     )
 
 

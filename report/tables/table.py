@@ -45,14 +45,14 @@ _PRINTED: Final = "_"  # prefix of columns that are printed and not in the CSV
 class Column:
     """A printed column."""
 
-    key: str  # of the data, whose values are numbers, words or :class:`Interval`
+    key: str  # column of the data, whose values are numbers, words or :class:`Interval`
     title: str  # with the unit
-    form: Callable[[Any], str] = text  # of a value; numbers are right-aligned
-    says: str = ""  # a sentence of the caption
-    mark: str = ""  # key of the text that follows each value
-    place: bool = False  # whether it says where the row ran
-    ends: bool = True  # whether an interval's ends are printed
-    names_row: bool = True  # whether its words, beside those of others, name the row in numbers.tex
+    form: Callable[[Any], str] = text  # formats a value; columns of numbers are right-aligned
+    says: str = ""  # the column's definition, one or more sentences
+    mark: str = ""  # key of the data whose text follows each value
+    place: bool = False  # whether the column names a part of the setting
+    ends: bool = True  # whether the ends of intervals are printed
+    names_row: bool = True  # whether its words, with those of other columns, name the row in numbers.tex
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class Column:
 
     @property
     def numeric(self) -> bool:
-        """Whether it is right-aligned."""
+        """Whether the column holds numbers, and is right-aligned."""
         return self.form is not text
 
     def cell(self, value: Any) -> str:
@@ -74,13 +74,24 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """One table; its name is that of its files and of its anchor on the page."""
+    """One table of a page, with the raw values behind it."""
 
-    name: str
+    name: str  # of its files, and of its anchor on the page
     title: str
-    caption: str
+    caption: str  # at most two sentences
     data: pd.DataFrame
     columns: tuple[Column, ...]
+    footnotes: str = ""  # on intervals, marks and the setting that all rows share
+
+    @property
+    def definitions(self) -> list[str]:
+        """What the columns mean, each definition once."""
+        return list(dict.fromkeys(column.says for column in self.columns if column.says))
+
+    @property
+    def description(self) -> str:
+        """All text about the table: caption, footnotes and definitions."""
+        return " ".join(filter(None, (self.caption, self.footnotes, *self.definitions)))
 
     @property
     def places(self) -> int:
@@ -95,7 +106,9 @@ class Table:
         ]
 
     def by_place(self) -> tuple[tuple[Column, ...], list[tuple[str, list[list[str]]]]]:
-        """Columns but places, and rows by place; all columns and place "" if no neighbours share a place."""
+        """The columns without places, and the rows of each place; all columns and place "" if no two neighbouring
+        rows share a place.
+        """
         places, rows = self.places, self.rows()
         grouped = [
             (place, [row[places:] for row in group])
@@ -106,9 +119,10 @@ class Table:
         return self.columns[places:], grouped
 
     def column(self, name: str) -> Column:
-        """The printed column of this title or name, or the only one whose title begins with it or has all its
-        words, as ``Speed-up`` and ``Speed-up over ZeRO-3`` find ``Speed-up over the best ZeRO-3``.
+        """The printed column that a title or a name in the CSV selects.
 
+        If none has exactly this title or name, the only column whose title begins with it, or whose title has all
+        of its words: ``Speed-up`` and ``Speed-up over ZeRO-3`` select ``Speed-up over the best ZeRO-3``.
         A Refusal lists the titles.
         """
         if columns := [column for column in self.columns if name in (column.title, column.key, column.name)]:
@@ -125,9 +139,10 @@ class Table:
         raise Refusal(f"no column {name!r} in {self.name}: expected one of {titles}")
 
     def row(self, query: str) -> int:
-        """Number of the one row that has all comma-separated parts of ``query``: as cells, else in cells.
+        """Number of the one row that holds all comma-separated parts of ``query``.
 
-        Parts of the place that all rows share, which the caption has, count as cells.
+        A part matches a cell that equals it; if no row has such cells, cells that contain it.  Parts of the setting
+        that all rows share, which stand below the table, count as cells.  A Refusal names the rows that match.
         """
         rows, parts = self.rows(), [part.strip() for part in query.split(",")]
         places = self.data["where"].astype(str) if "where" in self.data else [""] * len(rows)
@@ -155,8 +170,11 @@ class Table:
         return pd.DataFrame(columns).to_csv(index=False, lineterminator="\n")
 
     def markdown(self) -> str:
-        """A GitHub-flavoured pipe table under its title."""
-        return f"**{markdown(self.title)}.** {markdown(self.caption)}\n\n{self.markdown_rows()}"
+        """A GitHub-flavoured pipe table under its title and caption, above its footnotes and definitions."""
+        below = [text for text in (self.footnotes, *self.definitions) if text]
+        notes = "".join(f"- {markdown(text)}\n" for text in below)
+        head = f"**{markdown(self.title)}.** {markdown(self.caption)}".rstrip()
+        return f"{head}\n\n{self.markdown_rows()}" + (f"\n{notes}" if notes else "")
 
     def markdown_rows(self) -> str:
         """The pipe table alone; of neighbouring rows at one place only the first names it."""
@@ -201,31 +219,41 @@ def markdown(value: str) -> str:
 
 
 def table_of(
-    name: str, title: str, rows: list[dict[str, Any]] | pd.DataFrame, *columns: Column, notes: str = ""
+    name: str,
+    title: str,
+    rows: list[dict[str, Any]] | pd.DataFrame,
+    *columns: Column,
+    caption: str = "",
+    notes: str = "",
 ) -> Table:
-    """A table of rows, without columns that have no value.  The parts of ``where`` that all our rows share go
-    into the caption, the others into columns on the left.
+    """A table of rows, without the columns that have no value in any row.
+
+    ``caption`` has at most two sentences.  ``notes`` are further footnotes; others are added for intervals, for
+    marks that occur in cells, and for the parts of ``where`` that all rows share.  The other parts of ``where``
+    become columns on the left.
     """
     data = pd.DataFrame(rows)
     shown = [column for column in columns if column.key in data and data[column.key].notna().any()]
-    caption = [*(column.says for column in shown), notes]
+    footnotes = [notes]
     if any(getattr(value, "known", False) for column in shown if column.ends for value in data[column.key]):
-        caption.append(f"In brackets: {CONFIDENCE:.0%} intervals, from {FEWEST} pairs or values on.")
+        footnotes.append(
+            f"Parentheses: {CONFIDENCE:.0%} confidence intervals, given from {FEWEST} pairs or values on."
+        )
     intervals = (value for column in shown if column.ends for value in data[column.key])
-    caption.append(none_in_words(value for value in intervals if isinstance(value, Interval)))
+    footnotes.append(none_in_words(value for value in intervals if isinstance(value, Interval)))
     if "where" in data and len(data):
         parts = data["where"].astype(str).str.split(", ", expand=True).fillna("").add_prefix("_where_")
         measured = parts[data["where"].ne(published.PUBLISHED)]
         places = [str(place) for place in parts if len(set(measured[place])) > 1]
         if common := [parts[place].iloc[0] for place in parts if place not in places]:
-            caption.append(f"All: {', '.join(common)}.")
+            footnotes.append(f"Setting of all rows: {', '.join(common)}.")
         data = data.join(parts[places])
-        heads = [Column(place, "Where" if place == places[0] else "", place=True) for place in places]
+        heads = [Column(place, "Setting" if place == places[0] else "", place=True) for place in places]
         shown = [*heads, *shown]
-    sentences = " ".join(part.strip() for part in caption if part.strip())
-    table = Table(name, title, sentences, data, tuple(shown))
+    table = Table(name, title, caption, data, tuple(shown))
     cells = (cell for row in table.rows() for column, cell in zip(shown, row, strict=True) if column.numeric)
-    return replace(table, caption=sentences + caveats.footnotes(cells))
+    footnotes.append(caveats.footnotes(cells))
+    return replace(table, footnotes=" ".join(part.strip() for part in footnotes if part.strip()))
 
 
 CONFIGURATION: Final = Column("configuration", "Configuration")

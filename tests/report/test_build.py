@@ -203,7 +203,7 @@ def test_the_page_marks_trials_of_which_others_had_processors(tmp_path: Path) ->
     assert f"{rest[0].id} ‡" not in page["taken"]
     assert "‡" not in page["quiet"]
     assert "processors taken by others: at most 1.0% in a trial" in page["quiet"]
-    assert "processors taken by others: not on record" in page["unknown"]
+    assert "processors taken by others: not recorded" in page["unknown"]
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -226,7 +226,7 @@ def test_what_rows_share_stands_above_them_on_the_page(tmp_path: Path) -> None:
     assert sorted(place for _, place in groups) == expected
     assert {int(columns) for columns, _ in groups} == {len(heads)}
     assert section.count("<tbody>") == len(places)
-    assert "| Where |" in (tmp_path / "tables" / "summary.md").read_text()
+    assert "| Setting |" in (tmp_path / "tables" / "summary.md").read_text()
 
 
 @pytest.mark.long
@@ -362,8 +362,8 @@ def test_halved_ledgers_are_marked(tmp_path: Path) -> None:
         path.write_text(json.dumps(data))
     page = " ".join(_Page(build(tmp_path).read_text()).text.split())
     assert f"The ledger differs from the prediction in 1 trial: {bad.id}" in page
-    assert f"The interfaces did not send what the ledger holds in 1 trial: {bad.id}" in page
-    assert "Without digest: 4 of 4 records" in page
+    assert f"The interfaces did not count the bytes that the ledger holds in 1 trial: {bad.id}" in page
+    assert "4 of 4 records have no digest" in page
     checks = (tmp_path / "tables" / "checks.md").read_text()
     assert "1 of 2" in checks
     assert "2 of 2" in checks
@@ -380,10 +380,10 @@ def test_a_modelled_link_is_called_so(tmp_path: Path) -> None:
     assert "modelled link</title>" in text
     page = " ".join(_Page(text).text.split())
     assert "ranks, modelled 50 Mbit/s" in page
-    captions = text.count("<figcaption>") + text.count('<p class="caption">') - 1  # without "Emulated"'s
+    captions = text.count("<figcaption>") + text.count('<p class="caption footnotes">')
     assert captions > 5
     assert "Emulated: nodes are processes of one machine, and the link between them is modelled" in page
-    assert page.count("Modelled: of all trials the link between nodes was a pacer") == captions + 1
+    assert page.count("Modelled: in all trials the link between nodes was a pacer") == captions + 1
     for path in (tmp_path / "tables").glob("*.md"):
         assert "Modelled" in path.read_text()
 

@@ -41,10 +41,10 @@ def test_a_verdict_follows_from_the_interval(estimate: float, half: float, margi
         "same": 1 / (1 + margin) < ratio.low <= ratio.high < 1 + margin,
         "better": ratio.high < 1,
         "worse": ratio.low > 1,
-        "cannot tell": ratio.low <= 1.0 <= ratio.high,
+        "inconclusive": ratio.low <= 1.0 <= ratio.high,
     }
     assert means[judge(ratio, margin)]
-    assert judge(Interval(estimate, math.nan, math.nan, 3), margin) == "cannot tell"
+    assert judge(Interval(estimate, math.nan, math.nan, 3), margin) == "inconclusive"
 
 
 def test_what_got_slower_is_worse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,8 +67,8 @@ def test_what_got_slower_is_worse(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_too_few_pairs_are_not_judged(tmp_path: Path) -> None:
     """Five pairs have no interval, so nothing is worse, and the notes say why."""
     comparison = compare(folder(tmp_path / "a", 1.0, repeats=5), folder(tmp_path / "b", 1.5, repeats=5), 0.02)
-    assert set(comparison.table.data["verdict"]) == {"cannot tell"}
-    assert any("too few pairs cannot be told" in note for note in comparison.notes)
+    assert set(comparison.table.data["verdict"]) == {"inconclusive"}
+    assert any("too few pairs are inconclusive" in note for note in comparison.notes)
 
 
 def test_what_is_in_one_folder_only_is_said(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ PAGES: dict[str, tuple[Callable[[], list[Record]], str]] = {  # with the beginni
     ),
     "a rate without a configuration": (
         lambda: at_rates("25", "100", "400", without=("100", "zeropp")),
-        r"With 25 Mbit/s, ZeRO\+\+ is .* 2 differences; ",
+        r"With 25 Mbit/s, ZeRO\+\+ is .*; of 2 comparisons 2 are better\.",
     ),
     "a rate without a baseline": (
         lambda: at_rates("25", "100", without=("100", "zero3")), r"With 25 Mbit/s, ZeRO\+\+ is ",
@@ -166,7 +166,7 @@ def test_a_page_says_what_it_can(records: Callable[[], list[Record]], first: str
 REFUSED: dict[str, tuple[Callable[[], list[Record]], str]] = {
     "two machines in one sweep": (
         lambda: [changed(r, pool=pool) for r, pool in zip(runs(*BOTH), (POOL, "ffff0000") * 7, strict=True)],
-        r"records of 2 pools \(other machine or code, in one sweep\) are not drawn together",
+        r"records of 2 pools \(another machine or other code, in one sweep\) cannot be compared",
     ),
     "losses that are no numbers": (
         lambda: validated(lambda name, _: math.nan if name == "zeropp" else 2.0),
@@ -174,7 +174,7 @@ REFUSED: dict[str, tuple[Callable[[], list[Record]], str]] = {
     ),
     "steps without seconds": (
         lambda: [changed_steps(r, lambda _: {"total": 0.0}) for r in runs(*BOTH)],
-        r"record [0-9a-f]{12}: has a step of 0 s, of which no ratio can be formed; delete its file and run",
+        r"record [0-9a-f]{12} has a step of 0 s, so that no ratio can be computed; delete its file and run",
     ),
     "no timed steps": (
         lambda: [changed_steps(r, lambda _: {"warmup": True}) for r in runs(*BOTH)], "has no timed step",

@@ -90,9 +90,9 @@ def test_page(tmp_path: Path, subject: str) -> None:
 @pytest.mark.parametrize(
     ("subject", "texts"),
     [
-        ("codecs", ("GB/s: bytes moved / (10^9 * seconds)", "'carried error' adds")),
+        ("codecs", ("GB/s: bytes moved / (10^9 * seconds)", "'Carried error' adds")),
         ("collectives", ()),
-        ("overlap", ("At 1 everything is hidden",)),
+        ("overlap", ("At 1 all communication is hidden",)),
     ],
 )
 def test_a_terminal_shows_narrow_tables_and_how_to_read_them(subject: str, texts: tuple[str, ...]) -> None:
@@ -102,7 +102,7 @@ def test_a_terminal_shows_narrow_tables_and_how_to_read_them(subject: str, texts
     text = out.file.getvalue()  # type: ignore[attr-defined]
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 100
     printed = " ".join(text.split())
-    for part in ("ratios are formed inside a round", *texts):
+    for part in ("each ratio is formed within one round", *texts):
         assert part in printed
     assert ("GB/s:" in printed) == (subject == "codecs")
 

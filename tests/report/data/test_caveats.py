@@ -14,7 +14,7 @@ def test_the_sentence_names_what_is_emulated_and_its_latency() -> None:
     frames = frames_of([record_of(Trial(cluster=Cluster.model_validate({"rate": "50 Mbit/s"})))])
     sentence = caveats.emulated_by_trials(frames)
     assert "network namespaces of one machine" in sentence
-    assert "share one machine's processors" in sentence
+    assert "share the processors of one machine" in sentence
     assert "adds no latency" in sentence
     late = Trial(cluster=Cluster.model_validate({"rate": "50 Mbit/s", "latency": "2 ms"}))
     assert "adds 2 ms of latency one way" in caveats.emulated_by_trials(frames_of([record_of(late)]))
@@ -35,9 +35,11 @@ def test_a_real_network_and_one_node_have_no_sentence() -> None:
 
 
 def test_benchmarks_with_and_without_a_rate_are_told_apart() -> None:
-    """A link with a rate is of namespaces; without one nothing holds it; one node has none."""
+    """A link with a rate is of namespaces; without one is not limited to a rate it; one node has none."""
     shaped = overlap()
     bare = [s.model_copy(update={"names": s.names | {"rate_mbit": None}}) for s in shaped.samples]
     assert "namespaces" in caveats.emulated_by_benches([shaped])
-    assert "nothing holds" in caveats.emulated_by_benches([shaped.model_copy(update={"samples": bare})])
+    assert "is not limited to a rate" in caveats.emulated_by_benches(
+        [shaped.model_copy(update={"samples": bare})]
+    )
     assert not caveats.emulated_by_benches([collectives(), codecs()])

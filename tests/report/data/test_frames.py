@@ -96,7 +96,7 @@ def test_two_pools_are_refused_naming_what_differs() -> None:
     apart = [records[0], changed(records[1], sweep=1)]
     assert len(frames_of(apart).pools) == 2
     other = changed(apart[1], code={**apart[1].code, "source": "other"})
-    with pytest.raises(ReportError, match=r"2 pools \(other machine or code\) .*code.source"):
+    with pytest.raises(ReportError, match=r"2 pools \(another machine or other code\) .*code.source"):
         frames_of([apart[0], other])
 
 

@@ -146,7 +146,7 @@ def test_a_caption_says_of_whom_exposed_time_is_not_known() -> None:
     for strategies, unknown in ((("ddp", "exact", "zero3"), True), (("zero3", "zeropp"), False)):
         derived = derive(frames_of([record_of(Trial(strategy=strategy)) for strategy in strategies]))
         _, data, drawn = _drawn("step_split", derived)
-        assert ("For DDP it is not known: it is part of forward" in drawn.caption(data)) is unknown
+        assert ("The exposed communication of DDP is not known" in drawn.caption(data)) is unknown
 
 
 def test_links_of_different_rates_are_marked() -> None:

@@ -94,16 +94,16 @@ def test_bytes_without_a_ledger_are_those_of_the_interfaces() -> None:
     assert sent["DDP"].endswith(" *")
     assert float(sent["DDP"].removesuffix(" *")) > 0
     assert not any("*" in cell for name, cell in sent.items() if name != "DDP")
-    assert "*: counted by the interfaces of the nodes" in table.caption
+    assert "*: counted by the interfaces of the nodes" in table.description
 
 
 def test_short_names_are_explained() -> None:
     """The Summary's caption says what w and g are where a configuration's name has them, and only there."""
     trials = [Trial(strategy="zero3"), Trial(strategy="zeropp", policy=PolicyChanges(weights="int6:2048"))]
-    caption = all_tables.summary(derive(frames_of([record_of(trial) for trial in trials]))).caption
+    caption = all_tables.summary(derive(frames_of([record_of(trial) for trial in trials]))).description
     assert "In names w is the codec of weights." in caption
     assert "g is" not in caption
-    assert "In names" not in all_tables.summary(derive(frames_of(records_of("quickstart")))).caption
+    assert "In names" not in all_tables.summary(derive(frames_of(records_of("quickstart")))).description
 
 
 def test_both_speedups_are_printed_where_the_papers_baseline_ran() -> None:
@@ -121,10 +121,10 @@ def test_both_speedups_are_printed_where_the_papers_baseline_ran() -> None:
     printed = _printed(table)
     assert printed["flat ZeRO-3"]["over the paper's baseline"] == "1.00"
     assert re.fullmatch(r"[\d.]+ \([\d.]+ to [\d.]+\)", printed["ZeRO++"]["over the paper's baseline"])
-    assert "one ring sends" in table.caption
+    assert "one ring sends" in table.description
     alone = all_tables.summary(derive(frames_of(records_of("quickstart"))))
     assert not {column.title for column in alone.columns} & set(both)
-    assert "ring" not in alone.caption
+    assert "ring" not in alone.description
 
 
 def test_volume_is_in_units_of_one_gather() -> None:
@@ -169,8 +169,8 @@ def test_errors_of_codecs_that_were_tried_stand_by_block_and_are_one_configurati
     errors = [row.vnmse for row in tried if (row.purpose, row.codec) == ("weights", "int8:64")]
     row = table.data.set_index(["purpose", "kind"]).loc[("weights", "int8")]
     assert row["64"] == pytest.approx(float(np.median(errors)))
-    assert "ZeRO-2 (2x2 ranks" in table.caption
-    assert "Nothing of it is sent" in table.caption
+    assert "ZeRO-2 (2x2 ranks" in table.description
+    assert "nothing of this is sent" in table.description
 
 
 @pytest.mark.parametrize("suite", ["quickstart", "algorithms"])
@@ -229,8 +229,8 @@ def test_a_share_above_one_is_marked_and_explained() -> None:
             cell = _printed(table)["ZeRO-3"]["Allowed step/step"]
             assert cell.endswith(" §") is marked
             assert float(cell.removesuffix(" §")) == pytest.approx(derived.trials["share"].iloc[0], abs=0.005)
-            assert ("§: above 1" in table.caption) is marked
-            assert ("at a higher rate than the probe" in table.caption) is marked
+            assert ("§: above 1" in table.description) is marked
+            assert ("at a higher rate than the probe" in table.description) is marked
 
 
 def _at_two_rates_and_batches() -> list[Record]:
@@ -267,14 +267,14 @@ def test_tables_over_rates_bear_the_marks_of_the_summary(
     assert marked[column].endswith(" †")
     assert not [row for row in (plain, *published) if "†" in row[column]]
     for footnote in (caveats.FOOTNOTES[caveats.RATES], caveats.FOOTNOTES[caveats.TAKEN]):
-        assert footnote in table.caption
-        assert footnote in all_tables.summary(derived).caption
-    assert not {"†", "‡"} & set(maker(derive(frames_of(records_of("bandwidth", repeats=1)))).caption)
+        assert footnote in table.description
+        assert footnote in all_tables.summary(derived).description
+    assert not {"†", "‡"} & set(maker(derive(frames_of(records_of("bandwidth", repeats=1)))).description)
 
 
 @pytest.mark.parametrize(
     ("low", "high", "verdict"),
-    [(1.0, 1.2, "held"), (0.8, 0.99, "missed"), (0.9, 1.1, "cannot tell"), (0.8, 1.0, "cannot tell"),
+    [(1.0, 1.2, "reached"), (0.8, 0.99, "missed"), (0.9, 1.1, "inconclusive"), (0.8, 1.0, "inconclusive"),
      (math.nan, math.nan, wording.NOTHING)],
 )  # fmt: skip
 def test_parity_is_held_missed_or_cannot_be_told(low: float, high: float, verdict: str) -> None:
@@ -294,7 +294,7 @@ def test_bytes_of_much_padding_are_marked() -> None:
 def test_the_table_of_memory_prints_hpzs_copy_in_both_forms() -> None:
     """Of policies that keep one: as frames, which are what the engine held here, and in 16 bits."""
     table = all_tables.memory(derive(frames_of(records_of("quickstart", repeats=1))))
-    both = ["hpZ's copy as frames", "in 16 bits"]
+    both = ["hpZ's copy as received", "in 16 bits"]
     assert [column.title for column in table.columns if column.title in both] == both
     rows = table.data.set_index("configuration")
     assert rows.loc["ZeRO++", "copy_frames_mib"] == pytest.approx(rows.loc["ZeRO++", "engine_secondary_mib"])
@@ -311,7 +311,7 @@ def test_latex_is_a_bare_tabular_with_stacked_heads() -> None:
     tabular = latex.tabular(table)
     assert tabular.startswith("% Summary. Needs booktabs.")
     assert "\\begin{table}" not in tabular
-    assert table.caption[:40] not in tabular
+    assert table.description[:40] not in tabular
     assert r"\shortstack[r]{Speed{-}up\\over\\ZeRO{-}3}" in tabular or r"\shortstack[r]{Speed{-}up" in tabular
     assert tabular.count(r" \\") == 1 + len(table.data)
 

@@ -55,8 +55,8 @@ def test_without_gpus_there_is_no_table() -> None:
     [
         ([0] * 3, "n = 3: no interval; six are needed."),
         ([0, 1, 2] * 2, "3 sweeps: no interval; six are needed."),
-        ([0] * 6, "In brackets: 95% intervals"),
-        (list(range(6)), "In brackets: 95% intervals"),
+        ([0] * 6, "Parentheses: 95% confidence intervals"),
+        (list(range(6)), "Parentheses: 95% confidence intervals"),
     ],
 )
 def test_a_median_of_few_values_or_sweeps_says_that_it_has_no_interval(sweeps: list[int], says: str) -> None:
@@ -68,5 +68,5 @@ def test_a_median_of_few_values_or_sweeps_says_that_it_has_no_interval(sweeps: l
         for repeat, sweep in enumerate(sweeps)
     ]  # fmt: skip
     table = energy(derive(frames_of(records)))
-    assert says in table.caption
-    assert table.data["joules_per_token"].iloc[0].known == ("brackets" in says)
+    assert says in table.description
+    assert table.data["joules_per_token"].iloc[0].known == ("Parentheses" in says)

@@ -169,4 +169,4 @@ def test_losses_of_unequal_repeats_are_means_over_seeds() -> None:
         (settings,) = table.rows()
         titles = [column.title for column in table.columns]
         assert settings[titles.index("Validation loss, mean")] == "2.500"
-        assert "mean over seeds" in table.caption
+        assert "mean over seeds" in table.description

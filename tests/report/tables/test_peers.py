@@ -61,7 +61,7 @@ def test_the_same_transport_comes_first() -> None:
     assert list(table.index) == [
         *((name, "gloo alone") for name in ("DDP", "FSDP2", "ZeRO++")), ("ZeRO++", "shm, gloo")
     ]  # fmt: skip
-    assert "on the same footing" in peers(derive(frames_of([run("ddp", 1.0), run("zeropp", 1.0)]))).caption
+    assert "like with like" in peers(derive(frames_of([run("ddp", 1.0), run("zeropp", 1.0)]))).description
 
 
 def test_types_are_not_mixed() -> None:
@@ -89,4 +89,4 @@ def test_a_refusal_of_a_library_is_a_row_with_its_reason() -> None:
     (row,) = table.data.to_dict("records")
     assert (row["kind"], row["message"], row["by"]) == ("refused", failure.message, "deepspeed")
     assert row["configuration"] == "DeepSpeed (zero_quantized_weights True)"
-    assert "Refused by a peer's library" in table.caption
+    assert "Refused by a peer's library" in table.description
