@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "idle": (own.DoesNothing, UNKNOWN + "8 steps on small tensors changed nothing"),
     "raising": (own.Raises, UNKNOWN + "its steps on small tensors raised ValueError: no curvature was given"),
     "sparse": (optim.SparseAdam, UNKNOWN + "its steps on small tensors raised RuntimeError"),
-    "lock": (own.HasALock, UNKNOWN + "to copy it raised TypeError"),
+    "lock": (own.HasALock, UNKNOWN + "copying it raised TypeError"),
 }
 
 
@@ -244,7 +244,7 @@ def test_a_user_may_vouch_for_a_class(mesh: Mesh) -> None:
 
     zero = shard(net := model(), mesh=mesh, policy=EXACT)
     update(Vouched(zero.param_groups()), net(batch(0, mesh.rank)))
-    with pytest.raises(ZeroError, match=r"say so by impl\.zero\.elementwise\(Derived\)"):
+    with pytest.raises(ZeroError, match=r"declare this with impl\.zero\.elementwise\(Derived\)"):
         update(Derived(zero.param_groups()), net(batch(0, mesh.rank)))
     ELEMENTWISE.discard(Vouched)
 

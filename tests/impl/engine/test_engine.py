@@ -146,7 +146,7 @@ Misuse = Callable[[Any, Zero], object]
 OUTSIDE = "is used outside of a forward pass, where its values are sharded"
 TABLE = r"param_groups\(options=\.\.\.\): expected a table"
 MISUSE: list[tuple[str, Misuse]] = [
-    ("a forward pass after a backward pass that failed: call",
+    ("a forward pass follows a backward pass that failed and was not ended: call",
      lambda net, _: _after_a_failed_pass(net, lambda: net(data(1, 0)))),
     (r"optimizer.step\(\) after a backward pass that failed: call",
      lambda net, zero: _after_a_failed_pass(net, sgd(zero.param_groups()).step)),
@@ -157,9 +157,9 @@ MISUSE: list[tuple[str, Misuse]] = [
     (r"construct it with Zero.param_groups\(\)",
      lambda net, _: update(torch.optim.AdamW(net.parameters()), net(data(0, 0)))),
     ("changed between its forward and its backward pass", _steps_between),
-    ("gradients of gradients are not supported", _asks_for_second_derivatives),
+    ("asks for gradients of gradients, which a sharded model does not support", _asks_for_second_derivatives),
     ("parameter 'head.weight' was trained when the model was sharded and is now frozen", _freezes_later),
-    (OUTSIDE + ": compute a loss with it inside zero.unsharded.*GatheredParameters, from which no gradient",
+    (OUTSIDE + ": to compute a loss with it, do so inside zero.unsharded.*use GatheredParameters",
      lambda net, _: net.head.weight + 1),
     (OUTSIDE, lambda net, _: torch.exp(net.head(net.middle(torch.ones(2, WIDTH))))),  # past its own forward
     (r"deepcopy\(\) of a sharded model", lambda net, _: copy.deepcopy(net)),

@@ -153,11 +153,11 @@ def test_what_is_attached_after_sharding_is_refused_at_the_next_pass(mesh: Mesh)
     net.blocks[0].act = nn.Tanh()
     net(batch(0, 0))
     net.blocks[0].act = nn.Linear(2, 2)
-    with pytest.raises(ZeroError, match=r"'blocks\.0\.act\.weight' came to the model after"):
+    with pytest.raises(ZeroError, match=r"'blocks\.0\.act\.weight' was added to the model after"):
         net(batch(0, 0))
     net.blocks[0].act = nn.Tanh()
     net.head.extra = nn.Parameter(torch.zeros(2))
-    with pytest.raises(ZeroError, match=r"'head\.extra' came to the model after"):
+    with pytest.raises(ZeroError, match=r"'head\.extra' was added to the model after"):
         net(batch(0, 0))
     del net.head.extra
     net(batch(0, 0))

@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "int8 codes": (NAME, NEW.to(torch.int8), "is int8, expected float32: convert it first"),
     "large integers": (NAME, NEW.long() + (1 << 30), "is int64, expected float32: convert it first"),
     "bools": (NAME, NEW > 1, "is bool, expected float32"),
-    "complex": (NAME, NEW * 1j, "is torch.complex64, and the model's is real: load value.real"),
+    "complex": (NAME, NEW * 1j, "is torch.complex64, but the model's tensor is real: load value.real"),
     "meta": (NAME, NEW.to("meta"), "is on the meta device, expected a dense tensor with values"),
     "sparse": (NAME, NEW.to_sparse(), "is sparse_coo, expected a dense tensor with values"),
     "numpy": (NAME, NEW.numpy(), "is a ndarray, expected a tensor"),
@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "a buffer of large integers": ("scale", torch.tensor((1 << 24) + 1), "is int64, expected float32"),
     "a rounded buffer": ("count", torch.tensor([2.5]), "is float32, expected int64: convert it first"),
     "a buffer of NaN": ("count", torch.tensor([torch.nan]), "is float32, expected int64"),
-    "a complex buffer": ("scale", torch.tensor(1j), "is torch.complex64, and the model's"),
+    "a complex buffer": ("scale", torch.tensor(1j), "is torch.complex64, but the model's"),
     "a buffer beyond fp32": ("scale", torch.tensor(1e300, dtype=torch.float64), "overflow fp32, .*: 'scale'"),
 }
 
@@ -107,7 +107,7 @@ def test_tied_parameters_must_have_one_value(mesh: Mesh) -> None:
     before = zero.full_state_dict()
     apart = {**before, "head.weight": before["head.weight"] + 1}
     for load in (zero.load_full_state_dict, net.load_state_dict):
-        with pytest.raises(ZeroError, match=r"'embed.weight' differs from 'head.weight', which the mod"):
+        with pytest.raises(ZeroError, match=r"'embed.weight' differs from 'head.weight', but the model ties"):
             load(apart)
     assert torch.equal(zero.full_state_dict()["embed.weight"], before["embed.weight"])
     nan = torch.full((16, 16), torch.nan)
@@ -134,8 +134,8 @@ def _replaces_a_module(net: Any) -> None:
     ("change", "message"),
     [
         (_replaces, "'head.weight' was replaced by another object in its module after the model was sharded"),
-        (_adds, "'adapter.weight' came to the model after it was sharded"),
-        (_replaces_a_module, "'head.weight' came to the model after it was sharded"),
+        (_adds, "'adapter.weight' was added to the model after it was sharded"),
+        (_replaces_a_module, "'head.weight' was added to the model after it was sharded"),
     ],
 )
 @each_rank(1, 2)
