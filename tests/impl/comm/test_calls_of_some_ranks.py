@@ -171,7 +171,7 @@ def check(
     """Run the case, and check that each caller's error, and the others', name the call and ranks."""
     texts = _texts((call, callers, others_do, transport), world)
     others = [rank for rank in range(world) if rank not in callers]
-    line = f"all ranks must call {call}: {_words(callers)} did, no call came from {_words(others)}"
+    line = f"all ranks must call {call}: {_words(callers)} did, {_words(others)} did not"
     for rank in callers:
         first, *rest = texts[rank].splitlines()
         # Shared memory shows at once that the ranks' messages differ.
@@ -217,7 +217,7 @@ def test_a_rank_lost_in_a_call_has_made_it() -> None:
     """Where the call's first exchange arrived, no rank is said not to have called."""
     (text,) = _texts(("grad_norm() twice", [0], "exit after the first", "backend"), 2).values()
     assert "for step control in twice()" in text.splitlines()[0]
-    assert "rank 1: said nothing" in text
+    assert "rank 1: did not report" in text
     assert "all ranks must call" not in text
 
 

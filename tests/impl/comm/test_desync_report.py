@@ -108,7 +108,7 @@ def test_what_each_rank_does_is_told_apart(transport: str, tmp_path: Path) -> No
     given_up = f"gave up waiting for exchange 2, {GATHER} (5 ranks) for forward weights b"
     assert _said_of("rank 0", text) == given_up
     assert _said_of("rank 3", text) == "closed its wire after 1 exchanges"
-    assert _said_of("ranks 1, 2 and 4", text) == "said nothing for 5 s: it computes, has exited, or is lost"
+    assert _said_of("ranks 1, 2 and 4", text) == "did not report within 5 s: computing, exited, or lost"
 
 
 def _late(mesh: Mesh, _: None) -> str:
@@ -158,5 +158,5 @@ def test_what_ranks_say_survives_the_store_and_is_told_of_those_alike_together()
     dogs[1]._store = gone
     assert str(dogs[1].error("could not go on", "why")).splitlines() == [
         "rank 1 could not go on: why",
-        "the other ranks cannot be asked, their store is lost (closed)",
+        "the other ranks' reports are missing, because their store is lost (closed)",
     ]

@@ -122,7 +122,7 @@ def test_contexts_nest_and_overlap_by_parameter(mesh: Mesh) -> None:
         inner.__enter__()
         weight(net).fill_(1.0 + mesh.rank)
         bias.fill_(1.0 + mesh.rank)
-        with pytest.raises(ZeroError, match="inside another one of it"):
+        with pytest.raises(ZeroError, match="inside another GatheredParameters of this parameter"):
             GatheredParameters([net.get_parameter("head.bias"), bias]).__enter__()
     inner.__exit__(None, None, None)
     state = zero.full_state_dict()
@@ -195,7 +195,7 @@ def test_a_parameter_taken_before_sharding_is_refused(mesh: Mesh) -> None:
 def test_a_backward_pass_to_gathered_parameters_is_an_error(mesh: Mesh) -> None:
     """No optimizer would see the gradient: it is not lost in silence."""
     net, _ = made(mesh, EXACT)
-    lost = pytest.raises(ZeroError, match=f"'{NAME}' under GatheredParameters, which no optimizer")
+    lost = pytest.raises(ZeroError, match=f"'{NAME}' under GatheredParameters, whose gradient no optimizer")
     with lost, GatheredParameters(weight(net)):
         weight(net).square().sum().backward()
     net(batch(0, mesh.rank)).backward()
@@ -221,7 +221,7 @@ def test_a_loss_of_gathered_parameters_is_refused_later_too(mesh: Mesh, stage: S
         with GatheredParameters(weight(net)):
             loss = loss + penalty(weight(net))
         with pytest.raises(
-            ZeroError, match=rf"'{NAME}' that GatheredParameters showed .* zero.unsharded\(\)"
+            ZeroError, match=rf"'{NAME}' that GatheredParameters showed, .* zero.unsharded\(\)"
         ):
             (loss if first else loss + net(batch(0, mesh.rank))).backward()
         zero.drop_gradients()
@@ -490,5 +490,5 @@ def test_other_arguments_are_refused_in_one_line(mesh: Mesh) -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     shard(net, mesh=mesh, policy=preset("exact", memory=MemoryLimits(max_padding=1e9)))
     for listed in (net, None, dict(net.named_parameters()), ["0.weight"], "0.weight"):
-        with pytest.raises(ZeroError, match="expected parameters, as"):
+        with pytest.raises(ZeroError, match="expected parameters, such as"):
             GatheredParameters(listed)
