@@ -70,7 +70,7 @@ class CollectiveLog:
 
 
 def parting(histories: Mapping[int, Iterable[Step]]) -> str | None:
-    """Return a sentence on the first exchange in which the ranks' ``histories`` differ; None if there is none."""
+    """Describe the first exchange in which the ranks' ``histories`` differ, in a sentence; None if none does."""
     # number of the exchange -> its description -> the ranks that opened it
     opened: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, steps in sorted(histories.items()):

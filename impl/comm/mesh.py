@@ -157,7 +157,10 @@ class Mesh:
         return found if found is None or self.members is None else PrefixStore(self._prefix, found)
 
     def claim(self, name: str) -> str | None:
-        """Claim ``name`` for this mesh in the job; returns the ranks of the mesh that has claimed it already."""
+        """Claim ``name`` for this mesh, so that no mesh over other ranks of the job uses it.
+
+        Returns None, or, if another mesh has claimed the name before, that mesh's ranks as text.
+        """
         if not dist.is_initialized():
             return None
         mine = f"global {ranks_in_words(self.global_ranks)}"

@@ -242,7 +242,7 @@ class Reduction:
         return exchange
 
     def _send_on(self, hop: int, index: int) -> Exchange:
-        """Sum a chunk's messages of the hop before, encode the sum, and post it on ``hop``."""
+        """Sum the messages that a chunk has received on the previous hop, encode the sum, and post it on ``hop``."""
         received, observer = self._under_way[index], self._observer
         (_, before), (axis, codec) = self.hops[hop - 1 : hop + 1]
         (start, end), rest = self.chunks[index], self.sizes[hop:]

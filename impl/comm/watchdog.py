@@ -97,7 +97,7 @@ class Watchdog:
             else:
                 messages = receive()
                 self._waited += time.perf_counter() - begin
-        except SharedMemoryError:  # its message needs no addition
+        except SharedMemoryError:  # its message is complete already
             raise
         except (RuntimeError, TimeoutError) as error:
             raise self.error(f"could not finish {label(step)}", error, step) from error

@@ -180,7 +180,7 @@ class Wire:
             self._watchdog.paused = False
 
     def join(self, arrival: Arrival) -> None:
-        """Make the computation wait for work on a side stream; the wait counts as exposed."""
+        """Make the computation wait for ``arrival``, the end of work on a side stream; the wait is exposed."""
         with self._watchdog.stalling():
             arrival.join()
 

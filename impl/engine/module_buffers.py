@@ -200,7 +200,7 @@ def _words(shape: torch.Size, dtype: torch.dtype, layout: torch.layout, kind: ty
 def check(buffers: Mapping[str, Tensor]) -> None:
     """Raise a ZeroError for a buffer that is sparse, quantised, a wrapper class or on the meta device.
 
-    Ranks can only make buffers equal whose values lie in memory of their own.
+    Only a buffer with its values in memory of its own can be made equal on all ranks.
     """
     for name, words in in_words(buffers).items():
         if not memory_of(buffers[name]) or buffers[name].is_quantized:

@@ -35,7 +35,7 @@ class _Lost:
     name: str
     numel: int
     overflowed: int  # number of finite values beyond the type's largest value
-    largest: float  # the one of these with the largest magnitude; 0 if there is none
+    largest: float  # the overflowed value with the largest magnitude; 0 if none overflowed
     vanished: int  # number of values that were not 0 and became 0
     not_finite: int  # number of values that were infinite or NaN before the cast
 

@@ -192,7 +192,10 @@ class SavedTensors:
         self.calls[-1], self._users = self._users, top
 
     def _hears(self, top: _Hooks | None) -> bool:
-        """Return whether these hooks are called: they are on top, or below those of other engines only."""
+        """Return whether tensors reach these hooks, given the hooks on ``top`` of torch's stack.
+
+        They do if these hooks are on top, or if only hooks of other engines hide them, since those pass tensors on.
+        """
         while top is not None:
             owner = getattr(top[0], "__self__", None)
             if owner is self:

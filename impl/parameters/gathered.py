@@ -137,7 +137,7 @@ class GatheredParameters:
 
 
 class _Place(abc.ABC):
-    """Where one parameter's values come from, and where new values go."""
+    """One parameter of the context: gathers and shows its values, and writes new values back."""
 
     shown: Tensor  # the parameter that modules hold in the context, with its whole values
     left = False  # whether the context has been left
@@ -217,7 +217,7 @@ class _Place(abc.ABC):
 
 
 class _Sharded(_Place):
-    """The place of a parameter of a sharded model."""
+    """A parameter of a sharded model, whose values come from the masters and go back to them."""
 
     _resize = "resize it before shard(), or load full_state_dict(), with this entry resized, into a new model"
 
@@ -261,7 +261,7 @@ class _Sharded(_Place):
 
 
 class _BeforeSharding(_Place):
-    """The place of a parameter without an engine: one that Init has cut, or will cut and is whole on each rank."""
+    """A parameter of a model that is not sharded yet: Init has cut it, or it is still whole on each rank."""
 
     _resize = "replace the parameter in its module instead of its data, before shard()"
 
@@ -318,7 +318,7 @@ class _BeforeSharding(_Place):
 
 
 def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:
-    """Return the place of each parameter; plain parameters outside of Init are left out."""
+    """Return a :class:`_Place` for each parameter; plain parameters outside of Init are left out."""
     init = active()
     places: list[_Place] = []
     for parameter in parameters:

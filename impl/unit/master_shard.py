@@ -226,7 +226,7 @@ class MasterShard:
                 )
 
     def mark(self) -> None:
-        """Take sums of the shard's bits, because a copy is made that later passes may reuse."""
+        """Take sums of the shard's bits, for :meth:`check_unwritten`, when a copy of the shard is made."""
         version = self.version
         if self._sums is None or self._sums[0] != version:
             self._sums = version, sums_of_bits(self.held)
