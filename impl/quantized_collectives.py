@@ -213,7 +213,9 @@ def _flat(x: Tensor, mesh: Mesh) -> Tensor:
     """Return the values of ``x`` as (numel,), row-major and contiguous; copies them only if they are not."""
     _check_plain("x", x, mesh)
     if x.dtype not in NAMES:
-        raise ValueError(f"quantised collectives take {', '.join(NAMES.values())}, got {x.dtype}")
+        raise ValueError(
+            f"quantised collectives take {', '.join(NAMES.values())}, got {x.dtype}: convert x first"
+        )
     # Kernels read memory, and do not know of torch's bit that marks a view as negated.
     return x.detach().resolve_neg().contiguous().view(-1)
 

@@ -130,7 +130,8 @@ def shard(
         if id(parameter) not in unit_of:
             raise ZeroError(
                 f"an external parameter of shape {tuple(parameter.shape)} is registered for "
-                f"{type(module).__name__}, but is not a parameter of the model"
+                f"{type(module).__name__}, but is not a parameter of the model: register one that a module of the "
+                "model holds"
             )
         register(module, unit_of[id(parameter)])
     return zero

@@ -138,7 +138,7 @@ class Buffers:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Return a buffer from :meth:`take`, so that it is used again."""
+        """Take back a buffer that :meth:`take` has returned, to use it again."""
         event = torch.cuda.current_stream(self._device).record_event() if self._streams else None
         self._free[buffer.numel()].append((buffer, event))
 

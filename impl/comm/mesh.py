@@ -101,7 +101,8 @@ class Mesh:
             kind, topology = "cuda" if backend == "nccl" else "cpu", topology or _placed(members)
         if len(members) != topology.world:
             raise MeshError(
-                f"topology {topology} needs {topology.world} ranks, the process group has {len(members)}"
+                f"topology {topology} needs {topology.world} ranks, the process group has {len(members)}: pass a "
+                "topology of as many ranks as the group has"
             )
         if device is None:
             device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
@@ -258,7 +259,9 @@ def _ranks_of(device_mesh: DeviceMesh) -> tuple[int, ...]:
                 "pass its data parallel dimensions, such as device_mesh['dp']"
             )
     if (rank := dist.get_rank()) not in (ranks := tuple(device_mesh.mesh.flatten().tolist())):
-        raise MeshError(f"global rank {rank} is not in the device mesh of {ranks_in_words(ranks)}")
+        raise MeshError(
+            f"global rank {rank} is not in the device mesh of {ranks_in_words(ranks)}: call this on these ranks alone"
+        )
     return ranks
 
 

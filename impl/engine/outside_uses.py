@@ -83,7 +83,7 @@ def weights_in(units: Sequence[Unit]) -> Special:
 
 
 def _gathered_again(unit: Unit, view: View, version: Version) -> Tensor:
-    """Return the view of the unit's weights, gathering them if need be.
+    """Return a view of the unit's weights that autograd has saved, gathering the weights if need be.
 
     Raises:
         ZeroError: if the weights are no longer of this ``version``.

@@ -99,7 +99,10 @@ class _Values(ABC):
 
 
 class Weights(_Values):
-    """A parameter's weights, read from the masters; frozen weights that are held as codes are decoded."""
+    """A parameter's weights, read from the masters and written to them.
+
+    Frozen weights that are held as codes are decoded and encoded again.
+    """
 
     def _get(self) -> Tensor:
         return self._unit.master_shard.master[self._local].detach()

@@ -1,8 +1,8 @@
 """Handles external parameters, which a module uses although another module holds them.
 
 Most need no call: a parameter that is used in a pass while its unit is sharded is gathered then, and stays to the
-end of the forward pass.  Registering it has its unit gathered before the module that uses it runs, and resharded
-right afterwards.
+end of the forward pass.  If a parameter is registered, its unit is gathered before the module that uses it runs, and
+resharded right afterwards.
 """
 
 from __future__ import annotations

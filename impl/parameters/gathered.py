@@ -238,7 +238,7 @@ class _Sharded(_Place):
                     return self._refused(f"{change}, {shapes}", self._resize)
                 return self._refused(change, "write its values instead")
         if _layout(member.placeholder) == _layout(self._memory):
-            # The user may hold the unit's other leaf since a pass, and have assigned its data.
+            # The user may have taken the parameter's other leaf in a pass, and have assigned its data.
             self.shown = member.parameter
         return super().reason()
 
