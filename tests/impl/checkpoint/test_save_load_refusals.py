@@ -136,7 +136,7 @@ def _nothing(_: Run) -> None:
         (_passed, None, "save\\(\\) with gradients that no optimizer has used, of \\d+ masters"),
         (_of_others, None, "optimizer 0 holds what is no master of this engine"),
         (_factored, None, "state 'factor' has 3 elements for a master of"),
-        (_attached, None, "rank 1: parameter 'adapter.weight' came to the model after it was sharded"),
+        (_attached, None, "rank 1: parameter 'adapter.weight' was added to the model after it was sharded"),
         (_nothing, lambda _: {"keep": 0}, "keep = 0: expected 1 or more"),
     ],
 )  # fmt: skip
