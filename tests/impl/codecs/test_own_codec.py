@@ -156,7 +156,7 @@ def test_what_cannot_carry_is_refused(mesh: Mesh) -> None:
         shard(model(), mesh=mesh, policy=preset("zero3", weights=user_codec(OnGpu)))
     codec, scale = user_codec(Sixteenths), LossScale(initial=8.0)
     scaled = preset("zero3", compute="fp16", loss_scale=scale, weights=codec)
-    with pytest.raises(PolicyError, match="Sixteenths does not promise 'nonfinite'"):
+    with pytest.raises(PolicyError, match="Sixteenths does not promise the law 'nonfinite'"):
         scaled.check(Topology(1, 2))
     for text, message in (
         ("no_such_module:Codec", "cannot import 'no_such_module'"),
