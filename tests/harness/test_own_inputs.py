@@ -292,7 +292,7 @@ CODECS = {
     "mine:No": "mine:No: mine has no 'No'",
     "mine:Uncounted": "KeyError: ",
     "mine:Halves": "add fp32, the type of master shards",
-    "mine:Shrinking": "and made them",
+    "mine:Shrinking": "changed the shapes of its tensors",
     "mine:Elsewhere": "expected any, cpu, cuda",
     "mine:OnGpu": "mine:OnGpu is for cuda, and the tensors are on cpu",
 }

@@ -114,7 +114,7 @@ def test_threads_code_at_once(backend: Backend, text: str) -> None:
 REFUSED = {
     "fp64": ((2, 8), torch.float64, r"fp32, bf16 or fp16, got \(2, 8\) torch.float64"),
     "int64": ((2, 8), torch.int64, r"fp32, bf16 or fp16, got \(2, 8\) torch.int64"),
-    "a scalar": ((), torch.float32, r"elements are rows of fp32, bf16 or fp16, got \(\)"),
+    "a scalar": ((), torch.float32, r"expected elements \(..., S\) in fp32, bf16 or fp16, got \(\)"),
     "other rows": ((3, 8), torch.float32, r"\(3, 8\) elements need frames"),
 }
 
@@ -137,7 +137,7 @@ def test_all_backends_refuse_alike(
             kernels.encode(codec, x, frames)
         with pytest.raises(ValueError, match=message):
             kernels.decode(codec, frames, x)
-        with pytest.raises(ValueError, match=r"a sum is fp32, got torch.bfloat16"):
+        with pytest.raises(ValueError, match=r"sums are written as fp32, got a tensor of torch.bfloat16"):
             kernels.decode_sum(codec, many, torch.zeros(2, 8, dtype=torch.bfloat16))
 
 
@@ -157,7 +157,7 @@ def test_what_no_kernel_can_do_is_refused(backend: Backend) -> None:
             with pytest.raises(ValueError, match=r"rounds stochastically: \(16, 32\) elements need noise"):
                 kernels.encode(parse("int8:8:stochastic"), x, frames, noise=noise)
     many = torch.zeros(*[2] * 10, 8).permute(1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 10)
-    with pytest.raises(ValueError, match=r"the C\+\+ kernels take 8"):
+    with pytest.raises(ValueError, match=r"the C\+\+ kernels take at most 8"):
         backend.kernels.encode(codec, many, torch.zeros(*many.shape[:-1], 32, dtype=torch.uint8))
 
 

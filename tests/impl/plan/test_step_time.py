@@ -64,7 +64,7 @@ def test_what_was_not_measured_is_called_transferred() -> None:
         ({"efficiency": 1.1}, "efficiency"),
         ({"efficiency": 0.0}, "efficiency"),
         ({"most": math.inf}, "most"),
-        ({"fixed": 0.0, "per_token": 0.0}, "nothing takes time"),
+        ({"fixed": 0.0, "per_token": 0.0}, "no step would take time"),
     ],
 )
 def test_a_machine_that_cannot_be_is_refused(changed: dict[str, float], named: str) -> None:
