@@ -77,8 +77,11 @@ def test_a_link_or_transport_that_cannot_be_is_refused(cluster: dict[str, Any], 
         (_FSDP2 | {"policy": {"secondary": 2}}, "secondary = 2 inside fsdp2: it gathers anew in backward"),
         (_FSDP2 | {"policy": {"feedback": "classic"}}, "feedback = classic inside fsdp2"),
         (_FSDP2 | {"cluster": {"device": "cuda"}}, "expected 'cpu'"),
-        (_DDP | {"policy": {"weights": "int8:64"}}, "weights = int8:64 inside ddp: it keeps whole weights"),
-        (_DDP | {"policy": {"gradients": "int4:64:stochastic"}}, "stochastic inside ddp: it tells no steps"),
+        (_DDP | {"policy": {"weights": "int8:64"}}, "weights = int8:64 inside ddp: DDP keeps whole weights"),
+        (
+            _DDP | {"policy": {"gradients": "int4:64:stochastic"}},
+            "stochastic inside ddp: stochastic rounding needs",
+        ),
         (_DDP | {"policy": {"gather": "flat"}}, "gather = flat inside ddp"),
     ],
 )

@@ -218,7 +218,7 @@ def test_hosts_over_some_of_the_ranks(mesh: Mesh) -> None:
         model = wrapped(host, net(), (), halves["tp"])
         kind: Any = InFSDP2 if host == "fsdp2" else InDDP
         ranks = ", ".join(map(str, part.global_ranks))
-        with pytest.raises(HostError, match=f"{host} is over global ranks ., ., the wire over {ranks}: give"):
+        with pytest.raises(HostError, match=f"{host} runs on global ranks ., ., the wire on {ranks}: give"):
             kind(model, Wire(part), EXACT[host])
 
 
@@ -280,7 +280,7 @@ def test_what_a_host_refuses_when_it_runs(mesh: Mesh) -> None:
     wire = Wire(mesh)
     scalar = nn.Linear(2, 2)
     scalar.gain = nn.Parameter(torch.tensor(1.0))
-    with refused("FSDP2 cannot cut parameter 'gain'"):
+    with refused("FSDP2 cannot shard parameter 'gain'"):
         fsdp2_groups(scalar, [], mesh.topology)
     with refused("Net is not sharded"):
         InFSDP2(net(), wire, EXACT["fsdp2"])
@@ -300,5 +300,5 @@ def test_what_a_host_refuses_when_it_runs(mesh: Mesh) -> None:
         ddp(inputs(0, mesh.rank)).backward()
     ddp = wrapped("ddp", nn.Embedding(4, 2, sparse=True), ())
     kept = InDDP(ddp, wire, EXACT["ddp"])
-    with refused("DDP brings sparse gradients"):
+    with refused("gradients in DDP are sparse"):
         ddp(torch.tensor(kept.wire.mesh.rank)).sum().backward()
