@@ -111,7 +111,7 @@ def test_a_module_larger_than_may_be_live_is_gathered_whole(
         file = tmp_path / f"{most}.config"
         file.write_text(json.dumps({"zero_optimization": keys}), encoding="utf-8")
         text = output(capfd, *TOY, "--max-padding", "9", "--steps", "2", "--deepspeed_config", str(file))
-        said = rf"_live_parameters = {most}: changed: unit '\S+' cannot be cut: [\d,]+ elements are gathered"
+        said = rf"_live_parameters = {most}: changed: unit '\S+' cannot be cut, so its [\d,]+ elements are gathered"
         assert bool(re.search(said, text)) == (most == 3000)
         trained.append(losses(text))
     assert len(trained[0]) == 2

@@ -296,7 +296,7 @@ def test_what_a_host_refuses_when_it_runs(mesh: Mesh) -> None:
         pairs(inputs(0, mesh.rank))
     ddp = wrapped("ddp", net(), ())
     InDDP(ddp, wire, EXACT["ddp"])
-    with refused("the InDDP of its model is gone"):
+    with refused("the InDDP of its model was deleted"):
         ddp(inputs(0, mesh.rank)).backward()
     ddp = wrapped("ddp", nn.Embedding(4, 2, sparse=True), ())
     kept = InDDP(ddp, wire, EXACT["ddp"])

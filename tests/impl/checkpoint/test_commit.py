@@ -49,7 +49,9 @@ def test_what_cannot_be_removed_is_said(
         commit(begin(tmp_path), EMPTY.text())
     monkeypatch.setattr(os, "rename", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
     thin(tmp_path, 1)
-    assert "checkpoint-000001: older than the 1 to be kept, and stays: Permission denied" in caplog.text
+    assert (
+        "checkpoint-000001: older than the newest 1, but cannot be removed: Permission denied" in caplog.text
+    )
 
 
 def test_a_disk_that_is_full_at_the_manifest_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

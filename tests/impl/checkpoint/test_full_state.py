@@ -64,7 +64,7 @@ def test_an_export_that_cannot_be_is_one_line(tmp_path: Path) -> None:
     on_threads(Topology(1, 1), _saved, tmp_path / "run", ZEROPP, TIED)
     (tmp_path / "there").touch()
     for folder, path, message in [
-        ("run", "there", "there: is there already"),
+        ("run", "there", "there: exists already"),
         ("run", "no/out", "No such file"),
         (".", "out", "no checkpoint in it"),
     ]:

@@ -109,8 +109,8 @@ class Pair(NamedTuple):
         ({"p": Pair()}, r"extra\['p'\]: Pair cannot"),
         ({"f": len}, r"extra\['f'\]: builtin_function_or_method cannot"),
         ({frozenset(): 1}, r"extra: key frozenset\(\): frozenset cannot"),
-        ({torch.tensor(1): 1}, r"extra: key tensor\(1\) cannot be written as JSON: a tensor is no key"),
-        ({(1, torch.tensor(1)): 1}, r"extra: key tensor\(1\) .* a tensor is no key"),
+        ({torch.tensor(1): 1}, r"extra: key tensor\(1\) cannot be saved: use numbers or text"),
+        ({(1, torch.tensor(1)): 1}, r"extra: key tensor\(1\) cannot be saved"),
     ],
 )
 def test_what_has_no_json_is_refused_by_its_place(value: Any, message: str) -> None:

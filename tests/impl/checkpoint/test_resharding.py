@@ -63,7 +63,7 @@ def test_what_is_left_is_said(tmp_path: Path) -> None:
     other = replace(policy, loss_scale=None)
     (dropped,) = set(on_threads(Topology(1, 2), _passed_on, tmp_path, other, NET, True))
     assert dropped == (
-        "loss scale LossScale(initial=8.0, window=1000, least=1.0): here None",
-        "state of feedback: it was saved with topology 2x2, here 1x2",
-        "random states of 4 ranks: here 2",
+        "loss scale: saved with LossScale(initial=8.0, window=1000, least=1.0), here None",
+        "state of feedback: saved with topology 2x2, here 1x2",
+        "random states: saved by 4 ranks, here 2",
     )

@@ -61,7 +61,9 @@ def test_libraries_belong_to_the_users_caches(
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the compilers that were looked for."""
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    with pytest.raises(build.BuildError, match=r"no C\+\+ compiler installed: looked for c\+\+, g\+\+"):
+    with pytest.raises(
+        build.BuildError, match=r"no C\+\+ compiler is installed: install one of c\+\+, g\+\+"
+    ):
         build.library(tmp_path)
 
 

@@ -114,9 +114,9 @@ def test_zeropp_tutorial() -> None:
     assert policy.memory.reduce_bucket == 10_000_000
     assert finding_of(on_64, "zero_hpz_partition_size").kind == "honoured"
     assert (on_4.policy.secondary, alone.policy.secondary) == (4, 0)
-    text = "the hpZ group became all 4 ranks, which span 2 nodes: then hpZ saves no traffic between nodes"
+    text = "the hpZ group is all 4 ranks, which span 2 nodes, so hpZ saves no traffic between nodes"
     assert finding_of(on_4, key := "zero_hpz_partition_size") == Finding(f"{ZERO}.{key}", 16, "changed", text)
-    assert finding_of(on_a_node, "zero_hpz_partition_size").text == "the hpZ group became all 4 ranks"
+    assert finding_of(on_a_node, "zero_hpz_partition_size").text == "the hpZ group is all 4 ranks"
 
 
 @pytest.mark.parametrize("name", SNIPPETS)
@@ -398,7 +398,7 @@ def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None
         (zero(zero_quantized_gradients=True) | {"gradient_predivide_factor": 2.0}, "2.0: expected 1"),
         (
             dict.fromkeys(SIZES, 2),
-            "train_batch_size = 2: contradicts train_micro_batch_size.* = 2.* 4 ranks make 16",
+            "train_batch_size = 2: contradicts train_micro_batch_size.* = 2.* 4 ranks, which make 16",
         ),
         ({"optimizer": {"type": "Lamb"}}, 'optimizer.type = "Lamb": expected one of Adam, AdamW'),
         ({"scheduler": {"type": "OneCycle", "params": {}}}, "scheduler.*one of WarmupLR, "),
