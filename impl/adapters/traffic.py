@@ -42,7 +42,7 @@ _OPEN: Final[dict[Host, tuple[str, ...]]] = {
 }
 _WHY: Final = {
     "weights": "DDP keeps whole weights and gathers none",
-    "secondary": "FSDP2 and DDP have no place for a second copy of the weights",
+    "secondary": "FSDP2 gathers anew in backward and keeps no secondary copy",
     "feedback": "FSDP2 and DDP do not tell collectives when a step ends, which error feedback needs",
 }
 

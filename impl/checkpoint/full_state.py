@@ -68,7 +68,7 @@ def export(
                 yield name, value
         if not allow_overflow and (overflow := narrowing.overflow()) is not None:
             raise CheckpointError(
-                f"{path}: {overflow}: export in a wider type, or pass --allow-overflow (allow_overflow=True)"
+                f"{path}: {overflow}; export in a wider type, or pass --allow-overflow (allow_overflow=True)"
             )
 
     unfinished = path.with_name(f".{path.name}.partial")

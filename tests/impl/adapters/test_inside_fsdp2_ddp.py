@@ -286,7 +286,7 @@ def test_what_a_host_refuses_when_it_runs(mesh: Mesh) -> None:
         InFSDP2(net(), wire, EXACT["fsdp2"])
     with refused("secondary = node"):
         InFSDP2(net(), wire, replace(EXACT["fsdp2"], secondary="node"))
-    with refused("on a device mesh of (2, 1), expected (2,)"):
+    with refused("over a device mesh of shape (2, 1), expected (2,)"):
         InFSDP2(wrapped("fsdp2", net(), (2, 1)), wire, EXACT["fsdp2"])
     pairs = net()
     fully_shard([pairs.embed, pairs.head], mesh=init_device_mesh("cpu", (2,)))
