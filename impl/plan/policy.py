@@ -440,7 +440,8 @@ class Policy:
         adds = isinstance(self.copy_codec, Raw) and self.offload == Offload()
         if self.differences is not None and not adds:
             needs = "needs hpZ's copy in fp32, bf16 or fp16, and no offload"
-            values = f"here the copy is in {self.copy_codec}"
+            host = f"offload.optimizer={self.offload.optimizer:g}, offload.weights={self.offload.weights:g}"
+            values = f"here the copy is in {self.copy_codec}, {host}"
             way_out = "set secondary_format='bf16' and no offload, or remove differences"
             yield f"differences='{self.differences}' {needs}; {values}: {way_out}"
 
