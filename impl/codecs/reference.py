@@ -307,7 +307,9 @@ def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor, o
             f"{codec}: {tuple(shape)} elements need frames {expected} of contiguous uint8, got {got}"
         )
     if frames.device != other.device:
-        raise ValueError(f"{codec}: tensors on {frames.device} and {other.device}")
+        raise ValueError(
+            f"{codec}: tensors are on {frames.device} and {other.device}: move them to one device"
+        )
     for tensor in (frames, other):
         if tensor.numel() and not _address(tensor):
             raise ValueError(

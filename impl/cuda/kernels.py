@@ -48,7 +48,9 @@ SPREAD: Final = 4_096  # thread blocks before they loop over parts: some 30 a mu
 MOST_LOOPS: Final = 16  # most parts over which a thread block loops
 MOST_ROWS: Final = 65_535  # most thread blocks of a grid along y, and along z
 TYPES: Final = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}
-KINDS: Final = {dtype: kind for kind, dtype in enumerate(TYPES)}  # ``kind`` of PLACE
+KINDS: Final = {
+    dtype: kind for kind, dtype in enumerate(TYPES)
+}  # numbers of the types in launches (``kind`` of PLACE)
 # How many sources a kernel loads ahead, by bits of a code.  With more, a multiprocessor would not have the
 # registers for 1,024 threads.
 AHEAD: Final = {4: 4, 8: 4}
@@ -56,7 +58,7 @@ AHEAD_FUSED: Final = {4: 4, 8: 2}  # fewer in fused kernels, which need register
 DECODED: Final = 2  # octets that a thread of the plain decode kernel decodes
 
 Part = Literal["plain", "held", "staged", "fused"]
-_ROUNDINGS: Final = ("false", "true")  # template argument for rounding to nearest and stochastic rounding
+_ROUNDINGS: Final = ("false", "true")  # the kernels' template argument STOCHASTIC, by ``codec.stochastic``
 
 
 class _Call:

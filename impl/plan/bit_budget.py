@@ -43,7 +43,7 @@ def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
     chosen = [min(part, key=part.__getitem__) for part in parts]
     spent = total(parts, chosen).bytes
     if spent > budget:
-        raise ValueError(f"a budget of {budget} bytes: the smallest codecs take {spent}")
+        raise ValueError(f"a budget of {budget} bytes is too small: the smallest codecs take {spent}")
     while steps := [
         (saved / extra if extra > 0 else math.inf, index, name, extra)
         for index, part in enumerate(parts)

@@ -106,7 +106,7 @@ class MemoryLimits:
     """
 
     prefetch: int = 50_000_000  # most elements gathered ahead of the unit in use
-    max_live: int = 1_000_000_000  # most elements gathered at once; beyond it only the units in use are
+    max_live: int = 1_000_000_000  # most elements gathered at once, unless the units in use alone exceed it
     max_reuse: int = 1
     # Parameters with fewer elements form a persistent unit, which is trained as in stage 2 (always gathered)
     # and sent unquantised; 0: there is no such unit.
@@ -489,7 +489,7 @@ class Policy:
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """All codecs that the policy names, for weights and both hops of gradients first."""
+        """All codecs of the policy: those of weights and of both gradient hops, then the optional ones."""
         budget = () if self.budget is None else self.budget.codecs
         others = (self.inside, self.differences, self.frozen, *budget)
         return (self.weights, *self.gradients, *(codec for codec in others if codec is not None))

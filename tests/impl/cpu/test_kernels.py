@@ -150,7 +150,7 @@ def test_what_no_kernel_can_do_is_refused(backend: Backend) -> None:
             kernels.encode(codec, torch.zeros(9), torch.zeros(33, dtype=torch.uint8))
         with pytest.raises(ValueError, match=r"contiguous uint8, got .* strides \(1, 48\)"):
             kernels.decode(codec, torch.zeros(48, 48, dtype=torch.uint8).t(), torch.zeros(48, 32))
-        with pytest.raises(ValueError, match="tensors on cpu and meta"):
+        with pytest.raises(ValueError, match="tensors are on cpu and meta"):
             kernels.encode(codec, x.to("meta"), frames)
     for kernels in (reference, backend.kernels, CudaKernels(no_launch)):
         for noise in (None, Noise((1, 2, 3, 4))):

@@ -49,7 +49,7 @@ def test_an_ample_budget_gives_the_least_errors(parts: list[dict[str, Cost]]) ->
 
 def test_a_budget_that_is_too_small_is_refused() -> None:
     """Both numbers are named."""
-    with pytest.raises(ValueError, match="a budget of 3 bytes: the smallest codecs take 4"):
+    with pytest.raises(ValueError, match="a budget of 3 bytes is too small: the smallest codecs take 4"):
         choose([{"a": Cost(4, 1.0), "b": Cost(8, 0.0)}], 3)
 
 
