@@ -1,4 +1,4 @@
-"""Values of checkpoints in JSON: without loss, or refused in one line by their place."""
+"""Values of checkpoints are converted to JSON without loss, or refused in one line that names their place."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def through_text(value: Any) -> Any:
 
 @given(VALUES)
 def test_values_come_back_through_text(value: Any) -> None:
-    """Types too: tuples, counters and keys keep theirs, numbers of tensors and NumPy, floats their bits."""
+    """Types come back too: tuples, counters and keys, numbers of tensors and NumPy, and the bits of floats."""
     assert repr(through_text(value)) == repr(value)
 
 
@@ -73,13 +73,13 @@ def test_values_come_back_through_text(value: Any) -> None:
     ],
 )
 def test_what_older_checkpoints_hold_is_read(written: Any) -> None:
-    """Their texts have the same meaning."""
+    """Texts of older checkpoints have the same meaning."""
     value = from_json(written)
     assert value == {**written, **({"a": [1, (2,)], "b": 3.0} if "a" in written else {})}
 
 
 def test_a_subclass_of_dict_comes_back_as_a_dict() -> None:
-    """A default of one's own cannot be written."""
+    """A defaultdict comes back as a dict, since its function cannot be saved."""
     back = through_text({"a": defaultdict(list, {1: [2]})})
     assert type(back["a"]) is dict
     assert back == {"a": {1: [2]}}
@@ -114,13 +114,13 @@ class Pair(NamedTuple):
     ],
 )
 def test_what_has_no_json_is_refused_by_its_place(value: Any, message: str) -> None:
-    """Nothing is pickled, guessed or left out."""
+    """Values of other types are refused; nothing is pickled, guessed or left out."""
     with pytest.raises(CheckpointError, match=message):
         to_json(value, "extra")
 
 
 class Decay:
-    """A rate as an object with state, as LambdaLR saves."""
+    """A learning rate as an object with state, which LambdaLR saves."""
 
     def __init__(self) -> None:
         self.seen: dict[int, float] = {}
@@ -162,7 +162,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_resumed_scheduler_goes_on_with_the_same_rates(tmp_path: Path, name: str) -> None:
-    """Any of torch's, saved in ``extra`` after 4 of 12 steps: types, state and all later rates are equal."""
+    """Any scheduler of torch, saved in ``extra`` after 4 of 12 steps: types, state and all later rates are equal."""
 
     def run(mesh: Mesh) -> None:
         zero = shard(nn.Linear(6, 6), mesh=mesh, policy=EXACT)
@@ -192,7 +192,7 @@ def test_a_resumed_scheduler_goes_on_with_the_same_rates(tmp_path: Path, name: s
 
 
 def test_every_scheduler_of_torch_is_tried() -> None:
-    """A new one is added above."""
+    """If torch gets a new scheduler, this fails until it is added to the test above."""
     tried = set()
 
     def note(scheduler: Any) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be loaded, or saved, are refused by all ranks alike, in one line."""
+"""Checkpoints that cannot be loaded or saved are refused by all ranks alike, in one line."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SPOILT: dict[str, Callable[[Path], object]] = {  # by its error
 
 @pytest.mark.parametrize("message", SPOILT)
 def test_broken_checkpoints_are_refused_by_all_ranks(tmp_path: Path, message: str) -> None:
-    """Missing, truncated, altered: one line on every rank, and nothing has changed."""
+    """Missing, truncated and altered files give one line on every rank, and nothing is changed."""
     on_threads(Topology(2, 2), written, tmp_path, EXACT, NET)
     path = latest(tmp_path)
     SPOILT[message](path / "rank-00002.safetensors")
@@ -93,7 +93,7 @@ class Fewer(Net):
 def test_checkpoints_of_others_are_refused(
     tmp_path: Path, net: nn.Module, optimizer: Any, count: int, message: str
 ) -> None:
-    """Other shapes, names, buffers or optimizers: one line that names the first."""
+    """Other shapes, names, buffers or optimizers give one line that names the first difference."""
     on_threads(Topology(1, 2), written, tmp_path, EXACT, NET)
     (refusal,) = set(on_threads(Topology(1, 2), _refused, tmp_path, net, optimizer, count))
     assert re.search(message, refusal)
@@ -144,7 +144,7 @@ def _nothing(_: Run) -> None:
 def test_what_cannot_be_saved_is_refused_by_all_ranks(
     mesh: Mesh, tmp_path: Path, *, spoil: Callable[[Run], None], options: Any, message: str
 ) -> None:
-    """One line on every rank, whichever is at fault, and no checkpoint."""
+    """Every rank raises one line, whichever rank is at fault, and no checkpoint is left."""
     run = Run(mesh, EXACT, NET)
     spoil(run)
     with pytest.raises(CheckpointError, match=message):
@@ -154,7 +154,7 @@ def test_what_cannot_be_saved_is_refused_by_all_ranks(
 
 @each_rank(1, 2)
 def test_weights_can_be_loaded_without_optimizers(mesh: Mesh, tmp_path: Path) -> None:
-    """The result says that the optimizers' state was dropped; a missing state is refused."""
+    """The result says that the optimizers' state was dropped; loading a state that was not saved is refused."""
     written(mesh, tmp_path, EXACT, NET)
     run = Run(mesh, EXACT, NET)
     assert load(tmp_path, run.zero).dropped == ("state of 1 optimizers: load() was given no optimizers",)
@@ -203,12 +203,12 @@ def _attempted(mesh: Mesh, errors: dict[int, Exception]) -> list[Any] | str:
     ],
 )
 def test_an_error_of_one_is_an_error_of_all(errors: dict[int, Exception], outcome: object) -> None:
-    """All raise the first failing rank's error, in one line, with its number unless all are equal."""
+    """All ranks raise the first failing rank's error in one line, with its number unless all errors are equal."""
     assert on_threads(WORLD, _attempted, errors) == [outcome] * 3
 
 
 @given(st.text(min_size=1, max_size=3000))
 def test_any_error_fits_the_message(text: str) -> None:
-    """An error of any length and letters is cut to the bytes of a message."""
+    """An error of any length and with any letters is cut to the bytes of a message."""
     (message,) = on_threads(Topology(1, 1), _attempted, {0: CheckpointError(text)})
     assert len(message) <= MESSAGE_BYTES

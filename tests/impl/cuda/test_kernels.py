@@ -19,7 +19,7 @@ def nothing(launch: Launch, device: torch.device) -> None:
 
 
 def test_what_a_kernel_cannot_do_is_refused() -> None:
-    """Impossible strides and shapes raise one line, with the numbers; ``tests/impl/cpu`` has others."""
+    """Impossible strides and shapes are refused in one line with the numbers; ``tests/impl/cpu`` has others."""
     kernels, codec = Kernels(nothing), parse("int8:8")
     many = torch.zeros(2, 2, 2, 2, 2, 2, 2, 2, 32).permute(1, 0, 3, 2, 5, 4, 7, 6, 8)
     with pytest.raises(ValueError, match="the CUDA kernels take at most 3"):
@@ -45,5 +45,5 @@ def test_what_a_kernel_cannot_do_is_refused() -> None:
 
 
 def test_only_listed_kernels_are_asked_for(backend: Backend) -> None:
-    """All kernels of this session are on the list that the compile gate compiles."""
+    """All kernels that this session launched are on the list that the compile gate compiles."""
     assert set(backend.run.ran) <= {kernel for kernels in VARIANTS.values() for kernel in kernels}

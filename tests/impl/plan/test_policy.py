@@ -1,4 +1,4 @@
-"""Policies as values, and which combinations are refused."""
+"""Policies are values with presets and text forms; impossible combinations are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MXFP8 = parse("mxfp8")
 
 @given(st.integers(1, 8), st.integers(1, 8))
 def test_the_papers_baseline_is_zero3_on_flat_rings(nodes: int, ranks: int) -> None:
-    """It gathers and reduces along all ranks at once, in 16 bits; all else is the best ZeRO-3's."""
+    """``zero3-flat`` gathers and reduces over all ranks at once, in 16 bits; all else is as in ``zero3``."""
     flat, topology = PRESETS["zero3-flat"], Topology(nodes, ranks)
     assert flat.gather_axes(topology) == ((topology.world_axis,), 0)
     assert (flat.gather, flat.reduce, flat.weights, flat.gradients) == ("flat", "ring", BF16, (BF16, BF16))
@@ -125,7 +125,7 @@ def test_what_cannot_be_is_refused(fields: Any, message: str) -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    """An unknown preset or field raises, listing what there is."""
+    """An unknown preset or field is refused, and the error lists the known ones."""
     with pytest.raises(PolicyError, match="unknown policy 'zero4': expected one of exact, zero0, zero1"):
         preset("zero4")
     for other in (5, ["zeropp"], None):
@@ -145,7 +145,7 @@ def test_unknown_names_are_refused() -> None:
 def test_a_topology_that_does_not_fit_is_refused_there_and_not_before(
     policy: Policy, fits: Topology, other: Topology, message: str
 ) -> None:
-    """A group's size, and a budget of gradients on one node, which has no hop between nodes."""
+    """A group of the wrong size, and a budget for the hop between nodes on one node, are refused by ``check`` only."""
     policy.check(fits)
     with pytest.raises(PolicyError, match=message):
         policy.check(other)
@@ -170,7 +170,7 @@ EXPECTED = r"expected none, or '\[weights \[bits\]\] \[gradients \[bits\]\] ever
     ],
 )
 def test_impossible_texts_are_refused(read: Callable[[str], object], text: str, message: str) -> None:
-    """A text that is no feedback, no budget or no loss scale raises one line that says what is allowed."""
+    """A text that is no feedback, budget or loss scale is refused in one line that says what is allowed."""
     with pytest.raises(ValueError, match=message) as caught:
         read(text)
     assert "\n" not in str(caught.value)
@@ -199,7 +199,7 @@ TEXTS: dict[Callable[[str], Any], st.SearchStrategy[Any]] = {  # by their parser
 @pytest.mark.parametrize("read", TEXTS)
 @given(data=st.data())
 def test_texts_read_back(read: Callable[[str], Any], data: st.DataObject) -> None:
-    """Parsing the text of a feedback, loss scale or budget gives it back, but for a scale's seventh digit."""
+    """Parsing the text of a feedback, loss scale or budget gives the same value, up to a scale's seventh digit."""
     setting = data.draw(TEXTS[read])
     parsed = read(str(setting))
     assert str(parsed) == str(setting)
@@ -210,7 +210,7 @@ def test_texts_read_back(read: Callable[[str], Any], data: st.DataObject) -> Non
 
 
 def test_states_in_a_group_are_gathered_inside_and_reduced_over_all() -> None:
-    """MiCS: weights hop inside the group; gradients over the world, then between the groups again."""
+    """MiCS gathers weights inside a group; gradients are reduced over all ranks, then gathered between the groups."""
     topology = Topology(2, 4)
     policy = Policy(group=2, gradients=(BF16, parse("int4:64")))
     axes, spared = policy.gather_axes(topology)
@@ -224,8 +224,8 @@ def test_states_in_a_group_are_gathered_inside_and_reduced_over_all() -> None:
     assert [axis.size for axis in Policy(stage=0).replica_axes(topology)[0]] == [2, 4]
 
 
-def test_small_parameters_travel_unquantised() -> None:
-    """The policy of a persistent unit is of stage 2, in the compute type where the model's quantises."""
+def test_small_parameters_are_sent_unquantised() -> None:
+    """The persistent unit has a policy of stage 2, in the compute type where the model's policy quantises."""
     for codec in (FP32, BF16, FP16):
         small = preset("zeropp", compute=codec.dtype).for_kind(persistent=True)
         assert (small.stage, small.weights, small.gradients, small.secondary) == (2, codec, (codec, codec), 0)
@@ -236,7 +236,7 @@ def test_small_parameters_travel_unquantised() -> None:
 
 
 def _deepspeeds_groups(numel: int) -> int:
-    """Blocks of weights by the search of DeepSpeed's ``CUDAQuantizer``, step by step."""
+    """Returns the blocks of weights that the search of DeepSpeed's ``CUDAQuantizer`` finds, step by step."""
     groups = math.ceil(numel / 8000)
     while groups < numel and numel % (8 * groups) != 0:
         groups += 1
@@ -249,7 +249,7 @@ def _deepspeeds_groups(numel: int) -> int:
 @example(7)  # below 8000: one block
 @example(3137)  # of a shard of 32 times a prime
 def test_blocks_of_weights_are_those_of_deepspeeds_search(times: int) -> None:
-    """Of any shard that we lay out, a multiple of 32, blocks are as large, and whole."""
+    """For any shard that can be laid out (a multiple of 32), blocks are as large as DeepSpeed's, and whole."""
     shard = 32 * times
     assert weight_block(shard) * _deepspeeds_groups(shard) == shard
 
@@ -261,7 +261,7 @@ SHAPES = st.lists(st.lists(st.integers(1, 96), min_size=1, max_size=3), min_size
 def test_blocks_by_shape_are_deepspeeds_of_the_largest_matrix(
     shapes: list[list[int]], world: int, times: int
 ) -> None:
-    """Both hops have DeepSpeed's blocks, or no codes without a matrix; weights have blocks of the shard."""
+    """Both hops have DeepSpeed's blocks, or are not quantised without a matrix; weights have blocks of the shard."""
     policy = PRESETS["zeropp-shipped"]
     matrices = [shape for shape in shapes if len(shape) > 1]
     shaped = policy.by_shape(shapes, world, 32 * times)
@@ -279,7 +279,7 @@ def test_blocks_by_shape_are_deepspeeds_of_the_largest_matrix(
 
 
 def test_a_unit_without_a_matrix_is_sent_once() -> None:
-    """Two planes are of matrices: a unit of vectors has one; without known shapes they are the policy's."""
+    """A unit of vectors has one plane; if the shapes are not known, it has the policy's."""
     policy = PRESETS["mxfp8-planes"]
     for shapes, planes in (([(32,), (64,)], 1), ([(32,), (8, 8)], 2), ([], 2)):
         assert policy.by_shape(shapes, 4).planes == planes
@@ -288,7 +288,7 @@ def test_a_unit_without_a_matrix_is_sent_once() -> None:
 
 
 def test_a_decided_policy_keeps_the_layout() -> None:
-    """Grain and other codecs stay, whichever codec was chosen; units that are not trained have no budget."""
+    """Whichever codec a budget chose, grain and other codecs stay; units that are not trained have no budget."""
     policy = Policy(
         weights=parse("int8:96"), budget=parse_budget("weights gradients every 5 of int4:128 int6:64")
     )
