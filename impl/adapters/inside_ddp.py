@@ -31,9 +31,7 @@ class _Unit:
 
     geometry: UnitGeometry
     flat: Tensor  # (padded,) fp32; the padding is always zero
-    back: list[tuple[Tensor, Slot]] = field(
-        default_factory=list
-    )  # where in DDP's buckets the means are written
+    back: list[tuple[Tensor, Slot]] = field(default_factory=list)  # where the means are written in buckets
 
 
 class InDDP(Joined):

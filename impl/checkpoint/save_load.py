@@ -294,9 +294,8 @@ def _load(folder: Path, zero: Zero, optimizers: Sequence[Optimizer]) -> Loaded:
 def _check_model(entries: dict[str, dict[str, Any]], saved: dict[str, dict[str, Any]]) -> None:
     check_names(entries, saved, "entries of the state dict")
     for name, entry in entries.items():
-        if entry != saved[name] and not state.is_extra(
-            name
-        ):  # extra states may change their form in training
+        # Extra states may change their form in training, so they need not agree.
+        if entry != saved[name] and not state.is_extra(name):
             raise CheckpointError(f"{name!r} is {saved[name]} in the checkpoint, but {entry} in the model")
 
 

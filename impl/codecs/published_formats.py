@@ -78,7 +78,7 @@ class _Format:
         return self._bound(low, high, top) + 2 * (top * relative + absolute)
 
     def _bound(self, low: float, high: float, top: float) -> float:
-        """Returns that error without the rounding of the output; ``top`` is the largest magnitude."""
+        """Returns the largest error before the output is rounded; ``top`` is the largest magnitude."""
         raise NotImplementedError
 
     def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

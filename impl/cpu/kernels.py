@@ -190,7 +190,7 @@ def _sources(frames: Tensor) -> dict[str, int]:
 
 
 def _coding(codec: Codec, numel: int) -> tuple[str, _Coding | None]:
-    """Returns the suffix of the names of a codec's kernels, and how it codes a row, None without kernels."""
+    """Returns the suffix of the names of a codec's kernels, and how a row is coded (None without kernels)."""
     if isinstance(codec, OwnCodec) and codec.published:
         return "_formats", _Coding(kind=[*FORMATS].index(codec.name), frame_bytes=codec.frame_bytes(numel))
     if isinstance(codec, Raw | OwnCodec):

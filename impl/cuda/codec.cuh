@@ -326,7 +326,8 @@ CODEC_FN float clamped(Scheme<BITS> scheme, float quotient) {
     return quotient < first ? first : quotient;
 }
 
-// round(quotient): `rounded` has the code in its low bits, in two's complement; `rest` is the quotient's distance.
+// round(quotient): `rounded` has the code in its low bits, in two's complement, and `rest` is the distance of the
+// quotient from that whole number.
 struct Rounded {
     float rounded, rest;
 };

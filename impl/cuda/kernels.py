@@ -200,9 +200,8 @@ class Kernels(Operations):
         call = _Call(self._spread, x.shape[-1], tensors, {"coding": codec}, options=options)
         planned = self._encoding(call, codec, x, carries=carries)
         launches = [self._launch(launch, tensors) for launch in planned]
-        return (
-            launches[0] if len(launches) == 1 else None
-        )  # two share extents, which must be zeroed each time
+        # Two launches share extents, which must be zero before each use, so they cannot be repeated.
+        return launches[0] if len(launches) == 1 else None
 
     def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> Repeat | None:
         return self._add_up("decode", codec, frames, out) or super()._decode(codec, frames, out)

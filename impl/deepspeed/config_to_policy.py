@@ -91,9 +91,7 @@ class Recipe:
     policy: Policy  # what is sent, held and computed, including precision and loss scale
     clip: float | None  # largest global norm of the mean gradient; None: gradients are not clipped
     accumulation: int  # micro-batches in a step
-    micro_batch: (
-        int | None
-    )  # sequences of one rank in a micro-batch; None if the configuration leaves it open
+    micro_batch: int | None  # sequences of one rank in a micro-batch; None if the configuration has none
     optimizer: AdamOptions | None  # None if the configuration leaves it to the caller
     schedule: Schedule | None  # of the learning rate; None if it is constant
     peak: float | None  # learning rate at the end of the warm-up; None: the optimizer's

@@ -229,9 +229,8 @@ def predict(
                     if event != "step" or sender.unit.trainable:
                         sender.weights_changed(event)
                 if event == "step" and policy.budget is not None:
-                    if (
-                        steps % policy.budget.every == 0
-                    ):  # exchanges the sums of values and of errors by codec
+                    # Ranks exchange the sum of squared values, and of errors for each codec.
+                    if steps % policy.budget.every == 0:
                         chosen = sum(unit.trainable and not unit.persistent for unit in units)
                         sums = sum(1 + len(codecs) for codecs in policy.candidates.values())
                         book.control(SQUARES_BYTES * chosen * sums)
