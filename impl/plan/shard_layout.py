@@ -231,7 +231,7 @@ def lay_out(
     slots = tuple(map(Slot, specs, offsets))
     unit = UnitGeometry(name, slots, padded, world, trainable, 0 if group == world else group)
     padding = padded - unit.numel
-    if padding > max_padding * unit.numel:
+    if padding and padding / unit.numel > max_padding:  # a product could round below ``needed``
         needed = -(-100 * padding // unit.numel) / 100
         codecs = f" ({grain_in_words})" if grain_in_words else ""
         share = f"{padding / unit.numel:.1%} of {unit.numel}, allowed {max_padding:.1%} by max_padding"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from impl.plan.shard_layout import GeometryError, PaddingError, ParameterSpec, chunked, lay_out, padding_share
@@ -52,6 +52,7 @@ def test_too_much_padding_is_refused_by_name_with_numbers() -> None:
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=4), st.integers(1, 4096), st.integers(1, 8))
+@example([75], 3441, 3)  # 10248 elements of padding, and 136.64 * 75 is less than that in floating point
 def test_a_refusal_says_how_much_padding_to_allow(sizes: list[int], grain: int, world: int) -> None:
     """A unit can be laid out with the share that its refusal names, and not with a hundredth less."""
     specs = [ParameterSpec(f"p{i}", (size,)) for i, size in enumerate(sizes)]
