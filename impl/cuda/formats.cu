@@ -9,7 +9,7 @@
 
 using namespace frames;
 
-// The further bytes of a block, beside its codes; at most 10.
+// The further bytes of a block, in addition to its codes; at most 10.
 struct Beside {
     u32 words[3];
 };

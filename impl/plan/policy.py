@@ -737,7 +737,7 @@ SUCCESSORS: Final[dict[str, Policy]] = {
     # 16 bits.
     "mxfp8-planes": Policy(weights=FloatCodec("e4m3", MX_BLOCK, scale="e8m0"), planes=2),
 }
-"""Methods published after or beside ZeRO++.  Megatron's HFSDP (ZeRO-3 inside a node, ZeRO-1 across nodes) places
+"""Methods that others published.  Megatron's HFSDP (ZeRO-3 inside a node, ZeRO-1 across nodes) places
 weights and states as ``hpz`` does.
 """
 

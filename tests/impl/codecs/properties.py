@@ -228,7 +228,7 @@ BIG = 3.4028234e38
 @example(Drawn(parse("int4:8"), torch.tensor([-1e-45, 0.0, 1e-45]), out=torch.float16))
 @example(Drawn(parse("int3:shard:asym"), torch.tensor([BIG, -BIG, 1.0]), out=torch.bfloat16, order=1, seed=1))
 @example(Drawn(parse("int3:shard:asym"), torch.tensor([torch.nan]), order=1, seed=1))
-@example(Drawn(parse("int2:2:asym"), torch.tensor([0.0, -0.0])))  # which is the minimum: by the order
+@example(Drawn(parse("int2:2:asym"), torch.tensor([0.0, -0.0])))  # which zero is least depends on the order
 # the largest sum of scale and rotation
 @example(Drawn(parse("int2:32:hadamard32"), torch.tensor([BIG] * 32)))
 @example(Drawn(parse("int2:32:hadamard32"), torch.full((32,), torch.inf)))

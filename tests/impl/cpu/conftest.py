@@ -11,7 +11,7 @@ from impl.cpu import build
 from impl.cpu.kernels import Kernels
 from tests.impl.codecs.properties import Backend, Run
 
-# For any x86 or Arm: the loops that stand beside those for AVX-512.
+# Built for any x86 or Arm processor, so that the loops without AVX-512 are tested too.
 PLAIN = tuple(flag for flag in build.FLAGS if flag not in ("-march=native", "-mprefer-vector-width=512"))
 
 

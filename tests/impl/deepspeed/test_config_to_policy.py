@@ -188,7 +188,11 @@ def test_known_keys_make_a_recipe_or_one_line(flat: dict[str, Any], topology: To
         assert sorted(finding.key for finding in outcome.findings) == sorted(flat)
 
 
-PRESENT: Final = (f"{ZERO}.zeropp_loco_param", "optimizer", "scheduler")  # whose presence is a request
+PRESENT: Final = (
+    f"{ZERO}.zeropp_loco_param",
+    "optimizer",
+    "scheduler",
+)  # their presence alone asks for something
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_memory_of_states_is_that_of_zeros_table() -> None:
     16-bit weights and gradients in addition to fp32 masters.  Below stage 3 its mean gradient is fp32 too, and with
     several micro-batches stage 1 adds up in fp32.
     """
-    beside = {1: (2, 4), 2: (0, 2), 3: (0, 0)}  # bytes a parameter more, and over the ranks
+    beside = {1: (2, 4), 2: (0, 2), 3: (0, 0)}  # extra bytes a parameter, and extra bytes over the ranks
     with (PUBLISHED / "zero_memory.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 45
