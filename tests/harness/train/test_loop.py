@@ -317,7 +317,7 @@ def test_too_large_a_shape_is_refused_with_its_numbers(
     ("table", "flags", "message"),
     [
         (None, ["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2: only 1"),
-        (None, ["--fp16", "--bf16"], "fp16.enabled = true: not with bf16.enabled = true"),
+        (None, ["--fp16", "--bf16"], "fp16.enabled = true: contradicts bf16.enabled = true"),
         (None, ["--hidden-size", "65"], "4 heads do not divide a width of 65"),
         (None, ["--deepspeed_config", "none.json"], "none.json: cannot read"),
         (None, ["--zero-stage", "7"], "zero-stage"),
