@@ -291,8 +291,8 @@ CODECS = {
     "mine:Broken": "mine:Broken breaks zero",
     "mine:No": "mine:No: mine has no 'No'",
     "mine:Uncounted": "KeyError: ",
-    "mine:Halves": "expected fp32 too",
-    "mine:Shrinking": "and made them",
+    "mine:Halves": "add fp32, the type of master shards",
+    "mine:Shrinking": "changed the shapes of its tensors",
     "mine:Elsewhere": "expected any, cpu, cuda",
     "mine:OnGpu": "mine:OnGpu is for cuda, and the tensors are on cpu",
 }

@@ -38,4 +38,4 @@ def test_torchrun_prints_a_refusal_once() -> None:
     ]  # fmt: skip
     process = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert process.returncode != 0
-    assert process.stderr.count("zeropp: flags: fp16.enabled = true: not with bf16.enabled = true") == 1
+    assert process.stderr.count("zeropp: flags: fp16.enabled = true: contradicts bf16.enabled = true") == 1

@@ -172,8 +172,11 @@ def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
         (("--codec", "users:Nothing"), "users:Nothing: has no method 'encode'"),
         (("--codec", "users:Lawless"), "has neither 'codec' nor a list 'laws' with some of bound, zero"),
         (("--codec", "users:Outlaw"), "unknown law 'speed': expected some of bound"),
-        (("--codec", "users:Unblocked"), "block None: expected a number of elements from 1, or 'shard'"),
-        (("--codec", "users:Certain"), "promises unbiased, and is not stochastic"),
+        (
+            ("--codec", "users:Unblocked"),
+            "block None: expected a number of elements of 1 or more, or 'shard'",
+        ),
+        (("--codec", "users:Certain"), "promises the law 'unbiased', but is not stochastic"),
         (("--codec", "users:Odd"), "users:Odd: codec 'int9:4': int9: integer codecs"),
         (("--codec", "users:Wide"), "kinds ['fp64']: expected a list with some of fp32, bf16, fp16"),
         (("--codec", "users:Elsewhere"), "users:Elsewhere: device 'nonsense': expected any, cpu, cuda"),

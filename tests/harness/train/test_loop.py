@@ -111,7 +111,7 @@ def test_a_module_larger_than_may_be_live_is_gathered_whole(
         file = tmp_path / f"{most}.config"
         file.write_text(json.dumps({"zero_optimization": keys}), encoding="utf-8")
         text = output(capfd, *TOY, "--max-padding", "9", "--steps", "2", "--deepspeed_config", str(file))
-        said = rf"_live_parameters = {most}: changed: unit '\S+' cannot be cut: [\d,]+ elements are gathered"
+        said = rf"_live_parameters = {most}: changed: unit '\S+' cannot be cut, so its [\d,]+ elements are gathered"
         assert bool(re.search(said, text)) == (most == 3000)
         trained.append(losses(text))
     assert len(trained[0]) == 2
@@ -317,7 +317,7 @@ def test_too_large_a_shape_is_refused_with_its_numbers(
     ("table", "flags", "message"),
     [
         (None, ["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2: only 1"),
-        (None, ["--fp16", "--bf16"], "fp16.enabled = true: not with bf16.enabled = true"),
+        (None, ["--fp16", "--bf16"], "fp16.enabled = true: contradicts bf16.enabled = true"),
         (None, ["--hidden-size", "65"], "4 heads do not divide a width of 65"),
         (None, ["--deepspeed_config", "none.json"], "none.json: cannot read"),
         (None, ["--zero-stage", "7"], "zero-stage"),

@@ -325,7 +325,9 @@ def test_errors_in_a_group_say_how_ranks_are_counted(tmp_path: Path) -> None:
         assert "rank 0 opened all_gather of 64 B" in said["parted"]
         assert all(said[name].endswith(mine) for name in ("start", "parted"))
         if number % 2:
-            assert re.search("run: global ranks 0 and 2 of this job save there: take a folder", said["save"])
+            assert re.search(
+                "run: global ranks 0 and 2 of this job save there too: use another folder", said["save"]
+            )
         else:
             assert "save" not in said
 
