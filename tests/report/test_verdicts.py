@@ -298,8 +298,8 @@ def test_the_largest_gain_is_named_with_its_setting_and_all_verdicts_are_counted
     )
     slower = head_of([record for record in records if record.trial["strategy"] != "zeropp"], answer="step")
     assert re.fullmatch(
-        r"With 50 Mbit/s, a step of qwZ takes (2\.9|3\.0)\dx as long as ZeRO-3's \(95 % CI .*, n = 6\); of 2 comparisons "
-        r"2 are worse\.",
+        r"With 50 Mbit/s, a step of qwZ takes (2\.9|3\.0)\dx as long as ZeRO-3's \(95 % CI .*, n = 6\); of 2 "
+        r"comparisons 2 are worse\.",
         slower.sentence,
     )
     table = head.table
