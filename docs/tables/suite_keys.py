@@ -21,8 +21,8 @@ _OVERRIDE: Final = (
     f"`[[override]]` has {' and '.join(f'`{name}`' for name in Override.model_fields)}. "
     f"A suite has at most {MOST_TRIALS} trials."
 )
-_BARE: Final = ("table", "list of tables")  # types of keys that the page describes above the tables
-_VALUES: Final = {  # what the type does not say
+_BARE: Final = ("table", "list of tables")  # keys of these types are described above the tables
+_VALUES: Final = {  # values of keys, in more detail than their types; limits follow the words before the colon
     "name": "text: name of the suite and of its results folder",
     "question": "text: what the page is headed with",
     "time": "text: how long the suite takes, as its author says",
@@ -122,7 +122,7 @@ _VALUES: Final = {  # what the type does not say
 
 
 def render() -> str:
-    """The tables, in Markdown; policies stand apart, since their defaults are the strategy's."""
+    """Return the tables in Markdown; policies have one of their own, since their defaults are the strategy's."""
     head = ("key", "value", "default")
     rows = [_row(name, field) for name, field in SuiteTables.model_fields.items()]
     top = table(head, (row for row in rows if row[1] not in _BARE))
@@ -142,7 +142,7 @@ def _of_a_policy(path: str, field: Any) -> bool:
 
 
 def fields_of_a_trial() -> list[str]:
-    """Dotted paths of all fields of a trial."""
+    """Return the dotted paths of all fields of a trial."""
     return [path for path, _ in _leaves(Trial)]
 
 

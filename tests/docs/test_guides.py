@@ -32,7 +32,9 @@ def commands(group: Any = GROUP, before: str = "zeropp") -> Iterator[str]:
 
 def lines(page: Path) -> Iterator[str]:
     """Every line of a page's shell blocks, with continued ones joined and here-documents left out."""
-    for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+    for block in re.findall(
+        r"^```(?:sh|bash)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    ):
         text = re.sub(r"<<'(\w+)'\n.*?^\1$", "", block, flags=re.MULTILINE | re.DOTALL)
         yield from text.replace("\\\n", " ").splitlines()
 
