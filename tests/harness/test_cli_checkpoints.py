@@ -174,8 +174,10 @@ def test_bad_input_is_one_line_and_status_2(
 
 
 def test_the_documented_program_reads_a_checkpoint(tmp_path: Path) -> None:
-    """docs/guide/checkpoints.md, "Reading one without this project", with the format's own library."""
-    text = Path("docs/guide/checkpoints.md").read_text(encoding="utf-8").partition("Reading one without")[2]
+    """The program of docs/guide/checkpoints.md, "Reading a checkpoint without this project", reads one."""
+    text = (
+        Path("docs/guide/checkpoints.md").read_text(encoding="utf-8").partition("## Reading a checkpoint")[2]
+    )
     (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     namespace: dict[str, Any] = {}
     exec(program, namespace)  # noqa: S102  # our own docs

@@ -246,7 +246,7 @@ def test_an_image_classifier_of_ones_own_learns(folder: Path, zeropp: Callable[.
     classes; the images' digest is on the record, and other images are another corpus.
     """
     guide = (machine.ROOT / "docs" / "guide" / "suites.md").read_text(encoding="utf-8")
-    section = guide.partition("### Examples of any kind")[2].partition("### Batches")[0]
+    section = guide.partition("### Inputs of any shape")[2].partition("### Batches")[0]
     module = section.partition("```python\n")[2].partition("```")[0]
     body = section.partition("```toml\n")[2].partition("```")[0]
     (folder / "mine.py").write_text(module, encoding="utf-8")
