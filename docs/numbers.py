@@ -377,9 +377,34 @@ def title_of_figure(name: str) -> str:
     return titles[name]
 
 
+def exposed(suite: str, name: str, at: str = "") -> Estimate:
+    """Seconds of a step in which communication is hidden by no computation, median over trials."""
+    value = float(_trials(suite, name, at)["exposed_seconds"].median())
+    return Estimate(_counted(value), number(3), f"{name}'s exposed communication in {suite}")
+
+
+def parity_range(suite: str) -> str:
+    """Tokens/s of ZeRO++ at a quarter of the rate over ZeRO-3's at the full one: lowest and highest setting."""
+    rows = speedups.parity(derived(suite).trials)
+    ratios = [speedups.parity_interval(pairs).estimate for _, pairs in rows.groupby(["setting", "full_rate"])]
+    return f"{min(ratios):.2f} and {max(ratios):.2f}"
+
+
+def budgeted(suite: str, codec: str) -> Estimate:
+    """Loss with codecs chosen by unit, less that of the one codec (``int4``) whose bytes they may send."""
+    names = [str(name) for name in derived(suite).trials["configuration"].unique()]
+    chosen = [name for name in names if ", budget" in name and f"/{codec}:" in name.partition(", budget")[0]]
+    if len(chosen) != 1:
+        raise DocumentError(
+            f"{suite}: {len(chosen)} budgets of {codec!r}: expected one of {'; '.join(names)}"
+        )
+    return loss(suite, chosen[0], over=f"{chosen[0].partition(', budget')[0]})")
+
+
 FUNCTIONS: Final = (
     speedup, seconds, sent, megabytes, error, loss, final_loss, loss_verdict, loss_margin, loss_in_steps,
     memory, decoding_speedup, phase_speedup, phase_sent, tokens_per_second, ratio_of_tokens, largest_model,
     cell, table, question, fact, as_predicted, count, computing, suites,
+    exposed, parity_range, budgeted,
 )  # fmt: skip
 """What templates may call, by name; :mod:`docs.build` adds figures, verdict tables and assertions."""
