@@ -12,18 +12,23 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import pandas as pd
 
+from harness import plan_rows
 from harness.errors import Refusal
+from harness.measure import machine_file
 from harness.records import archive
 from harness.records.confidence_intervals import Interval, mean_interval, of_another_sweep
 from harness.records.memory_parts import on_device
+from harness.runs import feasibility
+from harness.suites import suite_file
 from report import page
 from report.data import bytes_and_memory, decoding, loss_verdicts, speedups
 from report.data.frames import load
@@ -377,9 +382,71 @@ def title_of_figure(name: str) -> str:
     return titles[name]
 
 
+def exposed(suite: str, name: str, at: str = "") -> Estimate:
+    """Seconds of a step in which communication is hidden by no computation, median over trials."""
+    value = float(_trials(suite, name, at)["exposed_seconds"].median())
+    return Estimate(_counted(value), number(3), f"{name}'s exposed communication in {suite}")
+
+
+def parity_range(suite: str) -> str:
+    """Tokens/s of ZeRO++ at a quarter of the rate over ZeRO-3's at the full one: lowest and highest setting."""
+    rows = speedups.parity(derived(suite).trials)
+    ratios = [speedups.parity_interval(pairs).estimate for _, pairs in rows.groupby(["setting", "full_rate"])]
+    return f"{min(ratios):.2f} and {max(ratios):.2f}"
+
+
+def budgeted(suite: str, codec: str) -> Estimate:
+    """Loss with codecs chosen by unit, less that of the one codec (``int4``) whose bytes they may send."""
+    names = [str(name) for name in derived(suite).trials["configuration"].unique()]
+    chosen = [name for name in names if ", budget" in name and f"/{codec}:" in name.partition(", budget")[0]]
+    if len(chosen) != 1:
+        raise DocumentError(
+            f"{suite}: {len(chosen)} budgets of {codec!r}: expected one of {'; '.join(names)}"
+        )
+    return loss(suite, chosen[0], over=f"{chosen[0].partition(', budget')[0]})")
+
+
+def composition(suite: str, parts: Sequence[str], together: str, at: str = "") -> Estimate:
+    """Speed-up of configuration ``together`` over the product of its parts' speed-ups, pair by pair."""
+    logs = []
+    for name in (together, *parts):
+        pairs, _ = _paired(suite, name, "", at)
+        logs.append(np.log(pairs.set_index(["sweep", "seed", "repeat"])["speedup"].astype(float)))
+    difference = logs[0] - sum(logs[1:])
+    log = mean_interval(list(difference.dropna()))
+    ratio = replace(log, estimate=math.exp(log.estimate), low=math.exp(log.low), high=math.exp(log.high))
+    return Estimate(ratio, _form(".2f"), f"{together} over the product of its parts in {suite}", equal=1.0)
+
+
+def product(suite: str, parts: Sequence[str], at: str = "") -> Estimate:
+    """The product of the speed-ups of several configurations, without an interval."""
+    value = math.prod(speedup(suite, name, at=at).interval.estimate for name in parts)
+    return Estimate(
+        Interval(value, math.nan, math.nan, 0), _form(".2f"), f"the product of {', '.join(parts)}"
+    )
+
+
+@cache
+def _plan(suite: str, machine: str) -> list[dict[str, Any]]:
+    calibrated = machine_file.read(ROOT / "suites/machines" / f"{machine}.toml") if machine else None
+    trials = suite_file.load(ROOT / "suites" / f"{suite}.toml").trials
+    return plan_rows.rows(feasibility.forecast(trials, feasibility.any_host()), calibrated)
+
+
+def planned(suite: str, column: str, machine: str = "", **row: object) -> float:
+    """A number that ``zeropp plan`` predicts for the one trial whose columns have the values of ``row``."""
+    rows = [each for each in _plan(suite, machine) if all(each.get(key) == row[key] for key in row)]
+    if len(rows) != 1 or not isinstance(rows[0].get(column), int | float):
+        raise DocumentError(
+            f"{suite}: {len(rows)} planned trials with {row}, column {column!r}: expected one number"
+        )
+    return float(rows[0][column])
+
+
 FUNCTIONS: Final = (
     speedup, seconds, sent, megabytes, error, loss, final_loss, loss_verdict, loss_margin, loss_in_steps,
     memory, decoding_speedup, phase_speedup, phase_sent, tokens_per_second, ratio_of_tokens, largest_model,
     cell, table, question, fact, as_predicted, count, computing, suites,
+    exposed, parity_range, budgeted, composition, product, planned,
 )  # fmt: skip
 """What templates may call, by name; :mod:`docs.build` adds figures, verdict tables and assertions."""
