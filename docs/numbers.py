@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 import tempfile
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +27,7 @@ from harness.records.memory_parts import on_device
 from report import page
 from report.data import bytes_and_memory, decoding, loss_verdicts, speedups
 from report.data.frames import load
-from report.data.metrics import Derived, derive
+from report.data.metrics import OTHERS_WITHIN, Derived, derive
 from report.data.text import number
 from report.figures.all_figures import FIGURES
 from report.tables import all_tables, phases
@@ -101,6 +101,11 @@ class Estimate:
         return f"{100 * self.interval.estimate:.0f} %"
 
     @property
+    def change(self) -> str:
+        """By how much a ratio differs from 1, without its sign: ``14 %``."""
+        return f"{100 * abs(self.interval.estimate - 1):.0f} %"
+
+    @property
     def _spreads(self) -> bool:
         return self.interval.known and self.interval.low < self.interval.high
 
@@ -115,10 +120,21 @@ class Estimate:
         """Whether its estimate is the smaller one; for :meth:`Numbers.assert_that`."""
         return self.interval.estimate < other.interval.estimate
 
-    def __truediv__(self, other: Estimate) -> Estimate:
-        """The ratio of two estimates, without an interval."""
-        ratio = self.interval.estimate / other.interval.estimate
-        return Estimate(Interval(ratio, math.nan, math.nan, 0), number(3), f"{self.what} over {other.what}")
+    def __truediv__(self, other: Estimate | float) -> Estimate:
+        """The ratio to another estimate or a number, without an interval."""
+        divisor, what = (
+            (other.interval.estimate, other.what) if isinstance(other, Estimate) else (other, other)
+        )
+        ratio = self.interval.estimate / divisor
+        return Estimate(Interval(ratio, math.nan, math.nan, 0), number(3), f"{self.what} over {what}")
+
+    def __mul__(self, other: Estimate | float) -> Estimate:
+        """The product with another estimate or a number, without an interval."""
+        factor, what = (
+            (other.interval.estimate, other.what) if isinstance(other, Estimate) else (other, other)
+        )
+        product = self.interval.estimate * factor
+        return Estimate(Interval(product, math.nan, math.nan, 0), number(3), f"{self.what} times {what}")
 
 
 def _form(specification: str) -> Callable[[float], str]:
@@ -130,25 +146,42 @@ def _counted(value: float) -> Interval:
     return Interval(value, value, value, 0)
 
 
-@cache
+_DERIVED: Final[dict[str, Derived]] = {}  # by suite
+
+
 def derived(suite: str) -> Derived:
-    """What the committed records of a suite say.
+    """What the committed records of a suite say; read once.
 
     Raises:
         DocumentError: without an archive of that name.
         RecordError: for an edited record, or a file that is no archive.
     """
-    packed = ROOT / REFERENCE / f"{suite}{archive.SUFFIX}"
-    if not packed.exists():
-        raise DocumentError(f"no suite {suite!r} in {REFERENCE}: expected one of {', '.join(suites())}")
-    with tempfile.TemporaryDirectory() as folder:
-        return derive(load(archive.unpack(packed, Path(folder))))
+    if suite not in _DERIVED:
+        if not (ROOT / REFERENCE / f"{suite}{archive.SUFFIX}").exists():
+            raise DocumentError(f"no suite {suite!r} in {REFERENCE}: expected one of {', '.join(suites())}")
+        _DERIVED[suite] = read(suite)
+    return _DERIVED[suite]
 
 
-def suites() -> list[str]:
-    """The suites that have committed records, by name."""
+def read(suite: str, folder: Path = REFERENCE) -> Derived:
+    """What a suite's archive in a folder below the root says.
+
+    Raises:
+        RecordError: as :func:`derived`.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        return derive(load(archive.unpack(ROOT / folder / f"{suite}{archive.SUFFIX}", Path(name))))
+
+
+def keep(suite: str, records: Derived) -> None:
+    """Take a suite's records as another process read them."""
+    _DERIVED[suite] = records
+
+
+def suites(folder: Path = REFERENCE) -> list[str]:
+    """The suites that have committed records in a folder below the root, by name."""
     return sorted(
-        path.name.removesuffix(archive.SUFFIX) for path in (ROOT / REFERENCE).glob(f"*{archive.SUFFIX}")
+        path.name.removesuffix(archive.SUFFIX) for path in (ROOT / folder).glob(f"*{archive.SUFFIX}")
     )
 
 
@@ -350,13 +383,14 @@ def as_predicted(suite: str) -> str:
 
 
 def count(suite: str, what: str = "trials") -> int:
-    """How many finished ``trials``, ``sweeps``, ``machines`` (pools) or ``seeds`` a suite's records are of."""
+    """How many finished ``trials``, ``configurations``, ``sweeps``, ``machines`` (pools) or ``seeds`` a suite has."""
     ran = derived(suite).finished
     counts = {
         "trials": len(ran),
         "sweeps": int(ran["sweep"].nunique()),
         "machines": len(derived(suite).frames.pools),
         "seeds": int(ran["seed"].nunique()),
+        "configurations": int(derived(suite).trials["configuration"].nunique()),
     }
     if what not in counts:
         raise DocumentError(f"count of {what!r}: expected one of {', '.join(counts)}")
@@ -377,9 +411,95 @@ def title_of_figure(name: str) -> str:
     return titles[name]
 
 
+def validated_at(suite: str) -> str:
+    """The step after which final losses were measured: ``1,400``."""
+    steps = {int(row["steps"]) for row in loss_verdicts.losses(derived(suite))}
+    if len(steps) != 1:
+        raise DocumentError(f"{suite}: losses were measured after {len(steps)} numbers of steps: name one")
+    return f"{steps.pop():,}"
+
+
+def loss_share(suite: str, name: str, at: str = "") -> Estimate:
+    """Difference of a final loss from the baseline's, as a share of the baseline's: ``0.39 %``."""
+    base = final_loss(suite, derived(suite).compared.baseline, at).interval.estimate
+    difference = loss(suite, name, at=at).interval
+    share = Interval(difference.estimate / base, difference.low / base, difference.high / base, difference.n)
+    what = f"the loss of {name} as a share of the baseline's in {suite}"
+    return Estimate(share, lambda value: f"{100 * value:+.2f} %", what, equal=0.0, more_is_better=False)
+
+
+def pair_range(suite: str, name: str, over: str = "", at: str = "") -> str:
+    """The lowest and the highest speed-up of a pair, where pairs are too few for an interval."""
+    pairs, _ = _paired(suite, name, over, at)
+    return f"{pairs['speedup'].min():.2f} to {pairs['speedup'].max():.2f}"
+
+
+def pair_count(suite: str, name: str, over: str = "", at: str = "") -> int:
+    """How many pairs of trials a speed-up is of."""
+    return len(_paired(suite, name, over, at)[0])
+
+
+def pairs_agree(suite: str, name: str, over: str = "", at: str = "") -> bool:
+    """Whether every pair is faster, or every pair slower: what few pairs can say without an interval."""
+    faster = _paired(suite, name, over, at)[0]["speedup"] > 1
+    return bool(faster.all() or not faster.any())
+
+
+def model_sizes() -> str:
+    """The smallest and the largest model of all records, in million parameters: ``0.14 to 14.3``."""
+    sizes = pd.concat([derived(suite).finished["parameters"] for suite in suites()]) / 1e6
+    return f"{sizes.min():.2f} to {sizes.max():.1f}"
+
+
+def disturbed(suite: str) -> str:
+    """In how many trials others took so much processor time that seconds are marked: ``17 of 28``."""
+    ran = derived(suite)
+    return f"{len(ran.disturbed)} of {len(ran.finished)}"
+
+
+def undisturbed_tokens(suite: str, name: str, at: str, over_at: str) -> Estimate:
+    """:func:`ratio_of_tokens` of the trials in which others took little processor time."""
+    ran = derived(suite)
+    quiet = ran.trials[~ran.trials["id"].isin(ran.disturbed)]
+    here, there = (
+        speedups.step_interval(_trials(suite, name, where, quiet), "tokens_per_second").estimate
+        for where in (at, over_at)
+    )
+    what = f"the undisturbed tokens/s of {name} at {at} over those at {over_at} in {suite}"
+    return Estimate(Interval(here / there, math.nan, math.nan, 0), _form(".2f"), what, equal=1.0)
+
+
+def facts(suite: str) -> str:
+    """One line on a suite's records: trials, sweeps, machine, date, commit, and how many were disturbed."""
+    known = dict(page.facts(derived(suite)))
+    sweeps, machines = count(suite, "sweeps"), count(suite, "machines")
+    trials = known["trials"]
+    if sweeps > 1:
+        trials += f", in {sweeps} sweeps" + (f" on {machines} machines" if machines > 1 else "")
+    changed = f" ({known['checkout']})" if "checkout" in known else ""
+    parts = [
+        f"Trials: {trials}",
+        f"processor: {known['processor']}",
+        f"ran: {known['ran']}",
+        f"commit: {known['commit']}{changed}",
+    ]
+    if len(derived(suite).disturbed):
+        share = f"{OTHERS_WITHIN:.0%}"
+        parts.append(f"in {disturbed(suite)} trials others took more than {share} of the processors' time")
+    return markdown("; ".join(parts) + ".")
+
+
+def seconds_on_record(suite: str) -> str:
+    """How long a suite says that it takes: its key ``time``."""
+    with (ROOT / "suites" / f"{suite}.toml").open("rb") as file:
+        return str(tomllib.load(file)["time"])
+
+
 FUNCTIONS: Final = (
     speedup, seconds, sent, megabytes, error, loss, final_loss, loss_verdict, loss_margin, loss_in_steps,
     memory, decoding_speedup, phase_speedup, phase_sent, tokens_per_second, ratio_of_tokens, largest_model,
     cell, table, question, fact, as_predicted, count, computing, suites,
+    validated_at, loss_share, pair_range, pair_count, pairs_agree, model_sizes, disturbed, undisturbed_tokens,
+    facts, seconds_on_record,
 )  # fmt: skip
 """What templates may call, by name; :mod:`docs.build` adds figures, verdict tables and assertions."""
