@@ -96,7 +96,7 @@ class Build:
         above = "../" * (len(path.parts) - 1)
 
         def figure(suite: str, name: str = "") -> str:
-            shown = verdicts.verdicts(numbers.derived(suite)).figure
+            shown = _shows(numbers.derived(suite))
             name = name or shown
             title = numbers.title_of_figure(name)
             drawn = DOCS / "figures" / (f"{suite}.svg" if name == shown else f"{suite}_{name}.svg")
@@ -202,8 +202,15 @@ def _change(line: str, other: str) -> str:
 def _read(suite: str, *, drawing: bool) -> tuple[Derived, str, bytes | None]:
     """A suite's records with the name of its figure, and that figure as SVG; in a process of its own."""
     derived = numbers.derived(suite)
-    name = verdicts.verdicts(derived).figure
+    name = _shows(derived)
     return derived, name, _svg(suite, name) if drawing else None
+
+
+def _shows(derived: Derived) -> str:
+    """The name of the figure of a suite's verdicts; where the records have no rows for it, the page's first."""
+    wanted = verdicts.verdicts(derived).figure
+    ordered = sorted(FIGURES, key=lambda figure: figure.name != wanted)
+    return next(figure.name for figure in ordered if not figure.table(derived).empty)
 
 
 def _svg(suite: str, name: str) -> bytes:

@@ -22,7 +22,7 @@ import pandas as pd
 
 from harness.errors import Refusal
 from harness.records import archive
-from harness.records.confidence_intervals import Interval, mean_interval, of_another_sweep
+from harness.records.confidence_intervals import Interval, geometric_interval, mean_interval, of_another_sweep
 from harness.records.memory_parts import on_device
 from report import page
 from report.data import bytes_and_memory, decoding, loss_verdicts, speedups
@@ -242,11 +242,18 @@ def megabytes(suite: str, name: str, at: str = "") -> Estimate:
 
 
 def error(suite: str, name: str, at: str = "") -> Estimate:
-    """Error of gradients end to end (vNMSE): the median over measured steps and trials."""
+    """Error of gradients end to end (vNMSE): of a trial the median of its measured steps, of trials their
+    geometric mean.
+    """
     rows = derived(suite).sent_errors
     rows = rows[rows["purpose"].eq("gradients") & rows["hop"].isna() & rows["repeated"].eq(1)]
-    value = float(_trials(suite, name, at, rows)["vnmse"].median())
-    return Estimate(_counted(value), number(2), f"the error (vNMSE) of {name} in {suite}")
+    trials = _trials(suite, name, at)
+    errors = trials["id"].map(rows.groupby("id")["vnmse"].median())
+    if errors.isna().all():
+        raise DocumentError(f"{suite}: no error was measured of {name!r} at {at!r}")
+    known = errors.notna()
+    mean = geometric_interval(list(errors[known]), list(trials["sweep"][known]))
+    return Estimate(mean, number(3), f"the error (vNMSE) of {name} in {suite}")
 
 
 def loss(suite: str, name: str, over: str = "", at: str = "") -> Estimate:
