@@ -51,12 +51,24 @@ _OPEN_ROWS: Final = 16  # of a verdict table; a longer one is folded
 _NUMBER: Final = re.compile(r"[+-]?\d[\d,.]*(?:e[+-]\d+)?")
 
 
+@dataclass(frozen=True)
+class Head:
+    """What a suite's page begins with, as documents have it."""
+
+    sentence: str
+    table: str  # Markdown
+    rows: int
+    figure: str  # its name
+    svg: bytes | None = None  # if it was drawn
+
+
 @dataclass
 class Build:
     """Files that follow from templates and records, by path below the root; and claims that do not hold."""
 
     files: dict[Path, bytes] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)  # each with its template and line
+    heads: dict[str, Head] = field(default_factory=dict)  # by suite
     drawn: dict[tuple[str, str], bytes] = field(default_factory=dict)  # figures by suite and name
 
     def prepare(self, texts: Iterable[str], processes: int) -> None:
@@ -68,12 +80,18 @@ class Build:
             return
         context = multiprocessing.get_context("spawn")  # threads of NumPy do not survive a fork
         with ProcessPoolExecutor(min(processes, len(suites)), context) as pool:
-            for suite, (derived, name, svg) in zip(
-                suites, pool.map(partial(_read, drawing=drawing), suites), strict=True
-            ):
-                numbers.keep(suite, derived)
-                if svg is not None:
-                    self.drawn[suite, name] = svg
+            heads = pool.map(partial(_read, drawing=drawing), suites)
+            for suite, (records, head) in zip(suites, heads, strict=True):
+                numbers.keep(suite, records)
+                self.heads[suite] = head
+                if head.svg is not None:
+                    self.drawn[suite, head.figure] = head.svg
+
+    def head(self, suite: str) -> Head:
+        """What a suite's page begins with; read here, if no other process has."""
+        if suite not in self.heads:
+            self.heads[suite] = _read(suite, drawing=False)[1]
+        return self.heads[suite]
 
     def add(self, template: str, folder: Path = ROOT / DOCS) -> None:
         """Render one template; a template that asks for what is not there is a problem with its line."""
@@ -96,7 +114,7 @@ class Build:
         above = "../" * (len(path.parts) - 1)
 
         def figure(suite: str, name: str = "") -> str:
-            shown = _shows(numbers.derived(suite))
+            shown = self.head(suite).figure
             name = name or shown
             title = numbers.title_of_figure(name)
             drawn = DOCS / "figures" / (f"{suite}.svg" if name == shown else f"{suite}_{name}.svg")
@@ -107,14 +125,13 @@ class Build:
             return f"![{title}]({link})"
 
         def finding(suite: str) -> str:
-            return verdicts.verdicts(numbers.derived(suite)).sentence
+            return self.head(suite).sentence
 
         def verdict_table(suite: str) -> str:
-            table = verdicts.verdicts(numbers.derived(suite)).table
-            rows = table.markdown_rows().strip()
-            if len(table.data) <= _OPEN_ROWS:
-                return rows
-            return f"<details><summary>{len(table.data)} rows</summary>\n\n{rows}\n\n</details>"
+            head = self.head(suite)
+            if head.rows <= _OPEN_ROWS:
+                return head.table
+            return f"<details><summary>{head.rows} rows</summary>\n\n{head.table}\n\n</details>"
 
         def holds(*, condition: bool, claim: str) -> str:
             if not condition:
@@ -199,16 +216,19 @@ def _change(line: str, other: str) -> str:
     )
 
 
-def _read(suite: str, *, drawing: bool) -> tuple[Derived, str, bytes | None]:
-    """A suite's records with the name of its figure, and that figure as SVG; in a process of its own."""
+def _read(suite: str, *, drawing: bool) -> tuple[Derived, Head]:
+    """A suite's records, and what its page begins with; with its figure, if asked for."""
     derived = numbers.derived(suite)
-    name = _shows(derived)
-    return derived, name, _svg(suite, name) if drawing else None
+    found = verdicts.verdicts(derived)
+    figure = _shows(derived, found.figure)
+    svg = _svg(suite, figure) if drawing else None
+    return derived, Head(
+        found.sentence, found.table.markdown_rows().strip(), len(found.table.data), figure, svg
+    )
 
 
-def _shows(derived: Derived) -> str:
+def _shows(derived: Derived, wanted: str) -> str:
     """The name of the figure of a suite's verdicts; where the records have no rows for it, the page's first."""
-    wanted = verdicts.verdicts(derived).figure
     ordered = sorted(FIGURES, key=lambda figure: figure.name != wanted)
     return next(figure.name for figure in ordered if not figure.table(derived).empty)
 

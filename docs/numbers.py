@@ -189,7 +189,8 @@ def _trials(suite: str, name: str, at: str, table: pd.DataFrame | None = None) -
     """The rows of one configuration in one setting, of trials or of another table that has these columns."""
     table = derived(suite).trials if table is None else table
     parts = {part.strip() for part in at.split(",") if part.strip()}
-    here = table[[parts <= {*str(where).split(", ")} for where in table["where"]]]
+    matches = {where: parts <= {*str(where).split(", ")} for where in table["where"].unique()}
+    here = table[table["where"].map(matches).astype(bool)]
     if name not in set(here["configuration"]):
         present = "; ".join(map(str, table["configuration"].unique()))
         raise DocumentError(f"{suite}: no {name!r} at {at!r}: expected one of {present}")
@@ -204,8 +205,11 @@ def _paired(suite: str, name: str, over: str, at: str) -> tuple[pd.DataFrame, st
     """Pairs of a configuration with ``over``, by default the suite's baseline; and the name of that."""
     trials = derived(suite).trials
     setting = str(_trials(suite, name, at)["setting"].iloc[0])
-    of_base = trials["configuration"].eq(over)
-    pairs = speedups.pairs(trials, of_base) if over else derived(suite).pairs
+    if over:
+        both = trials[trials["setting"].eq(setting) & trials["configuration"].isin([name, over])]
+        pairs = speedups.pairs(both, both["configuration"].eq(over))
+    else:
+        pairs = derived(suite).pairs
     pairs = pairs[pairs["setting"].eq(setting) & pairs["configuration"].eq(name)]
     if pairs.empty:
         raise DocumentError(f"{suite}: no pairs of {name!r} with {over or 'the baseline'!r} at {at!r}")
