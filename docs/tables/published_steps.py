@@ -15,7 +15,6 @@ all others.
 from __future__ import annotations
 
 import sys
-import tempfile
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +24,10 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
+from docs import numbers
 from docs.tables import markdown
-from harness.records import archive
 from impl.plan.step_time import FLOPS_PER_TOKEN, Machine, Work, flops, least_seconds, step_time
 from report.data import published
-from report.data.frames import load
-from report.data.metrics import derive
 from report.figures.predictions import measured_over, score, score_in_words
 
 DOCS: Final = Path(__file__).parents[1]
@@ -62,8 +59,8 @@ def read(path: Path) -> pd.DataFrame:
     table = table.drop_duplicates([*NEEDED, "seconds", "tflops_per_gpu"], ignore_index=True)
 
     def check(name: str, values: pd.Series) -> None:
-        numbers = pd.to_numeric(values, errors="coerce")
-        if len(bad := values[~(numbers > 0) | ~np.isfinite(numbers)]):
+        parsed = pd.to_numeric(values, errors="coerce")
+        if len(bad := values[~(parsed > 0) | ~np.isfinite(parsed)]):
             row = f"{path}, row {bad.index[0] + 1}"
             raise PublishedError(f"{row}: {name} is {bad.iloc[0]}, not a number above 0")
 
@@ -198,12 +195,7 @@ def _spread(errors: pd.Series) -> str:
 
 def measured_trials() -> pd.DataFrame:
     """The trials of results/predicted, by suite: one calibration predicted their steps before they ran."""
-    with tempfile.TemporaryDirectory() as name:
-        folders = [
-            archive.unpack(packed, Path(name))
-            for packed in sorted((DOCS.parent / PREDICTED).glob(f"*{archive.SUFFIX}"))
-        ]
-        tables = {folder.name: measured_over(derive(load(folder))) for folder in folders}
+    tables = {suite: measured_over(numbers.read(suite, PREDICTED)) for suite in numbers.suites(PREDICTED)}
     parts = [
         rows.assign(suite=suite, setting=f"{suite} " + rows["setting"]) for suite, rows in tables.items()
     ]
