@@ -65,7 +65,7 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "[[override]]\nmatch = {}\nset = {}\n",
         ("[[override]] #1 set", "names no field"),
     ),
-    "a value twice": ("", "[matrix]\nseed = [0, 1, 0]\n", ("[matrix] seed = 0", "stands there twice")),
+    "a value twice": ("", "[matrix]\nseed = [0, 1, 0]\n", ("[matrix] seed = 0", "is listed twice")),
     "a value twice, in other units": (
         "",
         '[matrix]\ncluster.rate = ["1 Gbit/s", "1000 Mbit/s"]\n',
@@ -146,11 +146,15 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         '[defaults]\ncluster.nodes = 1\ncluster.rate = "1 Gbit/s"\n',
         ("cluster.rate", "cluster.nodes = 1"),
     ),
-    "hosts of no launcher": ("", '[defaults]\ncluster.hosts = ["a", "b"]\n', ("cluster.hosts", "of 'hosts'")),
+    "hosts of no launcher": (
+        "",
+        '[defaults]\ncluster.hosts = ["a", "b"]\n',
+        ("cluster.hosts", "only 'hosts' reads it"),
+    ),
     "an allocation of no launcher": (
         "",
         "[defaults]\ncluster.slurm.time = 9\n",
-        ("cluster.slurm.time", "of 'slurm'"),
+        ("cluster.slurm.time", "only 'slurm' reads it"),
     ),
     "a floor of no decay": (
         "",

@@ -46,19 +46,22 @@ def test_all_repeats_of_the_baseline_are_it(read: Read) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ('contrast = { strategy = "zeropp" }', "expected a baseline beside it"),
+        ('contrast = { strategy = "zeropp" }', "needs a baseline; name one, or remove contrast"),
         ('baseline = { strategy = "zeropp" }', "matches several configurations of one setting"),
         ('baseline = { strategy = "ddp" }', "matches no trial of this suite"),
         ('baseline = { strategy = ["zero3", "zeropp"] }', "every trial is the baseline"),
-        ('baseline = { strategy = "zero3" }\ncontrast = { strategy = "zero3" }', "are baseline and contrast"),
+        (
+            'baseline = { strategy = "zero3" }\ncontrast = { strategy = "zero3" }',
+            "match both baseline and contrast",
+        ),
         ('baseline = { strategie = "zero3" }', "did you mean 'strategy'"),
         (
             'baseline = { strategy = "zero3", tokens_per_rank = 64 }',
-            "3 of 5 others have no baseline beside them, the first with tokens_per_rank = 128",
+            "3 of 5 other trials have no baseline in their setting, the first with tokens_per_rank = 128",
         ),
         (
             'baseline = { strategy = "zero3" }\ncontrast = { strategy = "zeropp", tokens_per_rank = 64 }',
-            "has no contrast with tokens_per_rank = 128; expected one",
+            "has no contrast with tokens_per_rank = 128; add one",
         ),
     ],
 )
@@ -91,7 +94,7 @@ def test_a_merged_baseline_is_the_run_that_it_became(read: Read) -> None:
 def test_a_baseline_and_a_contrast_that_are_one_run_are_refused(read: Read) -> None:
     """Also if they have two names, and if nothing else is compared."""
     both = f'{HEAD}baseline = {{ strategy = "zero3" }}\ncontrast = {{ strategy = "qwz" }}\n'
-    with pytest.raises(SuiteError, match="is the same run as one of the contrast"):
+    with pytest.raises(SuiteError, match="is the same run as a trial of the contrast"):
         read(MERGED, both)
     with pytest.raises(SuiteError, match="every trial is the baseline"):
         read(MERGED.replace(', "hpz"', ""), f'{HEAD}baseline = {{ strategy = "zero3" }}\n')
@@ -124,6 +127,8 @@ def test_repeats_until_are_of_ratios_over_the_suites_baseline(read: Read) -> Non
     """Where it names one, no ZeRO-3 has to stand there."""
     body = '[matrix]\nstrategy = ["hpz", "qgz"]\n'
     until = f'{HEAD}repeats = "until 5 %"\n'
-    with pytest.raises(SuiteError, match="of ratios over zero3, which does not stand beside hpz, qgz"):
+    with pytest.raises(
+        SuiteError, match="needs ratios over zero3, which is missing in the setting of hpz, qgz"
+    ):
         read(body, until)
     assert read(body, f'{until}baseline = {{ strategy = "hpz" }}\n').roles

@@ -175,5 +175,5 @@ def test_hosts(host: str, kept: str) -> None:
 )
 def test_what_is_no_host(host: str) -> None:
     """No option of ssh, nothing of a shell, and no port: in words."""
-    with pytest.raises(ValidationError, match="expected a host name or address for ssh, as"):
+    with pytest.raises(ValidationError, match="expected a host name or address for ssh, such as"):
         Cluster(launcher="hosts", hosts=(host,))
