@@ -71,13 +71,13 @@ def edit_line(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("sabotage", "named"),
     [
-        (delete, "without a record any more: deleted"),
-        (rerun, "run again after there was a result: rerun"),
-        (scale_times, "with another record than was written: edited"),
-        (keep(0, 2), "line 2 of 2 does not follow the line before it"),
-        (edit_line, "line 3 of 3 does not follow the line before it"),
-        (keep(0), "whose record names a line that it lacks"),
-        (keep(), "whose record names a line that it lacks"),
+        (delete, "records were deleted after they were written: 1 trial"),
+        (rerun, "trials were run again although they had a result: 1 trial"),
+        (scale_times, "records were edited after they were written: 1 trial"),
+        (keep(0, 2), "line 2 of 2 does not follow from the line before it"),
+        (edit_line, "line 3 of 3 does not follow from the line before it"),
+        (keep(0), "records name a line that it does not have: 2 trials"),
+        (keep(), "records name a line that it does not have: 3 trials"),
     ],
 )
 def test_sabotages_are_named(tmp_path: Path, sabotage: Callable[[Path], None], named: str) -> None:
@@ -97,4 +97,4 @@ def test_older_records_have_no_journal(tmp_path: Path) -> None:
     for made in MADE:
         trial_record.write(tmp_path, made)
     (sentence,) = sentences(tmp_path)
-    assert sentence.startswith("Without journal: 3 records, from before")
+    assert sentence.startswith("Not in the journal: 3 records, written before")
