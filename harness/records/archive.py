@@ -49,7 +49,7 @@ def pack(folder: Path, into: Path) -> Path:
                 content = path.read_bytes()
                 entry.size = len(content)
                 if _NAME.fullmatch(entry.name) is None or entry.size > _MOST:
-                    reason = f"by its name no record, run or trace, or larger than {_MOST >> 20} MiB"
+                    reason = f"no record, run or trace by its name, or larger than {_MOST >> 20} MiB"
                     raise RecordError(f"{path}: {reason}; move it out of the folder")
                 archive.addfile(entry, io.BytesIO(content))
     except OSError as error:

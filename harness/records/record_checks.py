@@ -97,9 +97,9 @@ def counter_mismatch(counted: int, ledger: int, headers: int, messages: int) -> 
     if low * stated <= counted <= high * stated + control:
         return None
     return (
-        f"sent {counted} bytes in the timed steps; the ledger holds {ledger}, and packet headers are {headers}: "
-        f"{counted / stated if stated else math.nan:.3f} of their sum, where {low:g} to {high:g} of the sum are "
-        f"allowed, and {control} bytes of gloo's own messages"
+        f"sent {counted} bytes in the timed steps; its ledger holds {ledger}, and packet headers take {headers}: "
+        f"{counted / stated if stated else math.nan:.3f} of their sum, where {low:g} to {high:g} is allowed, "
+        f"plus {control} bytes of gloo's own messages"
     )
 
 

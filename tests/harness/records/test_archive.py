@@ -84,9 +84,9 @@ def test_records_that_are_not_in_it_are_not_mixed_in(tmp_path: Path) -> None:
     chained_journal.append(folder, first)
     packed = archive.pack(folder, tmp_path)
     chained_journal.append(folder, first.model_copy(update={"finished": "later"}))
-    for refusal in ("journal tells of records", "has records"):
+    for refusal in ("journal lists records", "has records"):
         kept = {path: path.read_bytes() for path in folder.iterdir()}
-        with pytest.raises(RecordError, match=rf"{refusal} that q\.tar\.xz has not"):
+        with pytest.raises(RecordError, match=rf"{refusal} that q\.tar\.xz lacks"):
             archive.unpack(packed)
         assert kept == {path: path.read_bytes() for path in folder.iterdir()}
         trial_record.write(folder, record_of(Trial(steps=2, warmup=0, seed=1)))

@@ -38,7 +38,7 @@ def test_a_halved_ledger_is_neither_the_prediction_nor_what_was_counted(strategy
     mismatch = record_checks.ledger_mismatch(wrong) or ""
     assert f"rank 0 sent {first.bytes // 2} bytes in {first.messages} messages" in mismatch
     assert f"predicted are {first.bytes} bytes" in mismatch
-    assert "allowed is 0.99 to 1.02" in (record_checks.interface_mismatch(wrong) or "")
+    assert "where 0.99 to 1.02 is allowed" in (record_checks.interface_mismatch(wrong) or "")
 
 
 def test_prediction_and_ledger_of_other_ranks_differ() -> None:
@@ -73,7 +73,7 @@ def test_what_an_interface_may_count(ledger: int, packets: int, messages: int, s
     assert (wrong is None) == (low * stated <= counted <= high * stated + control)
     if wrong is not None:
         assert f"sent {counted} bytes" in wrong
-        assert f"holds {ledger} and {headers} are" in wrong
+        assert f"holds {ledger}, and packet headers take {headers}:" in wrong
 
 
 @given(share=st.floats(0.5, 2))

@@ -127,7 +127,7 @@ def test_nothing_is_written_outside(path: str) -> None:
     """A configuration whose path leaves the folder is named, and not written."""
     text = SuiteText(name="q.toml", text="x", configurations={path: "{}"})
     script = reproduce.script(record_of(Trial(steps=2, warmup=0)), run_with(suite=text))
-    assert f"# Not written, since it is not in this folder: {path}" in script
+    assert f"# Not written, since the path leads out of this folder: {path}" in script
     assert f"> {path}" not in script
 
 
@@ -138,10 +138,10 @@ def test_what_is_not_known_is_said() -> None:
     (node, *_) = run.nodes
     run = run.model_copy(update={"nodes": [node.model_copy(update={"code": node.code | {"commit": None}})]})
     script = reproduce.script(record_of(Trial(steps=2, warmup=0)), run)
-    assert "not kept whole (1000000 bytes" in script
+    assert "not recorded in full (1000000 bytes" in script
     assert "git apply" not in script
     assert "The commit is not known" in script
-    assert "The suite's file is not known" in script
+    assert "The suite file is not known" in script
 
 
 def test_an_edited_file_of_a_run_is_refused(tmp_path: Path) -> None:

@@ -547,7 +547,7 @@ def test_truncated_sends_are_no_result(text: str, tmp_path: Path) -> None:
     truncated = trial(text, "zero3", model={"name": f"{__name__}:truncating"}, steps=2, warmup=1)
     with open_link(cluster_with("namespaces", 2, 1000.0), "abc124") as link:
         ranks = run_ranks(run, Assignment(truncated, None), launch_of(link, tmp_path, 2))
-    with pytest.raises(TrialError, match=r"'s interface sent .* bytes in the timed steps, its ledger holds"):
+    with pytest.raises(TrialError, match=r"'s interface sent .* bytes in the timed steps; its ledger holds"):
         assembled(ranks)
     assert [outcome.record.ledger for outcome in ranks] == [outcome.predicted for outcome in ranks]
 
