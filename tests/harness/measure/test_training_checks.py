@@ -199,7 +199,7 @@ SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "a clock that stops early": (stops_early, "the clock misses a part"),
     "another codec of equal bytes": (another_codec, "gradients of .* were sent as int4:64:clip in hop"),
     "half a loss": (half_a_loss, "before step 2 rank .'s reduced gradient of unit"),
-    "a better loss on record": (better_loss, "trained in step 2 at a loss of"),
+    "a better loss on record": (better_loss, "in step 2 rank . trained at a loss of"),
     "no clipping": (no_clipping, "has a norm of .* and was to be clipped to 0.1"),
     "a late update": (
         a_late_update,

@@ -220,7 +220,7 @@ def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> Non
     assert failures[-1] is None
     messages = {
         "killed": "was killed by signal 9",
-        "link": "'fsdp2' sends past our wire",
+        "link": "'fsdp2' sends its own messages",
         "refused": "padding",
         "timeout": "after 3 s",
         "wrong": "the loss of rank",
