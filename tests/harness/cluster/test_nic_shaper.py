@@ -94,7 +94,7 @@ def test_the_queue_of_a_killed_keeper_is_named_with_what_removes_it(host_pair: l
     error = answer_of(host_pair)["error"]
     assert "the queue of another run" in error
     assert host_pair[0].queues() == left
-    remove = error.partition("remove it by: ")[2]
+    remove = error.partition("remove it with: ")[2]
     subprocess.run([*host_pair[0].inside, "sh", "-c", remove], check=True)
     assert host_pair[0].queues() == before
     assert "error" not in answer_of(host_pair)
@@ -109,7 +109,7 @@ def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> N
     before = host_pair[0].queues()
     command = [*host_pair[0].inside, sys.executable, "-c", _HOLD, towards(host_pair)]
     done = subprocess.run(command, cwd=ROOT, input="\n", capture_output=True, text=True, check=True)
-    error, _, remove = done.stdout.splitlines()[1].partition("remove it by: ")
+    error, _, remove = done.stdout.splitlines()[1].partition("remove it with: ")
     assert error.startswith(f"{host_pair[0].interface} may still be shaped (its keeper was killed); ")
     assert host_pair[0].queues() != before
     subprocess.run([*host_pair[0].inside, "sh", "-c", remove], check=True)
@@ -121,15 +121,19 @@ def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> N
     [
         ("", {"interface": "lo"}, "lo is the loopback"),
         ("", {"interface": "nowhere"}, "no interface 'nowhere'"),
-        ("tc qdisc add dev NAME root pfifo limit 100", {}, "not the kernel's own and is not replaced: pfifo"),
+        (
+            "tc qdisc add dev NAME root pfifo limit 100",
+            {},
+            "not the kernel's default, and is not replaced: pfifo",
+        ),
         *long(
-            ("", {"others": ["127.0.0.1"]}, "messages to 127.0.0.1 leave by lo"),
-            ("", {"others": ["203.0.113.1"]}, "no way to 203.0.113.1"),
-            ("", {"rate_mbit": 50_000.0}, "50000 Mbit/s are more than a tbf queue's 34360"),
+            ("", {"others": ["127.0.0.1"]}, "messages to 127.0.0.1 leave through lo"),
+            ("", {"others": ["203.0.113.1"]}, "no route to 203.0.113.1"),
+            ("", {"rate_mbit": 50_000.0}, "50000 Mbit/s are more than a tbf queue allows, 34360"),
             (
                 "ip link set dev NAME mtu 9000",
                 {"rate_mbit": 10.0},
-                "packets of 9000 bytes, which at 10 Mbit/s have at most 3000; ask for 36 Mbit/s or more",
+                "packets of 9000 bytes, but at 10 Mbit/s the queue takes at most 3000; set a rate of 36 Mbit/s",
             ),
             ("tc qdisc add dev NAME root handle 7: tbf rate 1gbit burst 9k latency 1s", {}, "tbf 7:"),
         ),
