@@ -143,15 +143,18 @@ def test_peers() -> None:
         ({"optimizer": Optimizer(arguments={"betas": [0.9, 0.9, 0.9]})}, "arguments of AdamW: ValueError"),
         ({"model": Model(name="tests.harness.runs.test_feasibility:leaving")}, "SystemExit: 3"),
         ({"tokens_per_rank": 128 * 10**9}, "too big for memory"),
-        ({"cluster": Cluster(link="real")}, "expected 'torchrun'"),
+        ({"cluster": Cluster(link="real")}, "set launcher 'torchrun'"),
         (
             {"cluster": SHAPED.model_copy(update={"link": "shaped"})},
-            "link = 'shaped': 2 nodes are 2 machines",
+            "link = 'shaped': needs 2 machines for 2 nodes",
         ),
         ({"cluster": Cluster(launcher="hosts", hosts=("a",))}, "1 names; expected one for each of 2 nodes"),
         ({"cluster": GPUS}, "4 ranks need a GPU each, this machine has 0"),
         ({"cluster": GPUS, "strategy": "single"}, "no GPU"),
-        ({"strategy": "ddp", "cluster": SHAPED.model_copy(update={"link": "paced"})}, "our own wire only"),
+        (
+            {"strategy": "ddp", "cluster": SHAPED.model_copy(update={"link": "paced"})},
+            "delays only our own engine's messages",
+        ),
         ({"model": Model(name="vit-small"), "sequence": 64}, "reads images"),
         ({"model": Model(name="vit-small"), "corpus": "glyphs"}, "sequence = 128 patches"),
     ],
@@ -311,7 +314,7 @@ def test_what_is_offloaded_is_foreseen_and_not_the_devices() -> None:
     assert forecast([limited], HERE)[0].failure is None
 
 
-GPU_LINE = re.compile(r"^# On a machine of (\d+) GPUs the cluster block has: (.+)\.$", re.MULTILINE)
+GPU_LINE = re.compile(r"^# With (\d+) GPUs, set in \[defaults.cluster\]: (.+)\.$", re.MULTILINE)
 
 
 def _on_gpus(suite: Path, folder: Path) -> tuple[int, list[Trial]]:
