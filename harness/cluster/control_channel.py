@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 POLL_SECONDS: Final = 0.05
-_START_SECONDS: Final = 300.0  # that nodes may take to come together, as some may still have to be started
+_START_SECONDS: Final = 300.0  # limit for all nodes to come together; some may still have to be started
 _LOST_SECONDS: Final = 20.0  # without a heartbeat, after which a node is lost
 _BEAT_SECONDS: Final = 1.0
-_ANSWER: Final = timedelta(seconds=60)  # that the store may take for one operation
+_ANSWER: Final = timedelta(seconds=60)  # limit for one operation of the store
 
 
 class ChannelError(Exception):
@@ -46,9 +46,8 @@ class Place:
     port: int  # of the store; 0 lets the process that serves the store choose a port
     serves: bool  # whether this process serves the store
     job: str = ""  # name of the run, which differs between runs that share a store
-    waits: bool = (
-        False  # whether it is a further process on a node that has a supervisor, and only waits for the end
-    )
+    # Whether this process is no supervisor, but a further process on a node, which only waits for the end.
+    waits: bool = False
 
     @property
     def follows(self) -> bool:
@@ -71,9 +70,8 @@ class Channel:
         """
         self.place = place
         self._store = self._connect(serve=place.serves)
-        self._seen: dict[
-            int, tuple[object, float]
-        ] = {}  # by node: the last count, and when it first appeared
+        # By node, the last heartbeat's count, and when this process first saw it.
+        self._seen: dict[int, tuple[object, float]] = {}
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, daemon=True, name="heartbeat")
 

@@ -48,9 +48,8 @@ def _leave(_: int = 0, __: FrameType | None = None) -> None:
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Report an uncaught error, as ``sys.excepthook``; errors while the command line is imported end here."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(
-        cause, KeyboardInterrupt
-    ):  # C extensions wrap it in other errors
+    # C extensions may wrap a KeyboardInterrupt in other errors.
+    while cause is not None and not isinstance(cause, KeyboardInterrupt):
         cause = cause.__cause__ or cause.__context__
     if cause is not None:
         _leave()

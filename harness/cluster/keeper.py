@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from harness.errors import LinkError, not_imported
 
-ANSWER_SECONDS: Final = 120.0  # that a keeper may take; one that dies is noticed at once
+ANSWER_SECONDS: Final = 120.0  # limit for a keeper's answer; a keeper that dies is noticed at once
 _ROOT: Final = Path(__file__).resolve().parents[2]  # folder from which harness can be imported
 
 
@@ -77,7 +77,7 @@ def report_errors() -> Iterator[None]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
-    except Exception as error:  # netlink raises many kinds
+    except Exception as error:  # netlink raises many kinds of errors
         missing = not_imported(error) if isinstance(error, ImportError) else None
         send_answer({"error": missing or str(error)})
         raise

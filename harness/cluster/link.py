@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from harness.records.trial_record import LinkRecord
     from harness.suites.trial import Cluster
 
-REPETITIONS: Final = 5  # messages of a calibration
-PROBES: Final = 2  # messages of a probe after a trial
+REPETITIONS: Final = 5  # number of messages in a calibration
+PROBES: Final = 2  # number of messages in the probe after a trial
 REACHED: Final = (0.9, 1.05)  # a shaped link must achieve a share of its rate between these
 PACED: Final = "The link is paced, so that its seconds are modelled and peers cannot run at a rate: {}"
 _ADVICE: Final = (
@@ -85,9 +85,8 @@ class Link:
     close: Callable[[], object] = lambda: None
     calibrated_mbit: list[float] = field(default_factory=list)  # per repetition; the sweep fills them in
 
-    paced_mbit: float | None = field(
-        init=False
-    )  # rate to which our engine delays its messages; None unless the link is paced
+    # The rate in Mbit/s to which our engine delays its messages; None unless the link is paced.
+    paced_mbit: float | None = field(init=False)
     message_bytes: int = field(init=False)  # of a calibration message; 0 for one node
 
     def __post_init__(self) -> None:
@@ -245,9 +244,8 @@ def exchange(
     before, after = (rank.rank - per_node) % world, (rank.rank + per_node) % world
     if rank.first_of_node:
         outgoing = torch.ones(message_bytes, dtype=torch.uint8, device=device)
-        incoming = torch.zeros_like(
-            outgoing
-        )  # written now, so that page faults are not timed as part of the link
+        # The buffer is written now, so that page faults are not timed as part of the link.
+        incoming = torch.zeros_like(outgoing)
     if grouped:
         dist.all_reduce(torch.zeros(1, device=device))
     achieved = []

@@ -41,10 +41,10 @@ _NETWORK: Final = "10.77.0.0/16"  # 65,533 nodes
 # full: a 1.25 MB message each way at 50 Mbit/s ran at 26 to 49 Mbit/s under BBR, and at 47.6 to 48.5 under Reno.  It is
 # set on the route, since /proc/sys may be read-only.
 CONGESTION: Final = "reno"
-QUEUE_SECONDS: Final = (
-    0.4  # length of the queue at its rate; shorter ones drop packets when several ranks send
-)
-_DELAYED_PACKETS: Final = 100_000  # that netem may hold at once; its default is 1000, and it drops all others
+# The queue holds what is sent in this time at its rate; shorter queues drop packets when several ranks send at once.
+QUEUE_SECONDS: Final = 0.4
+# netem holds at most this many packets and drops all others; its default is 1000.
+_DELAYED_PACKETS: Final = 100_000
 _TBF: Final = "10:"  # handle of the queue that limits an interface's rate
 _OPEN_RATE: Final = 4_000_000_000  # bytes per second: close to tbf's maximum, and more than any CPU sends
 _OPEN_BURST: Final = 4_000_000  # bytes
@@ -169,10 +169,7 @@ def _set(queue: _Queue, state: bytes | None = None) -> None:
     with _netlink(queue.process) as route:
         index, shape = route.link_lookup(ifname=queue.interface)[0], queue.shape
         if state is None and queue.latency_ms:
-            delay = {
-                "delay": round(queue.latency_ms * 1e3),
-                "limit": _DELAYED_PACKETS,
-            }  # delay in microseconds
+            delay = {"delay": round(queue.latency_ms * 1e3), "limit": _DELAYED_PACKETS}  # in microseconds
             try:
                 route.tc("add", "netem", index, handle="1:", **delay)
             except Exception as error:
@@ -235,9 +232,8 @@ def _configure(node: int, name: str, holder: int, *, inner: bool) -> None:
     network, _, prefix = _NETWORK.partition("/")
     with _netlink(holder) as route:
         loopback, index = (route.link_lookup(ifname=interface)[0] for interface in (LOOPBACK, name))
-        if (
-            inner
-        ):  # packets inside the node get the same size as between nodes, so that the queue does not cut them
+        # Packets inside the node get the same size as between nodes, so that the queue does not cut them.
+        if inner:
             route.link("set", index=loopback, mtu=MTU)
         route.link("set", index=loopback, state="up")
         route.addr("add", index=index, address=_address(node), prefixlen=int(prefix))

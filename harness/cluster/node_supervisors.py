@@ -61,9 +61,8 @@ class Nodes:
 
     channel: Channel
     nodes: list[Node]
-    shaped: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # each node's interface as it was before it was shaped
+    # Facts about each node's interface before it was shaped, from the last work.
+    shaped: list[dict[str, Any]] = field(default_factory=list)
     status: int = 1  # exit status of the other supervisors
     _commands: int = 0
 

@@ -69,12 +69,11 @@ ALLOCATOR: Final = {
 BACKENDS: Final = {"shm": "gloo", "gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl", "staged": "gloo"}
 REFUSALS: Final = (LinkError, Refusal, CorpusError, PolicyError, GeometryError, CodecError)
 _POLL_SECONDS: Final = 0.2  # between two checks whether ranks on other hosts have failed
-_LATER_SECONDS: Final = (
-    30.0  # added to the timeout of process groups, so that the parent's timeout comes first
-)
-_GRACE_SECONDS: Final = 0.5  # that other ranks have to report their errors after a failure
-_CAUSE_SECONDS: Final = 10.0  # the same if the first failure is only a lost connection to another rank
-_STACKS_SECONDS: Final = 0.2  # that ranks have to write the stacks of their threads
+# The timeout of process groups is longer by this than the parent's, so that the parent's comes first.
+_LATER_SECONDS: Final = 30.0
+_GRACE_SECONDS: Final = 0.5  # to wait after a failure for other ranks to report theirs
+_CAUSE_SECONDS: Final = 10.0  # the same, if so far ranks have only lost their connection to another rank
+_STACKS_SECONDS: Final = 0.2  # to wait until ranks have written the stacks of their threads
 # Signals that a rank does not send to itself.  With submitit, Slurm announces the end of a job by SIGUSR2.
 _FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 _LOG_BYTES: Final = 1_000_000  # of each rank's log, its end, that are kept
@@ -305,8 +304,8 @@ def _watch(
             ready.receive(on_progress)  # type: ignore[union-attr]
     begun = time.monotonic()
     while True:
-        # Ranks that only lost a connection are the least likely cause, then those that report an error; a rank that
-        # died without a message is the most likely one.
+        # Ranks that only lost a connection are the least likely cause, then ranks that report a crash.  A rank that
+        # died without a message, or that was refused or ran out of memory, is the most likely one.
         errors = [(watched.error, watched.reported) for watched in ranks if watched.error is not None]
         cause, _ = min(errors, key=lambda pair: (pair[0].effect, pair[1] and pair[0].kind == "crashed"))
         left = begun + (_CAUSE_SECONDS if cause.effect else _GRACE_SECONDS) - time.monotonic()

@@ -16,9 +16,8 @@ from unittest import mock
 
 from harness.errors import Refusal
 
-_LONGEST: Final = 107 - len(
-    "/pymp-xxxxxxxx/listener-xxxxxxxx"
-)  # bytes that a folder's path may have: the kernel's limit without the longest name inside
+# Bytes that a folder's path may have: the kernel's limit less the longest name inside.
+_LONGEST: Final = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 _OTHERS: Final = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108  # a fresh folder of our own is made inside
 
 

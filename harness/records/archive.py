@@ -88,9 +88,8 @@ def unpack(archive: Path, into: Path | None = None) -> Path:
             raise RecordError(
                 f"{folder}: has records that {archive.name} lacks, the first {others[0].name}; move one of the two"
             )
-        journal = (
-            folder / JOURNAL
-        )  # if the same archive was unpacked here before, it is a beginning of the archive's
+        # If an earlier version of the archive was unpacked here, its journal is the beginning of this one's.
+        journal = folder / JOURNAL
         if journal.exists() and not contents.get(journal, b"").startswith(journal.read_bytes()):
             raise RecordError(
                 f"{folder}: its journal lists records that {archive.name} lacks; move one of the two"

@@ -21,11 +21,8 @@ from harness.records.trial_record import Record, RecordError, digest_of, write, 
 from harness.suites.labels import counted
 
 JOURNAL: Final = "journal.jsonl"
-_LEFT_OUT: Final = {
-    "role",
-    "answer",
-    "digest",
-}  # role and answer follow from the question, which may change later
+# Role and answer follow from the suite's question, which may change later; the digest covers both.
+_LEFT_OUT: Final = {"role", "answer", "digest"}
 
 
 class Entry(BaseModel, extra="forbid", frozen=True):

@@ -39,7 +39,7 @@ class Interval:
     high: float
     n: int  # number of values or pairs
     sweeps: int = 1  # number of sweeps that they are from
-    fewest_sweeps: int = FEWEST_SWEEPS  # that an interval needs, if there are several
+    fewest_sweeps: int = FEWEST_SWEEPS  # least number for an interval, if there are several sweeps
 
     @property
     def why_none(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-HEADER_BYTES: Final = (
-    66  # of a TCP packet as an interface counts it: Ethernet 14, IPv4 20, TCP 32 with timestamps
-)
+# Headers of a TCP packet, as an interface counts them: Ethernet 14, IPv4 20, TCP 32 with timestamps.
+HEADER_BYTES: Final = 66
 SEGMENT_BYTES: Final = 1448  # of payload in one packet of a real network with an MTU of 1500

@@ -111,17 +111,12 @@ class Checked:
     wrong: str | None = None  # the first fault that this rank found itself
     replayed: int = 0  # optimizer steps that were replayed and found right
     linked: int = 0  # steps whose optimizer got the gradients of the rehearsal just before
-    batches: dict[int, str] = field(
-        default_factory=dict
-    )  # SHA-256 of this rank's inputs and targets, by step
-    of_next_rank: dict[int, str] = field(
-        default_factory=dict
-    )  # SHA-256 that the seed gives the next rank, by step
+    # SHA-256 of this rank's inputs and targets by step, and of those that the seed gives the next rank.
+    batches: dict[int, str] = field(default_factory=dict)
+    of_next_rank: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0  # from the begin of the first timed step to the end of the last, without ``untimed``
     step_seconds: list[float] = field(default_factory=list)  # of every step, by a second clock around it
-    slept: list[float] = field(
-        default_factory=list
-    )  # seconds of each step in which the thread slept, if known
+    slept: list[float] = field(default_factory=list)  # seconds of a step in which the thread slept, if known
     untimed: float = 0.0  # seconds of evaluations and checks between steps, so far
 
 
@@ -153,7 +148,7 @@ def training_fault(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> s
         sums = f"the timed steps of rank {rank} add up to {total:.3f} s, but {check.seconds:.3f} s passed"
         if timed and total < _COVERED * check.seconds - beside:
             missed.append(f"{sums}: the clock misses a part of them")
-    if missed and len(missed) == len(checked):  # a busy machine may delay single ranks between their steps
+    if missed and len(missed) == len(checked):  # a busy machine may delay single ranks, but not all
         return missed[0]
     for by_rank in zip(*(rank.steps for rank in ranks), strict=True):
         norms = [step.gradient_norm for step in by_rank if step.gradient_norm is not None]

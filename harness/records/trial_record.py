@@ -111,7 +111,7 @@ class Memory(_Part):
     peak_rss: int  # of the process
     peak_device: int | None = None  # of the GPU
     copied: dict[str, int] = {}  # by direction and purpose, as counted
-    copied_formula: dict[str, int] = {}  # the same as predicted
+    copied_formula: dict[str, int] = {}  # by direction and purpose, as predicted
 
 
 class Alone(_Part):
@@ -172,8 +172,8 @@ class CommunicationError(_Part):
     axis: str = ""
     codec: str = ""
     repeated: int = 1  # number of repeated reductions whose mean was compared
-    squared_error: _Squares  # sum of squares; None if values overflowed
-    squared_value: _Squares  # likewise
+    squared_error: _Squares  # sum of the errors' squares; None if values overflowed
+    squared_value: _Squares  # sum of the exact values' squares; None if values overflowed
     cosine: float | None = None
 
 
@@ -234,7 +234,7 @@ class NodeUse(_Part):
 class ProcessorUse(_Part):
     """CPU seconds of the whole machine during the timed steps and the evaluations between them."""
 
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # that passed
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # wall-clock time
     processors: Annotated[int, Field(ge=1)]
     ranks: _Seconds  # of the trial's ranks; the others are of the whole machine
     user: _Seconds
@@ -422,10 +422,7 @@ def read_as(model: type[Model], path: Path) -> Model:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"{path}: cannot read: {error}") from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # not JSON, or beyond Python's limits on numbers and nesting
+    except (ValueError, RecursionError) as error:  # not JSON, or beyond Python's limits on numbers and depth
         raise RecordError(f"{path}: not a record: {error}{_REMEDY}") from None
     if not isinstance(data, dict) or "schema_version" not in data:
         raise RecordError(f"{path}: not a record: no schema_version{_REMEDY}")

@@ -59,9 +59,8 @@ class Forecast:
     trial: Trial
     parameters: int | None = None  # elements of the model, without padding
     padded: int | None = None  # elements of its units, with padding; None for peers
-    inter: int | None = (
-        None  # bytes that all ranks send between nodes in a step or generation; None for peers
-    )
+    # Bytes that all ranks send between nodes in a step or generation; None for peers.
+    inter: int | None = None
     intra: int | None = None  # bytes that they send inside nodes
     egress: int | None = None  # bytes that one node sends to all others in a step
     memory: dict[str, int] | None = None  # bytes of one rank by part, without activations

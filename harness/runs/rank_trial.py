@@ -82,15 +82,13 @@ class Outcome:
     sent: InterfaceCounters | None  # of the node in the timed steps, without evaluations; on its first rank
     probed: list[float]  # rate of the link into its node, Mbit/s
     compared: Compared  # comparisons with a single process and with exact values
-    checked: Checked  # what it noted in each step, for later checks
+    checked: Checked  # what the rank noted in each step, for later checks
     ran: dict[str, Any]
     units: list[tuple[str, int, int]]
     parameters: int
     machine_use: NodeUse | None
     decoded: list[str]  # SHA-256 of the tokens of each generation, warm-ups included
-    spent: (
-        ProcessorUse | None
-    )  # CPU seconds in the timed steps (``ranks``: this rank's); None with a launcher
+    spent: ProcessorUse | None  # CPU seconds in the timed steps; None if there may be several machines
     chosen: list[ChosenCodec]  # codecs that a bit budget chose; the same on all ranks
 
 
@@ -123,9 +121,8 @@ class TrialRun:
             model = models.of_trial(trial) if actor is None else actor
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         batches: Batches = self.data
-        if (
-            judges is not None
-        ):  # a single process generates the batches on which the sharded actor is compared
+        # The sharded actor is compared on batches that a single process has generated.
+        if judges is not None:
             batches = collect(trial, self.data, model, judges, rank=rank.rank, index=0, clock=StepClock())
         with rank.open_link():
             self.comparison = Comparison(trial, model, batches, rank)

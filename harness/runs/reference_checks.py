@@ -62,9 +62,8 @@ from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Event
 from impl.zero import Zero, find_blocks, plan_units
 
-TOLERANCE: Final = (
-    1e-4  # relative, or absolute below 1: two processes add up in another order, and round differently
-)
+# Losses may differ by this share, or by this much if they are below 1: sums in another order round differently.
+TOLERANCE: Final = 1e-4
 same_loss: Final = partial(math.isclose, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
@@ -89,7 +88,8 @@ class ComparedLoss:
 
     reference: float  # of a single process in fp32
     expected: float  # of a single process with the weights as the ranks gather them (quantised, cast)
-    trained: float | None = None  # likewise in training mode, as in the step; None if that mode is random
+    # The same in training mode, to be compared with the step's own loss; None if dropout or the like is random.
+    trained: float | None = None
     step: int = 0  # the step before which they were compared; 0 is before training
     sharded: float = math.nan  # of the sharded model
 
@@ -199,9 +199,8 @@ class Comparison:
             if ":" not in trial.model.name or kind_of(error) != "crashed":
                 raise
             raise Refusal(f"model {trial.model.name!r}: raised {raised(error)}") from error
-        layouts: Sequence[Layout] | None = (
-            None  # None for DeepSpeed, which does not show its reduced gradients
-        )
+        # Layouts stay None for DeepSpeed, which does not show its reduced gradients.
+        layouts: Sequence[Layout] | None = None
         family, columns = trial.host or family_of(trial.strategy), dict[str, Tensor]()
         with contextlib.ExitStack() as gathered:
             units: Sequence[UnitGeometry | GroupGeometry] = ()
@@ -244,9 +243,8 @@ class Comparison:
         trial, policy = self.trial, None if self.trial.host is not None else self.trial.resolved_policy()
         compute, scale = (_type_of(trial), None) if policy is None else (policy.compute, policy.loss_scale)
         rounding = ROUNDING[compute]
-        if (
-            policy is not None and policy.secondary_format != "frames"
-        ):  # backward computes with a rounded copy
+        # With such a secondary shard, backward passes compute with a rounded copy of the weights.
+        if policy is not None and policy.secondary_format != "frames":
             rounding = max(rounding, ROUNDING[policy.secondary_format])
         first = FirstGradient(layouts, trial.seed, trial.accumulation, rounding, step)
         times = 1.0 if scale is None else scale.initial

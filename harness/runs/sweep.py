@@ -136,9 +136,8 @@ class _Sweep:
     on: Machine | None
     tally: SweepOutcome = field(default_factory=SweepOutcome)
     _number: int = 0  # of the current sweep
-    _pools: dict[int, set[str]] = field(
-        default_factory=lambda: defaultdict(set)
-    )  # hashes of machines, by sweep
+    # By sweep, the hashes of machines and code that its results are from.
+    _pools: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     _orders: dict[str, int] = field(default_factory=dict)  # a trial's place in the order of all
     _blanks: dict[str, Record] = field(default_factory=dict)  # records of trials that have not run yet
     _run: str | None = None  # hash that names the run record, once it is written
@@ -272,9 +271,8 @@ class _Sweep:
         """Raise a Refusal if a module of the user's was edited: ranks may have imported other code than is recorded."""
         now = digests(trial)
         for name in sorted(name for name in before | now if before.get(name) != now.get(name)):
-            if name != "corpus" and not name.startswith(
-                "file "
-            ):  # a model may write files that its source names
+            # Corpora and data files are not checked: a model may write files that its source names.
+            if name != "corpus" and not name.startswith("file "):
                 edited = f"{input_text(trial, name)} was edited during this run"
                 raise Refusal(
                     f"{self.results}: {edited}, so trial {trial.id} is not recorded and the run ends; undo "

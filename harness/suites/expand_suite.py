@@ -366,7 +366,7 @@ def _roles(
         lone = next(trial for trial in bases.values() if setting_of(trial, *also) in without)
         where = _difference(lone, [*others.values()])
         raise SuiteError(
-            f"{key}: has no contrast with {where}; add one, or leave these trials out of the baseline"
+            f"{key}: no contrast has {where}, as some of its trials do; add one, or leave these out of the baseline"
         )
     return dict.fromkeys(others, "contrast") | dict.fromkeys(bases, "baseline"), also
 

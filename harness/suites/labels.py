@@ -17,10 +17,8 @@ INTERFACES_IN_WORDS: Final = (
     f"{INTERFACES}: counted by the interfaces of the nodes, headers included: peers have no ledger."
 )
 _RATES: Final = ("cluster.rate", "cluster.inner_rate")
-_FOLLOWS: Final = (
-    "policy.align",
-    "policy.max_padding",
-)  # follow from the suite, and are no axis of its question
+# Fields that follow from the suite as a whole, and are no axis of its question.
+_FOLLOWS: Final = ("policy.align", "policy.max_padding")
 
 
 def counted(count: int, noun: str) -> str:

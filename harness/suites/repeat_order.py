@@ -40,9 +40,8 @@ class Repeats:
     """How often each trial is repeated in one sweep."""
 
     least: int = 1  # repeats of every trial
-    within: float | None = (
-        None  # repeat until each ratio's interval is this narrow: half its width, as a share of the ratio
-    )
+    # Half the width that each ratio's interval must reach, as a share of the ratio; None for a fixed number.
+    within: float | None = None
     most: int = 1  # repeats of any trial; the first of sweep s has number ``s * most``
 
     @classmethod

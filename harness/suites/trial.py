@@ -93,9 +93,8 @@ class Model(_Frozen):
 
 
 _OwnBackend = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.\w+)+$")]  # package.module
-_HOST: Final = re.compile(
-    r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?([A-Za-z0-9_][A-Za-z0-9_.-]*)"
-)  # cannot begin with "-", as an option of ssh does
+# A host, maybe after a user; neither can begin with "-", which would be an option of ssh.
+_HOST: Final = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?([A-Za-z0-9_][A-Za-z0-9_.-]*)")
 
 
 def _host(text: str) -> str:
@@ -243,11 +242,8 @@ class PolicyChanges(_Frozen):
         return replace(base, **changes)
 
 
-_AS_PUBLISHED: Final = (
-    "sums",
-    "blocks",
-    "planes",
-)  # left out of canonical JSON if the preset has the same value
+# Policy fields that canonical JSON leaves out if the preset has the same value.
+_AS_PUBLISHED: Final = ("sums", "blocks", "planes")
 
 
 def following_model(fields: dict[str, Any]) -> dict[str, Any]:
