@@ -51,7 +51,7 @@ class Place:
 
     @property
     def follows(self) -> bool:
-        """Whether another process leads, and says what is run."""
+        """Whether another process leads, and decides what is run."""
         return self.waits or self.node != 0
 
     def for_ranks(self, work: int) -> Place:

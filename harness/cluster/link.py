@@ -123,7 +123,7 @@ class Link:
         if not REACHED[0] * rate <= median <= REACHED[1] * rate:
             why = "the network, or the hosts' congestion control (such as bbr), carries no more"
             why = "messages bypass the queue" if median > rate else why
-            raise LinkError(f"link 'shaped' was asked for {rate:g} Mbit/s and carries {median:.4g}: {why}")
+            raise LinkError(f"link 'shaped' was set to {rate:g} Mbit/s and carries {median:.4g}: {why}")
 
 
 def open_link(cluster: Cluster, run_id: str) -> Link:

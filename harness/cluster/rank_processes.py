@@ -247,8 +247,9 @@ def start_server() -> None:
     """Start the fork server before the first trial; does nothing if it is running."""
     socket_folder.give_to_multiprocessing()
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-    # The server inherits a blocked SIGINT: at a Ctrl-C, which is for the sweep, it would print a traceback while it
-    # imports torch.  Starting the resource tracker unblocks SIGINT, so that it has to come first.
+    # SIGINT is blocked while the server is started, and the server inherits that.  Otherwise it would print a traceback
+    # at a Ctrl-C, which is for the sweep, while it imports torch.  The resource tracker has to be started first, because
+    # starting it unblocks SIGINT.
     resource_tracker.ensure_running()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

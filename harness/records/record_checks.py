@@ -31,7 +31,7 @@ INTERFACE_WITHIN: Final = (0.99, 1.02)  # bytes of an interface, as a share of t
 CONTROL_BYTES: Final = 2 * 3 * 48
 RATE_WITHIN: Final = (0.95, 1.05)  # rate that probes may measure, as a share of the requested rate
 _COVERED: Final = 0.9  # share that steps must take, at least, of the time from the first to the last
-_BESIDE: Final = (0.1, 0.01)  # seconds that a busy machine may lose: in all, and between two steps
+_BETWEEN_STEPS: Final = (0.1, 0.01)  # seconds that a busy machine may lose: in all, and between two steps
 _AWAKE: Final = 0.5  # share that waiting for messages must be, at least, of the time in which a rank sleeps
 _ROUNDED: Final = 0.01  # seconds by which two clocks may differ
 _BARRIERS: Final = 4  # barriers around the counted steps, and around each validation (itself not counted)
@@ -114,7 +114,9 @@ class Checked:
     # SHA-256 of this rank's inputs and targets by step, and of those that the seed gives the next rank.
     batches: dict[int, str] = field(default_factory=dict)
     of_next_rank: dict[int, str] = field(default_factory=dict)
-    seconds: float = 0.0  # from the begin of the first timed step to the end of the last, without ``untimed``
+    seconds: float = (
+        0.0  # from the beginning of the first timed step to the end of the last, without ``untimed``
+    )
     step_seconds: list[float] = field(default_factory=list)  # of every step, by a second clock around it
     slept: list[float] = field(default_factory=list)  # seconds of a step in which the thread slept, if known
     untimed: float = 0.0  # seconds of evaluations and checks between steps, so far
@@ -144,9 +146,9 @@ def training_fault(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> s
                     f"{took}, but a second clock around it shows {seconds:.3f} s: the clock counts too much"
                 )
         timed = [step.total for step in steps if not step.warmup]
-        total, beside = math.fsum(timed), _BESIDE[0] + _BESIDE[1] * len(timed)
+        total, allowed = math.fsum(timed), _BETWEEN_STEPS[0] + _BETWEEN_STEPS[1] * len(timed)
         sums = f"the timed steps of rank {rank} add up to {total:.3f} s, but {check.seconds:.3f} s passed"
-        if timed and total < _COVERED * check.seconds - beside:
+        if timed and total < _COVERED * check.seconds - allowed:
             missed.append(f"{sums}: the clock misses a part of them")
     if missed and len(missed) == len(checked):  # a busy machine may delay single ranks, but not all
         return missed[0]
@@ -158,7 +160,7 @@ def training_fault(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> s
     for rank, check in enumerate(checked):  # a rank sleeps mostly because it waits for messages
         exposed = [step.exposed for step in ranks[rank].steps if step.exposed is not None]
         waited, slept, count = math.fsum(exposed), math.fsum(check.slept), len(check.slept)
-        if len(exposed) == count and waited < _AWAKE * slept - _BESIDE[0] - _BESIDE[1] * count:
+        if len(exposed) == count and waited < _AWAKE * slept - _BETWEEN_STEPS[0] - _BETWEEN_STEPS[1] * count:
             wait = f"waited {waited:.3f} s for messages in {count} steps"
             return f"rank {rank} recorded that it {wait}, but its thread slept for {slept:.3f} s in them"
     return None

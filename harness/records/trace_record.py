@@ -30,7 +30,7 @@ class Event(BaseModel, extra="ignore", frozen=True):
     name: str
     pid: Annotated[int, Field(ge=0)]  # the rank
     cat: str = ""  # the lane
-    ts: _Seconds = 0.0  # begin, in microseconds since the first event
+    ts: _Seconds = 0.0  # beginning, in microseconds since the first event
     dur: _Seconds = 0.0  # duration in microseconds
 
     @model_validator(mode="after")

@@ -32,7 +32,7 @@ class Batch:
 
 
 def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None]) -> Iterator[Batch]:
-    """Yield the batches of a suite's sweeps, each when all trials of those before have run.
+    """Yield the batches of a suite's sweeps, each once all trials of earlier batches have run.
 
     Args:
         suite: The suite.

@@ -130,7 +130,7 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
             yield error
     if scaler is not None and count and scaler["skipped"] >= count:
         yield (
-            f"all {count} steps were skipped because gradients overflow, in the last step at a loss scale of "
+            f"all {count} steps were skipped because gradients overflowed, the last one at a loss scale of "
             f"{scaler['scale']:g}; start policy.loss_scale from a smaller one"
         )
     for rank, outcome in enumerate(outcomes):

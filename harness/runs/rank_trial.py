@@ -65,7 +65,7 @@ from impl.plan.traffic import Event, Sent
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a rank is told to run."""
+    """What a rank has to run: the argument of :func:`run`."""
 
     trial: Trial
     probe_bytes: int | None  # size of the message that probes the link; None for no probe
@@ -79,7 +79,8 @@ class Outcome:
     record: RankRecord
     validations: list[Validation]
     predicted: list[LedgerRow] | None  # messages of the timed steps by ``impl.plan.traffic``; None for peers
-    sent: InterfaceCounters | None  # of the node in the timed steps, without evaluations; on its first rank
+    # What the node's interface sent in the timed steps, without evaluations; only the node's first rank has it.
+    sent: InterfaceCounters | None
     probed: list[float]  # rate of the link into its node, Mbit/s
     compared: Compared  # comparisons with a single process and with exact values
     checked: Checked  # what the rank noted in each step, for later checks

@@ -341,7 +341,7 @@ class Trial(_Frozen):
         """Return the trial as JSON-ready data, with rates in Mbit/s, ``latency`` in ms and ``memory_limit`` in bytes.
 
         Fields that were added to the schema later are left out while they have their default, so that older
-        trials keep their ids.  So are the names of hosts and Slurm's options.
+        trials keep their ids.  The names of hosts and Slurm's options are left out too.
         """
         data = self.used() | {part: getattr(self, part).used() for part in ("cluster", "optimizer", "policy")}
         for part, is_used in (("generate", self.workload != "train"), ("rlhf", self.workload == "rlhf")):
