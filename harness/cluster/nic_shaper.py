@@ -123,7 +123,7 @@ def _check_route(route: Any, index: int, interface: str, other: str) -> None:
     if leaving != index:
         name = route.get_links(leaving)[0].get_attr("IFLA_IFNAME")
         raise OSError(
-            f"messages to {other} leave through {name}, which is not shaped, not through {interface}"
+            f"messages to {other} leave through {name} and not through {interface}, the interface that is shaped"
         )
 
 

@@ -248,8 +248,8 @@ def start_server() -> None:
     socket_folder.give_to_multiprocessing()
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
     # SIGINT is blocked while the server is started, and the server inherits that.  Otherwise it would print a traceback
-    # at a Ctrl-C, which is for the sweep, while it imports torch.  The resource tracker has to be started first, because
-    # starting it unblocks SIGINT.
+    # at a Ctrl-C, which is for the sweep, while it imports torch.  The resource tracker has to be started before that,
+    # because starting it unblocks SIGINT.
     resource_tracker.ensure_running()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -348,7 +348,8 @@ def _rank_problems(trial: Trial, host: Host) -> Iterator[str]:
     ranks, most, gpus = _local_ranks(trial), host.memory // PROCESS_BYTES, len(host.gpus)
     cuda, single = trial.cluster.device == "cuda", trial.strategy == "single"
     if cuda and trial.cluster.transport != "staged" and not single and ranks > gpus:
-        yield f"cluster.device = 'cuda': {ranks} ranks need a GPU each, this machine has {gpus}"
+        shared = "ranks share GPUs with cluster.transport = 'staged'"
+        yield f"cluster.device = 'cuda': {ranks} ranks need a GPU each, this machine has {gpus}; {shared}"
     if cuda and not gpus:
         yield "cluster.device = 'cuda': NVML shows no GPU on this machine"
     if ranks > most and not cuda:
