@@ -2,10 +2,10 @@
 
 A :class:`Trial` is one run, and is defined by its fields alone.  Its id is a hash of its canonical JSON
 (:meth:`Trial.canonical`), so that the same trial has the same id in every suite and on every machine.  A field that is
-added to the schema later is left out of that JSON while it has its default; so trials keep their ids.
+added to the schema later is left out of that JSON while it has its default, so that older trials keep their ids.
 
-A policy is resolved in two steps: the strategy names a preset (:data:`impl.plan.policy.PRESETS`), and
-:class:`PolicyChanges` replaces single fields of it.
+A policy is resolved in two steps: the strategy names a preset (:data:`impl.plan.policy.PRESETS`) or, for strategy
+``recipe``, a DeepSpeed configuration gives the policy; then :class:`PolicyChanges` replaces single fields.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A host's own interface is held to a rate, and is as it was afterwards; hosts are network namespaces."""
+"""The rate of a host's interface is limited, and afterwards the interface is as before; hosts are network namespaces
+here.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +38,21 @@ _KEEPER = [sys.executable, "-m", "harness.cluster.nic_shaper"]
 
 @pytest.fixture
 def host_pair(tmp_path: Path) -> Iterator[list[Host]]:
-    """Two hosts."""
+    """Yield two hosts."""
     with hosts(2, tmp_path, {}) as both:
         yield both
 
 
 def towards(host_pair: list[Host], **changes: object) -> str:
-    """The request to the first host's keeper, for messages to the second."""
+    """Return the request to the first host's keeper, for messages to the second host."""
     request = {"interface": host_pair[0].interface, "rate_mbit": 50.0, "others": [host_pair[1].address]}
     return json.dumps([*(request | changes).values()])
 
 
 def answer_of(host_pair: list[Host], wrapper: tuple[str, ...] = (), **changes: object) -> dict[str, str]:
-    """Answer of a keeper on the first host, started by the command ``wrapper``; it ends at once."""
+    """Return the answer of a keeper on the first host, started through the command ``wrapper``; the keeper ends at
+    once.
+    """
     command = [*host_pair[0].inside, *wrapper, *_KEEPER, towards(host_pair, **changes)]
     done = subprocess.run(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
@@ -59,7 +63,7 @@ def answer_of(host_pair: list[Host], wrapper: tuple[str, ...] = (), **changes: o
 
 @pytest.mark.parametrize("end", ["killed", *long("closed", "interrupted", "keeper told to end")])
 def test_an_interface_is_shaped_while_its_supervisor_lives(host_pair: list[Host], end: str) -> None:
-    """It has the queue of namespaces, and none once the supervisor has closed, was interrupted or killed."""
+    """The interface has the same queue as namespaces, until its supervisor closes it, is interrupted or is killed."""
     before = host_pair[0].queues()
     command = [*host_pair[0].inside, sys.executable, "-c", _HOLD, towards(host_pair)]
     with subprocess.Popen(
@@ -83,7 +87,9 @@ def test_an_interface_is_shaped_while_its_supervisor_lives(host_pair: list[Host]
 
 
 def test_the_queue_of_a_killed_keeper_is_named_with_what_removes_it(host_pair: list[Host]) -> None:
-    """The next keeper does not replace it, since another run may be under way."""
+    """The next keeper does not replace the queue, since another run may be using it, and names the command that
+    removes it.
+    """
     before = host_pair[0].queues()
     command = [*host_pair[0].inside, *_KEEPER, towards(host_pair)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as keeper:
@@ -101,7 +107,7 @@ def test_the_queue_of_a_killed_keeper_is_named_with_what_removes_it(host_pair: l
 
 
 def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> None:
-    """The error names the command that removes it, and gives packets their size again."""
+    """The error has the command that removes the queue and restores the size of packets."""
     subprocess.run(
         [*host_pair[0].inside, "ip", "link", "set", host_pair[0].interface, "gso_max_size", "32768"],
         check=True,
@@ -140,7 +146,7 @@ def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> N
     ],
 )
 def test_refusals(host_pair: list[Host], first: str, changes: dict[str, object], message: str) -> None:
-    """The error is one line that says why, and the interface is left as it was."""
+    """The error is one line with the reason, and the interface is left as it was."""
     command = first.replace("NAME", host_pair[0].interface)
     subprocess.run([*host_pair[0].inside, "sh", "-c", command], check=True)
     before = host_pair[0].queues()
@@ -160,7 +166,7 @@ def test_without_the_right_to_shape_it_is_refused(host_pair: list[Host]) -> None
 
 
 def test_a_packet_fits_the_queue_where_it_is_not_refused() -> None:
-    """The least rate that the refusal names takes packets of that size, headers included."""
+    """At the lowest rate that the refusal suggests, packets of that size fit into the queue, headers included."""
     for mtu in (1500, 9000, 65520):
         queue = shape(mtu * 4e-3)
         assert mtu <= queue.segment

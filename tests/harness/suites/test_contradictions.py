@@ -1,4 +1,4 @@
-"""Fields of a trial that are fine alone and contradict each other."""
+"""Fields of a trial that are each valid but contradict each other are refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ONE_NODE: Final = {"nodes": 1, "ranks_per_node": 4}
     ],
 )
 def test_a_link_or_transport_that_cannot_be_is_refused(cluster: dict[str, Any], message: str) -> None:
-    """In a line that names the fields and their values."""
+    """The message names the fields and their values."""
     with pytest.raises(ValueError, match=message):
         check(Trial(cluster=Cluster.model_validate(cluster)))
 
@@ -89,14 +89,16 @@ def test_a_link_or_transport_that_cannot_be_is_refused(cluster: dict[str, Any], 
     ],
 )
 def test_impossible_together(fields: dict[str, Any], message: str) -> None:
-    """Fields that are fine alone and impossible together are refused, naming both."""
+    """The message names both fields."""
     with pytest.raises(ValueError, match=message):
         check(Trial.model_validate(fields))
 
 
 @pytest.mark.parametrize("hcas", [1, ["mlx5_0", "mlx5_1"]])
 def test_adapters_have_names_or_a_number(hcas: object) -> None:
-    """The canonical form has them, and gives them back; without them it is that of before there were any."""
+    """The canonical form keeps a number or names of adapters; a trial without them has the same form as before they
+    existed.
+    """
     plain = Trial(cluster=Cluster.model_validate(_ADAPTERS))
     trial = Trial(cluster=Cluster.model_validate(_ADAPTERS | {"hcas": hcas}))
     check(trial)

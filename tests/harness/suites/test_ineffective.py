@@ -1,4 +1,4 @@
-"""What a suite says without effect is refused in one line: the key, the conflict, the way out."""
+"""Parts of a suite without effect are refused in one line with the key, the conflict and the way out."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 def test_what_has_no_effect_is_refused(
     refusal: Refused, keys: str, body: str, words: tuple[str, ...]
 ) -> None:
-    """By key, conflict and way out."""
+    """The message has the key, the conflict and the way out."""
     text = refusal(body, f"{HEAD}{keys}\n")
     assert all(word in text for word in words), text
 
@@ -200,5 +200,5 @@ def test_what_has_no_effect_is_refused(
     ],
 )
 def test_what_has_an_effect_somewhere_is_not(read: Read, keys: str, body: str) -> None:
-    """In one trial is enough, and an answer that comes without a verdict is one."""
+    """A setting that has an effect in one trial is accepted, and so is an answer without a verdict."""
     assert read(body, f"{HEAD}{keys}\n").trials
