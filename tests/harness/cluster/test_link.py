@@ -361,7 +361,7 @@ def test_two_links_do_not_disturb_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.needs("namespaces")
 def test_a_killed_parent_leaves_no_namespace(tmp_path: Path) -> None:
-    """After ``kill -9`` of the process that opened a link, its keeper and the processes that hold its namespaces end."""
+    """After ``kill -9`` of the process that opened a link, its keeper and the holders of its namespaces end."""
     code = (
         "import time; from tests.harness.cluster.test_link import cluster_with, open_link\n"
         "joined = open_link(cluster_with('namespaces', 2, 50.0), 'abc123')\n"

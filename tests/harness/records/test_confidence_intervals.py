@@ -175,7 +175,7 @@ def test_order_statistics_of_fewer_than_six_do_not_hold_a_median_often_enough(n:
 def test_intervals_of_crossings_hold_them_as_often_as_they_say(
     n: int, shared: float, spread: tuple[float, float]
 ) -> None:
-    """They hold the crossing in 0.93 to 0.97 of the samples that cross, also with a shared drift or one noisier side."""
+    """They hold the crossing in 0.93 to 0.97 of samples that cross, also with a shared drift or one noisier side."""
     generator, hits, crossed = np.random.default_rng(n), 0, 0
     for _ in range(2000):
         drift = generator.normal(0, shared, n)

@@ -78,7 +78,7 @@ def test_other_quantities_are_refused(value: object) -> None:
 
 
 def test_frames_are_what_is_kept_unless_said_otherwise() -> None:
-    """Setting hpZ's copy to its default, frames, changes no id; in 16 bits it is another trial, and recorded as such."""
+    """Setting hpZ's copy to its default, frames, changes no id; in 16 bits it is another trial, and recorded so."""
     plain, frames, other = (
         Trial(policy=PolicyChanges(secondary_format=kept)) for kept in (None, "frames", "bf16")
     )
