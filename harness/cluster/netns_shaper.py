@@ -37,9 +37,9 @@ _PR_SET_PDEATHSIG: Final = 1
 LOOPBACK: Final = "lo"
 MTU: Final = 1500  # bytes of a packet
 _NETWORK: Final = "10.77.0.0/16"  # 65,533 nodes
-# Reno, which every kernel has.  The host's default may be BBR, whose model of the path breaks when both directions are
-# full: a 1.25 MB message each way at 50 Mbit/s ran at 26 to 49 Mbit/s under BBR, and at 47.6 to 48.5 under Reno.  It is
-# set on the route, since /proc/sys may be read-only.
+# Congestion control of the link: Reno, which every kernel has.  The host's default may be BBR, whose model of the path
+# breaks when both directions are full: a 1.25 MB message each way at 50 Mbit/s ran at 26 to 49 Mbit/s under BBR, and at
+# 47.6 to 48.5 under Reno.  It is set on the route, since /proc/sys may be read-only.
 CONGESTION: Final = "reno"
 # The queue holds what is sent in this time at its rate; shorter queues drop packets when several ranks send at once.
 QUEUE_SECONDS: Final = 0.4
