@@ -53,9 +53,9 @@ def test_steps_wait_for_cores_and_for_the_link() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"cluster": Cluster(device="cuda", transport="nccl")}, "processors of one machine alone"),
-        ({"corpus": "no/such"}, "no trial runs"),
-        ({"memory_limit": "1 MiB"}, "no trial runs"),
+        ({"cluster": Cluster(device="cuda", transport="nccl")}, "only for trials on the CPU of this machine"),
+        ({"corpus": "no/such"}, "no trial can run here"),
+        ({"memory_limit": "1 MiB"}, "no trial can run here"),
     ],
 )
 def test_what_is_not_estimated_says_why(fields: dict[str, Any], reason: str) -> None:
@@ -69,7 +69,7 @@ def test_a_core_is_measured_once() -> None:
     total, sentence = estimate(forecast(trials, any_host()))
     assert total is not None
     assert 4 * OVERHEAD < total < 4 * OVERHEAD + 60
-    assert "an estimate" in sentence
+    assert "This estimate assumes" in sentence
     assert seconds(model=Model(name="gpt-1.5b")) > total
     refused = Failure(kind="refused", message="not here", log=None)
     assert estimate([Forecast(trial, 1, failure=refused) for trial in trials]).seconds is None

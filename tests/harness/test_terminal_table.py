@@ -38,7 +38,7 @@ def test_plans_fit_the_terminal(name: str) -> None:
         heading = text.partition("\u2500")[0].split()
         assert "strategy" in heading
         assert not {"strateg", "policy.seco", "policy.gradient", "seconda"} & set(heading)
-        assert "memory/rank" in text.partition("between, inside nodes:")[0]
+        assert "memory/rank" in text.partition("between nodes, inside nodes:")[0]
     assert "left out" not in text
 
 
