@@ -263,20 +263,20 @@ def test_an_image_classifier_of_ones_own_learns(folder: Path, zeropp: Callable[.
 
 
 DATA = {
-    "mine:signed": "has a token -5; expected 0 and above",
-    "mine:one": "returned a ndarray; expected tokens for training",
+    "mine:signed": "has a token -5; expected tokens of 0 and above",
+    "mine:one": "returned a ndarray; expected two values, for training and for validation",
     "mine:raising": "raised RuntimeError: no data today",
     "mine:leaving": "raised SystemExit: 0",
-    "mine:pairs": "pairs of arrays, and model 'gpt-tiny' reads text of ours",
-    "mine:uneven": "9 inputs and 8 targets for training; expected as many of both",
+    "mine:pairs": "pairs of arrays, and the preset 'gpt-tiny' reads tokens or glyphs",
+    "mine:uneven": "9 inputs and 8 targets for training; expected as many inputs as targets",
     "mine:reshaped": "inputs are (2,) of float64 for training and (3,) of float64 for validation",
     "mine:retyped": "targets are () of int64 for training and () of float64 for",
-    "mine:named": "target for training: an array of <U1; expected numbers",
-    "mine:pickled": "input for training: an array of object; expected numbers",
-    "mine:endless": "input for training: holds NaN or infinity",
-    "mine:empty": "input for validation: an array (0, 2); expected one example or more",
-    "mine:three": "3 arrays for training; expected a pair, input and target",
-    "half": "expected the files train.npy and validation.npy, or neither",
+    "mine:named": "target for training: is an array of <U1; expected numbers",
+    "mine:pickled": "input for training: is an array of object; expected numbers",
+    "mine:endless": "input for training: contains NaN or infinity",
+    "mine:empty": "input for validation: is an array of shape (0, 2); expected at least one example",
+    "mine:three": "returned 3 arrays for training; expected a pair of inputs and targets",
+    "half": "has only train.npy; a corpus of tokens needs train.npy and validation.npy",
     "hollow": "train.npy: EOFError",
     "~nosuchuser/x": "'~nosuchuser/x': no such file or folder in",
 }
@@ -307,10 +307,13 @@ CODECS = {
             (("", f"[matrix]\nstrategy = ['qwz']\npolicy.weights = ['{c}']\n"), message)
             for c, message in CODECS.items()
         ),
-        (("vocab = 512", "vocab = 256"), "its largest token is 299, and the vocabulary has 256"),
-        (('"gpt-tiny"', '"mine:flat"\nactivation_checkpointing = true'), "the model has no blocks"),
+        (("vocab = 512", "vocab = 256"), "its largest token is 299, and the model's vocabulary has 256"),
+        (('"gpt-tiny"', '"mine:flat"\nactivation_checkpointing = true'), "and the model has none"),
         (("lr = 0.5", "lr = 0.5\noptimizer.schedule.warmup = 5"), "the trial has 4 steps in all"),
-        (("lr = 0.5", "lr = 0.5\ntokenizer = 'mine:lengths'"), "has tokens already; expected no tokenizer"),
+        (
+            ("lr = 0.5", "lr = 0.5\ntokenizer = 'mine:lengths'"),
+            "consists of tokens already; remove tokenizer",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_first_trial(

@@ -64,8 +64,8 @@ def test_a_machine_adds_seconds(zeropp: Zeropp) -> None:
         assert (row["modelled_speed_up"] == 1) == (row["strategy"] == "zero3")
     assert "TFLOPS" in planned().stdout
     for command, file, message in (
-        ("plan", path, "no key of a machine"),
-        ("run", machine, "nothing is run by it"),
+        ("plan", path, "unknown key 'question' of a machine"),
+        ("run", machine, "predictions beside a run need a calibration"),
     ):
         assert message in zeropp(command, path, "--machine", file, status=cli.REFUSED).stderr
 

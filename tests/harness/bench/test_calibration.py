@@ -74,7 +74,7 @@ def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("overlop = 'none'", "did you mean 'overlap'"),
         ("[codecs.bf16]\nencode = -1\ndecode = 0", "codecs.bf16.encode"),
         ("[codecs.bf16]\nencode = 1", "codecs.bf16.decode"),
-        ("[[", "no TOML"),
+        ("[[", "not TOML"),
     ],
 )
 def test_what_a_machine_cannot_have_is_refused_by_its_key(tmp_path: Path, line: str, named: str) -> None:
@@ -91,7 +91,7 @@ def test_what_a_machine_cannot_have_is_refused_by_its_key(tmp_path: Path, line: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"host": ""}, "nothing is run by it"),
+        ({"host": ""}, "predictions beside a run need a calibration"),
         ({"host": "elsewhere"}, "calibrated on elsewhere"),
         ({"date": "2020-01-01"}, "days ago"),
     ],

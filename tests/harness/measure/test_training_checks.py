@@ -192,24 +192,27 @@ def little_waiting(_: Rank) -> Iterator[None]:
 
 SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "a rank reads another rank's batches": (other_batches, "rank 1 read other batches in step 0"),
-    "every second step skipped": (half_the_steps, "after step . element .* by AdamW of the trial"),
+    "every second step skipped": (half_the_steps, "after step . element .* but the trial's AdamW gives"),
     "clipping by local norms": (local_norms, "gradient norms of step 0 differ between ranks"),
-    "gradients divided by 4": (quartered, "gradients of .* err by"),
-    "a stale copy": (stale_secondary, "secondary of .* and what they are copies of by"),
+    "gradients divided by 4": (quartered, "the vNMSE of gradients of .* is"),
+    "a stale copy": (stale_secondary, "secondary of .* but that of the weights that they copy is"),
     "a clock that stops early": (stops_early, "the clock misses a part"),
     "another codec of equal bytes": (another_codec, "gradients of .* were sent as int4:64:clip in hop"),
     "half a loss": (half_a_loss, "before step 2 rank .'s reduced gradient of unit"),
     "a better loss on record": (better_loss, "trained in step 2 at a loss of"),
-    "no clipping": (no_clipping, "has a norm of .* and was to be clipped to 0.1"),
+    "no clipping": (no_clipping, "has a norm of .* although the whole should be clipped to 0.1"),
     "a late update": (
         a_late_update,
         "in step . the optimizer of rank . had other gradients than a rehearsal",
     ),
-    "batches without a step": (batches_without_a_step, "read in step 2 what it had read in a step before"),
+    "batches without a step": (
+        batches_without_a_step,
+        "read in step 2 a batch that it had read in an earlier step",
+    ),
     "validation on training": (validation_on_training, "validates on other samples than those held out"),
     "little waiting": (little_waiting, "is said to have waited .* s for messages in .* its thread slept for"),
     "halved steps": (halves_steps, "the clock counts too much"),
-    "a biased kernel": (biased_kernel, "kernels of int8:64 do not do what the reference does"),
+    "a biased kernel": (biased_kernel, "kernels of int8:64 do not equal the reference"),
 }
 REPRESENTATIVE: Final = "every second step skipped"
 CLEAN: Final[dict[str, dict[str, Any]]] = {

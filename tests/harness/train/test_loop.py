@@ -318,7 +318,7 @@ def test_too_large_a_shape_is_refused_with_its_numbers(
     [
         (None, ["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2: only 1"),
         (None, ["--fp16", "--bf16"], "fp16.enabled = true: not with bf16.enabled = true"),
-        (None, ["--hidden-size", "65"], "4 heads do not divide a width of 65"),
+        (None, ["--hidden-size", "65"], "a width of 65 is not divisible by 4 heads"),
         (None, ["--deepspeed_config", "none.json"], "none.json: cannot read"),
         (None, ["--zero-stage", "7"], "zero-stage"),
         (None, ["--steps", "1" + "0" * 30], "--steps"),
