@@ -44,10 +44,13 @@ BAD = {
     "one rank": (("collectives", "--nodes", "1", "--ranks", "1"), "expected 2 to 64 ranks"),
     "no such benchmark": (("codec",), "No such command"),
     "no benchmark": ((), "Missing command"),
-    "a link of one node": (("collectives", "--nodes", "1", "--rate", "1 Gbit/s"), "one node has no link"),
+    "a link of one node": (
+        ("collectives", "--nodes", "1", "--rate", "1 Gbit/s"),
+        "needs a link between nodes",
+    ),
     "no GPU": pytest.param(
         ("codecs", "--backend", "cuda"),
-        "backend 'cuda' is not here: torch finds no CUDA device",
+        "backend 'cuda' is not available here: torch finds no CUDA device",
         marks=pytest.mark.needs("no CUDA device"),
     ),
 }
@@ -66,7 +69,7 @@ def test_results_that_are_no_folder(folder: Path, capsys: pytest.CaptureFixture[
     """A file where the results should go is noticed before anything is measured, not after."""
     (folder / "file").write_text("", encoding="utf-8")
     error = refused(folder, capsys, "bench", "collectives", "--results", str(Path("file", below)))
-    assert "is no folder" in error
+    assert "is not a folder" in error
 
 
 def test_other_machines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

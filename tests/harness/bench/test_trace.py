@@ -50,7 +50,7 @@ def test_a_step_of_every_rank_is_in_the_file(
     trials = {trial.strategy: trial for trial in load(tmp_path / "q.toml").trials}
     assert cli.main(["trace", "q.toml", trials["zeropp"].id[:8]]) == cli.OK
     out = capsys.readouterr().out
-    assert "messages between nodes were under way" in out
+    assert "messages between nodes were in flight" in out
     path = tmp_path / "results" / "q" / "traces" / f"trace-{trials['zeropp'].id}.json"
     picture = path.with_suffix(".svg")
     assert out.endswith(f"/traces/{path.name}\n{picture.relative_to(tmp_path)}\n")

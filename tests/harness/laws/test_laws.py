@@ -206,7 +206,7 @@ def test_honest_codecs_of_others_pass(kind: type[Toy], sums: list[Duty]) -> None
     [
         (  # leaves the last byte of its frame as it was
             toy(frame_bytes=lambda self, numel: Toy.frame_bytes(self, numel) + 4),
-            Duty.FRAME, 1, "byte 5 of 9 depends on what was there: 00 or ff",
+            Duty.FRAME, 1, "byte 5 of 9 depends on what its buffer held before: 00 or ff",
         ),
         (Remembering, Duty.FRAME, 1, "depends on more than its frame"),
         (  # changes what it is given
@@ -317,7 +317,7 @@ def test_what_does_not_repeat_is_said_to() -> None:
     """A codec that fails by chance is a violation too."""
     times = iter([True] + [False] * 10**6)
     moody = decoding(lambda _, out: out.add_(float(next(times))))
-    assert str(broken(moody, Law.ZERO)) == "zero broke once, and not when the same row was tried again"
+    assert "zero was broken once, but held when the same row was tried again" in str(broken(moody, Law.ZERO))
 
 
 def nosy(frame: Tensor, out: Tensor) -> None:
