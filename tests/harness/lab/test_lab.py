@@ -49,7 +49,7 @@ def test_a_snapshot_is_what_training_has(snapshot: Path) -> None:
 
 def test_steps_that_a_trial_lacks_are_refused(tmp_path: Path) -> None:
     """A step beyond the last one is named."""
-    with pytest.raises(Refusal, match="expected some of 0 to 2"):
+    with pytest.raises(Refusal, match="expected numbers from 0 to 2"):
         take(TINY, [3], tmp_path / "s", lambda _: None)
 
 

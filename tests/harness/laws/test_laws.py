@@ -213,7 +213,7 @@ def test_honest_codecs_of_others_pass(kind: type[Toy], sums: list[Duty]) -> None
             toy(encode=lambda self, x, frame, _=None: (Toy.encode(self, x, frame), x.add_(1.0))),
             Duty.FRAME, 1, "encoding changed element 0",
         ),
-        (decoding(lambda frame, _: frame.bitwise_not_()), Duty.FRAME, 1, "decoding changed byte 0 of 5"),
+        (decoding(lambda frame, _: frame.bitwise_not_()), Duty.FRAME, 1, "decoding changed byte 0 of the 5 bytes"),
         (toy(encode=lambda *_: sys.exit(0)), Duty.FRAME, 1, "raised SystemExit: 0, at "),
         (  # takes its scale from the maximum, not from the magnitude
             toy(scales=lambda _, blocks: (blocks.amax(dim=1, keepdim=True) / 127).clamp(min=2.0**-126)),

@@ -67,11 +67,11 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, capfd: pytest.Capture
     first = output(capfd, *base, "--steps", "1", "--save", folder)
     assert "saved " in first
     then = output(capfd, *base, "--steps", "3", "--load", folder, "--save", folder, "--keep", "1")
-    assert "goes on after step 1" in then
+    assert "continues after step 1" in then
     assert STEP.findall(first) + STEP.findall(then) == whole
     assert [path.name for path in Path(folder).iterdir()] == ["checkpoint-000002"]
     other = [*TOY, "--batch-size", "1", "--zero-stage", "1", "--ranks-per-node", "3", "--steps", "4"]
-    assert "goes on after step 3\nnot taken over: " in output(capfd, *other, "--load", folder)
+    assert "continues after step 3\nnot restored: " in output(capfd, *other, "--load", folder)
 
 
 def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -80,11 +80,11 @@ def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path, capfd: pytest.Ca
     base = [*TOY, "--batch-size", "1", "--ranks-per-node", "1"]
     assert "no such folder" in refusal(capfd, *base, "--load", folder)
     output(capfd, *base, "--steps", "1", "--save", folder)
-    assert "has 1 steps behind it, --steps 1 leaves none" in refusal(
+    assert "1 steps are done, so --steps 1 leaves none to run" in refusal(
         capfd, *base, "--load", folder, "--steps", "1"
     )
-    assert "seed 0, not 3" in refusal(capfd, *base, "--load", folder, "--seed", "3")
-    assert "--save-every: where to?" in refusal(capfd, *base, "--save-every", "1")
+    assert "with seed 0, and this run has 3" in refusal(capfd, *base, "--load", folder, "--seed", "3")
+    assert "--save-every needs a folder for checkpoints" in refusal(capfd, *base, "--save-every", "1")
 
 
 def test_where_checkpoints_cannot_be_is_refused_before_anything_runs(
@@ -130,7 +130,7 @@ def test_a_run_goes_on_with_the_learning_rate_that_is_asked_for(
     base = [*TOY, "--batch-size", "1", "--ranks-per-node", "1", "--save", folder]
     output(capfd, *base, "--lr", "0.001", "--steps", "1")
     resumed = output(capfd, *base, "--lr", "0.0", "--steps", "3", "--load", folder)
-    assert "\nas asked: lr = 0.0, not the checkpoint's 0.001\n" in resumed
+    assert "\nchanged for this run: lr = 0.0, not the checkpoint's 0.001\n" in resumed
     weights = []
     for path in sorted(Path(folder).iterdir()):
         assert main(["export", str(path), str(tmp_path / path.name)]) == 0
@@ -171,7 +171,7 @@ def test_padding_is_refused_with_the_option_that_allows_it(
     message = refusal(capfd, *flags, "--max-padding", "0.19")
     assert re.search(r"\d% of \d+, allowed 19.0% by max_padding", message)
     needed = message.rpartition(" ")[2].strip()
-    assert message.endswith(f"raise max_padding to {needed}: --max-padding {needed}\n")
+    assert message.endswith(f"raise max_padding to {needed}, with --max-padding {needed}\n")
     assert "'--max-padding'" in refusal(capfd, *flags, "--max-padding", "nan")
     assert "step 1/1 | loss " in output(capfd, *flags, "--max-padding", needed)
 
@@ -182,7 +182,7 @@ def test_as_many_ranks_as_torchrun_started_are_asked_for(
     """Other numbers of nodes and ranks are refused in one line."""
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert "started 2 ranks, --nodes x" in refusal(capfd, *TOY, "--nodes", "3")
+    assert "started 2 ranks, but --nodes x" in refusal(capfd, *TOY, "--nodes", "3")
 
 
 @pytest.mark.parametrize("error", [LossScaleError("too small"), ZeroError("odd"), CheckpointError("gone")])
@@ -277,7 +277,7 @@ def test_offloaded_states_have_rows_of_their_own(tmp_path: Path, capfd: pytest.C
         assert states + sum(others) == pytest.approx(last, abs=4e-3)
     assert min(held) > 0.4 * adam
     assert sum(held) == pytest.approx(adam, abs=2e-3)
-    assert "host: offloaded states, beside what lies on the device; on a CPU both are one memory" in half
+    assert "in addition to those on the device. On a CPU both are in the same memory" in half
     states_of = re.compile(r"Adam's states are [\d.]+ GB, and [\d.]+ GB")
     assert states_of.findall(half) == states_of.findall(plain)
 
@@ -288,12 +288,12 @@ def test_a_plan_has_the_bytes_between_nodes(tmp_path: Path, capfd: pytest.Captur
     flags = [*TOY, "--deepspeed-config", config(tmp_path, table), "--plan", "--nodes"]
     assert "between nodes" not in output(capfd, *flags, "1")
     lines = output(capfd, *flags, "2").splitlines()
-    (line,) = [line for line in lines if line.startswith("sent between nodes")]
+    (line,) = [line for line in lines if line.startswith("All ranks together send between nodes")]
     model = Model(name="gpt-tiny")
     recipe = Trial(strategy="recipe", deepspeed_config=table, model=model, sequence=32, tokens_per_rank=32)
     (same,) = forecast([recipe], this_host())
     assert same.inter is not None
-    assert line.endswith(f", {same.inter / 1e6:.4g} MB at stage 3")
+    assert line.endswith(f", {same.inter / 1e6:.4g} MB at stage 3.")
 
 
 def rows(text: str, head: str) -> list[list[float]]:
@@ -323,10 +323,18 @@ def test_too_large_a_shape_is_refused_with_its_numbers(
         (None, ["--zero-stage", "7"], "zero-stage"),
         (None, ["--steps", "1" + "0" * 30], "--steps"),
         (None, ["--hidden-size", "1000000000", "--plan"], "--hidden-size"),
-        ({"zero_optimization": {"stage": 2}}, ["--zero-stage", "3"], "--zero-stage 3, but .* stage = 2"),
-        ({"train_micro_batch_size_per_gpu": 4}, ["--batch-size", "2"], "--batch-size 2, but .* = 4"),
+        (
+            {"zero_optimization": {"stage": 2}},
+            ["--zero-stage", "3"],
+            "--zero-stage 3 contradicts .* stage = 2",
+        ),
+        ({"train_micro_batch_size_per_gpu": 4}, ["--batch-size", "2"], "--batch-size 2 contradicts .* = 4"),
         ({"train_batch_size": 3}, [], "train_batch_size = 3"),
-        ({"optimizer": {"type": "Adam", "params": {"lr": 2}}}, ["--lr", "0.5"], "--lr 0.5, but .*lr = 2"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": 2}}},
+            ["--lr", "0.5"],
+            "--lr 0.5 contradicts .*lr = 2",
+        ),
     ],
 )
 def test_flags_that_cannot_be_are_refused(
