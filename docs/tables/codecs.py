@@ -1,4 +1,4 @@
-"""Tables of ``docs/reference/codecs.md``: sizes and laws of codecs."""
+"""Generates the tables of ``docs/reference/codecs.md``: sizes, error bounds and laws of codecs."""
 
 from __future__ import annotations
 
@@ -18,35 +18,38 @@ SHOWN: Final = (
     "mxfp4:stochastic",
     "int4:256:hadamard32", "mxfp4:hadamard32", "int4:256:hadamard32:stochastic",
 )  # fmt: skip
-_SHARD: Final = 1 << 20  # elements, over which the bits of scales are spread
+_SHARD: Final = 1 << 20  # elements of a shard, for which the bits of an element are computed
 
 
 def render() -> str:
-    """The tables, in Markdown."""
+    """Return the tables in Markdown."""
     codecs = {text: built_in(text) for text in SHOWN}
     common = [law for law in Law if all(law in codec.laws for codec in codecs.values())]
     rows = table(
-        ("codec", "bits an element", "error of fp32 at most", "further laws"),
+        ("codec", "bits per element", "largest error, decoded to fp32", "further laws"),
         (_row(text, codec, common) for text, codec in codecs.items()),
     )
     laws = table(("law", "what it says"), ((f"`{title(law)}`", law.value) for law in Law))
     promised = ", ".join(f"`{title(law)}`" for law in common)
-    return f"All of them promise {promised}.\n\n{rows}\n{laws}"
+    return f"All codecs in this table declare the laws {promised}.\n\n{rows}\n{laws}"
 
 
 def formula(codec: BuiltIn) -> str:
-    """Formula of the largest error of a finite block decoded to fp32, to within 2^-14 and one rounding.
+    """Return a formula for the largest error of a finite block that is decoded to fp32.
 
-    The exact one is ``codec.error_bound``.  ``max`` is the block's largest magnitude, ``range`` its
-    largest element minus its smallest; with a rotation, of the rotated block.
+    ``max`` is the block's largest magnitude, and ``range`` its largest element minus its smallest; with a rotation,
+    those of the rotated block.  The formula is right up to a factor of 1 + 2^-14 and one rounding; the exact bound is
+    ``codec.error_bound``.
     """
     if isinstance(codec, Raw):
         return "0" if codec.dtype == "fp32" else f"max / {1 / HALF_ULP[codec.dtype][0]:.0f}"
     if not isinstance(codec, FloatCodec):
         steps = codec.largest
-        if codec.clipped:  # its top is off by a whole step
+        if codec.clipped:  # the largest positive element is off by a whole step
             return f"{f'{codec.hadamard} * ' if codec.hadamard else ''}max / {codec.steps}"
-    elif codec.scale == "e8m0":  # the largest element may be the smallest of its binade
+    elif (
+        codec.scale == "e8m0"
+    ):  # with such coarse scales, the largest element may be just above a power of two
         steps = 1 << codec.mantissa
     else:
         steps = int(codec.largest / 2.0 ** (int(codec.largest).bit_length() - 1 - codec.mantissa))

@@ -1,4 +1,4 @@
-"""The table of ``docs/reference/cuda_kernels.md``: what the compiled CUDA kernels ask of a GPU."""
+"""Generates the tables of ``docs/reference/cuda_kernels.md``: what the compiled CUDA kernels need of a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CODED: Final = (("encode", "Bf16"), ("decode", "Bf16"), ("decode", "Fp32"))
 
 
 def render() -> str:
-    """The tables, in Markdown; compiles every kernel, which needs all that ``missing`` looks for."""
+    """Return the tables in Markdown.  This compiles every kernel, with the tools that ``missing`` looks for."""
     plain = [
         (kernel, (*_resources(cubin), *_accesses(mains[kernel])))
         for file, kernels in VARIANTS.items()
@@ -37,20 +37,20 @@ def render() -> str:
 
 
 def _shares() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Plain kernels with their predicted share on each device."""
+    """Yield plain kernels with their predicted share of a copy's speed on each device."""
     for kernel in filter(lambda name: not FORMAT.fullmatch(name), works(ARCHITECTURE)):
         yield kernel, tuple(_share(kernel, architecture) for architecture in DEVICES)
 
 
 def _formats() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Published formats with their predicted shares."""
+    """Yield published formats with the predicted shares of their kernels."""
     for text, name in FORMATS.items():
         kernels = (f"{verb}_format<{name.partition(':')[2]}, {dtype}>" for verb, dtype in _CODED)
         yield text, tuple(_share(kernel, ARCHITECTURE) for kernel in kernels)
 
 
 def _share(kernel: str, architecture: int) -> str:
-    """The share of a copy that a kernel is predicted to reach, and what limits it."""
+    """Return the share of a copy's speed that a kernel is predicted to reach, and what limits it."""
     share, limit = works(architecture)[kernel].share(DEVICES[architecture])
     return limit if limit == "memory" else f"{share:.0%} {limit}"
 
@@ -60,7 +60,7 @@ def _resources(cubin: Cubin) -> tuple[str, ...]:
 
 
 def _accesses(main: Cubin) -> Iterator[str]:
-    """Numbers and widths of the loads and stores of elements: ``4x16 B``."""
+    """Yield the counts and widths of a kernel's loads of elements, then of its stores: ``4x16 B``."""
     for loads in (True, False):
         counts = Counter(
             access.width
@@ -71,7 +71,7 @@ def _accesses(main: Cubin) -> Iterator[str]:
 
 
 def _equal(rows: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, ...]]:
-    """Rows, one for all kernels of equal columns; all variants of a kernel stand as ``all `name```."""
+    """Merge rows with equal columns; if these are all variants of a kernel, name them as ``all `name```."""
     kernels: dict[tuple[str, ...], list[str]] = {}
     for kernel, columns in rows:
         kernels.setdefault(columns, []).append(kernel)

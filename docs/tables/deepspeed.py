@@ -1,4 +1,4 @@
-"""Tables of ``docs/guide/deepspeed.md``: how each key of DeepSpeed's configuration is handled."""
+"""Generates the tables of ``docs/guide/deepspeed.md``: how each key of DeepSpeed's configuration is handled."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from docs.tables.markdown import table
 from impl.deepspeed.keys import KEYS, NO_LIMIT, Fate, Key
 
 _ELSE: Final[tuple[tuple[Fate, str, str], ...]] = (
-    ("without effect", "Without effect", "why nothing depends on it"),
-    ("only the default", "Only the default", "why any other value is refused"),
+    ("without effect", "Without effect", "why the key has no effect"),
+    ("only the default", "Only the default", "why other values are refused"),
     ("renamed", "Renamed", "read as"),
 )
 
 
 def render() -> str:
-    """A table of the honoured keys, and one of reasons for each other fate, in Markdown."""
+    """Return, in Markdown, a table of the honoured keys, and a table of reasons for each other fate of a key."""
     honoured = table(
         ("key", "default", "what it means here"),
         ((f"`{key.path}`", _default(key), key.text) for key in KEYS.values() if key.fate == "honoured"),
@@ -26,7 +26,10 @@ def render() -> str:
 
 
 def _by_reason(fate: Fate, head: str) -> str:
-    """Keys of one fate, a row for each reason; a key whose only value is not "off" stands with that value."""
+    """Return a table of the keys of one fate, with a row for each reason.
+
+    A key of which only the default is allowed is shown with its default, unless that is "off".
+    """
     reasons: dict[str, list[str]] = {}
     for key in KEYS.values():
         if key.fate == fate:

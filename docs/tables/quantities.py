@@ -1,4 +1,4 @@
-"""Tables of ``docs/reference/metrics.md``: every reported quantity, from ``report/quantities.csv``."""
+"""Generates the tables of ``docs/reference/metrics.md``: every quantity of ``report/quantities.csv``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ _TABLE: Final = re.compile(r"(\| quantity.*\n\| ---.*\n)(?:\|.*\n)+")
 
 
 def insert_rows(page: str) -> str:
-    """``page`` with the rows of its tables of quantities, in order; units only under a head that has them.
+    """Return ``page`` with the rows of its tables of quantities, in the order of the file.
+
+    A table without a column for units gets none.
 
     Raises:
         ValueError: if the page has another number of tables than the file.
     """
     tables = [list(rows) for _, rows in itertools.groupby(QUANTITIES.values(), lambda row: row["table"])]
     if len(heads := _TABLE.findall(page)) != len(tables):
-        raise ValueError(f"a page with {len(heads)} tables of quantities, where there are {len(tables)}")
+        raise ValueError(f"the page has {len(heads)} tables of quantities, and the file has {len(tables)}")
     left = iter(tables)
 
     def rows(match: re.Match[str]) -> str:
