@@ -52,7 +52,7 @@ class PublishedError(ValueError):
 
 
 def read(path: Path) -> pd.DataFrame:
-    """Read the distinct rows of a table, and complete the columns ``seconds``, ``tflops``, ``work`` and ``fitted``.
+    """Read the distinct rows of a table, and compute the columns ``seconds``, ``tflops``, ``work`` and ``fitted``.
 
     Raises:
         PublishedError: for a missing column, a number that is not above 0, or a system of unknown volume.

@@ -45,7 +45,7 @@ Results = Annotated[Path, typer.Option("--results", help="Folder of all suites' 
 _BACKENDS: Final = (
     "Backend or library to time: cpu, cuda, reference, bitsandbytes, torchao, torch.compile or deepspeed; or "
     "CUDA kernels without one optimisation: cuda-general, cuda-shared-memory, cuda-two-reads, cuda-unfused, "
-    "cuda-narrow or cuda-few-warps. Default: all that are available, without the latter."
+    "cuda-narrow or cuda-few-warps. Default: all that are available, with all optimisations."
 )
 Mebibytes = partial(typer.Option, metavar="MIB", min=1, max=MOST_MEBIBYTES)
 

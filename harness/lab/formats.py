@@ -235,8 +235,8 @@ class Agreement(NamedTuple):
 def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
     """Compare the errors of gradients with the losses of a suite's records, which are in a folder or an archive.
 
-    The comparison uses the largest set of records that differ only in seed and in the codec of gradients, the same
-    for both hops.  The interval comes from 2000 bootstrap samples of the seeds.
+    The comparison uses the largest set of records that differ only in seed and in the codec of gradients, which must
+    be the same for both hops.  The interval comes from 2000 bootstrap samples of the seeds.
 
     Raises:
         Refusal: if that set has fewer than five of the measured codecs.

@@ -262,8 +262,8 @@ def _unbiased(subject: Subject, case: Case) -> None:
     The first ``DRAWN`` elements of the row are checked.  The allowed difference follows from the empirical Bernstein
     bound (Maurer and Pontil 2009, theorem 4, two-sided): the mean of N values within ``b`` of the element, with
     sample variance V, is within ``sqrt(2 V L / N) + 14 b L / (3 (N - 1))`` of its expectation, where
-    ``L = ln(4 S / FALSE_ALARM)``.  To this are added ``2^-12 b``, since random bits are only 16 and a rotation
-    rounds, and ``2^-22`` of the block's largest magnitude.  A bias of 0.1 steps is found.
+    ``L = ln(4 S / FALSE_ALARM)``.  To this are added ``2^-12 b``, since an element gets only 16 random bits and a
+    rotation rounds, and ``2^-22`` of the block's largest magnitude.  A bias of 0.1 steps is found.
     """
     x = _representable(subject, case)[:DRAWN]
     numel = x.numel()

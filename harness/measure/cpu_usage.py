@@ -62,7 +62,7 @@ class ThreadClock:
         self._begun, self._ran, self._waited = time.perf_counter(), time.thread_time(), _waited()
 
     def read(self) -> tuple[float, float | None]:
-        """Return the wall-clock seconds, and the seconds that the thread slept, None if these are not known."""
+        """Return the wall-clock seconds and, of these, the seconds that the thread slept (None if not known)."""
         seconds, ran, waited = time.perf_counter() - self._begun, time.thread_time() - self._ran, _waited()
         if waited is None or self._waited is None:
             return seconds, None

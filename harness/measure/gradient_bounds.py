@@ -79,7 +79,7 @@ def relative_bound(codec: Codec) -> float:
     """Return the largest possible error of an element, relative to the largest magnitude of its block.
 
     The ratio depends on that magnitude, because scales grow in steps, at most eight for each factor of two.  It
-    is largest just above a step, so these eight magnitudes are tried.
+    is largest just above a step, so eight magnitudes just above steps are tried.
     """
     just_above = [(1 + eighth / 8) * (1 + 1e-6) for eighth in range(8)]
     return max(codec.error_bound(-top, top) / top for top in just_above) * (1 + 1e-5)

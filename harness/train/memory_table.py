@@ -91,7 +91,9 @@ def _activation_bytes(trial: Trial, policy: Policy) -> int:
 
 
 def table(needed: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
-    """Return the table as text: a row for each stage or, with offloading, a row for the device and one for the host.
+    """Return the table as text, with a row for each stage.
+
+    If something is offloaded, each stage has two rows: one for the device and one for the host.
 
     Args:
         needed: The needs of all stages.

@@ -23,7 +23,8 @@ class Batches(Protocol):
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
         """Yield the batches of each micro-batch of step ``index``.
 
-        That is one batch; strategy ``single``, which computes for all ranks in one process, has one for each.
+        A micro-batch has one batch or, with strategy ``single``, which computes for all ranks in one process,
+        a batch for each rank.
         """
 
 

@@ -1,4 +1,4 @@
-"""``zeropp checkpoints`` and ``zeropp export``; the docs' program that reads a checkpoint by itself."""
+"""``zeropp checkpoints`` and ``zeropp export`` work, and so does the documented program that reads a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _saved(mesh: Mesh, folder: Path, net: torch.nn.Module) -> None:
 
 
 def test_checkpoints_are_listed(tmp_path: Path, zeropp: Zeropp) -> None:
-    """A line each, of a folder of them or of one: step, elements, optimizers, bytes, where from."""
+    """Each checkpoint has a line with its step, elements, optimizers, bytes and origin."""
     on_threads(Topology(2, 1), _saved, tmp_path, NET)
     lines = zeropp("checkpoints", tmp_path).stdout.splitlines()
     assert len(lines) == 2
@@ -46,7 +46,9 @@ def test_checkpoints_are_listed(tmp_path: Path, zeropp: Zeropp) -> None:
 
 
 def test_what_was_checked_is_said(tmp_path: Path, zeropp: Zeropp) -> None:
-    """An altered file has its size: a listing says that contents were not checked, and --verify finds it."""
+    """An altered file of equal size is found only with --verify; without it the listing says that contents were not
+    checked.
+    """
     on_threads(Topology(2, 1), _saved, tmp_path, NET)
     lines = zeropp("checkpoints", tmp_path, "--verify").stdout.splitlines()
     assert all(line.endswith("; sizes and digests checked") for line in lines)
@@ -75,7 +77,7 @@ def test_what_was_checked_is_said(tmp_path: Path, zeropp: Zeropp) -> None:
 def test_a_broken_checkpoint_hides_no_other(
     tmp_path: Path, zeropp: Zeropp, file: str, text: bytes | None, message: str
 ) -> None:
-    """Each has a line, one without a manifest too; the error says why, and how many are broken; status 2."""
+    """Every checkpoint has a line, broken ones too; the error gives the first reason and the count, with status 2."""
     on_threads(Topology(2, 1), _saved, tmp_path, NET)
     for broken, count in ((1, ""), (2, r" \(the first of 2 broken checkpoints\)")):
         path = tmp_path / f"checkpoint-00000{broken}" / file
@@ -103,14 +105,14 @@ def _overflowing(mesh: Mesh, folder: Path, net: torch.nn.Module) -> None:
 
 
 def test_steps_are_counted_as_the_log_of_a_run_counts_them(tmp_path: Path, zeropp: Zeropp) -> None:
-    """A step that an overflow skipped counts, and is counted by itself too."""
+    """A step that was skipped for an overflow counts as a step, and is also counted separately."""
     on_threads(Topology(1, 2), _overflowing, tmp_path, NET)
     steps = "checkpoint-000001: step 3, 1 of them skipped for an overflow, "
     assert steps in zeropp("checkpoints", tmp_path).stdout
 
 
 def test_a_checkpoint_is_exported(tmp_path: Path, zeropp: Zeropp) -> None:
-    """The newest of a folder, in the requested type; the path is printed."""
+    """The newest checkpoint of a folder is exported in the requested type, and the path is printed."""
     on_threads(Topology(2, 1), _saved, tmp_path, NET)
     out = tmp_path / "out.safetensors"
     assert zeropp("export", tmp_path, out, "--dtype", "bf16").stdout.split() == [str(out)]
@@ -120,7 +122,9 @@ def test_a_checkpoint_is_exported(tmp_path: Path, zeropp: Zeropp) -> None:
 
 
 def test_an_export_that_overflows_is_refused_unless_asked_for(tmp_path: Path, zeropp: Zeropp) -> None:
-    """In one line, with status 2 and no file; asked for, standard error says what was lost."""
+    """An overflow is refused in one line with status 2 and no file; with --allow-overflow, notes report what was
+    lost.
+    """
     net = copy.deepcopy(NET)
     with torch.no_grad():
         net.head.bias[:2] = torch.tensor([1e5, math.inf])
@@ -162,7 +166,7 @@ def test_an_export_that_overflows_is_refused_unless_asked_for(tmp_path: Path, ze
 def test_bad_input_is_one_line_and_status_2(
     tmp_path: Path, zeropp: Zeropp, arguments: list[str], message: str
 ) -> None:
-    """A line says what is no checkpoint, or no type; nothing is written."""
+    """What is no checkpoint, or no type, is refused in one line, and nothing is written."""
     arguments = [argument.replace("FOLDER", str(tmp_path)) for argument in arguments]
     (line,) = zeropp(*arguments, status=2).stderr.splitlines()
     assert message in line
@@ -170,7 +174,7 @@ def test_bad_input_is_one_line_and_status_2(
 
 
 def test_the_documented_program_reads_a_checkpoint(tmp_path: Path) -> None:
-    """docs/guide/checkpoints.md, "Reading one without this project", with the format's own library."""
+    """The program in docs/guide/checkpoints.md, "Reading one without this project", reads a checkpoint."""
     text = Path("docs/guide/checkpoints.md").read_text(encoding="utf-8").partition("Reading one without")[2]
     (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     namespace: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""``zeropp check codecs`` prints what holds, what does not and what cannot be tried; its page is true."""
+"""``zeropp check codecs`` prints which laws hold, which fail and what cannot be tried; the page on codecs is true."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 
 
 def plain(text: str) -> str:
-    """Printed lines without the blanks at their ends, and without empty ones."""
+    """Return printed lines without trailing blanks, and without empty lines."""
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the page's codec in it, as ``mine`` and, mended, as ``mended``."""
+    """A working folder with the codec of the page as module ``mine`` and, corrected, as ``mended``."""
     code = dict(BLOCK.findall((DOCS / "reference" / "codecs.md").read_text(encoding="utf-8")))["python"]
     (tmp_path / "mine.py").write_text(code, encoding="utf-8")
     (tmp_path / "mended.py").write_text(code.replace("block.max()", "block.abs().max()"), encoding="utf-8")
@@ -36,7 +36,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.long
 @pytest.mark.usefixtures("folder")
 def test_the_pages_example_is_real(capsys: pytest.CaptureFixture[str]) -> None:
-    """The codec of the page breaks what the page says, by the smallest row that it shows; mended it holds."""
+    """The codec of the page breaks the laws that the page shows, on the rows that it shows; the corrected one
+    holds.
+    """
     wanted = dict(BLOCK.findall((DOCS / "reference" / "codecs.md").read_text(encoding="utf-8")))["text"]
     assert cli.main(["check", "codecs", "--codec", "mine:Int8"]) == command.VIOLATED
     assert plain(capsys.readouterr().out) == plain(wanted)
@@ -48,7 +50,7 @@ def test_the_pages_example_is_real(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("texts", [SHOWN, REPRESENTATIVE])
 def test_codecs_of_every_kind_are_shown_and_tried(texts: tuple[str, ...]) -> None:
-    """Page and command name every element type, width and option; the command tries all formats too."""
+    """Page and command cover every element type, width and option; the command also tries all published formats."""
     wanted = {"shard", "asym", "clip", "hadamard", "stochastic", "fp8e4m3", "fp8e5m2", "mxfp8", "mxfp8e5m2"}
     wanted |= {"mxfp4", "fp32", "bf16", "fp16"} | {f"int{bits}" for bits in range(2, 9)}
     parts = {part for text in texts for part in re.sub(r"hadamard\d+", "hadamard", text).split(":")}
@@ -71,7 +73,7 @@ def test_formulas_are_those_of_the_code(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["mxfp8", "mxfp8e5m2", "mxfp4"])
 def test_the_formula_of_shared_scales_is_their_worst(text: str) -> None:
-    """Where the bound depends on where the largest element lies in its binade, the page gives the most."""
+    """Where the bound depends on the largest element's place between powers of two, the page has the largest bound."""
     codec = parse(text)
     most = max(codec.error_bound(0.0, 1 + i / 64) / (1 + i / 64) for i in range(64))
     assert most == pytest.approx(1 / float(formula(codec).partition(" / ")[2]), rel=1e-3)
@@ -80,7 +82,7 @@ def test_the_formula_of_shared_scales_is_their_worst(text: str) -> None:
 def test_the_default_is_every_representative_on_every_backend(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without options the representative codecs, here three, hold on all backends that are found."""
+    """Without options the representative codecs are checked on all backends that are available, and all laws hold."""
     few = ("bf16", "int4:32:asym", "mxfp4:stochastic")
     monkeypatch.setattr("harness.laws.subject.REPRESENTATIVE", few)
     assert cli.main(["check", "codecs", "--examples", "2", "--elements", "100"]) == cli.OK
@@ -92,7 +94,7 @@ def test_the_default_is_every_representative_on_every_backend(
 
 
 def test_one_codec_on_one_backend(capsys: pytest.CaptureFixture[str]) -> None:
-    """Options choose; laws that a codec does not declare are dashes."""
+    """Options choose codec and backend, and laws that the codec does not declare are dashes in the table."""
     arguments = ["--backend", "reference", "--codec", "int4:8:asym", "--examples", "5", "--seed", "3"]
     assert cli.main(["check", "codecs", *arguments]) == cli.OK
     (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "int4:8:asym" in line]
@@ -147,7 +149,7 @@ class Leaving(Lawless):
 def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An object that claims to be a codec holds if its bits do; one that ignores its position fails."""
+    """A user's kernel for one of our codecs passes if its bits equal the reference's, and fails if they do not."""
     monkeypatch.setattr("harness.laws.laws.DRAWS", 64)
     (folder / "kernels_of_mine.py").write_text(KERNEL, encoding="utf-8")
     arguments = ["check", "codecs", "--examples", "10", "--elements", "300", "--codec"]
@@ -201,7 +203,7 @@ def test_what_cannot_be_tried_is_one_line(
 def test_a_backend_that_is_not_here_is_refused_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a CUDA device the CUDA backend is refused, saying that."""
+    """Without a CUDA device, the CUDA backend is refused for this reason."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert cli.main(["check", "codecs", "--backend", "cuda"]) == cli.REFUSED
     assert re.search("no CUDA device|CuPy is not installed", capsys.readouterr().err)
@@ -210,7 +212,7 @@ def test_a_backend_that_is_not_here_is_refused_with_its_reason(
 def test_backends_that_are_left_out_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where all backends found are tried, a line for each of the others says why it is not."""
+    """If all backends are tried, a line for each missing one gives the reason."""
     reasons = {"cpu": "backend 'cpu': no C++ compiler", "cuda": "backend 'cuda': no device"}
     monkeypatch.setattr("harness.laws.subject.why_missing", reasons.get)
     arguments = ["check", "codecs", "--examples", "2", "--codec", "int8:4"]
@@ -226,7 +228,7 @@ def test_backends_that_are_left_out_are_named(
 def test_formats_and_the_largest_block_are_tried_on_every_backend(
     backend: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A format's kernels hold, not its torch object alone; a block of 2^31 - 1 elements has shorter rows."""
+    """The kernels of published formats are checked too, and blocks of 2^31 - 1 elements are tried on shorter rows."""
     codecs = ("nvfp4", "spike2", "int8:2147483647")
     options = [option for text in codecs for option in ("--codec", text)]
     options += ["--backend", backend, "--examples", "5", "--elements", "3000"]

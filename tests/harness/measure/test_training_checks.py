@@ -1,4 +1,4 @@
-"""Whatever goes wrong with training after its first step fails the trial, by name; nothing else does."""
+"""Each way to train wrongly after the first step fails the trial with a message that names it; nothing else does."""
 
 from __future__ import annotations
 
@@ -255,14 +255,14 @@ def outcomes(
     "name", [REPRESENTATIVE, *long(*(name for name in SABOTAGES if name != REPRESENTATIVE))]
 )
 def test_each_sabotage_is_named(name: str, outcomes: dict[str, tuple[list[Outcome], Trial]]) -> None:
-    """The trial fails, and the message says what is wrong, and where."""
+    """A trial with a sabotage fails, and the message names what is wrong and where."""
     with pytest.raises(TrialError, match=SABOTAGES[name][1]):
         assembled(*outcomes[name])
 
 
 @pytest.mark.parametrize("name", ["zeropp", *long(*(name for name in CLEAN if name != "zeropp"))])
 def test_no_check_fires_on_a_clean_trial(name: str, outcomes: dict[str, tuple[list[Outcome], Trial]]) -> None:
-    """Policies, hosts and peers pass, and where the optimizer's masters are plain every step is replayed."""
+    """Policies, hosts and peers pass all checks, and every step of a plain AdamW is computed again."""
     record = assembled(*outcomes[name])
     assert [rank.steps for rank in record.ranks]
     for outcome in outcomes[name][0]:
@@ -282,7 +282,9 @@ def _error(step: int, purpose: str, error: float) -> CommunicationError:
 @given(first=st.floats(0, 1), factor=st.floats(0, 100), carried=st.booleans())
 @example(first=1e-6, factor=20.0, carried=False)
 def test_an_error_that_grows_is_refused(first: float, factor: float, carried: bool) -> None:
-    """From GROWTH times the first step's on, where that is above what bf16 errs by; not of carried errors."""
+    """An error above GROWTH times that of the first step is refused, except with error feedback or below a cast's
+    error.
+    """
     later = first * factor
     policy = Policy(feedback=Feedback() if carried else None)
     wrong = refusal([_error(0, "gradients", first), _error(9, "gradients", later)], policy)
@@ -292,7 +294,7 @@ def test_an_error_that_grows_is_refused(first: float, factor: float, carried: bo
 @given(st.floats(1e-6, 1), st.floats(0, 2))
 @example(6.29e-5, 6.37 / 6.29)  # DeepSpeed's, which rounds what was decoded to bf16
 def test_a_copy_may_err_by_its_own_rounding_alone(error: float, factor: float) -> None:
-    """A copy in 16 bits errs as the weights and a cast, copied frames exactly as the weights."""
+    """A copy (hpZ) in 16 bits may have the error of its cast in addition to the weights'; a copy kept as frames may not."""
     errors = [_error(0, "weights", error), _error(0, "secondary", factor * error)]
     for kept, rounding in (("frames", 0.0), ("bf16", BF16_VNMSE)):
         policy = Policy(weights=parse("int8:64"), secondary="node", secondary_format=kept)  # type: ignore[arg-type]
@@ -303,7 +305,7 @@ def test_a_copy_may_err_by_its_own_rounding_alone(error: float, factor: float) -
     "codec", ["int8:256", "int3:64:asym", "fp8e4m3:128", "mxfp4:stochastic", "bf16", *FORMATS]
 )
 def test_kernels_are_the_reference(codec: str) -> None:
-    """Compiled kernels pass, published formats included; one that reads a little more is named."""
+    """Compiled kernels pass, those of published formats too; a kernel with a small deviation is named."""
     assert wrong_kernel([parse(codec)], torch.device("cpu")) is None
     with biased_kernel(None):  # type: ignore[arg-type]
         wrong = wrong_kernel([parse(codec)], torch.device("cpu"))

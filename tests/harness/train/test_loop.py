@@ -1,4 +1,4 @@
-"""``zeropp train``: the tutorials' launch lines, what fits, and a log line a step."""
+"""``zeropp train`` accepts the tutorials' launch lines, refuses what does not fit, and logs a line a step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEP = re.compile(r"loss ([\d.]+)")
 
 
 def config(folder: Path, snippet: str) -> str:
-    """A file with a section ``zero_optimization`` of DeepSpeed's tutorials, or that text."""
+    """Return the path of a file with a configuration of DeepSpeed's tutorials, or with this text."""
     file = folder / "ds.config"
     text = json.dumps({"zero_optimization": SNIPPETS[snippet]}) if snippet in SNIPPETS else snippet
     file.write_text(text, encoding="utf-8")
@@ -47,7 +47,7 @@ def losses(text: str) -> list[float]:
 
 
 def output(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
-    """What is printed where all goes well."""
+    """Run the command, which must succeed, and return what it prints."""
     assert main(["train", *flags]) == 0
     return capfd.readouterr().out
 
@@ -60,7 +60,7 @@ def refusal(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Three steps in one go are one and two more; on other ranks it says what it did not take over."""
+    """Three steps equal one step, a checkpoint and two more; on other ranks, the log says what was not restored."""
     folder = str(tmp_path / "checkpoints")
     base = [*TOY, "--batch-size", "1", "--zero-stage", "3", "--ranks-per-node", "2"]
     whole = STEP.findall(output(capfd, *base, "--steps", "3"))
@@ -75,7 +75,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, capfd: pytest.Capture
 
 
 def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """No checkpoint there, no step left, another seed, nowhere to save: one line each."""
+    """A missing checkpoint, no steps left, another seed, and no folder to save in are refused in one line each."""
     folder = str(tmp_path / "checkpoints")
     base = [*TOY, "--batch-size", "1", "--ranks-per-node", "1"]
     assert "no such folder" in refusal(capfd, *base, "--load", folder)
@@ -104,7 +104,9 @@ def test_where_checkpoints_cannot_be_is_refused_before_anything_runs(
 def test_a_module_larger_than_may_be_live_is_gathered_whole(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As DeepSpeed does: the largest matrix is said to be, and the losses are those without a limit."""
+    """As in DeepSpeed, the largest matrix is gathered whole; the output says so, and losses are those without a
+    limit.
+    """
     trained = []
     for most in (3000, 10**9):
         keys = {"stage": 3, "stage3_max_live_parameters": most, "stage3_param_persistence_threshold": 0}
@@ -125,7 +127,7 @@ def _never(job: object) -> None:
 def test_a_run_goes_on_with_the_learning_rate_that_is_asked_for(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The configuration's and the flags' options count, not the checkpoint's, and what differs is said."""
+    """A resumed run uses the options of its flags and configuration, not the checkpoint's, and logs what differs."""
     folder = str(tmp_path / "checkpoints")
     base = [*TOY, "--batch-size", "1", "--ranks-per-node", "1", "--save", folder]
     output(capfd, *base, "--lr", "0.001", "--steps", "1")
@@ -153,7 +155,7 @@ def test_a_run_goes_on_with_the_learning_rate_that_is_asked_for(
 def test_the_learning_rate_is_the_flag_s_or_the_configuration_s(
     optimizer: object, flags: list[str], lr: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then DeepSpeed's default where an optimizer is named, else 3e-4, which "auto" also means."""
+    """Otherwise it is DeepSpeed's default if an optimizer is named, else 3e-4, which "auto" means too."""
     jobs: list[Job] = []
     monkeypatch.setattr(train_command, "_run", jobs.append)
     file = config(tmp_path, json.dumps({} if optimizer is None else {"optimizer": optimizer}))
@@ -164,7 +166,9 @@ def test_the_learning_rate_is_the_flag_s_or_the_configuration_s(
 def test_padding_is_refused_with_the_option_that_allows_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A toy's root unit would be 19.8 % padding: refused below, and trained with what the refusal says."""
+    """A unit with 19.8 % of padding is refused below that limit, and trained with the option that the refusal
+    names.
+    """
     keys = {"stage": 3, "zero_quantized_weights": True, "stage3_param_persistence_threshold": 0}
     small = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--steps", "1"]
     flags = [*small, "--deepspeed-config", config(tmp_path, json.dumps({"zero_optimization": keys}))]
@@ -179,7 +183,7 @@ def test_padding_is_refused_with_the_option_that_allows_it(
 def test_as_many_ranks_as_torchrun_started_are_asked_for(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other numbers of nodes and ranks are refused in one line."""
+    """Numbers of nodes and ranks that do not agree with torchrun's are refused in one line."""
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert "started 2 ranks, but --nodes x" in refusal(capfd, *TOY, "--nodes", "3")
@@ -248,7 +252,9 @@ def test_a_rank_of_torchrun_that_fails_waits_for_nobody() -> None:
 
 
 def test_zero_tutorial_story(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """1.5 B parameters: some 18 GB of Adam's states become an eighth on 8 ranks; nothing is built."""
+    """For 1.5 B parameters, 18 GB of Adam's states become an eighth on 8 ranks; --plan computes this without
+    building the model.
+    """
     file = config(tmp_path, "zero_tutorial stage 1")
     shape = ["--num-layers", "48", "--hidden-size", "1600", "--num-attention-heads", "16"]
     flags = [*shape, "--batch-size", "1", "--deepspeed_config", file, "--ranks-per-node", "8", "--plan"]
@@ -260,7 +266,7 @@ def test_zero_tutorial_story(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
 
 
 def test_offloaded_states_have_rows_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A row of the device and one of the host, whose sum is what Adam's states are without offload."""
+    """With offloading each stage has rows for device and host, whose sum is Adam's states without offloading."""
     keys: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
     outputs = []
     for offload in ({}, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}):
@@ -283,7 +289,7 @@ def test_offloaded_states_have_rows_of_their_own(tmp_path: Path, capfd: pytest.C
 
 
 def test_a_plan_has_the_bytes_between_nodes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Of each stage, as many as a suite's plan predicts; on one node none are printed."""
+    """For each stage, --plan prints the bytes that a suite's plan predicts; on one node it prints none."""
     table = json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
     flags = [*TOY, "--deepspeed-config", config(tmp_path, table), "--plan", "--nodes"]
     assert "between nodes" not in output(capfd, *flags, "1")
@@ -297,7 +303,7 @@ def test_a_plan_has_the_bytes_between_nodes(tmp_path: Path, capfd: pytest.Captur
 
 
 def rows(text: str, head: str) -> list[list[float]]:
-    """The numbers of a table's rows that begin so."""
+    """Return the numbers of the table's rows that begin with ``head``."""
     lines = re.findall(rf"^ *{head} +(\d.*)$", text, re.MULTILINE)
     return [[float(cell) for cell in line.split()] for line in lines]
 
@@ -306,7 +312,7 @@ def rows(text: str, head: str) -> list[list[float]]:
 def test_too_large_a_shape_is_refused_with_its_numbers(
     preset_name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anything is allocated, with a table of all stages."""
+    """A model that does not fit is refused before anything is allocated, with a table of all stages."""
     assert main(["train", "--preset", preset_name, "--zero-stage", "0", "--ranks-per-node", "64"]) == 2
     captured = capfd.readouterr()
     assert re.search(r"too big for memory: 64 of 64 ranks x [\d.]+ GB = [\d.]+ GB at stage 0", captured.err)
@@ -340,7 +346,7 @@ def test_too_large_a_shape_is_refused_with_its_numbers(
 def test_flags_that_cannot_be_are_refused(
     table: object, flags: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line; flags and configuration must agree."""
+    """Impossible flags, and flags that contradict the configuration, are refused in one line."""
     both = [] if table is None else [*TOY, "--deepspeed-config", config(tmp_path, json.dumps(table))]
     assert re.search(message, refusal(capfd, *both, *flags))
 
@@ -351,7 +357,7 @@ def test_flags_that_cannot_be_are_refused(
 def test_a_wrong_configuration_is_named_once(
     text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether it is no JSON, no table, or says what cannot be."""
+    """A file that is not JSON, not a table, or has impossible values is named once in the refusal."""
     assert refusal(capfd, "--deepspeed-config", config(tmp_path, text)).count("ds.config") == 1
 
 
