@@ -242,7 +242,7 @@ class ByDeepSpeed(Strategy):
         return Stepped(None if clip is None else float(self.model.get_global_grad_norm()), done=True)
 
     def weights_changed(self) -> None:
-        """See :meth:`Strategy.weights_changed`; small parameters, which DeepSpeed never shards, stay."""
+        """See :meth:`Strategy.weights_changed`; parameters below DeepSpeed's persistence threshold stay gathered."""
         self.model.empty_partition_cache()
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:

@@ -77,7 +77,10 @@ def load() -> Glyphs:
 
 
 def _characters() -> tuple[int, ...]:
-    """Return the classes' code points: characters of all fonts whose image in the first font is a new one."""
+    """Return the code points of the classes.
+
+    These are characters that all fonts have, and whose image in the first font equals that of no earlier character.
+    """
     from matplotlib.ft2font import FT2Font
 
     shared = set.intersection(*(set(FT2Font(str(_path(font))).get_charmap()) for font in _FONTS))

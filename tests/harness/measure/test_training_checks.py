@@ -294,7 +294,7 @@ def test_an_error_that_grows_is_refused(first: float, factor: float, carried: bo
 @given(st.floats(1e-6, 1), st.floats(0, 2))
 @example(6.29e-5, 6.37 / 6.29)  # DeepSpeed's, which rounds what was decoded to bf16
 def test_a_copy_may_err_by_its_own_rounding_alone(error: float, factor: float) -> None:
-    """A copy (hpZ) in 16 bits may have the error of its cast in addition to the weights'; a copy kept as frames may not."""
+    """A copy (hpZ) in 16 bits may add the error of its cast to that of the weights; a copy kept as frames may not."""
     errors = [_error(0, "weights", error), _error(0, "secondary", factor * error)]
     for kept, rounding in (("frames", 0.0), ("bf16", BF16_VNMSE)):
         policy = Policy(weights=parse("int8:64"), secondary="node", secondary_format=kept)  # type: ignore[arg-type]
