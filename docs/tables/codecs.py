@@ -29,7 +29,7 @@ def render() -> str:
         ("codec", "bits per element", "largest error, decoded to fp32", "further laws"),
         (_row(text, codec, common) for text, codec in codecs.items()),
     )
-    laws = table(("law", "what it says"), ((f"`{title(law)}`", law.value) for law in Law))
+    laws = table(("law", "meaning"), ((f"`{title(law)}`", law.value) for law in Law))
     promised = ", ".join(f"`{title(law)}`" for law in common)
     return f"All codecs in this table declare the laws {promised}.\n\n{rows}\n{laws}"
 

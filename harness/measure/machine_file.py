@@ -63,7 +63,7 @@ def check_host(path: Path, machine: Machine, host: str) -> None:
     if not machine.host:
         source = "data sheets" if machine.nature == "data sheet" else "published numbers"
         raise Refusal(
-            f"{path}: this machine is described from {source}, and predictions beside a run need a calibration: "
+            f"{path}: this machine is described from {source}, but zeropp run needs one that is calibrated here: "
             f"{again}"
         )
     if machine.host != host:

@@ -40,11 +40,11 @@ def digests(trial: Trial) -> dict[str, str]:
         modules["transport"] = trial.cluster.transport
     by_name = {"corpus": _corpus_digest(trial.corpus, trial.tokenizer, folder.current())}
     by_name |= {name: _module_digest(module) for name, module in modules.items()}
-    by_name |= _beside(modules.values(), trial)
+    by_name |= _digests_of_parts(modules.values(), trial)
     return {name: digest for name, digest in by_name.items() if digest is not None}
 
 
-def _beside(modules: Iterable[str], trial: Trial) -> dict[str, str | None]:
+def _digests_of_parts(modules: Iterable[str], trial: Trial) -> dict[str, str | None]:
     """Return digests of the modules that ``modules`` import, and of the files that their sources name."""
     if not (names := sorted(set(modules))):
         return {}

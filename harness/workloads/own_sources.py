@@ -83,13 +83,14 @@ def files_of(
         Files of modules by dotted name, and further files by ``<text> of <module>``, or by text.
     """
     importlib.invalidate_caches()
-    names, beside = [*modules], list[Path]()  # `beside`: folders that sources may add to sys.path
+    names = [*modules]
+    added_folders: list[Path] = []  # folders that sources may add to sys.path
     while True:  # repeat until no source adds a further folder, in which modules may be found
-        known = len(beside)
-        chains = [(name, _resolve(name, "", beside)) for name in names]
+        known = len(added_folders)
+        chains = [(name, _resolve(name, "", added_folders)) for name in names]
         waiting = [source for name, chain in chains if chain and chain[-1].name == name for source in chain]
         for text in texts:
-            waiting += _resolve(text.partition(":")[0], "", beside)
+            waiting += _resolve(text.partition(":")[0], "", added_folders)
             waiting += [
                 _Source(text, file, named=True) for file in _existing(text, folders) if file.is_file()
             ]
@@ -98,8 +99,8 @@ def files_of(
             source = waiting.pop()
             if source.name not in found and source.file is not None and _is_users(source.file):
                 found[source.name] = source
-                waiting += _followed(source, source.file, beside, folders)
-        if len(beside) == known:
+                waiting += _followed(source, source.file, added_folders, folders)
+        if len(added_folders) == known:
             break
     sources = [found[name] for name in sorted(found)]
     imported = {source.name: source.file for source in sources if source.file and not source.named}
@@ -107,10 +108,12 @@ def files_of(
     return imported, {name: file for name, file in named.items() if file not in imported.values()}
 
 
-def _followed(source: _Source, file: Path, beside: list[Path], folders: Sequence[Path]) -> Iterator[_Source]:
+def _followed(
+    source: _Source, file: Path, added_folders: list[Path], folders: Sequence[Path]
+) -> Iterator[_Source]:
     """Yield the modules and files that a source mentions.
 
-    If the source changes ``sys.path``, add the folders that it may have added there to ``beside``.
+    If the source changes ``sys.path``, add the folders that it may have added there to ``added_folders``.
     """
     holder = source.name.partition(" of ")[2] or source.name
     if file.suffix in _KERNELS:
@@ -120,17 +123,17 @@ def _followed(source: _Source, file: Path, beside: list[Path], folders: Sequence
     mentions = _mentions(file, *stamp(file))
     if mentions.changes_path:
         named = [path for text in mentions.paths for path in _existing(text, [file.parent]) if path.is_dir()]
-        beside += [path for path in (*file.parents[:3], *named) if path not in beside]
+        added_folders += [path for path in (*file.parents[:3], *named) if path not in added_folders]
     exports = mentions.exports if source.folders else []
     for name in [*mentions.imports, *(f".{name}" for name in exports)]:
-        yield from _resolve(name, source.package, beside)
+        yield from _resolve(name, source.package, added_folders)
     for text in mentions.texts:
-        reached = _resolve(text.rstrip("."), source.package, beside)
-        yield from reached or _resolve(f".{text}", source.package, beside)
+        reached = _resolve(text.rstrip("."), source.package, added_folders)
+        yield from reached or _resolve(f".{text}", source.package, added_folders)
         if text.endswith(".") and reached:  # as in "package." + name, where `name` may be any submodule
             yield from _parts(reached[-1])
     if mentions.computed and source.package:
-        yield from _parts(_resolve(source.package, "", beside)[-1])
+        yield from _parts(_resolve(source.package, "", added_folders)[-1])
     places = [file.parent, *folders]
     above = file.resolve().parents
     named_folders = [
@@ -168,7 +171,7 @@ def _included(file: Path, _time: int, _size: int) -> list[tuple[str, Path]]:
     return [(name, path) for name in names for path in _existing(name, [file.parent], files=True)]
 
 
-def _resolve(name: str, package: str, beside: Sequence[Path]) -> list[_Source]:
+def _resolve(name: str, package: str, added_folders: Sequence[Path]) -> list[_Source]:
     """Find a module, without importing it.
 
     Returns the packages around the module and, last, the module itself, as far as they exist; of a library,
@@ -184,7 +187,7 @@ def _resolve(name: str, package: str, beside: Sequence[Path]) -> list[_Source]:
     folders: Sequence[str] | None = None
     for length in range(1, len(parts) + 1):
         full = ".".join(parts[:length])
-        spec = _top_level(full, beside) if folders is None else _spec(PathFinder, full, folders)
+        spec = _top_level(full, added_folders) if folders is None else _spec(PathFinder, full, folders)
         # Finders find a namespace package inside another package only once that one is imported, so look here.
         if spec is None:
             inner = [folder for f in folders or () if (folder := Path(f) / parts[length - 1]).is_dir()]
@@ -200,12 +203,12 @@ def _resolve(name: str, package: str, beside: Sequence[Path]) -> list[_Source]:
     return modules
 
 
-def _top_level(name: str, beside: Sequence[Path]) -> ModuleSpec | None:
+def _top_level(name: str, added_folders: Sequence[Path]) -> ModuleSpec | None:
     """Find the spec of a top-level module as an import would, but ignoring what is imported already."""
     for finder in sys.meta_path:
         if (spec := _spec(finder, name, None)) is not None:
             return spec
-    return _spec(PathFinder, name, [str(folder) for folder in beside])
+    return _spec(PathFinder, name, [str(folder) for folder in added_folders])
 
 
 def _spec(finder: Any, name: str, folders: Sequence[str] | None) -> ModuleSpec | None:

@@ -69,7 +69,7 @@ def test_a_machine_adds_seconds(zeropp: Zeropp) -> None:
     assert "TFLOPS" in planned().stdout
     for command, file, message in (
         ("plan", path, "unknown key 'question' of a machine"),
-        ("run", machine, "predictions beside a run need a calibration"),
+        ("run", machine, "zeropp run needs one that is calibrated here"),
     ):
         assert message in zeropp(command, path, "--machine", file, status=cli.REFUSED).stderr
 

@@ -91,7 +91,7 @@ def test_what_a_machine_cannot_have_is_refused_by_its_key(tmp_path: Path, line: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"host": ""}, "predictions beside a run need a calibration"),
+        ({"host": ""}, "zeropp run needs one that is calibrated here"),
         ({"host": "elsewhere"}, "calibrated on elsewhere"),
         ({"date": "2020-01-01"}, "days ago"),
     ],
