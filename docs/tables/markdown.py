@@ -1,4 +1,4 @@
-"""Markdown of the generated pages."""
+"""Formats Markdown for the generated pages."""
 
 from __future__ import annotations
 

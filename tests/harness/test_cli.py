@@ -176,11 +176,11 @@ def test_one_damaged_record(folder: Path, capsys: pytest.CaptureFixture[str], ze
 def test_records_of_another_suite_of_that_name(
     folder: Path, zeropp: Zeropp, machinery: list[tuple[Any, ...]]
 ) -> None:
-    """A run says how many records of its folder it does not ask for, if there are any."""
+    """A run reports how many records in its folder are of trials that its suite does not have."""
     assert "also holds" not in zeropp("run", suite(folder)).stderr
     for seed in (1, 2):
         record(CRASHED, seed=seed)
-    assert "also holds 2 records that this suite does not ask for" in zeropp("run", "q.toml").stderr
+    assert "also holds 2 records of trials that this suite does not have" in zeropp("run", "q.toml").stderr
 
 
 def test_bytes_of_peers_are_those_of_the_interfaces(folder: Path, zeropp: Zeropp) -> None:
@@ -281,7 +281,7 @@ def test_seeds_of_a_cell_are_one_row_of_a_plan(folder: Path, zeropp: Zeropp) -> 
         text = " ".join(zeropp("plan", "q.toml").stdout.split())
         assert count in text
         assert text.count(" zeropp ") == 1
-        short = "Too short for a verdict on losses: 5 steps where 100 are needed, and 3 seeds where 6 are"
+        short = "Too short for a verdict on losses: 5 steps (100 are needed) and 3 seeds (6 are needed)."
         assert (short in text, "Too short" in text) == (seeds < 6, seeds < 6)
 
 

@@ -336,7 +336,8 @@ def test_a_suite_with_failing_ranks_finishes_on_hosts(tmp_path: Path) -> None:
         assert not list(both[1].folder.rglob("*.json"))
         command[3] = "doctor"
         assert both[0].start(command, PATH=path).wait(timeout=240) == 0, both[0].output
-        assert "What differs: interface." in both[0].output  # interfaces are named after their hosts
+        # The interfaces are named after their hosts, and so differ.
+        assert "The nodes differ in: interface." in both[0].output
         assert "2 nodes on 2 hosts." in both[0].output
 
 
