@@ -67,7 +67,7 @@ def read(path: Path) -> pd.DataFrame:
 
     def check(name: str, values: pd.Series) -> None:
         parsed = pd.to_numeric(values, errors="coerce")
-        if len(bad := values[~(numbers > 0) | ~np.isfinite(numbers)]):
+        if len(bad := values[~(parsed > 0) | ~np.isfinite(parsed)]):
             row = f"{path}, row {bad.index[0] + 1}"
             raise PublishedError(f"{row}: {name} is {bad.iloc[0]}; expected a number above 0")
 
