@@ -7,16 +7,21 @@ validations, and :data:`OVERHEAD` seconds for the rest.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 from collections.abc import Sequence
 from functools import cache
+from importlib.metadata import version
 from typing import Final, NamedTuple
 
 from harness.measure import machine
+from harness.records.trial_record import RecordError, write_whole
 from harness.runs.feasibility import Forecast
 from harness.suites.peers import PEERS
 from harness.suites.trial import Model
 from impl.codecs.codec import ITEM_BYTES
+from impl.cpu.build import BuildError, user_cache
 
 OVERHEAD: Final = 4.5  # seconds of a trial beside its steps, on 2 cores
 _CHECKS: Final = 6  # passes of a micro-batch before and after the steps
@@ -45,7 +50,7 @@ def estimate(forecasts: Sequence[Forecast]) -> Estimate:
     seconds = sum(_trial_seconds(forecast, flops) for forecast in possible)
     sentence = (
         f"Expected here: about {spoken(seconds)}, an estimate: {flops / 1e9:.2g} GFLOPS of a core (measured "
-        f"now, in a small GPT), bytes at the link's rate, and {OVERHEAD:g} s a trial."
+        f"in a small GPT), bytes at the link's rate, and {OVERHEAD:g} s a trial."
     )
     return Estimate(seconds, sentence)
 
@@ -77,7 +82,26 @@ def _trial_seconds(forecast: Forecast, flops: float) -> float:
 
 @cache
 def core_flops() -> float:
-    """Floating-point operations a second of one core, in a small GPT's pass forward and backward."""
+    """Floating-point operations a second of one core, in a small GPT's pass forward and backward.
+
+    They are measured once on a machine, and kept in the user's cache: torch takes longer to import than a
+    suite takes to plan.
+    """
+    key = f"{machine.identity()}, torch {version('torch')}"
+    try:
+        path = user_cache() / "core_flops.json"
+    except BuildError:  # there is no folder for it
+        return measured_flops()
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # not measured yet, or damaged
+        return float(json.loads(path.read_text(encoding="utf-8"))[key])
+    flops = measured_flops()
+    with contextlib.suppress(RecordError):
+        write_whole(path, json.dumps({key: flops}))
+    return flops
+
+
+def measured_flops() -> float:
+    """Measure them, by three passes."""
     import torch
 
     from harness.workloads.models import build

@@ -16,12 +16,6 @@ from impl.engine.elementwise_probe import ELEMENTWISE, bare_step, why_not
 from impl.errors import raising
 from impl.named_object import NamedObjectError, import_object
 from impl.plan.learning_rate import Schedule
-from impl.plan.memory import ADAM_BYTES
-
-
-def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
-    """``impl.plan.memory.memory``'s bytes by part, for ``size`` bytes of optimizer state an element."""
-    return parts | {part: size * (parts[part] // ADAM_BYTES) for part in ("optimizer", "host_optimizer")}
 
 
 def state_bytes_per_element(optimizer: Optimizer) -> int:

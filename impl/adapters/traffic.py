@@ -76,6 +76,10 @@ def _values(policy: Policy) -> Iterator[tuple[str, Any]]:
             yield field.name, value
 
 
+class HostError(RuntimeError):
+    """Our collectives cannot do what a host asks for; the message names the numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
     """A group of FSDP2: the parameters of one module, gathered and scattered in one message.

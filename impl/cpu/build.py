@@ -42,14 +42,19 @@ class BuildError(RuntimeError):
     """There is no library; the message says why in one line."""
 
 
-def user_folder() -> Path:
-    """The user's cache of kernels, in ``$XDG_CACHE_HOME`` if that is absolute, else in ``~/.cache``."""
+def user_cache() -> Path:
+    """The user's cache of this project, in ``$XDG_CACHE_HOME`` if that is absolute, else in ``~/.cache``."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         caches = named if named.is_absolute() else Path.home() / ".cache"
     except RuntimeError as problem:  # a number without an account, as in containers
         raise BuildError("no folder for compiled kernels: set XDG_CACHE_HOME, or HOME") from problem
-    return caches / "zeropp-bench" / "kernels"
+    return caches / "zeropp-bench"
+
+
+def user_folder() -> Path:
+    """The user's cache of kernels."""
+    return user_cache() / "kernels"
 
 
 def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = FLAGS) -> Path:
