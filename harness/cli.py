@@ -196,7 +196,7 @@ def run(
     folder = results / suite.name
     records = feasibility.check_folder(folder)
     known = suite.all_repeats(max(sweeps, *(1 + record.sweep for record in records))) if records else {}
-    feasibility.check_inputs(folder, [*known.values()])
+    feasibility.check_inputs(folder, known, records)
     check_feasible(file, forecast(suite.trials if only is None else trials, this_host()))
     user_codecs = check.check_laws(trials)
 

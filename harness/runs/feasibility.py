@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from harness.errors import LinkError, Refusal
 from harness.measure import machine
 from harness.records.memory_parts import on_device, on_host, sum_parts, without_training
-from harness.records.trial_record import Failure, Record, path_of, read, read_all
+from harness.records.trial_record import Failure, Record, path_of, read_all
 from harness.runs.predict import (
     Listed,
     Models,
@@ -282,12 +282,14 @@ def check_writable(folder: Path, name: str) -> None:
         raise Refusal(f"{name} not writable: {existing}: {error.strerror}") from None
 
 
-def check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
-    """Refuse to add to results whose corpus, or own objects, have changed since they were made."""
-    for trial in trials:
-        path = path_of(folder, trial.id)
-        record = read(path) if path.exists() else None
-        if record is None or not record.settled or not record.measured:
+def check_inputs(folder: Path, trials: Mapping[str, Trial], records: Sequence[Record]) -> None:
+    """Refuse to add to results whose corpus, or own objects, have changed since they were made.
+
+    ``trials`` are those of the suite by id, ``records`` those of the folder.
+    """
+    for record in records:
+        trial, path = trials.get(record.id), path_of(folder, record.id)
+        if trial is None or not record.settled or not record.measured:
             continue
         before, now = record.inputs, digests(trial)
         for name in sorted(name for name in before | now if before.get(name) != now.get(name)):
