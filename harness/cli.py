@@ -222,7 +222,7 @@ def run(
         )  # fmt: skip
         status = INTERRUPTED if outcome.interrupted else SOME_FAILED if outcome.failed else OK
         if report and status != INTERRUPTED:
-            report_command.build_report(folder, lead=True)
+            report_command.report_after_run(folder)
         if nodes is not None:
             nodes.status = status
     raise typer.Exit(status)

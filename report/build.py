@@ -14,17 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from report import page
+from report import page, stamp
+from report.answer.lead import answer
 from report.data.frames import ReportError, load
 from report.data.metrics import derive
 from report.draw import theme
 from report.draw.figure import style_of
 from report.figures import all_figures
+from report.stamp import PAGE
 from report.tables import all_tables as tables
 from report.tables import latex
 from report.tables.table import Table, find_table
 
-PAGE: Final = "report.html"
 _FOLDERS: Final = ("figures", "tables")
 _LINK: Final = re.compile(rf'href="((?:{"|".join(_FOLDERS)})/[\w-]+\.[a-z]+)"')
 
@@ -36,14 +37,17 @@ def build(
     width: float = theme.WIDTH,
     forms: Sequence[str] = (),
 ) -> Path:
-    """Build the report of a results folder, inside it; equal records give equal bytes.
+    """Build the report of a results folder, inside it; equal records give equal bytes.  Returns the page's path.
 
     ``columns``, by table, are printed beside the configuration, by title or name in the CSV; ``width`` is in mm.
     Figures are drawn as SVG, which the page shows, and in these further ``forms`` ("pdf", "png"), each of
     which takes about as long as the page.
     Raises a Refusal for an unknown column, and as :func:`report.data.frames.load` and :func:`publish`.
     """
+    usual = not columns and width == theme.WIDTH and not forms
+    made_of = stamp.digest(results) if usual else ""
     derived = derive(load(results))
+    stamp.remove(results)
     shown = with_columns(tables.all_tables(derived), columns or {})
 
     def page_of(folder: Path) -> str:
@@ -53,7 +57,10 @@ def build(
         (folder / "tables" / "numbers.tex").write_text(macros, encoding="utf-8", newline="\n")
         return page.render(derived, list(filter(None, drawn)), shown)
 
-    return publish(results, shown, page_of)
+    path = publish(results, shown, page_of)
+    if usual:
+        stamp.write(results, made_of, answer(derived).sentences)
+    return path
 
 
 def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -> list[Table]:

@@ -125,9 +125,10 @@ def style_of(derived: Derived, width: float = WIDTH) -> Style:
 
 def _laid_out(figure: matplotlib.figure.Figure, style: Style) -> Bbox:
     """Lay a figure out, once for all forms, at the width of its style, or wider if labels need it."""
-    inner = style.inches - 2 * _MARGIN
+    inner, layout = style.inches - 2 * _MARGIN, figure.get_layout_engine()
+    assert layout is not None  # noqa: S101  # axes.grid sets one
     for _ in range(_LAYOUTS):
-        figure.draw_without_rendering()
+        layout.execute(figure)  # without drawing, which takes as long again
         drawn = figure.get_tightbbox()
         if abs(drawn.width - inner) < _MARGIN / 2:
             break
