@@ -26,9 +26,8 @@ _NARROW_BELOW: Final = 130.0  # mm, panels stand above one another
 # Of the configurations of a strategy in turn: the colour mixed in, and its share.
 _SHADES: Final = (("black", 0.0), ("black", 0.45), ("white", 0.5), ("black", 0.7), ("white", 0.3))
 _MARKERS: Final = "DosPXv^p<h>*dH8"
-_FONTS: Final = mpl.rc_params_from_file(
-    Path(__file__).parents[1] / "figures.mplstyle", use_default_template=False
-)
+_STYLE: Final = mpl.rc_params_from_file(Path(__file__).parents[1] / "figures.mplstyle")
+_FONTS: Final = {name: value for name, value in _STYLE.items() if not name.startswith("backend")}
 # Okabe and Ito's colours, as seaborn's palette "colorblind" has them.
 _PARTS: Final = (
     "#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fbafe4", "#949494", "#ece133",
