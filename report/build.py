@@ -47,7 +47,6 @@ def build(
     usual = not columns and width == theme.WIDTH and not forms
     made_of = stamp.digest(results) if usual else ""
     derived = derive(load(results))
-    stamp.remove(results)
     shown = with_columns(tables.all_tables(derived), columns or {})
 
     def page_of(folder: Path) -> str:
@@ -60,6 +59,8 @@ def build(
     path = publish(results, shown, page_of)
     if usual:
         stamp.write(results, made_of, answer(derived).sentences)
+    else:  # a run would draw another page
+        stamp.remove(results)
     return path
 
 

@@ -47,7 +47,7 @@ def sentences_of(results: Path) -> list[str] | None:
 
 
 def remove(results: Path) -> None:
-    """Remove the stamp of a report that is about to be replaced."""
+    """Remove the stamp of a report that was replaced by another than a run's."""
     (results / _STAMP).unlink(missing_ok=True)
 
 
