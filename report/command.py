@@ -143,8 +143,8 @@ def _build_archives(archives: Sequence[Path], width: float, forms: Sequence[str]
             except (RecordError, Refusal) as error:
                 errors.append(error)
     print("".join(f"{page}\n" for page in pages), end="")
-    for error in errors:
-        print(f"zeropp: {one_line(str(error))}", file=sys.stderr)
+    for why in errors:
+        print(f"zeropp: {one_line(str(why))}", file=sys.stderr)
     if errors:
         raise typer.Exit(REFUSED)
 
@@ -189,7 +189,7 @@ def report_after_run(folder: Path) -> None:
         from report.build import build
 
         build(folder)
-        sentences = stamp.sentences_of(folder) or of_folder(folder).sentences
+        sentences = stamp.sentences_of(folder) or [*of_folder(folder).sentences]
     print(folder / PAGE)
     print("\n".join(sentences), file=sys.stderr)
 

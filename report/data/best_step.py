@@ -34,8 +34,9 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
     by = ["id", "unit", "phase", "purpose"]
     busiest = sent.groupby([*by, "node"])["bytes"].sum().groupby(level=by).max()
     sent_a_step = defaultdict[str, dict[Hashable, float]](dict)
-    for (identity, *key), size in busiest.to_dict().items():
-        sent_a_step[identity][tuple(key)] = size / steps.loc[identity]
+    for key, size in zip(busiest.index.tolist(), busiest, strict=True):
+        identity, *place = key
+        sent_a_step[identity][tuple(place)] = size / steps.loc[identity]
     seconds = {}
     computed = computations(frames).astype(dict.fromkeys(_COMPUTED, float))
     for identity, of_trial in computed.groupby("id"):

@@ -144,5 +144,6 @@ def _laid_out(figure: matplotlib.figure.Figure, style: Style) -> Bbox:
 
 def _least_inches(figure: matplotlib.figure.Figure) -> float:
     """The least width at which panels above one another have room beside the names of their rows."""
-    beside = [ax.get_tightbbox().width - ax.bbox.width for ax in figure.axes]
-    return max(beside) / figure.dpi + _PANEL
+    boxes = [(ax, ax.get_tightbbox()) for ax in figure.axes]
+    beside = [box.width - ax.bbox.width for ax, box in boxes if box is not None]
+    return max(beside, default=0.0) / figure.dpi + _PANEL

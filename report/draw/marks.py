@@ -112,8 +112,7 @@ def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: 
         ax.barh(places[known], ends["estimate"][known], _BAR, color=list(itertools.compress(colours, known)))
     else:
         for place, (estimate, look) in enumerate(zip(ends["estimate"], looks, strict=True)):
-            edge = {"mec": "white", "mew": 0.5}
-            ax.plot(estimate, place, look.marker, color=look.colour, ms=6.3, zorder=3, **edge)
+            ax.plot(estimate, place, look.marker, color=look.colour, ms=6.3, mec="white", mew=0.5, zorder=3)
     inks = [theme.INK] * len(rows) if measure.bar else colours
     ax.hlines(places, ends["low"], ends["high"], colors=inks, zorder=3)
     values = pd.concat([group[[column]].astype(float).assign(place=row) for row, group in enumerate(rows)])
@@ -180,9 +179,9 @@ class Lines:
         names = [name for name in looks if (points["line"] == name).any()]
         colours = {name: looks[name].colour for name in names}
         for name in names:
-            line = points[points["line"] == name].dropna().sort_values(["x", "y"])
+            through = points[points["line"] == name].dropna().sort_values(["x", "y"])
             ax.plot(
-                line["x"], line["y"], color=looks[name].colour, marker=looks[name].marker,
+                through["x"], through["y"], color=looks[name].colour, marker=looks[name].marker,
                 dashes=looks[name].dashes, lw=1.4, ms=5, mec="white", mew=0.75,
             )  # fmt: skip
         if self.band:

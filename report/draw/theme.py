@@ -100,5 +100,5 @@ def shades(names: Sequence[str]) -> dict[str, Look]:
 @contextmanager
 def fonts() -> Iterator[None]:
     """Context in which figures are drawn and saved: fonts, lines, deterministic output."""
-    with mpl.rc_context(_FONTS):  # type: ignore[arg-type]  # the stubs demand literal keys
+    with mpl.rc_context(_FONTS):
         yield
