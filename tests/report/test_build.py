@@ -18,6 +18,7 @@ import pytest
 
 from docs.tables.from_records import REFERENCE, ROOT
 from harness import cli
+from harness.cluster.interrupts import REFUSED
 from harness.measure import machine
 from harness.records.trial_record import Failure, RecordError, write
 from harness.suites.trial import Cluster, PolicyChanges, Trial
@@ -409,7 +410,7 @@ def test_a_broken_archive_leaves_the_pages_of_the_others(
     shutil.copy(ROOT / REFERENCE / "stages.tar.xz", tmp_path)
     for broken in ("a", "z"):
         (tmp_path / f"{broken}.tar.xz").write_bytes(b"no archive")
-    assert cli.main(["report", str(tmp_path)]) == cli.REFUSED
+    assert cli.main(["report", str(tmp_path)]) == REFUSED
     printed = capsys.readouterr()
     assert printed.out == f"{tmp_path / 'stages' / 'report.html'}\n"
     first, second = printed.err.splitlines()
