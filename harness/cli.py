@@ -218,7 +218,7 @@ def run(
     folder = results / suite.name
     records = feasibility.check_folder(folder)
     known = suite.all_repeats(max(sweeps, *(1 + record.sweep for record in records))) if records else {}
-    feasibility.check_inputs(folder, [*known.values()])
+    feasibility.check_inputs(folder, known, records)
     check_feasible(file, forecast(suite.trials if only is None else trials, this_host()))
     user_codecs = check.check_laws(trials)
 
@@ -244,7 +244,7 @@ def run(
         )  # fmt: skip
         status = INTERRUPTED if outcome.interrupted else SOME_FAILED if outcome.failed else OK
         if report and status != INTERRUPTED:
-            report_command.build_report(folder, head=True)
+            report_command.report_after_run(folder)
         if nodes is not None:
             nodes.status = status
     raise typer.Exit(status)

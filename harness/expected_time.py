@@ -7,16 +7,21 @@ validations and of the passes that check it, plus :data:`OVERHEAD` seconds to st
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 from collections.abc import Sequence
 from functools import cache
+from importlib.metadata import version
 from typing import Final, NamedTuple
 
 from harness.measure import machine
+from harness.records.trial_record import RecordError, write_whole
 from harness.runs.feasibility import Forecast
 from harness.suites.peers import PEERS
 from harness.suites.trial import Model
 from impl.codecs.codec import ITEM_BYTES
+from impl.cpu.build import BuildError, user_cache
 
 OVERHEAD: Final = 4.5  # seconds that a trial takes besides its passes, measured on 2 cores
 _CHECKS: Final = 6  # passes of a micro-batch that check a trial before and after its steps
@@ -47,7 +52,7 @@ def estimate(forecasts: Sequence[Forecast]) -> Estimate:
     seconds = sum(_trial_seconds(forecast, flops) for forecast in possible)
     sentence = (
         f"Expected here: about {spoken(seconds)}. This estimate assumes {flops / 1e9:.2g} GFLOPS a core "
-        f"(measured just now with a small GPT), bytes sent at the link's rate, and {OVERHEAD:g} s of overhead "
+        f"(measured on this machine with a small GPT), bytes sent at the link's rate, and {OVERHEAD:g} s of overhead "
         "a trial."
     )
     return Estimate(seconds, sentence)
@@ -82,7 +87,26 @@ def _trial_seconds(forecast: Forecast, flops: float) -> float:
 
 @cache
 def core_flops() -> float:
-    """Measure one core's floating-point operations per second, in a forward and backward pass of a small GPT.
+    """Floating-point operations per second of one core, in a forward and backward pass of a small GPT.
+
+    They are measured once on a machine and kept in the user's cache, because importing torch takes longer than
+    planning a suite.
+    """
+    key = f"{machine.identity()}, torch {version('torch')}"
+    try:
+        path = user_cache() / "core_flops.json"
+    except BuildError:  # there is no folder for it
+        return measured_flops()
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # not measured yet, or damaged
+        return float(json.loads(path.read_text(encoding="utf-8"))[key])
+    flops = measured_flops()
+    with contextlib.suppress(RecordError):
+        write_whole(path, json.dumps({key: flops}))
+    return flops
+
+
+def measured_flops() -> float:
+    """Measure one core's floating-point operations per second.
 
     The fastest of three passes counts; processor seconds are used, so that other processes do not disturb it.
     """

@@ -26,7 +26,7 @@ from impl.engine.elementwise_probe import elementwise
 from impl.engine.engine import Zero
 from impl.engine.hooks import Hooks
 from impl.engine.outside_uses import register
-from impl.engine.unit_planning import GroupOf, check_shapes, drafts_of, find_blocks, geometries_of, plan_units
+from impl.engine.unit_planning import GroupOf, check_shapes, drafts_of, find_blocks, plan_units
 from impl.errors import ZeroError
 from impl.parameters.external import external_to, register_external_parameter
 from impl.parameters.gathered import GatheredParameters
@@ -37,6 +37,7 @@ from impl.plan.policy import Offload, Policy
 from impl.plan.prefetch_schedule import Schedule
 from impl.plan.reduction_queue import ReductionQueue
 from impl.plan.traffic import placements_of
+from impl.plan.unit_plan import geometries_of
 from impl.unit.context import MEMORY, HostMemory, Meter, Passes, Reserve, UnitContext
 from impl.unit.flat_buffer import check_plain
 from impl.unit.unit import Unit

@@ -16,15 +16,6 @@ from impl.engine.elementwise_probe import ELEMENTWISE, bare_step, why_not
 from impl.errors import raising
 from impl.named_object import NamedObjectError, import_object
 from impl.plan.learning_rate import Schedule
-from impl.plan.memory import ADAM_BYTES
-
-
-def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
-    """Adapt predicted bytes to an optimizer with ``size`` bytes of state for each element.
-
-    ``parts`` come from :func:`impl.plan.memory.memory`, which assumes Adam's state.
-    """
-    return parts | {part: size * (parts[part] // ADAM_BYTES) for part in ("optimizer", "host_optimizer")}
 
 
 def state_bytes_per_element(optimizer: Optimizer) -> int:

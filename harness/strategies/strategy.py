@@ -35,7 +35,7 @@ from impl.comm.mesh import Mesh
 from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire
 from impl.engine.engine import describe
 from impl.engine.masters import Stepped
-from impl.plan.memory import memory
+from impl.plan.memory import memory, with_state
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import CopyKey, Decision, Event, LedgerKey, Sent, predict
@@ -320,7 +320,7 @@ class Sharded(Strategy):
         topology, units = self.zero.wire.mesh.topology, self.units
         trained = any(unit.trainable for unit in units)
         parts = memory(self.zero.policy, topology, units, micro_batches=trial.accumulation, backward=trained)
-        return held, optimizers.with_state(parts, optimizers.state_bytes_per_element(trial.optimizer))
+        return held, with_state(parts, optimizers.state_bytes_per_element(trial.optimizer))
 
 
 def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) -> Strategy:

@@ -17,7 +17,7 @@ from harness.strategies.optimizers import set_rates
 from harness.strategies.strategy import Strategy
 from harness.suites.trial import Trial
 from harness.workloads.generation import decode
-from harness.workloads.models import shape_of
+from harness.workloads.preset_parameters import shape_of
 from harness.workloads.rank_batches import Batches, ExperienceBatch, RankBatches, batches_of
 from harness.workloads.reinforcement import Experience, group_advantages, sampler, targets_of
 from impl.engine.masters import Stepped

@@ -22,6 +22,7 @@ from harness.strategies.training_loop import TrainingLoop
 from harness.suites.model_sizes import step_flops
 from harness.suites.trial import Trial
 from harness.workloads import models
+from harness.workloads.preset_parameters import shape_of
 from harness.workloads.rank_batches import RankBatches
 from impl.checkpoint import save_load as checkpoint
 from impl.checkpoint.save_load import CheckpointError
@@ -163,7 +164,7 @@ def line(trial: Trial, step: Step, loss: float, scale: float | None, peak: int) 
     """
     ranks = trial.topology().world
     sequences = trial.tokens_per_rank // trial.sequence * trial.accumulation * ranks
-    shape, recompute = models.shape_of(trial.model), trial.activation_checkpointing
+    shape, recompute = shape_of(trial.model), trial.activation_checkpointing
     flops = step_flops(shape, sequences=sequences, length=trial.sequence, recompute=recompute)
     parts = ", ".join(
         f"{name} {getattr(step, name) * 1e3:.1f}" for name in ("forward", "backward", "optimizer")

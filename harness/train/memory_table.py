@@ -14,7 +14,7 @@ from harness.runs.feasibility import PROCESS_BYTES, Host
 from harness.runs.predict import per_node_bytes
 from harness.suites.model_sizes import GPTShape
 from harness.suites.trial import Trial
-from harness.workloads.models import shape_of
+from harness.workloads.preset_parameters import shape_of
 from impl.codecs.codec import ITEM_BYTES
 from impl.engine.unit_planning import plan_units
 from impl.plan.memory import memory

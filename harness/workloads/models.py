@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final
 
@@ -19,19 +19,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from harness.errors import Refusal, suggestion
-from harness.suites.model_sizes import (
-    IMAGE_CLASSES,
-    IMAGE_SIDE,
-    PATCHES,
-    PRESETS,
-    BERTShape,
-    GPTShape,
-    Shape,
-    ViTShape,
-)
+from harness.errors import Refusal
+from harness.suites.model_sizes import IMAGE_CLASSES, IMAGE_SIDE, BERTShape, GPTShape, Shape, ViTShape
 from harness.suites.trial import Model, Trial
 from harness.workloads.masked_text import NO_TARGET
+from harness.workloads.preset_parameters import patch_of, shape_of
 from impl.named_object import NamedObjectError, import_object
 from impl.zero import find_blocks
 
@@ -218,33 +210,7 @@ def build(model: Model, sequence: int) -> nn.Module:
     shape = shape_of(model)
     if not isinstance(shape, ViTShape):
         return (GPT if isinstance(shape, GPTShape) else BERT)(shape, sequence)
-    if sequence not in PATCHES:
-        why = f"model {model.name!r}: an image cannot be cut into sequence = {sequence} patches"
-        raise Refusal(f"{why}; expected one of {', '.join(map(str, PATCHES))}")
-    return ViT(shape, PATCHES[sequence])
-
-
-def shape_of(model: Model) -> Shape:
-    """Return a preset's sizes with the model's arguments applied; raises a Refusal as :func:`build` does."""
-    if model.name not in PRESETS:  # only in old records, since suites are checked when they are read
-        raise Refusal(f"model {model.name!r}: expected one of {', '.join(PRESETS)} or 'module:function'")
-    preset = PRESETS[model.name]
-    known = {field.name: field.type for field in fields(preset)}
-    for name, value in model.arguments.items():
-        if name not in known:
-            wanted = f"expected one of {', '.join(known)}{suggestion(name, known)}"
-            raise Refusal(f"model {model.name!r}: unknown argument {name!r}, {wanted}")
-        if type(value).__name__ != known[name] or (type(value) is int and value < 1):
-            wanted = "true or false" if known[name] == "bool" else "a whole number of at least 1"
-            raise Refusal(f"model {model.name!r}: {name} = {value!r}, expected {wanted}")
-    changed: dict[str, Any] = dict(model.arguments)
-    shape = replace(preset, **changed)
-    if shape.width % shape.heads:
-        raise Refusal(
-            f"model {model.name!r}: a width of {shape.width} is not divisible by {shape.heads} heads; change "
-            "width or heads"
-        )
-    return shape
+    return ViT(shape, patch_of(model, sequence))
 
 
 def of_trial(trial: Trial) -> nn.Module:

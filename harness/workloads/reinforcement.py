@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from harness.suites.trial import Trial
 from harness.workloads.masked_text import NO_TARGET
-from harness.workloads.models import GPT, KeysAndValues, checkpoint_activations, shape_of
+from harness.workloads.models import GPT, KeysAndValues, checkpoint_activations
+from harness.workloads.preset_parameters import shape_of
 
 _LEAST_SPREAD = 1e-4  # added to the standard deviation of a group's rewards, which may be 0
 

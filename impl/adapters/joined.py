@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from impl import ops
-from impl.adapters.traffic import GroupGeometry, Host, check_host, predict_hosted
+from impl.adapters.traffic import GroupGeometry, Host, HostError, check_host, predict_hosted
 from impl.codecs.codec import common_grain
 from impl.comm.reduce_scatter import Reduction, Ring
 from impl.comm.wire import Wire
@@ -22,10 +22,6 @@ from impl.plan.policy import Policy
 from impl.plan.shard_layout import ROOT, ParameterSpec, UnitGeometry, chunked
 from impl.plan.topology import Topology
 from impl.plan.traffic import Event, LedgerKey, Sent, Tag
-
-
-class HostError(RuntimeError):
-    """This project's collectives cannot do what a host asks for; the message gives the reason."""
 
 
 class Joined:

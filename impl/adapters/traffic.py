@@ -79,6 +79,10 @@ def _values(policy: Policy) -> Iterator[tuple[str, Any]]:
             yield field.name, value
 
 
+class HostError(RuntimeError):
+    """Our collectives cannot do what a host asks for; the message names the numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
     """A parameter group of FSDP2: the parameters of one module, which one message gathers or reduces.

@@ -43,8 +43,8 @@ class BuildError(RuntimeError):
     """The library cannot be built; the message gives the reason in one line."""
 
 
-def user_folder() -> Path:
-    """Returns the user's folder of compiled kernels, in ``$XDG_CACHE_HOME`` if it is absolute, else ``~/.cache``.
+def user_cache() -> Path:
+    """Returns the user's cache of this project, in ``$XDG_CACHE_HOME`` if it is absolute, else in ``~/.cache``.
 
     Raises BuildError: if neither is known.
     """
@@ -53,7 +53,12 @@ def user_folder() -> Path:
         caches = named if named.is_absolute() else Path.home() / ".cache"
     except RuntimeError as problem:  # the user has no account, as may be in containers
         raise BuildError("no folder for compiled kernels: set XDG_CACHE_HOME or HOME") from problem
-    return caches / "zeropp-bench" / "kernels"
+    return caches / "zeropp-bench"
+
+
+def user_folder() -> Path:
+    """Returns the user's folder of compiled kernels; raises as :func:`user_cache`."""
+    return user_cache() / "kernels"
 
 
 def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = FLAGS) -> Path:

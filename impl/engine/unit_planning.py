@@ -7,7 +7,6 @@ It needs shapes and types only, so the model may be on the meta device.  :func:`
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,8 +16,9 @@ from torch import nn
 from impl.codecs.reference import DTYPES
 from impl.errors import ZeroError
 from impl.plan.policy import Policy
-from impl.plan.shard_layout import FROZEN, PERSISTENT, ROOT, ParameterSpec, UnitGeometry, lay_out
+from impl.plan.shard_layout import PERSISTENT, ROOT, ParameterSpec, UnitGeometry
 from impl.plan.topology import Topology
+from impl.plan.unit_plan import Placed, geometries_of, members_of
 from impl.unit.flat_buffer import Holder
 
 GroupOf = Callable[[str, nn.Parameter], int]
@@ -143,10 +143,7 @@ def drafts_of(
             if parameter is not None:
                 holders.setdefault(parameter, []).append(Holder(module, key))
     modules = {ROOT: model, PERSISTENT: model, **{names[block]: block for block in blocks}}
-    entries: dict[tuple[str, bool], list[tuple[ParameterSpec, nn.Parameter, list[Holder]]]] = {
-        (name, trainable): [] for name in modules for trainable in (True, False)
-    }
-    limits, persist = policy.memory, 0
+    placed = []
     for parameter, places in holders.items():
         full = f"{names[places[0].module]}.{places[0].name}".removeprefix(".")
         if parameter.dtype not in (torch.float32, DTYPES[policy.compute]):
@@ -155,63 +152,29 @@ def drafts_of(
                 "the model to that type or to fp32, or set the policy's compute"
             )
         homes = {names[owner.get(place.module, model)] for place in places}
-        home = homes.pop() if len(homes) == 1 else ""
-        if parameter.numel() < limits.persist_below and persist + parameter.numel() <= limits.persist_most:
-            home, persist = PERSISTENT, persist + parameter.numel()
         group = group_of(full, parameter) if group_of is not None else 0
         spec = ParameterSpec(full, tuple(parameter.shape), group)
-        entries[home or ROOT, parameter.requires_grad].append((spec, parameter, places))
-    held = [key for key, inside in entries.items() if any(spec.numel for spec, _, _ in inside)]
-    for key, inside in entries.items():  # a unit without elements is dissolved into one that has elements
-        host = next((other for other in held if other[1] == key[1]), None)
-        if host is not None and key not in held:
-            entries[host] += inside
+        placed.append(Placed(spec, homes.pop() if len(homes) == 1 else "", parameter.requires_grad))
+    parameters, holding, most = list(holders), list(holders.values()), policy.memory.largest_unit
     drafts = []
-    for name, trainable in held:
-        in_slots = sorted(
-            entries[name, trainable], key=lambda entry: entry[0].group
-        )  # the order of lay_out()
-        unit = name if trainable else name + FROZEN
-        drafts.append(Draft(unit, modules[name], trainable, *zip(*in_slots, strict=True)))
-        numel, most = sum(spec.numel for spec in drafts[-1].specs), limits.largest_unit
-        if most and numel > most and name != PERSISTENT:
-            kind = type(modules[name]).__name__
-            contents = "holds the parameters outside all blocks" if name == ROOT else f"is one {kind}"
+    for unit in members_of(placed, [names[block] for block in blocks], policy.memory):
+        module = modules[unit.home]
+        drafts.append(
+            Draft(
+                unit.name, module, unit.trainable, unit.specs,
+                [parameters[place] for place in unit.places], [holding[place] for place in unit.places],
+            )
+        )  # fmt: skip
+        numel = sum(spec.numel for spec in unit.specs)
+        if most and numel > most and unit.home != PERSISTENT:
+            kind = type(module).__name__
+            contents = "holds the parameters outside all blocks" if unit.home == ROOT else f"is one {kind}"
             raise ZeroError(
-                f"unit {unit!r} {contents} and has {numel:,} elements, but memory.largest_unit = {most:,} (in "
+                f"unit {unit.name!r} {contents} and has {numel:,} elements, but memory.largest_unit = {most:,} (in "
                 "a DeepSpeed configuration, stage3_max_live_parameters), and it cannot be divided further: set "
                 f"the limit to at least {numel:,}"
             )
     return drafts
-
-
-def geometries_of(drafts: Sequence[Draft], topology: Topology, policy: Policy) -> list[UnitGeometry]:
-    """Lay out all units.
-
-    Raises:
-        PaddingError: if a unit has more padding than the policy's ``max_padding`` allows; the message names
-            the unit with the largest share.
-    """
-
-    def laid_out(draft: Draft, max_padding: float) -> UnitGeometry:
-        shaped = policy.by_shape([spec.shape for spec in draft.specs], topology.world)
-        return lay_out(
-            draft.name,
-            draft.specs,
-            grain=shaped.grain,
-            world=topology.world,
-            max_padding=max_padding,
-            trainable=draft.trainable,
-            group=policy.group_ranks(topology),
-            grain_in_words=shaped.grain_in_words,
-        )
-
-    geometries = [laid_out(draft, math.inf) for draft in drafts]
-    judged = [pair for pair in zip(geometries, drafts, strict=True) if not pair[0].persistent]
-    if judged:
-        _, worst = max(judged, key=lambda pair: pair[0].padded / pair[0].numel)
-        laid_out(worst, policy.memory.max_padding)
-    return geometries
 
 
 def plan_units(

@@ -27,6 +27,11 @@ PARTS: Final = (
 """The parts of a rank's memory (:func:`memory`)."""
 
 
+def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
+    """The bytes by part of :func:`memory`, for ``size`` bytes of optimizer state an element."""
+    return parts | {part: size * (parts[part] // ADAM_BYTES) for part in ("optimizer", "host_optimizer")}
+
+
 def memory(
     policy: Policy,
     topology: Topology,

@@ -440,14 +440,19 @@ def by_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     ("command", "heavy"),
     [
         (("plan", "--help"), "torch"),
-        (("plan", "q.toml"), "torch._dynamo"),
-        (("plan", "q.toml"), "torch.distributed.fsdp"),
+        (("plan", "q.toml"), "torch"),
+        (("plan", "q.toml"), "pandas"),
+        (("plan", "cut/q.toml"), "torch._dynamo"),
+        (("plan", "cut/q.toml"), "torch.distributed.fsdp"),
     ],
 )
 def test_what_takes_seconds_is_not_imported(folder: Path, command: tuple[str, ...], heavy: str) -> None:
-    """Torch for help, its compiler or FSDP to predict a policy and a peer."""
+    """Torch for help, and to predict a preset; its compiler or FSDP to predict a model that has to be built."""
     suite(folder, SMALL + '[matrix]\nstrategy = ["zeropp", "ddp"]\n')
-    code = "import sys; from harness.cli import main; status = main(sys.argv[2:]); "
+    (folder / "cut").mkdir()
+    suite(folder / "cut", SMALL + "policy.largest_unit = 100_000_000\n" + '[matrix]\nstrategy = ["zeropp"]\n')
+    measured = "from harness import expected_time; expected_time.core_flops = lambda: 1e10; "
+    code = f"import sys; from harness.cli import main; {measured}status = main(sys.argv[2:]); "
     process = by_python(code + "assert sys.argv[1] not in sys.modules; sys.exit(status)", heavy, *command)
     assert process.returncode == 0, process.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,3 +74,17 @@ def test_a_core_is_measured_once() -> None:
     assert seconds(model=Model(name="gpt-1.5b")) > total
     refused = Failure(kind="refused", message="not here", log=None)
     assert estimate([Forecast(trial, 1, failure=refused) for trial in trials]).seconds is None
+
+
+def test_a_core_is_measured_once_on_a_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Later processes read what the first one measured; a damaged file, or one of another torch, is replaced."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = iter([2e9, 3e9, 4e9])
+    monkeypatch.setattr(expected_time, "measured_flops", lambda: next(measured))
+    again = expected_time.core_flops.__wrapped__  # as in a process of its own
+    assert [again(), again()] == [2e9, 2e9]
+    (path,) = tmp_path.rglob("core_flops.json")
+    path.write_text("{")
+    assert [again(), again()] == [3e9, 3e9]
+    monkeypatch.setattr(expected_time, "version", lambda _: "another")
+    assert again() == 4e9

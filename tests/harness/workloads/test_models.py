@@ -17,7 +17,8 @@ from harness.errors import Refusal
 from harness.suites.model_sizes import IMAGE_SIDE, PATCHES, PRESETS, GPTShape, step_flops
 from harness.suites.trial import Model, Trial
 from harness.workloads.generation import decode
-from harness.workloads.models import GPT, build, shape_of
+from harness.workloads.models import GPT, build
+from harness.workloads.preset_parameters import shape_of
 from harness.workloads.rank_batches import RankBatches
 
 LOG = Path(__file__).resolve().parents[3] / "report" / "published" / "zeropp_tutorial_log.csv"
