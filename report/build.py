@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+import pandas as pd
+
 from report import page, stamp
 from report.data.frames import ReportError, load
 from report.data.metrics import Derived, derive, records_of

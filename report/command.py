@@ -174,7 +174,6 @@ def build_report(
         print(build_bench(folder))
         return
     from report.build import build
-    from report.verdicts import of_folder
 
     print(build(folder, columns=columns, width=width, forms=forms))
 

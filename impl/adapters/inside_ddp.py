@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from impl.adapters.joined import HostError, Joined
+from impl.adapters.joined import Joined
+from impl.adapters.traffic import HostError
 from impl.comm.reduce_scatter import Reduction
 from impl.comm.wire import Wire
 from impl.engine.unit_planning import plan_units

@@ -22,8 +22,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.tensor import DTensor
 
-from impl.adapters.joined import HostError, Joined, fsdp2_groups
-from impl.adapters.traffic import GroupGeometry
+from impl.adapters.joined import Joined, fsdp2_groups
+from impl.adapters.traffic import GroupGeometry, HostError
 from impl.codecs.reference import NAMES
 from impl.comm.wire import Wire
 from impl.plan.policy import Policy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +9,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import pandas as pd
+import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pandas.api.types import is_integer_dtype
@@ -32,10 +32,7 @@ _FEW: Final = 8  # values of an axis, each of which has its tick
 _PANEL_INCHES: Final = 2.3
 _COLUMNS: Final = 3  # of panels in a row, for a single measure
 _MARKERS: Final = {"o": "circles", "x": "crosses", "|": "strokes"}
-_DOT: Final[dict[str, Any]] = {
-    "s": 9, "color": theme.INK, "edgecolor": "white", "linewidth": 0.3, "zorder": 2.5,
-}  # fmt: skip
-_BAR: Final = 0.62  # height of a bar in a row of height 1
+_DOT: Final = {"s": 9, "color": theme.INK, "linewidth": 0.3, "zorder": 2.5, "legend": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +104,16 @@ def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: 
     ends = pd.DataFrame([measure.interval(group) for group in rows])
     ends["stroke"] = [group[measure.stroke].median() if measure.stroke else np.nan for group in rows]
     colours = [look.colour for look in looks]
+    common: dict[str, Any] = {"y": places, "hue": places, "palette": colours, "legend": False, "ax": ax}
     if measure.bar:
-        known = ends["estimate"].notna()
-        ax.barh(places[known], ends["estimate"][known], _BAR, color=list(itertools.compress(colours, known)))
+        sns.barplot(ends, x="estimate", **common, orient="h", width=0.62, saturation=1, native_scale=True)
     else:
-        for place, (estimate, look) in enumerate(zip(ends["estimate"], looks, strict=True)):
-            ax.plot(estimate, place, look.marker, color=look.colour, ms=6.3, mec="white", mew=0.5, zorder=3)
+        markers = [look.marker for look in looks]
+        sns.scatterplot(ends, x="estimate", **common, style=places, markers=markers, s=40, zorder=3)
     inks = [theme.INK] * len(rows) if measure.bar else colours
     ax.hlines(places, ends["low"], ends["high"], colors=inks, zorder=3)
     values = pd.concat([group[[column]].astype(float).assign(place=row) for row, group in enumerate(rows)])
-    ax.scatter(values[column], values["place"] + 0.22, **_DOT)
+    sns.scatterplot(x=values[column], y=values["place"] + 0.22, ax=ax, **_DOT)
     if measure.stroke:
         ax.plot(ends["stroke"], places, "|", color=theme.INK, ms=11, mew=1.3, zorder=3)
     axes.line_at(ax, measure.line, across=False)
@@ -178,19 +175,20 @@ class Lines:
         points = pd.DataFrame(middles, columns=["line", "x", "y"])
         names = [name for name in looks if (points["line"] == name).any()]
         colours = {name: looks[name].colour for name in names}
-        for name in names:
-            through = points[points["line"] == name].dropna().sort_values(["x", "y"])
-            ax.plot(
-                through["x"], through["y"], color=looks[name].colour, marker=looks[name].marker,
-                dashes=looks[name].dashes, lw=1.4, ms=5, mec="white", mew=0.75,
-            )  # fmt: skip
+        sns.lineplot(
+            points, x="x", y="y", hue="line", style="line", hue_order=names, style_order=names,
+            palette=colours, markers={name: looks[name].marker for name in names},
+            dashes={name: looks[name].dashes for name in names},
+            estimator=None, markersize=5, linewidth=1.4, legend=False, ax=ax,
+        )  # fmt: skip
         if self.band:
             for (line,), group in groups(rows, ["line"]):
                 ends = group.groupby(key)[[x, y]].agg(["median", "min", "max"])
                 low, high = ends[y, "min"], ends[y, "max"]
                 ax.fill_between(ends[x, "median"], low, high, color=colours[line], alpha=0.15, lw=0)
         else:
-            ax.scatter(rows[x], rows[y], 7, rows["line"].map(colours), alpha=0.5, linewidth=0)
+            dots: dict[str, Any] = {"s": 7, "alpha": 0.5, "linewidth": 0, "legend": False}
+            sns.scatterplot(rows, x=x, y=y, hue="line", palette=colours, ax=ax, **dots)
         if measure.stroke:
             strokes = rows.groupby(["line", key])[[x, measure.stroke]].median()
             for line, group in strokes.groupby(level=0):
@@ -255,10 +253,9 @@ class Stacked:
         bars = rows[rows["kind"] == "bar"]
         wide = bars.pivot_table(index="configuration", columns="part", values=self.value, aggfunc=self.middle)
         wide = wide.reindex(index=names, columns=list(colours)).astype(float)
-        left, places = np.zeros(len(names)), np.arange(len(names))
-        for part, lengths in wide.fillna(0.0).items():
-            ax.barh(places, lengths, _BAR, left, color=colours[str(part)], ec="white", lw=0.5)
-            left = left + lengths
+        if colours:
+            looks = {"color": colours, "legend": False, "ec": "white", "lw": 0.5}
+            wide.plot.barh(stacked=True, width=0.62, ax=ax, **looks)  # type: ignore[call-overload]
         ends = wide.sum(axis=1, min_count=1)
         totals = ends.copy()
         for kind, (marker, colour, _) in self.also.items():
@@ -306,7 +303,7 @@ class Front:
                 for name, group in by_configuration(known):
                     look = style.look(name)
                     dots = _DOT | {"color": look.colour, "s": 5}
-                    ax.scatter(group[self.x], group[measure.column], **dots)
+                    sns.scatterplot(group, x=self.x, y=measure.column, ax=ax, **dots)
                     ax.plot(*middles.loc[name], look.marker, color=look.colour, mec="white", mew=0.5)
                 axes.line_at(ax, measure.line, across=True)
                 if measure.log:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any, Final
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib import colormaps
+import seaborn as sns
 from matplotlib.colors import to_hex, to_rgb
 
 from report.data.configuration import STRATEGIES
@@ -26,19 +25,15 @@ _NARROW_BELOW: Final = 130.0  # mm, panels stand above one another
 # Of the configurations of a strategy in turn: the colour mixed in, and its share.
 _SHADES: Final = (("black", 0.0), ("black", 0.45), ("white", 0.5), ("black", 0.7), ("white", 0.3))
 _MARKERS: Final = "DosPXv^p<h>*dH8"
-_STYLE: Final = mpl.rc_params_from_file(Path(__file__).parents[1] / "figures.mplstyle")
-_FONTS: Final = {name: value for name, value in _STYLE.items() if not name.startswith("backend")}
-# Okabe and Ito's colours, as seaborn's palette "colorblind" has them.
-_PARTS: Final = (
-    "#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fbafe4", "#949494", "#ece133",
-    "#56b4e9",
-)  # fmt: skip
+_FONTS: Final = mpl.rc_params_from_file(
+    Path(__file__).parents[1] / "figures.mplstyle", use_default_template=False
+)
 _DASHES: Final[tuple[Any, ...]] = ("", (4, 1.5), (1, 1), (3, 1, 1, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a configuration is drawn; dashes as lines of matplotlib take them."""
+    """How a configuration is drawn; dashes as seaborn takes them."""
 
     colour: str = "#bbbbbb"
     marker: str = "o"
@@ -87,18 +82,19 @@ def _mixed(colour: str, other: str, share: float) -> str:
 
 def of_parts(parts: Sequence[str]) -> dict[str, str]:
     """Colours of the parts of a whole, in order: each full colour is followed by its pale one."""
-    colours = [shade for full in _PARTS for shade in (full, _mixed(full, "white", 0.55))]
-    return dict(zip(parts, itertools.cycle(colours)))  # a cycle has no end
+    full = sns.color_palette("colorblind", -(-len(parts) // 2))
+    colours = [shade for rgb in full for shade in (to_hex(rgb), _mixed(to_hex(rgb), "white", 0.55))]
+    return dict(zip(parts, colours, strict=False))
 
 
 def shades(names: Sequence[str]) -> dict[str, Look]:
     """Looks of ordered lines that are no configurations, legible on white."""
-    places = np.linspace(0, 1, len(names) + 3)[1:-2]  # without the ends, and the last, which is too pale
-    return {name: Look(to_hex(rgb)) for name, rgb in zip(names, colormaps["viridis"](places), strict=True)}
+    colours = sns.color_palette("viridis", len(names) + 1).as_hex()  # the last is too pale
+    return {name: Look(colour) for name, colour in zip(names, colours, strict=False)}
 
 
 @contextmanager
 def fonts() -> Iterator[None]:
     """Context in which figures are drawn and saved: fonts, lines, deterministic output."""
-    with mpl.rc_context(_FONTS):
+    with mpl.rc_context({**sns.axes_style("ticks"), **sns.plotting_context("paper"), **_FONTS}):
         yield
