@@ -229,7 +229,11 @@ def tables_of(benches: Sequence[Bench]) -> list[Table]:
 
 
 def build(results: Path) -> Path:
-    """Build the page of a folder of benchmarks; a ReportError for several machines, codes or subjects."""
+    """Build the page of a folder of benchmarks.
+
+    Raises:
+        ReportError: if the records are of several machines, versions of the code, or subjects.
+    """
     benches = read_all(results)
     for field, name in (("pool", "machines or codes"), ("subject", "subjects")):
         if len(values := sorted({getattr(bench, field) for bench in benches})) > 1:

@@ -62,11 +62,16 @@ def sentence(
     if differences:
         return on_largest(asked, differences)
     differences = _differences(derived, asked, found, compared)
-    return on_largest("tokens" if asked == "tokens" else kind, differences) or _nothing_compared(derived)
+    shown = "tokens" if asked == "tokens" else kind
+    text = on_largest(shown, differences, controls=len(compared) - len(differences))
+    return text or _nothing_compared(derived)
 
 
-def on_largest(kind: str, differences: Sequence[Difference]) -> str:
-    """The sentence on the largest significant difference, else on the largest that was measured; or none."""
+def on_largest(kind: str, differences: Sequence[Difference], *, controls: int = 0) -> str:
+    """The sentence on the largest significant difference, else on the largest that was measured; or none.
+
+    ``controls`` is the number of compared controls that are not among ``differences``.
+    """
     if not differences:
         return ""
     count = len(differences)
@@ -77,7 +82,7 @@ def on_largest(kind: str, differences: Sequence[Difference]) -> str:
     claim, evidence = _claim(kind, top)
     claim = top.place + claim
     if significant:
-        text = claim + evidence + top.notes + _counts(differences)
+        text = claim + evidence + top.notes + _counts(differences, controls)
         return f"{text[0].upper()}{text[1:]}."
     if not known:
         return f"Inconclusive ({_why(kind, top.effect)}): {claim}{of_all}{top.notes}."
@@ -101,8 +106,8 @@ def _foremost(kind: str, differences: Sequence[Difference]) -> Difference:
     return max(gains or presets, key=lambda each: each.effect.size)
 
 
-def _counts(differences: Sequence[Difference]) -> str:
-    """``; of 9 comparisons 8 are better and 1 is worse``; empty for one comparison."""
+def _counts(differences: Sequence[Difference], controls: int = 0) -> str:
+    """``; of 9 comparisons (2 controls not counted) 8 are better and 1 is worse``; empty for one comparison."""
     if len(differences) < 2:
         return ""
     counts = Counter(each.effect.verdict for each in differences)
@@ -110,7 +115,8 @@ def _counts(differences: Sequence[Difference]) -> str:
     parts = [
         f"{counts[name]} {'is' if counts[name] == 1 else 'are'} {name}" for name in verdicts if counts[name]
     ]
-    return f"; of {len(differences)} comparisons {listed(parts)}"
+    left_out = f" ({counted(controls, 'control')} not counted)" if controls else ""
+    return f"; of {len(differences)} comparisons{left_out} {listed(parts)}"
 
 
 def _claim(kind: str, difference: Difference) -> tuple[str, str]:
@@ -208,10 +214,12 @@ def _differences(
         margins = {
             (row["setting"], row["configuration"]): row["margin"] for row in loss_verdicts.losses(derived)
         }
+        sides = {"not significant": "within", "worse": "beyond"}
+        steps = f" ({loss_verdicts.allowed(derived)} of training)" if derived.frames.margin else ""
         notes |= {
-            key: notes[key] + f", within the margin of {two_digits(margins[key])} nats"
+            key: notes[key] + f", {sides[verdict]} the margin of {two_digits(margins[key])} nats{steps}"
             for key in keys
-            if found[key].verdict == "not significant"
+            if (verdict := found[key].verdict) in sides
         }
     overall = effects.all_baselines(derived)
     return [

@@ -153,7 +153,7 @@ def violation_lines(subject: Subject, claim: Claim, violation: Violation) -> lis
     lines = [
         f"{subject.name} breaks {title(claim)}: {claim.value}",
         f"  {violation}",
-        f"  smallest row found, {x.numel()} of {kind}: {' '.join(values)}{_more(x.numel())}",
+        f"  smallest row found, {kind}[{x.numel()}]: {' '.join(values)}{_more(x.numel())}",
     ]
     if violation.frame is not None:
         frame = bytes(violation.frame.tolist())

@@ -176,7 +176,7 @@ def _bound(subject: Subject, case: Case) -> None:
     error = (trip.decoded.double() - x.double()).abs()
     trip.refuse(
         ~(error <= allowed) & allowed.isfinite(),
-        lambda i: f"{trip.decoded_text(i)}, error {error[i]:.9g} above the bound {allowed[i]:.9g}",
+        lambda i: f"{trip.decoded_text(i)}, error {error[i]:.9g}, more than the bound {allowed[i]:.9g}",
     )
 
 

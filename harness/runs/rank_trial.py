@@ -368,7 +368,8 @@ class TrialRun:
     def _inter_bytes(self) -> int | None:
         """Return the bytes that training has sent between nodes so far.
 
-        They are this rank's if it has a ledger, else its node's as the interface counts them, else None.
+        With a ledger, they are the bytes of this rank.  Without one, the rank that owns its node's interface
+        returns the bytes that the interface counted.  Other ranks return 0 on a single node, and None on several.
         """
         if (booked := self._booked()) is not None:
             return booked - self.booked_untimed

@@ -181,7 +181,7 @@ def _for_recipe(trial: Trial, sequences: int) -> Iterator[str]:
 
 
 def _for_deepspeed(trial: Trial, sequences: int) -> Iterator[str]:
-    """Yield contradictions of the peer DeepSpeed, which reads the configuration itself."""
+    """Yield what contradicts a trial of the peer DeepSpeed in the DeepSpeed configuration that the peer reads."""
     table = trial.peer_configuration()
     if trial.workload == "generate":
         yield f"workload = 'generate': strategy {trial.strategy!r} can only train; set workload = 'train'"

@@ -366,7 +366,8 @@ def _roles(
         lone = next(trial for trial in bases.values() if setting_of(trial, *also) in without)
         where = _difference(lone, [*others.values()])
         raise SuiteError(
-            f"{key}: no contrast has {where}, as some of its trials do; add one, or leave these out of the baseline"
+            f"{key}: some of its trials have {where}, and no contrast does: add a contrast that has, or let the "
+            "baseline match fewer trials"
         )
     return dict.fromkeys(others, "contrast") | dict.fromkeys(bases, "baseline"), also
 

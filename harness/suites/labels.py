@@ -61,8 +61,8 @@ def pad_mark(share: float) -> str:
 def pad_note(shares: Iterable[float]) -> str:
     """Return the footnote that explains the mark, for models with these shares of padding; empty if none is marked."""
     most = max(shares, default=0.0)
-    added = f"more than {MUCH_PADDING:.0%} of the model's elements, at most {most:.1%}, is added to them"
-    return f"{PADDED}: {added} as padding, which is sent and held too." if most > MUCH_PADDING else ""
+    added = f"padding adds more than {MUCH_PADDING:.0%} to the model's elements, at most {most:.1%}"
+    return f"{PADDED}: {added}; it is sent and held as elements are." if most > MUCH_PADDING else ""
 
 
 def at(trial: Mapping[str, Any], path: str) -> str:

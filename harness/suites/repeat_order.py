@@ -77,7 +77,10 @@ def setting_of(trial: Trial, *also: str) -> str:
 
 
 def configuration_of(trial: Trial, also: Sequence[str] = ()) -> str:
-    """Return a key of a trial's configuration, with the fields ``also``; equal for trials of one configuration."""
+    """Return a text that is equal for two trials if they have the same configuration.
+
+    The fields ``also`` count as part of the configuration.
+    """
     data = trial.canonical()
     return json.dumps({name: data.get(name) for name in (*CONFIGURATION, *also)}, sort_keys=True)
 

@@ -120,6 +120,6 @@ class Suite(SuiteKeys):
         if len(trials) != 1:
             known = ", ".join(f"{trial.id} ({trial.strategy})" for trial in self.trials[:_MOST_NAMED])
             known += ", ..." if len(self.trials) > _MOST_NAMED else ""
-            count = f"{len(trials) or 'no'} trials begin with {identity!r}"
-            raise Refusal(f"suite {self.name!r}: {count}; it has {known}")
+            count = f"{len(trials) or 'no'} trials have an id that begins with {identity!r}"
+            raise Refusal(f"suite {self.name!r}: {count}; its trials are {known}")
         return trials[0]

@@ -99,7 +99,7 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def _as(beside: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the elements (n, k) of type ``dtype`` of bytes (n, k * itemsize)."""
+    """Copies bytes (n, k * itemsize), and returns the copy viewed as elements (n, k) of type ``dtype``."""
     return beside.clone(memory_format=torch.contiguous_format).view(dtype)
 
 

@@ -102,7 +102,7 @@ class Masters:
         expected = [id(master) for master in self if master.grad is not None]
         if missing := sum(number not in held for number in expected):
             raise ZeroError(
-                f"step() got optimizers without {missing} of the {len(expected)} masters that have gradients: "
+                f"the optimizers of step() do not hold {missing} of the {len(expected)} masters that have gradients: "
                 "with a loss scale, give all optimizers to one step()"
             )
 

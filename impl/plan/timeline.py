@@ -105,15 +105,15 @@ def pass_time(
 ) -> Pass:
     """Simulates one forward and backward pass, and returns it.
 
-    A block computes once all its units are gathered.  Outer units (embedding, head) compute where most of
+    A block computes as soon as all its units are gathered.  Outer units (embedding, head) compute where most of
     their work is done: after the blocks in forward and before them in backward.
 
     Args:
         schedule: the order of units.
         loads: what each unit computes and sends, by index.
-        bucket: most elements in reduction at once.
+        bucket: largest number of elements that are being reduced at one time.
         first_gradient: share of a unit's backward pass that has run when its first gradient arrives.
-        least_forward: seconds before which the backward pass does not begin.
+        least_forward: earliest time, in seconds, at which the backward pass may begin.
         reduces: whether gradients are reduced; a pass that only accumulates them sends none.
     """
     run, outer = Pass(schedule, loads, bucket), [loads[unit] for unit in schedule.outer]

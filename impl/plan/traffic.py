@@ -149,10 +149,16 @@ class Book:
 def gather_hops(
     policy: Policy, topology: Topology, unit: UnitGeometry, codec: Codec, *, again: bool
 ) -> Iterator[tuple[Axis, Codec, int, int]]:
-    """Yield (axis, codec, elements, bytes) of each hop of a unit's weight gather, of the message of one rank.
+    """Yield (axis, codec, elements, bytes) for each hop of a unit's weight gather.
 
-    ``policy`` is the unit's own (:meth:`Policy.for_unit`).  ``codec`` is the codec of the hops before an hpZ
-    group.  A gather ``again`` starts from hpZ's copy.
+    Elements and bytes are those of the message that one rank sends to another.
+
+    Args:
+        policy: the unit's own policy (:meth:`Policy.for_unit`).
+        topology: nodes and ranks.
+        unit: the unit that is gathered.
+        codec: the codec of the hops that come before the hops inside an hpZ group.
+        again: whether the gather starts from hpZ's copy, so that only the hops inside the group are left.
     """
     axes, spared = policy.gather_axes(topology)
     frames = 1

@@ -118,7 +118,7 @@ class Frames:
         self.facts = _facts_frame(records)  # a row per pool and distinct value
 
     def geometries(self, identity: str) -> list[UnitGeometry]:
-        """The units of a trial with a policy, without their parameters."""
+        """Return the geometry of each unit of a trial; the geometries list no parameters."""
         topology, policy = self.trial_of[identity].topology(), self.trial_of[identity].resolved_policy()
         group = policy.group_ranks(topology) if policy else 0
         return [

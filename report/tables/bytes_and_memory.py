@@ -20,6 +20,11 @@ from report.tables.table import CONFIGURATION, TRIALS, Column, Table, rows_of, t
 _COPY: Final = {"copy_frames_mib": "hpZ's copy as received", "copy_halves_mib": "in 16 bits"}
 _SUMS: Final = ("engine_mib", "covered_mib", "formula_mib", "copied_step_mib", "copied_formula_step_mib")
 _SENT: Final = {"predicted": "predicted", "ledger": "sent", "interface": "interface", "segment": "segment"}
+_MEMORY_NOTES: Final = {  # what a column means, by the column
+    "beyond_mib": "Without formula and With formula split the sum by whether a formula predicts the part.",
+    "copy_frames_mib": "hpZ's copy is given by formula in both formats, whichever was kept.",
+    "copied_step_mib": "Copied is what a step moves between host and device because it is offloaded.",
+}
 
 
 def volume(derived: Derived) -> Table:
@@ -132,9 +137,9 @@ def memory(derived: Derived) -> Table:
         *(Column(key, title, number(4 if key in _SUMS else 3)) for key, title in columns.items()),
         caption="MiB that the engine owns on the fullest rank, by part and in sum, beside the sum of the formulas of "
         "impl.plan.memory.",
-        notes="Without formula and With formula split the sum by whether a formula predicts the part. hpZ's copy is "
-        "given by formula in both formats, whichever was kept. Copied is what a step moves between host and device "
-        "because it is offloaded.",
+        notes=" ".join(
+            note for key, note in _MEMORY_NOTES.items() if key in rows and rows[key].notna().any()
+        ),
     )
 
 

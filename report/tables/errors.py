@@ -149,9 +149,9 @@ def losses(derived: Derived) -> Table:
     verdict = (
         f"Verdict: the margin is {loss_verdicts.allowed(derived)} of {base}'s "
         f"{'training' if derived.frames.margin else 'loss'}{margin}. Not inferior: the whole interval lies below the "
-        f"margin. Inferior: it lies above. Inconclusive: it contains the margin. No power: with this spread, fewer "
-        f"than "
-        f"{ENOUGH_POWER:.0%} of equal configurations would pass, so that nothing is concluded."
+        f"margin. Inferior: the whole interval lies above the margin. Inconclusive: the interval contains the margin. "
+        f"No power: with this spread, fewer than {ENOUGH_POWER:.0%} of equal configurations would be found not "
+        "inferior, so nothing is concluded; the table Verdicts calls this inconclusive."
     )
     return table_of(
         "losses",

@@ -81,7 +81,7 @@ def test_a_broken_checkpoint_hides_no_other(
 ) -> None:
     """Each has a line, one without a manifest too; the error says why, and how many are broken; status 2."""
     on_threads(Topology(2, 1), _saved, tmp_path, NET)
-    for broken, count in ((1, ""), (2, r" \(the first of 2 that are broken\)")):
+    for broken, count in ((1, ""), (2, r" \(the first of 2 broken checkpoints\)")):
         path = tmp_path / f"checkpoint-00000{broken}" / file
         path.unlink()
         if text is not None:

@@ -163,7 +163,7 @@ KINDS: dict[str, tuple[Callable[[], list[Record]], str, str, str, str, str]] = {
     "a higher loss": (
         lambda: validated({"": 0.0, "int4:64": 0.3}), "loss", "qgZ (g int4:64)", r"\+0\.3000 ± 0\.00\d\d ▼", "worse",
         (r"After 120 steps the validation loss of qgZ \(gradients int4:64\) is 0\.300 nats higher than ZeRO-3's "
-        r"\(95 % CI 0\.2\d\d to 0\.3\d\d, 6 seeds\)\."),
+        r"\(95 % CI 0\.2\d\d to 0\.3\d\d, 6 seeds\), beyond the margin of 0\.022 nats\."),
     ),
     "a lower loss": (
         lambda: validated({"": 0.0, "int4:64": -0.3}), "loss", "qgZ (g int4:64)", r"-0\.3000 ± 0\.00\d\d ▲", "better",
@@ -389,7 +389,7 @@ def test_a_control_is_in_the_table_and_not_in_the_sentence_where_others_are_comp
     two = [*validated({"": 0.0, "int4:64": 0.1, "int3:64": 0.2}), *controls]
     head = head_of(two, answer="loss")
     assert "int3:64" in head.sentence
-    assert head.sentence.endswith("; of 2 comparisons 2 are worse.")
+    assert head.sentence.endswith("; of 2 comparisons (1 control not counted) 2 are worse.")
     assert rows_of(head)["qgZ (control: unordered)"]["Change"].endswith("control: unordered")
     one = [*validated({"": 0.0, "int4:64": 0.1}), *controls]
     assert "the validation loss of qgZ (control: unordered)" in head_of(one, answer="loss").sentence

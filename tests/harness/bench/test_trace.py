@@ -80,7 +80,11 @@ def test_a_step_of_every_rank_is_in_the_file(
 
 
 @pytest.mark.parametrize(
-    ("identity", "message"), [("zz", "no trials begin with 'zz'; it has"), ("", "3 trials begin with ''")]
+    ("identity", "message"),
+    [
+        ("zz", "no trials have an id that begins with 'zz'; its trials are"),
+        ("", "3 trials have an id that begins with ''"),
+    ],
 )
 def test_an_unknown_trial_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], identity: str, message: str

@@ -186,7 +186,7 @@ def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
         (("--codec", "users:Elsewhere"), "users:Elsewhere: device 'nonsense': expected any, cpu, cuda"),
         (("--codec", "users:Raising"), "users:Raising: raised RuntimeError: boom"),
         (("--codec", "users:Leaving"), "users:Leaving: raised SystemExit: 0"),
-        (("--codec", "users:kernel", "--backend", "cpu"), "users:kernel brings its own code"),
+        (("--codec", "users:kernel", "--backend", "cpu"), "users:kernel, which brings its own code"),
         (("--backend", "gpu"), "unknown backend 'gpu': expected one of reference, cpu, cuda"),
         (("--examples", "0"), "--examples"),
         (("--elements", "0"), "--elements"),
@@ -224,9 +224,9 @@ def test_backends_that_are_left_out_are_named(
     assert cli.main(arguments) == cli.OK
     out = capsys.readouterr().out
     for reason in reasons.values():
-        assert out.count(f"not here: {reason}\n") == 1
+        assert out.count(f"not checked: {reason}\n") == 1
     assert cli.main([*arguments, "--backend", "reference"]) == cli.OK
-    assert "not here" not in capsys.readouterr().out
+    assert "not checked" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=pytest.mark.needs("c++"))])

@@ -219,7 +219,7 @@ def test_honest_codecs_of_others_pass(kind: type[Toy], sums: list[Duty]) -> None
         (toy(encode=lambda *_: sys.exit(0)), Duty.FRAME, 1, "raised SystemExit: 0, at "),
         (  # takes its scale from the maximum, not from the magnitude
             toy(scales=lambda _, blocks: (blocks.amax(dim=1, keepdim=True) / 127).clamp(min=2.0**-126)),
-            Law.BOUND, 1, "above the bound",
+            Law.BOUND, 1, "more than the bound",
         ),
         (bounded(float("nan")), Law.BOUND, 1, "error_bound(0, 0, 'fp32') is nan"),
         (bounded(float("inf")), Law.BOUND, 1, "error_bound(0, 0, 'fp32') is inf"),
