@@ -325,7 +325,9 @@ class _Reading:
             self.refuse(LIVE, "expected 1 or more")
         return MemoryLimits(
             prefetch=0 if self.get(sequential) else self.get(ahead),
-            max_live=live,
+            max_live=None
+            if live == KEYS[LIVE].default
+            else live,  # the same, but the next unit is gathered ahead
             max_reuse=self.get(f"{ZERO}.stage3_max_reuse_distance"),
             persist_below=self.get(f"{ZERO}.stage3_param_persistence_threshold") + 1,
             persist_most=self.get(f"{ZERO}.stage3_model_persistence_threshold"),

@@ -55,7 +55,8 @@ def memory(
     - ``local_gradients``: unsharded gradients.  All of them in fp32 where several micro-batches are added up
       locally, else those of the outer units and the largest block, in the compute type
 
-    Units gathered ahead of their use are not included; they add at most ``memory.prefetch`` elements.
+    Units gathered ahead of their use are not included; they add at most ``memory.prefetch`` elements,
+    or the largest unit if that is more.
 
     With offload, parts in host memory have the prefix ``host_``, and there are further parts.  The device
     holds ``frames``, the encoded weights of offloaded masters, unless these are offloaded too, and

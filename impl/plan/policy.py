@@ -93,6 +93,9 @@ def _text(head: str, settings: object, defaults: object, prefixes: Mapping[str, 
     return ":".join([head, *options])
 
 
+MOST_LIVE: Final = 1_000_000_000  # elements gathered at once by default, as DeepSpeed's
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimits:
     """Limits of gathered weights and of gradients in reduction, in elements of the unsharded model.
@@ -102,11 +105,17 @@ class MemoryLimits:
     backward would gather again at once; 0 keeps nothing.  On one rank every value but 0 keeps as many units
     as ``max_live`` allows.
 
+    The next unit is gathered ahead even if it is larger than ``prefetch``, as DeepSpeed does, which fetches
+    parameters until ``stage3_prefetch_bucket_size`` is exceeded; without it, a model of large blocks would
+    wait for every all-gather.  ``prefetch=0`` gathers nothing ahead.
+
     Raises PolicyError: if a limit is negative or NaN.
     """
 
     prefetch: int = 50_000_000  # most elements gathered ahead of the unit in use
-    max_live: int = 1_000_000_000  # most elements gathered at once, unless the units in use alone exceed it
+    # Most elements gathered at once, unless the units in use alone exceed it.  None: ``MOST_LIVE``, but the next
+    # unit is gathered ahead whatever its size.
+    max_live: int | None = None
     max_reuse: int = 1
     # Parameters with fewer elements form a persistent unit, which is trained as in stage 2 (always gathered)
     # and sent unquantised; 0: there is no such unit.
@@ -118,8 +127,9 @@ class MemoryLimits:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if not getattr(self, field.name) >= 0:  # true of NaN too
-                raise PolicyError(f"memory.{field.name} = {getattr(self, field.name)}: expected 0 or more")
+            value = getattr(self, field.name)
+            if value is not None and not value >= 0:  # true of NaN too
+                raise PolicyError(f"memory.{field.name} = {value}: expected 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from impl.plan.policy import Policy
+from impl.plan.policy import MOST_LIVE, Policy
 from impl.plan.shard_layout import UnitGeometry
 
 MOST_AHEAD: Final = 4  # most units gathered ahead at once; each holds a slot of the shared memory
@@ -28,8 +28,10 @@ class Schedule:
     sizes: Sequence[int]  # padded elements of each unit, by index
     order: tuple[int, ...]  # the units that run one after the other, in forward order
     outer: tuple[int, ...]  # the units in use during the whole pass (the root's, and the persistent ones)
-    prefetch: int  # most elements gathered ahead of the unit in use
-    max_live: int = 1 << 62  # most elements gathered at once; nothing is gathered ahead beyond it
+    prefetch: int  # most elements gathered ahead of the unit in use, but for the next unit; 0: none
+    # Most elements gathered at once; nothing is gathered ahead beyond it.  None: ``MOST_LIVE``, but the next unit
+    # is gathered ahead whatever its size.
+    max_live: int | None = None
     kept: frozenset[int] = frozenset()  # the units that stay gathered from forward to backward
     # Whether gradients are reduced in reverse model order; else in reverse forward order, in which gradients
     # arrive, so that no reduction waits for its turn.
@@ -79,14 +81,21 @@ class Schedule:
         return [self._ahead(unit, self.order[::-1]) for unit in range(len(self.sizes))]
 
     def _ahead(self, unit: int, order: tuple[int, ...]) -> list[int]:
-        """Returns the units after ``unit`` in ``order`` that fit into the prefetch limit."""
+        """Returns the units after ``unit`` in ``order`` that fit into the limits, in order.
+
+        The first of them may be larger than ``prefetch`` (see :class:`~impl.plan.policy.MemoryLimits`).
+        """
         start = 0 if unit in self.outer else order.index(unit) + 1 if unit in order else len(order)
         ahead: list[int] = []
         stays = sum(self.sizes[index] for index in {*self.outer, *self.kept, unit})
-        left = min(self.prefetch, self.max_live - stays)
-        for index in order[start : start + MOST_AHEAD]:
-            left -= self.sizes[index]
-            if left < 0:
+        free = (MOST_LIVE if self.max_live is None else self.max_live) - stays
+        taken = 0
+        for index in order[start : start + MOST_AHEAD] if self.prefetch else ():
+            taken += self.sizes[index]
+            is_next = not ahead
+            if taken > self.prefetch and not is_next:
+                break
+            if taken > free and not (is_next and self.max_live is None):
                 break
             ahead.append(index)
         return ahead
@@ -111,10 +120,10 @@ def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
     live = sum(unit.padded for unit in units if unit.outer)
     kept = {unit.block for unit in units if unit.outer and limits.max_reuse}
     reuse = math.inf if limits.max_reuse and units and units[0].world == 1 else limits.max_reuse
-    between = 0
+    between, max_live = 0, MOST_LIVE if limits.max_live is None else limits.max_live
     for name in reversed(sizes):
         others = max((size for other, size in sizes.items() if other != name), default=0)
-        if between >= reuse or live + sizes[name] + others > limits.max_live:
+        if between >= reuse or live + sizes[name] + others > max_live:
             break
         kept.add(name)
         live += sizes[name]

@@ -463,7 +463,7 @@ def test_no_unit_is_larger_than_asked_and_the_model_trains(most: int) -> None:
 def test_what_cannot_be_cut_is_refused_with_its_size() -> None:
     """A linear layer of 680 elements is refused if only 600 may be live."""
     policy = policy_of(stage3_max_live_parameters=600, stage3_param_persistence_threshold=0)
-    with pytest.raises(ZeroError, match=r"'blocks.0.up' is one Linear, with 680 elements, .* = 600"):
+    with pytest.raises(ZeroError, match=r"'blocks.0.up' is one Linear and has 680 elements, .* = 600"):
         plan_units(model(), FOUR, policy)
 
 
