@@ -90,7 +90,7 @@ def checks(derived: Derived) -> Table:
         Column("interface_over_stated", "Interface/(ledger + headers)", number(4), stated_over),
         Column("first_loss_deviation", "First loss, relative deviation", number(2), deviation),
         Column("gradient_share", "Gradient, difference/allowed", number(2), formula("gradient / allowed")),
-        caption="Checks of every trial: bytes beside their prediction, losses and gradients beside "
+        caption="Checks of every trial: bytes compared with their prediction, losses and gradients with "
         "those of one process.",
     )
 
@@ -130,12 +130,22 @@ def memory(derived: Derived) -> Table:
         rows,
         CONFIGURATION,
         *(Column(key, title, number(4 if key in _SUMS else 3)) for key, title in columns.items()),
-        caption="MiB that the engine owns on the fullest rank, by part and in sum, beside the sum of the formulas of "
+        caption="MiB that the engine owns on the fullest rank, by part and in sum, and the sum of the formulas of "
         "impl.plan.memory.",
-        notes="Without formula and With formula split the sum by whether a formula predicts the part. hpZ's copy is "
-        "given by formula in both formats, whichever was kept. Copied is what a step moves between host and device "
-        "because it is offloaded.",
+        notes=_memory_notes(rows),
     )
+
+
+def _memory_notes(rows: pd.DataFrame) -> str:
+    """Return the definitions of those columns that have values; the others are not on the page."""
+    notes = {
+        "beyond_mib": "With formula and Without formula divide the sum into the parts that a formula predicts and the "
+        "others.",
+        "copy_frames_mib": "hpZ's copy: what the formulas predict for a copy of the codes that were received and for "
+        "one in 16 bits; only the format that the policy names was kept.",
+        "copied_step_mib": "Copied: what a step moves between host and device because it is offloaded.",
+    }
+    return " ".join(note for column, note in notes.items() if column in rows and rows[column].notna().any())
 
 
 def _memory_row(derived: Derived, parts: pd.DataFrame) -> dict[str, float]:
