@@ -308,8 +308,8 @@ def show(
         record = read(path)
         if as_script and record.run is None:
             raise Refusal(
-                f"{path}: --reproduce needs a record that names its run's file, and this record was written "
-                "by a version without such files; run the trial again"
+                f"{path}: --reproduce needs the run's file (runs/*.json: suite, sources and packages), but the "
+                "version that wrote this record wrote no such file: run the trial again"
             )
         if as_script:
             print(reproduce.script(record, run_record.read(path.parent, record.run or "")), end="")

@@ -198,7 +198,10 @@ def _cell(of: _Quantity, effect: Effect | None, *, is_base: bool) -> dict[str, A
 
 
 def _expected(effect: Effect | None, form: Callable[[float], str]) -> dict[str, Any]:
-    """The prediction interval of the quantity that is asked for, and the number of values behind it."""
+    """Return the table's cells for the prediction interval of an effect, and ``n``, the number of values behind it.
+
+    They are NaN without an effect or an interval, and for bytes and memory, which are counted and do not vary.
+    """
     row: dict[str, Any] = dict.fromkeys(("expected_low", "expected_high", "_expected", "n"), math.nan)
     if effect is None or effect.counted:
         return row
@@ -241,10 +244,12 @@ def _text_or_number(value: Any) -> str:
 
 
 def _caption(derived: Derived, shown: Mapping[str, _Quantity]) -> str:
-    """What the marks mean, and when a loss is worse; at most two sentences."""
+    """What the marks mean, and when a loss is worse; at most three sentences."""
     base = spelled(derived.compared.baseline)
     marks = ", ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items())
-    first = f"With 95 % intervals and verdicts beside {base} (docs/reference/metrics.md): {marks}."
+    first = (
+        f"Intervals are of 95 %. Marks are the verdicts against {base} (docs/reference/metrics.md): {marks}."
+    )
     clauses = [peers_note(derived.finished).rstrip(".")]
     margins = [row["margin"] for row in loss_verdicts.losses(derived) if row["margin"] > 0]
     if "loss" in shown and margins:

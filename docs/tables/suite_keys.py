@@ -70,8 +70,8 @@ _VALUES: Final = {  # values of keys, in more detail than their types; limits fo
     "margin": "steps of training by which a loss may be worse; 0: 1 % of the baseline's loss instead",
     "policy.frozen": "codec in which untrained weights are stored and sent, or `none`",
     "policy.prefetch": "elements gathered ahead of their use; the next unit always is, unless this is 0",
-    "policy.max_live": "elements gathered at once; above it nothing is gathered ahead or kept. By default the next unit "
-    "is gathered ahead all the same",
+    "policy.max_live": "elements gathered at once; above it nothing is gathered ahead or kept. By default the next "
+    "unit is gathered ahead all the same",
     "policy.max_reuse": "a unit stays gathered until backward if fewer elements run in between; 0: never",
     "policy.persist_below": "parameters with fewer elements stay gathered and are never quantised; 0: none",
     "policy.persist_most": "elements that stay gathered for `persist_below`, in model order; further ones do not",

@@ -139,7 +139,7 @@ class Measured:
 
     @classmethod
     def from_record(cls, trial: Trial, record: Record) -> Measured:
-        """Return the medians over all ranks and steps of a trial's record."""
+        """Return the medians of a trial's seconds over all ranks and timed steps of its record."""
         step = step_of_trial(trial, units_of(trial, record), record.parameters)
         # All trials run our own engine on two nodes.
         assert step is not None and record.link is not None  # noqa: S101, PT018

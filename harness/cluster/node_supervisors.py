@@ -128,7 +128,7 @@ class Nodes:
         raise _cause({0: answer} | self._stop(number, others), launch.log)
 
     def end(self) -> None:
-        """Tell the other supervisors to end, and wait until they have read it."""
+        """Tell the other supervisors to end, and wait until each has read this command."""
         with contextlib.suppress(ChannelError):
             number = self._command(status=self.status)
             self.channel.post("over", self.status)

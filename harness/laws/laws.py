@@ -194,7 +194,9 @@ def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
         if math.isfinite(low) and math.isfinite(high):
             bound = float(subject.promises.error_bound(low, high, out))
             if not (math.isfinite(bound) or (bound > 0 and max(-low, high) > _MODERATE)):
-                raise Violation(f"error_bound({low:.9g}, {high:.9g}, {out!r}) is {bound}", x)
+                raise Violation(
+                    f"error_bound({low:.9g}, {high:.9g}, {out!r}) is {bound}, expected a finite bound", x
+                )
         bounds.append(bound)
     return _by_element(torch.tensor(bounds, dtype=torch.float64), subject.promises.block, x.numel())
 

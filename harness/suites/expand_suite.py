@@ -353,7 +353,7 @@ def _roles(
         raise SuiteError(f"{key}: is {run}; name two distinct groups")
     others = {name: trial for name, trial in others.items() if name not in bases}
     if not others:
-        raise SuiteError(f"{key}: every trial is the baseline; let it match fewer trials")
+        raise SuiteError(f"{key}: every trial is the baseline, so none is left to compare; name fewer trials")
     also = compared_also([*bases.values()], [*others.values()])
     settings = [setting_of(trial, *also) for trial in bases.values()]
     if len({*settings}) < len(settings):

@@ -275,7 +275,11 @@ def stamp(file: Path) -> tuple[int, int]:
 
 @cache
 def _mentions(file: Path, _time: int, _size: int) -> _Mentions:
-    """Collect what a source mentions.  A source that cannot be parsed mentions nothing; its import will fail."""
+    """Collect the modules and files that a source may name.
+
+    A source that cannot be parsed has none; its import will fail.  ``_time`` and ``_size`` are the file's
+    :func:`stamp`, so that the cache holds until the file is written.
+    """
     mentions = _Mentions()
     try:
         content = file.read_bytes()

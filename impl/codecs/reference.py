@@ -516,7 +516,7 @@ def of_e8m0(exponents: Tensor) -> Tensor:
 
 
 def _decode_blocks(codec: Blocked, frames: Tensor, numel: int, largest: float) -> Tensor:
-    """Returns the elements (..., S) fp32 of frames, saturated at +-``largest``."""
+    """Decodes ``frames`` to fp32 elements (..., S), clamped to [-``largest``, ``largest``]."""
     lead, scales_at = frames.shape[:-1], codec.scales_at(numel)
     blocks, block = codec.blocks(numel), codec.block_size(numel)
     codes, half = unpack(frames[..., : codec.code_bytes(numel)], codec.bits, numel), 1 << (codec.bits - 1)

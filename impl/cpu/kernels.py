@@ -71,7 +71,10 @@ class Kernels(Operations):
         self.sha256 = hashlib.sha256(library.read_bytes()).hexdigest()
         self._library.job_bytes.restype = ctypes.c_int64
         if (size := self._library.job_bytes()) != ctypes.sizeof(_Job):
-            raise OSError(f"{library}: its jobs have {size} bytes, expected {ctypes.sizeof(_Job)}")
+            raise OSError(
+                f"{library}: was built from other sources (a job has {size} bytes, expected {ctypes.sizeof(_Job)}): "
+                "delete the file, so that it is built again"
+            )
 
     def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
         return True

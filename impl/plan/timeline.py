@@ -237,7 +237,10 @@ class Pass:
         self._backward = True
 
     def gather(self, unit: int, ahead: Sequence[int]) -> None:
-        """Start to gather ``unit`` and the units ``ahead``, unless that was started, and wait for ``unit``."""
+        """Start the gathers of ``unit`` and of the units ``ahead`` that have not started, and wait for ``unit``.
+
+        At most ``MOST_AHEAD`` gathers of the units ahead are under way at once.
+        """
         self._start_gather(unit)
         for index in ahead:
             under_way = sum(gather is not None for gather in self._gathers.values())

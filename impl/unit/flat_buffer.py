@@ -238,5 +238,5 @@ def check_plain(model: nn.Module) -> None:
 
 
 def handles(tensor: Tensor) -> int:
-    """Return how many handles torch counts for the storage of ``tensor``: its tensors, and what else holds it."""
+    """Return torch's reference count of the storage of ``tensor``: every tensor and other object that holds it."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # noqa: SLF001

@@ -118,7 +118,10 @@ def of_points(points: Sequence[tuple[float, pd.DataFrame]]) -> BreakEven:
 
 
 def in_words(found: BreakEven) -> str:
-    """All crossings as text, ``96.1 (90.2 to 104)``; or that there is none; or why none is determined."""
+    """Return a break-even as text: its crossings with their intervals, such as ``96.1 (90.2 to 104)``.
+
+    Without a crossing, the text says that there is none, or why none could be determined.
+    """
     match found.outcome:
         case "crosses":
             return crossings_in_words(found) + (f"; {unclear_in_words(found)}" if found.unclear else "")

@@ -65,8 +65,8 @@ class Comparison:
 
 
 FLAT_FACTOR = (
-    "Of N nodes with P ranks in all, one ring sends ((P - 1) / P) / ((N - 1) / N) times the bytes between "
-    "nodes that hops do: 1.5 on 2 nodes of 2 ranks, 1.015 on 64 of 16"
+    "With N nodes and P ranks in all, one ring over all ranks sends ((P - 1) / P) / ((N - 1) / N) times as many bytes "
+    "between nodes as collectives in two hops: 1.5 on 2 nodes of 2 ranks, 1.015 on 64 of 16"
 )
 
 

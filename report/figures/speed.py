@@ -29,7 +29,7 @@ _SPEEDUP: Final = Measure(
     line=1,
 )
 _SHARE: Final = Measure(
-    "share", "share of what is allowed", "best possible step / step, so 1 is the shortest possible",
+    "share", "share of what is allowed", "best possible step / measured step; at 1 a step cannot be shorter",
     form=caveats.share, line=1, stroke="schedule_share",
 )  # fmt: skip
 _TOKENS: Final = Measure(
@@ -88,7 +88,7 @@ SPEEDUP: Final = Figure(
 )
 SHARE: Final = Figure(
     name="share",
-    title="Steps beside the shortest possible",
+    title="Steps compared with the shortest possible",
     question="How close does each configuration's step come to the shortest possible step?",
     table=lambda derived: _at_one_rate(derived, "share"),
     mark=Rows((_SHARE,)),
@@ -256,8 +256,8 @@ STEP_SPLIT: Final = Figure(
     mark=Stacked(
         "seconds",
         "seconds per step",
-        "The step of the Summary, divided in proportion to the means over all timed steps; pale parts are exposed "
-        "communication, in which the rank only waited",
+        "Each bar is the step of the Summary, divided among its parts in the ratio of their mean seconds over all "
+        "timed steps; pale parts are exposed communication, in which the rank only waited for messages",
         (*_PASSES, "optimizer", "other"),
         middle="mean",
     ),

@@ -95,7 +95,7 @@ def checks(derived: Derived) -> Table:
         Column("interface_over_stated", "Interface/(ledger + headers)", number(4), stated_over),
         Column("first_loss_deviation", "First loss, relative deviation", number(2), deviation),
         Column("gradient_share", "Gradient, difference/allowed", number(2), formula("gradient / allowed")),
-        caption="Checks of every trial: bytes beside their prediction, losses and gradients beside "
+        caption="Checks of every trial: bytes compared with their prediction, losses and gradients with "
         "those of one process.",
     )
 
@@ -135,7 +135,7 @@ def memory(derived: Derived) -> Table:
         rows,
         CONFIGURATION,
         *(Column(key, title, number(4 if key in _SUMS else 3)) for key, title in columns.items()),
-        caption="MiB that the engine owns on the fullest rank, by part and in sum, beside the sum of the formulas of "
+        caption="MiB that the engine owns on the fullest rank, by part and in sum, and the sum of the formulas of "
         "impl.plan.memory.",
         notes=" ".join(
             note for key, note in _MEMORY_NOTES.items() if key in rows and rows[key].notna().any()

@@ -58,8 +58,8 @@ def summary(derived: Derived) -> Table:
         Column("sent_mb", "Sent, MB/step", number(3), formula("sent"), "_sent"),
         Column("bytes_ratio", f"of {base}'s", number(3)),
         Column("validation_loss", "Validation loss, mean", number(4), loss),
-        caption=f"Time, bytes and loss of each configuration beside {base}. Columns without a definition are medians "
-        "over trials.",
+        caption=f"Each configuration compared with {base}: time, bytes and, if the suite asks for it, loss. Columns "
+        "without a definition are medians over trials.",
         notes=f"{sweeps_in_words(derived.trials['sweep'])}"
         f"{caveats.alone_in_words(derived)}{short_names_in_words(row['configuration'] for row in rows)}",
     )

@@ -121,7 +121,7 @@ def test_both_speedups_are_printed_where_the_papers_baseline_ran() -> None:
     printed = _printed(table)
     assert printed["flat ZeRO-3"]["over the paper's baseline"] == "1.00"
     assert re.fullmatch(r"[\d.]+ \([\d.]+ to [\d.]+\)", printed["ZeRO++"]["over the paper's baseline"])
-    assert "one ring sends" in table.description
+    assert "one ring over all ranks sends" in table.description
     alone = all_tables.summary(derive(frames_of(records_of("quickstart"))))
     assert not {column.title for column in alone.columns} & set(both)
     assert "ring" not in alone.description
