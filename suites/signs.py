@@ -1,7 +1,8 @@
-"""Sign compression, as of 1-bit Adam's gradients: a bit an element, and one magnitude a block.
+"""A codec that keeps only signs, as 1-bit Adam does with gradients: one bit per element, and one magnitude per block.
 
-The decoded block is sign(x) * mean(|x|), the nearest in the sense of least squares (1-bit Adam, 2102.02888,
-section 4).  It promises neither a bound nor zeros: error feedback has to make up for what is lost.
+A decoded block is sign(x) * mean(|x|), the closest of its kind by least squares (1-bit Adam, arXiv 2102.02888,
+section 4).  The codec promises neither an error bound nor exact zeros; error feedback has to make up for the loss.
+It is also an example of a codec of your own (docs/reference/codecs.md).
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-_BITS = 2 ** torch.arange(8, dtype=torch.uint8)  # (8,) of the eight elements of a byte
+_BITS = 2 ** torch.arange(8, dtype=torch.uint8)  # (8,): the bit of each of a byte's eight elements
 
 
 class Signs:
-    """Frame of S elements: S / 8 bytes of signs, then ceil(S / 256) fp32 magnitudes."""
+    """The codec; a frame of S elements has 32 bytes of signs for each of ceil(S / 256) blocks, then fp32 magnitudes."""
 
     laws: ClassVar[list[str]] = []
     block = BLOCK
 
     def frame_bytes(self, numel: int) -> int:
-        """Bytes of signs, and of magnitudes."""
+        """Return the bytes of a frame of ``numel`` elements."""
         return -(-numel // BLOCK) * (BLOCK // 8 + 4)
 
     def encode(self, x: Tensor, frame: Tensor) -> None:
-        """Write the frame (F,) uint8 of x (S,) fp32."""
+        """Encode x, (S,) fp32, into frame, (F,) uint8."""
         blocks = _blocks(x)  # (blocks, 256)
         sizes = torch.full((len(blocks),), BLOCK)
         sizes[-1] = x.numel() - BLOCK * (len(blocks) - 1)
@@ -36,7 +37,7 @@ class Signs:
         magnitudes.copy_((blocks.abs().sum(1) / sizes).view(torch.uint8))
 
     def decode(self, frame: Tensor, out: Tensor) -> None:
-        """Write the elements (S,) fp32 of a frame."""
+        """Decode a frame, (F,) uint8, into out, (S,) fp32."""
         count = -(-out.numel() // BLOCK)
         signs, magnitudes = frame[: -4 * count], frame[-4 * count :].clone().view(torch.float32)
         bits = signs[:, None].bitwise_and(_BITS).ne(0)  # (count * 32, 8)
@@ -45,7 +46,7 @@ class Signs:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """(S,) as (blocks, 256), with zeros at the end."""
+    """Cut x, (S,), into blocks, (blocks, 256), with zeros at the end."""
     count = -(-x.numel() // BLOCK)
     padded = x.new_zeros(count * BLOCK)
     padded[: x.numel()] = x

@@ -1,1 +1,1 @@
-"""Where ranks run and what joins them: processes, namespaces, shaped links, Ctrl-C."""
+"""Starts the ranks of a trial on one or several machines, and makes the links between nodes."""

@@ -1,9 +1,11 @@
-"""Control channel between the supervisors of a run's nodes: small JSON messages through one key-value store.
+"""Connects the supervisors of a run's nodes, which exchange small JSON messages through one key-value store.
 
-Every host runs one supervisor, which starts and watches that node's ranks and outlives them.  The first
-node's supervisor leads.  Under torchrun the store is the job's own; else the first node serves it.  Messages
-are JSON and nothing else.  Each supervisor counts up in the store once a second, over a connection of its
-own; a supervisor whose count stands still is lost.
+Every node has one supervisor, a process that starts and watches the node's ranks and outlives them
+(:mod:`harness.cluster.node_supervisors`).  The store is a ``TCPStore``: torchrun's own under torchrun, otherwise one
+that the supervisor of node 0 serves.
+
+Heartbeats: each supervisor increments a counter in the store once a second, over a connection of its own.  A
+supervisor whose counter has not changed for :data:`_LOST_SECONDS` is lost.
 """
 
 from __future__ import annotations
@@ -24,46 +26,52 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 POLL_SECONDS: Final = 0.05
-_START_SECONDS: Final = 300.0  # for all nodes to come together: some may have to be started yet
-_LOST_SECONDS: Final = 20.0  # without a heartbeat a node is lost
+_START_SECONDS: Final = 300.0  # limit for all nodes to come together; some may still have to be started
+_LOST_SECONDS: Final = 20.0  # without a heartbeat, after which a node is lost
 _BEAT_SECONDS: Final = 1.0
-_ANSWER: Final = timedelta(seconds=60)  # of the store, for one operation
+_ANSWER: Final = timedelta(seconds=60)  # limit for one operation of the store
 
 
 class ChannelError(Exception):
-    """The store does not answer any more: the process that served it has ended."""
+    """The store or a node does not answer any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The node of a run that this supervisor is, and where the store of all nodes is served."""
+    """Which node of the run this process belongs to, and where all nodes find the store."""
 
     node: int
     nodes: int
     host: str
-    port: int  # of the store; 0 lets the process that serves it choose one
+    port: int  # of the store; 0 lets the process that serves the store choose a port
     serves: bool  # whether this process serves the store
-    job: str = ""  # differs between runs that share a store
-    waits: bool = False  # whether it is no supervisor, but a further process that was started on its node
+    job: str = ""  # name of the run, which differs between runs that share a store
+    # Whether this process is no supervisor, but a further process on a node, which only waits for the end.
+    waits: bool = False
 
     @property
     def follows(self) -> bool:
-        """Whether this is not the process that says what is run."""
+        """Whether another process leads, and decides what is run."""
         return self.waits or self.node != 0
 
     def for_ranks(self, work: int) -> Place:
-        """Where the ranks of all hosts meet for the piece of work of this number."""
+        """Return where the ranks of all nodes meet for the piece of work of this number."""
         return replace(self, job=f"{self.job}/ranks/{work}")
 
 
 class Channel:
-    """One supervisor's end of the control channel; a context manager, in which its heart beats."""
+    """One supervisor's end of the control channel; a context manager that sends heartbeats."""
 
     def __init__(self, place: Place) -> None:
-        """Connect to the store, or serve it; a Refusal if nobody answers there, or the port is taken."""
+        """Connect to the store, or serve it.
+
+        Raises:
+            Refusal: If nothing answers at the store's address, or its port is taken.
+        """
         self.place = place
         self._store = self._connect(serve=place.serves)
-        self._seen: dict[int, tuple[object, float]] = {}  # a node's count, and when it was new
+        # By node, the last heartbeat's count, and when this process first saw it.
+        self._seen: dict[int, tuple[object, float]] = {}
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, daemon=True, name="heartbeat")
 
@@ -76,21 +84,30 @@ class Channel:
         self._heart.join()
 
     def post(self, key: str, value: Any) -> None:
-        """Store ``value`` as JSON; a ChannelError if the store is gone."""
+        """Store ``value`` as JSON under ``key``; raises a ChannelError if the store is gone."""
         try:
             self._store.set(key, json.dumps(value))
         except RuntimeError as error:
             raise ChannelError(_line(error)) from error
 
     def read(self, key: str) -> Any:
-        """The value posted under ``key``, None if there is none yet; a ChannelError if the store is gone."""
+        """Return the value posted under ``key``, None if there is none yet; raises a ChannelError without a store."""
         try:
             return json.loads(self._store.get(key)) if self._store.check([key]) else None
         except (RuntimeError, ValueError) as error:
             raise ChannelError(_line(error)) from error
 
     def wait(self, key: str, *, node: int = 0, meanwhile: Callable[[], None] = lambda: None) -> Any:
-        """Wait for what ``node`` posts, calling ``meanwhile``; a ChannelError if that node is lost."""
+        """Wait until ``node`` posts a value under ``key``, and return the value.
+
+        Args:
+            key: The key.
+            node: The node that will post it.
+            meanwhile: Called now and then while waiting.
+
+        Raises:
+            ChannelError: If the node is lost, or the store is gone.
+        """
         while (value := self.read(key)) is None:
             if self.lost(node):
                 raise ChannelError(f"node {node} of {self.place.nodes} does not answer any more")
@@ -99,7 +116,7 @@ class Channel:
         return value
 
     def lost(self, node: int) -> bool:
-        """Whether a node's heart has not beaten for a while."""
+        """Return whether a node is lost: its heartbeat has not been heard for a while."""
         count, now = self.read(f"beat/{node}"), time.monotonic()
         if node not in self._seen or count != self._seen[node][0]:
             self._seen[node] = (count, now)
@@ -107,7 +124,7 @@ class Channel:
         return node != self.place.node and now - self._seen[node][1] > patience
 
     def _beat(self) -> None:
-        with contextlib.suppress(RuntimeError, Refusal):  # the main thread notices that the store is gone
+        with contextlib.suppress(RuntimeError, Refusal):  # the main thread reports that the store is gone
             store = self._connect(serve=False)
             while not self._ended.wait(_BEAT_SECONDS):
                 store.add(f"beat/{self.place.node}", 1)
@@ -135,9 +152,10 @@ class Channel:
 
 
 def _with_port(place: Place) -> str:
-    """``host:port``, and an IPv6 address in brackets."""
+    """Return ``host:port``, with brackets around an IPv6 address."""
     return f"[{place.host}]:{place.port}" if ":" in place.host else f"{place.host}:{place.port}"
 
 
 def _line(error: BaseException) -> str:
+    """Return the first line of an error's message; torch appends a stack trace."""
     return str(error).partition("\n")[0]

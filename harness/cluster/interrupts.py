@@ -1,9 +1,12 @@
-"""Ctrl-C: ends the process at once until there is something to clean up; then it is a ``KeyboardInterrupt``.
+"""Handles Ctrl-C: it ends the process at once, until there is something to clean up; then it raises.
 
-A ``KeyboardInterrupt`` that is raised while torch is imported may meet code that lets no exception pass: then
-it is lost, or the process aborts.  So the signal itself ends the command line, with one line and status 130,
-until it starts processes, joins nodes or writes files.  A package that is not installed ends it too, with
-status 2.  Imported before anything that takes time.  No torch.
+A ``KeyboardInterrupt`` that is raised while torch is imported may be swallowed by code that lets no exception pass, or
+abort the process.  Therefore, until the command line starts processes, joins nodes or writes files, the signal's
+handler itself ends the process with one line and status 130 (:func:`end_at_once`).  After :func:`take_over`, Ctrl-C
+raises a ``KeyboardInterrupt`` as usual.
+
+Importing this module also installs a hook that turns the import error of a missing package into one line and status
+2.  It is imported before anything that takes time.  No torch.
 """
 
 from __future__ import annotations
@@ -24,28 +27,29 @@ _excepthook = sys.excepthook
 
 
 def end_at_once() -> None:
-    """Let Ctrl-C end this process, which is the command's alone, unless it ignores Ctrl-C."""
+    """Let Ctrl-C end this process at once, unless it ignores Ctrl-C."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _leave)
 
 
 def take_over() -> None:
-    """From now on let Ctrl-C be a ``KeyboardInterrupt``, for whoever cleans up."""
+    """From now on let Ctrl-C raise a ``KeyboardInterrupt``, so that callers can clean up."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _leave(_: int = 0, __: FrameType | None = None) -> None:
-    """End the process, past all that it runs."""
+    """End the process without running any clean-up code."""
     with contextlib.suppress(OSError):
         os.write(2, b"zeropp: interrupted\n")
     os._exit(INTERRUPTED)
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What Python calls for an error that nobody caught, as while the command line itself is imported."""
+    """Report an uncaught error, as ``sys.excepthook``; errors while the command line is imported end here."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, KeyboardInterrupt):  # as extensions in C wrap it
+    # C extensions may wrap a KeyboardInterrupt in other errors.
+    while cause is not None and not isinstance(cause, KeyboardInterrupt):
         cause = cause.__cause__ or cause.__context__
     if cause is not None:
         _leave()

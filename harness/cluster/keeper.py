@@ -1,8 +1,10 @@
-"""A process that holds a resource of the kernel until its standard input closes (the keeper).
+"""Runs a *keeper*: a child process that holds a resource of the kernel until its standard input closes.
 
-``python -m MODULE REQUEST`` answers with one JSON line, ``{"error": ...}`` where it refuses, and releases the
-resource when it ends, so also after ``kill -9`` of its parent.  No torch: a fresh interpreter starts in a
-tenth of a second.
+The parent starts ``python -m MODULE REQUEST``.  The keeper answers with one line of JSON that describes what it holds,
+or with ``{"error": ...}``.  When the parent ends, even by ``kill -9``, the keeper's standard input closes, and the
+keeper releases the resource.  Keepers do not import torch, so that a fresh interpreter starts in a tenth of a second.
+
+The two kinds of keeper are :mod:`harness.cluster.netns_shaper` and :mod:`harness.cluster.nic_shaper`.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from typing import Any, Final
 
 from harness.errors import LinkError, not_imported
 
-ANSWER_SECONDS: Final = 120.0  # it imports its libraries first; one that dies is noticed at once
-_ROOT: Final = Path(__file__).resolve().parents[2]  # where harness is importable from
+ANSWER_SECONDS: Final = 120.0  # limit for a keeper's answer; a keeper that dies is noticed at once
+_ROOT: Final = Path(__file__).resolve().parents[2]  # folder from which harness can be imported
 
 
 class Keeper:
-    """A keeper, as its parent sees it."""
+    """The parent's handle of a keeper."""
 
     def __init__(self, module: str, request: str) -> None:
-        """Start one and read its ``answer``; a LinkError if it refuses the request."""
+        """Start a keeper and read its ``answer``; raises a LinkError if it refuses the request or dies."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, request],
             stdin=subprocess.PIPE,
@@ -35,7 +37,7 @@ class Keeper:
             stderr=subprocess.PIPE,
             text=True,
             cwd=_ROOT,
-            start_new_session=True,  # a Ctrl-C in the terminal is for the sweep alone
+            start_new_session=True,  # a Ctrl-C in the terminal must reach only the sweep
         )
         try:
             self.answer = self._read()
@@ -55,7 +57,7 @@ class Keeper:
         return answer
 
     def end(self, seconds: float = 2.0) -> str:
-        """Close its standard input, and kill it if it then does not end; returns its last line of errors."""
+        """Close its standard input, and kill it if it runs on for ``seconds``; returns its last line of errors."""
         try:
             errors = self.process.communicate(timeout=seconds)[1]
         except subprocess.TimeoutExpired:
@@ -65,17 +67,17 @@ class Keeper:
 
 
 def send_answer(answer: dict[str, Any]) -> None:
-    """In the keeper: send the parent a description of what it holds."""
+    """In the keeper: send the parent the answer."""
     print(json.dumps(answer), flush=True)
 
 
 @contextlib.contextmanager
 def report_errors() -> Iterator[None]:
-    """In the keeper: report an error in the body to the parent, which alone reacts to a Ctrl-C."""
+    """In the keeper: report an error of the body to the parent, and ignore Ctrl-C, which is for the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
-    except Exception as error:  # netlink raises many
+    except Exception as error:  # netlink raises many kinds of errors
         missing = not_imported(error) if isinstance(error, ImportError) else None
         send_answer({"error": missing or str(error)})
         raise

@@ -1,13 +1,19 @@
-"""The link between the nodes of a trial, and its rate: shaped namespaces or interfaces, a pacer, or none.
+"""Opens the link between the nodes of a trial, and measures its rate.
 
-``namespaces``: every node is a Linux network namespace and the kernel's ``tbf`` shapes both
-directions (``harness.cluster.netns_shaper``), of peers too, which send outside our wire.  ``paced``: all
-ranks share the host's loopback, and our wire books its bytes in a token bucket per node; that limits
-nothing else, so peers are refused.  ``none``: unshaped loopback.  ``real``: a network that exists.
-``shaped``: one whose hosts' own interfaces have that queue (``harness.cluster.nic_shaper``).
-The rate that a link achieves is measured (:func:`exchange`), never assumed.
+Kinds of link (``cluster.link``):
 
-No torch, and no pydantic, at import.
+- ``namespaces``: every node is a Linux network namespace, and the kernel's ``tbf`` queue limits the rate in both
+  directions (:mod:`harness.cluster.netns_shaper`).  It limits all messages, also those of peers.
+- ``paced``: all ranks share the host's loopback, and our engine delays its messages to keep to the rate
+  (:mod:`harness.cluster.pacer`).  It limits no other messages, so that peers are refused.
+- ``none``: the host's loopback, without a limit.
+- ``real``: an existing network between hosts, as fast as it is.
+- ``shaped``: an existing network whose hosts limit their own interfaces with a ``tbf`` queue
+  (:mod:`harness.cluster.nic_shaper`).
+- ``auto``: namespaces if this machine allows them, otherwise paced (or none, without a rate).
+
+The rate that a link achieves is always measured (:func:`exchange`), never assumed.  Importing this module imports
+neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -32,10 +38,10 @@ if TYPE_CHECKING:
     from harness.records.trial_record import LinkRecord
     from harness.suites.trial import Cluster
 
-REPETITIONS: Final = 5  # of a calibration
-PROBES: Final = 2  # of a probe after a trial
-REACHED: Final = (0.9, 1.05)  # shares of its rate between which an interface is called shaped
-PACED: Final = "The link is paced, so seconds are modelled, and peers cannot run at a rate: {}"
+REPETITIONS: Final = 5  # number of messages in a calibration
+PROBES: Final = 2  # number of messages in the probe after a trial
+REACHED: Final = (0.9, 1.05)  # a shaped link must achieve a share of its rate between these
+PACED: Final = "The link is paced, so that its seconds are modelled and peers cannot run at a rate: {}"
 _ADVICE: Final = (
     "run as root with CAP_SYS_ADMIN, allow unprivileged user namespaces (user.max_user_namespaces, "
     "kernel.apparmor_restrict_unprivileged_userns), or use link = 'paced'"
@@ -43,10 +49,11 @@ _ADVICE: Final = (
 
 
 def message_bytes(cluster: Cluster) -> int:
-    """Size of a calibration message: 0.2 s at the rate, at least 20 bursts, 50 latencies; 0 for one node.
+    """Return the size of a calibration message in bytes; 0 for one node.
 
-    On a shaped link it is 0.5 s, at most 64 MiB: the end of 0.2 s is late by up to 0.6 % now and then.
-    Without a rate it is 64 MiB; 8 MiB where only this machine's memory joins the nodes.
+    At a rate, the message takes 0.2 s, but at least 20 bursts of the queue and 50 latencies.  On a shaped link it takes
+    0.5 s (and has at most 64 MiB), because a message of 0.2 s now and then ends up to 0.6 % late.  Without a rate it
+    has 64 MiB, or 8 MiB if the nodes are on one machine.
     """
     if cluster.nodes == 1:
         return 0
@@ -58,7 +65,11 @@ def message_bytes(cluster: Cluster) -> int:
 
 
 def slowest_rates(by_rank: Iterable[Sequence[float]]) -> list[float]:
-    """Rate of the slowest node in each repetition, Mbit/s; ranks that only waited have none."""
+    """Return the rate of the slowest node in each repetition, in Mbit/s.
+
+    Args:
+        by_rank: Each rank's rates; ranks that only waited have none.
+    """
     return [min(rates) for rates in zip(*filter(None, by_rank), strict=True)]
 
 
@@ -66,23 +77,24 @@ def slowest_rates(by_rank: Iterable[Sequence[float]]) -> list[float]:
 class Link:
     """An open link between nodes; a context manager that closes it."""
 
-    cluster: Cluster  # whose nodes it joins
+    cluster: Cluster  # the cluster whose nodes it joins
     kind: str  # namespaces, paced, none, real or shaped
-    why: str  # it is of that kind
+    why: str  # the reason for that kind
     ports: tuple[Port, ...]  # one per node
-    details: dict[str, Any] = field(default_factory=dict)  # burst, queue, MTU and the like, for the record
+    details: dict[str, Any] = field(default_factory=dict)  # burst, queue, MTU and the like, for records
     close: Callable[[], object] = lambda: None
-    calibrated_mbit: list[float] = field(default_factory=list)  # per repetition, filled in by the sweep
+    calibrated_mbit: list[float] = field(default_factory=list)  # per repetition; the sweep fills them in
 
-    paced_mbit: float | None = field(init=False)  # rate at which our wire paces itself, if it is ``paced``
-    message_bytes: int = field(init=False)  # of a calibration; 0 for one node
+    # The rate in Mbit/s to which our engine delays its messages; None unless the link is paced.
+    paced_mbit: float | None = field(init=False)
+    message_bytes: int = field(init=False)  # of a calibration message; 0 for one node
 
     def __post_init__(self) -> None:
         self.paced_mbit = self.cluster.rate if self.kind == "paced" else None
         self.message_bytes = message_bytes(self.cluster)
 
     def record(self, probed_mbit: list[float]) -> LinkRecord:
-        """The link in a trial's record; the requested rate is the slowest node's."""
+        """Return the link as a trial's record has it; the requested rate is that of the slowest node."""
         from harness.records.trial_record import LinkRecord
 
         rate = None if self.cluster.nodes == 1 else self.cluster.rate
@@ -103,29 +115,35 @@ class Link:
         self.close()
 
     def check(self) -> None:
-        """Refuse a shaped link that does not achieve its rate in the calibration, or exceeds it."""
+        """Raise a LinkError if a shaped link missed or exceeded its rate in the calibration."""
         rate = self.cluster.rate
         if self.kind != "shaped" or rate is None or not self.calibrated_mbit:
             return
         median = statistics.median(self.calibrated_mbit)
         if not REACHED[0] * rate <= median <= REACHED[1] * rate:
-            why = "the network, or the hosts' congestion control (bbr does), carries no more"
-            why = "messages go past the queue" if median > rate else why
-            raise LinkError(f"link 'shaped' was asked for {rate:g} Mbit/s and carries {median:.4g}: {why}")
+            why = "the network, or the hosts' congestion control (such as bbr), carries no more"
+            why = "messages bypass the queue" if median > rate else why
+            raise LinkError(f"link 'shaped' was set to {rate:g} Mbit/s and carries {median:.4g}: {why}")
 
 
 def open_link(cluster: Cluster, run_id: str) -> Link:
-    """Open the link of a cluster; a LinkError if this machine cannot, or the cluster contradicts itself.
+    """Open the link of a cluster.
 
-    Names of interfaces contain ``run_id``, at most 6 characters.  The caller fills in the ports of a ``real``
-    or ``shaped`` link, and the hosts' supervisors shape it.
+    The caller fills in the ports of a ``real`` or ``shaped`` link, which the hosts' supervisors shape.
+
+    Args:
+        cluster: The cluster.
+        run_id: Part of the names of new interfaces, at most 6 characters.
+
+    Raises:
+        LinkError: If this machine cannot make the link, or the link cannot have the cluster's rate or latency.
     """
     kind, rate, latency, why = cluster.link, cluster.rate, cluster.latency, "asked for"
     loopback = (Port("lo", "127.0.0.1"),) * cluster.nodes
     if cluster.nodes == 1:
         return Link(cluster, "none", "one node has no link", loopback)
     if kind == "shaped" and rate is not None:
-        # The hosts' keepers do not lift the rate during a trial.
+        # Unlike other links, hosts' interfaces keep their rate between the timed steps of a trial.
         return Link(cluster, kind, why, (), tbf_details(rate) | {"untimed": "shaped"})
     if kind in ("real", "none"):
         if rate is not None or latency:
@@ -154,6 +172,7 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
 
 
 def _open_namespaces(cluster: Cluster, run_id: str) -> Link:
+    """Have a keeper make network namespaces and a link between them."""
     rate, latency, inner, nodes = cluster.rate, cluster.latency or 0.0, cluster.inner_rate, cluster.nodes
     rates = [rate] * (nodes - 1) + [None if rate is None else rate * cluster.slow]
     queue = {} if rate is None else tbf_details(rate) | {"untimed": "open"}
@@ -181,28 +200,42 @@ def _open_namespaces(cluster: Cluster, run_id: str) -> Link:
 
 
 def tbf_details(rate_mbit: float) -> dict[str, Any]:
-    """The queue for a rate, for the record."""
+    """Return the parameters of the ``tbf`` queue for a rate, for records."""
     queue = shape(rate_mbit)
     return {"queue": "tbf", "burst": queue.burst, "limit": queue.limit, "segment": queue.segment}
 
 
 def measure_link(rank: Rank, message: tuple[int, int, str, str]) -> list[float]:
-    """Rates (:func:`exchange`) by a message's bytes, its repetitions, the ranks' transport and launcher."""
+    """Measure the link's rate with :func:`exchange`; a supervisor may run this on its ranks.
+
+    Args:
+        rank: This rank.
+        message: (bytes of a message, number of repetitions, ``cluster.transport``, ``cluster.launcher``).
+    """
     nbytes, repetitions, transport, launcher = message
     device = take_gpu(rank, launcher, transport) if transport == "nccl" else "cpu"
-    grouped = transport not in ("shm", "gloo", "staged")  # messages that wait for each other are one call
+    grouped = transport not in ("shm", "gloo", "staged")  # NCCL and own backends send and receive in one call
     return exchange(rank, nbytes, repetitions, device, grouped=grouped)
 
 
 def exchange(
     rank: Rank, message_bytes: int, repetitions: int, device: str = "cpu", *, grouped: bool
 ) -> list[float]:
-    """Measure the link's rate by messages around the ring of nodes, between their first ranks: Mbit/s into
-    this rank, one value per repetition; none for ranks that only wait.
+    """Measure the link's rate with messages between the first ranks of the nodes, around a ring.
 
-    Every rank of the default group must call it. ``grouped`` sends and receives in one call, for NCCL, where
-    a receive by itself, awaited by all ranks before any of them sends, never ends. All ranks then call a
-    collective first, which makes the communicator; the barrier is gloo's.
+    Every rank of the default group must call it.
+
+    Args:
+        rank: This rank.
+        message_bytes: Size of a message.
+        repetitions: Number of timed messages; one more, before them, opens the connections.
+        device: Where messages lie.
+        grouped: Whether to send and receive in one call.  NCCL needs it, because a receive alone, which all ranks
+            would wait for before any of them sends, never ends.  A collective of all ranks then makes the communicator
+            first.
+
+    Returns:
+        The rate of messages into this rank in Mbit/s, one value per repetition; empty for ranks that only wait.
     """
     import torch
     import torch.distributed as dist
@@ -211,14 +244,16 @@ def exchange(
     before, after = (rank.rank - per_node) % world, (rank.rank + per_node) % world
     if rank.first_of_node:
         outgoing = torch.ones(message_bytes, dtype=torch.uint8, device=device)
-        incoming = torch.zeros_like(outgoing)  # written: a first touch would be timed as link
+        # The buffer is written now, so that page faults are not timed as part of the link.
+        incoming = torch.zeros_like(outgoing)
     if grouped:
         dist.all_reduce(torch.zeros(1, device=device))
     achieved = []
     for repetition in range(-1, repetitions):  # the first, untimed, opens the connection
         if rank.first_of_node and not grouped:
-            # Before the barrier and the data: gloo tells the sender over the same connection that it may
-            # send. Behind this rank's own data that message would wait, which halves the rate.
+            # The receive is posted before the barrier and the data.  Gloo then tells the sender, over the same
+            # connection, that it may send.  Behind this rank's own data that message would have to wait, which
+            # halves the rate.
             receiving = dist.irecv(incoming, before)
         dist.barrier()
         if rank.first_of_node:

@@ -1,4 +1,4 @@
-"""NCCL's environment variables: through which interface or InfiniBand adapters it sends.  No torch."""
+"""Chooses NCCL's environment variables: which interface or InfiniBand adapters it sends through.  No torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from harness.errors import LinkError
 
 
 def nccl_variables(port: Port) -> dict[str, str]:
-    """Variables that make NCCL send through a node's network namespace, shaped interface or adapters.
+    """Return variables that make NCCL send through a node's network namespace, shaped interface or adapters.
 
-    Without them it would use peer access and shared memory between namespaces of one machine, which no queue
-    shapes, since it tells hosts apart by their names (NCCL user guide, Environment Variables).  Between hosts
-    it could use InfiniBand, a plugin's network or NVLink instead, and where named adapters do not work,
-    sockets; with ``NCCL_NET`` it fails there.
+    NCCL tells hosts apart by their names (NCCL user guide, Environment Variables).  Without these variables it would
+    take namespaces of one machine for one host, and use peer access and shared memory between them, which no queue
+    limits.  Between hosts with a shaped interface, it could use InfiniBand, a plugin's network or NVLink instead; and
+    where the requested adapters do not work, it would fall back to sockets.  ``NCCL_NET`` makes it fail instead.
     """
     if port.hcas:
         adapters = {"NCCL_IB_HCA": f"={port.hcas}", "NCCL_IB_DISABLE": "0"}
@@ -28,7 +28,7 @@ def nccl_variables(port: Port) -> dict[str, str]:
 
 
 def nccl_in_words(ports: Sequence[Port]) -> str:
-    """NCCL's variables on every node, for the record; once if all nodes have the same."""
+    """Return NCCL's variables on every node as text for records; once if all nodes have the same."""
     texts = [", ".join(f"{name}={value}" for name, value in nccl_variables(port).items()) for port in ports]
     if len(set(texts)) == 1:
         return texts[0]
@@ -36,7 +36,16 @@ def nccl_in_words(ports: Sequence[Port]) -> str:
 
 
 def choose_hcas(requested: int | tuple[str, ...], present: Sequence[str], node: int) -> str:
-    """The adapters that a node's NCCL may use: the ``requested`` number of those present, or those named."""
+    """Return the InfiniBand adapters that a node's NCCL may use, separated by commas.
+
+    Args:
+        requested: How many adapters, or their names.
+        present: The node's adapters with an active port.
+        node: Number of the node, for the message.
+
+    Raises:
+        LinkError: If the node lacks some of them.
+    """
     chosen = present[:requested] if isinstance(requested, int) else requested
     if not set(chosen) <= set(present) or (isinstance(requested, int) and len(chosen) < requested):
         text = requested if isinstance(requested, int) else ", ".join(requested)

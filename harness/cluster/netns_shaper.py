@@ -1,12 +1,13 @@
-"""Keeper (:mod:`harness.cluster.keeper`) of the nodes' network namespaces and the shaped link between them.
+"""Makes the nodes' network namespaces and the shaped link between them; a keeper (:mod:`harness.cluster.keeper`).
 
-Every node is an anonymous network namespace, held by a small child of this process; nothing is made in the
-namespace of the host.  Two nodes are joined by one veth pair, more by a bridge in the keeper's own namespace.
-The kernel ends the keeper's children with it (``PR_SET_PDEATHSIG``), and removes namespaces and interfaces
-with the last process inside.  Without root the keeper makes them inside a user namespace of its own.
+Every node is an anonymous network namespace, which a small child of this process holds open; nothing is created in the
+host's own namespace.  Two nodes are joined by one veth pair, more nodes by a bridge in the keeper's own namespace.
+When the keeper ends, the kernel kills its children (``PR_SET_PDEATHSIG``), and removes namespaces and interfaces with
+the last process inside.  Without root, the keeper makes them inside a user namespace of its own.
 
-While a process is connected to its Unix-domain socket, the link is held to no rate, so that messages that are
-not timed need not wait.  When that process closes its side, or dies, the link is shaped again.
+A ``tbf`` queue limits what leaves each interface.  The limit can be lifted for messages that are not timed: as long as
+a process is connected to the keeper's Unix-domain socket, the link has no rate.  When that process closes its side of
+the connection, or dies, the link is shaped again.
 """
 
 from __future__ import annotations
@@ -34,16 +35,18 @@ CLONE_NEWUSER: Final = 0x10000000
 _PR_SET_PDEATHSIG: Final = 1
 
 LOOPBACK: Final = "lo"
-MTU: Final = 1500  # bytes
+MTU: Final = 1500  # bytes of a packet
 _NETWORK: Final = "10.77.0.0/16"  # 65,533 nodes
-# The host's default may be BBR, whose model of the path breaks when both directions are full: a
-# 1.25 MB message each way at 50 Mbit/s ran at 26 to 49 Mbit/s under BBR and at 47.6 to 48.5 under Reno,
-# which every kernel has.  Set on the route, since /proc/sys may be read-only.
+# Congestion control of the link: Reno, which every kernel has.  The host's default may be BBR, whose model of the path
+# breaks when both directions are full: a 1.25 MB message each way at 50 Mbit/s ran at 26 to 49 Mbit/s under BBR, and at
+# 47.6 to 48.5 under Reno.  It is set on the route, since /proc/sys may be read-only.
 CONGESTION: Final = "reno"
-QUEUE_SECONDS: Final = 0.4  # shorter queues drop packets when several ranks send at once
-_DELAYED_PACKETS: Final = 100_000  # that netem holds at once; by default it drops those above 1000
-_TBF: Final = "10:"  # handle of the queue that holds an interface to its rate
-_OPEN_RATE: Final = 4_000_000_000  # bytes per second: near the most that tbf can say, more than any CPU sends
+# The queue holds what is sent in this time at its rate; shorter queues drop packets when several ranks send at once.
+QUEUE_SECONDS: Final = 0.4
+# netem holds at most this many packets and drops all others; its default is 1000.
+_DELAYED_PACKETS: Final = 100_000
+_TBF: Final = "10:"  # handle of the queue that limits an interface's rate
+_OPEN_RATE: Final = 4_000_000_000  # bytes per second: close to tbf's maximum, and more than any CPU sends
 _OPEN_BURST: Final = 4_000_000  # bytes
 OPEN: Final = b"open"
 SHAPED: Final = b"shaped"
@@ -56,15 +59,15 @@ class Shape(NamedTuple):
     rate: int  # bytes per second
     burst: int  # bytes that may leave at once after a pause
     limit: int  # bytes that wait before packets are dropped
-    segment: int  # largest packet handed to the queue (``gso_max_size``), which cuts those above the burst
+    segment: int  # largest packet handed to the queue (``gso_max_size``), which cuts packets above the burst
 
 
 def shape(rate_mbit: float) -> Shape:
-    """Sizes of the ``tbf`` queue for a rate.
+    """Return the parameters of the ``tbf`` queue for a rate.
 
-    The burst is worth about 4 ms of the rate (1 ms above 1 Gbit/s), so that messages of 50 ms
-    and more run at the rate, not on saved tokens; packets are kept at half a burst, so that
-    ``tbf`` does not cut them into MTU-sized ones, which costs 5 % in headers.
+    The burst takes about 4 ms at the rate (1 ms above 1 Gbit/s), so that messages of 50 ms and more run at the rate
+    and not on saved tokens.  Packets have at most half a burst, so that ``tbf`` does not cut them into MTU-sized ones,
+    whose headers would cost 5 %.
     """
     rate = max(1, round(rate_mbit * 1e6 / 8))
     segment = int(min(max(rate * 0.002, 2 * MTU), 65536))
@@ -73,19 +76,21 @@ def shape(rate_mbit: float) -> Shape:
 
 
 class _Queue(NamedTuple):
-    """A queue of what leaves an interface of the link."""
+    """The queue of packets that leave one interface of the link."""
 
-    process: int  # inside the interface's network namespace
+    process: int  # a process inside the interface's network namespace
     interface: str
     shape: Shape | None  # None for no rate
-    latency_ms: float = 0.0  # by which packets leave later
+    latency_ms: float = 0.0  # by which packets are delayed
 
 
 def _address(node: int) -> str:
+    """Return the IPv4 address of a node."""
     return f"10.77.{(node + 1) >> 8}.{(node + 1) & 255}"
 
 
 def _check(result: int, call: str) -> None:
+    """Raise the OSError of a system call that failed."""
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}: {os.strerror(number)}")
@@ -96,10 +101,14 @@ def _setns(file: IO[bytes], kind: int) -> None:
 
 
 def enter(process: int) -> None:
-    """Move this process, which must be single-threaded, into namespaces of ``process``; or a LinkError."""
+    """Move this process, which must be single-threaded, into the namespaces of ``process``.
+
+    Raises:
+        LinkError: If the kernel does not allow it, or the process has ended.
+    """
     namespaces = Path(f"/proc/{process}/ns")
     try:
-        # Both are opened before the first move, which changes this process's rights in /proc.
+        # Both files are opened before the first move, because it changes this process's rights in /proc.
         with (namespaces / "user").open("rb") as user, (namespaces / "net").open("rb") as net:
             if not (namespaces / "user").samefile("/proc/self/ns/user"):
                 _setns(user, CLONE_NEWUSER)
@@ -109,14 +118,14 @@ def enter(process: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; call *after* entering namespaces."""
+    """Have the kernel kill this process when its parent ends; entering namespaces later would undo it."""
     _check(_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
 def _enter_own_namespace() -> str:
-    """Enter a new network namespace, via a user namespace if needed; returns ``root`` or ``rootless``."""
+    """Enter a new network namespace, within a user namespace if needed; returns ``root`` or ``rootless``."""
     try:
         _check(_LIBC.unshare(CLONE_NEWNET), "unshare(NEWNET)")
     except OSError as error:
@@ -134,7 +143,10 @@ def _enter_own_namespace() -> str:
 
 @contextlib.contextmanager
 def _netlink(process: int) -> Iterator[Any]:
-    """A netlink socket in the network namespace of ``process``: it stays in the one where it was opened."""
+    """Yield a netlink socket in the network namespace of ``process``.
+
+    A socket belongs to the namespace in which it was opened, so that this process enters it only briefly.
+    """
     from pyroute2 import IPRoute
 
     with Path("/proc/self/ns/net").open("rb") as before, Path(f"/proc/{process}/ns/net").open("rb") as inside:
@@ -147,9 +159,12 @@ def _netlink(process: int) -> Iterator[Any]:
 
 
 def _set(queue: _Queue, state: bytes | None = None) -> None:
-    """Hold what leaves an interface to its rate, the first time or again (``SHAPED``), or to none (``OPEN``).
+    """Set up the queue of an interface, or lift or restore its rate.
 
-    The largest size of packets stays as it is: a connection keeps the size that it began with.
+    Args:
+        queue: The queue.
+        state: None sets it up for the first time; ``OPEN`` lifts the rate, ``SHAPED`` restores it.  Neither changes
+            the largest size of packets, since a connection keeps the size that it began with.
     """
     with _netlink(queue.process) as route:
         index, shape = route.link_lookup(ifname=queue.interface)[0], queue.shape
@@ -166,19 +181,19 @@ def _set(queue: _Queue, state: bytes | None = None) -> None:
             route.link("set", index=index, gso_max_size=shape.segment)
         elif state == OPEN:
             shape = shape._replace(rate=_OPEN_RATE, burst=_OPEN_BURST)
-        below = {"parent": "1:1"} if queue.latency_ms else {}  # netem delays what tbf then holds
+        below = {"parent": "1:1"} if queue.latency_ms else {}  # packets pass netem first, then tbf
         rates = {"rate": shape.rate, "burst": shape.burst, "limit": shape.limit}
         route.tc("change" if state else "add", "tbf", index, handle=_TBF, **rates, **below)
 
 
 def _hold() -> int:
-    """Fork a child that keeps a new network namespace; returns its process."""
+    """Fork a child that holds a new network namespace open; returns its process id."""
     keeper = os.getpid()
     with Path("/proc/self/ns/net").open("rb") as before:
         _check(_LIBC.unshare(CLONE_NEWNET), "unshare(NEWNET)")
         if not (holder := os.fork()):
             try:
-                os.close(0)  # else the parent's end of our standard input would have two readers
+                os.close(0)  # standard input must have one reader, so that its end is noticed
                 die_with_parent(keeper)
                 signal.pause()
             finally:
@@ -188,8 +203,10 @@ def _hold() -> int:
 
 
 def _join(prefix: str, names: Sequence[str], holders: Sequence[int]) -> list[str]:
-    """Make the nodes' interfaces: one veth pair for two nodes, else a bridge, with a port towards each node;
-    returns the names of the bridge's ports.
+    """Make the nodes' interfaces: one veth pair for two nodes; else a bridge with a port towards each node.
+
+    Returns:
+        The names of the bridge's ports; empty for two nodes.
     """
     with _netlink(os.getpid()) as route:
         if len(holders) == 2:
@@ -208,11 +225,15 @@ def _join(prefix: str, names: Sequence[str], holders: Sequence[int]) -> list[str
 
 
 def _configure(node: int, name: str, holder: int, *, inner: bool) -> None:
-    """Give a node its addresses and its route to the others; ``inner``: its ranks are held to a rate."""
+    """Give a node its address and its route to the others.
+
+    With ``inner``, the loopback between the node's ranks will have a rate too.
+    """
     network, _, prefix = _NETWORK.partition("/")
     with _netlink(holder) as route:
         loopback, index = (route.link_lookup(ifname=interface)[0] for interface in (LOOPBACK, name))
-        if inner:  # packets of the size between nodes, which the queue does not cut
+        # Packets inside the node get the same size as between nodes, so that the queue does not cut them.
+        if inner:
             route.link("set", index=loopback, mtu=MTU)
         route.link("set", index=loopback, state="up")
         route.addr("add", index=index, address=_address(node), prefixlen=int(prefix))
@@ -229,26 +250,34 @@ def _configure(node: int, name: str, holder: int, *, inner: bool) -> None:
 
 
 def _stdin_ends_before(ready: socket.socket) -> bool:
-    """Wait for a socket, or for the end of standard input; returns whether standard input has ended."""
+    """Wait until a socket is ready or standard input ends; returns whether standard input has ended."""
     return sys.stdin in select.select([sys.stdin, ready], [], [])[0]
 
 
 def _serve(queues: Sequence[_Queue], listening: socket.socket) -> None:
-    """Lift the rate for one process after the other that connects; an error in shaping it again ends all."""
+    """Lift the link's rate for one process after the other that connects, until standard input ends.
+
+    An error in restoring the rate ends the keeper and with it the link, so that no trial runs on an open link.
+    """
     while not _stdin_ends_before(listening):
         with listening.accept()[0] as client:
             for state in (OPEN, SHAPED):
                 for queue in queues:
                     _set(queue, state)
-                with contextlib.suppress(OSError):  # a client that died has finished
+                with contextlib.suppress(OSError):  # the client may have died
                     client.sendall(state)
                 if state == OPEN and _stdin_ends_before(client):
                     return
 
 
 def _keep(prefix: str, rates: Sequence[float | None], latency_ms: float, inner_mbit: float | None) -> None:
-    """Make a namespace for each of the rates and the link between them; answer, and keep them until standard
-    input closes.  Packets leave a node later by the latency; ``inner_mbit`` holds its ranks to a rate, too.
+    """Make the namespaces and the link, send the answer, and hold them until standard input closes.
+
+    Args:
+        prefix: Beginning of the interfaces' names.
+        rates: Each node's rate in Mbit/s; None for no rate.
+        latency_ms: Delay of packets that leave a node.
+        inner_mbit: Rate between the ranks of a node; None for no rate.
     """
     mode, nodes = _enter_own_namespace(), range(len(rates))
     names, holders = [f"{prefix}n{node}" for node in nodes], [_hold() for _ in nodes]

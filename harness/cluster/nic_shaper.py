@@ -1,8 +1,8 @@
-"""Keeper (:mod:`harness.cluster.keeper`) of the queue that holds an interface of this host to a rate.
+"""Limits the rate of a network interface of this host with a ``tbf`` queue; a keeper (:mod:`harness.cluster.keeper`).
 
-It puts a ``tbf`` queue where the kernel's default one is, and removes it when the supervisor closes it, ends
-or is killed by ``kill -9``; and at SIGTERM or SIGHUP.  Where the keeper itself is killed by ``kill -9``, the
-queue stays, and the next run names the command that removes it.  It needs root, or CAP_NET_ADMIN.
+The keeper replaces the kernel's default queue.  It removes its own queue when its supervisor closes it, ends or is
+killed by ``kill -9``, and at SIGTERM or SIGHUP.  If the keeper itself is killed by ``kill -9``, the queue stays, and
+the next run prints the command that removes it.  Shaping needs root, or CAP_NET_ADMIN.
 """
 
 from __future__ import annotations
@@ -22,26 +22,37 @@ from harness.cluster.keeper import Keeper, report_errors, send_answer
 from harness.cluster.netns_shaper import shape
 from harness.errors import LinkError
 
-_HANDLE: Final = 0x5A50  # of our queue, by which the next run knows it
-_ROOT: Final = 0xFFFFFFFF  # parent of the queue that takes all that leaves
-_INGRESS: Final = 0xFFFF  # handle of hooks on arriving packets, which hold nothing back
+_HANDLE: Final = 0x5A50  # handle of our queue, by which the next run recognises it
+_ROOT: Final = 0xFFFFFFFF  # parent of the queue of all packets that leave
+_INGRESS: Final = 0xFFFF  # handle of hooks on arriving packets, which delay nothing
 _LOOPBACK: Final = 0x8  # IFF_LOOPBACK
 _ENDED_BY: Final = (signal.SIGTERM, signal.SIGHUP)
 _REMOVAL_SECONDS: Final = 30.0
 _USUAL_SEGMENT: Final = 65536  # bytes of a packet, where the driver allows it
-_LARGEST: Final = 2**32  # bytes per second that tbf's netlink message can say
+_LARGEST: Final = 2**32  # bytes per second, the limit of tbf's netlink message
 
 
 def removal(name: str, segment: int) -> str:
-    """How to remove a killed keeper's queue; ``segment``: the largest packet before it, in bytes."""
-    return f"remove it by: tc qdisc del dev {name} root; ip link set dev {name} gso_max_size {segment}"
+    """Return the command that removes a killed keeper's queue and restores the largest packet size, ``segment``."""
+    return f"remove it with: tc qdisc del dev {name} root; ip link set dev {name} gso_max_size {segment}"
 
 
 @contextlib.contextmanager
 def shaped_interface(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dict[str, Any]]:
-    """Hold an interface's packets to the addresses ``others`` to a rate in the body; yields ``interface``,
-    ``mtu``, largest ``segment``, the queue ``before``, and the host's ``congestion`` control.  A LinkError
-    says why it may not be shaped, or what removes a queue that is left.
+    """Limit the rate of an interface during the body.
+
+    Args:
+        interface: Name of the interface.
+        rate_mbit: The rate in Mbit/s.
+        others: Addresses of the other nodes, which must be reached through this interface.
+
+    Yields:
+        ``interface``, its ``mtu``, largest packet ``segment`` and queue ``before``, and the host's ``congestion``
+        control.
+
+    Raises:
+        LinkError: If the interface may not be shaped, or its queue could not be removed afterwards; then the message
+            has the command that removes it.
     """
     try:
         keeper = Keeper("harness.cluster.nic_shaper", json.dumps([interface, rate_mbit, others]))
@@ -68,19 +79,19 @@ def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dic
         mtu, segment = link.get_attr("IFLA_MTU"), link.get_attr("IFLA_GSO_MAX_SIZE")
         tbf = shape(rate_mbit)
         if link["flags"] & _LOOPBACK:
-            raise OSError(f"{interface} is the loopback: no network joins these nodes")
+            raise OSError(f"{interface} is the loopback interface: no network joins these nodes")
         if tbf.rate >= _LARGEST:
-            raise OSError(f"{rate_mbit:g} Mbit/s are more than a tbf queue's {8e-6 * _LARGEST:.0f}")
+            raise OSError(f"{rate_mbit:g} Mbit/s are more than a tbf queue allows, {8e-6 * _LARGEST:.0f}")
         if mtu > tbf.segment:
             raise OSError(
-                f"{interface} has packets of {mtu} bytes, which at {rate_mbit:g} Mbit/s have "
-                f"at most {tbf.segment}; ask for {mtu * 4e-3:g} Mbit/s or more"
+                f"{interface} has packets of {mtu} bytes, but at {rate_mbit:g} Mbit/s the queue takes "
+                f"at most {tbf.segment}; set a rate of {mtu * 4e-3:g} Mbit/s or more"
             )
         for other in others:
             _check_route(route, index, interface, other)
         usual = min(_USUAL_SEGMENT, link.get_attr("IFLA_TSO_MAX_SIZE") or _USUAL_SEGMENT)
         before = _queue_before(route, index, interface, usual)
-        # A signal between a change and its undo callback would leave the change behind.
+        # A signal between a change and the registration of its undo would leave the change behind.
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDED_BY)
         with contextlib.ExitStack() as undo:
             try:
@@ -103,43 +114,50 @@ def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dic
 
 
 def _check_route(route: Any, index: int, interface: str, other: str) -> None:
-    """Refuse an address that messages reach through another interface, which has no queue of ours."""
+    """Raise an OSError if messages to an address leave through another interface, which we do not shape."""
     family = socket.AF_INET6 if ":" in other else socket.AF_INET
     try:
         leaving = route.route("get", dst=other, family=family)[0].get_attr("RTA_OIF")
     except Exception as error:
-        raise OSError(f"there is no way to {other}: {error}") from error
+        raise OSError(f"there is no route to {other}: {error}") from error
     if leaving != index:
         name = route.get_links(leaving)[0].get_attr("IFLA_IFNAME")
-        raise OSError(f"messages to {other} leave by {name}, which is not shaped, and not by {interface}")
+        raise OSError(
+            f"messages to {other} leave through {name} and not through {interface}, the interface that is shaped"
+        )
 
 
 def _queue_before(route: Any, index: int, interface: str, segment: int) -> str:
-    """Name of the kernel's own queue, which has handle 0; a queue that somebody has set up is refused."""
+    """Return the kind of the kernel's default queue, which has handle 0.
+
+    Raises:
+        OSError: If the interface has a queue that someone has set up, or that another run has left.
+    """
     default = ""
     for queue in route.get_qdiscs(index):
         kind, major = queue.get_attr("TCA_KIND"), queue["handle"] >> 16
         if major == _HANDLE:
             raise OSError(
-                f"{interface} has the queue of another run, which is under way or was killed; if it was, "
+                f"{interface} has the queue of another run, which is still running or was killed; if it was killed, "
                 f"{removal(interface, segment)}"
             )
         if major not in (0, _INGRESS):
             raise OSError(
-                f"{interface} has a queue that is not the kernel's own and is not replaced: {kind} {major:x}:"
+                f"{interface} has a queue that is not the kernel's default, and is not replaced: {kind} {major:x}:"
             )
         default = kind if queue["parent"] == _ROOT else default
     return default
 
 
 def _leave(*_: object) -> None:
+    """End the keeper, which undoes its changes on the way out."""
     for number in _ENDED_BY:
-        signal.signal(number, signal.SIG_IGN)  # a second signal does not disturb the end
+        signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
     sys.exit(0)
 
 
 def main() -> None:
-    """Answer the request, and hold the interface until standard input closes."""
+    """Answer the request, and hold the queue until standard input closes."""
     for number in _ENDED_BY:
         signal.signal(number, _leave)
     with report_errors(), _shaped(*json.loads(sys.argv[1])) as interface:

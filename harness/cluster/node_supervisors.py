@@ -1,8 +1,11 @@
-"""Supervisors of a run's nodes: the first one leads, and each starts and watches its node's ranks.
+"""Runs work on the ranks of several nodes: each node has a supervisor, and the supervisor of node 0 leads.
 
-A supervisor outlives its ranks: when a rank fails on any host, the others are ended, and the next piece of
-work begins with fresh ones.  Work is a function that all know by its name, and its argument and results
-travel as JSON: the first supervisor posts numbered commands, and each node of the work posts an answer.
+The leading supervisor posts numbered commands on the control channel (:mod:`harness.cluster.control_channel`).  A
+command names a *work*, a function that all supervisors know, with its argument as JSON.  Every node that takes part
+starts its ranks, runs the work on them, and posts an answer: the results as JSON, or a failure.
+
+A supervisor outlives its ranks.  When a rank fails on any node, the ranks of all nodes are ended, and the next piece of
+work starts with fresh ones.
 """
 
 from __future__ import annotations
@@ -27,23 +30,25 @@ from harness.cluster.rank_processes import Launch, LaunchError, StopReason, run_
 from harness.errors import LinkError, Refusal
 from harness.suites.parse_quantity import CANONICAL
 
-_CAUSE_SECONDS: Final = 12.0  # for the answer of a node that another one reports lost
-_CLEAR_SECONDS: Final = 30.0  # for other nodes to end their ranks
-_BYE_SECONDS: Final = 5.0  # for other nodes to read that it is over
-_LOG_LETTERS: Final = 200_000  # of a node's log that travel
-# A node's outcome of work: "results" and the "shaped" interface; or a failure's "kind" and "message".
+_CAUSE_SECONDS: Final = 12.0  # to wait for the answer of a node whose failure others only noticed
+_CLEAR_SECONDS: Final = 30.0  # to wait until other nodes have ended their ranks
+_BYE_SECONDS: Final = 5.0  # to wait until other nodes have read that the run is over
+_LOG_LETTERS: Final = 200_000  # last letters of a node's log that are sent to node 0
 Answer = dict[str, Any]
+"""A node's answer: its ``results`` and ``shaped`` interface; or a failure's ``kind``, ``message``, ``log``, and whether
+it is only the ``effect`` of another failure.
+"""
 _SILENT: Final[Answer] = {"kind": "timeout", "message": "no answer from another node"}
-Work = Callable[[Rank, Any], Any]  # module-level function of a rank and its argument
+Work = Callable[[Rank, Any], Any]  # a module-level function (rank, argument) -> result
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node as its supervisor describes it."""
+    """One node, as its supervisor describes it."""
 
     port: Port
-    identity: str  # of its host
-    facts: dict[str, Any]
+    identity: str  # equal for nodes on one host
+    facts: dict[str, Any]  # about machine, code and software
 
 
 _NODE: Final = TypeAdapter(Node)
@@ -52,16 +57,17 @@ _LAUNCH: Final = TypeAdapter(Launch)
 
 @dataclass(slots=True)
 class Nodes:
-    """All nodes of a run, for the supervisor that leads."""
+    """All nodes of a run, as the leading supervisor sees them."""
 
     channel: Channel
     nodes: list[Node]
-    shaped: list[dict[str, Any]] = field(default_factory=list)  # interfaces, as before they were shaped
-    status: int = 1  # with which the other supervisors end
+    # Facts about each node's interface before it was shaped, from the last work.
+    shaped: list[dict[str, Any]] = field(default_factory=list)
+    status: int = 1  # exit status of the other supervisors
     _commands: int = 0
 
     def on_one_host(self, count: int) -> tuple[int, int] | None:
-        """Two of the first ``count`` nodes that share a host; None if their hosts are distinct."""
+        """Return two of the first ``count`` nodes that share a host; None if their hosts are distinct."""
         first: dict[str, int] = {}
         for number, node in enumerate(self.nodes[:count]):
             if (other := first.setdefault(node.identity, number)) != number:
@@ -69,7 +75,7 @@ class Nodes:
         return None
 
     def check_code(self) -> None:
-        """Raise a Refusal if a node runs other code than the first one."""
+        """Raise a Refusal if a node runs other code than node 0."""
         codes = [node.facts.get("code", {}) for node in self.nodes]
         for number, code in enumerate(codes):
             for name in ("version", "source"):
@@ -78,8 +84,19 @@ class Nodes:
                     raise Refusal(f"node {number} has another zeropp-bench than node 0: {difference}")
 
     def run(self, work: Work, argument: Any, launch: Launch, on_progress: Report) -> list[Any]:
-        """Run work on the first nodes, as many as ``launch`` has; returns its results by rank.  A LaunchError
-        or Ctrl-C is raised after the ranks of all nodes have ended.
+        """Run work on the ranks of the first nodes.
+
+        Args:
+            work: The function.
+            argument: Its argument, the same on all ranks.
+            launch: How ranks are started, and on how many nodes.
+            on_progress: Called with the progress of rank 0.
+
+        Returns:
+            The results, by rank.
+
+        Raises:
+            LaunchError: The most likely first failure, after the ranks of all nodes have ended.
         """
         others, (argument_type, result_type) = range(1, launch.topology.nodes), _types(work)
         number = self._command(
@@ -94,7 +111,7 @@ class Nodes:
             messages = [f"node {node}: {other['message']}" for node, other in answers if "kind" in other]
             return messages[0] if messages else None
 
-        launch.log.unlink(missing_ok=True)  # an earlier attempt's
+        launch.log.unlink(missing_ok=True)  # of an earlier attempt
         try:
             local = replace(launch, node=0, meeting=self.channel.place.for_ranks(number))
             answer, seconds = _run(work, argument, local, on_progress, failure), launch.timeout_seconds
@@ -111,7 +128,7 @@ class Nodes:
         raise _cause({0: answer} | self._stop(number, others), launch.log)
 
     def end(self) -> None:
-        """Let the other supervisors end, and wait until they know."""
+        """Tell the other supervisors to end, and wait until they have read it."""
         with contextlib.suppress(ChannelError):
             number = self._command(status=self.status)
             self.channel.post("over", self.status)
@@ -126,7 +143,11 @@ class Nodes:
     def _answers(
         self, number: int, nodes: Sequence[int], seconds: float, *, cause: bool = False
     ) -> dict[int, Answer]:
-        """Answers of nodes, or their loss, within ``seconds``; with ``cause`` until one failed by itself."""
+        """Wait for answers of ``nodes``; a lost node counts as a failure.
+
+        Returns after ``seconds`` or when all have answered; with ``cause``, already when one reports a failure that
+        is not the effect of another.
+        """
         deadline, answers = time.monotonic() + seconds, dict[int, Answer]()
         while True:
             for node in set(nodes) - answers.keys():
@@ -141,21 +162,28 @@ class Nodes:
             time.sleep(POLL_SECONDS)
 
     def _stop(self, number: int, others: Sequence[int]) -> dict[int, Answer]:
-        """End the work on the other nodes; returns their answers, posted once their ranks have ended."""
+        """End the work on the other nodes; returns their answers, which they post once their ranks have ended."""
         self.channel.post(f"stop/{number}", True)
         return self._answers(number, others, _CLEAR_SECONDS)
 
 
 def _types(work: Work) -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
-    """The types of its argument and of its result."""
+    """Return adapters for the types of a work's argument and result."""
     _, argument, result = get_type_hints(work).values()
     return TypeAdapter(argument), TypeAdapter(result)
 
 
 @contextlib.contextmanager
 def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iterator[Nodes]:
-    """Lead the supervisors of all nodes in the body, after which they end with its ``status``; a Refusal if
-    they do not come together.  Starts the supervisors of ``hosts``, where no launcher has.
+    """Lead the supervisors of all nodes during the body; afterwards they end with its ``status``.
+
+    Args:
+        place: This process's place, on node 0.
+        facts: About this node.
+        hosts: Hosts on which to start supervisors through ssh; empty if a launcher has started them.
+
+    Raises:
+        Refusal: If the nodes do not come together, or lose each other.
     """
     with contextlib.ExitStack() as stack:
         channel = stack.enter_context(Channel(place))
@@ -175,11 +203,23 @@ def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iter
 
 
 def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> int:
-    """Be the supervisor of another node until the leading one ends; returns the status that it posts."""
+    """Be the supervisor of a node other than 0 until the leading one ends.
+
+    Args:
+        place: This process's place.
+        works: The functions that commands may name.
+        facts: About this node.
+
+    Returns:
+        The exit status that the leading supervisor posts.
+
+    Raises:
+        Refusal: If the leading supervisor is lost.
+    """
     try:
         with Channel(place) as channel:
             if place.waits:
-                return int(channel.wait("over"))  # a process of the launcher that is no supervisor
+                return int(channel.wait("over"))  # the launcher started more processes than nodes
             node = _local_node(place.host, facts)
             channel.post(f"node/{place.node}", _NODE.dump_python(node, mode="json"))
             number = 1
@@ -196,7 +236,7 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> in
 
 
 def _obey(channel: Channel, work: Work, number: int, command: dict[str, Any]) -> Answer:
-    """Run a command's work on this node; returns the answer, with the log of a failure."""
+    """Run a command's work on this node's ranks; returns the answer, which has the log of a failure."""
     place, (argument_type, result_type) = channel.place, _types(work)
 
     def stop_reason() -> str | None:
@@ -217,7 +257,7 @@ def _obey(channel: Channel, work: Work, number: int, command: dict[str, Any]) ->
 
 
 def _run(work: Work, argument: Any, launch: Launch, on_progress: Report, stop_reason: StopReason) -> Answer:
-    """Run work on this node, and hold its interface to its rate meanwhile, if it has one."""
+    """Run work on this node's ranks; meanwhile shape its interface, if the link asks for that."""
     port = launch.ports[launch.node or 0]
     others = [other.address for other in launch.ports if other is not port]
     shaped: contextlib.AbstractContextManager[dict[str, Any]] = contextlib.nullcontext({})
@@ -233,7 +273,7 @@ def _run(work: Work, argument: Any, launch: Launch, on_progress: Report, stop_re
 
 
 def _cause(answers: Mapping[int, Answer], log: Path) -> LaunchError:
-    """The most likely cause of a failure; appends the logs of other nodes to this one's."""
+    """Return the most likely cause of a failure, and append the other nodes' logs to this node's."""
     failures = {node: answer for node, answer in answers.items() if "kind" in answer}
     with contextlib.suppress(OSError):
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,7 @@
-"""Computes when messages arrive on a link with a rate; the wire (impl.comm.exchanges) waits until then."""
+"""Models a link with a rate inside the process: computes when a message would have arrived.
+
+Our engine (:mod:`impl.comm.exchanges`) holds each message back until that time.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +13,36 @@ from pathlib import Path
 
 
 class Pacer:
-    """Rate limiter of a node's ranks: a small shared file holds, per node, the time at which it is next free,
-    as fp64.  Ranks book in turn under a lock on that file, which the kernel releases when a rank dies.
+    """Rate limiter that the ranks of a node share.
+
+    A small shared file holds, for each node, the time at which its link is free again, as one float64.  Ranks book
+    messages in turn under a lock on that file, which the kernel releases when a rank dies.
     """
 
     def __init__(self, path: Path, node: int, rate_mbit: float, latency_ms: float = 0.0) -> None:
-        """Attach to ``path``, which :meth:`create` made; all nodes have one rate, and one latency one way."""
+        """Attach to the shared file.
+
+        Args:
+            path: The file that :meth:`create` made.
+            node: This rank's node.
+            rate_mbit: Rate of each node's link.
+            latency_ms: Latency in one direction.
+        """
         self._file = path.open("r+b", buffering=0)
         self._memory = mmap.mmap(self._file.fileno(), 0)
         self._offset = 8 * node
         self._seconds_per_byte = 8 / (rate_mbit * 1e6)
         self._latency = latency_ms / 1e3
-        self.open = False  # whether messages of this process are booked at no rate
+        self.open = False  # whether this process's messages pass without a rate
 
     @staticmethod
     def create(path: Path, nodes: int) -> Path:
-        """Make the shared file for ``nodes`` nodes, all free."""
+        """Make the shared file for ``nodes`` nodes, whose links are all free."""
         path.write_bytes(bytes(8 * nodes))
         return path
 
     def book(self, nbytes: int) -> float:
-        """Book ``nbytes`` to other nodes; returns the ``time.monotonic()`` at which the last byte arrives."""
+        """Book ``nbytes`` to other nodes; returns when the last byte arrives, as ``time.monotonic()``."""
         if self.open:
             return time.monotonic() + self._latency
         fcntl.lockf(self._file, fcntl.LOCK_EX, 8, self._offset)

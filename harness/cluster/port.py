@@ -1,4 +1,4 @@
-"""A node's end of the link: its network interface and address, and how others reach it.  No torch."""
+"""Describes a node's end of the link, and finds the interface that leads to another host.  No torch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from harness.errors import Refusal
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A node's end of the link: network interface, its address, and namespace of its ranks."""
+    """A node's end of the link."""
 
-    interface: str | None  # name for gloo and for the byte counters; None leaves the choice to gloo
-    address: str
-    holder: int | None = None  # a process inside the node's network namespace; None is the host's own
-    shaped_mbit: float | None = None  # rate to which its host holds the interface that NCCL has to use
-    hcas: str = ""  # InfiniBand adapters that NCCL may use, separated by commas; empty leaves it the choice
-    control: str = ""  # the keeper's Unix-domain socket (`lift_rate`), where it can lift the link's rate
+    interface: str | None  # network interface for gloo and for byte counters; None lets gloo choose
+    address: str  # of the interface
+    holder: int | None = None  # process inside the node's network namespace; None for the host's own
+    shaped_mbit: float | None = None  # rate to which the host limits the interface; NCCL must then use it
+    hcas: str = ""  # InfiniBand adapters that NCCL may use, separated by commas; if empty, NCCL chooses
+    control: str = ""  # Unix-domain socket of the keeper that can lift the link's rate (`lift_rate`), if any
 
 
 def address_towards(host: str) -> str:
-    """This machine's address from which ``host`` is reached, a Refusal if it is not; nothing is sent."""
+    """Return this machine's address on the way to ``host``, without sending anything.
+
+    Raises:
+        Refusal: If there is no route to the host.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -36,7 +40,11 @@ def address_towards(host: str) -> str:
 
 
 def port_towards(host: str) -> Port:
-    """The interface of this host that leads to ``host``, with its address; a Refusal if there is none."""
+    """Return the interface of this host that leads to ``host``, or the one that ``GLOO_SOCKET_IFNAME`` names.
+
+    Raises:
+        Refusal: If there is none.
+    """
     interfaces, chosen = psutil.net_if_addrs(), os.environ.get("GLOO_SOCKET_IFNAME")
     if chosen is not None:
         if not (entries := interfaces.get(chosen)):
@@ -51,7 +59,7 @@ def port_towards(host: str) -> Port:
 
 
 def host_identity() -> str:
-    """A text that two supervisors share only if they run on one host, in one network namespace."""
+    """Return a text that is equal for two supervisors only if they share a host and a network namespace."""
     boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     try:
         return f"{boot.read_text(encoding='ascii').strip()} {space.readlink()}"

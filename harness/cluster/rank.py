@@ -1,4 +1,8 @@
-"""One rank process: its place, its GPU, and its node's link, whose rate it can lift.  No torch at import."""
+"""Describes one rank to the code that runs on it: its number, its node's link, and how it reports progress.
+
+A rank can also take its GPU, and lift the link's rate for messages that are not timed.  Importing this module does not
+import torch.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +24,19 @@ from impl.plan.topology import Topology
 
 
 def counters(interface: str) -> NDArray[np.int64]:
-    """Bytes and packets that an interface of this process's network namespace has sent."""
+    """Return the (bytes, packets) that an interface of this process's network namespace has sent."""
     count = psutil.net_io_counters(pernic=True, nowrap=False)[interface]
     return np.array([count.bytes_sent, count.packets_sent])
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a trial: steps done, and in all; ``text`` is a line for the parent process to print."""
+    """Progress of a trial, which rank 0 sends to the parent process."""
 
-    stage: str
-    step: int = 0
-    steps: int = 0
-    text: str = ""
+    stage: str  # what is being done, in words
+    step: int = 0  # number of steps done
+    steps: int = 0  # number of steps in all; 0 if the stage has none
+    text: str = ""  # a line for the parent process to print
 
 
 Report = Callable[[Progress], None]
@@ -42,31 +46,34 @@ Report = Callable[[Progress], None]
 class Rank:
     """One rank of a running process group."""
 
-    rank: int  # its number; ``node * ranks_per_node + local``
+    rank: int  # its number, node * ranks_per_node + local
     topology: Topology
     port: Port  # its node's end of the link
-    pacer: Pacer | None  # its node's token bucket, where the link is paced
+    pacer: Pacer | None  # its node's rate limiter; None unless the link is paced
     report: Report  # sends progress to the parent process
-    threads: int  # of torch
+    threads: int  # number of torch's threads
 
     @property
     def node(self) -> int:
-        """Index of its node."""
+        """Number of its node."""
         return self.topology.node_of(self.rank)
 
     @property
     def local(self) -> int:
-        """Its index inside the node."""
+        """Its number inside the node."""
         return self.rank % self.topology.ranks_per_node
 
     @property
     def first_of_node(self) -> bool:
-        """Whether it is the first rank of its node, which measures for all of them."""
+        """Whether it is the first rank of its node, which measures what concerns the whole node."""
         return self.local == 0
 
     @contextlib.contextmanager
     def open_link(self) -> Iterator[None]:
-        """Lift the rate between nodes in the body, but for hosts' interfaces; all ranks must call it."""
+        """Lift the link's rate during the body; all ranks must call it.
+
+        The rate of real hosts' interfaces (link ``shaped``) is not lifted.
+        """
         if self.pacer is None and not self.port.control:
             yield
             return
@@ -80,12 +87,12 @@ class Rank:
             yield
             if self.pacer is not None:
                 self.pacer.open = False
-            dist.barrier()  # all messages have arrived
-        dist.barrier()  # and no rank sends more before the link is held to its rate
+            dist.barrier()  # here all messages have arrived
+        dist.barrier()  # and no rank sends anything before the rate is restored
 
 
 def take_gpu(rank: Rank, launcher: str, transport: str) -> str:
-    """Make a rank's GPU torch's current device, and return its name; a Refusal if the machine has too few."""
+    """Make a rank's GPU torch's current device, and return its name; raises a Refusal if there are too few GPUs."""
     import torch
 
     gpus, index = torch.cuda.device_count(), rank.rank if launcher == "local" else rank.local
@@ -99,7 +106,7 @@ def take_gpu(rank: Rank, launcher: str, transport: str) -> str:
 
 @contextlib.contextmanager
 def lift_rate(control: str) -> Iterator[None]:
-    """Have a link's keeper hold it to no rate in the body; it is shaped again also if this process dies."""
+    """Have the keeper lift the link's rate during the body; it restores the rate also if this process dies."""
     with socket.socket(socket.AF_UNIX) as keeper:
         keeper.settimeout(ANSWER_SECONDS)
         _request(keeper, lambda: keeper.connect(control), netns_shaper.OPEN)
@@ -108,6 +115,7 @@ def lift_rate(control: str) -> Iterator[None]:
 
 
 def _request(keeper: socket.socket, send: Callable[[], None], expected: bytes) -> None:
+    """Send a request, and wait until the keeper confirms it; raises a LinkError if it does not."""
     try:
         send()
         answer = keeper.recv(len(expected), socket.MSG_WAITALL)

@@ -1,9 +1,11 @@
-"""Starts the rank processes of a trial, fresh ones each time, and watches them until they end.
+"""Starts a trial's rank processes, fresh ones for each trial, and watches them until they end.
 
-A fork server that has imported torch once forks four ranks in a tenth of a second.  Every rank enters its
-node's namespaces while it is single-threaded, writes its output to a log, which is kept after a failure, and
-dies with the fork server, which dies with the sweep.  If a rank fails, the others are killed; on a timeout
-every rank writes the stacks of all its threads first.
+A fork server that has imported torch forks four ranks in a tenth of a second.  Every rank enters its node's network
+namespace while it is still single-threaded, joins the process group, and runs its work.  Its output goes to a log that
+is kept only after a failure.
+
+If a rank fails, the others are killed.  After a timeout, every rank first writes the stacks of all its threads.  If the
+sweep dies, its ranks die too, and so does the fork server.
 """
 
 from __future__ import annotations
@@ -48,37 +50,45 @@ Kind = Literal[
 ]
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
-StopReason = Callable[[], str | None]  # why the ranks of this host have to end; None while they need not
+StopReason = Callable[[], str | None]  # returns why this host's ranks must end; None while they may run on
 
-# Hooks of an engine need torch._dynamo: 1.6 s a rank; the main module of a run imports harness.cli: 0.2 s.
+# Modules that the fork server imports for all ranks.  Engines' hooks need torch._dynamo, which takes 1.6 s to import;
+# the main module of a run imports harness.cli, which takes 0.2 s.
 PRELOAD: Final = (
     "torch", "torch.distributed", "torch.distributed.fsdp", "torch.nn.parallel", "torch._dynamo",
     "harness.cluster.rank_processes", "harness.runs.rank_trial", "harness.runs.sweep", "harness.cli",
 )  # fmt: skip
-# Memory that was freed stays with the process, so that a step after the first ones has no page faults;
-# torch's huge pages, which lie in ever new places, would bring them back (docs/design/decisions.md).
+# Environment of the ranks' allocator: freed memory stays with the process, so that later steps have no page faults.
+# torch's huge pages are switched off, since each allocation would fault again (docs/design/decisions.md).
 ALLOCATOR: Final = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
     "THP_MEM_ALLOC_ENABLE": "0",
 }
-# torch's backends by the suites' transports; control messages are CPU tensors.
+# torch's backends by `cluster.transport`.  With NCCL, gloo carries control messages, which are CPU tensors.
 BACKENDS: Final = {"shm": "gloo", "gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl", "staged": "gloo"}
 REFUSALS: Final = (LinkError, Refusal, CorpusError, PolicyError, GeometryError, CodecError)
-_POLL_SECONDS: Final = 0.2  # between two looks whether ranks elsewhere have failed
-_LATER_SECONDS: Final = 30.0  # after which a rank's own waiting ends, if its parent has not ended the rank
-_GRACE_SECONDS: Final = 0.5  # in which the other ranks may report their errors
-_CAUSE_SECONDS: Final = 10.0  # for the end of the rank that the others report lost
-_STACKS_SECONDS: Final = 0.2  # for one rank to write the stacks of its threads
-# Signals that a rank does not send itself; Slurm announces the end of a job by SIGUSR2, if submitit asks it.
+_POLL_SECONDS: Final = 0.2  # between two checks whether ranks on other hosts have failed
+# The timeout of process groups is longer by this than the parent's, so that the parent's comes first.
+_LATER_SECONDS: Final = 30.0
+_GRACE_SECONDS: Final = 0.5  # to wait after a failure for other ranks to report theirs
+_CAUSE_SECONDS: Final = 10.0  # the same, if so far ranks have only lost their connection to another rank
+_STACKS_SECONDS: Final = 0.2  # to wait until ranks have written the stacks of their threads
+# Signals that a rank does not send to itself.  With submitit, Slurm announces the end of a job by SIGUSR2.
 _FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
-_LOG_BYTES: Final = 1_000_000  # kept of each rank's log
-# Parts of errors by which a rank reports that it lost a peer: an effect, not a cause.
+_LOG_BYTES: Final = 1_000_000  # of each rank's log, its end, that are kept
+# Texts in errors of a rank that lost its connection to another one, whose failure is the cause.
 _LOST_PEER: Final = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Socket Timeout")
 
 
 class LaunchError(Exception):
-    """A rank failed, or all timed out, maybe as an ``effect`` of another failure; ``log``: their output."""
+    """A rank failed, or ranks timed out.
+
+    Attributes:
+        kind: Kind of the failure.
+        log: File with the ranks' output; None if there is none.
+        effect: Whether the error is only the effect of another rank's failure.
+    """
 
     def __init__(self, kind: Kind, message: str, log: Path | None = None, *, effect: bool = False) -> None:
         super().__init__(message)
@@ -92,14 +102,14 @@ class Launch:
 
     topology: Topology
     ports: tuple[Port, ...]
-    paced_mbit: float | None  # rate of the in-process pacer, or None
-    threads: int  # of torch in each rank
-    timeout_seconds: float  # for the whole run
-    log: Path  # where the log goes if something fails
-    backend: str = "gloo"
-    paced_latency_ms: float = 0.0  # of the pacer, one way
-    node: int | None = None  # whose ranks this process starts; None for the ranks of all nodes
-    meeting: Place | None = None  # where they meet the ranks of other hosts; None if this one starts all
+    paced_mbit: float | None  # rate of the pacer; None without one
+    threads: int  # number of torch's threads in each rank
+    timeout_seconds: float  # for the whole run of the ranks
+    log: Path  # file for the ranks' output after a failure
+    backend: str = "gloo"  # of torch, or a user's module
+    paced_latency_ms: float = 0.0  # latency of the pacer in one direction
+    node: int | None = None  # the node whose ranks this process starts; None for all nodes
+    meeting: Place | None = None  # where ranks of all hosts meet; None if this process starts all ranks
 
     @property
     def ranks(self) -> range:
@@ -112,27 +122,30 @@ class Launch:
 
 @dataclass(slots=True)
 class _Watched:
-    """A rank process, whose last message to its parent is (kind of failure or None, result or error)."""
+    """A rank process as its parent sees it.
+
+    Its last message is (None, result), or (kind of failure, error message).
+    """
 
     rank: int
     process: Any
     pipe: Connection
     ended: bool = False
-    reported: bool = False  # whether it ended with a message
+    reported: bool = False  # whether it sent its last message
     result: Any = None
     error: LaunchError | None = None
 
     def fileno(self) -> int:
-        """Of its pipe, for :func:`multiprocessing.connection.wait`."""
+        """Return its pipe's file descriptor, for :func:`multiprocessing.connection.wait`."""
         return self.pipe.fileno()
 
     def receive(self, on_progress: Report) -> None:
-        """Receive one message, or the end of the process."""
+        """Receive one message, or notice the end of the process."""
         try:
             message = self.pipe.recv()
         except (EOFError, OSError):
             self.ended = True
-            self.process.join(timeout=_GRACE_SECONDS)  # for its exit status
+            self.process.join(timeout=_GRACE_SECONDS)  # the exit status follows
             code = self.process.exitcode
             end = f"ended with status {code} and without a result"
             if code is not None and code < 0:
@@ -157,12 +170,20 @@ def run_ranks(
     on_progress: Report = lambda _: None,
     stop_reason: StopReason | None = None,
 ) -> list[Result]:
-    """Run ``target(rank, argument)`` in one fresh process per rank; returns their results, by rank.
+    """Run ``target(rank, argument)`` in one fresh process per rank.
 
-    ``target`` is a module-level function; the default process group is initialised when it is called.
-    ``on_progress`` is called in this process with the progress of rank 0, and ``stop_reason`` now and then:
-    once it returns a reason, the ranks end. The first failure is a LaunchError, raised after all ranks
-    have ended, as Ctrl-C is; the log is kept.
+    Args:
+        target: A module-level function; the default process group is initialised when it is called.
+        argument: Its argument, the same on all ranks.
+        launch: How ranks are started.
+        on_progress: Called in this process with the progress of rank 0.
+        stop_reason: Called now and then; once it returns a reason, the ranks are ended.
+
+    Returns:
+        The results, by rank.
+
+    Raises:
+        LaunchError: The most likely first failure, after all ranks have ended; the log is kept.
     """
     with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as name:
         scratch = Path(name).absolute()
@@ -193,7 +214,10 @@ def run_in_place(
     launch: Launch,
     on_progress: Report,
 ) -> None:
-    """Be one of the ranks of ``launch``, which ``torchrun`` started, each with its own argument."""
+    """Run ``target(rank, argument)`` in this process, which torchrun started as one of the ranks of ``launch``.
+
+    Each rank may have another argument.
+    """
     import torch
     import torch.distributed as dist
 
@@ -208,8 +232,9 @@ def run_in_place(
 
 
 def end_if_in_group(status: int) -> None:
-    """End this process at once, if a failure left it in its process group: the interpreter's normal end would
-    wait for ranks that may never answer, or abort.
+    """End this process at once if a failure left it in its process group.
+
+    The interpreter's normal end would wait for ranks that may never answer, or abort.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
@@ -219,21 +244,23 @@ def end_if_in_group(status: int) -> None:
 
 
 def start_server() -> None:
-    """Start the fork server ahead of the first trial; does nothing if it runs already."""
+    """Start the fork server before the first trial; does nothing if it is running."""
     socket_folder.give_to_multiprocessing()
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-    # A Ctrl-C is for the sweep: the server would answer with a traceback while it imports torch.
-    resource_tracker.ensure_running()  # which unblocks it again
+    # SIGINT is blocked while the server is started, and the server inherits that.  Otherwise it would print a traceback
+    # at a Ctrl-C, which is for the sweep, while it imports torch.  The resource tracker has to be started before that,
+    # because starting it unblocks SIGINT.
+    resource_tracker.ensure_running()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with mock.patch.dict(os.environ, ALLOCATOR):  # for the server, where glibc reads it once
+        with mock.patch.dict(os.environ, ALLOCATOR):  # glibc reads it when the server starts
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _start(ranks: list[_Watched], target: Any, argument: Any, launch: Launch, scratch: Path) -> None:
-    """Start the ranks of this node, and add each to ``ranks`` as soon as it runs."""
+    """Start the ranks of this launch, and add each to ``ranks`` as soon as it runs."""
     start_server()
     context = multiprocessing.get_context("forkserver")
     for rank in launch.ranks:
@@ -248,7 +275,7 @@ def _start(ranks: list[_Watched], target: Any, argument: Any, launch: Launch, sc
             process.start()
         except (EOFError, OSError) as error:
             receiving.close()
-            why = f"the process that starts ranks ended: {type(error).__name__} {error}".rstrip()
+            why = f"the fork server that starts ranks ended: {type(error).__name__} {error}".rstrip()
             raise LaunchError("killed", why) from error
         finally:
             sending.close()
@@ -258,7 +285,7 @@ def _start(ranks: list[_Watched], target: Any, argument: Any, launch: Launch, sc
 def _watch(
     ranks: list[_Watched], timeout_seconds: float, on_progress: Report, stop_reason: StopReason | None
 ) -> LaunchError | None:
-    """Receive from all ranks until all have ended, and return None, or until one failed, and return why."""
+    """Receive messages until all ranks have ended or one has failed; returns the most likely first failure, or None."""
     deadline = time.monotonic() + timeout_seconds
     while all(watched.error is None for watched in ranks):
         if not (running := [watched for watched in ranks if not watched.ended]):
@@ -278,7 +305,8 @@ def _watch(
             ready.receive(on_progress)  # type: ignore[union-attr]
     begun = time.monotonic()
     while True:
-        # The most likely first failure: ranks that only lost a connection come last.
+        # Ranks that only lost a connection are the least likely cause, then ranks that report a crash.  A rank that
+        # died without a message, or that was refused or ran out of memory, is the most likely one.
         errors = [(watched.error, watched.reported) for watched in ranks if watched.error is not None]
         cause, _ = min(errors, key=lambda pair: (pair[0].effect, pair[1] and pair[0].kind == "crashed"))
         left = begun + (_CAUSE_SECONDS if cause.effect else _GRACE_SECONDS) - time.monotonic()
@@ -290,7 +318,7 @@ def _watch(
 
 
 def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
-    """Write the tails of all ranks' logs to one file, equal tails once; None if it cannot be written."""
+    """Write the ends of all ranks' logs to one file, equal ones once; returns None if it cannot be written."""
     try:
         tails: dict[bytes, list[str]] = {}
         for rank in launch.ranks:
@@ -307,7 +335,7 @@ def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
 
 
 def _out_of_memory_kills() -> int:
-    """Number of out-of-memory kills so far, on the machine or in this control group."""
+    """Count the out-of-memory kills so far, of the machine and of this control group."""
     count = 0
     for path in (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")):
         with contextlib.suppress(OSError):
@@ -316,12 +344,12 @@ def _out_of_memory_kills() -> int:
     return count
 
 
-def _rank_main(  # noqa: PLR0917  # all that a new process needs
+def _rank_main(  # noqa: PLR0917  # a new process needs all of them
     number: int, launch: Launch, scratch: Path, target: Any, argument: Any, pipe: Connection
 ) -> None:
-    """Main function of a rank process."""
-    gc.freeze()  # the first collection would copy the pages of all imports, which takes 0.25 s
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the sweep, which ends its ranks
+    """Run a rank process: redirect output to its log, join the others, run ``target``, and send the result."""
+    gc.freeze()  # else the first collection would copy the pages of all imports, which takes 0.25 s
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the sweep, which then ends its ranks
     log = os.open(scratch / f"rank{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -333,9 +361,9 @@ def _rank_main(  # noqa: PLR0917  # all that a new process needs
         pipe.send((None, target(_join(number, launch, scratch, pipe), argument)))
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # the interpreter's own end takes four ranks on two cores 0.5 s
-    except BaseException as error:  # the process boundary: any error goes on the record
-        with contextlib.suppress(OSError):  # a full disk is on the record nevertheless
+        os._exit(0)  # the interpreter's normal end takes 0.5 s with four ranks on two cores
+    except BaseException as error:  # any error of a rank goes on the record
+        with contextlib.suppress(OSError):  # also if the disk is full
             traceback.print_exc()
             sys.stderr.flush()
         message = str(error) if isinstance(error, REFUSALS) else f"{type(error).__name__}: {error}"
@@ -344,7 +372,7 @@ def _rank_main(  # noqa: PLR0917  # all that a new process needs
 
 
 def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
-    """Enter the namespaces of a rank's node, and the process group of all ranks."""
+    """Enter the network namespace of a rank's node, and join the process group of all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -352,20 +380,20 @@ def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
     port = launch.ports[node]
     if port.holder is not None:
         netns_shaper.enter(port.holder)
-    # The rank ends with the fork server, which outlives all ranks otherwise, and with the sweep.
+    # The rank ends with the fork server, its parent, and also with the sweep, which it watches in a thread.
     netns_shaper.die_with_parent(os.getppid())
     if (sweep := multiprocessing.parent_process()) is not None:
         ends = sweep.sentinel
         threading.Thread(target=lambda: (connection.wait([ends]), os._exit(1)), daemon=True).start()
     if port.interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = port.interface  # gloo takes it from nowhere else
+        os.environ["GLOO_SOCKET_IFNAME"] = port.interface  # the only way to tell gloo
     os.environ.update(nccl_variables(port))
     torch.set_num_threads(launch.threads)
     pacer = None
     if launch.paced_mbit is not None:
         pacer = Pacer(scratch / "pacer", node, launch.paced_mbit, launch.paced_latency_ms)
     store: Any
-    if launch.meeting is None:  # a file needs no port, crosses namespaces, and sends nothing over the link
+    if launch.meeting is None:  # a file works across namespaces, without a port or traffic on the link
         store = dist.FileStore(str(scratch / "store"), launch.topology.world)  # type: ignore[attr-defined]
     else:
         place, seconds = launch.meeting, timedelta(seconds=launch.timeout_seconds)
@@ -376,7 +404,7 @@ def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
         store=store,
         rank=number,
         world_size=launch.topology.world,
-        # Later than the launch's own timeout, which reports where every rank stood.
+        # Later than the launch's own timeout, which reports the stacks of all ranks.
         timeout=timedelta(seconds=launch.timeout_seconds + _LATER_SECONDS),
     )
     report = pipe.send if number == 0 else lambda _: None
@@ -384,7 +412,7 @@ def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
 
 
 def _registered(backend: str) -> str:
-    """Torch's name of a backend; that of a module (``transport`` of suites) is registered first."""
+    """Return torch's name of a backend; a user's module (``cluster.transport``) is asked to register its own first."""
     if "." not in backend:
         return backend
     module = importlib.import_module(backend)
@@ -393,7 +421,7 @@ def _registered(backend: str) -> str:
 
 
 def kind_of(error: BaseException) -> Kind:
-    """The kind of failure that an error is."""
+    """Return the kind of failure that an error means."""
     if isinstance(error, LaunchError):
         return error.kind
     if isinstance(error, LinkError):

@@ -1,4 +1,4 @@
-"""Starts this process's command line on other hosts through ssh, as their supervisors, as torchrun would."""
+"""Starts supervisors on other hosts through ssh: the same command line, with the variables that torchrun would set."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ _END_SECONDS = 5.0
 
 
 def place_of(hosts: Sequence[str]) -> Place:
-    """This machine's place as the first of ``hosts``; a Refusal if the second one cannot be reached."""
+    """Return this machine's place as the first of ``hosts``; raises a Refusal if the second one cannot be reached."""
     address = "127.0.0.1" if len(hosts) == 1 else address_towards(_resolved(hosts[1]))
     return Place(0, len(hosts), address, 0, serves=True, job=secrets.token_hex(8))
 
 
 @contextlib.contextmanager
 def supervisors(hosts: Sequence[str], place: Place) -> Iterator[Callable[[], None]]:
-    """Start the supervisors of all hosts but the first, in this folder with this Python; yields a check that
-    raises a Refusal once a supervisor has ended.
+    """Start the supervisors of all hosts but the first, in the same folder and with the same Python as here.
+
+    Yields:
+        A function that raises a Refusal, with the last line of its output, once a supervisor has ended.
     """
     common = {
         "TORCHELASTIC_RUN_ID": "hosts", "TORCHELASTIC_RESTART_COUNT": place.job, "LOCAL_RANK": "0",
@@ -39,7 +41,7 @@ def supervisors(hosts: Sequence[str], place: Place) -> Iterator[Callable[[], Non
         for node, host in enumerate(hosts[1:], 1):
             variables = [f"{name}={value}" for name, value in (common | {"GROUP_RANK": str(node)}).items()]
             remote = ["env", *variables, sys.executable, "-m", "harness.cli", *sys.argv[1:]]
-            # Quoted, since a shell on the other host reads it.
+            # The line is quoted, since a shell on the other host reads it.
             line = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(remote)}"
             output = stack.enter_context(tempfile.TemporaryFile())
             process = subprocess.Popen(
@@ -47,7 +49,7 @@ def supervisors(hosts: Sequence[str], place: Place) -> Iterator[Callable[[], Non
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C in the terminal is for the sweep alone
+                start_new_session=True,  # a Ctrl-C in the terminal must reach only the sweep
             )
             stack.callback(_end, process)
             started.append((host, process, output))
@@ -59,7 +61,7 @@ def supervisors(hosts: Sequence[str], place: Place) -> Iterator[Callable[[], Non
                     lines = output.read().decode(errors="replace").strip().splitlines()
                     raise Refusal(
                         f"host {host}: its supervisor ended with status {process.returncode}: "
-                        f"{lines[-1] if lines else 'it said nothing'}"
+                        f"{lines[-1] if lines else 'without output'}"
                     )
 
         yield check
@@ -73,7 +75,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _resolved(host: str) -> str:
-    """The name or address by which ssh's configuration reaches a host."""
+    """Return the name or address of a host in ssh's configuration."""
     done = subprocess.run(["ssh", "-G", host], capture_output=True, text=True, check=False)
     names = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
     return names[0] if names else host.rpartition("@")[2]

@@ -1,4 +1,7 @@
-"""A folder whose path is short enough for the names of Unix-domain sockets.  No torch."""
+"""Makes folders whose paths are short enough for Unix-domain sockets, whose names the kernel limits to 107 bytes.
+
+The usual folder of temporary files may be too deep, for instance in a job of a cluster.  No torch.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,17 @@ from unittest import mock
 
 from harness.errors import Refusal
 
-_LONGEST: Final = 107 - len(
-    "/pymp-xxxxxxxx/listener-xxxxxxxx"
-)  # bytes: the kernel's limit, without names in it
-_OTHERS: Final = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108  # where folders of our own are made
+# Bytes that a folder's path may have: the kernel's limit less the longest name inside.
+_LONGEST: Final = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
+_OTHERS: Final = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108  # a fresh folder of our own is made inside
 
 
 def parent() -> str:
-    """The folder of temporary files, or another one where its path is too long; a Refusal if none will do."""
+    """Return the folder of temporary files, or another writable one if its path is too long.
+
+    Raises:
+        Refusal: If there is none.
+    """
     usual = tempfile.gettempdir()
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     for folder in (usual, runtime, *_OTHERS):
@@ -28,19 +34,19 @@ def parent() -> str:
             return folder
     others = f"none of {', '.join(_OTHERS)} can be written"
     raise Refusal(
-        f"TMPDIR = {usual!r}: has more than the {_LONGEST} bytes that a socket's folder may have; {others}: "
-        "set it to a shorter path"
+        f"TMPDIR = {usual!r}: has more than the {_LONGEST} bytes that the folder of a socket may have, and "
+        f"{others}: set it to a shorter path"
     )
 
 
 @contextlib.contextmanager
 def new() -> Iterator[Path]:
-    """A new folder for sockets, which is removed in the end."""
+    """Yield a new folder for sockets, which is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="zeropp-", dir=parent(), ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 def give_to_multiprocessing() -> None:
-    """Let the sockets of ``multiprocessing`` lie there; it makes one folder for them, when it first asks."""
+    """Let ``multiprocessing`` make its folder of sockets inside :func:`parent`; it makes one, at the first request."""
     with mock.patch.object(tempfile, "tempdir", parent()):
         util.get_temp_dir()

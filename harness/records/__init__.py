@@ -1,1 +1,4 @@
-"""An answer as data: records of trials and of benches, and the statistics over them.  No torch."""
+"""Results as data: records of trials and benchmarks, and the statistics over them.
+
+Nothing here imports torch, so that reports are made from records alone.
+"""

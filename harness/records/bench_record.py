@@ -1,6 +1,6 @@
-"""Record of a benchmark: raw seconds of every round, in one file per run.  No torch.
+"""Defines the record of ``zeropp bench``: the raw seconds of every round, one JSON file per run.  No torch.
 
-The counterpart of :mod:`harness.records.trial_record` for ``zeropp bench``: a record holds no rates and no ratios.
+It is the counterpart of :mod:`harness.records.trial_record`.  Rates and ratios are computed from it by reports.
 """
 
 from __future__ import annotations
@@ -22,38 +22,40 @@ ElementType = Literal["fp32", "bf16", "fp16"]
 
 
 class Sample(BaseModel, extra="forbid", frozen=True):
-    """One candidate, timed in every round beside a reference, so that drift cancels in their ratio."""
+    """One candidate, timed in every round together with a reference, so that drift cancels in their ratio."""
 
     kind: Kind
-    names: dict[str, str | int | float | None]
-    sizes: dict[str, int] = {}  # bytes, elements and the like, of one call or step
-    seconds: list[float]  # by round, of the slowest rank
-    reference_seconds: list[float]  # likewise
-    parts: dict[str, list[float]] = {}  # further seconds likewise
-    sent: dict[str, int] = {}  # bytes of one call, of all ranks, by link, from the wire's ledger
+    names: dict[str, str | int | float | None]  # which candidate, and under which conditions
+    sizes: dict[str, int] = {}  # bytes, elements and the like of one call or step
+    seconds: list[float]  # of the slowest rank, by round
+    reference_seconds: list[float]  # of the reference, by round
+    parts: dict[str, list[float]] = {}  # seconds of parts of the call or step, by round
+    sent: dict[str, int] = {}  # bytes that all ranks send in one call, by link, from the wire's ledger
 
     @model_validator(mode="after")
     def _in_rounds(self) -> Sample:
         for name, values in self.timed.items():
             if len(values) != len(self.seconds) or not values:
-                raise ValueError(f"{len(self.seconds)} rounds of seconds beside {len(values)} of {name}")
+                raise ValueError(
+                    f"seconds has {len(self.seconds)} rounds, {name} has {len(values)}: expected as many"
+                )
             if min(values) <= 0:
-                raise ValueError("seconds are above 0")
+                raise ValueError(f"{name} = {min(values):g}: expected seconds above 0")
         return self
 
     @property
     def timed(self) -> dict[str, list[float]]:
-        """All seconds by round."""
+        """All lists of seconds, by name."""
         return {"seconds": self.seconds, "reference_seconds": self.reference_seconds} | self.parts
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """Nodes, ranks of each, and the rate of the link between nodes in Mbit/s; None is unshaped."""
+        """(nodes, ranks per node, rate of the link between nodes in Mbit/s or None if it is unshaped)."""
         return tuple(self.names.get(name) for name in ("nodes", "ranks_per_node", "rate_mbit"))
 
 
 def merge_ranks(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """All ranks' samples as one: the slowest rank's seconds of every round, and the sum of bytes."""
+    """Merge all ranks' samples: in every round the slowest rank's seconds, and the sum of all ranks' bytes."""
     merged = []
     for samples in zip(*ranks, strict=True):
         first = samples[0]
@@ -71,33 +73,33 @@ class Bench(BaseModel, extra="forbid", frozen=True):
     """One run of a benchmark."""
 
     schema_version: int = 3
-    subject: Subject  # the command
+    subject: Subject  # what was timed: the argument of ``zeropp bench``
     started: str  # ISO 8601 in UTC
     finished: str
-    setting: dict[str, Any]  # arguments of the command
-    machine: dict[str, Any]  # facts about where it ran (``harness.measure.machine``)
+    setting: dict[str, Any]  # options of the command
+    machine: dict[str, Any]  # facts about the machine (``harness.measure.machine``)
     code: dict[str, Any]  # version, commit, and whether the checkout was changed
-    pool: str  # hash of the facts that must agree before two records are pooled
+    pool: str  # hash of the facts that must be equal before two records are pooled
     missing: dict[str, str] = {}  # why a candidate could not be timed, by name
     samples: list[Sample]
-    digest: str | None = None  # of all else in the file; None in older records
+    digest: str | None = None  # SHA-256 of all else in the file; None in older records
 
     @property
     def id(self) -> str:
-        """12 hex digits by setting, pool and start."""
+        """12 hex digits that follow from subject, setting, pool and start."""
         text = json.dumps([self.subject, self.setting, self.pool, self.started], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def write(folder: Path, bench: Bench) -> Path:
-    """Write ``bench`` atomically, or raise a RecordError; returns the file."""
+    """Write ``bench`` atomically and return the file's path; raises a RecordError if that fails."""
     target = path_of(folder, bench.id)
     write_whole(target, with_digest(bench).model_dump_json(indent=1))
     return target
 
 
 def holds(folder: Path) -> bool:
-    """Whether ``folder`` is of benchmarks' records: by its first record, else by its name."""
+    """Return whether ``folder`` holds records of benchmarks: decided by its first readable record, else by its name."""
     for path in sorted(folder.glob("*.json")):
         with suppress(OSError, ValueError, RecursionError, TypeError):
             return "subject" in json.loads(path.read_text(encoding="utf-8"))
@@ -105,7 +107,11 @@ def holds(folder: Path) -> bool:
 
 
 def read_all(folder: Path) -> list[Bench]:
-    """All records of a folder, by time; a RecordError if there is none, or a file is no benchmark's."""
+    """Read all records of a folder, in the order in which they ran.
+
+    Raises:
+        RecordError: If there is none, or a file is no benchmark's record.
+    """
     benches = [read_as(Bench, path) for path in sorted(folder.glob("*.json"))]
     if not benches:
         raise RecordError(f"{folder}: no records in it; `zeropp bench` writes them")

@@ -1,8 +1,9 @@
-"""A suite's journal: one line for each record that a sweep writes, chained by hashes.
+"""Keeps a suite's journal: one line for each record that a sweep writes, chained by hashes.
 
-Each line holds the SHA-256 of the line before, so none can be removed or changed alone.  A report names
-records that were deleted, edited with a new digest, or run again after a result (:func:`verify`).
-It cannot stop a forger who has this program.  No torch.
+Each line holds the SHA-256 of the line before it, so that no line can be removed or changed unnoticed.  A report
+compares the records with the journal (:func:`verify`), and names those that were deleted, edited (even with a new
+digest), or run again after a result.  The journal shows mistakes and selection; someone who writes a whole new
+journal with this program is not detected.  No torch.
 """
 
 from __future__ import annotations
@@ -20,21 +21,26 @@ from harness.records.trial_record import Record, RecordError, digest_of, write, 
 from harness.suites.labels import counted
 
 JOURNAL: Final = "journal.jsonl"
-_LEFT_OUT: Final = {"role", "answer", "digest"}  # the first two belong to the question, which may change
+# Role and answer follow from the suite's question, which may change later; the digest covers both.
+_LEFT_OUT: Final = {"role", "answer", "digest"}
 
 
 class Entry(BaseModel, extra="forbid", frozen=True):
-    """One line."""
+    """One line of the journal."""
 
     number: int  # of the line, from 0
-    trial: str  # id of the record
-    content: str  # `content_of` it
-    failure: str  # its kind; empty of a result
-    before: str  # SHA-256 of the line before; empty of the first
+    trial: str  # id of the record's trial
+    content: str  # hash of the record, by `content_of`
+    failure: str  # kind of its failure; empty for a result
+    before: str  # SHA-256 of the line before; empty in the first line
 
 
 def content_of(record: Record) -> str:
-    """SHA-256 of a record without its role, answer and digest, and without defaults, which may be newer."""
+    """Return the SHA-256 of a record's content.
+
+    Role, answer and digest are left out, and fields that have their default: a later version of the schema may have
+    added them.
+    """
     return digest_of(json.loads(record.model_dump_json(exclude=_LEFT_OUT, exclude_defaults=True)))
 
 
@@ -46,7 +52,11 @@ def _lines(path: Path) -> list[str]:
 
 
 def append(results: Path, record: Record) -> Record:
-    """Write a line and then the record, or raise a RecordError; returns the record with its line's number."""
+    """Write a line of the journal, then the record; returns the record with the number of its line.
+
+    Raises:
+        RecordError: If either cannot be written.
+    """
     path = results / JOURNAL
     lines = _lines(path)
     record = record.model_copy(update={"entry": len(lines)})
@@ -63,43 +73,49 @@ def append(results: Path, record: Record) -> Record:
 
 
 def verify(results: Path, records: Sequence[Record]) -> list[str]:
-    """Sentences on records that do not match their folder's journal; a RecordError if it is unreadable."""
+    """Return sentences about records that do not match their folder's journal; empty if all do.
+
+    Raises:
+        RecordError: If the journal cannot be read.
+    """
     lines = _lines(results / JOURNAL)
     of_trial: dict[str, list[Entry]] = defaultdict(list)
     for entry in (entries := _entries(lines)):
         of_trial[entry.trial].append(entry)
     by_id = {record.id: record for record in records}
     mismatches = {
-        "without a record any more: deleted": [trial for trial in of_trial if trial not in by_id],
-        "run again after there was a result: rerun": [
+        "records were deleted after they were written": [trial for trial in of_trial if trial not in by_id],
+        "trials were run again although they had a result": [
             trial for trial, runs in of_trial.items() if not all(entry.failure for entry in runs[:-1])
         ],
-        "with another record than was written: edited": [
+        "records were edited after they were written": [
             trial
             for trial, runs in of_trial.items()
             if trial in by_id and content_of(by_id[trial]) != runs[-1].content
         ],
-        "whose record names a line that it lacks": [
+        "records name a line that it does not have": [
             record.id for record in records if record.entry is not None and record.id not in of_trial
         ],
     }
     sentences = []
     if len(entries) < len(lines):
         line = f"line {len(entries) + 1} of {len(lines)}"
-        sentences.append(f"The journal is not whole: {line} does not follow the line before it.")
+        sentences.append(f"The journal was cut or edited: {line} does not follow from the line before it.")
     sentences += [
-        f"By the journal {counted(len(trials), 'trial')} {mismatch} ({', '.join(trials)})."
+        f"According to the journal, {mismatch}: {counted(len(trials), 'trial')} ({', '.join(trials)})."
         for mismatch, trials in mismatches.items()
         if trials
     ]
     if older := sum(record.entry is None and record.id not in of_trial for record in records):
-        unknown = "from before sweeps kept one; whether trials were deleted or run again is not known"
-        sentences.append(f"Without journal: {counted(older, 'record')}, {unknown}.")
+        unknown = (
+            "written before sweeps kept a journal; whether trials were deleted or run again is not known"
+        )
+        sentences.append(f"Not in the journal: {counted(older, 'record')}, {unknown}.")
     return sentences
 
 
 def _entries(lines: Sequence[str]) -> list[Entry]:
-    """The entries before the first that does not follow the one before it."""
+    """Parse the lines up to the first that does not follow from the line before it."""
     entries, before = list[Entry](), ""
     for line in lines:
         try:

@@ -1,10 +1,13 @@
-"""Confidence intervals of medians, paired ratios and differences.  Formulas: docs/reference/metrics.md.
+"""Computes 95 % confidence intervals of medians, means and paired ratios.  No torch.
 
-No interval is of fewer than :data:`FEWEST` values or pairs.  Of several sweeps, the sweeps' means or medians
-are the values: means (and ratios) have an interval from :data:`FEWEST_SWEEPS` sweeps on, by Student's t;
-medians from :data:`FEWEST` sweeps on, since the order statistics of five hold a median in less than 95 % of
-samples.  Where there is none, its ends are NaN, and :attr:`Interval.why_none` says what is missing.  No
-torch.
+The formulas are in docs/reference/metrics.md.  How many values an interval needs:
+
+- From one sweep, at least :data:`FEWEST` values or pairs.
+- From several sweeps, each sweep's mean or median counts as one value, because values of one sweep share its
+  link's calibration and the machine's state.  Means and ratios then need :data:`FEWEST_SWEEPS` sweeps (Student's t);
+  medians need :data:`FEWEST` sweeps, because the range of five values holds the median in less than 95 % of samples.
+
+With fewer values the ends of the interval are NaN, and :attr:`Interval.why_none` says what is missing.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 CONFIDENCE: Final = 0.95
-FEWEST: Final = 6  # values: the range of five holds the median in 0.94 of samples, and is no interval of 0.95
-FEWEST_SWEEPS: Final = 3  # of means: Student's t of two is 13 times their error
+FEWEST: Final = 6  # values; the range of five holds the median in only 0.94 of samples
+FEWEST_SWEEPS: Final = 3  # for means; with two, Student's t is 13 standard errors wide
 _NUMERALS: Final = {FEWEST_SWEEPS: "three", FEWEST: "six"}
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -29,18 +32,18 @@ _Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate from ``n`` values or pairs of ``sweeps``, and its confidence interval; NaN for too few."""
+    """An estimate and its 95 % confidence interval, whose ends are NaN if there are too few values."""
 
     estimate: float
     low: float
     high: float
-    n: int
-    sweeps: int = 1
-    fewest_sweeps: int = FEWEST_SWEEPS  # of several, from which on there is an interval
+    n: int  # number of values or pairs
+    sweeps: int = 1  # number of sweeps that they are from
+    fewest_sweeps: int = FEWEST_SWEEPS  # least number for an interval, if there are several sweeps
 
     @property
     def why_none(self) -> str:
-        """``n = 3: no interval; six are needed``, or the same of sweeps; empty where there are enough."""
+        """Why there is no interval: ``n = 3: no interval; six are needed``, or the same for sweeps; else empty."""
         if 0 < self.n < FEWEST:
             return f"n = {self.n}: no interval; {_NUMERALS[FEWEST]} are needed"
         if 1 < self.sweeps < self.fewest_sweeps:
@@ -54,16 +57,19 @@ class Interval:
 
     @property
     def half(self) -> float:
-        """How far the upper end lies above the estimate, as a share of it; NaN for too few."""
+        """How far the upper end lies above the estimate, as a share of the estimate; NaN without an interval."""
         return self.high / self.estimate - 1
 
     def contains(self, value: float) -> bool:
-        """Whether ``value`` lies between the ends."""
+        """Return whether ``value`` lies between the ends."""
         return self.low <= value <= self.high
 
 
 def of_another_sweep(interval: Interval, *, ratio: bool) -> Interval:
-    """Student's prediction interval of a further sweep; a ratio's is of its logarithm."""
+    """Return Student's prediction interval for the result of one further sweep.
+
+    For a ratio the interval is computed from its logarithm.
+    """
     numbers = (interval.low, interval.estimate, interval.high)
     low, middle, high = map(math.log, numbers) if ratio else numbers
     wider = math.sqrt(1 + interval.sweeps)
@@ -73,11 +79,17 @@ def of_another_sweep(interval: Interval, *, ratio: bool) -> Interval:
 
 
 def median_interval(values: Sequence[float], sweeps: Sequence[int] | None = None) -> Interval:
-    """Median with the interval between two order statistics, of several sweeps those of their medians,
-    interpolated to 95 % (Hettmansperger and Sheather, 1986); a ValueError without values.
+    """Return the median and its interval between two order statistics, interpolated to exactly 95 %.
 
-    From :data:`FEWEST` values, or of several sweeps :data:`FEWEST` sweeps, on: the range of fewer holds the
-    median in less than 95 % of samples, so that there is none.
+    With several sweeps, the order statistics are those of the sweeps' medians.  The interpolation is Hettmansperger
+    and Sheather's (1986).
+
+    Args:
+        values: At least one value; an interval needs :data:`FEWEST`, or that many sweeps.
+        sweeps: The sweep of each value; None if all are from one sweep.
+
+    Raises:
+        ValueError: If there are no values.
     """
     data = _data(values)
     n, median = len(data), float(np.median(data))
@@ -96,21 +108,26 @@ def median_interval(values: Sequence[float], sweeps: Sequence[int] | None = None
 
 
 def _coverage(n: int, d: int) -> float:
-    """Probability that the median lies between the d-th smallest and the d-th largest of ``n`` values."""
+    """Return the probability that the median lies between the d-th smallest and d-th largest of ``n`` values."""
     return 1.0 - 2.0 * sum(math.comb(n, below) for below in range(d)) / 2.0**n
 
 
 def paired_ratio_interval(
     above: Mapping[_Key, float], below: Mapping[_Key, float], sweeps: Mapping[_Key, int] | None = None
 ) -> Interval:
-    """Geometric mean of the ratios above/below of positive values, paired by key, with its interval.
+    """Return the geometric mean of paired ratios with its interval, by Student's t on their logarithms.
 
-    Student's t on the logarithms of the ratios, of several sweeps on their means; keys on one side only are
-    left out.  A ValueError if no key is shared, or a value is not positive (or NaN).
+    Args:
+        above: Positive numerators by key.
+        below: Positive denominators by key.  Keys that only one side has are left out.
+        sweeps: The sweep of each key; with several, the sweeps' mean logarithms are the values.
+
+    Raises:
+        ValueError: If no key is shared, or a value is NaN, zero or negative.
     """
     both = [key for key in above if key in below]
     for value in (*(above[key] for key in both), *(below[key] for key in both)):
-        if not value > 0:  # NaN is neither
+        if not value > 0:  # written so that NaN is refused too
             raise ValueError(f"a ratio needs positive values, got {value}")
     logs = [math.log(above[key]) - math.log(below[key]) for key in both]
     log = mean_interval(logs, None if sweeps is None else [sweeps[key] for key in both])
@@ -118,13 +135,17 @@ def paired_ratio_interval(
 
 
 def geometric_interval(values: Sequence[float], sweeps: Sequence[int] | None = None) -> Interval:
-    """Geometric mean of positive values, with the interval of their mean logarithm; else a ValueError."""
+    """Return the geometric mean of positive values with its interval; raises a ValueError for other values."""
     by_index = None if sweeps is None else dict(enumerate(sweeps))
     return paired_ratio_interval(dict(enumerate(values)), dict.fromkeys(range(len(values)), 1.0), by_index)
 
 
 def mean_interval(values: Sequence[float] | _Floats, sweeps: Sequence[int] | None = None) -> Interval:
-    """Mean with Student's interval, of several sweeps that of their means; a ValueError without values."""
+    """Return the mean with Student's interval; with several sweeps, of the sweeps' means.
+
+    Raises:
+        ValueError: If there are no values.
+    """
     data = _data(values)
     means = _by_sweep(data, sweeps, np.mean)
     few = len(data) < FEWEST or 1 < len(means) < FEWEST_SWEEPS
@@ -136,7 +157,7 @@ def mean_interval(values: Sequence[float] | _Floats, sweeps: Sequence[int] | Non
 
 
 def _by_sweep(data: _Floats, sweeps: Sequence[int] | None, middle: Any) -> _Floats:
-    """Median or mean of each sweep's values; one value for one sweep."""
+    """Return the ``middle`` (median or mean) of each sweep's values, one value per sweep."""
     if sweeps is None or len(set(sweeps)) == 1:
         return np.array([middle(data)])
     numbers = np.asarray(sweeps)
@@ -145,8 +166,8 @@ def _by_sweep(data: _Floats, sweeps: Sequence[int] | None, middle: Any) -> _Floa
 
 @functools.cache
 def quantile(freedom: float) -> float:
-    """Student's t that bounds 95 % of the probability on both sides, with so many degrees of freedom."""
-    from scipy import stats  # a second, which no command but a report needs
+    """Return the two-sided 95 % quantile of Student's t for this many degrees of freedom."""
+    from scipy import stats  # importing it takes a second, and only reports need it
 
     return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
 
@@ -156,10 +177,18 @@ def undecided(
     right: Mapping[_Key, float],
     sweeps: Mapping[_Key, int] | None = None,
 ) -> list[tuple[float, float]]:
-    """Where a straight line between two means may be zero, as parts (low, high) of the way from the left one.
+    """Return where a straight line between two means may cross zero (Fieller's confidence set).
 
-    Fieller's: all places at which the line differs from zero by less than Student's t times its error there,
-    of values paired by key.  With too few values or sweeps it is the whole way, (0, 1).
+    The line goes from the mean of ``left`` at 0 to the mean of ``right`` at 1.  A place belongs to the set if the line
+    there differs from zero by less than Student's t times its standard error.
+
+    Args:
+        left: Values by key at 0; keys that only one side has are left out.
+        right: Values by key at 1.
+        sweeps: The sweep of each key; with several, the sweeps' means are the values.
+
+    Returns:
+        Disjoint parts (low, high) of [0, 1] in ascending order; with too few values or sweeps, all of it.
     """
     both = [key for key in left if key in right]
     numbers = None if sweeps is None else [sweeps[key] for key in both]
@@ -172,14 +201,14 @@ def undecided(
     first, rise = float(a.mean()), float(b.mean() - a.mean())
     scale = quantile(len(a) - 1) ** 2 / len(a)
     (aa, ab), (_, bb) = scale * np.cov(a, b)
-    # The line's square minus that of its uncertainty, at the part x of the way; undecided where at most 0.
+    # At x in [0, 1]: the line's square minus the square of its uncertainty, a parabola; undecided where <= 0.
     square, linear, constant = rise**2 - aa + 2 * ab - bb, 2 * (first * rise + aa - ab), first**2 - aa
 
     def difference(x: float) -> float:
         return float((square * x + linear) * x + constant)
 
     places = [0.0, *sorted(x for x in _roots(square, linear, constant) if 0 < x < 1), 1.0]
-    if first * (first + rise) < 0:  # without any spread the crossing itself is all that is undecided
+    if first * (first + rise) < 0:  # without spread, only the crossing itself is undecided
         places = sorted([*places, -first / rise])
     parts = [(0.0, 0.0)] if difference(0.0) <= 0 else []
     parts += [(x, x) for x in places[1:-1]]
@@ -189,7 +218,7 @@ def undecided(
 
 
 def _roots(square: float, linear: float, constant: float) -> list[float]:
-    """Real roots of a parabola, or of the line that it is."""
+    """Return the real roots of a parabola; if its square term vanishes, the root of the line."""
     size = max(abs(square), abs(linear), abs(constant))
     if abs(square) <= 1e-12 * size:
         return [-constant / linear] if abs(linear) > 1e-12 * size else []
@@ -201,7 +230,7 @@ def _roots(square: float, linear: float, constant: float) -> list[float]:
 
 
 def joined(parts: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same parts of a line in ascending order, those that touch put together."""
+    """Sort parts of a line, and merge those that touch or overlap."""
     whole: list[tuple[float, float]] = []
     for low, high in sorted(parts):
         if whole and low <= whole[-1][1]:
@@ -212,7 +241,7 @@ def joined(parts: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _data(values: Sequence[float] | _Floats) -> _Floats:
-    """The values as an array of at least one element."""
+    """Return the values as a 1-D array; raises a ValueError if there are none."""
     data = np.asarray(values, dtype=np.float64).reshape(-1)
     if not len(data):
         raise ValueError("an interval needs at least one value")

@@ -1,29 +1,29 @@
-"""Filters over a rank's bytes by part: for workloads without training, on the device, on the host."""
+"""Selects parts of a rank's memory, given as bytes by part: without training, on the device, on the host."""
 
 from __future__ import annotations
 
 from typing import Final
 
-HOST: Final = "host_"  # before the names of parts in host memory
+HOST: Final = "host_"  # prefix of the names of parts in host memory
 _STEPPED: Final = ("gradients", "optimizer")
 TRAINING: Final = (*_STEPPED, *(HOST + part for part in _STEPPED), "local_gradients", "feedback", "staging")
 
 
 def without_training(memory: dict[str, int]) -> dict[str, int]:
-    """Bytes by part, without the parts that only training needs."""
+    """Return bytes by part without the parts that only training needs."""
     return {part: size for part, size in memory.items() if part not in TRAINING}
 
 
 def on_device(memory: dict[str, int]) -> dict[str, int]:
-    """Bytes by part, without what is offloaded to the host."""
+    """Return bytes by part without the parts that are offloaded to the host."""
     return {part: size for part, size in memory.items() if not part.startswith(HOST)}
 
 
 def on_host(memory: dict[str, int]) -> dict[str, int]:
-    """Bytes by part of what is offloaded to the host."""
+    """Return bytes by part of only those parts that are offloaded to the host."""
     return {part: size for part, size in memory.items() if part.startswith(HOST)}
 
 
 def sum_parts(memory: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    """Bytes by part of two engines on one rank."""
+    """Add up bytes by part of two engines on one rank."""
     return {part: memory.get(part, 0) + other.get(part, 0) for part in memory | other}

@@ -1,6 +1,14 @@
-"""Checks of a record from its own rows: ledger against prediction, interfaces against the ledger, training.
+"""Checks the consistency of a record with itself.  No torch.
 
-The harness fails a trial that they refuse; a report applies them to records again.  No torch.
+Each check returns a sentence that names the first inconsistency, or None:
+
+- :func:`ledger_mismatch`: bytes and messages that were booked equal those that were predicted.
+- :func:`interface_mismatch`: the nodes' network interfaces counted as many bytes as the ledgers hold.
+- :func:`rate_mismatch`: the link had the requested rate.
+- :func:`codec_mismatch`: messages were encoded with the codecs of the trial's policy.
+- :func:`training_fault`: batches, gradient norms and times of all ranks fit together.
+
+The harness fails a trial that does not pass, and a report applies the checks to old records again.
 """
 
 from __future__ import annotations
@@ -17,19 +25,20 @@ from harness.records.packet_sizes import HEADER_BYTES, SEGMENT_BYTES
 from harness.records.trial_record import LedgerRow, RankRecord, Record
 from harness.suites.trial import Trial
 
-INTERFACE_WITHIN: Final = (0.99, 1.02)  # what a node's interface may count, as a share of ledger and headers
-# gloo announces a message from both sides and frames it, 48 bytes each; a ring's in two parts.
+INTERFACE_WITHIN: Final = (0.99, 1.02)  # bytes of an interface, as a share of the ledger's plus headers
+# Bytes of gloo's own for one of our messages: two announcements and a header of 48 bytes each, for each of the two
+# parts in which a ring sends a message.
 CONTROL_BYTES: Final = 2 * 3 * 48
-RATE_WITHIN: Final = (0.95, 1.05)  # what probes may measure, as a share of the requested rate
-_COVERED: Final = 0.9  # least share of the time around them that steps take
-_BESIDE: Final = (0.1, 0.01)  # seconds, and seconds a step, that a busy machine takes between steps
-_AWAKE: Final = 0.5  # least share of the time that a rank sleeps in which it waits for messages
-_ROUNDED: Final = 0.01  # seconds by which readings of the clock differ
-_BARRIERS: Final = 4  # around the counted steps, and around each validation, which is not counted
+RATE_WITHIN: Final = (0.95, 1.05)  # rate that probes may measure, as a share of the requested rate
+_COVERED: Final = 0.9  # share that steps must take, at least, of the time from the first to the last
+_BETWEEN_STEPS: Final = (0.1, 0.01)  # seconds that a busy machine may lose: in all, and between two steps
+_AWAKE: Final = 0.5  # share that waiting for messages must be, at least, of the time in which a rank sleeps
+_ROUNDED: Final = 0.01  # seconds by which two clocks may differ
+_BARRIERS: Final = 4  # barriers around the counted steps, and around each validation (itself not counted)
 
 
 def ledger_mismatch(record: Record) -> str | None:
-    """How the recorded ledgers differ from the recorded predictions; None if equal, or without a ledger."""
+    """Return how the recorded ledgers differ from the recorded predictions; None if they are equal or missing."""
     if record.predicted is None:
         return None
     predicted = record.predicted.ledgers
@@ -43,17 +52,20 @@ def ledger_mismatch(record: Record) -> str | None:
                 row = f"{sent[0]} bytes in {sent[1]} messages for {', '.join(filter(None, key))}"
                 prediction = f"predicted are {wanted[0]} bytes in {wanted[1]} messages"
                 return f"rank {rank.rank} sent {row}; {prediction}"
-    return None if record.predicted.equal else "the record says that its ledgers are not its predictions"
+    return (
+        None if record.predicted.equal else "the record states that its ledgers differ from its predictions"
+    )
 
 
 def _by_key(ledger: Sequence[LedgerRow]) -> dict[tuple[str, ...], tuple[int, int]]:
+    """Return (bytes, messages) by phase, purpose, unit, hop and link."""
     return {
         (row.phase, row.purpose, row.unit, row.hop, row.link): (row.bytes, row.messages) for row in ledger
     }
 
 
 def interface_mismatch(record: Record) -> str | None:
-    """How recorded interfaces differ from the ledgers, where a node has both; None if they agree."""
+    """Return how a node's interface counter differs from its ranks' ledgers; None if all agree or one is missing."""
     header = record.link.details.get("header_bytes", HEADER_BYTES) if record.link else HEADER_BYTES
     decodes = record.trial.get("workload", "train") != "train"
     world, validated = len(record.ranks), len(record.validations)
@@ -72,38 +84,51 @@ def interface_mismatch(record: Record) -> str | None:
 
 
 def counter_mismatch(counted: int, ledger: int, headers: int, messages: int) -> str | None:
-    """How the bytes that an interface counted differ from ledger, packets' headers and at most
-    ``CONTROL_BYTES`` a message of gloo's own; None if they do not.
+    """Return how an interface's counter differs from the bytes that explain it; None if it does not.
+
+    Args:
+        counted: Bytes that the interface sent.
+        ledger: Bytes that the node's ranks booked.
+        headers: Bytes of the packets' headers.
+        messages: Number of messages, for each of which gloo may send ``CONTROL_BYTES`` of its own.
     """
     low, high = INTERFACE_WITHIN
     stated, control = ledger + headers, CONTROL_BYTES * messages
     if low * stated <= counted <= high * stated + control:
         return None
     return (
-        f"sent {counted} bytes in the timed steps, its ledger holds {ledger} and {headers} are the packets' "
-        f"headers: {counted / stated if stated else math.nan:.3f} of what is stated, allowed is {low:g} to "
-        f"{high:g}, and {control} bytes of gloo's own"
+        f"sent {counted} bytes in the timed steps; its ledger holds {ledger}, and packet headers take {headers}: "
+        f"{counted / stated if stated else math.nan:.3f} of their sum, where {low:g} to {high:g} is allowed, "
+        f"plus {control} bytes of gloo's own messages"
     )
 
 
 @dataclass(slots=True)
 class Checked:
-    """What one rank checked while it trained."""
+    """What one rank noted while it trained (:mod:`harness.measure.training_checks`), for :func:`training_fault`."""
 
-    kernel: str | None = None  # why a codec's kernels are not the reference; of the first such codec
-    wrong: str | None = None  # this rank's first fault in training
-    replayed: int = 0  # steps of the optimizer that were replayed
-    linked: int = 0  # steps whose optimizer had the gradients of a rehearsal just before them
-    batches: dict[int, str] = field(default_factory=dict)  # SHA-256 of inputs and targets, by step
-    of_next_rank: dict[int, str] = field(default_factory=dict)  # the same of the next rank, by the seed
-    seconds: float = 0.0  # from the first timed step to the last, without ``untimed``
-    step_seconds: list[float] = field(default_factory=list)  # of every step, by a clock around it
-    slept: list[float] = field(default_factory=list)  # seconds of them in which the thread slept, if known
-    untimed: float = 0.0  # seconds between steps, so far
+    kernel: str | None = None  # how the first wrong codec kernel differs from the reference
+    wrong: str | None = None  # the first fault that this rank found itself
+    replayed: int = 0  # optimizer steps that were replayed and found right
+    linked: int = 0  # steps whose optimizer got the gradients of the rehearsal just before
+    # SHA-256 of this rank's inputs and targets by step, and of those that the seed gives the next rank.
+    batches: dict[int, str] = field(default_factory=dict)
+    of_next_rank: dict[int, str] = field(default_factory=dict)
+    seconds: float = (
+        0.0  # from the beginning of the first timed step to the end of the last, without ``untimed``
+    )
+    step_seconds: list[float] = field(default_factory=list)  # of every step, by a second clock around it
+    slept: list[float] = field(default_factory=list)  # seconds of a step in which the thread slept, if known
+    untimed: float = 0.0  # seconds of evaluations and checks between steps, so far
 
 
 def training_fault(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | None:
-    """Why training was not as the trial asks, by all ranks in order; None if nothing is wrong."""
+    """Return the first way in which training was not as the trial asks; None if nothing is wrong.
+
+    Args:
+        checked: What each rank noted, by rank.
+        ranks: Records of the ranks, by rank.
+    """
     missed: list[str] = []
     for rank, check in enumerate(checked):
         if check.wrong is not None:
@@ -111,36 +136,38 @@ def training_fault(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> s
         drawn = checked[rank - 1].of_next_rank
         for step, digest in check.batches.items():
             if digest != drawn.get(step):
-                read = f"rank {rank} read other batches in step {step} (SHA-256 {digest[:12]})"
-                return f"{read} than its seed gives it ({drawn.get(step, 'none')[:12]})"
+                read = f"in step {step} rank {rank} read another batch (SHA-256 {digest[:12]})"
+                return f"{read} than the seed gives this rank ({drawn.get(step, 'none')[:12]})"
         steps = ranks[rank].steps
         for timed_step, seconds in zip(steps, check.step_seconds, strict=False):  # generations have no steps
             if timed_step.total > seconds + _ROUNDED:
-                took = f"step {timed_step.index} of rank {rank} is said to take {timed_step.total:.3f} s"
-                return f"{took}, by a clock around it {seconds:.3f} s: the clock counts too much"
+                took = f"step {timed_step.index} of rank {rank} is recorded with {timed_step.total:.3f} s"
+                return (
+                    f"{took}, but a second clock around it shows {seconds:.3f} s: the clock counts too much"
+                )
         timed = [step.total for step in steps if not step.warmup]
-        total, beside = math.fsum(timed), _BESIDE[0] + _BESIDE[1] * len(timed)
-        sums = f"the timed steps of rank {rank} add up to {total:.3f} s, and {check.seconds:.3f} s passed"
-        if timed and total < _COVERED * check.seconds - beside:
-            missed.append(f"{sums}: the clock misses a part")
-    if missed and len(missed) == len(checked):  # a busy machine may hold single ranks up between their steps
+        total, allowed = math.fsum(timed), _BETWEEN_STEPS[0] + _BETWEEN_STEPS[1] * len(timed)
+        sums = f"the timed steps of rank {rank} add up to {total:.3f} s, but {check.seconds:.3f} s passed"
+        if timed and total < _COVERED * check.seconds - allowed:
+            missed.append(f"{sums}: the clock misses a part of them")
+    if missed and len(missed) == len(checked):  # a busy machine may delay single ranks, but not all
         return missed[0]
     for by_rank in zip(*(rank.steps for rank in ranks), strict=True):
         norms = [step.gradient_norm for step in by_rank if step.gradient_norm is not None]
         if norms and not max(norms) - min(norms) <= 1e-6 * abs(max(norms)) and math.isfinite(sum(norms)):
             listed = ", ".join(f"{norm:.6g}" for norm in norms)
             return f"gradient norms of step {by_rank[0].index} differ between ranks: {listed}"
-    for rank, check in enumerate(checked):  # a rank that slept waited for messages most of that time
+    for rank, check in enumerate(checked):  # a rank sleeps mostly because it waits for messages
         exposed = [step.exposed for step in ranks[rank].steps if step.exposed is not None]
         waited, slept, count = math.fsum(exposed), math.fsum(check.slept), len(check.slept)
-        if len(exposed) == count and waited < _AWAKE * slept - _BESIDE[0] - _BESIDE[1] * count:
+        if len(exposed) == count and waited < _AWAKE * slept - _BETWEEN_STEPS[0] - _BETWEEN_STEPS[1] * count:
             wait = f"waited {waited:.3f} s for messages in {count} steps"
-            return f"rank {rank} is said to have {wait}, in which its thread slept for {slept:.3f} s"
+            return f"rank {rank} recorded that it {wait}, but its thread slept for {slept:.3f} s in them"
     return None
 
 
 def codec_mismatch(record: Record) -> str | None:
-    """Why a message's codec is none of the trial's policy; None if all are."""
+    """Return which message was encoded with a codec that the trial's policy does not have; None if there is none."""
     if not record.communication_errors:
         return None
     policy = Trial.from_canonical(record.trial).resolved_policy()
@@ -149,23 +176,29 @@ def codec_mismatch(record: Record) -> str | None:
     policies = [policy, policy.for_kind(persistent=True), policy.for_kind(trainable=False)]
     known = {str(codec) for variant in policies for codec in (*variant.codecs, variant.copy_codec)}
     unblocked = partial(re.sub, r":[0-9]+", "")  # a codec without the size of its blocks
-    if policy.blocks == "shape":  # of each unit
+    if policy.blocks == "shape":  # the size of blocks then differs from unit to unit
         known |= {unblocked(text) for text in known}
     for error in record.communication_errors:
         if error.codec and not known & {error.codec, unblocked(error.codec)}:
             hop = "" if error.hop is None else f" in hop {error.hop}"
             sent = f"{error.purpose} of {error.unit or 'all units'} were sent as {error.codec}{hop}"
-            return f"{sent} of step {error.step}; the trial's policy has {', '.join(sorted(known))}"
+            return f"in step {error.step} {sent}; the trial's policy has {', '.join(sorted(known))}"
     return None
 
 
 def header_bytes(row: LedgerRow) -> int:
-    """Bytes of the headers of a row's messages, if equally long, in packets of ``SEGMENT_BYTES``."""
+    """Return the bytes of packet headers of a row's messages.
+
+    The messages are taken to be equally long, and to be cut into packets with ``SEGMENT_BYTES`` of payload.
+    """
     return HEADER_BYTES * row.messages * math.ceil(row.bytes / max(row.messages, 1) / SEGMENT_BYTES)
 
 
 def rate_mismatch(record: Record, *, above: bool = False) -> str | None:
-    """How the probed link misses the requested rate, or only is ``above`` it; None where it does not."""
+    """Return how the probed link misses the requested rate; None if it does not, or was not probed.
+
+    With ``above``, only a link that is too fast is reported.
+    """
     link = record.link
     if link is None or link.requested_mbit is None or not link.probed_mbit:
         return None

@@ -1,6 +1,7 @@
-"""The shell script that runs one recorded trial again: sources, packages, suite, command.
+"""Writes the shell script that runs one recorded trial again.
 
-Texts of a suite are quoted here-documents, which a shell copies without expanding them.
+The script checks out the recorded commit with its changes, installs the recorded packages, writes the suite file and
+runs the trial.  Files are written from quoted here-documents, which a shell copies without expanding them.
 """
 
 from __future__ import annotations
@@ -15,27 +16,34 @@ from harness.records.run_record import Node, Run
 from harness.records.trial_record import Record
 
 _PACKAGE: Final = "zeropp-bench"
-_EVERYWHERE: Final = ("stdlib", "glyphs")  # corpora that every installation has
+_EVERYWHERE: Final = ("stdlib", "glyphs")  # corpora that need no file
 
 
 def script(record: Record, run: Run) -> str:
-    """The script, which starts in a clone; its comments say what is not known, or not kept whole."""
+    """Return the script, to be started in a clone of the repository.
+
+    Its comments name whatever the record does not know, or does not hold completely.
+    """
     node, folder, changes = run.nodes[0], f"zeropp-{record.id}", run.changes
     lines = ["set -e", *_comments(record, run), ""]
     commit = node.code.get("commit")
     if commit is None:
         version, source = one_line(str(node.code.get("version"))), node.code.get("source")
-        lines.append(f"# The commit is not known; version {version}, hash of the sources {source}")
+        lines.append(
+            f"# The commit is not known; the version was {version}, the hash of the sources {source}."
+        )
     at = "" if commit is None else f" {shlex.quote(str(commit))}"
     lines += [f"git worktree add --detach ../{folder}{at}", f"cd ../{folder}"]
     if changes is not None and changes.whole:
         lines += [*_file("changes.patch", changes.text), "git apply changes.patch"]
     elif changes is not None:
         size = f"{changes.size} bytes, SHA-256 {changes.sha256}"
-        lines.append(f"# The checkout had changes that are not kept whole ({size}): this is not what ran.")
+        lines.append(
+            f"# The checkout had changes that are not recorded in full ({size}): the code that ran was another."
+        )
     lines += ["", *_installed(node), ""]
     if run.suite is None:
-        lines.append(f"# The suite's file is not known; the trial was {json.dumps(record.trial)}")
+        lines.append(f"# The suite file is not known; the trial was {json.dumps(record.trial)}")
     else:
         for path, text in (*run.suite.configurations.items(), ("suite.toml", run.suite.text)):
             lines += _file(path, text)
@@ -47,7 +55,7 @@ def script(record: Record, run: Run) -> str:
 
 
 def _comments(record: Record, run: Run) -> list[str]:
-    """Comments on where and when it ran, and on the environment there."""
+    """Return comments that say when and where the trial ran, and in which environment."""
     lines = [f"Trial {record.id} of suite {record.suite}, {record.started}."]
     for number, node in enumerate(run.nodes):
         facts = {name: fact for name, fact in node.machine.items() if fact and name != "packages"}
@@ -55,12 +63,17 @@ def _comments(record: Record, run: Run) -> list[str]:
         lines.append(f"Node {number}: {', '.join(f'{name} {fact}' for name, fact in facts.items())}")
     for name, digest in record.inputs.items():
         if name != "corpus" or record.trial.get("corpus") not in _EVERYWHERE:
-            lines.append(f"Its {name} is not kept; beside suite.toml it needs the file of SHA-256 {digest}.")
+            lines.append(
+                f"Its {name} is not recorded: put the file with SHA-256 {digest} next to suite.toml."
+            )
     return ["# " + one_line(line) for line in lines]
 
 
 def _installed(node: Node) -> list[str]:
-    """A virtual environment of the same Python with the same packages, without builds that no index has."""
+    """Return commands that make a virtual environment with the same Python and packages.
+
+    Local build tags (``+cpu``) are dropped from the versions, since package indexes do not have such builds.
+    """
     python = ".".join(str(node.machine.get("python")).split(".")[:2])
     packages = [name for name in node.software.packages if name.partition("==")[0].lower() != _PACKAGE]
     return [
@@ -72,10 +85,10 @@ def _installed(node: Node) -> list[str]:
 
 
 def _file(name: str, text: str) -> list[str]:
-    """Commands that write ``text`` to a file in the current folder; a comment for a path outside of it."""
+    """Return commands that write ``text`` to a file in the current folder; a comment if the path leads out of it."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name + text:
-        return [f"# Not written, since it is not in this folder: {one_line(name)}"]
+        return [f"# Not written, since the path leads out of this folder: {one_line(name)}"]
     end = "END"
     while end in text.split("\n"):
         end += "_"

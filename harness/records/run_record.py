@@ -1,6 +1,7 @@
-"""What all trials of one run have in common, in one file: sources, suite, and what every node had.
+"""Records what all trials of one run have in common: the suite, changes of the sources, and each node's software.
 
-The file ``runs/<hash of its content>.json`` lies in the suite's results; records name it.  No torch.
+It is one file ``runs/<hash of its content>.json`` in the suite's results folder, and each trial's record names it in
+its field ``run``.  No torch.
 """
 
 from __future__ import annotations
@@ -14,48 +15,48 @@ from pydantic import BaseModel, Field
 from harness.records.trial_record import RecordError, digest_of, read_as, write_whole
 
 RUNS: Final = "runs"
-_LETTERS: Final = 16  # of the SHA-256
+_LETTERS: Final = 16  # of the SHA-256 that name a file
 
 
 class _Part(BaseModel, extra="forbid", frozen=True):
-    pass
+    """Base of the file's parts."""
 
 
 class SuiteText(_Part):
-    """The file of a suite."""
+    """A suite file."""
 
     name: str
     text: str
-    configurations: dict[str, str] = {}  # DeepSpeed's in files, JSON by the path that the suite has
+    configurations: dict[str, str] = {}  # JSON of the DeepSpeed configurations that it names, by path
 
 
 class Changes(_Part):
-    """How the checkout differed from its commit, as ``git apply`` reads it."""
+    """How the checkout differed from its commit, as a patch for ``git apply``."""
 
-    size: int  # of the whole, in bytes
-    sha256: str  # of the whole
-    text: str  # its first bytes, without those that are no UTF-8
+    size: int  # bytes of the whole patch
+    sha256: str  # of the whole patch
+    text: str  # the first part of the patch, without bytes that are no UTF-8
 
     @property
     def whole(self) -> bool:
-        """Whether all of it is kept."""
+        """Whether ``text`` is the whole patch."""
         return len(self.text.encode()) == self.size
 
 
 class Software(_Part):
-    """Software of one node, beside our sources."""
+    """Software that is installed on one node."""
 
-    packages: list[str]  # all that are installed, as ``name==version``
+    packages: list[str]  # all Python packages, as ``name==version``
     libraries: dict[str, str]  # versions of CUDA, cuDNN and NCCL, if installed
 
 
 class Node(BaseModel, extra="ignore", frozen=True):
-    """What one node had; older files hold more, which is not read."""
+    """Machine, sources and software of one node; further keys of older files are ignored."""
 
-    machine: dict[str, Any]  # as records have it (``harness.measure.machine``)
-    code: dict[str, Any]
+    machine: dict[str, Any]  # facts about the machine (``harness.measure.machine``)
+    code: dict[str, Any]  # version, commit and hash of the sources
     software: Software
-    environment: dict[str, str]  # variables that matter, without secrets
+    environment: dict[str, str]  # environment variables that affect results, without secrets
     hcas: list[str] = []  # its InfiniBand adapters with an active port, in order; empty in older records
 
 
@@ -63,18 +64,22 @@ class Run(_Part):
     """What all trials of one run have in common."""
 
     schema_version: int = 1
-    suite: SuiteText | None  # None for trials of no file
-    changes: Changes | None  # of node 0's checkout; None if there are none, or they are not known
-    nodes: list[Node] = Field(min_length=1)  # by number; the first wrote the records
+    suite: SuiteText | None  # None if the trials came from no suite file
+    changes: Changes | None  # of node 0's checkout; None if it had none, or they are not known
+    nodes: list[Node] = Field(min_length=1)  # by number; node 0 wrote the records
 
 
 def path_of(results: Path, run: str) -> Path:
-    """Path of the file of run ``run``."""
+    """Return the path of the file of run ``run``."""
     return results / RUNS / f"{run}.json"
 
 
 def write(results: Path, run: Run) -> str:
-    """Write ``run`` atomically, unless its file exists, or raise a RecordError; returns its hash."""
+    """Write ``run`` atomically, unless its file exists; returns the hash that names it.
+
+    Raises:
+        RecordError: If the file cannot be written.
+    """
     text = run.model_dump_json(indent=1)
     name = digest_of(json.loads(text))[:_LETTERS]
     if not path_of(results, name).exists():
@@ -83,10 +88,16 @@ def write(results: Path, run: Run) -> str:
 
 
 def read(results: Path, run: str) -> Run:
-    """Read the file of run ``run`` and check its hash; raises as :func:`read_as`."""
+    """Read the file of run ``run`` and check its hash.
+
+    Raises:
+        RecordError: If the file is unreadable, invalid, or does not have the hash that names it.
+    """
     path = path_of(results, run)
     record = read_as(Run, path)
     name = digest_of(json.loads(path.read_text(encoding="utf-8")))[:_LETTERS]
     if name != run:
-        raise RecordError(f"{path}: edited or damaged since it was written: its content is that of {name}")
+        raise RecordError(
+            f"{path}: edited or damaged since it was written: the hash of its content is {name}"
+        )
     return record

@@ -1,6 +1,7 @@
-"""Traces of steps beside the records of their trials, as ``zeropp trace`` writes them.  No torch.
+"""Reads traces of single steps, which ``zeropp trace`` writes next to the records.  No torch.
 
-Only the ranks' spans and the trial are read back from the Chrome trace.
+A trace is a file in Chrome's trace format, for Perfetto.  Each rank is a process with a few lanes: computing, coding,
+sending inside and between nodes, and waiting.  Reports read back the spans of these lanes, and the trial.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Event(BaseModel, extra="ignore", frozen=True):
-    """One event of the format: a span of a rank's lane (``X``), or a name (``M``)."""
+    """One event of Chrome's format: a span in a rank's lane (``ph`` is ``X``), or a name (``M``)."""
 
     ph: Literal["X", "M"]
     name: str
     pid: Annotated[int, Field(ge=0)]  # the rank
     cat: str = ""  # the lane
-    ts: _Seconds = 0.0  # microseconds from the first
-    dur: _Seconds = 0.0  # microseconds
+    ts: _Seconds = 0.0  # beginning, in microseconds since the first event
+    dur: _Seconds = 0.0  # duration in microseconds
 
     @model_validator(mode="after")
     def _in_a_lane(self) -> Self:
@@ -40,23 +41,23 @@ class Event(BaseModel, extra="ignore", frozen=True):
 
 
 class About(BaseModel, extra="ignore", frozen=True):
-    """A trace's trial, its machine, and its cost."""
+    """The trial of a trace, the machine, and what tracing cost."""
 
     trial: Annotated[str, Field(pattern="^[0-9a-f]{12}$")]
-    pool: str  # of machine and code, as in records
-    seconds: _Seconds  # of the slowest rank's step
+    pool: str  # hash of machine and code, as in records
+    seconds: _Seconds  # of the traced step, on the slowest rank
     before: _Seconds  # of the step before it, which was not traced
-    shows: str  # what the trace shows, in a line
+    shows: str  # one line on what the trace shows
 
 
 class Trace(BaseModel, extra="ignore", frozen=True):
-    """A file."""
+    """A trace file."""
 
     traceEvents: list[Event]  # noqa: N815  # the format's name
     otherData: About  # noqa: N815
 
     def spans(self) -> list[tuple[int, Span]]:
-        """(rank, span) of every event of a lane, in seconds."""
+        """Return (rank, span) of every event in a lane, with times in seconds."""
         return [
             (event.pid, Span(event.cat, event.name, event.ts / 1e6, (event.ts + event.dur) / 1e6))
             for event in self.traceEvents
@@ -65,12 +66,16 @@ class Trace(BaseModel, extra="ignore", frozen=True):
 
 
 def path_of(folder: Path, identity: str) -> Path:
-    """The file of a trial's trace in its suite's results."""
+    """Return the path of a trial's trace in its suite's results folder."""
     return folder / FOLDER / f"trace-{identity}.json"
 
 
 def read_traces(folder: Path) -> list[Trace]:
-    """All traces beside the records of a folder; a RecordError names an invalid one, or another trial's."""
+    """Read all traces of a results folder.
+
+    Raises:
+        RecordError: If a trace is unreadable or invalid, or its name is that of another trial.
+    """
     traces = []
     for path in sorted((folder / FOLDER).glob("trace-*.json")):
         try:
@@ -78,22 +83,31 @@ def read_traces(folder: Path) -> list[Trace]:
         except OSError as error:
             raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from error
         except ValidationError as error:
-            raise RecordError(f"{path}: is no trace of a step: {wrong_field(error)}") from error
+            raise RecordError(f"{path}: not the trace of a step: {wrong_field(error)}") from error
         if path != path_of(folder, trace.otherData.trial):
-            raise RecordError(f"{path}: is of trial {trace.otherData.trial}")
+            raise RecordError(
+                f"{path}: holds the trace of trial {trace.otherData.trial}; rename or delete it"
+            )
         traces.append(trace)
     return traces
 
 
 def overlap(spans: Sequence[Span]) -> tuple[float, float]:
-    """Seconds of a rank in which messages between nodes were under way, and of them those without waiting."""
+    """Return how long a rank's messages between nodes were under way, and for how much of that it did not wait.
+
+    Args:
+        spans: The spans of one rank.
+
+    Returns:
+        (seconds under way, seconds of them in which the rank did not wait for other nodes).
+    """
     under_way = [span for span in spans if span.lane == BETWEEN]
     waited = [span for span in spans if (span.lane, span.name) == (WAITING, ACROSS)]
     return _covered(under_way), _covered(under_way + waited) - _covered(waited)
 
 
 def _covered(spans: Sequence[Span]) -> float:
-    """Seconds of the spans' union."""
+    """Return the seconds that are covered by at least one span."""
     seconds, until = 0.0, -math.inf
     for begin, end in sorted((span.begin, span.end) for span in spans):
         seconds += max(0.0, end - max(begin, until))

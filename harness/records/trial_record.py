@@ -1,8 +1,8 @@
-"""Record of a trial: its raw measurements as one JSON file, written atomically.
+"""Defines the record of a trial: its raw measurements as one JSON file, written atomically.
 
-Every step's times, every loss and every byte counter is stored as measured; statistics belong to ``report``.
-A failure is a record too.  ``results/README.md`` explains every key; here are those whose name does not.
-Times are in seconds.  No torch.
+Every step's times, every loss and every byte counter is stored as it was measured; statistics are left to ``report``.
+A trial that failed has a record too.  ``results/README.md`` explains every key; comments here explain only those that
+their names do not.  Times are in seconds.  No torch.
 """
 
 from __future__ import annotations
@@ -32,27 +32,30 @@ _Squares = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
 
 
 class RecordError(Exception):
-    """A results file cannot be read or written; the message names the file and what to do."""
+    """A results file cannot be read or written; the message names the file, the reason and what to do."""
 
 
-class _Part(BaseModel, extra="ignore", frozen=True):  # older records hold more, which is not read
-    pass
+class _Part(BaseModel, extra="ignore", frozen=True):
+    """Base of a record's parts; further keys of older records are ignored."""
 
 
 class LedgerRow(_Part):
-    """Payload that one rank sent over the timed steps; a message is one per destination."""
+    """Payload that one rank sent in all timed steps together, for one purpose and unit.
+
+    A message has one destination, so that an exchange with three other ranks counts as three.
+    """
 
     phase: Phase
-    purpose: str
+    purpose: str  # such as weights or gradients
     unit: str
-    hop: str
+    hop: str  # axis of the mesh along which it was sent
     link: Link
     bytes: int
     messages: int
 
 
 class Step(_Part):
-    """Times of one optimizer step on one rank; ``exposed_*`` is how long a part waited for messages."""
+    """Times of one optimizer step on one rank; ``exposed_*`` is the time that a part waited for messages."""
 
     index: int
     warmup: bool
@@ -72,7 +75,7 @@ class Step(_Part):
 
     @property
     def exposed(self) -> float | None:
-        """Seconds that the rank waited for communication; None if not known."""
+        """Seconds in which the rank waited for communication; None if unknown."""
         if self.exposed_forward is None or self.exposed_backward is None:
             return None
         before = (self.exposed_generate or 0.0) + (self.exposed_score or 0.0)
@@ -80,11 +83,11 @@ class Step(_Part):
 
 
 class Token(_Part):
-    """Time and bytes of decoding one token; ``step`` numbers generations, ``index`` 0 reads the prompt."""
+    """Time and bytes of decoding one token on one rank."""
 
-    step: int
+    step: int  # number of the generation
     warmup: bool
-    index: int
+    index: int  # of the token in its generation; 0 includes reading the prompt
     seconds: float
     exposed: float | None
     inter_bytes: int | None
@@ -92,7 +95,7 @@ class Token(_Part):
 
 
 class Validation(_Part):
-    """Mean loss over ranks after ``step`` steps, with seconds and bytes of training so far."""
+    """Mean validation loss of all ranks after ``step`` steps, with the seconds and bytes that training took so far."""
 
     step: int
     loss: float
@@ -101,20 +104,20 @@ class Validation(_Part):
 
 
 class Memory(_Part):
-    """Bytes of one rank by part, counted and predicted; ``copied`` between host and device."""
+    """Bytes that one rank held, and that it copied between host and device in the timed steps."""
 
-    engine: dict[str, int]
-    formula: dict[str, int]
-    peak_rss: int
-    peak_device: int | None = None
-    copied: dict[str, int] = {}
-    copied_formula: dict[str, int] = {}
+    engine: dict[str, int]  # held, by part, as counted
+    formula: dict[str, int]  # held, by part, as predicted; empty for peers
+    peak_rss: int  # of the process
+    peak_device: int | None = None  # of the GPU
+    copied: dict[str, int] = {}  # by direction and purpose, as counted
+    copied_formula: dict[str, int] = {}  # by direction and purpose, as predicted
 
 
 class Alone(_Part):
-    """Computation by itself on one rank (:mod:`harness.measure.compute_alone`)."""
+    """Seconds of the unsharded model's computation on one rank, without messages (``measure.compute_alone``)."""
 
-    when: Literal["before", "after"]
+    when: Literal["before", "after"]  # the trial's steps
     forward: _Seconds
     backward: _Seconds
     optimizer: _Seconds
@@ -123,7 +126,7 @@ class Alone(_Part):
 
 
 class RankRecord(_Part):
-    """Measurements of one rank; ``ledger`` is None for strategies outside our wire."""
+    """Measurements of one rank; ``ledger`` is None for peers, whose messages are not booked."""
 
     rank: int
     node: int
@@ -136,16 +139,16 @@ class RankRecord(_Part):
 
 
 class GradientCheck(_Part):
-    """A unit's reduced gradient before a step: ``share`` is the largest ``|found - expected| / allowed``."""
+    """Comparison of a unit's reduced gradient with a single process's, before a step."""
 
     unit: str
-    elements: int
-    share: float
+    elements: int  # number of elements compared
+    share: float  # the largest |found - expected| / allowed
     step: int = 0
 
 
 class QuantisationError(_Part):
-    """Error of one codec that was tried on weights or reduced gradients of one unit, sending nothing."""
+    """Error of one codec on the weights or reduced gradients of one unit; it was tried without sending anything."""
 
     purpose: str
     unit: str
@@ -157,47 +160,48 @@ class QuantisationError(_Part):
 class CommunicationError(_Part):
     """Error of one unit's messages in one step, summed over all ranks.
 
-    Of one hop: decoded frames against the values encoded there, error feedback included.  End to end: the
-    reduced against the exact mean, or gathered weights against masters.  None where values overflowed.
+    For a single hop, decoded values are compared with the values that were encoded there, which include carried
+    errors of error feedback.  End to end, the reduced gradient is compared with the exact mean, or the gathered
+    weights with the masters.
     """
 
     step: int
     purpose: Communicated
     unit: str
-    hop: int | None = None
+    hop: int | None = None  # number of the hop; None for end to end
     axis: str = ""
     codec: str = ""
-    repeated: int = 1
-    squared_error: _Squares
-    squared_value: _Squares
+    repeated: int = 1  # number of repeated reductions whose mean was compared
+    squared_error: _Squares  # sum of the errors' squares; None if values overflowed
+    squared_value: _Squares  # sum of the exact values' squares; None if values overflowed
     cosine: float | None = None
 
 
 class ChosenCodec(_Part):
-    """A codec that a budget chose for what one unit sends, after ``step`` optimizer steps."""
+    """A codec that a bit budget chose for the weights or gradients of one unit, after ``step`` optimizer steps."""
 
     step: int
     what: Literal["weights", "gradients"]
     unit: str
-    hop: str  # name of the axis; empty of weights
+    hop: str  # axis of the hop; empty for weights
     codec: str
-    vnmse: float  # of the codec in the step before, over all ranks; for gradients, of the hop's input
+    vnmse: float  # of the codec in the step before, over all ranks; for gradients, on the hop's input
 
 
 class LinkRecord(_Part):
-    """The link between nodes, in Mbit/s per node and direction; None is unshaped."""
+    """The link between nodes; rates are in Mbit/s per node and direction."""
 
     kind: str
-    why: str
-    requested_mbit: float | None
-    calibrated_mbit: list[float]
-    probed_mbit: list[float]
-    message_bytes: int
+    why: str  # the reason for that kind
+    requested_mbit: float | None  # None for no limit
+    calibrated_mbit: list[float]  # measured when the link was opened
+    probed_mbit: list[float]  # measured after the trial
+    message_bytes: int  # of a calibration or probe
     details: dict[str, Any] = {}
 
 
 class InterfaceCounters(_Part):
-    """One node's network interface over the timed steps: bytes and packets it sent."""
+    """Bytes and packets that one node's network interface sent in the timed steps."""
 
     node: int
     tx_bytes: int
@@ -205,34 +209,34 @@ class InterfaceCounters(_Part):
 
 
 class GpuUse(_Part):
-    """One GPU of a node during the timed steps, by NVML."""
+    """One GPU of a node during the timed steps, as NVML reports it."""
 
     index: int
     name: str
-    samples: int  # readings; means and shares are over them
-    joules: float | None  # by its own counter; None where it has none
-    sampled_joules: float  # the integral of its power, by the trapezoidal rule
+    samples: int  # number of readings, over which means and shares are taken
+    joules: float | None  # from the GPU's own energy counter; None if it has none
+    sampled_joules: float  # from its power readings, integrated by the trapezoidal rule
     watts: float  # mean power
     utilisation: float  # mean share of time in which a kernel ran
     clock_mhz: float  # mean clock of its multiprocessors
-    throttled: dict[str, float] = {}  # share of samples in which its clock was held down, by reason
-    others: int = 0  # most processes of others that computed on it at once
+    throttled: dict[str, float] = {}  # share of readings in which its clock was throttled, by reason
+    others: int = 0  # largest number of other users' processes that computed on it at once
 
 
 class NodeUse(_Part):
-    """The GPUs of a node; ``seconds`` span the timed steps and the time between them."""
+    """The GPUs of a node during the timed steps."""
 
     node: int
-    seconds: float
+    seconds: float  # of the timed steps and the time between them
     gpus: list[GpuUse] = []
 
 
 class ProcessorUse(_Part):
-    """CPU seconds of the machine in ``seconds`` of timed steps, evaluations between them included."""
+    """CPU seconds of the whole machine during the timed steps and the evaluations between them."""
 
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # wall-clock time
     processors: Annotated[int, Field(ge=1)]
-    ranks: _Seconds
+    ranks: _Seconds  # of the trial's ranks; the others are of the whole machine
     user: _Seconds
     system: _Seconds
     interrupts: _Seconds
@@ -240,38 +244,37 @@ class ProcessorUse(_Part):
 
 
 class Foreseen(_Part):
-    """The prediction of a step; ``compute`` and ``wire`` overlap, ``spread`` is the calibration's."""
+    """The predicted duration of a step (:mod:`impl.plan.step_time`)."""
 
-    machine: str
-    calibrated: bool
+    machine: str  # name of the machine file
+    calibrated: bool  # whether the step is like those that the machine was calibrated on
     seconds: _Seconds
-    compute: _Seconds
-    wire: _Seconds
-    spread: _Seconds
+    compute: _Seconds  # of the model's passes and the optimizer
+    wire: _Seconds  # of the messages between nodes, which overlap with computing
+    spread: _Seconds  # relative standard deviation of such steps, from the calibration
 
 
 class Predicted(_Part):
-    """Bytes that ``impl.plan.traffic`` predicts per rank, and whether the ledger equals them exactly."""
+    """Messages that :mod:`impl.plan.traffic` predicts."""
 
-    ledgers: list[list[LedgerRow]]  # one list a rank
-    equal: bool
+    ledgers: list[list[LedgerRow]]  # by rank
+    equal: bool  # whether all ranks' ledgers equal them exactly
 
 
-PASSING: Final = ("interrupted", "refused", "link", "killed", "disk", "lost")  # may not happen again
+PASSING: Final = ("interrupted", "refused", "link", "killed", "disk", "lost")
+"""Kinds of failure that may not happen again, so that the next run repeats the trial."""
 
 
 class Failure(_Part):
-    """Why a trial has no result; ``by`` is the peer's library that cannot run it.
-
-    ``losses`` are those of a trial that ran and was refused: the mean over ranks of each step, warm-ups
-    included, before the first one that is not finite.
-    """
+    """Why a trial has no result."""
 
     kind: str
     message: str
-    log: str | None
-    by: str | None = None
-    tail: list[str] = []
+    log: str | None  # path of the ranks' log, relative to the results folder
+    by: str | None = None  # the peer's library, if it is the library that cannot run the trial
+    tail: list[str] = []  # last lines of the log
+    # If the trial ran and a check refused it: each step's mean loss over ranks, warm-up steps included, up to the
+    # first that is not finite.
     losses: list[float] = []
 
 
@@ -283,7 +286,7 @@ class Failed(_Part):
 
 
 class Record(_Part):
-    """Record of one trial; its ``id`` is the hash of ``trial``.  Older ones may lack what has a default."""
+    """Record of one trial, whose ``id`` is a hash of ``trial``.  Older records may lack fields that have a default."""
 
     schema_version: int = SCHEMA_VERSION
     id: str
@@ -327,22 +330,26 @@ class Record(_Part):
 
     @property
     def padding(self) -> float:
-        """Padding of its units, as a share of the model's elements; 0 without units."""
+        """Padding of its units, as a share of the model's elements; 0 if it has no units."""
         return padding_share((numel, padded) for _, numel, padded in self.units)
 
     @property
     def settled(self) -> bool:
-        """Whether its trial need not run again; False if it failed for a reason that may pass."""
+        """Whether its trial need not run again; False if it failed for a reason of :data:`PASSING`."""
         return self.failure is None or self.failure.kind not in PASSING
 
     @property
     def measured(self) -> bool:
-        """True if it holds any measurement; most failures do not."""
+        """Whether it holds any measurement; most failures do not."""
         return self.failure is None or bool(self.ranks)
 
     @property
     def answers(self) -> bool:
-        """Whether it answers the suite's question: by a result, or by a limit or library that allows none."""
+        """Whether it helps to answer the suite's question.
+
+        A result does.  So does a failure that is itself an answer: a peer's library cannot run the trial, or it
+        would exceed the suite's memory limit and was not run.
+        """
         if self.failure is None or self.failure.by is not None:
             return True
         foreseen = self.failure.kind == "memory" and not self.ranks and self.failure.log is None
@@ -350,42 +357,42 @@ class Record(_Part):
 
 
 def joules(nodes: list[NodeUse]) -> float | None:
-    """Energy of all GPUs of a trial, by their counters, else sampled; None without GPUs."""
+    """Return the energy of all GPUs of a trial in joules, from their counters or else sampled; None without GPUs."""
     gpus = [gpu for node in nodes for gpu in node.gpus]
     return sum(gpu.sampled_joules if gpu.joules is None else gpu.joules for gpu in gpus) if gpus else None
 
 
 def slowest_seconds(record: Record) -> list[float]:
-    """Seconds of each timed step on its slowest rank."""
+    """Return the seconds of each timed step on the rank that was slowest in it."""
     of_ranks = [[step.total for step in rank.steps if not step.warmup] for rank in record.ranks]
     return [max(totals) for totals in zip(*of_ranks, strict=True)]
 
 
 def path_of(results: Path, record_id: str) -> Path:
-    """Path of the record of trial ``record_id``."""
+    """Return the path of the record of trial ``record_id``."""
     return results / f"{record_id}.json"
 
 
 def write(results: Path, record: Record) -> Path:
-    """Write ``record`` atomically, or raise a RecordError; returns its path."""
+    """Write ``record`` atomically and return its path; raises a RecordError if that fails."""
     target = path_of(results, record.id)
     write_whole(target, with_digest(record).model_dump_json(indent=1))
     return target
 
 
 def digest_of(data: dict[str, Any]) -> str:
-    """SHA-256 over a record's JSON-ready content, its digest left out: keys sorted, without spaces."""
+    """Return the SHA-256 of a record's JSON, with sorted keys, without spaces and without its digest."""
     content = {key: value for key, value in data.items() if key != "digest"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def with_digest(record: Model) -> Model:
-    """``record`` with the digest of its content, which shows edits and damage, but no forgery."""
+    """Return ``record`` with the digest of its content, which reveals edits and damage, but not forgery."""
     return record.model_copy(update={"digest": digest_of(json.loads(record.model_dump_json()))})
 
 
 def write_whole(target: Path, content: str | bytes) -> None:
-    """Write a file atomically (temporary file, fsync, rename), or raise a RecordError."""
+    """Write a file atomically (temporary file, fsync, rename); raises a RecordError if that fails."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:
@@ -399,18 +406,23 @@ def write_whole(target: Path, content: str | bytes) -> None:
 
 
 def read(path: Path) -> Record:
-    """Read one record; raises as :func:`read_as`."""
+    """Read one record; raises a RecordError as :func:`read_as` does."""
     return read_as(Record, path)
 
 
 def read_as(model: type[Model], path: Path) -> Model:
-    """Read a file of ``model`` in its schema version; a RecordError names the file and what is wrong."""
+    """Read a file and validate it as ``model``.
+
+    Raises:
+        RecordError: If the file cannot be read, is no such record, has another schema version, or does not match its
+            own digest.
+    """
     version = model.model_fields["schema_version"].default
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"{path}: cannot read: {error}") from error
-    except (ValueError, RecursionError) as error:  # no JSON, or numbers or nesting beyond Python's limits
+    except (ValueError, RecursionError) as error:  # not JSON, or beyond Python's limits on numbers and depth
         raise RecordError(f"{path}: not a record: {error}{_REMEDY}") from None
     if not isinstance(data, dict) or "schema_version" not in data:
         raise RecordError(f"{path}: not a record: no schema_version{_REMEDY}")
@@ -418,7 +430,7 @@ def read_as(model: type[Model], path: Path) -> Model:
         versions = f"schema version {data['schema_version']}, this program reads and writes {version}"
         raise RecordError(f"{path}: {versions}; move the folder aside or use the version that wrote it")
     if data.get("digest") is not None and data["digest"] != (digest := digest_of(data)):
-        digests = f"its digest is {str(data['digest'])[:12]}, that of its content {digest[:12]}"
+        digests = f"it states the digest {str(data['digest'])[:12]}, but its content has {digest[:12]}"
         raise RecordError(f"{path}: edited or damaged since it was written: {digests}{_REMEDY}")
     try:
         return model.model_validate(data)
@@ -427,14 +439,14 @@ def read_as(model: type[Model], path: Path) -> Model:
 
 
 def wrong_field(error: ValidationError) -> str:
-    """The first field that pydantic refuses, and why."""
+    """Return the first field that pydantic refuses, and why."""
     first = error.errors()[0]
     path, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
     return f"{path}: {message}" if path else message
 
 
 def read_all(results: Path) -> list[Record]:
-    """Read all records of a folder, in the order in which they ran; raises as :func:`read_as`."""
+    """Read all records of a folder, in the order in which they ran; raises a RecordError for the first bad file."""
     records, errors = read_valid(results)
     if errors:
         raise errors[0]
@@ -442,7 +454,7 @@ def read_all(results: Path) -> list[Record]:
 
 
 def read_valid(results: Path) -> tuple[list[Record], list[RecordError]]:
-    """The records of a folder, in the order in which they ran, and the errors of its other files."""
+    """Return a folder's valid records, in the order in which they ran, and the errors of its other files."""
     records: list[Record] = []
     errors: list[RecordError] = []
     for path in sorted(results.glob("*.json")):
@@ -453,6 +465,6 @@ def read_valid(results: Path) -> tuple[list[Record], list[RecordError]]:
             continue
         if record.id == path.stem:
             records.append(record)
-        else:  # it would count twice
-            errors.append(RecordError(f"{path}: is a copy of the record {record.id}{_REMEDY}"))
+        else:  # a copy would count twice
+            errors.append(RecordError(f"{path}: is a copy of the record {record.id}; delete the copy"))
     return sorted(records, key=lambda record: (record.started, record.id)), errors

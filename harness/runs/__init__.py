@@ -1,1 +1,1 @@
-"""Trials and sweeps: from a plan to a record."""
+"""Plans the trials of a suite, runs them, and makes a record of each."""

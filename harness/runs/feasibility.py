@@ -1,7 +1,9 @@
-"""Checks before anything starts whether trials can run on this machine, and into a folder of results.
+"""Checks before a sweep whether its trials can run on this machine, and whether its results folder can be used.
 
-Each trial of a suite is planned: what it sends and holds (:mod:`harness.runs.predict`), and why it cannot
-run here, or will be a failure on record without having run.
+:func:`forecast` predicts what each trial sends and holds (:mod:`harness.runs.predict`).  It also collects *problems*,
+for which the whole suite is refused (:func:`check_feasible`), and *failures*: a trial that would exceed the suite's
+memory limit, or that a peer's library cannot run, is recorded as failed without being run.
+:func:`check_folder` and :func:`check_inputs` refuse a results folder that holds results of other code or other inputs.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from impl.plan.step_time import Step
 if TYPE_CHECKING:
     from torch import nn
 
-# Of a rank's process before it has a model: the interpreter, torch and gloo's threads.
+# Memory of a rank's process before it has a model: the interpreter, torch and gloo's threads.
 PROCESS_BYTES: Final = 200 << 20
 
 
@@ -47,53 +49,54 @@ class Host:
 
     memory: int  # bytes that processes may use
     gpus: tuple[int, ...]  # bytes of each GPU
-    namespaces: Callable[[], str | None]  # says why network namespaces do not work; None if they do
+    namespaces: Callable[[], str | None]  # returns why network namespaces do not work; None if they do
 
 
 @dataclass(slots=True)
 class Forecast:
-    """Prediction for one trial."""
+    """What one trial will send, hold and take, and why it cannot run; filled in step by step."""
 
     trial: Trial
     parameters: int | None = None  # elements of the model, without padding
     padded: int | None = None  # elements of its units, with padding; None for peers
-    inter: int | None = None  # bytes between nodes in a step or generation, of all ranks; None for peers
-    intra: int | None = None  # the same inside nodes
-    egress: int | None = None  # bytes that one node sends to the others in one step
+    # Bytes that all ranks send between nodes in a step or generation; None for peers.
+    inter: int | None = None
+    intra: int | None = None  # bytes that they send inside nodes
+    egress: int | None = None  # bytes that one node sends to all others in a step
     memory: dict[str, int] | None = None  # bytes of one rank by part, without activations
     wire_seconds: float | None = None  # time that ``egress`` takes at the link's rate; None without a rate
     problems: tuple[str, ...] = ()  # why it cannot run here
-    failure: Failure | None = None  # that will be on record without a run
+    failure: Failure | None = None  # recorded in place of a run
     copied: int = 0  # bytes that one rank copies between host and device in one step, both ways
     secondary: tuple[int, int] | None = None  # bytes of hpZ's copy on one rank, as frames and in 16 bits
-    findings: tuple[Finding, ...] = ()  # how each key of a DeepSpeed configuration is handled
-    step: Step | None = None  # the work of a step; None for peers and generation
-    paced: str | None = None  # why its link is not shaped by the kernel, as ``auto`` would have it
+    findings: tuple[Finding, ...] = ()  # what becomes of each key of a DeepSpeed configuration
+    step: Step | None = None  # work of a step, to predict its time; None for peers and generation
+    paced: str | None = None  # why link ``auto`` cannot have the kernel shape it, and paces messages instead
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it cannot run here or, if it can, why it will be a failure on record."""
+        """Why it cannot run here or, if it can, why it will be recorded as failed."""
         return self.problems or (() if self.failure is None else (self.failure.message,))
 
     @property
     def padding(self) -> float:
-        """Of its units, as a share of the model's elements; 0 where it has no units."""
+        """Padding of its units, as a share of the model's elements; 0 if it has no units."""
         return padding_share([(self.parameters, self.padded)]) if self.parameters and self.padded else 0.0
 
 
 def this_host() -> Host:
-    """The machine that this process runs on."""
+    """Return the resources of the machine that this process runs on."""
     gpus = tuple(int(gpu["memory_gib"] * 2**30) for gpu in machine.facts()["gpus"])
     return Host(machine.memory_bytes(), gpus, cache(namespaces))
 
 
 def any_host() -> Host:
-    """A machine with all that trials may need, in place of nodes that a launcher has yet to allocate."""
+    """Return unlimited resources, for nodes that a launcher has yet to allocate."""
     return Host(sys.maxsize, (sys.maxsize,) * 1024, lambda: None)
 
 
 def forecast(trials: Iterable[Trial], host: Host) -> list[Forecast]:
-    """Predict every trial; repeats of a trial share their prediction."""
+    """Predict every trial on ``host``; repeats and seeds of a trial share one prediction."""
     models, shared = Models(), dict[str, Forecast]()
     forecasts = []
     for trial in trials:
@@ -105,6 +108,7 @@ def forecast(trials: Iterable[Trial], host: Host) -> list[Forecast]:
 
 
 def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
+    """Predict one trial; ``models`` caches models that are built for several trials."""
     import torch
 
     from harness.workloads.models import check_blocks
@@ -140,7 +144,7 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
         except (CodecError, GeometryError, HostError, PolicyError, ZeroError) as error:
             prediction.problems += (_layout_problem(trial, error),)
             return prediction
-    if isinstance(optimizer, str):  # the size of its state is unknown
+    if isinstance(optimizer, str):  # it was refused, so that the size of its state is unknown
         return prediction
     prediction.memory = without_training(memory) if trial.workload == "generate" else memory
     prediction.problems += _memory_problems(trial, host, prediction.memory)
@@ -152,7 +156,17 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
 
 
 def _plan(prediction: Forecast, policy: Policy, model: nn.Module, state: int) -> dict[str, int] | None:
-    """Fill in what a trial of a policy sends; returns a rank's memory, None for an engine other than ours."""
+    """Fill in what a trial with a policy sends.
+
+    Args:
+        prediction: The prediction to fill in.
+        policy: The trial's policy.
+        model: Its model on the meta device.
+        state: Bytes of optimizer state per element.
+
+    Returns:
+        Bytes of one rank by part; None for an engine other than ours.
+    """
     from harness.strategies.optimizers import with_state
     from harness.workloads.models import unfilled
     from harness.workloads.reinforcement import judges_of
@@ -189,18 +203,21 @@ def _plan(prediction: Forecast, policy: Policy, model: nn.Module, state: int) ->
 
 
 def beyond_limit(trial: Trial, memory: dict[str, int]) -> str | None:
-    """How a rank's bytes by part exceed the trial's limit on its device; None if they do not."""
+    """Return how a rank's bytes on its device exceed the trial's memory limit; None if they do not."""
     if (limit := trial.memory_limit) is None:
         return None
     memory = on_device(memory)
     if (held := sum(memory.values())) <= limit:
         return None
     parts = ", ".join(f"{part} {gib(size)}" for part, size in memory.items() if size)
-    return f"a rank holds {held:,} bytes ({parts}), memory_limit is {limit:,}"
+    return f"a rank holds {held:,} bytes ({parts}), and memory_limit is {limit:,}"
 
 
 def failure_after(trial: Trial, record: Record) -> Failure | None:
-    """The failure of a trial that ran, and held more than its limit in the predicted parts; or None."""
+    """Return a failure if a trial that ran held more than its memory limit; else None.
+
+    Only the parts that a prediction would have counted are compared with the limit.
+    """
     for rank in record.ranks:
         predicted = rank.memory.formula or rank.memory.engine  # peers have no formula
         counted_bytes = {part: size for part, size in rank.memory.engine.items() if part in predicted}
@@ -210,7 +227,7 @@ def failure_after(trial: Trial, record: Record) -> Failure | None:
 
 
 def check_feasible(file: Path, forecasts: Sequence[Forecast]) -> None:
-    """Refuse a suite with a trial that cannot run here; ``plan`` shows them all."""
+    """Raise a Refusal for a suite with trials that cannot run here, which names the first; ``plan`` shows them all."""
     if not (impossible := [forecast for forecast in forecasts if forecast.problems]):
         return
     first = impossible[0].trial.canonical()
@@ -223,21 +240,26 @@ def check_feasible(file: Path, forecasts: Sequence[Forecast]) -> None:
 
 
 def check_folder(folder: Path) -> list[Record]:
-    """The records of a results folder; refuses one that cannot be written, or has results of other code."""
+    """Return the records of a results folder.
+
+    Raises:
+        Refusal: If the folder cannot be written, or holds results of other code.
+        RecordError: If a record cannot be read.
+    """
     source = machine.code().get("source")
     records = read_all(folder) if folder.is_dir() else []
     foreign = [record for record in records if record.measured and record.code.get("source") != source]
     if foreign:
         raise Refusal(
             f"{folder}: holds {counted(len(foreign), 'record')} of other code (hash of sources "
-            f"{foreign[0].code.get('source')}, here {source}), which are not put together; {_advice(folder)}"
+            f"{foreign[0].code.get('source')}, here {source}), and a suite cannot mix both; {_advice(folder)}"
         )
     check_writable(folder, f"{folder}: results folder")
     return records
 
 
 def check_writable(folder: Path, name: str) -> None:
-    """Refuse a folder, ``name`` in the message, that nothing can be written into; it need not exist yet."""
+    """Raise a Refusal, which calls the folder ``name``, if nothing can be written into it; it need not exist yet."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -247,7 +269,7 @@ def check_writable(folder: Path, name: str) -> None:
 
 
 def check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
-    """Refuse to add to results whose corpus, or own objects, have changed since they were made."""
+    """Raise a Refusal if results were made with another corpus, or with other modules of the user's, than now."""
     for trial in trials:
         path = path_of(folder, trial.id)
         record = read(path) if path.exists() else None
@@ -258,24 +280,24 @@ def check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
             old, new = before.get(name, "none")[:12], now.get(name, "none")[:12]
             raise Refusal(
                 f"{path}: was made of another {input_text(trial, name)} (SHA-256 {old}, now {new}), and "
-                f"results of both are not put together; {_advice(folder)}"
+                f"one suite cannot mix results of both; {_advice(folder)}"
             )
 
 
 def input_text(trial: Trial, name: str) -> str:
-    """An input by its name in a record, for a sentence: ``model 'mine:Net'``, ``module 'helper'``."""
+    """Return an input's name in a record as words for a message: ``model 'mine:Net'``, ``module 'helper'``."""
     kind, _, rest = name.partition(" ")
     source = trial.corpus if name == "corpus" else own_objects(trial).get(name, rest or name)
     return f"{kind} {source!r}"
 
 
 def _advice(path: Path) -> str:
-    """How to go on without a folder that a run cannot continue."""
+    """Return how to go on if a run cannot add to a results folder."""
     return f"keep it under another name (mv {path} {path}-before), or choose another folder with --results"
 
 
 def _layout_problem(trial: Trial, error: Exception) -> str:
-    """Why a trial's units cannot be planned; of padding also the key that allows it, and its cause."""
+    """Return why a trial's units cannot be planned; for padding, also the key that allows it and its cause."""
     if not isinstance(error, PaddingError):
         return str(error)
     problem, align = f"{error}: policy.max_padding = {error.needed:.2f} in the suite", trial.policy.align
@@ -284,13 +306,13 @@ def _layout_problem(trial: Trial, error: Exception) -> str:
     if policy is None or policy.grain % align == 0:
         return problem
     return (
-        f"{problem} (it is laid out for policy.align = {align}, the blocks of all policies of its suite; its "
-        f"own are of {policy.grain})"
+        f"{problem} (its units are aligned to {align} elements, a multiple of the blocks of all policies in the "
+        f"suite; its own blocks need {policy.grain})"
     )
 
 
 def _local_ranks(trial: Trial) -> int:
-    """Number of ranks on this machine: all of them, unless a launcher spreads nodes over machines."""
+    """Return the number of ranks on this machine: all, unless a launcher spreads the nodes over machines."""
     if trial.strategy == "single":
         return 1
     cluster = trial.cluster
@@ -298,7 +320,7 @@ def _local_ranks(trial: Trial) -> int:
 
 
 def _memory_problems(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[str, ...]:
-    """Why the ranks do not fit this machine's memory, or that of its GPUs; empty if they do."""
+    """Return why the ranks do not fit this machine's memory, or its GPUs'; empty if they do."""
     ranks, cuda, problems = _local_ranks(trial), trial.cluster.device == "cuda", list[str]()
     offloaded, per_rank = sum(on_host(memory).values()), sum(memory.values()) + _batch_bytes(trial)
     if cuda and host.gpus:
@@ -315,20 +337,21 @@ def _memory_problems(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[
 
 
 def _batch_bytes(trial: Trial) -> int:
-    """Bytes of a micro-batch and of all validation batches of one rank."""
+    """Return the bytes of one rank's micro-batch and all its validation batches."""
     batches = 1 + (trial.validation_batches if trial.validate_every is not None else 0)
     parts = trial.topology().world if trial.strategy == "single" else 1
     return trial_dataset.micro_batch_bytes(trial) * batches * parts
 
 
 def _rank_problems(trial: Trial, host: Host) -> Iterator[str]:
-    """Why the machine cannot hold the ranks, whatever the model."""
+    """Yield why the machine cannot hold so many ranks, whatever their model."""
     ranks, most, gpus = _local_ranks(trial), host.memory // PROCESS_BYTES, len(host.gpus)
     cuda, single = trial.cluster.device == "cuda", trial.strategy == "single"
     if cuda and trial.cluster.transport != "staged" and not single and ranks > gpus:
-        yield f"cluster.device = 'cuda': {ranks} ranks need a GPU each, this machine has {gpus}"
+        shared = "ranks share GPUs with cluster.transport = 'staged'"
+        yield f"cluster.device = 'cuda': {ranks} ranks need a GPU each, this machine has {gpus}; {shared}"
     if cuda and not gpus:
-        yield "cluster.device = 'cuda': this machine has no GPU that NVML shows"
+        yield "cluster.device = 'cuda': NVML shows no GPU on this machine"
     if ranks > most and not cuda:
         yield (
             f"{ranks} ranks are more than this machine can hold: {gib(PROCESS_BYTES)} each before any "
@@ -337,25 +360,25 @@ def _rank_problems(trial: Trial, host: Host) -> Iterator[str]:
 
 
 def _why_paced(trial: Trial, host: Host) -> str | None:
-    """Why link ``auto`` becomes ``paced`` here, which holds our messages back in the process; else None."""
+    """Return why link ``auto`` becomes ``paced`` here, which delays messages in the process; None if it does not."""
     cluster = trial.cluster
     shaped = cluster.link == "auto" and cluster.launcher == "local" and cluster.nodes > 1
     return host.namespaces() if shaped and cluster.rate is not None else None
 
 
 def _link_problems(trial: Trial, host: Host) -> Iterator[str]:
-    """Why this machine cannot join the nodes by the link, or the link cannot limit a peer's rate."""
+    """Yield why this machine cannot make the link, or why the link cannot limit a peer's rate."""
     cluster, link, nodes, rate = trial.cluster, trial.cluster.link, trial.cluster.nodes, trial.cluster.rate
     if cluster.launcher == "local" and nodes > 1 and link in ("real", "shaped"):
         yield (
-            f"cluster.link = {link!r}: {nodes} nodes are {nodes} machines, and cluster.launcher = 'local' "
-            "starts all ranks on this one; expected 'torchrun'"
+            f"cluster.link = {link!r}: needs {nodes} machines for {nodes} nodes, but cluster.launcher = 'local' "
+            "starts all ranks on this one; set launcher 'torchrun', 'hosts' or 'slurm', or link = 'auto'"
         )
     if link == "real" and rate is not None:
         yield (
-            f"cluster.rate = {rate:g} Mbit/s is for predictions only: a real link is as fast as it is; "
-            "expected 'unshaped', or cluster.link = 'shaped', which holds hosts' interfaces, or 'paced', "
-            "which holds our own messages back"
+            f"cluster.rate = {rate:g} Mbit/s: with cluster.link = 'real' a rate is for predictions only; to run, "
+            "set the rate to 'unshaped', or link = 'shaped' (the kernel limits the hosts' interfaces) or 'paced' "
+            "(ranks delay their own messages)"
         )
     if nodes > 1 and link == "namespaces" and (why := host.namespaces()):
         yield f"cluster.link = 'namespaces': {why}"
@@ -370,7 +393,7 @@ def _link_problems(trial: Trial, host: Host) -> Iterator[str]:
             yield f"{name} needs network namespaces: {why}"
     if nodes > 1 and rate is not None and trial.strategy in PEERS and trial.strategy != "single":
         why = host.namespaces() if link in ("auto", "namespaces") else None
-        why = "link 'paced' shapes our own wire only" if link == "paced" else why
+        why = "link 'paced' delays only our own engine's messages" if link == "paced" else why
         if why:
             yield f"strategy = {trial.strategy!r} at {rate:g} Mbit/s needs network namespaces: {why}"
     if cluster.launcher == "hosts" and (count := len(cluster.hosts)) < nodes:
@@ -378,7 +401,7 @@ def _link_problems(trial: Trial, host: Host) -> Iterator[str]:
 
 
 def _refusal(check: Callable[[], None]) -> str | None:
-    """The message of a check's refusal; None if it passes."""
+    """Return the message of a check's refusal; None if it passes."""
     try:
         check()
     except (Refusal, ValueError) as error:
@@ -387,7 +410,7 @@ def _refusal(check: Callable[[], None]) -> str | None:
 
 
 def _check_optimizer(trial: Trial) -> str | int:
-    """State bytes per element of the trial's optimizer, or why it cannot work on 1-D shards."""
+    """Return the bytes of optimizer state per element, or why the optimizer cannot work on 1-D shards."""
     from harness.strategies.optimizers import check_elementwise, state_bytes_per_element
 
     try:
@@ -399,7 +422,7 @@ def _check_optimizer(trial: Trial) -> str | int:
 
 
 def namespaces(rate: str | None = "100 Mbit/s") -> str | None:
-    """Why two nodes in network namespaces cannot be joined at a rate here; None if they can."""
+    """Return why two network namespaces cannot be joined at ``rate`` on this machine; None if they can."""
     from harness.cluster.link import open_link
 
     cluster = Cluster.model_validate({"link": "namespaces", "nodes": 2, "rate": rate})
@@ -411,5 +434,5 @@ def namespaces(rate: str | None = "100 Mbit/s") -> str | None:
 
 
 def gib(size: float) -> str:
-    """Format bytes as GiB or, below 0.1 GiB, MiB."""
+    """Format bytes as GiB or, below 0.1 GiB, as MiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"

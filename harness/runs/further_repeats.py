@@ -1,7 +1,8 @@
-"""Batches of trials of a suite's sweeps: further repeats follow from the records of earlier batches.
+"""Decides which trials a sweep runs next, in batches; with ``repeats = "until 2 %"`` further repeats follow.
 
-A sweep that was interrupted has the same batches again, since each follows from the records of earlier ones
-alone.  Ratios, their pairs and their intervals are those of the report.
+The first batch of a sweep is fixed by the suite.  Each further batch repeats the settings in which some ratio's
+confidence interval is still too wide.  It depends only on the records of earlier batches, so that a sweep that was
+interrupted continues with the same batches.  Ratios, pairs and intervals are computed as in the report.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from harness.suites.repeat_order import BEYOND, comparable_groups, configuration
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 
-_Seconds = dict[tuple[int, int], float]  # by seed and repeat
+_Seconds = dict[tuple[int, int], float]  # seconds of a configuration by (seed, repeat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,13 @@ class Batch:
 
 
 def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None]) -> Iterator[Batch]:
-    """The batches of a suite's sweeps, each by the ``seconds`` of trials before it (None: they failed)."""
+    """Yield the batches of a suite's sweeps, each once all trials of earlier batches have run.
+
+    Args:
+        suite: The suite.
+        sweeps: Number of sweeps.
+        seconds: Returns the seconds of a trial that has run; None if it failed.
+    """
     for sweep in range(sweeps):
         yield Batch(sweep, suite.sweep(sweep))
         if (within := suite.repeats.within) is None:
@@ -51,7 +58,10 @@ def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None])
 
 
 def seconds_of(record: Record | None) -> float | None:
-    """Median step, or geometric mean of generations, of the slowest rank; None without a result."""
+    """Return the seconds of the median step on its slowest rank, or the generations' geometric mean.
+
+    None if the record is missing or has no result.
+    """
     if record is None or record.failure is not None or not record.ranks:
         return None
     if timed := slowest_seconds(record):
@@ -71,8 +81,18 @@ def _wide_trials(
     done: range,
     seconds: Callable[[Trial], float | None],
 ) -> list[Trial]:
-    """The trials of a setting if any interval is too wide, so that each repeat has the baseline beside it (of
-    several the one with fewest changes of its policy); else none.  A configuration that failed is left out.
+    """Return a setting's trials that have to run once more; empty if all intervals are narrow enough.
+
+    If one ratio needs a further repeat, all trials of the setting run, so that each repeat contains the baseline.
+    Configurations that failed are left out.  Of several baselines, the one that changes fewest fields of its preset
+    is used.
+
+    Args:
+        suite: The suite, which determines the baseline.
+        setting: The trials of one setting.
+        within: Half the width of an interval that is narrow enough, as a share of the ratio.
+        done: Numbers of the repeats that have run in this sweep.
+        seconds: Returns the seconds of a trial that has run; None if it failed.
     """
     of_configuration = partial(configuration_of, also=suite.compared_also)
     times: dict[str, _Seconds] = defaultdict(dict)  # by configuration
@@ -92,15 +112,21 @@ def _wide_trials(
 
 
 def narrow(halves: Sequence[float], within: float) -> bool:
-    """Whether an interval, by half its width after each number of repeats, is narrow now and was so at least
-    :data:`BEYOND` repeats ago: one that is narrow by chance holds the truth in 0.926 of samples.
+    """Return whether an interval is narrow now, and already was :data:`BEYOND` or more repeats ago.
+
+    Stopping as soon as an interval is narrow would prefer intervals that are narrow by chance: they hold the true
+    ratio in only 0.926 of samples.
+
+    Args:
+        halves: Half the interval's width after each number of repeats, in order.
+        within: The half width that is narrow enough.
     """
     before = halves[: max(len(halves) - BEYOND, 0)]
     return halves[-1] <= within and any(half <= within for half in before)
 
 
 def _half_widths(base: _Seconds, configuration: _Seconds, done: range) -> list[float]:
-    """Half the width of the ratio's interval, as a share of it, after FEWEST repeats and each later one."""
+    """Return the relative half width of the ratio's interval after FEWEST repeats and after each later one."""
     halves = []
     for count in range(FEWEST, len(done) + 1):
         first = {key: value for key, value in configuration.items() if key[1] in done[:count]}
@@ -109,7 +135,7 @@ def _half_widths(base: _Seconds, configuration: _Seconds, done: range) -> list[f
 
 
 def seconds_in(folder: Path) -> Callable[[Trial], float | None]:
-    """The seconds of the trials of a folder, whose records are read once each."""
+    """Return a function for the seconds of a folder's trials, which reads each record once."""
     by_id: dict[str, float | None] = {}
 
     def seconds(trial: Trial) -> float | None:

@@ -1,4 +1,9 @@
-"""Launchers: this process's place among those that a launcher started, and the nodes that it leads."""
+"""Finds this process's place among those that a launcher started: torchrun, Slurm or ssh.
+
+A launcher starts one supervisor per node with the same command line.  The supervisor of node 0 leads: it runs the
+sweep, and has the others start their ranks (:mod:`harness.cluster.node_supervisors`).  The place is read from the
+launcher's environment variables.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +23,32 @@ from harness.measure import run_environment
 from harness.suites.labels import counted
 from harness.suites.trial import Cluster, Trial
 
-_LAST_STEP: Final = 0xFFFFFFF0  # larger numbers are an allocation's own shell, script or container
-_SLURM_PORTS: Final = range(20_000, 32_000)  # below those that kernels give to clients
+_LAST_STEP: Final = 0xFFFFFFF0  # larger step numbers mean the allocation's own shell, script or container
+_SLURM_PORTS: Final = range(20_000, 32_000)  # below the ports that kernels give to clients
 
 
 def clusters(trials: Sequence[Trial]) -> list[Cluster]:
-    """The distinct clusters of a launcher's trials, most nodes first; a Refusal of several launchers."""
+    """Return the distinct clusters of trials that need a launcher, the largest first.
+
+    Raises:
+        Refusal: If they differ in launcher, hosts or options of Slurm.
+    """
     distinct = {t.cluster.model_dump_json(): t.cluster for t in trials if t.cluster.launcher != "local"}
     for name in ("launcher", "hosts", "slurm"):
         values = {str(getattr(cluster, name)) for cluster in distinct.values()}
         if len(values) > 1:
-            raise Refusal(f"one run has one cluster.{name}; this suite has {', '.join(sorted(values))}")
+            raise Refusal(
+                f"cluster.{name}: a run can have only one, this suite has {', '.join(sorted(values))}; split it"
+            )
     return sorted(distinct.values(), key=lambda cluster: -cluster.nodes)
 
 
 def place(trials: Sequence[Trial]) -> Place | None:
-    """This process's place among those of the trials' launcher, None without one; or a Refusal."""
+    """Return this process's place among those that the trials' launcher started; None if they need no launcher.
+
+    Raises:
+        Refusal: If the launcher did not start this process, or started too few nodes.
+    """
     if not (requested := clusters(trials)):
         return None
     largest = requested[0]
@@ -41,15 +56,15 @@ def place(trials: Sequence[Trial]) -> Place | None:
     if started is None and largest.launcher == "hosts":
         started = remote.place_of(largest.hosts)
     if started is None and largest.launcher == "slurm":
-        raise Refusal("cluster.launcher = 'slurm': this process is in no job step; start it by srun")
+        raise Refusal("cluster.launcher = 'slurm': this process is in no job step; start it with srun")
     if started is None:
         raise Refusal(
-            "cluster.launcher = 'torchrun': this process was not started by it; start on every host "
+            "cluster.launcher = 'torchrun': torchrun did not start this process; start on every host "
             f"torchrun --nnodes={largest.nodes} --nproc-per-node=1 --node-rank=... --master-addr=... "
             "--no-python zeropp run ..."
         )
     if started.nodes < largest.nodes:
-        advice = f"; run it in the job's own shell, or by srun --overlap --nodes={largest.nodes} "
+        advice = f"; run it in the job's own shell, or with srun --overlap --nodes={largest.nodes} "
         advice = f"{advice}--ntasks-per-node=1 zeropp ..." if largest.launcher == "slurm" else ""
         count = f"the launcher started {counted(started.nodes, 'node')}"
         raise Refusal(f"cluster.nodes is {largest.nodes}, {count}{advice}")
@@ -57,9 +72,12 @@ def place(trials: Sequence[Trial]) -> Place | None:
 
 
 def slurm_cluster(trials: Sequence[Trial]) -> Cluster | None:
-    """The largest cluster of trials that Slurm launches, outside of its job steps; else None.
+    """Return the largest cluster that a Slurm job or job step has yet to be started for; None if there is none.
 
-    A Refusal inside of a job that has fewer nodes.
+    There is none if the trials do not use Slurm, or if this process already is in a job step.
+
+    Raises:
+        Refusal: If this process is in a Slurm job that has fewer nodes than the trials need.
     """
     largest = next((cluster for cluster in clusters(trials) if cluster.launcher == "slurm"), None)
     if largest is None or in_step():
@@ -74,10 +92,10 @@ def slurm_cluster(trials: Sequence[Trial]) -> Cluster | None:
 
 
 def in_step(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is in a job step that ``srun`` started, with processes on its nodes.
+    """Return whether this process is in a job step that ``srun`` started, with a process on every node.
 
-    The shell that ``salloc`` starts on the first node (an interactive step) is none, nor is the script of a
-    batch job: from there the job's step has to be started yet.
+    The shell that ``salloc`` starts on the first node (an interactive step) does not count, nor does the script of a
+    batch job: from there a job step has yet to be started.
     """
     step = environment.get("SLURM_STEP_ID", "")
     return "SLURM_STEP_NODELIST" in environment and step.isdecimal() and int(step) <= _LAST_STEP
@@ -87,7 +105,11 @@ def in_step(environment: Mapping[str, str] = os.environ) -> bool:
 def lead_nodes(
     leader: Place | None, trials: Sequence[Trial], *, same_code: bool = True
 ) -> Iterator[Nodes | None]:
-    """Lead a launcher's nodes in the body, None without one; with ``same_code`` a Refusal of other code."""
+    """Lead the nodes of a launcher during the body; yields None if there is no launcher.
+
+    Raises:
+        Refusal: If the nodes do not come together or, with ``same_code``, run different code.
+    """
     if leader is None:
         yield None
         return
@@ -98,7 +120,11 @@ def lead_nodes(
 
 
 def place_under_torchrun(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place by torchrun's variables, None outside; a Refusal names a missing one."""
+    """Return this process's place from torchrun's variables; None outside of torchrun.
+
+    Raises:
+        Refusal: If a variable is missing.
+    """
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     node, local = _number(environment, "GROUP_RANK"), _number(environment, "LOCAL_RANK")
@@ -115,7 +141,7 @@ def place_under_torchrun(environment: Mapping[str, str] = os.environ) -> Place |
 
 
 def place_in_slurm(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place by the variables of a Slurm job step; None outside."""
+    """Return this process's place from the variables of a Slurm job step; None outside of one."""
     if not in_step(environment):
         return None
     node, nodes = _number(environment, "SLURM_NODEID"), _number(environment, "SLURM_STEP_NUM_NODES")
@@ -136,6 +162,7 @@ def place_in_slurm(environment: Mapping[str, str] = os.environ) -> Place | None:
 
 
 def _scontrol(kind: str, name: str) -> str:
+    """Return what ``scontrol show`` prints; raises a Refusal if it fails."""
     command = ["scontrol", "show", kind, name]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -144,12 +171,13 @@ def _scontrol(kind: str, name: str) -> str:
 
 
 def _slurm_address(node: str) -> str:
-    """The address at which Slurm reaches a node."""
+    """Return the address at which Slurm reaches a node."""
     address = re.search(r"NodeAddr=(\S+)", _scontrol("node", node))
     return address[1] if address else node
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
+    """Return a variable as a number; raises a Refusal if it is missing or none."""
     text = environment.get(name, "")
     if not text.isdecimal():
         raise Refusal(f"{name} = {text!r} in the environment: expected a number, as the launcher sets it")

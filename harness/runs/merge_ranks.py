@@ -1,4 +1,8 @@
-"""Merges the outcomes of all ranks of a trial into its record, and checks that they agree."""
+"""Merges the outcomes of all ranks of a trial into its record, and checks them.
+
+The checks compare ranks with each other, the sharded model with a single process, codecs' errors with their bounds,
+and the record with itself (:mod:`harness.records.record_checks`).  A trial that fails a check has no result.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,15 @@ from impl.plan.policy import Policy
 
 
 def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
-    """The record of a trial by all ranks' outcomes, in order; a TrialError for the first check that fails."""
+    """Merge the outcomes of a trial's ranks into its record.
+
+    Args:
+        outcomes: The outcomes, by rank.
+        blank: The record as it is known before the ranks run.
+
+    Raises:
+        TrialError: If a check fails; it names the first.
+    """
     first, compared = outcomes[0], [outcome.compared for outcome in outcomes]
     ranks, spent = [outcome.record for outcome in outcomes], [outcome.spent for outcome in outcomes]
     predicted, processor_use = None, spent[0]
@@ -55,17 +67,17 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
 
 
 def _mean_loss(steps: Sequence[Step]) -> float:
-    """The mean of all ranks' losses in one step."""
+    """Return the mean of all ranks' losses in one step."""
     return math.fsum(step.loss for step in steps) / len(steps)
 
 
 def _until_infinite(losses: Sequence[float]) -> list[float]:
-    """The losses before the first one that is no finite number."""
+    """Return the losses before the first that is not finite."""
     return [*itertools.takewhile(math.isfinite, losses)]
 
 
 def _mean(shares: Sequence[Validation]) -> Validation:
-    """Combine all ranks' shares of one validation."""
+    """Merge all ranks' shares of one validation."""
     known = [share.inter_bytes for share in shares if share.inter_bytes is not None]
     return Validation(
         step=shares[0].step,
@@ -76,7 +88,7 @@ def _mean(shares: Sequence[Validation]) -> Validation:
 
 
 def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
-    """All ranks' errors, merged by step and unit."""
+    """Merge all ranks' gradient errors by step and unit."""
     by_unit: dict[tuple[int, str], list[GradientError]] = defaultdict(list)
     for error in compared:
         by_unit[error.step, error.unit].append(error)
@@ -92,7 +104,7 @@ def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
 
 
 def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
-    """Errors in a record of these outcomes, earliest step first."""
+    """Yield what is wrong with the outcomes or their record, by step: before training, while training, after it."""
     first, control, tokens = outcomes[0], record.trial.get("control"), record.inputs.get("corpus")
     scaler, count = first.ran.get("loss_scale"), len(first.record.steps)
     checked = [outcome.checked for outcome in outcomes]
@@ -102,14 +114,14 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
         for codec, digest in outcome.ran.get("own_codecs", {}).items():
             if digest != (expected := first.ran["own_codecs"][codec]):
                 yield (
-                    f"codec {codec} decodes the same elements on rank {rank} to others (SHA-256 "
-                    f"{digest[:12]}) than on rank 0 ({expected[:12]})"
+                    f"codec {codec} decodes the same elements differently on rank {rank} (SHA-256 "
+                    f"{digest[:12]}) than on rank 0 ({expected[:12]}); it must not depend on the machine"
                 )
         digest = outcome.ran["corpus_sha256"]
         if tokens is not None and digest not in ("", tokens):
             yield (
-                f"rank {rank} has other tokens (SHA-256 {digest[:12]}) of the corpus than the process that "
-                f"started it ({tokens[:12]}): expected what gives the same each time, on every machine"
+                f"rank {rank} read other tokens from the corpus (SHA-256 {digest[:12]}) than the process that "
+                f"started it ({tokens[:12]}): a corpus must give the same tokens each time and on every machine"
             )
         yield from _reference_errors(rank, outcome, later=False, gradients=control != "unordered")
     if record.communication_errors and not control:
@@ -118,8 +130,8 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
             yield error
     if scaler is not None and count and scaler["skipped"] >= count:
         yield (
-            f"all {count} steps were skipped: gradients overflow, at last at a loss scale of "
-            f"{scaler['scale']:g}; start from a smaller one"
+            f"all {count} steps were skipped because gradients overflowed, the last one at a loss scale of "
+            f"{scaler['scale']:g}; start policy.loss_scale from a smaller one"
         )
     for rank, outcome in enumerate(outcomes):
         for step in outcome.record.steps:
@@ -132,9 +144,9 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
             yield f"the validation loss after step {validation.step} is {validation.loss}"
     for rank, outcome in enumerate(outcomes):
         if outcome.chosen != first.chosen:
-            yield f"rank {rank} chose other codecs within its budget than rank 0"
+            yield f"rank {rank} chose other codecs for its bit budget than rank 0"
         for number, digest in enumerate(outcome.decoded):
-            if digest != outcome.decoded[0]:  # prompt and weights are equal
+            if digest != outcome.decoded[0]:  # all generations have the same prompt and weights
                 yield (
                     f"generation {number} of rank {rank} decoded other tokens (SHA-256 {digest[:12]}) than "
                     f"generation 0 ({outcome.decoded[0][:12]}) from the same prompt and weights"
@@ -150,26 +162,31 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
 
 
 def _reference_errors(rank: int, outcome: Outcome, *, later: bool, gradients: bool = True) -> Iterator[str]:
-    """Losses before a step, or in it, that differ from a single process's, and reduced gradients that differ
-    from its gradients by more than the codecs allow.
+    """Yield how a rank's losses and reduced gradients differ from a single process's by more than is allowed.
+
+    Args:
+        rank: Number of the rank.
+        outcome: Its outcome.
+        later: Whether to judge the comparisons before later steps, or those before training.
+        gradients: Whether to judge gradients as well as losses.
     """
     trained = {step.index: step.loss for step in outcome.record.steps}
     for loss in outcome.compared.losses:
         if bool(loss.step) == later and not same_loss(loss.sharded, loss.expected):
             yield (
-                f"{_when(loss.step)} the loss of rank {rank} is {loss.sharded:.6f}, of a single process on "
-                f"the same batches with equal weights {loss.expected:.6f}: more than {TOLERANCE:g} apart"
+                f"{_when(loss.step)} the loss of rank {rank} is {loss.sharded:.6f}, but a single process with "
+                f"equal weights and batches has {loss.expected:.6f}: they differ by more than {TOLERANCE:g}"
             )
         if later and loss.trained is not None and not same_loss(trained[loss.step], loss.trained):
             yield (
-                f"rank {rank} trained in step {loss.step} at a loss of {trained[loss.step]:.6f}, one "
-                f"process with equal weights at {loss.trained:.6f}"
+                f"in step {loss.step} rank {rank} trained at a loss of {trained[loss.step]:.6f}, but a single "
+                f"process with equal weights and batches has {loss.trained:.6f}"
             )
     for error in outcome.compared.gradient_errors if gradients else ():
         if bool(error.step) == later and not error.share <= 1:
             yield (
                 f"{_when(error.step)} rank {rank}'s reduced gradient of unit {error.unit!r} has an "
-                f"element {error.reduced:.6g}, a single process's {error.expected:.6g}: they differ by "
+                f"element {error.reduced:.6g} that is {error.expected:.6g} in a single process: they differ by "
                 f"more than the codecs allow, {error.allowed:.3g}"
             )
 

@@ -1,8 +1,9 @@
-"""Predicts the bytes that a trial sends and holds, and a machine's time for its step, without running it.
+"""Predicts, without running a trial, the bytes that it sends and holds, and how long a machine takes for its step.
 
-The model is built on the meta device, its units are planned, and ``impl.plan.traffic`` counts their
-bytes.  So models and clusters that do not fit here, such as 100 B parameters on 64x16, are predicted
-in seconds.  By symmetry every node sends what node 0 sends.  Activations are not counted.
+The model is built on the meta device, its units are planned, and :mod:`impl.plan.traffic` counts their bytes.
+Therefore models and clusters that do not fit on this machine, such as 100 B parameters on 64x16 ranks, are predicted
+within seconds.  All nodes send the same number of bytes, so that only node 0 is computed.  Activations are not
+counted.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 FP32_BYTES: Final = 4
 BYTES_PER_MBIT: Final = 1e6 / 8
 Models = dict[str, "nn.Module | Refusal"]
-"""Models, or refusals to build them, by their JSON."""
+"""Models, or the reason why they cannot be built, by their JSON and sequence."""
 _Key = TypeVar("_Key", bound=Hashable)
 
 
 def build_model(model: Model, sequence: int, models: Models) -> nn.Module | Refusal:
-    """Build the model on the meta device, once; returns a Refusal if it cannot be built."""
+    """Build the model on the meta device, unless ``models`` has it already; returns a Refusal if that fails."""
     key = f"{model.model_dump_json()}/{sequence}"
     if key not in models:
         from harness.workloads import models as workload
@@ -60,18 +61,26 @@ def per_node_bytes(
     *,
     judges: bool = False,
 ) -> tuple[int, int]:
-    """Mean bytes that the ranks of one node send in a timed step, to other nodes and inside it; with a budget
-    an upper bound, as if its codecs were chosen anew after each step.
+    """Return the mean bytes that the ranks of one node send in a timed step, to other nodes and inside the node.
 
-    All nodes send the same, so the ranks of node 0 are enough.  ``units`` are those of the model that trains
-    or decodes, maybe inside a host; or of the ``judges`` of workload ``rlhf``.
+    With a bit budget, the result is an upper bound, as if the codecs were chosen anew after each step.
+
+    Args:
+        policy: The trial's policy.
+        topology: Its nodes and ranks.
+        units: Units of the model that trains or decodes, or FSDP2's groups; or the units of the ``judges``.
+        trial: The trial.
+        judges: Whether ``units`` are those of the frozen models that score in workload ``rlhf``.
+
+    Returns:
+        (bytes to other nodes, bytes inside the node).
     """
     loads, later = _loads(policy, trial)
     beginnings = _beginnings(policy, trial)
-    if judges:  # their weights never change, so those kept in earlier steps are still current
+    if judges:  # their weights never change, so that copies kept from earlier steps are still current
         timed: list[Event] = ["evaluate"] * trial.steps
         loads, later, beginnings = (timed, timed), 0, [(1, ["evaluate"] * trial.warmup)]
-    zero_units = [unit for unit in units if isinstance(unit, UnitGeometry)]  # all but FSDP2's groups
+    zero_units = [unit for unit in units if isinstance(unit, UnitGeometry)]  # without FSDP2's groups
 
     def nbytes(rank: int, events: list[Event]) -> dict[LedgerKey, int]:
         if trial.host is None:
@@ -93,8 +102,13 @@ def per_node_bytes(
 def _step(
     none: Mapping[_Key, int], first: Mapping[_Key, int], both: Mapping[_Key, int], later: int
 ) -> dict[_Key, int]:
-    """Bytes of a step by those sent before it, after its first and after its second micro-batch (or token);
-    each of the ``later`` ones sends as much as the second.
+    """Return the bytes of one step from cumulative bytes.
+
+    Args:
+        none: Bytes sent before the step.
+        first: Bytes sent until the end of its first micro-batch (or token).
+        both: Bytes sent until the end of its second one.
+        later: Number of micro-batches (or tokens) after the first; each sends as much as the second.
     """
     return {
         key: first.get(key, 0) - none.get(key, 0) + later * (size - first.get(key, 0))
@@ -103,7 +117,7 @@ def _step(
 
 
 def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]], int]:
-    """Passes of a step of one and of two micro-batches (or tokens), and the number that follows the first."""
+    """Return the passes of a step with one and with two micro-batches (or tokens), and how many follow the first."""
     if trial.workload == "generate":
         return (["evaluate"], ["evaluate"] * 2), trial.generate.tokens - 1
     norms = 0 if trial.clip is None else 1
@@ -114,7 +128,11 @@ def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]
 
 
 def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, list[Event]]]:
-    """Numbers of timed steps, by the events before them: with differences, most follow an earlier step."""
+    """Return (number of timed steps, events before such a step) for each kind of step.
+
+    A policy with differences sends whole weights in some steps and differences in the others, which need a step
+    before them.
+    """
     if policy.differences is None:
         return [(trial.steps, [])]
     every = policy.refresh or trial.warmup + trial.steps
@@ -123,15 +141,22 @@ def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, list[Event]]]:
 
 
 def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:
-    """Bytes that one rank copies between host and device in one step, both ways."""
+    """Return the bytes that one rank copies between host and device in one step, in both directions."""
     loads, later = _loads(policy, trial)
     first, both = (traffic.predict(policy, topology, units, 0, load).copied for load in loads)
     return sum(_step({}, first, both, later).values())
 
 
 def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
-    """A rank's bytes of weights and gradients in fp32 and of the optimizer, ``state`` bytes an element; FSDP2
-    shards all of them, DeepSpeed by its stage.
+    """Return the bytes that one rank of a peer, or of a policy inside one, holds by part.
+
+    Weights and gradients are fp32.  FSDP2 shards weights, gradients and optimizer state; DeepSpeed shards as its stage
+    says; DDP and a single process shard nothing.
+
+    Args:
+        trial: The trial.
+        parameters: Elements of the model.
+        state: Bytes of optimizer state per element.
     """
     peer = PEERS.get(trial.host or trial.strategy)
     family = "" if peer is None else peer.family
@@ -148,7 +173,7 @@ def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
 
 
 def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) -> Step | None:
-    """The work of a trial's step; None where this engine does not train."""
+    """Return the work of a trial's step; None if our own engine does not train it."""
     policy = trial.resolved_policy()
     if policy is None or trial.host is not None or trial.workload != "train":
         return None
@@ -166,13 +191,13 @@ def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) 
 
 
 def predict(trial: Trial, step: Step | None, egress: int | None, machine: Machine) -> StepTime | None:
-    """A trial's predicted step; None where this engine does not train, or the bytes are unknown."""
+    """Predict a trial's step on a machine; None if our own engine does not train it, or its bytes are unknown."""
     if step is None or egress is None:
         return None
     if machine.overlap == "schedule":
         latency = machine.latency + (trial.cluster.latency or 0.0) / 1e3
         inside = machine.inside
-        if (inner := trial.cluster.inner_rate) is not None:  # the ranks of a node share it
+        if (inner := trial.cluster.inner_rate) is not None:  # the ranks of a node share this rate
             inside = min(inside or math.inf, inner * BYTES_PER_MBIT / trial.cluster.ranks_per_node)
         return step_of(replace(machine, latency=latency, inside=inside), step)
     tokens = step.tokens * step.micro_batches
@@ -181,7 +206,7 @@ def predict(trial: Trial, step: Step | None, egress: int | None, machine: Machin
 
 
 def units_of(trial: Trial, record: Record) -> list[UnitGeometry]:
-    """The units that a record names, without their parameters."""
+    """Return the units that a record names, without their parameters."""
     policy, topology = trial.resolved_policy(), trial.topology()
     group = 0 if policy is None else policy.group_ranks(topology)
     return [

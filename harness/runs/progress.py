@@ -1,4 +1,4 @@
-"""Progress of a sweep: a live line in a terminal, plain lines elsewhere."""
+"""Shows the progress of a sweep: a line for each trial that ended and, in a terminal, a live line below them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,22 @@ _ALWAYS: Final = ("strategy", "cluster.nodes", "cluster.ranks_per_node", "cluste
 
 
 class Display:
-    """Prints the progress of a sweep of at least ``total`` trials into the folder ``results``."""
+    """Prints the progress of a sweep; a context manager.
+
+    Args:
+        console: Where to print.
+        results: The results folder, for the paths of logs.
+        total: The least number of trials; further batches may add to it.
+    """
 
     def __init__(self, console: Console, results: Path, total: int = 0) -> None:
         self._console, self._results = console, results
         self._known, self._done, self._trials = 0, 0, total
-        self._axes: list[str] = []  # in which the trials differ
-        self._durations: list[float] = []  # of trials
+        self._axes: list[str] = []  # paths in which the trials differ
+        self._durations: list[float] = []  # seconds of the trials that ended
         self._began = time.monotonic()
-        self._name = ""  # of the trial under way
-        self._printed: set[str] = set()
+        self._name = ""  # of the current trial
+        self._printed: set[str] = set()  # texts that some trial has reported
         self._live = bars.Progress(
             bars.TimeElapsedColumn(),
             bars.TextColumn("{task.description}", markup=False),
@@ -41,11 +47,18 @@ class Display:
         self._line = self._live.add_task("")
 
     def print(self, line: str) -> None:
-        """Print a line as it is, however long."""
+        """Print a line without wrapping or markup."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def batch(self, trials: Sequence[Trial], missing: int, why: str, failures: Sequence[Record]) -> None:
-        """Begin a batch: print failures of earlier runs and, after the first one, why trials have to run."""
+        """Begin a batch, and print what is known about it.
+
+        Args:
+            trials: All trials of the batch.
+            missing: How many of them have to run.
+            why: Why they have to run; printed for all batches but the first.
+            failures: Records of trials that failed in an earlier run, and are not run again.
+        """
         first, done = not self._known, len(trials) - missing
         self._known += len(trials)
         self._trials = max(self._trials, self._known)
@@ -71,13 +84,13 @@ class Display:
         self._live.stop()
 
     def began(self, trial: Trial) -> None:
-        """A trial begins."""
+        """Begin a trial."""
         self._name, self._began = self._name_of(trial), time.monotonic()
         self._live.reset(self._line)
         self.progress(Progress("set-up"))
 
     def progress(self, progress: Progress) -> None:
-        """Show the progress of the current trial; print its ``text`` unless any trial has printed it."""
+        """Show the progress of the current trial; print its ``text`` if no trial has reported the same before."""
         step = f" {progress.step}/{progress.steps}" if progress.steps else ""
         left = f" (about {eta} left)" if (eta := self._eta()) else ""
         shown = f"[{self._done + 1}/{self._trials}] {progress.stage}{step}{left} {self._name}"
@@ -87,7 +100,7 @@ class Display:
             self.print(progress.text)
 
     def finished(self, record: Record) -> None:
-        """Print the outcome of the current trial from its record."""
+        """Print how the current trial ended, from its record."""
         self._done += 1
         seconds = time.monotonic() - self._began
         self._durations.append(seconds)
@@ -107,11 +120,11 @@ class Display:
         self._live.update(self._line, description="")
 
     def retried(self, record: Record, number: int, most: int) -> None:
-        """Print that the current trial failed, and runs again."""
+        """Print that the current trial failed and is run again, as retry ``number`` of at most ``most``."""
         self.print(f"{self._name}: {outcome(record)}; tried again ({number} of {most})")
 
     def stopped(self, why: str) -> None:
-        """Print that the run ends before its last trial."""
+        """Print that the run ends before all trials have run, and why."""
         self.print(f"{why}; {self._done} of {self._trials} trials are done, the same command goes on")
 
     def _name_of(self, trial: Trial) -> str:
@@ -122,7 +135,10 @@ class Display:
         return f"{trial.id} {', '.join(parts)}, repeat {trial.repeat}"
 
     def _eta(self) -> str:
-        """Time left, by all trials but the first, which starts up for all; empty until the second ends."""
+        """Return the time left as text; empty until two trials have ended.
+
+        The first trial is left out of the mean, because it includes starting up.
+        """
         if len(self._durations) < 2 or self._done == self._trials:
             return ""
         seconds = statistics.fmean(self._durations[1:]) * (self._trials - self._done)
@@ -130,7 +146,7 @@ class Display:
 
 
 def outcome(record: Record, folder: Path | None = None) -> str:
-    """How a trial ended, in one line; with its log, where the results folder is given."""
+    """Return in one line how a trial ended, with the path of its log if the results folder is given."""
     if (failure := record.failure) is None:
         return "ok"
     log = f"; log: {folder / failure.log}" if folder and failure.log else ""

@@ -1,9 +1,12 @@
-"""Runs one trial on each rank.
+"""Runs one trial on one rank; all ranks of the trial run the same code.
 
-Set-up, warm-up, timed steps between two barriers, validation on the fixed split, a probe of the link, and
-comparisons (:mod:`harness.runs.reference_checks`).  A step trains or, in workload ``generate``, decodes.
-In workload ``rlhf`` it does both, and scores between them with frozen models of a second engine.
-Each rank returns raw values, which ``harness.runs.merge_ranks`` merges.
+In this order: set-up; comparison with a single process (:mod:`harness.runs.reference_checks`); warm-up steps; a
+barrier, the timed steps, and a barrier; a last validation; a probe of the link; and measurements of codecs' errors.
+Validations and comparisons between steps are not timed, and their messages are not counted.
+
+A step trains or, in workload ``generate``, decodes.  In workload ``rlhf`` it generates, scores with frozen models (the
+*judges*, sharded by a second engine), and trains.  Each rank returns raw values, which
+:mod:`harness.runs.merge_ranks` merges into the trial's record.
 """
 
 from __future__ import annotations
@@ -62,45 +65,50 @@ from impl.plan.traffic import Event, Sent
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Argument of every rank of a trial."""
+    """What a rank has to run: the argument of :func:`run`."""
 
     trial: Trial
-    probe_bytes: int | None  # size of a probe's message; None for no probe
-    folder: Path = field(default_factory=folder.current)  # to which paths of a user's inputs are relative
+    probe_bytes: int | None  # size of the message that probes the link; None for no probe
+    folder: Path = field(default_factory=folder.current)  # folder to which a suite's paths are relative
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one rank; shares of a :class:`~harness.records.trial_record.Record` are named as there."""
+    """What one rank measured; fields are named as in :class:`~harness.records.trial_record.Record`."""
 
     record: RankRecord
     validations: list[Validation]
-    predicted: list[LedgerRow] | None  # of the timed steps, by ``impl.plan.traffic``; None for peers
-    sent: InterfaceCounters | None  # over the timed steps, without evaluations; of a node's first rank
-    probed: list[float]  # Mbit/s into its node
-    compared: Compared  # with a single process and with exact values
-    checked: Checked  # of training, step by step
+    predicted: list[LedgerRow] | None  # messages of the timed steps by ``impl.plan.traffic``; None for peers
+    # What the node's interface sent in the timed steps, without evaluations; only the node's first rank has it.
+    sent: InterfaceCounters | None
+    probed: list[float]  # rate of the link into its node, Mbit/s
+    compared: Compared  # comparisons with a single process and with exact values
+    checked: Checked  # what the rank noted in each step, for later checks
     ran: dict[str, Any]
     units: list[tuple[str, int, int]]
     parameters: int
     machine_use: NodeUse | None
-    decoded: list[str]  # digests of what its generations decoded, warm-ups included
-    spent: ProcessorUse | None  # over the timed steps, ``ranks`` of this one; None on several machines
-    chosen: list[ChosenCodec]  # codecs, by a budget; the same on all ranks
+    decoded: list[str]  # SHA-256 of the tokens of each generation, warm-ups included
+    spent: ProcessorUse | None  # CPU seconds in the timed steps; None if there may be several machines
+    chosen: list[ChosenCodec]  # codecs that a bit budget chose; the same on all ranks
 
 
 def run(rank: Rank, assignment: Assignment) -> Outcome:
-    """Run a trial on this rank, in the default process group; a Refusal or the like if it cannot."""
+    """Run a trial on this rank, in the default process group.
+
+    Raises:
+        Refusal: Or another of :data:`harness.cluster.rank_processes.REFUSALS`, if the trial cannot run.
+    """
     folder.find_from(assignment.folder)
     return TrialRun(rank, assignment).run()
 
 
 WORKS: Final = {work.__name__: work for work in (run, measure_link)}
-"""Functions that a supervisor may run on its ranks, by name."""
+"""Functions that a node's supervisor may run on its ranks, by the name in a command."""
 
 
 class TrialRun:
-    """State of a trial on one rank."""
+    """State of a trial on one rank; constructing it sets the trial up."""
 
     def __init__(self, rank: Rank, assignment: Assignment) -> None:
         trial = assignment.trial
@@ -114,39 +122,40 @@ class TrialRun:
             model = models.of_trial(trial) if actor is None else actor
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         batches: Batches = self.data
-        if judges is not None:  # a single process's, on which the sharded actor is compared, too
+        # The sharded actor is compared on batches that a single process has generated.
+        if judges is not None:
             batches = collect(trial, self.data, model, judges, rank=rank.rank, index=0, clock=StepClock())
         with rank.open_link():
             self.comparison = Comparison(trial, model, batches, rank)
             self.alone = self._compute_alone(model, "before")
             self.strategy: Strategy = prepare(trial, model, rank, self.device)
             policy, wire = trial.resolved_policy(), self.strategy.wire
-            self.judges: Sharded | None = None  # under the actor's policy, on its wire
-            if judges is not None and wire is not None and policy is not None:  # as suites ensure
+            self.judges: Sharded | None = None  # sharded by the actor's policy, sending over its wire
+            if judges is not None and wire is not None and policy is not None:  # both exist, as suites ensure
                 self.judges = shard_model(trial, judges, wire, policy)
             if policy is not None and (why := ops.warning_of(self.device)) is not None:
-                text = f"{why}; PyTorch's reference does its work, far more slowly"
+                text = f"{why}; the slower PyTorch reference is used instead"
                 rank.report(Progress("set-up", text=text))
             self.comparison.before_training(self.strategy)
         self.loop = TrainingLoop(trial, self.strategy, self.data, self.device)
         self.loop.collect = None if judges is None else partial(self._collect, judges)
-        self.judge_events: list[Event] = []  # passes of the judges, for ``impl.plan.traffic``
+        self.judge_events: list[Event] = []  # the judges' passes, for ``impl.plan.traffic``
         self.loop.checks = checks = TrainingChecks(trial, self.data, rank.rank, self.loop.optimizer)
-        self.checks, self.checked = checks, checks.checked  # of training, step by step
+        self.checks, self.checked = checks, checks.checked
         if policy is not None:
             self.checked.kernel = wrong_kernel(policy.codecs, self.device)
         self.events = self.loop.events
         self.events += self.comparison.events
         self.generator = self._generator() if trial.workload == "generate" else None
         self.validations: list[Validation] = []
-        self.peak_rss = 0  # before the last measurement, which may have held more
-        # Sent by checks, evaluations and measurements, which belong to no step: by ledger, by interface.
+        self.peak_rss = 0  # until the last comparison, which may hold more memory and is not counted
+        # What checks, evaluations and comparisons sent, which belong to no step: in the ledger, and by interface.
         self.booked_untimed = self._booked() or 0
-        self.own_interface = rank.port.holder is not None  # whether its node alone has the interface
+        self.own_interface = rank.port.holder is not None  # whether only this node's ranks use its interface
         self.counted_untimed = self._count()
 
     def run(self) -> Outcome:
-        """Run the whole trial."""
+        """Run the whole trial, from warm-up on."""
         trial, total = self.trial, self.trial.warmup + self.trial.steps
         forget_peak(self.device)
         for index in range(trial.warmup):
@@ -155,7 +164,7 @@ class TrialRun:
         dist.barrier()
         booked, foreseen = self.strategy.books(), self._predicted()
         counted = -self._counted_training()
-        one_machine = trial.cluster.launcher == "local"  # else maybe several
+        one_machine = trial.cluster.launcher == "local"  # with a launcher there may be several
         processors = ProcessorMeter()
         self.checked.untimed, begin = 0.0, time.perf_counter()
         with self._sampling() as sampled:
@@ -227,17 +236,17 @@ class TrialRun:
         )
 
     def _sampling(self) -> contextlib.AbstractContextManager[list[NodeUse]]:
-        """GPU readings of this node, by its first rank."""
+        """Return a context that samples this node's GPUs, on its first rank; elsewhere it samples nothing."""
         uuids = []
         if self.rank.first_of_node and self.device.type == "cuda":
             first, count = self.device.index, torch.cuda.device_count()
             ranks = 1 if self.trial.strategy == "single" else self.rank.topology.ranks_per_node
-            used = dict.fromkeys((first + i) % count for i in range(ranks))  # shared ones once
+            used = dict.fromkeys((first + i) % count for i in range(ranks))  # ranks may share a GPU
             uuids = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in used]
         return gpu_use.sampling(self.rank.node, uuids)
 
     def _compute_alone(self, model: nn.Module | None, when: Literal["before", "after"]) -> list[Alone]:
-        """Time computation by itself, of ``model`` or of a new one."""
+        """Time the computation by itself, of ``model`` or, if it is None, of a new model."""
         trial = self.trial
         count = compute_alone.samples(trial.steps * trial.accumulation, when)
         if trial.workload != "train" or trial.strategy == "single" or not count:
@@ -256,7 +265,7 @@ class TrialRun:
         )
 
     def step(self, index: int) -> None:
-        """One step of the trial's workload."""
+        """Run one step of the trial's workload."""
         if self.generator is None:
             self._compare(index)
             self._train(index)
@@ -267,28 +276,28 @@ class TrialRun:
         self.events += ["evaluate"] * self.trial.generate.tokens
 
     def _collect(self, judges: Judges, index: int, clock: StepClock) -> ExperienceBatch:
-        """The batches on which step ``index`` trains, generated and scored."""
+        """Generate and score the batches on which step ``index`` of workload ``rlhf`` trains."""
         self.events += ["evaluate"] * self.trial.generate.tokens
         self.judge_events.append("evaluate")
         model, rank = self.strategy.model, self.rank.rank
         return collect(self.trial, self.data, model, judges, rank=rank, index=index, clock=clock)
 
     def _predicted(self) -> Books:
-        """Messages and copies of all passes so far, by ``impl.plan.traffic``."""
+        """Predict the messages and copies of all passes so far with :mod:`impl.plan.traffic`."""
         sent, copied = self.strategy.predicted(self.events)
         if self.judges is not None:
-            sent = (sent or {}) | (self.judges.predicted(self.judge_events)[0] or {})  # no unit is of both
+            sent = (sent or {}) | (self.judges.predicted(self.judge_events)[0] or {})  # no unit is in both
         return sent, copied
 
     def _generator(self) -> Generator:
-        """A generator whose prompts are the beginnings of this rank's first batch."""
+        """Return a generator whose prompts are the beginnings of this rank's first batch."""
         generate = self.trial.generate
         prompts = [tokens[:, : generate.prompt] for tokens, _ in batches_of(self.data)]
         shape = models.shape_of(self.trial.model)
         return Generator(torch.cat(prompts), generate.tokens, shape.layers, self._counts, self.device)
 
     def _counts(self) -> Counts:
-        """Seconds waited for messages, and bytes sent between and inside nodes, so far."""
+        """Return the seconds waited for messages and the bytes sent between and inside nodes, all so far."""
         ledger, exposed = self.strategy.ledger(), self.strategy.exposed_seconds()
         if ledger is None:
             return exposed, None, None
@@ -298,12 +307,14 @@ class TrialRun:
         return exposed, nbytes["inter"], nbytes["intra"]
 
     def _train(self, index: int) -> None:
+        """Train one step, time it with a second clock, and validate if that is due."""
         checked, clock = self.checked, ThreadClock()
         untimed = checked.untimed
         self.loop.step(index, warmup=index < self.trial.warmup)
         seconds, slept = clock.read()
         checked.step_seconds.append(seconds - (checked.untimed - untimed))
-        # A rank sleeps while its GPU computes, and a user's model or optimizer may sleep by itself.
+        # Sleep shows waiting for messages only if nothing else sleeps: a rank also sleeps while its GPU computes,
+        # and a user's model or optimizer may sleep.
         user_code = any(":" in name for name in (self.trial.model.name, self.trial.optimizer.name))
         if slept is not None and self.device.type == "cpu" and not user_code:
             checked.slept.append(slept)
@@ -311,7 +322,7 @@ class TrialRun:
             self._validate(index + 1)
 
     def _validate(self, step: int) -> None:
-        """Loss on the validation split after ``step`` steps."""
+        """Compute the loss on the validation split after ``step`` steps."""
         self.rank.report(Progress("validation", step, self.trial.warmup + self.trial.steps))
         inter, losses = self._inter_bytes(), list[float]()
         with self._untimed(), torch.no_grad():
@@ -320,7 +331,7 @@ class TrialRun:
                 losses.append(float(self.strategy.model(*batch)))
                 self.events.append("evaluate")
             self.strategy.model.train()
-            self.strategy.forget_gathered()  # else the next forward pass would save its gathers
+            self.strategy.forget_gathered()  # otherwise the next pass would find gathered weights and send less
             self.events.append("forgotten")
         loss = math.fsum(losses) / len(losses)
         share = Validation(step=step, loss=loss, train_seconds=self.loop.seconds, inter_bytes=inter)
@@ -328,7 +339,7 @@ class TrialRun:
 
     @contextlib.contextmanager
     def _untimed(self) -> Iterator[None]:
-        """Messages of the body belong to no step, and pass an open link.  All ranks must call it."""
+        """Leave the body's messages and time out of all steps, and lift the link's rate; all ranks must call it."""
         begin = time.perf_counter()
         self.counted_untimed -= self._count()
         with self.rank.open_link():
@@ -338,20 +349,26 @@ class TrialRun:
         self.checked.untimed += time.perf_counter() - begin
 
     def _count(self) -> NDArray[np.int64]:
-        """Bytes and packets sent by a node's interface, on its first rank, else zeros; all ranks call it."""
+        """Return the (bytes, packets) that the node's interface has sent, on its first rank, else zeros.
+
+        All ranks must call it.
+        """
         count = np.zeros(2, np.int64)
         if self.own_interface:
             dist.barrier()
             count = counters(str(self.rank.port.interface)) if self.rank.first_of_node else count
-            dist.barrier()  # else the node's other ranks could already send their next messages
+            dist.barrier()  # otherwise other ranks of the node could already send their next messages
         return count
 
     def _counted_training(self) -> NDArray[np.int64]:
-        """Bytes and packets that the node's interface has sent in training so far."""
+        """Return the (bytes, packets) that the node's interface has sent in training so far."""
         return self._count() - self.counted_untimed
 
     def _inter_bytes(self) -> int | None:
-        """Bytes that training sent between nodes so far: this rank's or, by the interface, its node's."""
+        """Return the bytes that training has sent between nodes so far.
+
+        They are this rank's if it has a ledger, else its node's as the interface counts them, else None.
+        """
         if (booked := self._booked()) is not None:
             return booked - self.booked_untimed
         if self.own_interface:
@@ -359,13 +376,13 @@ class TrialRun:
         return 0 if self.rank.topology.nodes == 1 else None
 
     def _booked(self) -> int | None:
-        """Bytes that this rank has booked to other nodes, without evaluations; None without a ledger."""
+        """Return the bytes that this rank has booked to other nodes, without evaluations; None without a ledger."""
         if (ledger := self.strategy.ledger()) is None:
             return None
         return sum(s.bytes for key, s in ledger.items() if key.link == "inter" and key.phase != "evaluate")
 
     def _compare(self, index: int) -> None:
-        """Compare the messages of step ``index`` with exact values, if that is due; this is not timed."""
+        """Compare the messages of step ``index`` with exact values if that is due, outside of the timed steps."""
         if self.strategy.wire is None or index not in self.comparison.steps:
             return
         self.peak_rss = max(self.peak_rss, peak_rss())
@@ -375,6 +392,7 @@ class TrialRun:
         forget_peak(self.device)
 
     def _ran(self) -> dict[str, Any]:
+        """Return facts on what ran: backend, device, versions, and digests of corpus, codecs and kernels."""
         policy = self.trial.resolved_policy()
         digests = {} if policy is None else {str(codec): decoded_sha256(codec) for codec in policy.own_codecs}
         kernels = ops.loaded_kernels(self.device)
@@ -392,14 +410,21 @@ class TrialRun:
 
 
 def device_of(trial: Trial, rank: Rank) -> torch.device:
-    """The device of a rank's tensors; a GPU becomes torch's current device. A Refusal if there is none."""
+    """Return the device of a rank's tensors; a GPU becomes torch's current device.
+
+    Raises:
+        Refusal: If the machine has too few GPUs.
+    """
     if trial.cluster.device == "cpu":
         return torch.device("cpu")
     return torch.device(take_gpu(rank, trial.cluster.launcher, trial.cluster.transport))
 
 
 def _since(before: Books, now: Books) -> tuple[list[LedgerRow] | None, dict[str, int]]:
-    """Messages since then, None without a ledger, and bytes copied since then, by direction and purpose."""
+    """Return the messages between two states of the books, and the bytes copied by direction and purpose.
+
+    Messages are None if there is no ledger.
+    """
     copied: dict[str, int] = defaultdict(int)
     for key, nbytes in sorted(now[1].items()):
         copied[f"{key.direction} {key.purpose}"] += nbytes - before[1].get(key, 0)

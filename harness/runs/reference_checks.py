@@ -1,10 +1,15 @@
-"""Compares a trial with a single process and with exact values, at stated steps, not while it is timed.
+"""Compares a trial with a single process and with exact values, outside of the time that is measured.
 
-Before training, in evaluation mode: the sharded model's loss and reduced gradients with a single process's
-(:mod:`harness.measure.gradient_bounds`).  Where errors are measured, before the first, a middle and the last
-step: all messages with exact values (:mod:`harness.measure.communication_error`), and before the later ones
-loss and gradients again, with a single process that has the masters of that step.  After the steps: a grid of
-codecs, without messages (:mod:`harness.measure.quantisation_error`).  Training is left as it was.
+- Before training, in every trial: the sharded model's loss and reduced gradients with those of a single process, in
+  evaluation mode (:mod:`harness.measure.gradient_bounds`).
+- Before the first, a middle and the last step, where the suite measures errors: all messages of the step with exact
+  values (:mod:`harness.measure.communication_error`).  Before the middle and last step, loss and gradients are also
+  compared again, with a single process that has that step's masters.
+- After the last step, where the suite measures errors: a grid of codecs on the trained weights and gradients, without
+  messages (:mod:`harness.measure.quantisation_error`).
+
+The messages of a step are sent in a *rehearsal* before the step, which leaves no trace: training afterwards goes on as
+if the comparison had not taken place.
 """
 
 from __future__ import annotations
@@ -57,14 +62,17 @@ from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Event
 from impl.zero import Zero, find_blocks, plan_units
 
-TOLERANCE: Final = 1e-4  # of the loss, or absolute below 1: sums of two processes round differently
+# Losses may differ by this share, or by this much if they are below 1: sums in another order round differently.
+TOLERANCE: Final = 1e-4
 same_loss: Final = partial(math.isclose, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 class TrialError(RuntimeError):
     """A trial ran, but a check of its results failed; the message names the numbers.
 
-    ``losses``, by step, and ``validations`` are those of the trial before the first that is not finite.
+    Attributes:
+        losses: The trial's losses by step, up to the first that is not finite.
+        validations: Its validations, up to the first whose loss is not finite.
     """
 
     def __init__(
@@ -76,43 +84,44 @@ class TrialError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ComparedLoss:
-    """Mean losses of one rank's batches of one step, in evaluation mode."""
+    """Mean losses of one rank's batches of one step, in evaluation mode unless stated otherwise."""
 
     reference: float  # of a single process in fp32
-    expected: float  # of one with weights as all-gathered
-    trained: float | None = None  # of that in training mode, as the step's own; None where that is random
-    step: int = 0  # just before which they were compared
+    expected: float  # of a single process with the weights as the ranks gather them (quantised, cast)
+    # The same in training mode, to be compared with the step's own loss; None if dropout or the like is random.
+    trained: float | None = None
+    step: int = 0  # the step before which they were compared; 0 is before training
     sharded: float = math.nan  # of the sharded model
 
 
 @dataclass(slots=True)
 class Compared:
-    """Comparisons of one rank."""
+    """What one rank compared."""
 
-    losses: list[ComparedLoss] = field(default_factory=list)  # before training, and before later steps
+    losses: list[ComparedLoss] = field(default_factory=list)  # before training, then before later steps
     gradient_errors: list[GradientError] = field(default_factory=list)  # by step and unit
-    communicated: list[tuple[Place, list[float]]] = field(default_factory=list)  # sums of errors sent
+    communicated: list[tuple[Place, list[float]]] = field(default_factory=list)  # sums of messages' errors
     errors: list[QuantisationError] = field(default_factory=list)  # of the grid of codecs, over all ranks
 
 
 class Comparison:
-    """A trial's comparisons on one rank with the unsharded model; all ranks must call each method."""
+    """Makes the comparisons of one rank; all ranks must call each of its methods."""
 
     def __init__(self, trial: Trial, model: nn.Module, data: Batches, rank: Rank) -> None:
         self.trial, self.data, self.rank = trial, data, rank
         self.expected, self.gradient = self._single_process(model)
         total = trial.warmup + trial.steps
-        # Further repeats would measure the same errors again.
+        # Further repeats would only measure the same errors again.
         self.measures = trial.measure_quantisation and trial.repeat == 0
         self.steps = sorted(communication_error.measured_steps(total)) if self.measures else []
         self.compared = Compared()
-        self.events: list[Event] = []  # passes before training, as ``impl.plan.traffic`` has them
+        self.events: list[Event] = []  # passes before training, for ``impl.plan.traffic``
 
     def before_training(self, strategy: Strategy) -> None:
         """Compare the sharded model's loss and reduced gradients with a single process's."""
         if self.gradient is None:
             loss = mean_loss(strategy.model, batches_of(self.data))
-            strategy.weights_changed()  # weights gathered by the check must not serve the first step
+            strategy.weights_changed()  # the first step must gather weights anew, and not use those of this check
         else:
             with evaluating(strategy.model):
                 passes = run_passes(self.trial, strategy, self.data, 0)
@@ -123,7 +132,7 @@ class Comparison:
         self.compared.losses.append(replace(self.expected, sharded=loss))
 
     def before_step(self, index: int, strategy: Strategy, checks: TrainingChecks) -> None:
-        """Send the messages of step ``index`` in advance, and compare them with exact values."""
+        """Rehearse step ``index``, and compare its messages with exact values."""
         self.rank.report(Progress("measuring errors", self.steps.index(index) + 1, len(self.steps)))
         policy, errors = self.trial.resolved_policy(), SumsByPlace()
         differ = policy is not None and communication_error.outcomes_differ(policy)
@@ -139,10 +148,11 @@ class Comparison:
             self._compare_later_step(index, strategy, strategy.zero, checks)
 
     def _compare_later_step(self, index: int, strategy: Strategy, zero: Zero, checks: TrainingChecks) -> None:
-        """Compare loss and reduced gradients of step ``index`` with one process that has the masters.
+        """Compare loss and reduced gradients of step ``index`` with a single process that has the same masters.
 
-        Weights that are sums of differences, and gradients that carry errors over, are left out: they are not
-        one encoding of a single process's. So are trials whose budget chooses other codecs than their policy.
+        Left out are weights that were sent as differences and gradients with error feedback, because a single
+        process, which encodes once, would find other values; and trials whose bit budget chooses other codecs than
+        the policy's.
         """
         if zero.policy.differences is not None or zero.policy.budget is not None:
             return
@@ -161,7 +171,7 @@ class Comparison:
         self.compared.losses.append(replace(expected, sharded=passes.mean))
 
     def after_steps(self, strategy: Strategy) -> None:
-        """Try a grid of codecs on this rank's weights, and on gradients of one more backward pass."""
+        """Try a grid of codecs on this rank's weights, and on the gradients of one further backward pass."""
         if strategy.zero is None or not self.measures:
             return
         self.rank.report(Progress("trying codecs"))
@@ -171,19 +181,26 @@ class Comparison:
     def _single_process(
         self, model: nn.Module, step: int = 0, clock: Clock | None = None
     ) -> tuple[ComparedLoss, FirstGradient | None]:
-        """Losses of the unsharded model on this rank's batches of ``step``, and all ranks' mean gradient, or
-        None if a trial decodes or a peer keeps its gradients to itself; all ranks must call it.
+        """Compute losses and gradients of the unsharded model; all ranks must call it.
 
-        ``clock`` determines the random rounding of weights; by default the first step's.
+        Args:
+            model: The unsharded model.
+            step: The step whose batches are used.
+            clock: Determines the stochastic rounding of weights; by default that of the first step.
+
+        Returns:
+            The losses on this rank's batches; and the mean gradient of all ranks, or None if the trial only decodes
+            or its peer (DeepSpeed) does not show its gradients.
         """
         trial, topology, policy = self.trial, self.rank.topology, self.trial.resolved_policy()
         try:
             reference = mean_loss(model, batches_of(self.data, step))
-        except Exception as error:  # by a user's own model, unless memory is lacking
+        except Exception as error:  # an error of a user's own model is refused, unless memory is lacking
             if ":" not in trial.model.name or kind_of(error) != "crashed":
                 raise
             raise Refusal(f"model {trial.model.name!r}: raised {raised(error)}") from error
-        layouts: Sequence[Layout] | None = None  # DeepSpeed keeps its reduced gradients to itself
+        # Layouts stay None for DeepSpeed, which does not show its reduced gradients.
+        layouts: Sequence[Layout] | None = None
         family, columns = trial.host or family_of(trial.strategy), dict[str, Tensor]()
         with contextlib.ExitStack() as gathered:
             units: Sequence[UnitGeometry | GroupGeometry] = ()
@@ -203,7 +220,7 @@ class Comparison:
                 loss = mean_loss(computed, batches_of(self.data, step))
                 return ComparedLoss(reference, loss, None, step), None
             loss, gradient = self._gradient(computed, layouts, step, columns)
-            trained: float | None = None  # of later steps, where training mode has the same loss
+            trained: float | None = None  # known for later steps if training mode gives the same loss
             if step:
                 with torch.no_grad():
                     computed.train()
@@ -214,13 +231,20 @@ class Comparison:
     def _gradient(
         self, model: nn.Module, layouts: Sequence[Layout], step: int, columns: Mapping[str, Tensor]
     ) -> tuple[float, FirstGradient]:
-        """This rank's mean loss of a step's batches, and all ranks' mean gradient; backward passes compute
-        with the values of ``columns``, if any, in place of the model's.
+        """Return this rank's mean loss of a step's batches, and all ranks' mean gradient.
+
+        Args:
+            model: The unsharded model.
+            layouts: How gradients are sharded.
+            step: The step whose batches are used.
+            columns: By parameter, values with which backward passes compute in place of the model's own
+                (``policy.planes = 2`` sends weights by rows forward and by columns backward).
         """
         trial, policy = self.trial, None if self.trial.host is not None else self.trial.resolved_policy()
         compute, scale = (_type_of(trial), None) if policy is None else (policy.compute, policy.loss_scale)
         rounding = ROUNDING[compute]
-        if policy is not None and policy.secondary_format != "frames":  # backward has a rounded copy
+        # With such a secondary shard, backward passes compute with a rounded copy of the weights.
+        if policy is not None and policy.secondary_format != "frames":
             rounding = max(rounding, ROUNDING[policy.secondary_format])
         first = FirstGradient(layouts, trial.seed, trial.accumulation, rounding, step)
         times = 1.0 if scale is None else scale.initial
@@ -242,8 +266,13 @@ class Comparison:
 
 @contextlib.contextmanager
 def _rehearsal(strategy: Strategy) -> Iterator[communication_error.ReductionObserver]:
-    """Passes in the body send what a step would, and leave no trace; yields observations of the wire."""
-    assert strategy.wire is not None  # noqa: S101  # else no step is compared
+    """Send the messages of a step without changing training.
+
+    Passes in the body send what a step would; gradients, buffers, random
+    states and the state of codecs are restored afterwards.
+    Yields an observer of the messages.
+    """
+    assert strategy.wire is not None  # noqa: S101  # callers compare only trials with a wire
     observed, device = communication_error.ReductionObserver(), next(strategy.model.parameters()).device
     random = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with strategy.wire.observed(observed), strategy.rehearsing(), random:
@@ -251,14 +280,17 @@ def _rehearsal(strategy: Strategy) -> Iterator[communication_error.ReductionObse
 
 
 def _gradient_errors(gradient: FirstGradient, strategy: Strategy) -> list[GradientError]:
-    """How far each unit's reduced gradient is from a single process's."""
+    """Compare each unit's reduced gradient with a single process's."""
     scale = strategy.loss_scale
     errors = (gradient.compare(layout, *strategy.mean_gradient(layout), scale) for layout in gradient.layouts)
     return [error for error in errors if error is not None]
 
 
 def _type_of(trial: Trial) -> Dtype:
-    """The coarser of the types in which a peer computes and sends; fp32 for hosts, whose codecs round."""
+    """Return the coarser of the types in which a peer computes and sends.
+
+    For FSDP2 and DDP as hosts of our messages it is fp32, because their rounding is that of the codecs.
+    """
     if trial.strategy not in PEERS:
         return "fp32"
     compute = trial.peer.compute

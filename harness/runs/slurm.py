@@ -1,4 +1,8 @@
-"""Submits a suite to Slurm as one job, whose allocation runs all trials, and starts a job's steps."""
+"""Submits a suite to Slurm as one job, which runs all its trials, and starts job steps.
+
+Outside of a job, :func:`submit` submits this command line through submitit.  Inside of a job but in none of its steps,
+:func:`step` starts it on all nodes with ``srun``.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +16,50 @@ from typing import Any, Final
 from harness.errors import Refusal
 from harness.suites.trial import Cluster
 
-JOBS: Final = "jobs"  # folder of a suite's results, for what Slurm and submitit write
+JOBS: Final = "jobs"  # folder in a suite's results for the files of Slurm and submitit
 _COMMAND: Final = (sys.executable, "-m", "harness.cli")
 
 
 class Job:
-    """The command line, as Slurm runs it on every node inside the job."""
+    """A command line that Slurm runs on every node of the job."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.arguments = list(arguments)
 
     def __call__(self) -> int:
-        """Run the suite; returns the exit status."""
+        """Run the command line; returns its exit status."""
         return subprocess.run([*_COMMAND, *self.arguments], check=False).returncode
 
     def checkpoint(self) -> Any:
-        """The same job again, which goes on where it was; called before a time limit or a preemption."""
+        """Return the same job once more, to be queued again; submitit calls this at a time limit or preemption.
+
+        The new job continues the suite, since trials that have records are not run again.
+        """
         import submitit
 
         return submitit.helpers.DelayedSubmission(Job(self.arguments))
 
 
 def submit(arguments: Sequence[str], cluster: Cluster, name: str, folder: Path) -> str:
-    """Submit one job for the command line ``arguments`` and return its number, or a Refusal."""
+    """Submit one job for a command line.
+
+    Args:
+        arguments: The command line after ``zeropp``.
+        cluster: The largest cluster of the suite, with options for Slurm.
+        name: Name of the job.
+        folder: Results folder of the suite.
+
+    Returns:
+        The job's number.
+
+    Raises:
+        Refusal: If submitit is not installed, or Slurm does not accept the job.
+    """
     try:
         import submitit
     except ImportError as error:
         raise Refusal(
-            "launcher 'slurm' needs submitit outside of a job: pip install 'submitit>=1.5'"
+            "cluster.launcher = 'slurm' needs submitit outside of a job: pip install 'submitit>=1.5'"
         ) from error
     try:
         executor = submitit.SlurmExecutor(folder=folder / JOBS, max_num_timeout=100)
@@ -50,13 +70,13 @@ def submit(arguments: Sequence[str], cluster: Cluster, name: str, folder: Path) 
         )
         return str(executor.submit(Job(arguments)).job_id)
     except (RuntimeError, ValueError, TypeError, OSError, submitit.core.utils.FailedJobError) as error:
-        raise Refusal(f"Slurm did not take the job: {error}") from error
+        raise Refusal(f"Slurm did not accept the job: {error}") from error
 
 
 def step(arguments: Sequence[str], nodes: int) -> None:
-    """Replace this process, inside a job but in none of its steps, by a step with a process on each node."""
+    """Replace this process, which is inside a job but in none of its steps, with a step of one process per node."""
     command = ["srun", f"--nodes={nodes}", "--ntasks-per-node=1", *_COMMAND]
     try:
         os.execvp("srun", [*command, *arguments])  # noqa: S606  # no shell is needed
     except OSError as error:
-        raise Refusal(f"srun: {error.strerror}") from error
+        raise Refusal(f"srun cannot be started: {error.strerror}") from error

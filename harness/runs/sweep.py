@@ -1,7 +1,9 @@
 """Runs the trials of a suite that have no record yet, one after the other, and writes their records.
 
-Records are filled in as far as possible before any trial runs.  A failed trial is recorded and the sweep goes
-on; Ctrl-C ends it, and the current trial is recorded as interrupted, to be run again next time.
+Before the trials of a batch run, each gets a *blank*: its record with everything that is known beforehand, such as
+predictions and facts on the machine.  When a trial ends, its measurements are added and the record is written.  A
+trial that fails is recorded too, and the sweep goes on, unless the suite's ``on_failure`` says otherwise.  After
+Ctrl-C the current trial is recorded as interrupted; the same command runs it again and continues.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ class SweepOutcome:
     """Counts of a sweep's trials by outcome."""
 
     ok: int = 0
-    failed: int = 0  # trials without a result, those of earlier runs included
-    skipped: int = 0  # trials that had a record before
+    failed: int = 0  # trials without a result, including those of earlier runs
+    skipped: int = 0  # trials that already had a record
     interrupted: bool = False
 
 
@@ -56,11 +58,21 @@ def run_sweep(
     total: int = 0,
     on: Machine | None = None,
 ) -> SweepOutcome:
-    """Run the trials that have no record in ``results``, in order; logs of failed ones go to its ``logs``.
+    """Run the trials that have no record in ``results``, in order.
 
-    Each of ``batches`` is taken once all trials before it have records; ``total`` trials are known to come.
-    ``nodes`` are a launcher's, None if all ranks run here; steps are predicted ``on`` a machine.  A
-    RecordError if ``results`` cannot be read or written, a Refusal if a sweep was begun on another machine.
+    Args:
+        suite: The suite.
+        batches: Batches of trials; each is drawn once all trials of earlier batches have records.
+        results: The results folder; logs of failed trials are written to its folder ``logs``.
+        console: Where progress is printed.
+        nodes: The nodes that a launcher started; None if all ranks run on this machine.
+        retry_failed: Whether to run trials again that failed in an earlier run.
+        total: Number of trials that are known to come, for the display.
+        on: The machine for which the duration of steps is predicted and recorded; None for no prediction.
+
+    Raises:
+        RecordError: If ``results`` cannot be read or written.
+        Refusal: If a sweep was begun on another machine, or a module was edited during the run.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(results))
@@ -80,7 +92,11 @@ def run_sweep(
 
 @contextlib.contextmanager
 def locked(results: Path) -> Iterator[None]:
-    """Hold the lock of a folder for this run: a RecordError if another run holds it, on NFS too."""
+    """Hold the lock of a results folder during the body, also on NFS.
+
+    Raises:
+        RecordError: If another run holds it, or the folder cannot be written.
+    """
     with contextlib.ExitStack() as stack:
         try:
             results.mkdir(parents=True, exist_ok=True)
@@ -88,7 +104,7 @@ def locked(results: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RecordError(
-                f"{results}: another zeropp run is writing there; wait for it, or choose other --results"
+                f"{results}: another zeropp run is writing there; wait for it, or choose another folder with --results"
             ) from None
         except OSError as error:
             raise RecordError(f"{results}: cannot write there: {error.strerror or error}") from error
@@ -96,7 +112,10 @@ def locked(results: Path) -> Iterator[None]:
 
 
 def finished(results: Path, trial: Trial, pool: str) -> Record | None:
-    """The record of a trial that need not run again; of a failure only if code and inputs are the same."""
+    """Return the record of a trial if it need not run again, else None.
+
+    A failure that left no measurements is repeated once the machine, the code or the inputs have changed.
+    """
     path = path_of(results, trial.id)
     if not path.exists():
         return None
@@ -107,7 +126,7 @@ def finished(results: Path, trial: Trial, pool: str) -> Record | None:
 
 @dataclass(slots=True)
 class _Sweep:
-    """State of a sweep between trials: its records, and facts about the machine."""
+    """State of a sweep between trials."""
 
     suite: Suite
     results: Path
@@ -116,29 +135,32 @@ class _Sweep:
     retry_failed: bool
     on: Machine | None
     tally: SweepOutcome = field(default_factory=SweepOutcome)
-    _number: int = 0
-    _pools: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))  # of results, by sweep
-    _orders: dict[str, int] = field(default_factory=dict)
-    _blanks: dict[str, Record] = field(default_factory=dict)  # records before their trials have run
-    _run: str | None = None
+    _number: int = 0  # of the current sweep
+    # By sweep, the hashes of machines and code that its results are from.
+    _pools: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    _orders: dict[str, int] = field(default_factory=dict)  # a trial's place in the order of all
+    _blanks: dict[str, Record] = field(default_factory=dict)  # records of trials that have not run yet
+    _run: str | None = None  # hash that names the run record, once it is written
     _machine: dict[str, Any] = field(default_factory=machine.facts)
     _code: dict[str, Any] = field(default_factory=machine.code)
 
     def missing(self, batch: Batch) -> list[Trial]:
-        """The trials of a batch that have to run; a Refusal if others of its sweep ran on another machine, as
-        its pairs would be of two machines.
+        """Return the trials of a batch that have to run, with their blanks prepared.
+
+        Raises:
+            Refusal: If other trials of the sweep ran on another machine: its pairs would compare two machines.
         """
         why, pool = "some intervals are not narrow enough", machine.pool_key(self._machine, self._code)
         if batch.sweep != self._number:
             why = f"sweep {batch.sweep + 1}"
             self._number = batch.sweep
-            self.runner.close_links()  # they are calibrated anew
+            self.runner.close_links()  # each sweep calibrates its links anew
         done = dict[str, Record]()
         for trial in batch.trials:
             self._orders.setdefault(trial.id, len(self._orders))
             if (record := finished(self.results, trial, pool)) is not None:
                 done[trial.id], fields = record, self._question_fields(trial)
-                if fields != record.model_dump(include=set(fields)):  # the question has changed
+                if fields != record.model_dump(include=set(fields)):  # the suite's question has changed since
                     write(self.results, record.model_copy(update=fields))
         failures = [record for record in done.values() if not record.answers]
         if self.retry_failed:
@@ -150,8 +172,8 @@ class _Sweep:
         if missing and (others := pools - {pool}):
             raise Refusal(
                 f"{self.results}: sweep {batch.sweep + 1} was begun on another machine (hash {min(others)}, "
-                f"here {pool}), and a sweep is of one machine: finish it there, or choose another "
-                "folder with --results; finished ones stand beside further sweeps of this machine (--sweeps)"
+                f"here {pool}), and must be finished on one machine: finish it there, or choose another "
+                "folder with --results; once it is finished, --sweeps can add sweeps of this machine"
             )
         self.tally.failed += len(failures)
         self.tally.skipped += len(batch.trials) - len(missing)
@@ -161,7 +183,7 @@ class _Sweep:
         return missing
 
     def run_and_write(self, trial: Trial) -> bool:
-        """Run one trial, again if the suite wants that, and write its record; returns whether to stop."""
+        """Run one trial, with the retries that the suite asks for, and write its record; returns whether to stop."""
         self.display.began(trial)
         record, earlier = self.run(trial), list[Failed]()
         while record.failure is not None and len(earlier) < self._response(record).retries:
@@ -170,7 +192,7 @@ class _Sweep:
             self.display.began(trial)
             record = self.run(trial).model_copy(update={"earlier": earlier})
         chained_journal.append(self.results, record)
-        if record.failure is None or record.failure.log is None:  # else an earlier run's log would stay
+        if record.failure is None or record.failure.log is None:  # an earlier run may have left a log
             (self.results / LOGS / f"{trial.id}.log").unlink(missing_ok=True)
         self.tally.ok += record.answers
         self.tally.failed += not record.answers
@@ -181,17 +203,17 @@ class _Sweep:
         return stops
 
     def _response(self, record: Record) -> FailureResponse:
-        """The suite's answer to the outcome of a trial."""
+        """Return how the suite responds to the outcome of a trial."""
         failure = None if record.answers else record.failure
         return SKIP if failure is None else self.suite.on_failure.get(cast("Kind", failure.kind), SKIP)
 
     def _question_fields(self, trial: Trial) -> dict[str, Any]:
-        """A record's fields about the question and its trial's part in it."""
+        """Return the fields of a record that follow from the suite's question."""
         suite = self.suite
         return {"role": suite.role_of(trial), "answer": suite.answer, "margin": suite.margin}
 
     def _prepare(self, missing: Sequence[Trial], pool: str) -> None:
-        """Fill in the records of trials that have to run, as far as possible before any of them does."""
+        """Make the blanks of trials that have to run; the first time, also write the run record."""
         suite = self.suite
         if self._run is None:
             nodes = self.runner.nodes
@@ -225,7 +247,11 @@ class _Sweep:
             )
 
     def run(self, trial: Trial) -> Record:
-        """Run one trial and return its record, also of a failure; Ctrl-C has the record written first."""
+        """Run one trial and return its record, also if it failed.
+
+        Raises:
+            KeyboardInterrupt: After Ctrl-C, once the record of the interrupted trial is written.
+        """
         now = _now()
         blank = self._blanks[trial.id].model_copy(update={"started": now, "finished": now})
         if blank.failure is not None:
@@ -242,10 +268,11 @@ class _Sweep:
         return record
 
     def _check_sources(self, trial: Trial, before: dict[str, str]) -> None:
-        """Refuse to go on after an edit of an own object: ranks import what the record does not say."""
+        """Raise a Refusal if a module of the user's was edited: ranks may have imported other code than is recorded."""
         now = digests(trial)
         for name in sorted(name for name in before | now if before.get(name) != now.get(name)):
-            if name != "corpus" and not name.startswith("file "):  # a model may write what its source names
+            # Corpora and data files are not checked: a model may write files that its source names.
+            if name != "corpus" and not name.startswith("file "):
                 edited = f"{input_text(trial, name)} was edited during this run"
                 raise Refusal(
                     f"{self.results}: {edited}, so trial {trial.id} is not recorded and the run ends; undo "

@@ -1,8 +1,8 @@
-"""Runs trials: opens and calibrates links between nodes when they are needed, and starts ranks on them.
+"""Runs trials one at a time: opens and calibrates the link between nodes, starts ranks on it, and makes the record.
 
-Links are calibrated once a sweep and kept for its later trials; hosts' interfaces are shaped while ranks run.
-A failure of a rank, a node, the link or a check of the results is a :class:`~harness.records.trial_record.Failure`
-on record, and the next trial has fresh ranks.
+A link is opened when the first trial needs it, calibrated once per sweep, and kept for later trials with the same
+fields.  The interfaces of real hosts are shaped only while ranks run.  If a rank, a node, the link or a check of the
+results fails, the record holds a :class:`~harness.records.trial_record.Failure`, and the next trial gets fresh ranks.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from impl.plan.topology import Topology
 LOGS: Final = "logs"
 INTERRUPTED: Final = "Ctrl-C; not yet run again"
 _CALIBRATION_SECONDS: Final = 120.0
-_TAIL_LINES: Final = 20  # of a log, on the record
-# Fields of a cluster that determine its link.
+_TAIL_LINES: Final = 20  # last lines of a log that go into the record
+# Fields of a cluster that determine its link: trials that share them share the link.
 _JOINING: Final = {"link", "nodes", "rate", "latency", "transport", "hcas", "slow", "inner_rate", "launcher"}
 
 
 def cluster_of(trial: Trial) -> Cluster:
-    """The cluster of a trial's ranks; ``single`` has one rank."""
+    """Return the cluster on which a trial's ranks run; strategy ``single`` has one rank."""
     single = {"nodes": 1, "ranks_per_node": 1}
     return trial.cluster.model_copy(update=single) if trial.strategy == "single" else trial.cluster
 
@@ -56,7 +56,7 @@ class TrialRunner:
     """Runs the trials of a sweep; a context manager that closes their links."""
 
     results: Path  # folder of the records and of logs of failures
-    nodes: Nodes | None  # those of a launcher; None if all ranks run on this host
+    nodes: Nodes | None  # nodes that a launcher started; None if all ranks run on this host
     _links: dict[str, Link] = field(default_factory=dict)  # by the fields of _JOINING
     _folder: Path = field(default_factory=folder.current)
     _cores: int = field(default_factory=machine.cores)
@@ -69,13 +69,13 @@ class TrialRunner:
         self.close_links()
 
     def close_links(self) -> None:
-        """Close all links; later trials open new ones."""
+        """Close all links; later trials open and calibrate new ones."""
         for link in self._links.values():
             link.close()
         self._links.clear()
 
     def run(self, trial: Trial, blank: Record, on_progress: Report) -> Record:
-        """Run the ranks of a trial; returns ``blank`` with their measurements, or with their failure."""
+        """Run the ranks of a trial; returns ``blank`` with their measurements or with the failure."""
         try:
             link = self._link(trial, on_progress)
             blank = blank.model_copy(update={"link": link.record([])})
@@ -99,7 +99,7 @@ class TrialRunner:
         return blank.model_copy(update={"failure": failure})
 
     def _link(self, trial: Trial, on_progress: Report) -> Link:
-        """The open, calibrated link of a trial."""
+        """Return the open and calibrated link of a trial."""
         cluster = cluster_of(trial)
         key = cluster.model_dump_json(include=_JOINING)
         if (link := self._links.get(key)) is None:
@@ -109,29 +109,31 @@ class TrialRunner:
                 on_progress(Progress("link", text=PACED.format(link.why)))
             try:
                 self._calibrate(link, trial)
-            except BaseException:  # the next trial that needs it opens it anew
+            except BaseException:  # the next trial that needs this link opens it anew
                 link.close()
                 raise
             self._links[key] = link
         if link.paced_mbit is not None and trial.resolved_policy() is None:
             raise LinkError(
-                f"strategy {trial.strategy!r} sends past our wire, and link 'paced' holds only that to "
+                f"strategy {trial.strategy!r} sends its own messages, and link 'paced' limits only our engine's to "
                 f"{link.paced_mbit:g} Mbit/s; it needs network namespaces ({link.why})"
             )
         return link
 
     def _open(self, cluster: Cluster) -> Link:
+        """Open the link of a cluster, on this host or between a launcher's nodes."""
         if cluster.launcher == "local" or cluster.nodes == 1:
             return open_link(cluster, secrets.token_hex(3))
         nodes, kind = self.nodes, cluster.link
-        assert nodes is not None  # noqa: S101  # the launcher's
+        assert nodes is not None  # noqa: S101  # a launcher started them
         pair = nodes.on_one_host(cluster.nodes)
         why = "distinct hosts" if pair is None else f"nodes {pair[0]} and {pair[1]} are one host"
         if kind == "auto":
             kind = "real" if pair is None else "none"
         elif kind not in (("real", "shaped", "paced") if pair is None else ("none", "paced")):
             raise LinkError(
-                f"link {kind!r}: {why}; a real or shaped link joins distinct hosts, 'none' those of one"
+                f"link {kind!r}: {why}; nodes on distinct hosts need link 'real', 'shaped' or 'paced', nodes on one "
+                "host 'none' or 'paced'"
             )
         link = open_link(cluster.model_copy(update={"link": kind}), "")
         shaped = cluster.rate if kind == "shaped" else None
@@ -146,6 +148,7 @@ class TrialRunner:
         return link
 
     def _calibrate(self, link: Link, trial: Trial) -> None:
+        """Measure the link's rate with one rank per node; raises a LinkError if a shaped link misses its rate."""
         if link.cluster.nodes == 1:
             return
         launch = replace(
@@ -162,7 +165,7 @@ class TrialRunner:
         link.check()
 
     def launch(self, trial: Trial, link: Link, log: str) -> Launch:
-        """How the ranks of a trial are started on its link."""
+        """Return the options for starting a trial's ranks on its link; ``log`` names the log of a failure."""
         cluster = cluster_of(trial)
         topology = Topology(cluster.nodes, cluster.ranks_per_node)
         local_ranks = topology.world if cluster.launcher == "local" else topology.ranks_per_node
@@ -174,9 +177,9 @@ class TrialRunner:
             threads=trial.threads or max(1, self._cores // local_ranks),
             timeout_seconds=trial.timeout_seconds,
             log=self.results / LOGS / f"{log}.log",
-            backend=BACKENDS.get(cluster.transport, cluster.transport),  # else a module's
+            backend=BACKENDS.get(cluster.transport, cluster.transport),  # or a user's module
         )
 
     def _start(self, trial: Trial) -> Callable[[Work, Any, Launch, Report], list[Any]]:
-        """The function that runs the trial's ranks, on this host or a launcher's nodes, by rank."""
+        """Return the function that runs ranks on this host or on a launcher's nodes, and returns results by rank."""
         return run_ranks if self.nodes is None or trial.cluster.launcher == "local" else self.nodes.run

@@ -1,1 +1,4 @@
-"""A question as data: suites, their trials, and model sizes.  No torch."""
+"""Suites as data: reads a suite file, and expands it into the trials that answer its question.
+
+Nothing here imports torch, so that a suite is checked within a second.
+"""

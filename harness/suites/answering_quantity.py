@@ -1,4 +1,8 @@
-"""Which quantity answers a suite's question, by the axes along which its trials differ.  No torch."""
+"""Chooses the quantity that answers a suite's question: step time, loss, bytes, memory and the like.
+
+A suite may name the quantity with its key ``answer``.  Otherwise :func:`quantity` infers it from the workload and
+from the fields in which the trials differ; a report then leads with a sentence about that quantity.  No torch.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,24 @@ from typing import Any, Final, Literal
 
 from harness.suites.trial import Trial
 
-LEAST_STEPS: Final = 100  # of training; the losses of fewer hardly depend on the policy
+LEAST_STEPS: Final = 100  # training steps; after fewer, losses hardly depend on the policy
 
 ChosenQuantity = Literal["", "loss", "step", "bytes", "error", "memory", "trials"]
-"""What a suite may name with the key ``answer``; empty leaves it to the axes."""
+"""Values of a suite's key ``answer``; the empty text lets :func:`quantity` choose."""
 Quantity = Literal["loss", "step", "bytes", "error", "memory", "trials", "rate", "nodes", "size", "tokens"]
+"""All quantities: ``rate`` is a break-even bandwidth, ``nodes`` scaling, ``size`` the largest model that fits."""
 
 
 def quantity(trials: Sequence[Trial], answer: ChosenQuantity = "") -> Quantity:
-    """The quantity that answers a suite's question: ``answer``, else the first that applies."""
+    """Return the quantity that answers a suite's question.
+
+    Args:
+        trials: The suite's trials.
+        answer: The suite's own choice; if empty, the first rule below that applies decides: ``tokens`` if all
+            trials decode, ``size`` with a memory limit, ``loss`` if training is validated repeatedly or is long,
+            ``memory`` if offload varies, ``error`` if the codecs of one strategy are measured, ``rate`` or
+            ``nodes`` if they vary, else ``step``.
+    """
     if answer:
         return answer
     if all(trial.workload == "generate" for trial in trials):

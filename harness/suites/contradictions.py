@@ -1,4 +1,9 @@
-"""Refuses combinations of a trial's fields that are valid alone and impossible together."""
+"""Refuses a trial whose fields are each valid but contradict each other.
+
+:func:`check` is called for every trial of a suite before anything runs.  Settings that are possible but have no
+effect in any trial are refused by :mod:`harness.suites.ineffective`; settings that this machine cannot run, by
+:mod:`harness.runs.feasibility`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from harness.suites.trial import RECIPE, LearningRates, Trial
 from impl.adapters.traffic import check_host
 from impl.plan.policy import Offload
 
-_WITHOUT: Final = {  # fields that a workload does not use
+_WITHOUT: Final = {  # by workload, the fields that it does not use
     "train": ("generate", "rlhf"),
     "generate": (
         "rlhf", "validate_every", "measure_quantisation", "clip", "activation_checkpointing",
@@ -24,16 +29,26 @@ _WITHOUT: Final = {  # fields that a workload does not use
     "rlhf": ("validate_every", "measure_quantisation", "control", "accumulation"),
 }  # fmt: skip
 
+_OPTIMIZER_TWICE: Final = (
+    "deepspeed_config has {0!r}, but the suite's `optimizer` is used; remove {0!r} from deepspeed_config"
+)
+
 
 def check(trial: Trial) -> None:
-    """Refuse fields that are impossible together, by a ValueError that names them."""
+    """Check that a trial's fields can be combined.
+
+    Raises:
+        ValueError: With one line that names the fields, their values and what to change.
+    """
     if (tokens := trial.tokens_per_rank) % trial.sequence:
         raise ValueError(f"tokens_per_rank = {tokens}: expected a multiple of sequence = {trial.sequence}")
     total = trial.warmup + trial.steps
     if (trial.validate_every or 0) > total:
         every = f"validate_every = {trial.validate_every}"
-        raise ValueError(f"{every}: the trial has {total} steps in all; 0 validates after the last alone")
-    trial.schedule()  # refuses a warm-up that is too long
+        raise ValueError(
+            f"{every}: the trial has {total} steps in all; choose at most {total}, or 0 to validate only after the last"
+        )
+    trial.schedule()  # raises if the warm-up is longer than the trial
     for rules in (_configured, _cluster, _workload, _control):
         if (why := next(rules(trial), None)) is not None:
             raise ValueError(why)
@@ -43,126 +58,136 @@ def check(trial: Trial) -> None:
         if trial.host is not None:
             check_host(trial.host, policy)
         if policy.planes > 1 and trial.activation_checkpointing:
-            planes = f"policy.planes = {policy.planes}: expected 1"
-            raise ValueError(f"activation_checkpointing = true with {planes}")
+            planes = f"policy.planes = {policy.planes}: not supported with activation_checkpointing = true"
+            raise ValueError(f"{planes}; set policy.planes = 1, or remove activation_checkpointing")
 
 
 def _cluster(trial: Trial) -> Iterator[str]:
-    """Links that cannot be shaped as the fields say, and transports that cannot carry the messages."""
+    """Yield why the link cannot be shaped as asked, or why the transport cannot carry the trial's messages."""
     cluster, transport = trial.cluster, f"cluster.transport = {trial.cluster.transport!r}"
     shapes, rate = cluster.link in ("auto", "namespaces"), cluster.rate
     if cluster.link == "none" and rate is not None:
-        yield f"cluster.rate = {rate:g} Mbit/s: expected another cluster.link than 'none', which shapes none"
+        yield f"cluster.rate = {rate:g} Mbit/s: cluster.link = 'none' has no rate; remove one of the two"
     if cluster.link == "shaped" and rate is None:
-        yield "cluster.link = 'shaped': expected a cluster.rate to hold it to, or cluster.link = 'real'"
+        yield "cluster.link = 'shaped': needs a cluster.rate; set one, or set cluster.link = 'real'"
     if cluster.hcas is not None and (cluster.transport, cluster.link) != ("nccl", "real"):
         hcas = json.dumps(cluster.hcas)
-        yield f"cluster.hcas = {hcas}: expected cluster.transport = 'nccl' and cluster.link = 'real' with it"
+        needed = "needs cluster.transport = 'nccl' and cluster.link = 'real'"
+        yield f"cluster.hcas = {hcas}: {needed}; set both, or remove cluster.hcas"
     if cluster.latency is not None and cluster.link in ("none", "real", "shaped"):
-        yield f"cluster.latency = {cluster.latency:g} ms: nothing adds it to cluster.link = {cluster.link!r}"
+        conflict = f"cluster.link = {cluster.link!r} cannot add latency"
+        yield f"cluster.latency = {cluster.latency:g} ms: {conflict}; remove it, or set cluster.link = 'namespaces'"
     if cluster.slow < 1 and not (shapes and rate is not None and cluster.nodes > 2):
-        slow = f"cluster.slow = {cluster.slow:g} for the last of {cluster.nodes} nodes"
-        yield f"{slow}: expected a rate, 3 nodes or more, and cluster.link = 'namespaces'"
+        slow = f"cluster.slow = {cluster.slow:g} slows the last of {cluster.nodes} nodes"
+        yield f"{slow}: needs a cluster.rate, 3 nodes or more, and cluster.link = 'auto' or 'namespaces'"
     joined = cluster.transport == "gloo" and cluster.ranks_per_node > 1 and cluster.nodes > 1
     if cluster.inner_rate is not None and not (shapes and rate is not None and joined):
-        needed = "a cluster.rate, nodes of 2 ranks or more, transport 'gloo' and link 'namespaces'"
-        yield f"cluster.inner_rate = {cluster.inner_rate:g} Mbit/s: expected {needed}"
+        needed = (
+            "a cluster.rate, 2 nodes of 2 ranks or more, transport 'gloo', and link 'auto' or 'namespaces'"
+        )
+        yield f"cluster.inner_rate = {cluster.inner_rate:g} Mbit/s: needs {needed}"
     if cluster.device == "cuda" and trial.host is not None:
-        yield f"cluster.device = 'cuda': strategy {trial.strategy!r} runs on the CPU; expected 'cpu'"
+        yield f"cluster.device = 'cuda': strategy {trial.strategy!r} runs on the CPU only; set device 'cpu'"
     if (cluster.device == "cuda") != (cluster.transport in ("nccl", "staged")):
-        yield f"cluster.device = {cluster.device!r}, {transport}: 'cuda' goes with 'nccl' and 'staged' alone"
+        needed = "device 'cuda' needs transport 'nccl' or 'staged', and these two need device 'cuda'"
+        yield f"cluster.device = {cluster.device!r}, {transport}: {needed}"
     if cluster.transport == "staged" and trial.strategy in PEERS and trial.strategy != "single":
-        yield f"{transport}: strategy {trial.strategy!r} sends past our wire; expected 'nccl'"
+        yield f"{transport}: strategy {trial.strategy!r} sends its own messages, which it cannot carry; set 'nccl'"
     if cluster.transport == "staged" and trial.measure_quantisation:
-        yield f"{transport}: errors of what is sent are not measured there"
-    # A user's own backend may send more than the wire books.
+        yield f"{transport}: cannot measure the errors of messages; remove measure_quantisation, or set 'nccl'"
+    # A backend of the user's own may send bytes that the ledger does not count, which the comparison with a
+    # network interface's counters would report as a fault.
     if "." in cluster.transport and (cluster.link not in ("none", "paced") or cluster.device != "cpu"):
-        yield f"{transport}: expected cluster.link = 'none' or 'paced', and cluster.device = 'cpu'"
+        yield f"{transport}: a backend of your own needs cluster.link = 'none' or 'paced', and device 'cpu'"
     if len(set(cluster.hosts)) < len(cluster.hosts):
-        yield f"cluster.hosts = {list(cluster.hosts)}: a host stands there twice"
+        yield f"cluster.hosts = {list(cluster.hosts)}: lists a host twice; list each host once"
 
 
 def _workload(trial: Trial) -> Iterator[str]:
-    """Fields and values that only another workload can use."""
+    """Yield which fields have no effect, or values that are impossible, with the trial's workload."""
     generate, usual, workload = trial.generate, Trial(), f"workload = {trial.workload!r}"
     length = generate.prompt + generate.tokens
     lengths = f"generate.prompt = {generate.prompt} and generate.tokens = {generate.tokens}"
     for path in _WITHOUT[trial.workload]:
         field = operator.attrgetter(path)
         if field(trial) != field(usual):
-            yield f"{path} = {field(trial)}: {workload} has no use for it; expected it left out"
+            yield f"{path} = {field(trial)}: has no effect with {workload}; remove it"
     if trial.workload == "train":
         return
     if not isinstance(MODELS.get(trial.model.name), GPTShape):
         able = ", ".join(name for name, shape in MODELS.items() if isinstance(shape, GPTShape))
-        yield f"{workload}: model {trial.model.name!r} cannot; expected one of {able}"
+        yield f"{workload}: model {trial.model.name!r} is no preset GPT; choose one of {able}"
     if length > trial.sequence or (trial.workload == "rlhf" and length < trial.sequence):
-        most = "at most " if trial.workload == "generate" else ""
-        yield f"{lengths}: together {most}sequence = {trial.sequence} with {workload}"
+        needed = f"sequence {'>=' if trial.workload == 'generate' else '='} {length}"
+        yield f"{lengths}: {workload} needs {needed}, their sum; here sequence = {trial.sequence}"
     if trial.workload == "generate":
         return
     if (policy := trial.resolved_policy()) is None or trial.host is not None:
-        yield f"{workload}: strategy {trial.strategy!r} has no engine of ours for frozen models"
+        yield f"{workload}: strategy {trial.strategy!r} cannot shard frozen models; choose one of our own engine"
     elif policy.offload != Offload():
-        yield f"policy.offload_optimizer, policy.offload_weights: expected none with {workload}"
+        yield f"policy.offload_optimizer, policy.offload_weights: not supported with {workload}; remove them"
     if (sequences := trial.tokens_per_rank // trial.sequence) % (group := trial.rlhf.group):
-        batch = f"tokens_per_rank = {trial.tokens_per_rank} are {sequences} sequences"
+        batch = f"tokens_per_rank = {trial.tokens_per_rank} gives {sequences} sequences"
         yield f"{batch}: expected a multiple of rlhf.group = {group}"
 
 
 def _control(trial: Trial) -> Iterator[str]:
-    """Controls with nothing to spoil: no copy of hpZ, no two hops of our own engine, or one sequence."""
+    """Yield why a control cannot degrade this trial: it needs hpZ's copy, two hops, or two sequences."""
     policy, topology = trial.resolved_policy(), trial.topology()
     engine_policy = None if trial.host is not None else policy
     strategy = f"control = {trial.control!r}: strategy {trial.strategy!r}"
     if trial.control == "half_batch" and (tokens := trial.tokens_per_rank) < 2 * trial.sequence:
-        yield f"control = 'half_batch': tokens_per_rank = {tokens} is one sequence; expected two"
+        yield f"control = 'half_batch': tokens_per_rank = {tokens} is one sequence; it needs at least two"
     if trial.control == "unordered":
         axes = () if policy is None or policy.reduce == "ring" else policy.reduce_axes(topology)
         reached = math.prod(axis.size for axis, _ in axes)
         if engine_policy is None or len(axes) < 2 or reached < topology.world:
-            yield f"{strategy} on {topology} reduces in {len(axes)} hops; expected two, over all ranks"
+            found = f"{strategy} on {topology} reduces gradients in {len(axes)} hops"
+            yield f"{found}; this control needs two hops over all ranks"
     if trial.control in ("stale_secondary", "late_secondary"):
         if engine_policy is None or not engine_policy.secondary_ranks(topology):
-            yield f"{strategy} keeps no secondary shard; expected one with hpZ"
+            yield f"{strategy} keeps no secondary shard; choose a strategy with hpZ"
         elif engine_policy.sends_copy:
-            yield f"{strategy} sends the copy, which has to be new; expected one codec of weights"
+            conflict = "also sends its secondary shard in the forward pass, so that the copy must be current"
+            yield f"{strategy} {conflict}; set one codec of weights and no differences"
 
 
 def _configured(trial: Trial) -> Iterator[str]:
-    """A DeepSpeed configuration that contradicts the trial, or is not used."""
+    """Yield where a DeepSpeed configuration contradicts the trial's fields, or that no strategy reads it."""
     sequences = trial.tokens_per_rank // trial.sequence
     if family_of(trial.strategy) == DEEPSPEED:
         yield from _for_deepspeed(trial, sequences)
     elif trial.strategy == RECIPE:
         yield from _for_recipe(trial, sequences)
     elif trial.deepspeed_config is not None:
-        expected = f"{RECIPE!r} or {DEEPSPEED!r}"
-        yield f"deepspeed_config with strategy = {trial.strategy!r}: expected strategy = {expected}"
+        way_out = f"set strategy = {RECIPE!r} or {DEEPSPEED!r}, or remove deepspeed_config"
+        yield f"deepspeed_config: strategy {trial.strategy!r} does not read it; {way_out}"
 
 
 def _for_recipe(trial: Trial, sequences: int) -> Iterator[str]:
+    """Yield contradictions of strategy ``recipe``, whose policy comes from the configuration."""
     recipe = trial.recipe()
     yield from _unequal("clip", trial.clip, "gradient_clipping", recipe.clip)
     yield from _unequal("accumulation", trial.accumulation, "accumulation", recipe.accumulation)
     if recipe.micro_batch is not None:
-        yield from _unequal("sequences of a rank", sequences, "micro-batch", recipe.micro_batch)
+        yield from _unequal("tokens_per_rank / sequence", sequences, "micro-batch", recipe.micro_batch)
     rate = trial.optimizer.arguments.get("lr")
     if recipe.peak is not None and rate is not None:
         yield from _unequal("optimizer.arguments.lr", rate, "warmup_max_lr", recipe.peak)
     if recipe.schedule is not None and trial.optimizer.schedule != LearningRates():
-        yield "optimizer.schedule beside a scheduler of deepspeed_config: expected one of them"
+        yield "optimizer.schedule: deepspeed_config has a 'scheduler' too; remove one of the two"
     if any(finding.key.startswith("optimizer.") for finding in recipe.findings):
-        yield "deepspeed_config has 'optimizer', which the suite's optimizer says; leave it out"
+        yield _OPTIMIZER_TWICE.format("optimizer")
 
 
 def _for_deepspeed(trial: Trial, sequences: int) -> Iterator[str]:
+    """Yield contradictions of the peer DeepSpeed, which reads the configuration itself."""
     table = trial.peer_configuration()
     if trial.workload == "generate":
-        yield f"workload = 'generate': strategy {trial.strategy!r} trains; expected workload = 'train'"
+        yield f"workload = 'generate': strategy {trial.strategy!r} can only train; set workload = 'train'"
     for key in ("optimizer", "scheduler"):
         if key in table:
-            yield f"deepspeed_config has {key!r}, which the suite's optimizer says; leave it out"
+            yield _OPTIMIZER_TWICE.format(key)
     for kind in ("fp16", "bf16"):
         enabled = table[kind].get("enabled") if isinstance(table.get(kind), dict) else None
         if enabled not in ("auto", None, trial.peer.compute == kind):
@@ -171,14 +196,15 @@ def _for_deepspeed(trial: Trial, sequences: int) -> Iterator[str]:
     for name, value, key in (
         ("clip", trial.clip or 0.0, "gradient_clipping"),
         ("accumulation", trial.accumulation, "gradient_accumulation_steps"),
-        ("sequences of a rank", sequences, "train_micro_batch_size_per_gpu"),
-        ("sequences of all ranks", batch, "train_batch_size"),
+        ("tokens_per_rank / sequence", sequences, "train_micro_batch_size_per_gpu"),
+        ("sequences of a step on all ranks", batch, "train_batch_size"),
     ):
         if table.get(key) not in (None, "auto"):
             yield from _unequal(name, value, key, table[key])
 
 
 def _unequal(name: str, value: Any, key: str, configured: Any) -> Iterator[str]:
+    """Yield a message if a field of the trial and a key of its DeepSpeed configuration differ."""
     if value != configured:
-        other = f"{key} = {json.dumps(configured)} of deepspeed_config"
-        yield f"{name} = {json.dumps(value)}, but {other}: expected the same"
+        other = f"deepspeed_config has {key} = {json.dumps(configured)}"
+        yield f"{name} = {json.dumps(value)}, but {other}: set both to the same value"

@@ -1,8 +1,18 @@
-"""Expands the tables of a suite file into trials; docs/guide/suites.md says how.  No torch.
+"""Expands the tables of a suite file into trials.  No torch.
 
-Axes of ``[matrix]`` and ``[[zip]]`` multiply into combinations over ``[defaults]``; then come ``[[exclude]]``
-and, in order, ``[[override]]``.  A field that would turn a strategy into another one is left out, unless a
-[[zip]] or [[override]] that names the strategy sets it, or the suite has a single policy.
+:func:`expand` works in this order (docs/guide/suites.md describes it for users):
+
+1. The axes of ``[matrix]`` and ``[[zip]]`` are multiplied; each combination is laid over ``[defaults]``.
+2. ``[[exclude]]`` removes combinations, and ``[[override]]`` changes those that it matches, in file order.
+3. Fields that would turn a strategy into another one are left out of it, such as quantised weights for ``zero3``.
+   A ``[[zip]]`` or ``[[override]]`` that names the strategy sets them all the same, as does a suite with one
+   policy only.
+4. Each combination becomes a :class:`~harness.suites.trial.Trial`, which is checked.
+5. All policies get one common alignment, combinations that resolve to the same run are merged, and each trial
+   gets its role in the comparison: baseline or contrast.
+
+A combination in progress is a ``Point``: its values by dotted path, each with the table that set it, so that an
+error message can name the table.
 """
 
 from __future__ import annotations
@@ -48,17 +58,23 @@ from harness.suites.suite import Suite, SuiteError, SuiteKeys, SuiteTables
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial, configuration_text, following_model
 from impl.codecs.codec import CodecError
 
-MOST_TRIALS: Final = 2000  # of one suite; more is a mistake, not a question
+MOST_TRIALS: Final = 2000  # of one suite; more are taken for a mistake in its axes
 _CONFIGURATION: Final = "deepspeed_config"
 
 
 def expand(file: SuiteTables) -> Suite:
-    """Expand, exclude, override, validate, align and order."""
+    """Expand a suite file's tables into a suite.
+
+    Raises:
+        SuiteError: For the first mistake, with one line that names the table, the key and the way out.
+    """
     axes = _axes(file)
     check_tables(file, axes, _trial)
     total = math.prod(len(axis) for axis in axes) * file.repeats.most
     if total > MOST_TRIALS:
-        raise SuiteError(f"{total} trials; at most {MOST_TRIALS} are allowed in one suite")
+        raise SuiteError(
+            f"{total} trials, but a suite has at most {MOST_TRIALS}: shorten an axis, or repeats"
+        )
     defaults = _settings(file.defaults, "[defaults]")
     points = [functools.reduce(operator.or_, values, defaults) for values in itertools.product(*axes)]
     for number, match in enumerate(file.exclude, 1):
@@ -69,24 +85,24 @@ def expand(file: SuiteTables) -> Suite:
         settings = _settings(override.set, f"[[override]] #{number} set")
         points = [point | settings if hit else point for point, hit in zip(points, hits, strict=True)]
     if not points:
-        raise SuiteError("[[exclude]] leaves no trial")
+        raise SuiteError("[[exclude]] leaves no trial: let it match fewer combinations")
     check_overrides(file, axes, points)
     paths = dict.fromkeys(path for axis in axes for values in axis for path in values)
     texts = [
         ", ".join(f"{p} = {value_text(point[p].value)}" for p in paths if p in point) for point in points
     ]
-    said = points
+    given = points
     points, left_out = _fitting(points, file)
     trials = [_trial(point) for point in points]
     for point, trial, text in zip(points, trials, texts, strict=True):
         try:
             check(trial)
-        except ValueError as error:  # which begins with the path of a field
+        except ValueError as error:  # its message begins with the path of a field
             tables = [
                 f"{table} " for path, (_, table) in point.items() if str(error).startswith(f"{path} = ")
             ]
             raise SuiteError(f"{f'with {text}: ' if text else ''}{''.join(tables[:1])}{error}") from None
-    check_settings(said, points, trials)
+    check_settings(given, points, trials)
     trials = _aligned(trials)
     runs = _runs(trials)
     unique = list({trial.id: trial for trial in runs}.values())
@@ -105,7 +121,7 @@ def expand(file: SuiteTables) -> Suite:
 
 
 def _configurations(file: SuiteTables) -> dict[str, str]:
-    """The DeepSpeed configurations that the suite names as files, JSON by path."""
+    """Read the DeepSpeed configurations that the suite names as files; returns their JSON text by path."""
     overrides = (table for override in file.override for table in (override.match, override.set))
     tables = (file.defaults, file.matrix, *file.zip, *file.exclude, *overrides, file.baseline, file.contrast)
     values = [table.get(_CONFIGURATION) for table in tables]
@@ -114,7 +130,7 @@ def _configurations(file: SuiteTables) -> dict[str, str]:
 
 
 def _axes(file: SuiteTables) -> list[list[Point]]:
-    """The axes as lists of points, which set some fields; a zip is one axis."""
+    """Return each axis as a list of points that set some fields; all columns of a zip make one axis."""
     tables = [({path: values}, "[matrix]") for path, values in flatten(file.matrix)]
     tables += [(dict(flatten(table)), f"[[zip]] #{number}") for number, table in enumerate(file.zip, 1)]
     axes: list[list[Point]] = []
@@ -127,7 +143,7 @@ def _axes(file: SuiteTables) -> list[list[Point]]:
                 )
             for other in taken:
                 if f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}."):
-                    raise SuiteError(f"{table} {path}: {other!r} is an axis already; say each field once")
+                    raise SuiteError(f"{table} {path}: {other!r} is an axis already; list each field once")
             taken.append(path)
         if len({len(values) for values in columns.values()}) > 1:
             counts = ", ".join(f"{path} has {len(values)}" for path, values in columns.items())
@@ -138,10 +154,10 @@ def _axes(file: SuiteTables) -> list[list[Point]]:
 
 
 def _settings(table: dict[str, Any], name: str) -> Point:
-    """A table's values by dotted path."""
+    """Return a table's values by dotted path, with the table's name."""
     settings = {path: Setting(value, name) for path, value in flatten(table)}
     if "repeat" in settings:
-        raise SuiteError(f"{name} repeat: set by the key `repeats` at the top of the file")
+        raise SuiteError(f"{name} repeat: cannot be set; use the key `repeats` at the top of the file")
     return settings
 
 
@@ -172,7 +188,7 @@ def _trial(point: Point) -> Trial:
 
 
 def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Dotted paths of the fields that a suite may set."""
+    """Return the dotted paths of all fields of a trial that a suite may set."""
     paths: list[str] = []
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -183,7 +199,7 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _path_of(error: ErrorDetails, point: Point) -> str:
-    """The path, of those that the suite sets, that is nearest to an error's."""
+    """Return the path set by the suite that is nearest to the path of pydantic's error."""
     parts = [str(part) for part in error["loc"]]
     for length in range(len(parts), 0, -1):
         where = ".".join(parts[:length])
@@ -193,7 +209,10 @@ def _path_of(error: ErrorDetails, point: Point) -> str:
 
 
 def _hits(match: dict[str, Any], name: str, points: list[Point]) -> list[bool]:
-    """Which points a partial match hits: by value, so ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``."""
+    """Return for each point whether a partial match hits it.
+
+    Values are compared once parsed, so that ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``.
+    """
     written, wanted = dict[str, list[Any]](), dict[str, list[Any]]()
     for path, value in flatten(match):
         choices = value if isinstance(value, list) else [value]
@@ -209,7 +228,11 @@ def _hits(match: dict[str, Any], name: str, points: list[Point]) -> list[bool]:
 
 
 def _fitting(points: list[Point], file: SuiteTables) -> tuple[list[Point], list[str]]:
-    """The points without fields that would make other strategies; a line for each field left out."""
+    """Leave out of each point the fields that would turn its strategy into another one.
+
+    Returns:
+        The remaining points, and for each field that was left out a line that says where and why.
+    """
     named = {f"[[zip]] #{n}" for n, table in enumerate(file.zip, 1) if "strategy" in table}
     named |= {f"[[override]] #{n} set" for n, rule in enumerate(file.override, 1) if "strategy" in rule.match}
     trials = [_trial(point) for point in points]
@@ -221,7 +244,7 @@ def _fitting(points: list[Point], file: SuiteTables) -> tuple[list[Point], list[
         for path, (value, table) in list(point.items()):
             why = "" if table in named else reasons.get(path, "")
             if trial.strategy in PEERS and path.startswith("policy.") and table == "[matrix]":
-                why = "there is no policy in"  # of other tables, peers lose policies without a line
+                why = "there is no policy in"  # a policy from another table is dropped without a line
             if why:
                 left_out[path, table, why].append((value_text(value), trial.strategy))
                 del point[path]
@@ -233,10 +256,14 @@ def _fitting(points: list[Point], file: SuiteTables) -> tuple[list[Point], list[
 
 
 def _aligned(trials: list[Trial]) -> list[Trial]:
-    """The trials with the common alignment of all policies; peers without a policy, others without a peer."""
+    """Give all policies the least common multiple of their block sizes as alignment.
+
+    Peers lose their policy fields and all others their ``peer`` fields, which they do not use, so that unused
+    fields do not change a trial's id.
+    """
     try:
         grain = math.lcm(1, *(policy.grain for trial in trials if (policy := trial.resolved_policy())))
-    except CodecError as error:  # by a user's own codec, which runs here for the first time
+    except CodecError as error:  # a user's own codec is called here for the first time
         raise SuiteError(str(error)) from None
     return [
         trial.model_copy(
@@ -249,7 +276,10 @@ def _aligned(trials: list[Trial]) -> list[Trial]:
 
 
 def _runs(trials: Sequence[Trial]) -> list[Trial]:
-    """Of each trial the one that runs: of those that resolve to one run, the one with fewest changes."""
+    """Return for each trial the one that is run in its place.
+
+    Of several trials that resolve to the same run, this is the one that changes fewest fields of its preset.
+    """
     kept: dict[str, Trial] = {}
     keys = [_run_key(trial) for trial in trials]
     for key, trial in zip(keys, trials, strict=True):
@@ -258,7 +288,7 @@ def _runs(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _run_key(trial: Trial) -> str:
-    """A key that is equal for trials that resolve to the same run, whatever their policy is called."""
+    """Return a key that is equal for trials that resolve to the same run, even if their strategies differ."""
     data = trial.canonical()
     policy = trial.resolved_policy()
     if policy is not None:
@@ -282,46 +312,52 @@ def _run_key(trial: Trial) -> str:
 def _check_baselines(
     repeats: Repeats, trials: Sequence[Trial], roles: dict[str, str], also: Sequence[str]
 ) -> None:
-    """Refuse to repeat until ratios are known where a setting has no baseline."""
+    """Refuse ``repeats = "until ..."`` if some setting has no baseline to form ratios with."""
     if repeats.within is None:
         return
     named = BASELINE if not roles else "the suite's baseline"
     for setting in comparable_groups(trials, "repeat", "seed", *also):
         if not any(is_baseline(trial, roles) for trial in setting):
             present = ", ".join(dict.fromkeys(trial.strategy for trial in setting))
-            why = f"of ratios over {named}, which does not stand beside {present}"
-            raise SuiteError(f"repeats: {repeats}: {why}; expected it there, or a number of repeats")
+            why = f"needs ratios over {named}, which is missing in the setting of {present}"
+            raise SuiteError(f"repeats: {repeats}: {why}; add it there, or give a number of repeats")
 
 
 def _roles(
     file: SuiteTables, points: list[Point], runs: list[Trial]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The roles of the trials that run, by id, and the fields that are part of a configuration besides.
+    """Resolve the suite's keys ``baseline`` and ``contrast``.
 
-    ``baseline`` has the trials that its matches become, also those that run under another combination's
-    name; ``contrast`` those of its own matches, by default all others.
+    A trial that is run under the name of another combination keeps its role.  Without ``contrast``, all trials
+    that are no baseline are compared with it.
+
+    Returns:
+        The role of each trial that has one, by the trial's id; and the training fields in which configurations
+        differ besides the usual ones (:func:`~harness.suites.repeat_order.compared_also`).
     """
     if not file.baseline:
         if file.contrast:
-            raise SuiteError(f"contrast = {value_text(file.contrast)}: expected a baseline beside it")
+            raise SuiteError(
+                f"contrast = {value_text(file.contrast)}: needs a baseline; name one, or remove contrast"
+            )
         return {}, ()
     key = f"baseline = {value_text(file.baseline)}"
     base = _hits(file.baseline, "baseline", points)
     against = _hits(file.contrast, "contrast", points) if file.contrast else [not hit for hit in base]
     if both := sum(map(operator.and_, base, against)):
-        raise SuiteError(f"{key}: {both} trials are baseline and contrast; expected two groups")
+        raise SuiteError(f"{key}: {both} trials match both baseline and contrast; name two distinct groups")
     bases = {trial.id: trial for trial, hit in zip(runs, base, strict=True) if hit}
     others = {trial.id: trial for trial, hit in zip(runs, against, strict=True) if hit}
     if file.contrast and (same := bases.keys() & others.keys()):
-        run = "the same run as one of the contrast, which runs once"
-        raise SuiteError(f"{key}: is {run}, as {bases[min(same)].strategy}; expected two groups")
+        run = f"the same run as a trial of the contrast (both run as {bases[min(same)].strategy})"
+        raise SuiteError(f"{key}: is {run}; name two distinct groups")
     others = {name: trial for name, trial in others.items() if name not in bases}
     if not others:
-        raise SuiteError(f"{key}: every trial is the baseline; expected two groups")
+        raise SuiteError(f"{key}: every trial is the baseline; let it match fewer trials")
     also = compared_also([*bases.values()], [*others.values()])
     settings = [setting_of(trial, *also) for trial in bases.values()]
     if len({*settings}) < len(settings):
-        raise SuiteError(f"{key}: matches several configurations of one setting; expected one")
+        raise SuiteError(f"{key}: matches several configurations of one setting; let it match only one")
     alone = [trial for trial in others.values() if setting_of(trial, *also) not in settings]
     if alone:
         raise SuiteError(f"{key}: {_without_baseline(alone, [*bases.values()], len(others))}")
@@ -330,23 +366,21 @@ def _roles(
         lone = next(trial for trial in bases.values() if setting_of(trial, *also) in without)
         where = _difference(lone, [*others.values()])
         raise SuiteError(
-            f"{key}: has no contrast with {where}; expected one, or that left out of the baseline"
+            f"{key}: no contrast has {where}, as some of its trials do; add one, or leave these out of the baseline"
         )
     return dict.fromkeys(others, "contrast") | dict.fromkeys(bases, "baseline"), also
 
 
 def _without_baseline(alone: Sequence[Trial], bases: Sequence[Trial], total: int) -> str:
-    """Why trials of the contrast are not compared, and the way out."""
+    """Return why trials of the contrast have nothing to be compared with, and the way out."""
     where = _difference(alone[0], bases)
-    count = f"{len(alone)} of {total} others have no baseline beside them, the first with {where}"
+    count = f"{len(alone)} of {total} other trials have no baseline in their setting, the first with {where}"
     fields = ", ".join((*CONFIGURATION, *TRAINING))
-    return (
-        f"{count}; a baseline differs in {fields} alone: match no other field, or name a contrast beside it"
-    )
+    return f"{count}; a baseline may differ only in {fields}: match no other field, or name a contrast"
 
 
 def _difference(trial: Trial, others: Sequence[Trial]) -> str:
-    """The fields in which a trial differs from the most similar of others, without a configuration's."""
+    """Return the fields of its setting in which a trial differs from the most similar of others."""
     kept = {name: value for name, value in trial.canonical().items() if name not in CONFIGURATION}
     mine, fewest = dict(flatten(kept)), list[str]()
     for other in others:
@@ -357,13 +391,13 @@ def _difference(trial: Trial, others: Sequence[Trial]) -> str:
 
 
 def expected_text(errors: Sequence[ErrorDetails]) -> str:
-    """What a field accepts, from pydantic's errors about one value."""
+    """Return what a field accepts, in words, from pydantic's errors about one value."""
     alternatives = []
     for error in errors:
         message = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
         message = "expected a list of two" if error["type"] == "missing" else message
         near = ""
-        if error["type"] == "literal_error":  # expected is as in 'a', 'b' or 'c'
+        if error["type"] == "literal_error":  # pydantic's text is like: 'a', 'b' or 'c'
             near = suggestion(str(error["input"]), error["ctx"]["expected"].split("'")[1::2])
         alternatives.append(f"{message[0].lower()}{message[1:]}{near}")
     return " or ".join(dict.fromkeys(alternatives))

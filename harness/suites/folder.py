@@ -1,4 +1,7 @@
-"""The folder in which a process finds its suite's inputs; the working folder by default.  No torch."""
+"""Remembers, once per process, the folder to which paths and modules in a suite are relative.  No torch.
+
+It is the folder of the suite file.  Before a suite is read, and for commands without one, it is the working folder.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ _folder: Path | None = None
 
 
 def find_from(folder: Path) -> None:
-    """Find the files and modules that suites name in ``folder``."""
-    global _folder  # noqa: PLW0603  # of the process, as its working folder is
+    """From now on look in ``folder`` for the files and modules that a suite names."""
+    global _folder  # noqa: PLW0603  # state of the process, like its working folder
     _folder = folder.resolve()
     named_object.see(_folder)
 
 
 def current() -> Path:
-    """The absolute folder of inputs."""
+    """Return the absolute path of the folder of inputs."""
     return Path.cwd() if _folder is None else _folder
 
 
 def path_of(path: str) -> Path:
-    """The path that a suite names, relative to its folder."""
-    return current() / os.path.expanduser(path)  # noqa: PTH111  # which leaves "~nobody" as it is
+    """Resolve a path of a suite, which is relative to the suite's folder; ``~`` is expanded."""
+    return current() / os.path.expanduser(path)  # noqa: PTH111  # Path.expanduser raises for an unknown user

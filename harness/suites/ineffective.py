@@ -1,6 +1,8 @@
-"""Refuses what a suite says without effect: settings that no trial uses, an answer that none can give.
+"""Refuses parts of a suite that have no effect: settings that no trial uses, an answer that no trial can give.
 
-:mod:`harness.suites.contradictions` refuses what a single trial cannot have.  No torch.
+Such a line is nearly always a mistake, and a suite that runs in spite of it answers another question than its
+author believes.  Contradictions inside a single trial are refused by :mod:`harness.suites.contradictions`.
+No torch.
 """
 
 from __future__ import annotations
@@ -17,17 +19,20 @@ from harness.suites.repeat_order import configuration_of
 from harness.suites.suite import SuiteError, SuiteTables
 from harness.suites.trial import Trial
 
-_LATE: Final = 0.25  # share of training, its last, over which a margin in steps is measured
+_LATE: Final = 0.25  # a margin in steps is measured over this last share of training
 
 
 class Setting(NamedTuple):
-    """A value, and the table of the suite file that sets it (for error messages)."""
+    """A value, and the name of the suite's table that sets it, for error messages."""
 
     value: Any
     table: str
 
 
-Point = dict[str, Setting]  # by dotted path
+Point = dict[str, Setting]
+"""Settings by dotted path: one combination of the axes' values, or a part of one."""
+
+# Each function returns why a trial does not use a field, to follow the words "has no effect with"; None if it does.
 
 
 def _trains(trial: Trial) -> str | None:
@@ -35,7 +40,7 @@ def _trains(trial: Trial) -> str | None:
 
 
 def _joined(trial: Trial) -> str | None:
-    return "cluster.nodes = 1, which no link joins" if trial.cluster.nodes == 1 else None
+    return "cluster.nodes = 1, which has no link" if trial.cluster.nodes == 1 else None
 
 
 def _validated(trial: Trial) -> str | None:
@@ -56,13 +61,13 @@ def _of_stage_3(trial: Trial) -> str | None:
 def _started_by(launcher: str) -> Callable[[Trial], str | None]:
     def why(trial: Trial) -> str | None:
         other = trial.cluster.launcher
-        return None if other == launcher else f"cluster.launcher = {other!r}; it is of {launcher!r}"
+        return None if other == launcher else f"cluster.launcher = {other!r} (only {launcher!r} reads it)"
 
     return why
 
 
 _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
-    # by the beginning of a path: why a trial does not use it
+    # By the beginning of a path; the first entry that fits decides, so that longer paths come first.
     **dict.fromkeys(
         ("policy.gradients", "policy.feedback", "policy.sums", "policy.reduce_every", "policy.loss_scale"),
         lambda trial: _with_policy(trial) or _trains(trial),
@@ -74,7 +79,9 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     "policy.persist_most": lambda trial: None if trial.policy.persist_below else "no policy.persist_below",
     "policy": _with_policy,
     "peer": lambda trial: (
-        None if trial.strategy in PEERS else f"strategy = {trial.strategy!r}; policies have policy.compute"
+        None
+        if trial.strategy in PEERS
+        else f"strategy = {trial.strategy!r} (for policies set policy.compute)"
     ),
     "cluster.rate": _joined,
     "cluster.latency": _joined,
@@ -89,7 +96,9 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     "optimizer": _trains,
     "validation_batches": _validated,
     "measure_quantisation": lambda trial: (
-        f"strategy = {trial.strategy!r}, which sends past our wire" if trial.strategy in PEERS else None
+        f"strategy = {trial.strategy!r}, a peer whose messages are not measured"
+        if trial.strategy in PEERS
+        else None
     ),
 }
 
@@ -97,7 +106,10 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
 def check_tables(
     file: SuiteTables, axes: Sequence[Sequence[Point]], parsed: Callable[[Point], Trial]
 ) -> None:
-    """Refuse tables that say nothing, and axes that have a value twice, maybe in other units (``parsed``)."""
+    """Refuse empty tables, and axes that list a value twice.
+
+    Values are compared as ``parsed`` reads them, so that ``"1 Gbit/s"`` and ``"1000 Mbit/s"`` count as one value.
+    """
     roles: tuple[str, ...] = ("baseline", "contrast")
     declared: dict[str, Any] = {name: getattr(file, name) for name in roles if name in file.model_fields_set}
     declared |= {f"[[zip]] #{number}": table for number, table in enumerate(file.zip, 1)}
@@ -105,14 +117,14 @@ def check_tables(
     declared |= {f"[[override]] #{number} set": rule.set for number, rule in enumerate(file.override, 1)}
     for name, table in declared.items():
         if not table:
-            raise SuiteError(f"{name} = {{}}: names no field of a trial; say which, or remove it")
+            raise SuiteError(f"{name} = {{}}: names no field of a trial; name one, or remove it")
     for axis in axes:
         trials = [parsed(row) for row in axis]
         for number, row in enumerate(axis):
             if trials[number] in trials[:number]:
                 text = ", ".join(f"{path} = {value_text(setting.value)}" for path, setting in row.items())
                 table = next(iter(row.values())).table
-                raise SuiteError(f"{table} {text}: stands there twice; say each value once")
+                raise SuiteError(f"{table} {text}: is listed twice; list each value once")
 
 
 def check_members(
@@ -121,12 +133,12 @@ def check_members(
     name: str,
     trials: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Refuse values in the lists of a partial match that no trial has.
+    """Refuse values in a partial match that no trial has.
 
     Args:
-        written: Values by path, as the file has them.
-        wanted: The same, as trials have them.
-        name: The table, for the message.
+        written: Values by path, as the file writes them.
+        wanted: The same values, parsed as those of trials are.
+        name: Name of the table, for the message.
         trials: All trials, as JSON-ready data.
     """
     for path, values in wanted.items():
@@ -139,7 +151,7 @@ def check_members(
 
 
 def check_overrides(file: SuiteTables, axes: Sequence[Sequence[Point]], points: Sequence[Point]) -> None:
-    """Refuse overrides that later ones undo, and axes of which an override leaves one value."""
+    """Refuse an override that later ones undo everywhere, or that gives all values of an axis one value."""
     standing = {(setting.table, path) for point in points for path, setting in point.items()}
     for number, override in enumerate(file.override, 1):
         table = f"[[override]] #{number} set"
@@ -155,22 +167,24 @@ def check_overrides(file: SuiteTables, axes: Sequence[Sequence[Point]], points: 
         ]
         if len(axis) > 1 and len(left) == 1 and by:
             table = next(iter(axis[0].values())).table
-            alike = f"{by[0]} gives all its {len(axis)} values one value"
-            raise SuiteError(f"{table} {', '.join(paths)}: {alike}; match some of them, or remove the axis")
+            alike = f"{by[0]} replaces all its {len(axis)} values with one"
+            raise SuiteError(
+                f"{table} {', '.join(paths)}: {alike}; let it match some of them only, or remove the axis"
+            )
 
 
-def check_settings(said: Sequence[Point], points: Sequence[Point], trials: Sequence[Trial]) -> None:
-    """Refuse a setting of a table that none of the trials that have it uses.
+def check_settings(given: Sequence[Point], points: Sequence[Point], trials: Sequence[Trial]) -> None:
+    """Refuse a setting that has no effect in any of the trials for which a table sets it.
 
     Args:
-        said: By trial, its settings as tables give them.
-        points: The same, without those that are left out of its strategy.
+        given: For each trial, the settings that the suite's tables give it.
+        points: The same, without those that were left out because its strategy does not take them.
         trials: The trials.
     """
     usual = Trial().model_dump(mode="json")
     reasons: dict[tuple[str, str], list[str | None]] = defaultdict(list)
     values: dict[tuple[str, str], Any] = {}
-    for settings, point, trial in zip(said, points, trials, strict=True):
+    for settings, point, trial in zip(given, points, trials, strict=True):
         data = trial.model_dump(mode="json")
         for path, (value, table) in settings.items():
             if path not in point:
@@ -184,11 +198,11 @@ def check_settings(said: Sequence[Point], points: Sequence[Point], trials: Seque
         if all(why):
             others = " and others" if len({*why}) > 1 else ""
             text = f"{table} {path} = {value_text(values[table, path])}"
-            raise SuiteError(f"{text}: has no effect with {why[0]}{others}; change that, or remove {path}")
+            raise SuiteError(f"{text}: has no effect with {why[0]}{others}; change this, or remove {path}")
 
 
 def _why_unused(trial: Trial, path: str) -> str | None:
-    """Why a trial does not use a field; None if it does."""
+    """Return why a trial does not use a field; None if it does."""
     for beginning, why in _WHY_UNUSED.items():
         if f"{path}.".startswith(f"{beginning}."):
             return why(trial)
@@ -196,7 +210,7 @@ def _why_unused(trial: Trial, path: str) -> str | None:
 
 
 def check_answer(file: SuiteTables, trials: Sequence[Trial]) -> None:
-    """Refuse an ``answer`` or a ``margin`` that the trials cannot give."""
+    """Refuse an ``answer`` that the trials cannot give, and a ``margin`` that they are too short to measure."""
     for reason in _unanswered(file.answer, trials):
         raise SuiteError(f'answer = "{file.answer}": {reason}, or remove answer')
     for trial in trials if file.margin else ():
@@ -204,14 +218,14 @@ def check_answer(file: SuiteTables, trials: Sequence[Trial]) -> None:
         after = {*range(every or total, total, every or total), total} if every is not None else set()
         if total < LEAST_STEPS or sum(step >= (1 - _LATE) * total for step in after) < 2:
             has = f"{total} steps, {'no validation' if every is None else f'validate_every = {every}'}"
-            needs = f"takes {LEAST_STEPS} steps or more, and two validations in the last quarter of them"
+            needs = f"needs {LEAST_STEPS} steps or more, and two validations in the last quarter of them"
             raise SuiteError(
-                f"margin = {file.margin}: {needs}; a trial has {has}; change that, or remove margin"
+                f"margin = {file.margin}: {needs}; a trial has {has}: change them, or remove margin"
             )
 
 
 def _unanswered(answer: str, trials: Sequence[Trial]) -> Iterator[str]:
-    """Why the trials cannot answer by a quantity, and what would let them."""
+    """Yield why the trials cannot answer with this quantity, and what would let them."""
     ours = {configuration_of(trial) for trial in trials if trial.strategy not in PEERS}
     for trial in trials if answer == "loss" else ():
         total = trial.warmup + trial.steps
@@ -223,8 +237,8 @@ def _unanswered(answer: str, trials: Sequence[Trial]) -> Iterator[str]:
     if answer == "error" and not any(t.measure_quantisation and t.strategy not in PEERS for t in trials):
         yield "no trial of a policy measures errors: set measure_quantisation = true"
     if answer == "bytes" and all(trial.cluster.nodes == 1 for trial in trials):
-        yield "there are no bytes between nodes with cluster.nodes = 1: set 2 or more"
+        yield "cluster.nodes = 1 has no bytes between nodes: set 2 or more"
     if answer == "memory" and len(ours) < 2:
-        yield "memory is compared between policies, and there are not two: add one"
+        yield "memory is compared between policies, and the suite has fewer than two: add one"
     if answer == "step" and all(trial.workload == "generate" for trial in trials):
         yield "workload = 'generate' has no steps of training, and answers by tokens: set another workload"

@@ -1,4 +1,4 @@
-"""The fields in which trials differ, and their values as text for tables.  No torch."""
+"""Finds the fields in which trials differ, and formats their values for tables and messages.  No torch."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from harness.suites.trial import Trial
 from impl.plan.shard_layout import MUCH_PADDING
 
 NONE: Final = "-"
-PADDED: Final = "¶"  # beside bytes, or a size, of a model whose units are padded by more than MUCH_PADDING
-INTERFACES: Final = "*"  # beside bytes that the nodes' interfaces counted, for want of a ledger
+PADDED: Final = "¶"  # marks bytes and sizes of a model whose units are padded by more than MUCH_PADDING
+INTERFACES: Final = "*"  # marks bytes that the nodes' network interfaces counted, where there is no ledger
 INTERFACES_IN_WORDS: Final = (
     f"{INTERFACES}: counted by the interfaces of the nodes, headers included: peers have no ledger."
 )
 _RATES: Final = ("cluster.rate", "cluster.inner_rate")
-_FOLLOWS: Final = ("policy.align", "policy.max_padding")  # from the suite; they change no trial's question
+# Fields that follow from the suite as a whole, and are no axis of its question.
+_FOLLOWS: Final = ("policy.align", "policy.max_padding")
 
 
 def counted(count: int, noun: str) -> str:
-    """A count with its noun: ``1 seed``, ``3 seeds``."""
+    """Return a count with its noun: ``1 seed``, ``3 seeds``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of every value that is not a table."""
+    """Yield (dotted path, value) for every value that is not itself a table."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{key}.")
@@ -35,42 +36,42 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def differing(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Dotted paths of the fields in which canonical trials differ, ``repeat`` left out, in field order."""
+    """Return the dotted paths in which canonical trials differ, in field order and without ``repeat``."""
     flat = [dict(flatten(trial)) for trial in trials]
     paths = dict.fromkeys(path for trial in flat for path in trial if path != "repeat")
     return [path for path in paths if len({json.dumps(trial.get(path)) for trial in flat}) > 1]
 
 
 def look_up(trial: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path of a canonical trial; the default where it is left out."""
+    """Return the value at a dotted path of a canonical trial; the field's default if the trial leaves it out."""
     values = dict(flatten(trial))
     return values[path] if path in values else dict(flatten(Trial().model_dump(mode="json"))).get(path)
 
 
 def varying_paths(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Paths in which trials differ, without the layout's, which are no question of a suite."""
+    """Return the paths in which trials differ, without those of the memory layout, which no suite asks about."""
     return [path for path in differing(trials) if path not in _FOLLOWS]
 
 
 def pad_mark(share: float) -> str:
-    """The mark of a model whose units are padded by this share of its elements; nothing for little."""
+    """Return the mark for a model with this share of padding; the empty text if the share is small."""
     return f" {PADDED}" if share > MUCH_PADDING else ""
 
 
 def pad_note(shares: Iterable[float]) -> str:
-    """The footnote of tables that have the mark; empty for others."""
+    """Return the footnote that explains the mark, for models with these shares of padding; empty if none is marked."""
     most = max(shares, default=0.0)
     added = f"more than {MUCH_PADDING:.0%} of the model's elements, at most {most:.1%}, is added to them"
     return f"{PADDED}: {added} as padding, which is sent and held too." if most > MUCH_PADDING else ""
 
 
 def at(trial: Mapping[str, Any], path: str) -> str:
-    """The value at a dotted path of a canonical trial, formatted as in a suite file."""
+    """Format the value at a dotted path of a canonical trial as a suite file writes it."""
     return as_written(path, look_up(trial, path))
 
 
 def as_written(path: str, value: Any) -> str:
-    """A value that stands at a dotted path of a canonical trial, formatted as in a suite file."""
+    """Format ``value``, which belongs to the dotted path ``path`` of a canonical trial, as a suite file writes it."""
     if path == "memory_limit" and value is not None:
         return f"{value / 2**30:.12g} GiB" if value >= 2**30 else f"{value / 2**20:.12g} MiB"
     if path in _RATES and value is None:
@@ -92,6 +93,6 @@ def in_words(value: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value as it stands in a suite, shortened to one readable line."""
+    """Format a value as JSON, which is how a suite writes it; cut to 80 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."

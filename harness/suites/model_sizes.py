@@ -1,4 +1,4 @@
-"""Sizes of the preset models, and the FLOPs of a training step of each.  No torch."""
+"""Lists the sizes of the preset models, and counts the FLOPs of their training steps.  No torch."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ IMAGE_CLASSES: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Sizes of a transformer."""
+    """Sizes that all transformers have."""
 
-    layers: int  # blocks
+    layers: int  # number of blocks
     width: int  # of the residual stream, h
-    heads: int  # of attention; they divide ``width``
+    heads: int  # of attention; a divisor of ``width``
 
 
 @dataclass(frozen=True, slots=True)
 class GPTShape(_Sizes):
-    """Sizes of a GPT; ``vocab`` tokens, V, 256 for bytes; ``tied`` if head and embedding share weights."""
+    """Sizes of a GPT."""
 
-    vocab: int = 256
-    tied: bool = False
+    vocab: int = 256  # number of tokens, V; 256 where a token is a byte
+    tied: bool = False  # whether head and embedding share their weights
 
 
 @dataclass(frozen=True, slots=True)
 class BERTShape(_Sizes):
-    """Sizes of a BERT; of ``vocab`` tokens, V, any may be masked: the mask is one more."""
+    """Sizes of a BERT."""
 
-    vocab: int = 256
+    vocab: int = 256  # number of tokens, V; the mask is a further one
 
 
 @dataclass(frozen=True, slots=True)
 class ViTShape(_Sizes):
-    """Sizes of a vision transformer; how many patches an image is cut into is the sequence."""
+    """Sizes of a vision transformer; a trial's ``sequence`` is the number of patches of an image."""
 
 
 Shape = GPTShape | BERTShape | ViTShape
@@ -53,19 +53,25 @@ PRESETS: Final[dict[str, Shape]] = {
     "vit-tiny": ViTShape(layers=2, width=64, heads=2),
     "vit-small": ViTShape(layers=4, width=256, heads=4),
 }
-"""Models by name.  ``gpt-1.5b`` and ``gpt-10b`` are those of the ZeRO tutorial, ``gpt-18b`` of ZeRO++'s."""
+"""Models by name.  ``gpt-1.5b`` and ``gpt-10b`` are the ZeRO tutorial's, ``gpt-18b`` is the ZeRO++ tutorial's."""
 
 
 PATCHES: Final = {(IMAGE_SIDE // side) ** 2: side for side in (32, 16, 8, 4, 2, 1)}
-"""Pixels of a patch in each direction, by how many patches an image is cut into."""
+"""Side of a patch in pixels, by the number of patches that an image is cut into."""
 
 
 def step_flops(shape: Shape, *, sequences: int, length: int, recompute: bool) -> float:
-    """Floating-point operations of one forward and backward pass (arXiv 2104.04473, section 5.1).
+    """Count the floating-point operations of one forward and backward pass (arXiv 2104.04473, section 5.1).
 
-    Of B ``sequences`` of all ranks together and their ``length`` s, a block takes ``24 B s h^2 (1 + s / 6h)``
-    forward, twice that backward, and once more where recomputed; a GPT's logits ``6 B s h V``, a ViT's pixels
-    and C classes ``4 B 1024 h + 6 B h C``.
+    With B sequences of s tokens, a block takes ``24 B s h^2 (1 + s / 6h)`` operations forward and twice as many
+    backward.  A GPT's logits take ``6 B s h V``; a ViT's patch embedding and its C classes take
+    ``4 B 1024 h + 6 B h C``.
+
+    Args:
+        shape: Sizes of the model.
+        sequences: B, of all ranks together.
+        length: s, tokens (or patches) of a sequence.
+        recompute: Whether the backward pass runs the blocks' forward pass again (activation checkpointing).
     """
     layers, width = shape.layers, shape.width
     passes = 4 if recompute else 3

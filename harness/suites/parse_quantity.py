@@ -1,4 +1,4 @@
-"""Quantities with units, as suites write them: rates, latencies and sizes.  No torch."""
+"""Parses quantities with units, as suites write them: rates, latencies and sizes.  No torch."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Final
 from pydantic import BeforeValidator, ValidationInfo
 
 _QUANTITY: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(\S+)\s*")
-CANONICAL: Final = {"canonical": True}  # validation context: quantities are plain numbers
+CANONICAL: Final = {"canonical": True}  # validation context of a trial's canonical JSON, with plain numbers
 
 
 def parse_rate(value: object) -> float | None:
-    """``"50 Mbit/s"`` or ``"unshaped"`` to Mbit/s or None; a ValueError for a rate that no link has."""
+    """Parse ``"50 Mbit/s"`` into Mbit/s, and ``"unshaped"`` into None; raises a ValueError for other values."""
     valid = "kbit/s, Mbit/s or Gbit/s, or 'unshaped', from 1 kbit/s to 1000 Gbit/s"
     units = {"kbit/s": 1e-3, "Mbit/s": 1.0, "Gbit/s": 1e3}
     return _parsed(None if value == "unshaped" else value, units, 1e-3, 1e6, valid)
 
 
 def parse_latency(value: object) -> float | None:
-    """``"2 ms"`` or ``"50 us"`` to milliseconds; a ValueError above a second."""
+    """Parse ``"2 ms"`` or ``"50 us"`` into milliseconds; raises a ValueError for other values."""
     return _parsed(value, {"us": 1e-3, "ms": 1.0}, 0.0, 1e3, "us or ms, and at most 1000 ms")
 
 
 def parse_size(value: object) -> int | None:
-    """``"48 MiB"`` to bytes; a ValueError for more than can be counted."""
+    """Parse ``"48 MiB"`` into bytes; raises a ValueError for other values."""
     size = _parsed(value, {"MiB": 2.0**20, "GiB": 2.0**30}, 0.0, 2.0**62, "MiB or GiB, below 2^63")
     return None if size is None else round(size)
 
 
 def _parsed(value: object, units: Mapping[str, float], least: float, most: float, valid: str) -> float | None:
-    """A number with one of these units, above 0 and between these ends."""
+    """Parse a number with one of ``units`` and check that it is positive and from ``least`` to ``most``."""
     if value is None:
         return None
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
@@ -42,7 +42,7 @@ def _parsed(value: object, units: Mapping[str, float], least: float, most: float
 
 
 def text_or_number(parse_text: Callable[[object], object]) -> BeforeValidator:
-    """Parses text, as suites have it; the number of a trial's canonical JSON stays as it is."""
+    """Return a validator that parses a suite's text, and leaves the number in a trial's canonical JSON as it is."""
 
     def read(value: object, info: ValidationInfo) -> object:
         return value if info.context == CANONICAL else parse_text(value)

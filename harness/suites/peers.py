@@ -1,4 +1,7 @@
-"""Peers: how other engines train, as shipped and tuned, as data.  No torch."""
+"""Describes the peers as data: DDP, FSDP2 and DeepSpeed, as shipped and tuned, and a single process.  No torch.
+
+A peer trains with its library's own engine and messages.  :mod:`harness.strategies` builds it from this description.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,26 @@ Family = Literal["single", "ddp", "fsdp2", "deepspeed"]
 Compute = Literal["fp32", "bf16"]
 
 DEEPSPEED: Final = "deepspeed"
-AHEAD: Final = 2  # blocks whose all-gathers are begun ahead: FSDP2 overlaps more from two on
+AHEAD: Final = 2  # blocks that FSDP2 prefetches; with one, its all-gathers overlap less
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """How one peer is set up, otherwise as the library ships it."""
+    """How one peer is set up; all else is as its library ships it."""
 
     family: Family
     says: str  # what it does, in a few words, for tables and documentation
-    tuned: bool = False  # of DDP, gradients are views of its buckets, and the graph is static
-    compressed: bool = False  # of DDP, buckets are reduced in bf16 (its ``bf16_compress_hook``)
-    prefetch: bool = False  # of FSDP2, asynchronous all-gathers begin `AHEAD` blocks ahead, without streams
-    kept: bool = False  # of FSDP2, all weights stay gathered until backward, not only the root's
-    hpz: bool = False  # of DeepSpeed, each node keeps a second copy of the weights
+    tuned: bool = False  # DDP: gradients are views of its buckets, and the graph is static
+    compressed: bool = False  # DDP: buckets are reduced in bf16 (its ``bf16_compress_hook``)
+    prefetch: bool = False  # FSDP2: asynchronous all-gathers begin `AHEAD` blocks early, without streams
+    kept: bool = False  # FSDP2: all weights stay gathered until backward, not only the root's
+    hpz: bool = False  # DeepSpeed: each node keeps a second copy of the weights
 
     def wire(self, compute: Compute) -> Compute:
-        """The type of most bytes that it sends; DDP's autocast gives gradients in fp32."""
+        """Return the type in which it sends most of its bytes.
+
+        Under autocast DDP still has gradients in fp32, and so sends fp32 unless it compresses them.
+        """
         if self.family == "ddp":
             return "bf16" if self.compressed else "fp32"
         return compute
@@ -62,12 +68,15 @@ QUANTISERS: Final = (
 
 
 def family_of(strategy: str) -> Family | None:
-    """The family of a strategy that is a peer; None for policies."""
+    """Return the family of a strategy that is a peer; None for a policy."""
     return PEERS[strategy].family if strategy in PEERS else None
 
 
 def configuration(peer: Peer, ranks_per_node: int, table: dict[str, Any] | None = None) -> dict[str, Any]:
-    """DeepSpeed's configuration, without batches and types: ``table``, else ZeRO-3 as shipped."""
+    """Return DeepSpeed's configuration without batch sizes and types: ``table`` or, without one, plain ZeRO-3.
+
+    hpZ's group size is filled in for a peer with hpZ, unless ``table`` sets it.
+    """
     table = _SHIPPED if table is None else table
     hpz = {"zero_hpz_partition_size": ranks_per_node}
     return table | {"zero_optimization": hpz | _zero(table)} if peer.hpz else table
@@ -79,11 +88,11 @@ def _zero(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantising_keys(table: dict[str, Any]) -> list[str]:
-    """The keys of a DeepSpeed configuration that switch on quantising kernels, which need a GPU."""
+    """Return the keys of a DeepSpeed configuration that switch on quantising kernels, which need a GPU."""
     return [name for name in QUANTISERS if _zero(table).get(name)]
 
 
 def zero_stage(table: dict[str, Any]) -> int:
-    """The stage that a DeepSpeed configuration asks for; DeepSpeed's default is 0."""
+    """Return the ZeRO stage of a DeepSpeed configuration; without one, DeepSpeed's default of 0."""
     stage = _zero(table).get("stage", 0)
     return stage if isinstance(stage, int) else 0

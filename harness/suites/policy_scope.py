@@ -1,4 +1,8 @@
-"""Which policy keys a strategy takes: others would make it another technique.  No torch."""
+"""Decides which ``policy.*`` keys apply to a strategy, and which would turn it into another one.  No torch.
+
+A suite may set ``policy.weights = "int8:256"`` for all its strategies.  That changes ``qwz``, which quantises its
+weights; ``zero3`` with quantised weights would no longer be ``zero3``, so there the key is left out.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,20 @@ from impl.codecs.codec import Codec, Raw, parse
 
 
 def unfitting_changes(trial: Trial) -> dict[str, str]:
-    """Why policy changes do not fit the trial's preset, by path; the preset's name follows each reason."""
+    """Return, by dotted path, why policy changes do not fit the trial's preset.
+
+    Each reason is the beginning of a sentence that ends with the preset's name.
+    """
     try:
         base = trial.base_policy()
-    except ValueError:  # a missing configuration, which is refused later
+    except ValueError:  # the DeepSpeed configuration is missing, which a later check refuses
         base = None
     if base is None:
         return {}
     changes, host = trial.policy, trial.host
     raw_weights, raw_gradients = _raw((base.weights,)), _raw(base.gradients)
     exact = trial.strategy.endswith("exact")
-    lacks = {  # whether the preset has nothing that the field changes
+    lacks = {  # by field: whether the preset lacks the technique that the field configures
         "weights": raw_weights and (exact or not _raw(_codecs(changes.weights))),
         "gradients": raw_gradients and (exact or not _raw(_codecs(changes.gradients))),
         "stage": True,

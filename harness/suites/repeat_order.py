@@ -1,6 +1,11 @@
-"""How often a suite's trials are repeated, and in which order.  No torch.
+"""Defines how often a suite's trials are repeated, in which order, and which trials are compared.  No torch.
 
-A sweep runs all repeats once; no two sweeps share a repeat's number, so a further one changes no trial.
+Trials of one *setting* differ only in their *configuration* (strategy, policy and the like), and are compared with
+that setting's baseline.  They run next to each other in each repeat, in an order that changes with the repeat, so
+that slow drift of the machine affects all configurations alike.
+
+A sweep runs all repeats once.  Each sweep numbers its repeats on from the last one, so that adding a sweep leaves the
+ids of earlier trials as they were.
 """
 
 from __future__ import annotations
@@ -13,19 +18,20 @@ from typing import Any, Final
 
 from harness.suites.trial import Trial
 
-BASELINE: Final = "zero3"  # the strategy that ratios divide by
-LEAST: Final = 6  # repeats that an interval needs
-BEYOND: Final = 3  # repeats after an interval was narrow for the first time, which may be chance
-MOST: Final = 20  # repeats of a setting, where the suite does not say
+BASELINE: Final = "zero3"  # the strategy that ratios divide by, unless the suite names a baseline
+LEAST: Final = 6  # repeats that a confidence interval needs
+BEYOND: Final = 3  # further repeats once an interval is narrow, which the first time may be by chance
+MOST: Final = 20  # repeats of a setting, unless the suite gives a number
 CONFIGURATION: Final = (
     "strategy",
     "policy",
     "peer",
     "deepspeed_config",
     "control",
-)  # the fields of a configuration
+)
+"""The fields of a configuration; all others but ``seed`` and ``repeat`` make up the setting."""
 TRAINING: Final = ("optimizer", "clip", "activation_checkpointing")
-"""Fields that belong to a configuration too where the suite's baseline has other values of them."""
+"""Fields that belong to the configuration as well if the suite's baseline lacks some of their values."""
 _UNTIL: Final = re.compile(r"until (\d+(?:\.\d+)?) ?%(?:, at most (\d+))?")
 
 
@@ -34,18 +40,19 @@ class Repeats:
     """How often each trial is repeated in one sweep."""
 
     least: int = 1  # repeats of every trial
-    within: float | None = None  # half the width of each ratio's interval that is enough, as a share of it
+    # Half the width that each ratio's interval must reach, as a share of the ratio; None for a fixed number.
+    within: float | None = None
     most: int = 1  # repeats of any trial; the first of sweep s has number ``s * most``
 
     @classmethod
     def parse(cls, value: Any) -> Repeats:
-        """Read the key: a whole number, ``until 2 %`` or ``until 2 %, at most 30``; else a ValueError."""
+        """Parse a number, ``until 2 %`` or ``until 2 %, at most 30``; raises a ValueError for other values."""
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return cls(value, None, value)
         match = _UNTIL.fullmatch(value) if isinstance(value, str) else None
         share, most = (float(match[1]) / 100, int(match[2] or MOST)) if match else (0.0, 0)
         if not 0 < share < 1 or most < LEAST + BEYOND:
-            until = f'"until 2 %", or "until 2 %, at most 30", and there at least {LEAST + BEYOND}'
+            until = f'"until 2 %", or "until 2 %, at most 30" (the last number at least {LEAST + BEYOND})'
             raise ValueError(f"expected a whole number, at least 1, {until}")
         return cls(LEAST, share, most)
 
@@ -56,7 +63,7 @@ class Repeats:
 
 
 def comparable_groups(trials: Sequence[Trial], *also: str) -> list[list[Trial]]:
-    """Groups of trials that differ only in configuration and ``also``, in the order of their first trials."""
+    """Group trials that differ only in their configuration and the fields ``also``, by first appearance."""
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(setting_of(trial, *also), []).append(trial)
@@ -64,22 +71,23 @@ def comparable_groups(trials: Sequence[Trial], *also: str) -> list[list[Trial]]:
 
 
 def setting_of(trial: Trial, *also: str) -> str:
-    """A key that is equal for trials that differ only in configuration and ``also``."""
+    """Return a key of a trial's setting: equal for trials that differ only in configuration and ``also``."""
     data = {name: value for name, value in trial.canonical().items() if name not in (*CONFIGURATION, *also)}
     return json.dumps(data, sort_keys=True)
 
 
 def configuration_of(trial: Trial, also: Sequence[str] = ()) -> str:
-    """A key that is equal for trials of one configuration, which differ neither in its fields nor in ``also``."""
+    """Return a key of a trial's configuration, with the fields ``also``; equal for trials of one configuration."""
     data = trial.canonical()
     return json.dumps({name: data.get(name) for name in (*CONFIGURATION, *also)}, sort_keys=True)
 
 
 def compared_also(bases: Sequence[Trial], others: Sequence[Trial]) -> tuple[str, ...]:
-    """The fields of :data:`TRAINING` in which trials differ from every one of the suite's baselines.
+    """Return the fields of :data:`TRAINING` that belong to the configuration in this suite.
 
-    They are part of the configuration: of two optimizers, one of which is the baseline, the question is which is
-    better.  Where the baseline has all of their values, they are settings, each with a baseline of its own.
+    A field does if some of ``others`` has a value that none of ``bases`` has.  If the baseline uses AdamW and the
+    contrast uses SGD, the suite compares optimizers.  If the baseline is run with both, each optimizer is a setting
+    with a baseline of its own.
     """
     if not bases:
         return ()
@@ -92,14 +100,18 @@ def compared_also(bases: Sequence[Trial], others: Sequence[Trial]) -> tuple[str,
 
 
 def is_baseline(trial: Trial, roles: Mapping[str, str]) -> bool:
-    """Whether ratios divide by a trial: the suite's baseline by ``roles``, else :data:`BASELINE`."""
+    """Return whether ratios divide by this trial: by its role or, in suites without roles, by its strategy."""
     if roles:
         return roles.get(trial.model_copy(update={"repeat": 0}).id) == "baseline"
     return trial.strategy == BASELINE
 
 
 def interleave(settings: Sequence[Trial], repeat: int) -> Iterator[Trial]:
-    """Every trial as repeat ``repeat``; comparable ones adjacent, in an order that no drift can favour."""
+    """Yield every trial as repeat number ``repeat``.
+
+    Trials of one setting are adjacent.  Their order is rotated from repeat to repeat and reversed in every other
+    one, so that slow drift of the machine affects all configurations alike.
+    """
     for index, block in enumerate(_rotated(comparable_groups(settings, "repeat"), repeat)):
         turned = _rotated(block, repeat + index)
         for trial in turned if repeat % 2 == 0 else reversed(turned):

@@ -1,4 +1,4 @@
-"""A suite: a question, and the trials that answer it."""
+"""Defines a suite: a question and the trials that answer it, and the keys of a suite file."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from harness.suites.trial import Trial
 
 NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 LONGEST_NAME: Final = 100
-_MOST_NAMED: Final = 12  # trials in a message
+_MOST_NAMED: Final = 12  # trials that an error message lists
 _RESPONSE: Final = re.compile(r"skip|stop|retry ([1-9]|10)(, then stop)?")
 Kind = Literal["crashed", "disk", "killed", "link", "lost", "memory", "refused", "timeout", "wrong"]
 
 
 class FailureResponse(BaseModel, extra="forbid", frozen=True):
-    """What a sweep does after a trial failed: go on, try again, or stop."""
+    """What a sweep does once a trial has failed: go on, run the trial again, or stop."""
 
-    retries: int = 0  # how often the trial runs again, at once
-    stop: bool = False  # whether the sweep ends if it still fails
+    retries: int = 0  # how often the trial is run again, immediately
+    stop: bool = False  # whether the sweep ends if the trial still fails
 
     @classmethod
     def parse(cls, value: Any) -> Self:
-        """Read ``skip``, ``stop``, ``retry 2`` or ``retry 2, then stop``; a ValueError for any other."""
+        """Parse ``skip``, ``stop``, ``retry 2`` or ``retry 2, then stop``; raises a ValueError for other values."""
         match = _RESPONSE.fullmatch(value) if isinstance(value, str) else None
         if match is None:
             raise ValueError('expected "skip", "stop", "retry 2" (at most 10), or "retry 2, then stop"')
@@ -38,32 +38,32 @@ SKIP: Final = FailureResponse()
 
 
 class SuiteKeys(BaseModel, extra="forbid", frozen=True):
-    """The keys of a suite's file that hold for the whole suite."""
+    """The keys at the top of a suite file, which hold for the whole suite."""
 
     name: str = Field(pattern=f"^{NAME}$", max_length=LONGEST_NAME)
     question: str = Field(min_length=1)
-    time: str = "not stated"  # how long it takes
+    time: str = "not stated"  # how long a run takes, in words
     repeats: Annotated[Repeats, BeforeValidator(Repeats.parse)] = Repeats()  # how often each trial is run
     on_failure: dict[
         Kind, Annotated[FailureResponse, BeforeValidator(FailureResponse.parse)]
-    ] = {}  # `SKIP` for others
-    answer: ChosenQuantity = ""  # the quantity that answers the question; empty leaves it to the axes
-    margin: int = Field(0, ge=0)  # steps of training that losses may differ by; 0 leaves it to the report
+    ] = {}  # other kinds of failure have `SKIP`
+    answer: ChosenQuantity = ""  # the quantity that answers the question; if empty, it is inferred
+    margin: int = Field(0, ge=0)  # training steps by which a loss may be worse; 0: the report's own margin
 
 
 class SuiteError(ValueError):
-    """A suite file is invalid; the message is one line with file, key, value and what is allowed."""
+    """A suite file is invalid; the message is one line with the file, key and value, and what is allowed."""
 
 
 class Override(BaseModel, extra="forbid", frozen=True):
-    """What an ``[[override]]`` sets in the combinations that it matches."""
+    """A table ``[[override]]``, which changes fields of the combinations that it matches."""
 
-    match: dict[str, Any]
-    set: dict[str, Any]
+    match: dict[str, Any]  # a partial match; if empty, it matches all
+    set: dict[str, Any]  # the new values
 
 
 class SuiteTables(SuiteKeys):
-    """All keys of a suite file."""
+    """All keys and tables of a suite file, before they are expanded into trials."""
 
     baseline: dict[str, Any] = Field({})
     contrast: dict[str, Any] = Field({})
@@ -77,17 +77,17 @@ class SuiteTables(SuiteKeys):
 class Suite(SuiteKeys):
     """A question and the trials that answer it."""
 
-    combinations: tuple[Trial, ...] = ()  # of the axes' values: each trial once
-    merged: tuple[str, ...] = ()  # combinations that are the same run as another, by their values on the axes
-    left_out: tuple[str, ...] = ()  # fields that are left out of strategies, and why, one line each
-    roles: dict[str, str] = {}  # by the id of a trial's first repeat
-    compared_also: tuple[str, ...] = ()  # fields that, by the baseline, are part of a configuration too
-    file: str = ""  # the file's name, if there is one
-    text: str = ""  # of the file
-    configurations: dict[str, str] = {}  # DeepSpeed's in files, JSON by path
+    combinations: tuple[Trial, ...] = ()  # one trial per distinct run, as its repeat 0
+    merged: tuple[str, ...] = ()  # the axes' values of combinations that are the same run as another
+    left_out: tuple[str, ...] = ()  # a line for each field that does not apply to some strategies
+    roles: dict[str, str] = {}  # baseline or contrast, by the id of a trial's repeat 0
+    compared_also: tuple[str, ...] = ()  # training fields that belong to the configuration (`repeat_order`)
+    file: str = ""  # name of the suite file; empty if there is none
+    text: str = ""  # its content
+    configurations: dict[str, str] = {}  # JSON of the DeepSpeed configurations that it names, by path
 
     def role_of(self, trial: Trial) -> str:
-        """The trial's role in the suite's question: ``baseline``, ``contrast``, or empty."""
+        """Return the trial's role in the suite's comparison: ``baseline``, ``contrast``, or empty."""
         return self.roles.get(trial.model_copy(update={"repeat": 0}).id, "")
 
     @property
@@ -96,13 +96,16 @@ class Suite(SuiteKeys):
         return self.sweep(0)
 
     def sweep(self, number: int) -> tuple[Trial, ...]:
-        """The trials with which a sweep begins, in their order: repeat by repeat."""
+        """Return the trials with which sweep ``number`` begins, in the order in which they run.
+
+        With ``repeats = "until ..."`` further repeats follow (:mod:`harness.runs.further_repeats`).
+        """
         first = number * self.repeats.most
         repeats = range(first, first + self.repeats.least)
         return tuple(trial for repeat in repeats for trial in interleave(self.combinations, repeat))
 
     def all_repeats(self, sweeps: int) -> dict[str, Trial]:
-        """All trials that ``sweeps`` may run, by id."""
+        """Return all trials that so many sweeps may run, by id."""
         repeats = range(sweeps * self.repeats.most)
         trials = (
             setting.model_copy(update={"repeat": repeat})
@@ -112,7 +115,7 @@ class Suite(SuiteKeys):
         return {trial.id: trial for trial in trials}
 
     def trial_by_prefix(self, identity: str, sweeps: int = 1) -> Trial:
-        """The one trial of ``sweeps`` whose id begins with ``identity``; else a Refusal."""
+        """Return the trial whose id begins with ``identity``; raises a Refusal unless exactly one does."""
         trials = [trial for name, trial in self.all_repeats(sweeps).items() if name.startswith(identity)]
         if len(trials) != 1:
             known = ", ".join(f"{trial.id} ({trial.strategy})" for trial in self.trials[:_MOST_NAMED])

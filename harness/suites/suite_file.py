@@ -1,4 +1,4 @@
-"""Reads a suite file in TOML; :mod:`harness.suites.expand_suite` makes trials of its tables.  No torch."""
+"""Reads a suite file in TOML, and has :mod:`harness.suites.expand_suite` expand it into trials.  No torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ from harness.suites.expand_suite import expand, expected_text
 from harness.suites.labels import value_text
 from harness.suites.suite import Suite, SuiteError, SuiteTables
 
-MOST_BYTES: Final = 1 << 20  # of its file
-_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines
+MOST_BYTES: Final = 1 << 20  # of a suite file
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line feeds
 
 
 def load(path: Path) -> Suite:
-    """Read a suite file and expand it; raises a SuiteError for the first mistake."""
+    """Read a suite file and expand it into trials.
+
+    The file's folder becomes this process's folder of inputs (:mod:`harness.suites.folder`).
+
+    Raises:
+        SuiteError: For the first mistake, with one line that begins with the file.
+    """
     try:
         text, tables = _parse(path)
         folder.find_from(path.parent)
@@ -30,7 +36,11 @@ def load(path: Path) -> Suite:
 
 
 def name_of(path: Path) -> str:
-    """The name in a suite file, without expanding it or importing anything; raises as :func:`load`."""
+    """Return the name in a suite file without expanding it, so that no module of the user's is imported.
+
+    Raises:
+        SuiteError: As :func:`load` does.
+    """
     try:
         return _validated(_parse(path)[1]).name
     except SuiteError as error:
@@ -38,7 +48,7 @@ def name_of(path: Path) -> str:
 
 
 def _parse(path: Path) -> tuple[str, dict[str, Any]]:
-    """A file's text, and its tables."""
+    """Return a file's text and its parsed tables."""
     try:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
@@ -53,14 +63,14 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
         raise SuiteError(f"not TOML: {where} is not UTF-8; save it as UTF-8") from None
     try:
         tables = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also numbers or nesting beyond Python's limits
+    except (ValueError, RecursionError) as error:  # numbers and nesting may exceed Python's limits
         raise SuiteError(f"not TOML: {error}") from None
     _check_values(tables)
     return text, tables
 
 
 def _check_values(value: Any, where: str = "") -> None:
-    """Refuse characters that a terminal would act on, and integers that are not TOML's."""
+    """Refuse control characters, which a terminal would act on, and integers beyond TOML's 64 bits."""
     if isinstance(value, str) and (match := _CONTROL.search(value)):
         raise SuiteError(f"{value_text(value)}: has the control character {match[0]!r}; expected text")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -73,6 +83,7 @@ def _check_values(value: Any, where: str = "") -> None:
 
 
 def _validated(tables: dict[str, Any]) -> SuiteTables:
+    """Validate the tables; pydantic's first error becomes a SuiteError."""
     try:
         return SuiteTables.model_validate(tables, strict=True)
     except ValidationError as error:

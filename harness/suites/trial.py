@@ -1,4 +1,12 @@
-"""One trial, as data: its fields, what they may hold, and what they resolve to.  No torch."""
+"""Defines a trial as data: its fields, which values they may have, and what they resolve to.  No torch.
+
+A :class:`Trial` is one run, and is defined by its fields alone.  Its id is a hash of its canonical JSON
+(:meth:`Trial.canonical`), so that the same trial has the same id in every suite and on every machine.  A field that is
+added to the schema later is left out of that JSON while it has its default, so that older trials keep their ids.
+
+A policy is resolved in two steps: the strategy names a preset (:data:`impl.plan.policy.PRESETS`) or, for strategy
+``recipe``, a DeepSpeed configuration gives the policy; then :class:`PolicyChanges` replaces single fields.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +52,7 @@ _LARGEST_LR: Final = 1e3
 _LONGEST_SECONDS: Final = 10_000_000  # 116 days; the clock's own limit depends on the system
 
 
-_FIRST: Final = frozenset((  # fields of the first schema; later ones are left out where unused
+_FIRST: Final = frozenset((  # fields of the first schema; later ones are left out while they have their default
     "strategy", "policy", "cluster", "model", "corpus", "sequence", "tokens_per_rank", "accumulation",
     "optimizer", "clip", "steps", "warmup", "validate_every", "validation_batches", "seed", "repeat",
     "threads", "timeout_seconds", "measure_quantisation", "nodes", "ranks_per_node", "link", "rate", "device",
@@ -54,10 +62,12 @@ _FIRST: Final = frozenset((  # fields of the first schema; later ones are left o
 
 
 class _Frozen(BaseModel):
+    """Base of a trial's parts: immutable, without unknown fields, infinity or NaN."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def used(self) -> dict[str, Any]:
-        """The fields as JSON-ready data, without later ones of the schema that have their default."""
+        """Return the fields as JSON-ready data, without those added to the schema later that have their default."""
         fields, data = type(self).model_fields, self.model_dump(mode="json")
         return {
             name: value
@@ -67,7 +77,7 @@ class _Frozen(BaseModel):
 
 
 class Model(_Frozen):
-    """A preset of ``harness.workloads.models`` or ``module:function``, and changes of its arguments."""
+    """A model: a preset's name or ``module:function``, and arguments that replace the preset's or function's own."""
 
     name: str = "gpt-small"
     arguments: dict[str, int | float | str | bool] = {}
@@ -75,19 +85,20 @@ class Model(_Frozen):
     @field_validator("name")
     @classmethod
     def _known(cls, value: str, info: ValidationInfo) -> str:
-        # A record may name a preset of an earlier version; a function is not imported here.
+        # A record may name a preset of an earlier version.  A user's function is not imported here.
         if value in MODELS or ":" in value or info.context == CANONICAL:
             return value
         known = f"{', '.join(MODELS)} or 'module:function'"
         raise ValueError(f"expected one of {known}{suggestion(value, MODELS)}")
 
 
-_OwnBackend = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.\w+)+$")]  # a module
-_HOST: Final = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?([A-Za-z0-9_][A-Za-z0-9_.-]*)")  # no option of ssh
+_OwnBackend = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.\w+)+$")]  # package.module
+# A host, maybe after a user; neither can begin with "-", which would be an option of ssh.
+_HOST: Final = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?([A-Za-z0-9_][A-Za-z0-9_.-]*)")
 
 
 def _host(text: str) -> str:
-    """A host as ssh takes it: a name or an address, after a user; IPv6 without brackets."""
+    """Validate a host for ssh: a name or an address, maybe after ``user@``; brackets around IPv6 are removed."""
     user, at, name = text.rpartition("@")
     address = name.removeprefix("[").removesuffix("]") if name.startswith("[") == name.endswith("]") else name
     plain = f"{user}{at}{address}"
@@ -96,7 +107,7 @@ def _host(text: str) -> str:
             return plain
     if _HOST.fullmatch(text) is None:
         examples = '"node1", "me@node1", "10.0.0.1", "fd00::1" or "fe80::1%eth0"'
-        raise ValueError(f"expected a host name or address for ssh, as {examples}")
+        raise ValueError(f"expected a host name or address for ssh, such as {examples}")
     return text
 
 
@@ -105,7 +116,7 @@ _Hca = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 
 
 class Cluster(_Frozen):
-    """Where ranks stand and what joins nodes; rates are Mbit/s per node and direction, ``latency`` ms."""
+    """Where a trial's ranks run, and the link between nodes; rates in Mbit/s per node and direction, latency in ms."""
 
     nodes: int = Field(2, ge=1, le=4096)
     ranks_per_node: int = Field(2, ge=1, le=64)
@@ -125,7 +136,7 @@ class Cluster(_Frozen):
 
 
 class LearningRates(_Frozen):
-    """Schedule of an optimizer's rate over all steps of a trial (:mod:`impl.plan.learning_rate`)."""
+    """Schedule of the learning rate over all steps of a trial (:mod:`impl.plan.learning_rate`)."""
 
     warmup: int = Field(0, ge=0)
     start: float = Field(0.0, ge=0, le=1)
@@ -134,7 +145,7 @@ class LearningRates(_Frozen):
 
 
 class Optimizer(_Frozen):
-    """Any elementwise optimizer: the name of a class of ``torch.optim``, or ``module:class``."""
+    """An elementwise optimizer: a class of ``torch.optim`` by its name, or ``module:class``."""
 
     name: str = "AdamW"
     arguments: dict[str, float | bool | list[float]] = {"lr": 3e-4}
@@ -161,7 +172,10 @@ _TEXT_FORMS: Final[dict[str, Callable[[str], Any]]] = {
 
 
 class PolicyChanges(_Frozen):
-    """Text that replaces fields of the preset's ``Policy``, its ``MemoryLimits`` and ``Offload``."""
+    """Values that replace fields of the strategy's ``Policy``, its ``MemoryLimits`` and its ``Offload``.
+
+    None keeps the preset's value.  Codecs and the like are given in their text form.
+    """
 
     stage: Literal[0, 1, 2, 3] | None = None
     group: int | Literal["node"] | None = None
@@ -206,11 +220,11 @@ class PolicyChanges(_Frozen):
     @field_validator("secondary_format")
     @classmethod
     def _usual(cls, value: str | None) -> str | None:
-        """None for frames, which every strategy keeps: it is the same trial, with the same id."""
+        """Turn the default ``frames`` into None, so that the trial is the same, and has the same id, without it."""
         return None if value == "frames" else value
 
     def applied(self, base: Policy) -> Policy:
-        """``base`` with these fields in place of its own; a PolicyError if no topology could run it."""
+        """Return ``base`` with these fields in place of its own; raises a PolicyError if no topology could run it."""
         changes = {name: value for name, value in self if value is not None}
         limits = {field.name for field in dataclasses.fields(policies.MemoryLimits)}
         memory = {name: changes.pop(name) for name in limits & changes.keys()}
@@ -218,7 +232,7 @@ class PolicyChanges(_Frozen):
         offload = {name.removeprefix("offload_"): changes.pop(name) for name in shares}
         if isinstance(self.gradients, str):
             changes["gradients"] = (self.gradients,) * 2
-        if isinstance(self.weights, tuple):  # for hops inside an hpZ group, and for those before them
+        if isinstance(self.weights, tuple):  # one codec for hops inside an hpZ group, one for earlier hops
             inside, changes["weights"] = self.weights
             changes["inside"] = None if inside == changes["weights"] else parse(inside)
         for name in changes.keys() & _TEXT_FORMS.keys():
@@ -228,11 +242,12 @@ class PolicyChanges(_Frozen):
         return replace(base, **changes)
 
 
-_AS_PUBLISHED: Final = ("sums", "blocks", "planes")  # left out where they are the strategy's own
+# Policy fields that canonical JSON leaves out if the preset has the same value.
+_AS_PUBLISHED: Final = ("sums", "blocks", "planes")
 
 
 def following_model(fields: dict[str, Any]) -> dict[str, Any]:
-    """A trial's fields, with images in 64 patches by default for a preset that reads images."""
+    """Return a trial's fields with the defaults of a vision preset, if it has one: images in 64 patches."""
     model = fields.get("model")
     name = model.get("name") if isinstance(model, dict) else None
     images = isinstance(MODELS.get(str(name)), ViTShape)
@@ -240,21 +255,21 @@ def following_model(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class Generate(_Frozen):
-    """Lengths of a rank's decoded sequences: a prompt of the corpus, and tokens after it."""
+    """Lengths of the sequences that are decoded."""
 
-    prompt: int = Field(32, ge=1)
-    tokens: int = Field(32, ge=2)
+    prompt: int = Field(32, ge=1)  # tokens of the corpus that are read first
+    tokens: int = Field(32, ge=2)  # tokens that are decoded after them
 
 
 class Reinforcement(_Frozen):
     """Settings of workload ``rlhf``."""
 
-    group: int = Field(4, ge=2)  # continuations of one prompt, whose rewards are compared with each other
-    kl: float = Field(0.04, ge=0)  # weight of the divergence from the frozen reference
+    group: int = Field(4, ge=2)  # continuations of one prompt; their rewards are compared with each other
+    kl: float = Field(0.04, ge=0)  # weight of the KL divergence from the frozen reference model
 
 
 def configuration_text(value: Any) -> Any:
-    """The JSON text of a DeepSpeed configuration, which a suite gives as a table, a file or text."""
+    """Return a DeepSpeed configuration as JSON text; a suite gives it as a table, as a file's path, or as text."""
     if isinstance(value, str) and not value.startswith("{"):
         value = load_configuration(folder.path_of(value))
     elif isinstance(value, str) and not _is_json(value):
@@ -263,7 +278,7 @@ def configuration_text(value: Any) -> Any:
 
 
 def _is_json(text: str) -> bool:
-    """Whether a configuration's text is JSON, which records keep as it is, and not HJSON."""
+    """Return whether a configuration's text is JSON, which is kept as it is, rather than HJSON."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -272,13 +287,13 @@ def _is_json(text: str) -> bool:
 
 
 class PeerSettings(_Frozen):
-    """Settings of a peer: the type of weights and activations; the optimizer steps fp32 masters."""
+    """Settings of a peer."""
 
-    compute: Compute = "fp32"
+    compute: Compute = "fp32"  # type of weights and activations; the optimizer steps fp32 masters
 
 
 class Trial(_Frozen):
-    """Everything that defines a run (docs/guide/suites.md); its id is a hash of its canonical JSON."""
+    """All fields that define one run; docs/guide/suites.md explains each."""
 
     workload: Literal["train", "generate", "rlhf"] = "train"
     generate: Generate = Generate()
@@ -319,19 +334,20 @@ class Trial(_Frozen):
     @field_validator("control", "tokenizer", mode="before")
     @classmethod
     def _none(cls, value: object) -> object:
-        """None for the value "none" of a suite's axis."""
+        """Turn ``"none"``, which a suite writes in an axis, into None."""
         return None if value == "none" else value
 
     def canonical(self) -> dict[str, Any]:
-        """The trial as JSON-ready data; rates are in Mbit/s, ``latency`` in ms, ``memory_limit`` in bytes.
+        """Return the trial as JSON-ready data, with rates in Mbit/s, ``latency`` in ms and ``memory_limit`` in bytes.
 
-        Unused fields that came to the schema later are left out, so that older trials keep their ids.
+        Fields that were added to the schema later are left out while they have their default, so that older
+        trials keep their ids.  The names of hosts and Slurm's options are left out too.
         """
         data = self.used() | {part: getattr(self, part).used() for part in ("cluster", "optimizer", "policy")}
         for part, is_used in (("generate", self.workload != "train"), ("rlhf", self.workload == "rlhf")):
             data.pop(part, None)
             data |= {part: getattr(self, part).model_dump(mode="json")} if is_used else {}
-        for name in ("hosts", "slurm"):  # machines are no part of the question
+        for name in ("hosts", "slurm"):  # which machines are used is no part of the question
             data["cluster"].pop(name, None)
         for name in _AS_PUBLISHED:
             if data["policy"].get(name) == getattr(PRESETS.get(self.strategy), name, None):
@@ -340,31 +356,31 @@ class Trial(_Frozen):
 
     @classmethod
     def from_canonical(cls, data: Mapping[str, Any]) -> Trial:
-        """The trial with this canonical form; a ValidationError if ``data`` is none."""
+        """Return the trial with this canonical form; raises a ValidationError if ``data`` is no such form."""
         return cls.model_validate(data, context=CANONICAL)
 
     @property
     def id(self) -> str:
-        """First 12 hex digits of the SHA-256 of the canonical JSON."""
+        """The first 12 hex digits of the canonical JSON's SHA-256."""
         text = json.dumps(self.canonical(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def topology(self) -> Topology:
-        """Where its ranks stand."""
+        """Return its nodes and ranks per node."""
         return Topology(self.cluster.nodes, self.cluster.ranks_per_node)
 
     @property
     def slowest_mbit(self) -> float | None:
-        """Rate of the slowest node's link; None without one."""
+        """Rate of the slowest node's link in Mbit/s; None if the link has no rate."""
         return None if self.cluster.rate is None else self.cluster.rate * self.cluster.slow
 
     @property
     def host(self) -> Host | None:
-        """Torch's engine that carries out the policy; None for our own engine, and for peers."""
+        """The engine of torch (FSDP2 or DDP) that runs the policy; None for our own engine, and for peers."""
         return HOSTED[self.strategy][0] if self.strategy in HOSTED else None
 
     def base_policy(self) -> Policy | None:
-        """The strategy's policy without this trial's changes; None for a peer, which has none."""
+        """Return the strategy's policy without this trial's changes; None for a peer, which has no policy."""
         if self.strategy in PEERS:
             return None
         if self.strategy == RECIPE:
@@ -372,31 +388,41 @@ class Trial(_Frozen):
         return HOSTED[self.strategy][1] if self.strategy in HOSTED else PRESETS[self.strategy]
 
     def recipe(self) -> Recipe:
-        """The recipe of strategy ``recipe``'s DeepSpeed configuration; a ValueError without one."""
+        """Return what the DeepSpeed configuration of strategy ``recipe`` asks for; raises a ValueError without one."""
         if self.deepspeed_config is None:
-            raise ValueError(f"strategy = {RECIPE!r}: expected deepspeed_config, a file or a table, with it")
+            raise ValueError(f"strategy = {RECIPE!r}: needs deepspeed_config; set it to a file or a table")
         return recipe(self.deepspeed_config, topology=self.topology(), steps=self.warmup + self.steps)
 
     def schedule(self) -> Schedule | None:
-        """The schedule of the optimizer's rate; None for a constant one, a ValueError if it is too long."""
+        """Return the learning-rate schedule; None for a constant rate.
+
+        Raises:
+            ValueError: If the warm-up is longer than the trial.
+        """
         rates, total = self.optimizer.schedule, self.warmup + self.steps
         if rates != LearningRates():
             if (warmup := rates.warmup) > total:
-                raise ValueError(f"optimizer.schedule.warmup = {warmup}: the trial has {total} steps in all")
+                raise ValueError(
+                    f"optimizer.schedule.warmup = {warmup}: the trial has {total} steps in all; set at most {total}"
+                )
             return Schedule(steps=total, **rates.model_dump())
         return self.recipe().schedule if self.strategy == RECIPE else None
 
     def peer_configuration(self) -> dict[str, Any]:
-        """A DeepSpeed peer's configuration, without what the trial's own fields set."""
+        """Return a DeepSpeed peer's configuration, without the keys that follow from the trial's own fields."""
         table = None if self.deepspeed_config is None else json.loads(self.deepspeed_config)
         return configuration(PEERS[self.strategy], self.cluster.ranks_per_node, table)
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The fields of its strategy's policy that it changes."""
+        """The policy fields that it changes, with their values."""
         return self.policy.model_dump(exclude_defaults=True)
 
     def resolved_policy(self) -> Policy | None:
-        """The strategy's preset with this trial's changes; None for a peer.  Raises as ``applied``."""
+        """Return the strategy's preset with this trial's changes; None for a peer.
+
+        Raises:
+            PolicyError: If no topology could run the policy.
+        """
         base = self.base_policy()
         return None if base is None else self.policy.applied(base)

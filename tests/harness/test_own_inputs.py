@@ -337,7 +337,7 @@ def test_what_does_not_fit_is_refused_before_the_first_trial(
     ("change", "message"),
     [
         (("mine:tokens", "mine:other"), "of the corpus than the process that started it"),
-        (("'zero3'", "'qwz'"), "codec mine:Apart decodes the same elements on rank 1 to others"),
+        (("'zero3'", "'qwz'"), "codec mine:Apart decodes the same elements differently on rank 1"),
         (("gpt-tiny", "mine:one_input"), "model 'mine:one_input': raised TypeError: Embedding.forward()"),
     ],
 )

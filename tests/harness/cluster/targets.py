@@ -1,4 +1,4 @@
-"""What test ranks run: functions of a module, since fresh processes import them."""
+"""Functions that the ranks of tests run; they are module-level, since fresh processes import them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.errors import Refusal
 
 
 def place(rank: Rank, word: str) -> tuple[str, int, int, int, int]:
-    """A rank's number, node and threads, and the sum of a collective with all others."""
+    """Return a rank's number, node and threads, and the sum of a collective over all ranks."""
     total = torch.ones(1)
     dist.all_reduce(total)
     rank.report(Progress("placed", 1, 2))
@@ -24,12 +24,12 @@ def place(rank: Rank, word: str) -> tuple[str, int, int, int, int]:
 
 
 def environment(rank: Rank, _: None) -> dict[str, str]:
-    """Environment variables as a rank sees them."""
+    """Return environment variables as a rank sees them."""
     return dict(os.environ)
 
 
 def crash(rank: Rank, how: str) -> None:
-    """Rank 1 fails in the given way, while the others wait for it in a collective."""
+    """Let rank 1 fail in the given way while the others wait for it in a collective."""
     print(f"rank {rank.rank} was here")
     dist.barrier()
     if rank.rank == 1:
@@ -51,21 +51,21 @@ def crash(rank: Rank, how: str) -> None:
 
 
 def fail_alike(rank: Rank, _: None) -> None:
-    """Every rank fails with the same error; the first only after the others have."""
+    """Let every rank fail with the same error, rank 0 only after the others."""
     dist.barrier()
     time.sleep(0.2 * (rank.rank == 0))
     raise ZeroDivisionError("a planted error")
 
 
 def hang(rank: Rank, _: None) -> None:
-    """Rank 1 never arrives."""
+    """Let rank 1 never arrive at a barrier."""
     if rank.rank == 1:
         time.sleep(600)
     dist.barrier()
 
 
 def exchanged(rank: Rank, message: tuple[int, int]) -> tuple[list[float], int, int]:
-    """Exchange messages; achieved rates, and bytes and packets that the interface sent meanwhile."""
+    """Exchange messages; returns the achieved rates, and the bytes and packets that the interface sent meanwhile."""
     before = counters(rank.port.interface or "lo")
     rates = exchange(rank, *message, grouped=False)
     tx_bytes, packets = (counters(rank.port.interface or "lo") - before).tolist()
@@ -73,7 +73,7 @@ def exchanged(rank: Rank, message: tuple[int, int]) -> tuple[list[float], int, i
 
 
 def exchanged_inside(rank: Rank, nbytes: int) -> float:
-    """Mbit/s that the two ranks of a node send to each other, both together."""
+    """Return the rate in Mbit/s at which the two ranks of a node send to each other at the same time."""
     other = rank.rank ^ 1
     outgoing = torch.ones(nbytes, dtype=torch.uint8)
     incoming = torch.zeros_like(outgoing)
@@ -88,7 +88,7 @@ def exchanged_inside(rank: Rank, nbytes: int) -> float:
 
 
 def _queue(rank: Rank) -> tuple[int, int]:
-    """The rate of the queue of this rank's interface, bytes per second, and the bytes that wait in it."""
+    """Return the rate of this rank's interface queue in bytes per second, and the bytes that wait in it."""
     from pyroute2 import IPRoute
 
     with IPRoute() as route:
@@ -99,8 +99,10 @@ def _queue(rank: Rank) -> tuple[int, int]:
 
 
 def opened(rank: Rank, nbytes: int) -> tuple[list[int], list[float], int]:
-    """Rates of this node's queue before, open and shaped again, twice; achieved rates of later messages, and
-    bytes that waited when it was shaped again.
+    """Open the link twice.
+
+    Returns the rates of this node's queue before, during and after each opening; the rates that later messages
+    achieved; and the bytes that waited in the queue when it was shaped again.
     """
     queues, waiting, rates = [], 0, list[float]()
     for _ in range(2):
@@ -117,7 +119,7 @@ def opened(rank: Rank, nbytes: int) -> tuple[list[int], list[float], int]:
 
 
 def fail_while_open(rank: Rank, how: str) -> None:
-    """Rank 0 or 1 fails while the link is open."""
+    """Let rank 0 or 1 fail while the link is open."""
     with rank.open_link():
         if rank.rank == (how == "raise"):
             if how == "kill":

@@ -1,4 +1,4 @@
-"""What joins the nodes."""
+"""Links between nodes: their parameters, refusals, rates and counters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def cluster_with(link: str, nodes: int, rate: float | None = None, **changes: object) -> Cluster:
-    """A cluster with such a link; rates are in Mbit/s."""
+    """Return a cluster with such a link; rates are in Mbit/s."""
     fields = {"link": link, "nodes": nodes, "rate": rate, **changes}
     return Cluster.model_validate(fields, context=CANONICAL)
 
@@ -57,8 +57,8 @@ def exchanged(
 
 @given(rate=st.floats(0.05, 30_000), latency=st.floats(0, 100))
 def test_queues_suit_their_rate(rate: float, latency: float) -> None:
-    """A packet fits the burst, the queue holds 0.4 s, and a calibration message outlasts the burst 20
-    times, the latency 49 times, and 0.19 s.
+    """A packet fits into the burst, the queue holds 0.4 s, and a calibration message takes at least 20 bursts, 49
+    latencies and 0.19 s.
     """
     queue = shape(rate)
     assert 2 * netns_shaper.MTU <= queue.segment <= 65536
@@ -73,7 +73,9 @@ def test_queues_suit_their_rate(rate: float, latency: float) -> None:
 def test_a_pacer_serves_one_message_after_the_other(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], rate: float
 ) -> None:
-    """Bookings end in order, each no sooner than its bytes take, and nodes do not wait for each other."""
+    """Bookings of a node end in order, each after at least the time that its bytes take; nodes do not wait for each
+    other.
+    """
     path = Pacer.create(tmp_path_factory.mktemp("pacer") / "file", 2)
     pacer, again, other = Pacer(path, 0, rate), Pacer(path, 0, rate), Pacer(path, 1, rate)
     end = time.monotonic()
@@ -99,7 +101,7 @@ def test_a_pacer_serves_one_message_after_the_other(
     ],
 )
 def test_links_without_namespaces(cluster: Cluster, kind: str) -> None:
-    """One node has no link; paced, none and real need nothing from the kernel."""
+    """One node has no link; links ``paced``, ``none`` and ``real`` need nothing from the kernel."""
     with open_link(cluster, "abc123") as joined:
         assert joined.kind == kind
         assert joined.paced_mbit == (50.0 if kind == "paced" else None)
@@ -122,7 +124,7 @@ def test_links_without_namespaces(cluster: Cluster, kind: str) -> None:
     ],
 )
 def test_what_a_link_cannot_have_is_refused(cluster: Cluster, message: str) -> None:
-    """No link ignores a rate or a latency in silence: it keeps the number, or its refusal names it."""
+    """A link that cannot have the requested rate or latency is refused, and the message names it."""
     with pytest.raises(LinkError, match=message):
         open_link(cluster, "abc123")
 
@@ -132,17 +134,19 @@ def test_what_a_link_cannot_have_is_refused(cluster: Cluster, message: str) -> N
     kind=st.sampled_from(["shaped", "namespaces", "paced"]),
 )
 def test_what_is_called_shaped_has_the_rate(rates: list[float], kind: str) -> None:
-    """A shaped link whose median calibration is below 0.9 or above 1.05 of its rate is refused with both."""
+    """A shaped link whose median calibration is below 0.9 or above 1.05 of its rate is refused with both numbers."""
     joined = Link(cluster_with(kind, 2, 100.0), kind, "", (Port(None, ""),) * 2, calibrated_mbit=rates)
     median = statistics.median(rates)
-    why = "carries no more" if median < 100 else "past the queue"
-    refusal = pytest.raises(LinkError, match=rf"asked for 100 Mbit/s and carries {median:.4g}: .*{why}")
+    why = "carries no more" if median < 100 else "bypass the queue"
+    refusal = pytest.raises(LinkError, match=rf"set to 100 Mbit/s and carries {median:.4g}: .*{why}")
     with contextlib.nullcontext() if kind != "shaped" or 90 <= median <= 105 else refusal:
         joined.check()
 
 
 def test_nccl_sends_through_what_was_asked_for() -> None:
-    """NCCL's variables name the shaped interface or adapters; the text has them once, if nodes are alike."""
+    """NCCL's variables name the shaped interface or the adapters; their text is given once if all nodes have the
+    same.
+    """
     assert nccl_variables(Port("eth0", "10.0.0.1")) == {}
     inside = nccl_variables(Port("zp0", "10.0.0.1", holder=1))
     assert inside["NCCL_SOCKET_IFNAME"] == "=zp0"
@@ -162,7 +166,7 @@ def test_nccl_sends_through_what_was_asked_for() -> None:
 
 @given(present=st.lists(st.sampled_from([f"mlx5_{n}" for n in range(12)]), unique=True), data=st.data())
 def test_adapters_are_those_that_a_node_has(present: list[str], data: st.DataObject) -> None:
-    """A number means the first ones; a missing adapter is refused, with the number of those present."""
+    """A number chooses the first adapters; a missing one is refused, with the number of those present."""
     number = data.draw(st.integers(1, 12))
     names = tuple(data.draw(st.lists(st.sampled_from([*present, "hfi1_0"]), min_size=1, unique=True)))
     for requested, text, chosen in (
@@ -188,7 +192,9 @@ print(time.monotonic() - begun)
 
 @pytest.mark.needs("namespaces")
 def test_a_latency_of_namespaces_is_added_or_refused() -> None:
-    """With netem in the kernel round trips take twice as long; else the refusal says what is missing."""
+    """If the kernel has netem, a round trip takes twice the latency; otherwise the refusal says that netem is
+    missing.
+    """
     try:
         joined = open_link(cluster_with("namespaces", 2, 50.0, latency=20.0), "late02")
     except LinkError as error:
@@ -202,14 +208,16 @@ def test_a_latency_of_namespaces_is_added_or_refused() -> None:
 
 
 def test_a_keeper_that_is_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the limit of the wait, and does not claim that the keeper died."""
+    """The error names the limit of the wait, and does not claim that the keeper has died."""
     monkeypatch.setattr(keeper, "ANSWER_SECONDS", 0.01)
     with pytest.raises(LinkError, match=r"did not answer within 0\.01 s"):
         open_link(cluster_with("namespaces", 2), "late01")
 
 
 def test_impossible_namespaces_say_why() -> None:
-    """They are refused with the keeper's reason and advice; under auto the link is paced, and says why."""
+    """Link ``namespaces`` is refused with the keeper's reason and advice; link ``auto`` becomes paced and keeps the
+    reason.
+    """
     name, why = "a-name-that-is-too-long", "no network namespaces here: .*; run as root"
     with pytest.raises(LinkError, match=why):
         open_link(cluster_with("namespaces", 2, 50.0), name)
@@ -220,13 +228,13 @@ def test_impossible_namespaces_say_why() -> None:
 
 
 def test_joining_a_process_that_is_gone_is_refused() -> None:
-    """The namespaces of a missing process raise a LinkError."""
+    """Entering the namespaces of a process that has ended raises a LinkError."""
     with pytest.raises(LinkError, match="4194304"):
         netns_shaper.enter(4194304)
 
 
 def test_a_paced_exchange_achieves_its_rate(tmp_path: Path) -> None:
-    """Through the pacer a message runs at the rate, and not faster."""
+    """Messages through the pacer run at the rate, and not faster."""
     with open_link(cluster_with("paced", 2, 40.0), "abc123") as joined:
         ranks = exchanged(joined, tmp_path, 500_000, 2)
     for rates, _, _ in ranks:
@@ -239,7 +247,7 @@ def test_a_paced_exchange_achieves_its_rate(tmp_path: Path) -> None:
 @pytest.mark.needs("namespaces")
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 1)])
 def test_namespaces_shape_and_count(tmp_path: Path, nodes: int, per_node: int) -> None:
-    """Each node sends at the rate and no faster; its interface counts the messages plus 66 bytes a packet."""
+    """Each node sends at the rate and not faster; its interface counts the messages plus 66 bytes per packet."""
     cluster = cluster_with("namespaces", nodes, 50.0)
     nbytes, repetitions = message_bytes(cluster_with("namespaces", 2, 50.0)), 3
     with open_link(cluster, "abc123") as joined:
@@ -253,7 +261,7 @@ def test_namespaces_shape_and_count(tmp_path: Path, nodes: int, per_node: int) -
 
 @pytest.mark.needs("namespaces")
 def test_a_slow_node_sends_and_receives_at_its_share_of_the_rate(tmp_path: Path) -> None:
-    """In a ring of three, messages to and from the last node are slow, also after the link was open."""
+    """In a ring of three nodes, messages to and from the last node are slow, also after the link was open."""
     cluster = cluster_with("namespaces", 3, 50.0, slow=0.5)
     with open_link(cluster, "abc123") as joined:
         with lift_rate(joined.ports[0].control):
@@ -265,7 +273,9 @@ def test_a_slow_node_sends_and_receives_at_its_share_of_the_rate(tmp_path: Path)
 
 @pytest.mark.needs("namespaces")
 def test_ranks_of_a_node_share_its_inner_rate(tmp_path: Path) -> None:
-    """Both directions together run at it, also after the link was open; between nodes the rate is another."""
+    """Both directions together run at the inner rate, also after the link was open; the rate between nodes is
+    separate.
+    """
     cluster = cluster_with("namespaces", 2, 100.0, inner_rate=40.0)
     with open_link(cluster, "abc123") as joined:
         assert joined.details["inner_mbit"] == 40
@@ -281,7 +291,9 @@ def test_ranks_of_a_node_share_its_inner_rate(tmp_path: Path) -> None:
 @pytest.mark.needs("namespaces")
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), *long((3, 1))])
 def test_a_link_is_opened_and_shaped_again(tmp_path: Path, nodes: int, per_node: int) -> None:
-    """Inside, no queue has the rate; afterwards all have, nothing waits in them, and messages run at it."""
+    """While the link is open, no queue has the rate; afterwards all have it, no bytes wait, and messages run at the
+    rate.
+    """
     cluster = cluster_with("namespaces", nodes, 50.0)
     with open_link(cluster, "abc123") as joined:
         assert joined.details["untimed"] == "open"
@@ -300,7 +312,7 @@ def test_a_link_is_opened_and_shaped_again(tmp_path: Path, nodes: int, per_node:
 @pytest.mark.needs("namespaces")
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_a_failure_leaves_no_link_open(tmp_path: Path, how: str) -> None:
-    """After a rank failed while the link was open, the one that opened it or another, it is shaped."""
+    """After a rank has failed while the link was open, the rank that opened it or another, the link is shaped again."""
     with open_link(cluster_with("namespaces", 2, 50.0), "abc123") as joined:
         launch = launch_of(joined, tmp_path)
         with pytest.raises(LaunchError, match="planted error" if how == "raise" else "SIGKILL"):
@@ -311,13 +323,13 @@ def test_a_failure_leaves_no_link_open(tmp_path: Path, how: str) -> None:
 
 
 def test_a_keeper_that_is_gone_opens_nothing(tmp_path: Path) -> None:
-    """The request raises a LinkError with the kernel's reason."""
+    """Lifting the rate raises a LinkError with the kernel's reason."""
     with pytest.raises(LinkError, match=r"does not answer: .*No such file"), lift_rate(f"{tmp_path}/none"):
         pass
 
 
 def test_a_paced_link_adds_its_latency_and_is_opened_too(tmp_path: Path) -> None:
-    """A booking ends later by it, and delays none that follows; an open pacer books at no rate."""
+    """A booking ends later by the latency, which delays no later booking; an open pacer books without a rate."""
     pacer = Pacer(Pacer.create(tmp_path / "pacer", 1), 0, 8.0, latency_ms=1e4)
     begun = time.monotonic()
     first, second = pacer.book(1_000_000), pacer.book(1_000_000)  # a second each
@@ -332,8 +344,8 @@ def test_a_paced_link_adds_its_latency_and_is_opened_too(tmp_path: Path) -> None
 
 @pytest.mark.needs("namespaces")
 def test_two_links_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """Links of two runs, even of one id, stand side by side; closing one removes its holders and namespaces,
-    and leaves the other. Nothing is made in the namespace of the host.
+    """Links of two runs exist at the same time, even with one id; closing one removes its processes and namespaces
+    and leaves the other.  Nothing is created in the host's own namespace.
     """
     before = Path("/proc/self/net/dev").read_text().count("\n")
     first = open_link(cluster_with("namespaces", 3, 50.0), "abc123")
@@ -349,7 +361,7 @@ def test_two_links_do_not_disturb_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.needs("namespaces")
 def test_a_killed_parent_leaves_no_namespace(tmp_path: Path) -> None:
-    """After kill -9 of the process that opened a link, its keeper and holders end."""
+    """After ``kill -9`` of the process that opened a link, its keeper and the holders of its namespaces end."""
     code = (
         "import time; from tests.harness.cluster.test_link import cluster_with, open_link\n"
         "joined = open_link(cluster_with('namespaces', 2, 50.0), 'abc123')\n"
@@ -366,7 +378,7 @@ def test_a_killed_parent_leaves_no_namespace(tmp_path: Path) -> None:
 @pytest.mark.needs("namespaces", "root", "setpriv")
 @pytest.mark.long
 def test_rootless_namespaces_work_like_roots(tmp_path: Path) -> None:
-    """Without CAP_SYS_ADMIN the nodes stand in a user namespace; ranks join, and the rate holds."""
+    """Without CAP_SYS_ADMIN the nodes are inside a user namespace; ranks enter them, and the link has its rate."""
     code = f"""
 from pathlib import Path
 from harness.cluster.link import *

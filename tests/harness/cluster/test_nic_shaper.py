@@ -1,4 +1,6 @@
-"""A host's own interface is held to a rate, and is as it was afterwards; hosts are network namespaces."""
+"""The rate of a host's interface is limited, and afterwards the interface is as before; hosts are network namespaces
+here.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +38,21 @@ _KEEPER = [sys.executable, "-m", "harness.cluster.nic_shaper"]
 
 @pytest.fixture
 def host_pair(tmp_path: Path) -> Iterator[list[Host]]:
-    """Two hosts."""
+    """Yield two hosts."""
     with hosts(2, tmp_path, {}) as both:
         yield both
 
 
 def towards(host_pair: list[Host], **changes: object) -> str:
-    """The request to the first host's keeper, for messages to the second."""
+    """Return the request to the first host's keeper, for messages to the second host."""
     request = {"interface": host_pair[0].interface, "rate_mbit": 50.0, "others": [host_pair[1].address]}
     return json.dumps([*(request | changes).values()])
 
 
 def answer_of(host_pair: list[Host], wrapper: tuple[str, ...] = (), **changes: object) -> dict[str, str]:
-    """Answer of a keeper on the first host, started by the command ``wrapper``; it ends at once."""
+    """Return the answer of a keeper on the first host, started through the command ``wrapper``; the keeper ends at
+    once.
+    """
     command = [*host_pair[0].inside, *wrapper, *_KEEPER, towards(host_pair, **changes)]
     done = subprocess.run(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
@@ -59,7 +63,7 @@ def answer_of(host_pair: list[Host], wrapper: tuple[str, ...] = (), **changes: o
 
 @pytest.mark.parametrize("end", ["killed", *long("closed", "interrupted", "keeper told to end")])
 def test_an_interface_is_shaped_while_its_supervisor_lives(host_pair: list[Host], end: str) -> None:
-    """It has the queue of namespaces, and none once the supervisor has closed, was interrupted or killed."""
+    """The interface has the same queue as namespaces, until its supervisor closes it, is interrupted or is killed."""
     before = host_pair[0].queues()
     command = [*host_pair[0].inside, sys.executable, "-c", _HOLD, towards(host_pair)]
     with subprocess.Popen(
@@ -83,7 +87,9 @@ def test_an_interface_is_shaped_while_its_supervisor_lives(host_pair: list[Host]
 
 
 def test_the_queue_of_a_killed_keeper_is_named_with_what_removes_it(host_pair: list[Host]) -> None:
-    """The next keeper does not replace it, since another run may be under way."""
+    """The next keeper does not replace the queue, since another run may be using it, and names the command that
+    removes it.
+    """
     before = host_pair[0].queues()
     command = [*host_pair[0].inside, *_KEEPER, towards(host_pair)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as keeper:
@@ -94,14 +100,14 @@ def test_the_queue_of_a_killed_keeper_is_named_with_what_removes_it(host_pair: l
     error = answer_of(host_pair)["error"]
     assert "the queue of another run" in error
     assert host_pair[0].queues() == left
-    remove = error.partition("remove it by: ")[2]
+    remove = error.partition("remove it with: ")[2]
     subprocess.run([*host_pair[0].inside, "sh", "-c", remove], check=True)
     assert host_pair[0].queues() == before
     assert "error" not in answer_of(host_pair)
 
 
 def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> None:
-    """The error names the command that removes it, and gives packets their size again."""
+    """The error has the command that removes the queue and restores the size of packets."""
     subprocess.run(
         [*host_pair[0].inside, "ip", "link", "set", host_pair[0].interface, "gso_max_size", "32768"],
         check=True,
@@ -109,7 +115,7 @@ def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> N
     before = host_pair[0].queues()
     command = [*host_pair[0].inside, sys.executable, "-c", _HOLD, towards(host_pair)]
     done = subprocess.run(command, cwd=ROOT, input="\n", capture_output=True, text=True, check=True)
-    error, _, remove = done.stdout.splitlines()[1].partition("remove it by: ")
+    error, _, remove = done.stdout.splitlines()[1].partition("remove it with: ")
     assert error.startswith(f"{host_pair[0].interface} may still be shaped (its keeper was killed); ")
     assert host_pair[0].queues() != before
     subprocess.run([*host_pair[0].inside, "sh", "-c", remove], check=True)
@@ -121,22 +127,26 @@ def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> N
     [
         ("", {"interface": "lo"}, "lo is the loopback"),
         ("", {"interface": "nowhere"}, "no interface 'nowhere'"),
-        ("tc qdisc add dev NAME root pfifo limit 100", {}, "not the kernel's own and is not replaced: pfifo"),
+        (
+            "tc qdisc add dev NAME root pfifo limit 100",
+            {},
+            "not the kernel's default, and is not replaced: pfifo",
+        ),
         *long(
-            ("", {"others": ["127.0.0.1"]}, "messages to 127.0.0.1 leave by lo"),
-            ("", {"others": ["203.0.113.1"]}, "no way to 203.0.113.1"),
-            ("", {"rate_mbit": 50_000.0}, "50000 Mbit/s are more than a tbf queue's 34360"),
+            ("", {"others": ["127.0.0.1"]}, "messages to 127.0.0.1 leave through lo"),
+            ("", {"others": ["203.0.113.1"]}, "no route to 203.0.113.1"),
+            ("", {"rate_mbit": 50_000.0}, "50000 Mbit/s are more than a tbf queue allows, 34360"),
             (
                 "ip link set dev NAME mtu 9000",
                 {"rate_mbit": 10.0},
-                "packets of 9000 bytes, which at 10 Mbit/s have at most 3000; ask for 36 Mbit/s or more",
+                "packets of 9000 bytes, but at 10 Mbit/s the queue takes at most 3000; set a rate of 36 Mbit/s",
             ),
             ("tc qdisc add dev NAME root handle 7: tbf rate 1gbit burst 9k latency 1s", {}, "tbf 7:"),
         ),
     ],
 )
 def test_refusals(host_pair: list[Host], first: str, changes: dict[str, object], message: str) -> None:
-    """The error is one line that says why, and the interface is left as it was."""
+    """The error is one line with the reason, and the interface is left as it was."""
     command = first.replace("NAME", host_pair[0].interface)
     subprocess.run([*host_pair[0].inside, "sh", "-c", command], check=True)
     before = host_pair[0].queues()
@@ -156,7 +166,7 @@ def test_without_the_right_to_shape_it_is_refused(host_pair: list[Host]) -> None
 
 
 def test_a_packet_fits_the_queue_where_it_is_not_refused() -> None:
-    """The least rate that the refusal names takes packets of that size, headers included."""
+    """At the lowest rate that the refusal suggests, packets of that size fit into the queue, headers included."""
     for mtu in (1500, 9000, 65520):
         queue = shape(mtu * 4e-3)
         assert mtu <= queue.segment

@@ -1,4 +1,4 @@
-"""The leading supervisor names the cause of a failure, on any node."""
+"""The leading supervisor finds the cause of a failure, on whichever node it is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def double(rank: Rank, number: int) -> int:
 
 
 class Channel:
-    """A channel to a second node with one answer; None if that node is lost."""
+    """A channel to a second node that has posted one answer; None if that node is lost."""
 
     place = Place(0, 2, "10.0.0.0", 0, serves=True)
 
@@ -58,7 +58,7 @@ def failure(kind: str, message: str, *, effect: bool = False) -> dict[str, Any]:
 def test_the_error_is_the_cause(
     local: dict[str, Any] | None, answer: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The effect of another node's failure is not reported in its place."""
+    """The error is the first failure, and not its effect on another node."""
 
     def run_ranks(*_: Any) -> list[int]:
         if local is not None:
@@ -75,7 +75,7 @@ def test_the_error_is_the_cause(
 
 
 def test_results_come_back_by_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First the results of the first node, then those of the others."""
+    """The results of the first node come first, then those of the other nodes."""
     monkeypatch.setattr(node_supervisors, "run_ranks", lambda *_: [2])
     answer = {"results": [4], "shaped": {}}
     nodes = Nodes(Channel(answer), [Node(port, port.address, {}) for port in PORTS])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Starting ranks and watching them."""
+"""Ranks are started and watched."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def local(topology: Topology, log: Path, seconds: float = 60) -> Launch:
 
 
 def test_results_come_back_in_rank_order(tmp_path: Path) -> None:
-    """Every rank knows its place and has its threads; its result is at its number."""
+    """Every rank knows its number and node and has its threads; results are in the order of ranks."""
     progress: list[Progress] = []
     places = run_ranks(targets.place, "word", local(Topology(2, 2), tmp_path / "log"), progress.append)
     assert places == [("word", rank, rank // 2, 4, 1) for rank in range(4)]
@@ -46,7 +46,7 @@ def test_results_come_back_in_rank_order(tmp_path: Path) -> None:
     ],
 )
 def test_the_rank_that_failed_is_named(tmp_path: Path, how: str, kind: str, message: str) -> None:
-    """One failing rank ends the others; the error is its own and the log of all ranks is kept."""
+    """A rank that fails ends the others; the error names it, and the log of all ranks is kept."""
     with pytest.raises(LaunchError) as caught:
         run_ranks(targets.crash, how, local(Topology(1, 3), tmp_path / "logs" / "log"))
     assert caught.value.kind == kind
@@ -57,7 +57,7 @@ def test_the_rank_that_failed_is_named(tmp_path: Path, how: str, kind: str, mess
 
 @pytest.mark.long
 def test_a_hanging_rank_leaves_its_stack(tmp_path: Path) -> None:
-    """After its time a trial is killed, and the log shows where every rank stood."""
+    """After its timeout a trial is killed, and the log shows where every rank was."""
     with pytest.raises(LaunchError) as caught:
         run_ranks(targets.hang, None, local(Topology(1, 2), tmp_path / "log", seconds=8))
     assert caught.value.kind == "timeout"
@@ -67,7 +67,7 @@ def test_a_hanging_rank_leaves_its_stack(tmp_path: Path) -> None:
 
 
 def test_what_several_ranks_say_is_in_the_log_once(tmp_path: Path) -> None:
-    """An exception that ranks share has one traceback, under the numbers of all of them."""
+    """Equal output of several ranks is in the log once, under the numbers of all of them."""
     with pytest.raises(LaunchError, match="a planted error"):
         run_ranks(targets.fail_alike, None, local(Topology(1, 3), tmp_path / "log"))
     log = (tmp_path / "log").read_text()
@@ -77,7 +77,7 @@ def test_what_several_ranks_say_is_in_the_log_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("launcher", "gpus"), [("local", [0, 1, 2]), ("torchrun", [0, 0, 0])])
 def test_every_node_takes_a_gpu(launcher: str, gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of a calibration, whose processes had no GPU before: NCCL refuses two ranks on one GPU."""
+    """Each rank of a calibration takes a GPU of its own, since NCCL refuses two ranks on one GPU."""
     current, devices = list[int](), list[str]()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)

@@ -1,4 +1,4 @@
-"""Sockets have short paths, wherever temporary files are."""
+"""Sockets get short paths, wherever the folder of temporary files is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.harness.cluster.test_link import cluster_with
 
 @pytest.fixture
 def long_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of temporary files, with a path as a site's job scheduler makes them."""
+    """Set the folder of temporary files to a path as long as those that job schedulers make."""
     folder = tmp_path / "/".join(["job_scratch_folder"] * 6)
     folder.mkdir(parents=True)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -25,7 +25,7 @@ def long_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_long_folder_is_left_to_files(long_folder: Path) -> None:
-    """A socket gets a short one; it is removed after its use."""
+    """A socket gets another, short folder, which is removed after use."""
     with socket_folder.new() as folder, socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(folder / "link"))
         assert not folder.is_relative_to(long_folder)
@@ -34,7 +34,7 @@ def test_a_long_folder_is_left_to_files(long_folder: Path) -> None:
 
 
 def test_a_short_folder_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the user's."""
+    """A user's own folder of temporary files is used if its path is short enough."""
     short = Path(tempfile.mkdtemp(dir="/tmp"))
     monkeypatch.setattr(tempfile, "tempdir", str(short))
     with socket_folder.new() as folder:
@@ -45,7 +45,7 @@ def test_a_short_folder_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_users_runtime_folder_comes_before_shared_ones(
     long_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is one."""
+    """If the user has a runtime folder, it is preferred to shared folders such as ``/tmp``."""
     runtime = tempfile.mkdtemp(dir="/tmp")
     monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
     assert socket_folder.parent() == runtime
@@ -55,7 +55,7 @@ def test_the_users_runtime_folder_comes_before_shared_ones(
 def test_without_any_short_folder_the_variable_is_named(
     long_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one line with the way out."""
+    """The refusal is one line that names TMPDIR and the way out."""
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(Refusal, match=r"TMPDIR = '.*': has more than the .*: set it to a shorter path"):
         socket_folder.parent()
@@ -63,7 +63,7 @@ def test_without_any_short_folder_the_variable_is_named(
 
 @pytest.mark.needs("namespaces")
 def test_a_link_opens(long_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between nodes, by a keeper that inherits TMPDIR."""
+    """A link between nodes opens although its keeper inherits a long TMPDIR."""
     from harness.cluster.link import open_link
 
     monkeypatch.setenv("TMPDIR", str(long_folder))

@@ -191,7 +191,7 @@ def little_waiting(_: Rank) -> Iterator[None]:
 
 
 SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
-    "a rank reads another rank's batches": (other_batches, "rank 1 read other batches in step 0"),
+    "a rank reads another rank's batches": (other_batches, "in step 0 rank 1 read another batch"),
     "every second step skipped": (half_the_steps, "after step . element .* by AdamW of the trial"),
     "clipping by local norms": (local_norms, "gradient norms of step 0 differ between ranks"),
     "gradients divided by 4": (quartered, "gradients of .* err by"),
@@ -199,7 +199,7 @@ SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "a clock that stops early": (stops_early, "the clock misses a part"),
     "another codec of equal bytes": (another_codec, "gradients of .* were sent as int4:64:clip in hop"),
     "half a loss": (half_a_loss, "before step 2 rank .'s reduced gradient of unit"),
-    "a better loss on record": (better_loss, "trained in step 2 at a loss of"),
+    "a better loss on record": (better_loss, "in step 2 rank . trained at a loss of"),
     "no clipping": (no_clipping, "has a norm of .* and was to be clipped to 0.1"),
     "a late update": (
         a_late_update,
@@ -207,7 +207,10 @@ SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     ),
     "batches without a step": (batches_without_a_step, "read in step 2 what it had read in a step before"),
     "validation on training": (validation_on_training, "validates on other samples than those held out"),
-    "little waiting": (little_waiting, "is said to have waited .* s for messages in .* its thread slept for"),
+    "little waiting": (
+        little_waiting,
+        "recorded that it waited .* s for messages in .* its thread slept for",
+    ),
     "halved steps": (halves_steps, "the clock counts too much"),
     "a biased kernel": (biased_kernel, "kernels of int8:64 do not do what the reference does"),
 }

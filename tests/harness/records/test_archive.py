@@ -1,4 +1,4 @@
-"""A suite's records go into one file and come back as they were; nothing else comes out of one."""
+"""A suite's records are packed into one file and unpacked unchanged; an archive can hold nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.report.records import record_of
 
 
 def test_records_come_back_as_they_were(tmp_path: Path) -> None:
-    """To the byte, with runs and traces, without logs; packing them again gives the same file."""
+    """Records, runs and traces are equal to the byte, logs are left out, and packing again gives the same file."""
     folder = tmp_path / "a" / "q"
     for seed in range(3):
         trial_record.write(folder, record_of(Trial(steps=2, warmup=0, seed=seed), suite="q"))
@@ -39,7 +39,7 @@ def test_records_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_what_would_not_come_back_is_not_packed(tmp_path: Path) -> None:
-    """A trace that somebody has renamed is refused by name, and nothing is written."""
+    """A trace under another name is refused by its path, and no archive is written."""
     folder = tmp_path / "q"
     trial_record.write(folder, record_of(Trial(steps=2, warmup=0), suite="q"))
     (folder / "traces").mkdir()
@@ -55,7 +55,7 @@ def test_what_would_not_come_back_is_not_packed(tmp_path: Path) -> None:
      "other/0123456789ab.json", "q/0123456789ab.json"],
 )  # fmt: skip
 def test_nothing_but_records_comes_out(tmp_path: Path, name: str) -> None:
-    """What is named otherwise than a record of the suite is refused, and not written; and so is a link."""
+    """An entry that is not named like a record of the suite is refused and not written, and so is a link."""
     entry = tarfile.TarInfo(name)
     if name.startswith("q/0"):
         entry.type, entry.linkname = tarfile.SYMTYPE, "/etc/passwd"
@@ -67,7 +67,7 @@ def test_nothing_but_records_comes_out(tmp_path: Path, name: str) -> None:
 
 
 def test_damaged_archives_are_named(tmp_path: Path) -> None:
-    """One that ends early, or is none, is one line."""
+    """A file that ends early, or is no archive, is refused in one line."""
     folder = tmp_path / "q"
     trial_record.write(folder, record_of(Trial(steps=2, warmup=0)))
     whole = archive.pack(folder, tmp_path).read_bytes()
@@ -78,22 +78,22 @@ def test_damaged_archives_are_named(tmp_path: Path) -> None:
 
 
 def test_records_that_are_not_in_it_are_not_mixed_in(tmp_path: Path) -> None:
-    """A folder with a further record, or a later one of a trial, is refused and stays as it is."""
+    """A folder with a further record, or a later one of a trial, is refused and stays unchanged."""
     folder = tmp_path / "q"
     first = record_of(Trial(steps=2, warmup=0))
     chained_journal.append(folder, first)
     packed = archive.pack(folder, tmp_path)
     chained_journal.append(folder, first.model_copy(update={"finished": "later"}))
-    for refusal in ("journal tells of records", "has records"):
+    for refusal in ("journal lists records", "has records"):
         kept = {path: path.read_bytes() for path in folder.iterdir()}
-        with pytest.raises(RecordError, match=rf"{refusal} that q\.tar\.xz has not"):
+        with pytest.raises(RecordError, match=rf"{refusal} that q\.tar\.xz lacks"):
             archive.unpack(packed)
         assert kept == {path: path.read_bytes() for path in folder.iterdir()}
         trial_record.write(folder, record_of(Trial(steps=2, warmup=0, seed=1)))
 
 
 def test_an_archive_of_what_was_unpacked_and_went_on_is_unpacked_over_it(tmp_path: Path) -> None:
-    """As often as records are packed anew."""
+    """An archive may be unpacked over a folder whose journal is the beginning of its own."""
     folder = tmp_path / "a" / "q"
     for seed in range(2):
         chained_journal.append(folder, record_of(Trial(steps=2, warmup=0, seed=seed)))

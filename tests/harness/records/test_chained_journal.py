@@ -1,4 +1,4 @@
-"""A journal names the trials whose records are not those that the sweep wrote."""
+"""A journal reveals records that are not those that the sweep wrote."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sentences(folder: Path) -> list[str]:
 
 
 def test_what_a_sweep_wrote_is_not_named(tmp_path: Path) -> None:
-    """Neither are changed questions, nor trials that ran again after a failure; an archive keeps it so."""
+    """Changed questions and trials run again after a failure are not named either; packing keeps the journal valid."""
     folder = tmp_path / "q"
     failed = record_of(Trial(steps=2, warmup=0, seed=9), failure=Failure(kind="lost", message="", log=None))
     chained_journal.append(folder, failed)
@@ -54,7 +54,7 @@ def scale_times(folder: Path) -> None:
 
 
 def keep(*numbers: int) -> Callable[[Path], None]:
-    """Keeps these lines of the journal."""
+    """Return a sabotage that keeps only these lines of the journal."""
 
     def cut(folder: Path) -> None:
         lines = (folder / JOURNAL).read_bytes().splitlines(keepends=True)
@@ -71,17 +71,17 @@ def edit_line(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("sabotage", "named"),
     [
-        (delete, "without a record any more: deleted"),
-        (rerun, "run again after there was a result: rerun"),
-        (scale_times, "with another record than was written: edited"),
-        (keep(0, 2), "line 2 of 2 does not follow the line before it"),
-        (edit_line, "line 3 of 3 does not follow the line before it"),
-        (keep(0), "whose record names a line that it lacks"),
-        (keep(), "whose record names a line that it lacks"),
+        (delete, "records were deleted after they were written: 1 trial"),
+        (rerun, "trials were run again although they had a result: 1 trial"),
+        (scale_times, "records were edited after they were written: 1 trial"),
+        (keep(0, 2), "line 2 of 2 does not follow from the line before it"),
+        (edit_line, "line 3 of 3 does not follow from the line before it"),
+        (keep(0), "records name a line that it does not have: 2 trials"),
+        (keep(), "records name a line that it does not have: 3 trials"),
     ],
 )
 def test_sabotages_are_named(tmp_path: Path, sabotage: Callable[[Path], None], named: str) -> None:
-    """Deleted, rerun and edited trials are named by their ids, and so are cut and edited journals."""
+    """Deleted, repeated and edited trials are named by their ids; a journal that was cut or edited is named too."""
     write_all(tmp_path)
     sabotage(tmp_path)
     faults = sentences(tmp_path)
@@ -93,8 +93,8 @@ def test_sabotages_are_named(tmp_path: Path, sabotage: Callable[[Path], None], n
 
 
 def test_older_records_have_no_journal(tmp_path: Path) -> None:
-    """They are counted, and nothing is said against them."""
+    """Records without a journal are counted, and not called deleted or edited."""
     for made in MADE:
         trial_record.write(tmp_path, made)
     (sentence,) = sentences(tmp_path)
-    assert sentence.startswith("Without journal: 3 records, from before")
+    assert sentence.startswith("Not in the journal: 3 records, written before")

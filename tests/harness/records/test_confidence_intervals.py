@@ -1,4 +1,4 @@
-"""Intervals agree with scipy's own tests, cover what they should, and scale."""
+"""Intervals agree with scipy's, hold the true value as often as they claim, and scale with their values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ samples = st.lists(values, min_size=FEWEST, max_size=20)
 
 @given(st.lists(values, min_size=FEWEST, max_size=8), st.floats(0.1, 10))
 def test_pairing_cancels_drift(drift: list[float], factor: float) -> None:
-    """A drift that both sides share leaves a paired ratio exact."""
+    """A drift that both sides share does not change a paired ratio."""
     below = {index: value for index, value in enumerate(drift)}  # noqa: C416 - says what is the key
     above = {index: factor * value for index, value in enumerate(drift)}
     ratio = paired_ratio_interval(above | {-1: 100.0}, below)  # a repeat that one side lacks is left out
@@ -39,7 +39,7 @@ def test_pairing_cancels_drift(drift: list[float], factor: float) -> None:
 
 @given(samples)
 def test_ratio_is_students(ratios: list[float]) -> None:
-    """The interval of a paired ratio is Student's on the logarithms."""
+    """The interval of a paired ratio is Student's interval of the logarithms."""
     ratio = paired_ratio_interval(dict(enumerate(ratios)), dict.fromkeys(range(len(ratios)), 1.0))
     logs = np.log(ratios)
     assert ratio.n == len(ratios)
@@ -52,7 +52,7 @@ def test_ratio_is_students(ratios: list[float]) -> None:
 @given(st.lists(values, min_size=1, max_size=FEWEST - 1))
 @example([1.0, 2.0, 1000.0])
 def test_few_values_have_no_interval(few: list[float]) -> None:
-    """Below six there is an estimate without ends, of medians, ratios and crossings."""
+    """With fewer than six values, medians, ratios and crossings have an estimate but no ends."""
     ratio = paired_ratio_interval(dict(enumerate(few)), dict.fromkeys(range(len(few)), 1.0))
     for interval in (median_interval(few), ratio):
         assert interval.n == len(few)
@@ -67,7 +67,7 @@ def test_few_values_have_no_interval(few: list[float]) -> None:
 
 
 def test_refusals() -> None:
-    """No values, no common repeat, and values that are not positive have no interval."""
+    """Without values, without a common repeat, or with values that are not positive, there is no interval."""
     with pytest.raises(ValueError, match="at least one"):
         median_interval([])
     with pytest.raises(ValueError, match="at least one"):
@@ -88,7 +88,7 @@ _DRAWS: dict[str, tuple[Callable[[np.random.Generator, tuple[int, int]], Any], f
 @pytest.mark.parametrize("name", _DRAWS)
 @pytest.mark.parametrize("n", [6, 9, *nightly(7, 8, 12, 20)])
 def test_intervals_of_medians_hold_them_as_often_as_they_say(name: str, n: int) -> None:
-    """In 0.93 to 0.97 of 2000 samples, whatever the distribution."""
+    """Intervals hold the median in 0.93 to 0.97 of 2000 samples, whatever the distribution."""
     draw, median = _DRAWS[name]
     intervals = [median_interval(sample) for sample in draw(np.random.default_rng(n), (2000, n))]
     assert 0.93 < sum(interval.contains(median) for interval in intervals) / 2000 < 0.97
@@ -99,7 +99,9 @@ def test_intervals_of_medians_hold_them_as_often_as_they_say(name: str, n: int) 
 def test_intervals_of_several_sweeps_hold_what_one_sweep_would_find_on_average(
     sweeps: int, repeats: int, between: float
 ) -> None:
-    """In 0.93 to 0.97 of 2000 samples, whether or not sweeps differ; pairs taken as independent miss it."""
+    """Intervals hold the mean in 0.93 to 0.97 of 2000 samples, whether or not sweeps differ; taking pairs as
+    independent would miss it more often.
+    """
     noise = np.random.default_rng(sweeps * repeats)
     numbers = [sweep for sweep in range(sweeps) for _ in range(repeats)]
     shifts = noise.normal(0, between, (2000, sweeps)).repeat(repeats, axis=1)
@@ -114,7 +116,9 @@ def test_intervals_of_several_sweeps_hold_what_one_sweep_would_find_on_average(
 def test_a_further_sweep_is_found_where_it_is_expected_as_often_as_it_says(
     sweeps: int, between: float
 ) -> None:
-    """In 0.93 to 0.97 of 2000 samples, of means and of ratios; the estimate's own interval misses it."""
+    """The prediction interval holds a further sweep's mean or ratio in 0.93 to 0.97 of 2000 samples; the confidence
+    interval of the estimate does not.
+    """
     noise = np.random.default_rng(sweeps)
     numbers = [sweep for sweep in range(sweeps + 1) for _ in range(6)]
     shifts = noise.normal(0, between, (2000, sweeps + 1)).repeat(6, axis=1)
@@ -132,7 +136,9 @@ def test_a_further_sweep_is_found_where_it_is_expected_as_often_as_it_says(
 
 
 def test_of_several_sweeps_the_spread_between_them_is_in_every_interval() -> None:
-    """Two sweeps that find 2.81 and 3.03 have no interval; three are wider than all their pairs by far."""
+    """Two sweeps that find 2.81 and 3.03 have no interval; three have one that is far wider than that of all their
+    pairs.
+    """
     noise = np.random.default_rng(0)
     ratios = np.array([2.81, 3.03, 2.9]).repeat(6) * noise.lognormal(0, 0.002, 18)
     sweep_of = {pair: pair // 6 for pair in range(18)}
@@ -158,7 +164,7 @@ def test_of_several_sweeps_the_spread_between_them_is_in_every_interval() -> Non
 
 @pytest.mark.parametrize("n", range(1, 10))
 def test_order_statistics_of_fewer_than_six_do_not_hold_a_median_often_enough(n: int) -> None:
-    """The range of n values misses the median with twice the probability of n heads in n throws."""
+    """The range of n values misses the median with twice the probability of n heads in n throws of a coin."""
     missed = 2 * 0.5**n
     assert median_interval(list(range(1, n + 1))).known == (missed <= 0.05) == (n >= FEWEST)
 
@@ -169,7 +175,7 @@ def test_order_statistics_of_fewer_than_six_do_not_hold_a_median_often_enough(n:
 def test_intervals_of_crossings_hold_them_as_often_as_they_say(
     n: int, shared: float, spread: tuple[float, float]
 ) -> None:
-    """In 0.93 to 0.97 of samples that cross, also with a shared drift, or one side less certain."""
+    """They hold the crossing in 0.93 to 0.97 of samples that cross, also with a shared drift or one noisier side."""
     generator, hits, crossed = np.random.default_rng(n), 0, 0
     for _ in range(2000):
         drift = generator.normal(0, shared, n)
@@ -185,7 +191,9 @@ def test_intervals_of_crossings_hold_them_as_often_as_they_say(
 
 
 def test_where_a_mean_may_be_zero_itself_the_line_is_undecided_from_there_on() -> None:
-    """Means that may be zero bound nothing on their side; a line far from zero is decided all the way."""
+    """If the mean at one end may be zero, the line is undecided up to that end; a line far from zero is decided
+    everywhere.
+    """
     about_zero, below = [0.1, -0.1, 0.2, -0.1, 0.1, -0.1], [-1.0, -1.1, -0.9, -1.0, -1.0, -1.0]
     ((low, high),) = undecided(dict(enumerate(about_zero)), dict(enumerate(below)))
     assert (low, 0 < high < 1) == (0.0, True)
@@ -202,5 +210,5 @@ def test_where_a_mean_may_be_zero_itself_the_line_is_undecided_from_there_on() -
 def test_without_spread_the_crossing_itself_is_all_that_is_undecided(
     left: float, right: float, parts: list[tuple[float, float]]
 ) -> None:
-    """Six equal values at each end: a line that is known."""
+    """With six equal values at each end, the line is known exactly."""
     assert undecided(dict.fromkeys(range(6), left), dict.fromkeys(range(6), right)) == parts

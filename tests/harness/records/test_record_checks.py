@@ -1,4 +1,4 @@
-"""Bytes on record are checked against each other from the rows alone."""
+"""Records are checked for consistency from their own rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.report.records import record_of
 
 
 def halved(record: Record) -> Record:
-    """``record`` with half of every ledger's bytes, its flag as it was."""
+    """Return ``record`` with half of every ledger's bytes, but with its flag unchanged."""
     ranks = [
         rank.model_copy(
             update={"ledger": [row.model_copy(update={"bytes": row.bytes // 2}) for row in rank.ledger or []]}
@@ -27,7 +27,7 @@ def halved(record: Record) -> Record:
 
 @pytest.mark.parametrize("strategy", ["zero3", "zeropp"])
 def test_a_halved_ledger_is_neither_the_prediction_nor_what_was_counted(strategy: str) -> None:
-    """Whatever the record's flag says; both messages name the numbers."""
+    """Both checks fail whatever the record's flag says, and their messages have the numbers."""
     made = record_of(Trial(strategy=strategy, steps=2, warmup=0))
     assert record_checks.ledger_mismatch(made) is None
     assert record_checks.interface_mismatch(made) is None
@@ -38,11 +38,11 @@ def test_a_halved_ledger_is_neither_the_prediction_nor_what_was_counted(strategy
     mismatch = record_checks.ledger_mismatch(wrong) or ""
     assert f"rank 0 sent {first.bytes // 2} bytes in {first.messages} messages" in mismatch
     assert f"predicted are {first.bytes} bytes" in mismatch
-    assert "allowed is 0.99 to 1.02" in (record_checks.interface_mismatch(wrong) or "")
+    assert "where 0.99 to 1.02 is allowed" in (record_checks.interface_mismatch(wrong) or "")
 
 
 def test_prediction_and_ledger_of_other_ranks_differ() -> None:
-    """Ledgers predicted for fewer ranks than ran are no prediction of theirs."""
+    """Ledgers that are predicted for fewer ranks than ran are a mismatch."""
     made = record_of(Trial(strategy="zero3", steps=2, warmup=0))
     assert made.predicted is not None
     fewer = made.predicted.model_copy(update={"ledgers": made.predicted.ledgers[:-1]})
@@ -51,7 +51,7 @@ def test_prediction_and_ledger_of_other_ranks_differ() -> None:
 
 
 def test_peers_have_nothing_to_be_checked_against() -> None:
-    """Without a ledger neither check says anything."""
+    """Without a ledger neither check reports anything."""
     made = record_of(Trial(strategy="ddp", steps=2, warmup=0))
     assert made.interfaces
     assert record_checks.ledger_mismatch(made) is record_checks.interface_mismatch(made) is None
@@ -64,7 +64,7 @@ def test_peers_have_nothing_to_be_checked_against() -> None:
     share=st.floats(0, 3),
 )
 def test_what_an_interface_may_count(ledger: int, packets: int, messages: int, share: float) -> None:
-    """0.99 to 1.02 of ledger and headers, and above that gloo's own bytes."""
+    """An interface may count 0.99 to 1.02 of ledger and headers, plus gloo's own bytes."""
     headers, control = HEADER_BYTES * packets, CONTROL_BYTES * messages
     stated = ledger + headers
     counted = round(share * stated)
@@ -73,13 +73,15 @@ def test_what_an_interface_may_count(ledger: int, packets: int, messages: int, s
     assert (wrong is None) == (low * stated <= counted <= high * stated + control)
     if wrong is not None:
         assert f"sent {counted} bytes" in wrong
-        assert f"holds {ledger} and {headers} are" in wrong
+        assert f"holds {ledger}, and packet headers take {headers}:" in wrong
 
 
 @given(share=st.floats(0.5, 2))
 @example(share=1.25)
 def test_a_link_of_another_rate_is_marked(share: float) -> None:
-    """Beyond 5 % of the rate, with its share; too fast a link fails its trial, since none is sped up."""
+    """A rate that is more than 5 % off is reported with its share; one that is too fast fails the trial, since no
+    link can speed up messages.
+    """
     made = record_of(Trial(strategy="zero3", steps=2, warmup=0))
     assert made.link is not None
     probed = made.link.model_copy(update={"requested_mbit": 100.0, "probed_mbit": [100 * share] * 2})
@@ -100,7 +102,7 @@ def row(nbytes: int, messages: int) -> LedgerRow:
 
 @given(st.sampled_from(["int8:256:clip", "int8:128", "int4:2048", "fp32"]))
 def test_a_codec_that_the_trial_has_not_is_named(codec: str) -> None:
-    """Whatever was sent must be of the policy's codecs; what small parameters travel in is among them."""
+    """Every message must have a codec of the policy; the codec of small, persistent parameters is one of them."""
     made = record_of(
         Trial(strategy="zeropp", policy=PolicyChanges(weights="int8:2048", gradients="int4:256"))
     )
@@ -115,7 +117,7 @@ def test_a_codec_that_the_trial_has_not_is_named(codec: str) -> None:
 
 @given(nbytes=st.integers(0, 10**7), messages=st.integers(1, 50))
 def test_headers_of_a_real_network(nbytes: int, messages: int) -> None:
-    """Equal messages have a header for each 1,448 bytes begun; no message has none."""
+    """Equal messages have one header for each 1,448 bytes or part of them; without messages there is none."""
     packets = sum(1 for _ in range(0, nbytes, 1448))
     assert record_checks.header_bytes(row(nbytes * messages, messages)) == 66 * packets * messages
     assert record_checks.header_bytes(row(0, 0)) == 0

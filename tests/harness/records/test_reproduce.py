@@ -1,4 +1,4 @@
-"""A recorded trial runs again from its record and the file of its run alone."""
+"""A recorded trial is run again from its record and the run record alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ policy = { weights = "int8:64", gradients = "int4:64" }
 
 
 def shell(script: str, folder: Path) -> str:
-    """Output of a shell that runs a script in a folder; it has our Python and no other Python path."""
+    """Return what a shell prints that runs a script in a folder; it has our Python and no other Python path."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash"], input=script, cwd=folder, env=environment, capture_output=True, text=True, check=False
@@ -48,7 +48,7 @@ def shell(script: str, folder: Path) -> str:
 
 
 def copied(to: Path) -> None:
-    """A repository whose one commit has this one's sources."""
+    """Return a repository whose one commit has the sources of this one."""
     listed = shell(
         "git ls-files -co --exclude-standard harness impl report tests/__init__.py pyproject.toml",
         machine.ROOT,
@@ -61,7 +61,7 @@ def copied(to: Path) -> None:
 
 
 def ran(folder: Path) -> dict[str, Any]:
-    """What has to be equal when a trial runs again, of each record of a sweep, by id."""
+    """Return, by trial id, the parts of a sweep's records that must be equal when a trial runs again."""
     return {
         made.id: (
             made.code["source"],
@@ -74,7 +74,7 @@ def ran(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_a_trial_runs_again_from_its_record(tmp_path: Path) -> None:
-    """In a checkout with changes: the script gives the same sources, id, bytes and losses."""
+    """In a checkout with changes, the script gives the same sources, id, bytes and losses."""
     clone = tmp_path / "clone"
     clone.mkdir()
     copied(clone)
@@ -97,7 +97,7 @@ def test_a_trial_runs_again_from_its_record(tmp_path: Path) -> None:
 
 
 def run_with(**fields: Any) -> run_record.Run:
-    """The file of a run on this machine."""
+    """Return the run record of a run on this machine."""
     run = run_environment.run_of(None, [run_environment.identity()])
     return run.model_copy(update=fields)
 
@@ -108,7 +108,7 @@ def run_with(**fields: Any) -> run_record.Run:
 @example(text="'; touch here; '")
 @example(text="")
 def test_texts_reach_no_shell(text: str) -> None:
-    """Whatever a suite's file holds is written as it is, and nothing of it is run."""
+    """The text of a suite file is written unchanged, and the shell runs no part of it."""
     made = record_of(Trial(steps=2, warmup=0))
     script = reproduce.script(made, run_with(changes=None, suite=SuiteText(name="q.toml", text=text)))
     start = script.index("cat > suite.toml")
@@ -124,28 +124,28 @@ def test_texts_reach_no_shell(text: str) -> None:
 
 @pytest.mark.parametrize("path", ["../x.json", "/tmp/x.json", "a/../../x.json"])  # noqa: S108 - never written
 def test_nothing_is_written_outside(path: str) -> None:
-    """A configuration whose path leaves the folder is named, and not written."""
+    """A configuration whose path leads out of the folder is named in a comment and not written."""
     text = SuiteText(name="q.toml", text="x", configurations={path: "{}"})
     script = reproduce.script(record_of(Trial(steps=2, warmup=0)), run_with(suite=text))
-    assert f"# Not written, since it is not in this folder: {path}" in script
+    assert f"# Not written, since the path leads out of this folder: {path}" in script
     assert f"> {path}" not in script
 
 
 def test_what_is_not_known_is_said() -> None:
-    """Changes that are not whole, and a commit that is not known, are comments; the rest is there."""
+    """Changes that are not recorded in full, and an unknown commit, are comments; the rest of the script is there."""
     changes = Changes(size=10**6, sha256="0" * 64, text="diff")
     run = run_with(changes=changes)
     (node, *_) = run.nodes
     run = run.model_copy(update={"nodes": [node.model_copy(update={"code": node.code | {"commit": None}})]})
     script = reproduce.script(record_of(Trial(steps=2, warmup=0)), run)
-    assert "not kept whole (1000000 bytes" in script
+    assert "not recorded in full (1000000 bytes" in script
     assert "git apply" not in script
     assert "The commit is not known" in script
-    assert "The suite's file is not known" in script
+    assert "The suite file is not known" in script
 
 
 def test_an_edited_file_of_a_run_is_refused(tmp_path: Path) -> None:
-    """Its name is the hash of what it holds."""
+    """A run record whose name is not the hash of its content is refused."""
     name = run_record.write(tmp_path, run_with())
     assert run_record.read(tmp_path, name).nodes
     path = run_record.path_of(tmp_path, name)
@@ -155,7 +155,7 @@ def test_an_edited_file_of_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_secrets_are_not_kept() -> None:
-    """Of the variables that matter, those whose names say that they are secret have no value."""
+    """Recorded environment variables have no value if their names mark them as secret."""
     kept = run_environment.variables(
         {"NCCL_DEBUG": "INFO", "TORCH_HUB_TOKEN": "s3cret", "PATH": "/bin", "OMP_NUM_THREADS": "2"}
     )
@@ -163,7 +163,7 @@ def test_secrets_are_not_kept() -> None:
 
 
 def test_a_record_without_the_file_of_a_run(tmp_path: Path, zeropp: Zeropp) -> None:
-    """An older record is refused in one line."""
+    """An older record without a run record is refused in one line."""
     made = record_of(Trial(steps=2, warmup=0))
     trial_record.write(tmp_path / "q", made)
     refused = zeropp("show", made.id, "--results", tmp_path, "--reproduce", status=cli.REFUSED)

@@ -1,4 +1,4 @@
-"""Records of today, and of before a field existed, are read."""
+"""Records are read, also those that were written before a field existed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tests.report.records import record_of
 
 
 def rewritten(folder: Path, change: Any) -> Path:
-    """A finished trial's record whose content ``change`` has changed, without a digest, as older ones are."""
+    """Return the path of a finished trial's record whose content ``change`` has changed, without a digest, as older
+    ones are.
+    """
     path = trial_record.write(folder, record_of(Trial(steps=2, warmup=0)))
     data = json.loads(path.read_text(encoding="utf-8"))
     del data["digest"]
@@ -30,7 +32,7 @@ def steps_of(data: Any) -> list[Any]:
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    """A record comes back as it was, processor seconds included."""
+    """A record is read as it was written, processor seconds included."""
     made = record_of(Trial(steps=2, warmup=0))
     assert made.ranks[0].steps[0].cpu_seconds
     assert made.processor_use is not None
@@ -38,7 +40,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_an_older_record_is_read(tmp_path: Path) -> None:
-    """Fields that it lacks are None, and fields that no longer exist are ignored."""
+    """Fields that it lacks have their default, and fields that no longer exist are ignored."""
 
     def older(data: Any) -> None:
         del data["processor_use"]
@@ -63,7 +65,9 @@ def test_an_older_record_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_measurements_that_cannot_be_are_refused(tmp_path: Path, field: str, value: Any) -> None:
-    """Seconds below 0, infinite or no number, no time and no processor are refused, naming the field."""
+    """Seconds that are negative or not finite, a duration of 0 and no processors are refused; the message names the
+    field.
+    """
 
     def wrong(data: Any) -> None:
         *_, name = field.split(".")
@@ -84,7 +88,9 @@ def test_measurements_that_cannot_be_are_refused(tmp_path: Path, field: str, val
     ids=["time", "ledger", "machine", "key"],
 )
 def test_an_edited_record_is_refused(tmp_path: Path, edit: Any) -> None:
-    """A step's time, ledgers, the machine or a further key: reading says in one line that it was edited."""
+    """After an edit of a step's time, a ledger or the machine, or with a further key, reading says in one line that
+    it was edited.
+    """
     path = trial_record.write(tmp_path, record_of(Trial(steps=2, warmup=0)))
     data = json.loads(path.read_text(encoding="utf-8"))
     edit(data)
@@ -96,7 +102,9 @@ def test_an_edited_record_is_refused(tmp_path: Path, edit: Any) -> None:
 
 
 def test_a_digest_is_of_content_not_of_its_form(tmp_path: Path) -> None:
-    """Other spaces and another order of keys are no edit; a record written again has its own digest."""
+    """Other white space and another order of keys are no edit; a changed record that is written again has its own
+    digest.
+    """
     made = record_of(Trial(steps=2, warmup=0))
     path = trial_record.write(tmp_path, made)
     data = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A model one rank of which fails, for sweeps that must go on; hosts import it from their folder."""
+"""A model that fails on one rank, for sweeps that must go on; hosts import it from their folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Faulty(nn.Module):
         self.net, self.fault, self.passes = net, fault, 0
 
     def forward(self, read: Tensor, answer: Tensor) -> Any:
-        """The mean loss."""
+        """Return the mean loss."""
         self.passes += 1
         if self.fault == "crash" and self.passes == 4 and dist.is_initialized() and dist.get_rank() == 3:
             raise ZeroDivisionError("a planted error")
@@ -27,5 +27,5 @@ class Faulty(nn.Module):
 
 
 def model(sequence: int, fault: str = "none") -> nn.Module:
-    """What a suite names as ``faulty:model``."""
+    """Return the model; a suite names it as ``faulty:model``."""
     return Faulty(models.build(Model(name="gpt-tiny"), sequence), fault)

@@ -1,4 +1,4 @@
-"""Predictions add up, scale to what does not fit here, and say what cannot run."""
+"""Predictions add up, cover models that do not fit here, and say which trials cannot run."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def forecast_of(host: Host = HERE, **fields: Any) -> Forecast:
 def test_nodes_send_alike(
     *, name: str, gather: str, reduce: str, topology: Topology, accumulation: int, clip: bool
 ) -> None:
-    """What all ranks send is what node 0 sends times the nodes, for every policy and topology; a norm
-    is sent only where gradients are clipped.
+    """All ranks together send what node 0 sends times the number of nodes, for every policy and topology; norms are
+    sent only if gradients are clipped.
     """
     try:
         policy = preset(name, gather=gather, reduce=reduce)
@@ -72,7 +72,9 @@ def test_nodes_send_alike(
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (2, 4), (4, 2)])
 def test_the_papers_baseline_sends_three_flat_rings(nodes: int, ranks: int) -> None:
-    """Two gathers and a reduction, each a ring: one rank of each node sends W - 1 shards of 16 bits out."""
+    """Two gathers and one reduction are rings over all ranks: one rank per node sends W - 1 shards of 16 bits out of
+    it.
+    """
     cluster = Cluster(nodes=nodes, ranks_per_node=ranks)
     flat = forecast_of(strategy="zero3-flat", cluster=cluster, policy=PolicyChanges(max_reuse=0))
     world = nodes * ranks
@@ -81,9 +83,10 @@ def test_the_papers_baseline_sends_three_flat_rings(nodes: int, ranks: int) -> N
 
 
 def test_quickstart_ratio() -> None:
-    """ZeRO++ is predicted to send 0.25 of ZeRO-3's bytes between two nodes of two ranks, 0.28 where ZeRO-3
-    keeps what backward needs first, which ZeRO++ has in hpZ's copy anyway; the time on the wire is a node's
-    bytes over the rate, and unknown without one.
+    """ZeRO++ is predicted to send 0.25 of ZeRO-3's bytes between two nodes of two ranks.
+
+    The share is 0.28 if ZeRO-3 keeps the weights that backward needs first, which ZeRO++ has in hpZ's copy anyway.
+    The time on the wire is a node's bytes over the rate, and unknown without a rate.
     """
     zero3, zeropp = (forecast_of(strategy=name, cluster=SHAPED) for name in ("zero3", "zeropp"))
     bare = forecast_of(strategy="zero3", cluster=SHAPED, policy=PolicyChanges(max_reuse=0))
@@ -96,7 +99,7 @@ def test_quickstart_ratio() -> None:
 
 
 def test_repeats_share() -> None:
-    """Repeats and seeds of a trial share its prediction."""
+    """Repeats and seeds of a trial share one prediction."""
     trials = [Trial(seed=seed, repeat=repeat) for seed in (0, 1) for repeat in (0, 1)]
     forecasts = forecast(trials, HERE)
     assert [repeat.trial for repeat in forecasts] == trials
@@ -104,7 +107,7 @@ def test_repeats_share() -> None:
 
 
 def test_peers() -> None:
-    """A peer has memory and parameters but no predicted bytes: they do not go through our wire."""
+    """A peer has memory and parameters but no predicted bytes, since it sends its own messages."""
     peers = {name: forecast_of(strategy=name) for name in ("single", "ddp", "fsdp2")}
     assert all(peer.inter is None and peer.padded is None for peer in peers.values())
     sizes = {name: sum((peer.memory or {}).values()) for name, peer in peers.items()}
@@ -143,22 +146,25 @@ def test_peers() -> None:
         ({"optimizer": Optimizer(arguments={"betas": [0.9, 0.9, 0.9]})}, "arguments of AdamW: ValueError"),
         ({"model": Model(name="tests.harness.runs.test_feasibility:leaving")}, "SystemExit: 3"),
         ({"tokens_per_rank": 128 * 10**9}, "too big for memory"),
-        ({"cluster": Cluster(link="real")}, "expected 'torchrun'"),
+        ({"cluster": Cluster(link="real")}, "set launcher 'torchrun'"),
         (
             {"cluster": SHAPED.model_copy(update={"link": "shaped"})},
-            "link = 'shaped': 2 nodes are 2 machines",
+            "link = 'shaped': needs 2 machines for 2 nodes",
         ),
         ({"cluster": Cluster(launcher="hosts", hosts=("a",))}, "1 names; expected one for each of 2 nodes"),
         ({"cluster": GPUS}, "4 ranks need a GPU each, this machine has 0"),
         ({"cluster": GPUS, "strategy": "single"}, "no GPU"),
-        ({"strategy": "ddp", "cluster": SHAPED.model_copy(update={"link": "paced"})}, "our own wire only"),
+        (
+            {"strategy": "ddp", "cluster": SHAPED.model_copy(update={"link": "paced"})},
+            "delays only our own engine's messages",
+        ),
         ({"model": Model(name="vit-small"), "sequence": 64}, "reads images"),
         ({"model": Model(name="vit-small"), "corpus": "glyphs"}, "sequence = 128 patches"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_problems(fields: dict[str, Any], message: str) -> None:
-    """Why a trial cannot run is one line with the numbers."""
+    """The reason why a trial cannot run is one line with the numbers."""
     problems = forecast_of(**fields).problems
     assert any(message in problem for problem in problems), problems
     assert all("\n" not in problem for problem in problems)
@@ -166,7 +172,7 @@ def test_problems(fields: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_memory_with_an_optimizer_that_is_not_there(strategy: str) -> None:
-    """The size of its state is unknown, so there is no prediction of memory."""
+    """The size of an unknown optimizer's state is unknown, so that no memory is predicted."""
     assert forecast_of(strategy=strategy, optimizer=Optimizer(name="Adamw")).memory is None
 
 
@@ -181,7 +187,7 @@ def leaving(sequence: int) -> None:
 
 
 def test_huge_accumulation() -> None:
-    """A million micro-batches are planned as quickly as one, and sent a million times."""
+    """A million micro-batches are planned as quickly as one, and send a million times as much."""
     first, few, many = (forecast_of(strategy="hpz", accumulation=n).inter or 0 for n in (1, 2, 1_000_000))
     assert many == first + 999_999 * (few - first) > 0
 
@@ -199,13 +205,13 @@ def test_huge_accumulation() -> None:
 )
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_optimizer_state(strategy: str, optimizer: Optimizer, per_element: int) -> None:
-    """The optimizer's predicted bytes are those that one of its steps leaves."""
+    """The predicted bytes of the optimizer are those that it holds after one step."""
     memory = forecast_of(strategy=strategy, optimizer=optimizer).memory or {}
     assert memory["optimizer"] == per_element * memory["masters"] // 4
 
 
 def test_frozen_root_is_gathered_around_the_rest() -> None:
-    """Both units of the root, trained and frozen, count beside the largest other one."""
+    """Both units of the root, trained and frozen, are gathered together with the largest other unit."""
     frozen = forecast_of(
         model=Model(name="tests.harness.runs.test_feasibility:half_frozen"),
         strategy="exact",
@@ -230,7 +236,7 @@ def half_frozen(sequence: int) -> Any:
 
 
 def test_no_namespaces() -> None:
-    """Without namespaces, trials that need them are refused with the reason, and others are not."""
+    """On a machine without namespaces, trials that need them are refused with the reason, and others are not."""
     host = Host(memory=24 * GIB, gpus=(), namespaces=lambda: "forbidden here")
     cluster = SHAPED.model_copy(update={"link": "namespaces"})
     assert forecast_of(host, cluster=cluster).problems == ("cluster.link = 'namespaces': forbidden here",)
@@ -240,7 +246,7 @@ def test_no_namespaces() -> None:
 
 
 def test_ranks_may_share_a_gpu() -> None:
-    """Staged ranks need one GPU, whose memory they share; without one they cannot run."""
+    """Staged ranks need one GPU, whose memory they share; without a GPU they cannot run."""
     cluster = {"device": "cuda", "transport": "staged"}
     for gpus, message in (((), "no GPU"), ((16 * GIB,), ""), ((2**20,), "4 ranks that share a GPU need")):
         host = Host(24 * GIB, gpus, lambda: None)
@@ -258,7 +264,7 @@ def test_gpus() -> None:
 
 
 def test_generations_are_planned() -> None:
-    """Decoding sends a gather for each token, with hpZ one between nodes in all, and trains nothing."""
+    """Decoding sends one gather per token or, with hpZ, only one between nodes in all, and nothing for training."""
     decode = {"workload": "generate", "generate": Generate(prompt=8, tokens=10), "cluster": SHAPED}
     zero3, hpz, ddp = (forecast_of(strategy=name, **decode) for name in ("zero3", "hpz", "ddp"))
     assert zero3.inter == 10 * (hpz.inter or 0)
@@ -269,7 +275,7 @@ def test_generations_are_planned() -> None:
 
 @pytest.mark.parametrize("name", ["bert-small", "vit-small"])
 def test_other_models_are_planned(name: str) -> None:
-    """An encoder and a vision model fit ZeRO++'s blocks on two nodes of two ranks, with their own data."""
+    """An encoder and a vision model fit ZeRO++'s blocks on two nodes of two ranks, each with its own data."""
     images = {"corpus": "glyphs", "sequence": 64} if name == "vit-small" else {}
     model = forecast_of(model=Model(name=name), cluster=SHAPED, **images)
     assert model.problems == ()
@@ -278,8 +284,8 @@ def test_other_models_are_planned(name: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_a_limit_is_exact(strategy: str) -> None:
-    """A trial fits a limit of the bytes that it holds, and not one byte less, which is no problem of the
-    machine's.
+    """A trial fits a limit of exactly the bytes that it holds; with one byte less it is recorded as failed, which is
+    no problem of the machine.
     """
     held = sum((forecast_of(strategy=strategy).memory or {}).values())
     assert forecast_of(strategy=strategy, memory_limit=f"{held / 2**20:.9f} MiB").failure is None
@@ -292,7 +298,9 @@ def test_a_limit_is_exact(strategy: str) -> None:
 
 
 def test_what_is_offloaded_is_foreseen_and_not_the_devices() -> None:
-    """Host parts are beside the device's and outside a limit on it; copies of a step are told."""
+    """Offloaded parts are counted apart from the device's and do not count towards its limit; copies of a step are
+    predicted.
+    """
     shares = PolicyChanges(offload_optimizer=1.0, offload_weights=1.0, max_reuse=0)
     plain, moved = (
         forecast([Trial(strategy="zeropp", policy=policy)], HERE)[0]
@@ -311,11 +319,13 @@ def test_what_is_offloaded_is_foreseen_and_not_the_devices() -> None:
     assert forecast([limited], HERE)[0].failure is None
 
 
-GPU_LINE = re.compile(r"^# On a machine of (\d+) GPUs the cluster block has: (.+)\.$", re.MULTILINE)
+GPU_LINE = re.compile(r"^# With (\d+) GPUs, set in \[defaults.cluster\]: (.+)\.$", re.MULTILINE)
 
 
 def _on_gpus(suite: Path, folder: Path) -> tuple[int, list[Trial]]:
-    """GPUs and trials of a suite whose cluster block says what its header says for GPUs."""
+    """Return the number of GPUs in a suite's header, and the trials with the fields of the header in the cluster
+    table.
+    """
     text = suite.read_text()
     header = GPU_LINE.search(text)
     assert header, "its header does not say what its cluster block has on GPUs"
@@ -342,8 +352,8 @@ NO_HEADER = ("engine", "inner_rate", "paper_scale", "peers", "signs", "slow_node
     ids=lambda path: path.stem,
 )
 def test_suites_run_on_as_many_gpus_as_their_headers_say(suite: Path, tmp_path: Path) -> None:
-    """With the cluster block of its header `plan` accepts all trials of a suite on the stated number of GPUs
-    of 80 GiB, and with one GPU less refuses the trials that need all.
+    """With the fields of its header, ``plan`` accepts all trials of a suite on the stated number of GPUs of 80 GiB;
+    with one GPU less it refuses the trials that need all.
     """
     gpus, trials = _on_gpus(suite, tmp_path)
     for count in (gpus, gpus - 1):
@@ -355,7 +365,7 @@ def test_suites_run_on_as_many_gpus_as_their_headers_say(suite: Path, tmp_path: 
 
 @pytest.mark.parametrize(("suite", "gpus", "gib"), [("gpu_node", 8, 80), ("tutorial_zeropp", 16, 32)])
 def test_suites_for_clusters_run_on_nodes_as_their_headers_say(suite: str, gpus: int, gib: int) -> None:
-    """All trials on nodes with that number of GPUs of that size, none on nodes with one GPU less."""
+    """All trials fit nodes with the number and size of GPUs in the header; none fits nodes with one GPU less."""
     trials = load(FOLDER / f"{suite}.toml").trials
     for count in (gpus, gpus - 1):
         host = Host(2**40, (gib * 2**30,) * count, lambda: "no namespaces")
@@ -365,7 +375,7 @@ def test_suites_for_clusters_run_on_nodes_as_their_headers_say(suite: str, gpus:
 
 @pytest.mark.parametrize("suite", ["quickstart", "nodes", "models"])
 def test_a_rate_across_hosts_wants_a_link_that_holds_it(suite: str, tmp_path: Path) -> None:
-    """Two hosts of eight GPUs under torchrun: on a real link a rate is refused, on a shaped one it is not."""
+    """With two hosts of eight GPUs under torchrun, a rate is refused on a real link and accepted on a shaped one."""
     _, trials = _on_gpus(FOLDER / f"{suite}.toml", tmp_path)
     host = Host(2**39, (80 * 2**30,) * 8, lambda: "no namespaces")
     for link, rate in (("real", None), ("real", 100.0), ("shaped", 100.0)):
@@ -389,7 +399,7 @@ def test_a_rate_across_hosts_wants_a_link_that_holds_it(suite: str, tmp_path: Pa
     ],
 )
 def test_a_link_that_becomes_paced_is_foretold(fields: dict[str, Any], *, paced: bool) -> None:
-    """With the reason, where `auto` and a rate would have the kernel shape it."""
+    """If link ``auto`` with a rate cannot use namespaces, the prediction has the reason."""
     without = replace(HERE, namespaces=lambda: "pyroute2 is not installed")
     trial = Trial(cluster=Cluster.model_validate(fields, context=CANONICAL))
     (prediction,) = forecast([trial], without)
@@ -401,7 +411,7 @@ def test_a_link_that_becomes_paced_is_foretold(fields: dict[str, Any], *, paced:
     "fields", [{"slow": 0.5, "nodes": 3, "rate": 50.0}, {"inner_rate": 9.0, "rate": 50.0}, {"latency": 1.0}]
 )
 def test_what_only_namespaces_can_is_a_problem_without_them(fields: dict[str, Any]) -> None:
-    """Also for link `auto`, which can do without them otherwise."""
+    """Fields that need namespaces are refused without them, also for link ``auto``."""
     without = replace(HERE, namespaces=lambda: "no kernel")
     trial = Trial(cluster=Cluster.model_validate(fields, context=CANONICAL))
     assert any("needs network namespaces: no kernel" in p for p in forecast([trial], without)[0].problems)

@@ -30,7 +30,7 @@ def suite(repeats: Repeats, settings: tuple[Trial, ...] = SETTINGS) -> Suite:
 
 
 def measured(spread: Callable[[Trial], float]) -> Callable[[Trial], float | None]:
-    """Seconds of any trial: noise that follows from the trial, so that it is the same every time."""
+    """Return seconds for any trial: noise that follows from the trial, and so is the same each time."""
 
     def seconds(trial: Trial) -> float | None:
         return float(np.random.default_rng(int(trial.id, 16)).lognormal(0, spread(trial)))
@@ -39,7 +39,7 @@ def measured(spread: Callable[[Trial], float]) -> Callable[[Trial], float | None
 
 
 def halves(batched: list[Batch], seconds: Callable[[Trial], float | None], rate: float) -> list[float]:
-    """Half the widths of the intervals of a rate's ratios over ZeRO-3, after all batches."""
+    """Return half the widths of the intervals of one rate's ratios over ZeRO-3, after all batches."""
     took: dict[str, dict[int, float]] = {}
     for trial in (trial for batch in batched for trial in batch.trials if trial.cluster.rate == rate):
         value = seconds(trial)
@@ -48,14 +48,16 @@ def halves(batched: list[Batch], seconds: Callable[[Trial], float | None], rate:
 
 
 def test_a_number_of_repeats_is_one_batch_a_sweep() -> None:
-    """Three sweeps of two repeats are three batches, each of its own repeats."""
+    """Three sweeps of two repeats are three batches, each with its own repeats."""
     batched = list(batches(suite(Repeats(2, None, 2)), 3, lambda _: None))
     assert [batch.sweep for batch in batched] == [0, 1, 2]
     assert [{trial.repeat for trial in batch.trials} for batch in batched] == [{0, 1}, {2, 3}, {4, 5}]
 
 
 def test_repeats_go_on_until_intervals_are_narrow_where_they_are_not() -> None:
-    """The setting that scatters goes on until its intervals are narrow, or to the limit; the calm one stops."""
+    """A setting with much scatter is repeated until its intervals are narrow or the limit is reached; a calm one
+    stops.
+    """
     seconds = measured(lambda trial: 0.004 if trial.cluster.rate == 50 else 0.012)
     batched = list(batches(suite(Repeats(6, 0.01, 40)), 1, seconds))
     for rate in (50, 200):
@@ -75,7 +77,7 @@ def test_repeats_go_on_until_intervals_are_narrow_where_they_are_not() -> None:
 
 
 def test_a_run_that_goes_on_has_the_same_batches() -> None:
-    """The batches of an interrupted run follow again from its records, and from no others."""
+    """The batches of an interrupted run follow again from its records alone."""
     seconds = measured(lambda _: 0.01)
     whole = list(batches(suite(Repeats(6, 0.01, 30)), 2, seconds))
     ran: set[str] = set()
@@ -93,7 +95,7 @@ def test_a_run_that_goes_on_has_the_same_batches() -> None:
 
 
 def test_what_failed_is_not_repeated() -> None:
-    """A configuration without results is not repeated; without a baseline no configuration is."""
+    """A configuration without results is not repeated; if the baseline failed, none is."""
     noise = measured(lambda _: 0.5)
 
     def failing(name: str) -> Callable[[Trial], float | None]:
@@ -108,8 +110,8 @@ def test_what_failed_is_not_repeated() -> None:
 
 @pytest.mark.parametrize("spread", [0.01, 0.02, 0.03, 0.04, 0.06])
 def test_intervals_that_were_waited_for_hold_the_ratio_as_often_as_they_say(spread: float) -> None:
-    """In 0.93 to 0.97 of 4000 samples, though repeats stopped when the interval was narrow; without the
-    second condition it would be fewer.
+    """Although repeats stop once the interval is narrow, intervals hold the ratio in 0.93 to 0.97 of 4000 samples;
+    without the condition on earlier repeats it would be fewer.
     """
     within, most = 0.02, 20
     logs = np.random.default_rng(7).normal(0, spread, (4000, most))
@@ -126,7 +128,7 @@ def test_intervals_that_were_waited_for_hold_the_ratio_as_often_as_they_say(spre
 
 
 def test_one_narrow_interval_is_not_enough() -> None:
-    """It must have been narrow some repeats ago, and be so now."""
+    """An interval must be narrow now, and have been narrow some repeats ago."""
     assert not narrow([0.01], 0.02)
     assert not narrow([0.01] * BEYOND, 0.02)
     assert narrow([0.01] * (BEYOND + 1), 0.02)
@@ -135,7 +137,7 @@ def test_one_narrow_interval_is_not_enough() -> None:
 
 
 def test_what_trials_took_is_what_the_report_says() -> None:
-    """Repeats are decided by the seconds of which the report forms speed-ups, of steps and of generations."""
+    """Repeats are decided by the same seconds from which the report forms speed-ups, for steps and generations."""
     records = records_of("quickstart", repeats=1)
     table = metrics.derive(frames_of(records)).trials.set_index("id")["step_seconds"]
     for record in records:

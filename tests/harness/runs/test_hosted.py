@@ -23,8 +23,8 @@ HERE = Host(memory=1 << 36, gpus=(), namespaces=lambda: None)
 
 @pytest.mark.parametrize("name", ["fsdp2+qwz+qgz", *long("fsdp2+exact", "ddp+qgz")])
 def test_a_hosted_trial_runs(text: str, tmp_path: Path, name: str) -> None:  # the fixture
-    """Its loss before training is that of its codecs, every rank sent the predicted bytes, in
-    steps and validation, and a step the planned ones.
+    """The loss before training is that of the codecs, and every rank sends the predicted bytes in steps and
+    validations, and a step sends the planned bytes.
     """
     settings: dict[str, Any] = {"accumulation": 2, "clip": 1.0, "warmup": 0, "steps": 2}
     record = result(trial(text, name, validate_every=1, **settings), tmp_path / "log")
@@ -44,8 +44,10 @@ def test_a_hosted_trial_runs(text: str, tmp_path: Path, name: str) -> None:  # t
 
 
 def test_suites_of_hosts(tmp_path: Path) -> None:
-    """Hosts are compared with peers and policies; keys that do not apply to a host are left out of its trial,
-    and listed; a host's trial is not our engine's of the same policy.
+    """Hosts are compared with peers and policies in one suite.
+
+    Keys that do not apply to a host are left out of its trial and listed.  A host's trial is another one than our
+    engine's with the same policy.
     """
     file = tmp_path / "q.toml"
     file.write_text(

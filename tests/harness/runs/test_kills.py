@@ -1,4 +1,4 @@
-"""Processes are killed at any moment: no finished trial is lost, and a later run has the same results."""
+"""Processes are killed at any moment: no finished trial is lost, and a later run gets the same results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHANGES = {
 
 
 def started(folder: Path, nodes: int = 1) -> list[subprocess.Popen[bytes]]:
-    """A run of the suite; of several nodes one process for each, with torchrun's variables."""
+    """Start a run of the suite; with several nodes, one process for each, with torchrun's variables."""
     file = folder / f"{nodes}.toml"
     link, launcher = ("none", "local") if nodes == 1 else ("auto", "torchrun")
     text = SUITE.partition("[[override]]")[0]
@@ -54,13 +54,13 @@ def started(folder: Path, nodes: int = 1) -> list[subprocess.Popen[bytes]]:
 
 
 def results(folder: Path) -> dict[tuple[str, int], object]:
-    """Ledgers and losses of finished trials, by strategy and seed."""
+    """Return ledgers and losses of finished trials, by strategy and seed."""
     records = folder / "results" / "kills"
     return measurements(read_all(records) if records.is_dir() else [])
 
 
 def ended(processes: list[subprocess.Popen[bytes]], folder: Path) -> list[int]:
-    """Exit statuses of processes that end by themselves."""
+    """Return the exit statuses of processes that end by themselves."""
     try:
         return [process.wait(timeout=180) for process in processes]
     except subprocess.TimeoutExpired:
@@ -72,7 +72,7 @@ def ended(processes: list[subprocess.Popen[bytes]], folder: Path) -> list[int]:
 
 
 def kill(folder: Path, role: str, seconds: float, number: int) -> None:
-    """Start a run and kill one of its processes; nothing stays behind."""
+    """Start a run and kill one of its processes; checks that nothing is left behind."""
     processes = started(folder, 2 if role == "supervisor" else 1)
     tree = [psutil.Process(process.pid) for process in processes]
     if role == "supervisor":  # the first one waits five minutes for another that has not come yet
@@ -96,9 +96,10 @@ def kill(folder: Path, role: str, seconds: float, number: int) -> None:
 
 @pytest.mark.long
 def test_no_finished_trial_is_lost_by_kills(tmp_path: Path) -> None:
-    """A supervisor of another node, a rank, a server or the runner is killed by signal 9; finished trials
-    keep their results, no process stays behind, and a last run without kills ends with the ids, bytes and
-    losses of one that was never disturbed.
+    """A supervisor of another node, a rank, a server or the runner is killed by signal 9.
+
+    Finished trials keep their results and no process is left behind.  A last run without kills ends with the ids,
+    bytes and losses of a run that was never disturbed.
     """
     folder, undisturbed, finished = tmp_path / "killed", tmp_path / "undisturbed", results(tmp_path)
     folder.mkdir()

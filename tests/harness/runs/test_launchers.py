@@ -41,7 +41,7 @@ def _ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def slurm(folder: Path, nodes: int = 2) -> Iterator[dict[str, str]]:
-    """Start it; yields the environment in which its commands find it."""
+    """Start Slurm; yields the environment in which its commands find it."""
     folder.mkdir(parents=True, mode=0o755)
     (folder / "state").mkdir()
     key = folder / "munge.key"
@@ -140,8 +140,8 @@ set = { model.arguments = { fault = "crash" } }
 @pytest.mark.long
 @pytest.mark.needs("namespaces")
 def test_a_suite_with_failing_ranks_finishes_across_hosts(tmp_path: Path) -> None:
-    """Two hosts, torchrun on each: of two trials one crashes on a rank of the other host; records and report
-    are on the first host.
+    """With torchrun on two hosts, one of two trials crashes on a rank of the second host; records and report are
+    written on the first.
     """
     with hosts(2, tmp_path, walk("torchrun")) as both:
         assert type_lines(both, lines_of("torchrun"), "walk.toml") == [1, 1], both[0].output
@@ -153,16 +153,16 @@ def test_a_suite_with_failing_ranks_finishes_across_hosts(tmp_path: Path) -> Non
 
 
 def rates(link: str, strategies: str) -> str:
-    """The suite without faults, at two rates instead of several seeds."""
+    """Return the suite without faults, at two rates instead of several seeds."""
     text = SUITE.partition("[[override]]")[0].replace('["qgz"]', strategies)
     text = text.replace('launcher = "torchrun"', f'launcher = "torchrun"\nlink = "{link}"')
     return text.replace("seed = [0, 1]", "cluster.rate = ['50 Mbit/s', '200 Mbit/s']")
 
 
 def reached(link: LinkRecord, rate: float) -> bool:
-    """Whether no message was faster than the rate, and the best of calibration and probes reached 0.95 of it.
+    """Return whether no message was faster than the rate, and the best of calibration and probes reached 0.95 of it.
 
-    Other processes on this machine make single messages late, and none early.
+    Other processes on this machine can only make single messages late.
     """
     return 0.95 * rate <= max(*link.calibrated_mbit, *link.probed_mbit) <= rate
 
@@ -170,8 +170,8 @@ def reached(link: LinkRecord, rate: float) -> bool:
 @pytest.mark.long
 @pytest.mark.needs("namespaces")
 def test_a_rate_between_hosts_is_kept_by_pacing(tmp_path: Path) -> None:
-    """Two hosts under torchrun, without a queue between them: calibration and probes reach 0.95 to 1.0 of the
-    requested rate, and the page calls results modelled.
+    """With torchrun on two hosts and a paced link, calibration and probes reach 0.95 to 1.0 of the requested rate,
+    and the page calls the results modelled.
     """
     text = rates("paced", '["qgz"]').replace("faulty:model", "gpt-tiny").replace("'50 Mbit/s', ", "")
     with hosts(2, tmp_path, {"walk.toml": text}) as both:
@@ -186,8 +186,9 @@ def test_a_rate_between_hosts_is_kept_by_pacing(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.needs("root", "namespaces", "ip", "nsenter")
 def test_a_rate_between_hosts_is_kept_by_their_interfaces(tmp_path: Path) -> None:
-    """Two hosts under torchrun, whose interfaces are shaped: calibration and probes reach 0.95 to 1.0 of each
-    requested rate, peers may run, a trial that crashes is a record, and the queues are removed afterwards.
+    """With torchrun on two hosts and a shaped link, calibration and probes reach 0.95 to 1.0 of each requested rate.
+
+    Peers may run, a trial that crashes is recorded, and the queues are removed afterwards.
     """
     text = rates("shaped", '["zero3", "ddp"]') + (
         '[[exclude]]\nstrategy = "zero3"\ncluster.rate = "200 Mbit/s"\n'
@@ -217,7 +218,7 @@ def test_a_rate_between_hosts_is_kept_by_their_interfaces(tmp_path: Path) -> Non
 
 @functools.cache
 def local_measurements() -> dict[tuple[str, int], object]:
-    """Ledgers and losses of the trial that does not fail, by strategy and seed, of a run on one machine."""
+    """Return ledgers and losses, by strategy and seed, of the trial that does not fail, from a run on one machine."""
     with tempfile.TemporaryDirectory() as folder:
         for name, text in walk("local").items():
             Path(folder, name).write_text(text.partition("[[override]]")[0].replace("[0, 1]", "[1]"))
@@ -227,7 +228,7 @@ def local_measurements() -> dict[tuple[str, int], object]:
 
 
 def measurements(records: Iterable[Record]) -> dict[tuple[str, int], object]:
-    """Ledgers and losses of results, by strategy and seed."""
+    """Return ledgers and losses of results, by strategy and seed."""
     return {
         (record.trial["strategy"], record.trial["seed"]): [
             (rank.ledger, [step.loss for step in rank.steps]) for rank in record.ranks
@@ -238,7 +239,7 @@ def measurements(records: Iterable[Record]) -> dict[tuple[str, int], object]:
 
 
 def check(folder: Path, kind: str, why: str) -> None:
-    """A folder has the results of a run on one machine, the typed failures, and the report."""
+    """Check that a folder has the results of a run on one machine, the expected failures, and the report."""
     records = {record.id: record for record in read_all(folder / "results" / "walk")}
     assert measurements(records.values()) == local_measurements()
     assert [r.failure.kind for r in records.values() if r.failure is not None] == ["crashed"]
@@ -256,22 +257,22 @@ def check(folder: Path, kind: str, why: str) -> None:
 
 
 def walk(launcher: str, keys: str = "") -> dict[str, str]:
-    """Files of a suite of two trials, the first of which fails."""
+    """Return the files of a suite of two trials, the first of which fails."""
     suite = SUITE.replace('launcher = "torchrun"', f'launcher = "{launcher}"\n{keys}')
     return {"walk.toml": suite, "faulty.py": (Path(__file__).parent / "faulty.py").read_text()}
 
 
 def output_of(command: list[str], environment: dict[str, str]) -> str:
-    """Standard output of one of Slurm's commands."""
+    """Return the standard output of one of Slurm's commands."""
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @pytest.mark.long
 @pytest.mark.needs("slurm", "root")
 def test_a_suite_with_failing_ranks_finishes_under_slurm(tmp_path: Path) -> None:
-    """One job runs all trials on two nodes; a rank that crashes is a record.
+    """One job runs all trials on two nodes, and a rank that crashes is recorded.
 
-    The job is signalled halfway that its time is over, goes back into the queue, and goes on where it was.
+    Halfway the job is told that its time is over; it is queued again, and continues.
     """
     for name, text in walk("slurm", 'slurm = { partition = "debug", time = 10 }').items():
         (tmp_path / name).write_text(text)
@@ -310,8 +311,9 @@ def test_a_suite_with_failing_ranks_finishes_under_slurm(tmp_path: Path) -> None
 @pytest.mark.long
 @pytest.mark.needs("namespaces", "root", "ssh", "sshd")
 def test_a_suite_with_failing_ranks_finishes_on_hosts(tmp_path: Path) -> None:
-    """One command on the first host starts the supervisor of the second through ssh; sockets listen on the
-    address that leads from host to host, or on the host's loopback.
+    """One command on the first host starts the supervisor of the second through ssh.
+
+    Sockets listen only on the address that leads from host to host, or on the host's loopback.
     """
     with hosts(2, tmp_path, {}) as both, sshd(both[1]) as path:
         names = json.dumps([host.address for host in both])
@@ -338,7 +340,7 @@ def test_a_suite_with_failing_ranks_finishes_on_hosts(tmp_path: Path) -> None:
 
 
 def test_the_place_follows_from_torchruns_variables() -> None:
-    """The first process of a node is its supervisor, the others wait; without torchrun there is no place."""
+    """The first process of a node is its supervisor, and the others wait; without torchrun there is no place."""
     variables = {
         "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "1",
         "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
@@ -363,7 +365,7 @@ ALLOCATION = {"interactive": "4294967290", "batch": "4294967291", "batch, before
 
 @pytest.fixture
 def slurm_variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The variables of a step on one node of a job of two, whose addresses are known."""
+    """Return the variables of a step on one node of a job of two, whose addresses are known."""
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
     answers = {"hostnames": "n1\n", "node": "NodeAddr=127.0.0.1"}
@@ -375,7 +377,9 @@ def slurm_variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_the_shell_of_an_allocation_is_no_job_step(
     slurm_variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, step: str | None
 ) -> None:
-    """There the run starts its step on all nodes; a step that srun started has a place."""
+    """From the shell of an allocation, a run starts a step on all nodes; inside a step that srun started, it has a
+    place.
+    """
     if step is None:
         monkeypatch.delenv("SLURM_STEP_NODELIST")
     else:
@@ -389,7 +393,7 @@ def test_the_shell_of_an_allocation_is_no_job_step(
 
 
 def test_a_job_step_has_a_place(slurm_variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many nodes as srun was asked for; of fewer than the suite has, the refusal says how to start it."""
+    """A step has as many nodes as srun was given; if the suite needs more, the refusal says how to start it."""
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     one, two = (Trial(cluster=Cluster(nodes=n, launcher="slurm", transport="gloo")) for n in (1, 2))
     assert launchers.slurm_cluster([two]) is None
@@ -402,7 +406,7 @@ def test_a_job_step_has_a_place(slurm_variables: dict[str, str], monkeypatch: py
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
 def test_nodes_meet_at_an_ipv6_address() -> None:
-    """The store is served there, and an error names address and port apart."""
+    """The store is served at that address, and an error separates address and port."""
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:

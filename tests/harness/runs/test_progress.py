@@ -1,4 +1,4 @@
-"""Progress lines say which trial it is by what varies."""
+"""Progress lines name a trial by the fields that vary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.suites.trial import Cluster, PolicyChanges, Trial
 
 
 def line(trials: list[Trial], log: str | None = None, over: int = 1) -> str:
-    """The lines printed when the first ``over`` of ``trials`` are refused."""
+    """Return the lines that are printed when the first ``over`` of ``trials`` are refused."""
     shown = io.StringIO()
     with Display(Console(file=shown, width=80), Path("results/q")) as display:
         display.batch(trials, len(trials), "", [])
@@ -30,7 +30,7 @@ def line(trials: list[Trial], log: str | None = None, over: int = 1) -> str:
 
 
 def test_a_line_names_the_values_that_vary() -> None:
-    """It has strategy, topology and rate, the values of axes by name, and nothing that all trials share."""
+    """A line has strategy, topology and rate, the values of axes by name, and no field that all trials share."""
     cluster = Cluster(rate="50 Mbit/s")  # type: ignore[arg-type]
     trials = [
         Trial(
@@ -44,12 +44,14 @@ def test_a_line_names_the_values_that_vary() -> None:
 
 
 def test_a_log_is_named_by_a_path_that_can_be_opened() -> None:
-    """From the working directory, not from the results folder."""
+    """The path is relative to the working folder, not to the results folder."""
     assert "; log: results/q/logs/x.log (" in line([Trial()], "logs/x.log")
 
 
 def test_the_first_trial_of_a_run_is_no_measure_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It starts everything up: no time is left after it, and after the second that one's time counts."""
+    """The first trial includes starting up: no time left is shown after it, and after the second only the second
+    counts.
+    """
     ends = iter([0.0, 0.0, 90.0, 90.0, 100.0])  # construction; begin and end of both
     monkeypatch.setattr("harness.runs.progress.time.monotonic", lambda: next(ends))
     first, second = line([Trial(seed=seed) for seed in range(4)], over=2).splitlines()
@@ -58,7 +60,7 @@ def test_the_first_trial_of_a_run_is_no_measure_of_the_others(monkeypatch: pytes
 
 
 def test_a_rank_s_text_is_printed_once(tmp_path: Path) -> None:
-    """A text such as that kernels are missing is printed before the first trial's line, and not again."""
+    """A text such as that kernels are missing is printed once, before the line of the first trial."""
     shown = io.StringIO()
     why = "no C++ kernels: no C++ compiler installed"
     with Display(Console(file=shown, width=80), tmp_path) as display:

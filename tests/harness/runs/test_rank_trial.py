@@ -1,4 +1,4 @@
-"""One trial on its ranks, and the record of their outcomes."""
+"""One trial runs on its ranks, and their outcomes become a record."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ INSTALLED = pytest.mark.needs("DeepSpeed")
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small corpus."""
+    """Return the path of a small corpus."""
     path = tmp_path_factory.mktemp("corpus") / "text"
     path.write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(2000)))
     return str(path)
@@ -74,7 +74,7 @@ def outcomes(trial: Trial, log: Path) -> list[Outcome]:
 
 
 def assembled(ranks: list[Outcome], trial: Trial | None = None) -> Record:
-    """Their record; it needs the trial only where errors were measured."""
+    """Return the record of outcomes; the trial is needed only if errors were measured."""
     blank = Record(
         id="", suite="", trial={} if trial is None else trial.canonical(), started="", finished="", order=0,
         machine={}, code={}, pool="", failure=None,
@@ -101,7 +101,7 @@ def result(trial: Trial, log: Path) -> Record:
 def test_the_ledger_is_the_prediction(
     text: str, tmp_path: Path, strategy: str, policy: dict[str, Any], every: int | None
 ) -> None:
-    """With validation at any step, at every stage and type, every rank sent the predicted bytes."""
+    """With validations at any step, at every stage and type, every rank sent the predicted bytes."""
     changes = {"policy": {"max_padding": 9.0, **policy}, "validate_every": every}
     record = result(trial(text, strategy, accumulation=2, clip=1.0, **changes), tmp_path / "log")
     assert record.predicted.equal
@@ -114,8 +114,8 @@ def test_the_ledger_is_the_prediction(
 
 
 def test_codecs_within_a_budget_are_on_record(text: str, tmp_path: Path) -> None:
-    """The record has the choices of every renewal, the ledger is predicted from them, and bytes between nodes
-    are no more than planned.
+    """The record has the codecs of every renewal, they explain the ledger, and no more bytes are sent between nodes
+    than planned.
     """
     budgeted = trial(
         text,
@@ -151,14 +151,14 @@ def test_codecs_within_a_budget_are_on_record(text: str, tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def budgeted(text: str, tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
-    """Outcomes of a trial whose codecs follow from a budget."""
+    """Return the outcomes of a trial with a bit budget."""
     policy = {"gradients": "int4:32", "budget": "gradients every 1 of int2:32", "max_padding": 9.0}
     return outcomes(trial(text, "qgz", policy=policy), tmp_path_factory.mktemp("budgeted") / "log")
 
 
 def test_inconsistent_outcomes_are_no_result(budgeted: list[Outcome]) -> None:
-    """A loss or a gradient before training that is not a single process's, a ledger off by one byte, other
-    codecs than the first rank's: the line names rank and numbers.
+    """Refused are a loss or gradient before training that differs from a single process's, a ledger that is one byte
+    off, and codecs that differ between ranks; the message names the rank and the numbers.
     """
     assert math.isfinite(assembled(budgeted).reference_loss or math.nan)
     rank = budgeted[1]
@@ -167,7 +167,10 @@ def test_inconsistent_outcomes_are_no_result(budgeted: list[Outcome]) -> None:
     ledger = [first.model_copy(update={"bytes": first.bytes + 1}), *others]
     losses = [replace(loss, sharded=loss.sharded + 2e-3)]
     for change, message in (
-        ({"compared": replace(rank.compared, losses=losses)}, r"loss of rank 1 is .* more than 0.0001 apart"),
+        (
+            {"compared": replace(rank.compared, losses=losses)},
+            r"loss of rank 1 is .* differ by more than 0.0001",
+        ),
         (
             {"compared": replace(rank.compared, gradient_errors=[replace(error, share=1.01)])},
             "before training rank 1's reduced gradient of unit",
@@ -187,8 +190,8 @@ def test_inconsistent_outcomes_are_no_result(budgeted: list[Outcome]) -> None:
 
 
 def test_a_record_has_the_use_of_processors(text: str, tmp_path: Path) -> None:
-    """Over the timed steps the ranks' processor seconds are no less than those of their steps, and no more
-    than those of all programs, or of the processors; without /proc/stat there is no record of them.
+    """In the timed steps, the ranks' CPU seconds are at least those of their steps, and at most those of all programs
+    and processors; without ``/proc/stat`` none are recorded.
     """
     record = result(trial(text, "zero3", steps=30), tmp_path / "log")
     if busy_seconds() is None:
@@ -205,14 +208,14 @@ def test_a_record_has_the_use_of_processors(text: str, tmp_path: Path) -> None:
 
 
 def test_ranks_on_several_machines_have_no_use_of_processors(text: str, tmp_path: Path) -> None:
-    """Where torchrun starts ranks, no machine is that of all."""
+    """With torchrun, ranks may be on several machines, so that no CPU seconds of a machine are recorded."""
     record = result(trial(text, "zero3", cluster={"launcher": "torchrun"}), tmp_path / "log")
     assert record.processor_use is None
 
 
 def test_a_result_holds_raw_values(text: str, tmp_path: Path) -> None:
-    """Every step of every rank is recorded, its parts within its total, its exposed time within its parts,
-    and the processor seconds of its process within those of all processors.
+    """Every step of every rank is recorded: its parts are within its total, exposed time is within its parts, and the
+    CPU seconds of its process are within those of all processors.
     """
     record = result(trial(text, "zeropp"), tmp_path / "log")
     assert [rank.rank for rank in record.ranks] == [0, 1, 2, 3]
@@ -244,8 +247,8 @@ def test_a_result_holds_raw_values(text: str, tmp_path: Path) -> None:
     ],
 )
 def test_peers_have_one_processs_loss(text: str, tmp_path: Path, strategy: str, peer: str) -> None:
-    """Before training a peer that computes in bf16 has the loss of one process in bf16, which differs from
-    that in fp32.
+    """Before training, a peer that computes in bf16 has the loss of a single process in bf16, which differs from that
+    in fp32.
     """
     for outcome in outcomes(trial(text, strategy, peer={"compute": peer}, accumulation=2), tmp_path / "log"):
         first = outcome.compared.losses[0]
@@ -256,7 +259,7 @@ def test_peers_have_one_processs_loss(text: str, tmp_path: Path, strategy: str, 
 @INSTALLED
 @pytest.mark.parametrize("copies", [1, 2])
 def test_deepspeed_s_shards_are_counted(text: str, tmp_path: Path, copies: int) -> None:
-    """Its weights and masters in fp32 are each rank's quarter, padded, and hpZ's copy is the node's half."""
+    """Each rank holds a padded quarter of weights and masters in fp32, and hpZ's copy is the node's half."""
     config = json.dumps({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": copies}})
     record = result(trial(text, "deepspeed", deepspeed_config=config), tmp_path / "log")
     for rank in record.ranks:
@@ -269,7 +272,7 @@ def test_deepspeed_s_shards_are_counted(text: str, tmp_path: Path, copies: int) 
 
 
 def test_quantisation_errors_fall_with_bits(text: str, tmp_path: Path) -> None:
-    """Measured on all ranks' weights and gradients, errors fall with every bit and grow with the block."""
+    """Errors on all ranks' weights and gradients fall with every bit, and grow with the block size."""
     errors = result(trial(text, "zeropp", measure_quantisation=True), tmp_path / "log").quantisation
     by_codec = {(error.purpose, error.unit, error.codec): error for error in errors}
     units = {error.unit for error in errors}
@@ -296,7 +299,7 @@ def test_quantisation_errors_fall_with_bits(text: str, tmp_path: Path) -> None:
     ],
 )
 def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strategy: str) -> None:
-    """In namespaces a node's interface counts the ledger's training bytes plus 66 a packet, within 3 %."""
+    """In namespaces a node's interface counts the ledger's training bytes plus 66 bytes per packet, within 3 %."""
     counted = trial(text, strategy, validate_every=2, model={"name": "gpt-small"}, sequence=32, warmup=1)
     with open_link(cluster_with("namespaces", 2, 1000.0), "abc123") as link:
         ranks = run_ranks(run, Assignment(counted, 1_000_000), launch_of(link, tmp_path, 2))
@@ -315,7 +318,7 @@ def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strateg
 
 
 def test_an_outcome_is_the_same_behind_a_channel_between_hosts(text: str, tmp_path: Path) -> None:
-    """Its JSON is read as an equal outcome, sums of errors included."""
+    """An outcome that is sent as JSON is read as an equal outcome, with its sums of errors."""
     for outcome in outcomes(trial(text, "zeropp", measure_quantisation=True), tmp_path / "log"):
         assert TypeAdapter(Outcome).validate_json(TypeAdapter(Outcome).dump_json(outcome)) == outcome
 
@@ -329,8 +332,9 @@ def test_an_outcome_is_the_same_behind_a_channel_between_hosts(text: str, tmp_pa
     ],
 )
 def test_untimed_values_are_the_same_over_an_open_link(text: str, tmp_path: Path, kind: Any) -> None:
-    """Errors, checks before training, losses and ledgers have equal bits if the link is shaped throughout;
-    after the timed steps it has its rate, and the interfaces count as much.
+    """Errors, checks before training, losses and ledgers have the same bits if the link keeps its rate throughout.
+
+    After the timed steps the link has its rate, and the interfaces count as much.
     """
     both = trial(text, "zeropp", validate_every=2, warmup=1, measure_quantisation=True)
     with open_link(cluster_with(kind, 2, 50.0), "abc125") as link:
@@ -351,7 +355,7 @@ def test_untimed_values_are_the_same_over_an_open_link(text: str, tmp_path: Path
 
 
 def run_shaped(rank: Rank, assignment: Assignment) -> Outcome:
-    """Run a trial on this rank, on a link that is held to its rate throughout."""
+    """Run a trial on this rank, on a link that keeps its rate throughout."""
     Rank.open_link = lambda _: contextlib.nullcontext()  # type: ignore[method-assign]
     return run(rank, assignment)
 
@@ -370,21 +374,21 @@ def training(row: LedgerRow) -> int:
     ],
 )
 def test_ranks_refuse_a_trial(text: str, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    """A trial that cannot run is refused on its ranks, with the numbers."""
+    """Ranks refuse a trial that cannot run, with the numbers."""
     with pytest.raises(LaunchError, match=message) as caught:
         outcomes(trial(text, "zeropp", **changes), tmp_path / "log")
     assert caught.value.kind == "refused"
 
 
 def test_a_trial_that_takes_no_step_is_no_result(text: str, tmp_path: Path) -> None:
-    """In fp16 with a loss scale at which every step overflows, the error names the scale."""
+    """If every step in fp16 overflows, the error names the loss scale."""
     policy = {"max_padding": 9.0, "compute": "fp16", "loss_scale": "1e9"}
-    with pytest.raises(TrialError, match=r"steps were skipped: .* loss scale of 1e\+09"):
+    with pytest.raises(TrialError, match=r"steps were skipped because .* loss scale of 1e\+09"):
         result(trial(text, "zero2", policy=policy, accumulation=1), tmp_path / "log")
 
 
 def test_offload_is_recorded_as_predicted(text: str, tmp_path: Path) -> None:
-    """Bytes held on host and device, and copied between them, are those of the formulas."""
+    """Bytes held on host and device, and copied between them, are those that are predicted."""
     shares = {"offload_optimizer": 0.5, "offload_weights": 0.5, "prefetch": 0, "max_padding": 1.0}
     policy = {**shares, "weights": "int8:64", "gradients": "int4:64"}
     for rank in result(trial(text, "zeropp", policy=policy, accumulation=2), tmp_path).ranks:
@@ -395,7 +399,7 @@ def test_offload_is_recorded_as_predicted(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", ["int8:64", "int4:64:asym", "int3:shard"])
 def test_quantised_weights_have_the_loss_of_their_codec(text: str, tmp_path: Path, weights: str) -> None:
-    """The loss before training is exactly that of a process whose weights went through the codec once."""
+    """The loss before training is exactly that of a process whose weights were encoded and decoded once."""
     qwz = trial(text, "qwz", policy={"weights": weights, "max_padding": 9.0}, steps=1, warmup=0)
     for outcome in outcomes(qwz, tmp_path / "log"):
         first = outcome.compared.losses[0]
@@ -404,8 +408,8 @@ def test_quantised_weights_have_the_loss_of_their_codec(text: str, tmp_path: Pat
 
 
 def test_checks_before_training_are_no_training(text: str, tmp_path: Path) -> None:
-    """Messages of the checks are in no count of training: with all steps timed, the bytes up to the last
-    validation are the ledger's.
+    """Messages of checks are not counted as training: with all steps timed, the bytes up to the last validation are
+    the ledger's.
     """
     record = result(trial(text, "zeropp", warmup=0, validate_every=0), tmp_path / "log")
     (last,) = record.validations
@@ -432,8 +436,10 @@ def test_checks_before_training_are_no_training(text: str, tmp_path: Path) -> No
 def test_reduced_gradients_are_a_single_processs(
     text: str, tmp_path: Path, strategy: str, policy: dict[str, Any] | None
 ) -> None:
-    """Each rank's reduced gradient of a unit before training is a single process's, within the bound of its
-    codecs together, and not by luck: exact gradients are far inside.
+    """Before training, each rank's reduced gradient of a unit equals a single process's within the bound of its
+    codecs.
+
+    The bound is not merely generous: exact gradients are far inside.
     """
     changes = {} if policy is None else {"policy": {"max_padding": 1e9, **policy}}
     ranks = outcomes(trial(text, strategy, accumulation=2, steps=1, warmup=0, **changes), tmp_path / "log")
@@ -445,8 +451,8 @@ def test_reduced_gradients_are_a_single_processs(
 
 
 def test_truncated_gradients_are_no_result(text: str, tmp_path: Path) -> None:
-    """If only 16 bytes of every gradient message are sent, the ledger is the prediction, and the reduced
-    gradients betray it, on any link.
+    """If only 16 bytes of every gradient message are sent, the ledger still equals the prediction, but the comparison
+    of reduced gradients fails, on any link.
     """
     model = {"name": f"{__name__}:truncating", "arguments": {"after": 0}}
     with pytest.raises(TrialError, match=r"reduced gradient of unit .* differ by more than the codecs allow"):
@@ -454,7 +460,7 @@ def test_truncated_gradients_are_no_result(text: str, tmp_path: Path) -> None:
 
 
 def dropping(sequence: int) -> Any:
-    """A model with dropout and a buffer that training changes."""
+    """Return a model with dropout and a buffer that training changes."""
 
     class Dropping(GPT):
         def __init__(self) -> None:
@@ -475,7 +481,7 @@ def test_dropout_is_no_error(text: str, tmp_path: Path, strategy: str) -> None:
 
 
 def stalling(sequence: int) -> Any:
-    """A model in whose processes the engine sleeps for half a second in every step."""
+    """Return a model in whose processes the engine sleeps for half a second in every step."""
     from harness.strategies.strategy import Sharded
 
     backward = Sharded.backward
@@ -490,8 +496,8 @@ def stalling(sequence: int) -> Any:
 
 @pytest.mark.long
 def test_an_engine_that_stalls_computes_no_longer(text: str, tmp_path: Path) -> None:
-    """Computation by itself, before the few timed steps, is on record for every rank; an engine's half second
-    of sleep is in its steps and not in that computation.
+    """Computation by itself is recorded for every rank; an engine's half second of sleep is in its steps and not in
+    that computation.
     """
     model, cluster = {"name": f"{__name__}:stalling"}, {"nodes": 1, "ranks_per_node": 2}
     for rank in result(trial(text, "zero3", model=model, cluster=cluster), tmp_path / "log").ranks:
@@ -502,7 +508,7 @@ def test_an_engine_that_stalls_computes_no_longer(text: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("strategy", ["single", "zeropp"])
 def test_only_sharded_training_has_computation_by_itself(text: str, tmp_path: Path, strategy: str) -> None:
-    """All of a single process's work is computation by itself; a trial that decodes has other work."""
+    """It is not measured for a single process, which does nothing else, nor for trials that decode."""
     changes = {} if strategy == "single" else {"workload": "generate", "generate": {"prompt": 4, "tokens": 3}}
     record = result(trial(text, strategy, steps=1, **changes), tmp_path / "log")
     assert all(rank.alone == [] for rank in record.ranks)
@@ -510,8 +516,10 @@ def test_only_sharded_training_has_computation_by_itself(text: str, tmp_path: Pa
 
 
 def truncating(sequence: int, after: int = 2) -> Any:
-    """A model in whose processes gloo sends the first 16 bytes of every message of gradients, and zeros for
-    the rest, ``after`` a number of forward passes of training.
+    """Return a model in whose processes gloo sends the first 16 bytes of every gradient message, and zeros for the
+    rest.
+
+    Truncating begins ``after`` a number of forward passes of training.
     """
     from impl.comm import exchanges
 
@@ -541,13 +549,13 @@ def truncating(sequence: int, after: int = 2) -> Any:
 
 @pytest.mark.needs("namespaces")
 def test_truncated_sends_are_no_result(text: str, tmp_path: Path) -> None:
-    """If only 16 bytes of every gradient message are sent after the checks before training, the ledger is the
-    prediction, and the interfaces betray it.
+    """If only 16 bytes of every gradient message are sent after the checks before training, the ledger still equals
+    the prediction, but the interfaces have counted less.
     """
     truncated = trial(text, "zero3", model={"name": f"{__name__}:truncating"}, steps=2, warmup=1)
     with open_link(cluster_with("namespaces", 2, 1000.0), "abc124") as link:
         ranks = run_ranks(run, Assignment(truncated, None), launch_of(link, tmp_path, 2))
-    with pytest.raises(TrialError, match=r"'s interface sent .* bytes in the timed steps, its ledger holds"):
+    with pytest.raises(TrialError, match=r"'s interface sent .* bytes in the timed steps; its ledger holds"):
         assembled(ranks)
     assert [outcome.record.ledger for outcome in ranks] == [outcome.predicted for outcome in ranks]
 
@@ -556,7 +564,7 @@ def test_truncated_sends_are_no_result(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", sorted(PRESETS))
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (2, 2), (2, 3), (3, 2), (4, 1)])
 def test_every_policy_everywhere(text: str, tmp_path: Path, strategy: str, nodes: int, per_node: int) -> None:
-    """Every preset's ledger is its prediction on every small topology."""
+    """Every preset's ledger equals its prediction on every small topology."""
     cluster = {"nodes": nodes, "ranks_per_node": per_node}
     record = result(trial(text, strategy, cluster=cluster, validate_every=1), tmp_path / "log")
     assert record.predicted.equal

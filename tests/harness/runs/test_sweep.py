@@ -1,4 +1,4 @@
-"""Sweeps: every trial leaves a record, also if it fails."""
+"""Sweeps leave a record of every trial, also if it fails."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def sweep(
 
 
 def diverging(sequence: int) -> Any:
-    """A model whose rank dies in its first step."""
+    """Return a model whose rank dies in its first step."""
 
     class Dying(GPT):
         def forward(self, tokens: Any, targets: Any) -> Any:
@@ -69,7 +69,7 @@ def diverging(sequence: int) -> Any:
 
 
 def slow(sequence: int) -> Any:
-    """A model that takes its time."""
+    """Return a model that takes its time."""
 
     class Slow(GPT):
         def forward(self, tokens: Any, targets: Any) -> Any:
@@ -80,7 +80,7 @@ def slow(sequence: int) -> Any:
 
 
 def test_trials_leave_records_and_are_not_run_twice(tmp_path: Path) -> None:
-    """Each trial's record lies under its id, tells what ran, and is skipped the next time."""
+    """Each trial's record is named by its id, has what ran, and is skipped the next time."""
     trials = [trial(strategy, seed=seed) for seed in range(2) for strategy in ("single", "ddp", "zeropp")]
     outcome, shown = sweep(trials[:4], tmp_path)
     assert outcome == SweepOutcome(ok=4, failed=0, skipped=0)
@@ -104,7 +104,9 @@ def test_trials_leave_records_and_are_not_run_twice(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_sweep_keeps_nccls_rules(tmp_path: Path) -> None:
-    """Policies on a paced link that is calibrated and probed, and torch's engines, all under the rules."""
+    """Policies on a calibrated and probed paced link, and torch's engines, run with a backend that enforces NCCL's
+    rules.
+    """
     policies = [trial(name, kind="paced", rate="1 Gbit/s") for name in ("zero3", "zero3-flat", "zeropp")]
     trials = [*policies, *(trial(strategy) for strategy in ("ddp", "fsdp2", "zeropp"))]
     rules = {"transport": "tests.support.nccl_rules"}
@@ -118,7 +120,7 @@ def test_a_sweep_keeps_nccls_rules(tmp_path: Path) -> None:
 
 
 def test_further_batches_follow_from_records_and_belong_to_their_sweep(tmp_path: Path) -> None:
-    """The next batch is taken when all trials before have records, which hold their sweep beside the trial;
+    """The next batch is drawn when all earlier trials have records, and records have the number of their sweep;
     progress says why there are further trials, and counts them.
     """
     first, later, last = (trial("single", repeat=repeat) for repeat in range(3))
@@ -141,8 +143,8 @@ def test_further_batches_follow_from_records_and_belong_to_their_sweep(tmp_path:
 
 
 def test_a_sweep_is_of_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A finished sweep of another machine stays, and one of this machine follows it; one that was begun
-    there is refused before anything runs.
+    """A finished sweep of another machine stays, and this machine can add one; an unfinished one is refused before
+    anything runs.
     """
     first, second = trial("single"), trial("single", repeat=1)
     sweep([first], tmp_path)
@@ -160,9 +162,9 @@ def test_a_sweep_is_of_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [(100_000, ["without effect", "without effect"]), (0, ["honoured", "changed"])],
 )
 def test_a_deepspeed_configuration_has_findings(threshold: int, kinds: list[str], tmp_path: Path) -> None:
-    """Such a trial sends what its policy predicts; its record has a finding for each key on its model.
+    """The trial sends what its policy predicts, and its record has a finding for each key.
 
-    Below a threshold of 100,000 elements all parameters of a toy persist, which ZeRO++ leaves alone.
+    Below a threshold of 100,000 elements, all parameters of a toy model persist, which ZeRO++ leaves alone.
     """
     zero = {"stage": 3, "stage3_param_persistence_threshold": threshold, "zero_quantized_weights": True}
     config = json.dumps({"zero_optimization": zero | {"zero_hpz_partition_size": 16}})
@@ -175,7 +177,9 @@ def test_a_deepspeed_configuration_has_findings(threshold: int, kinds: list[str]
 
 
 def test_a_trial_beyond_its_limit_is_recorded_and_not_run(tmp_path: Path) -> None:
-    """It leaves a failure of kind memory with its numbers and the model's size, at once and for good."""
+    """Its record has a failure of kind ``memory`` with the numbers and the model's size, and the trial is not tried
+    again.
+    """
     large = trial("zero3", memory_limit="0.1 MiB", model={"name": f"{__name__}:slow"})
     small = trial("zero3", memory_limit="64 MiB")
     outcome, _ = sweep([large, small], tmp_path)
@@ -205,7 +209,7 @@ def test_an_engine_beyond_its_limit_is_no_result(tmp_path: Path, monkeypatch: py
 
 
 def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> None:
-    """Records of crashed, refused and late trials have their failure and log; the trials after them run."""
+    """Records of crashed, refused and late trials have the failure and its log, and the trials after them run."""
     trials = [
         trial("ddp", model={"name": f"{__name__}:diverging"}),
         trial("fsdp2", kind="paced", rate="50 Mbit/s"),
@@ -220,7 +224,7 @@ def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> Non
     assert failures[-1] is None
     messages = {
         "killed": "was killed by signal 9",
-        "link": "'fsdp2' sends past our wire",
+        "link": "'fsdp2' sends its own messages",
         "refused": "padding",
         "timeout": "after 3 s",
         "wrong": "the loss of rank",
@@ -241,8 +245,8 @@ def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> Non
 
 
 def test_an_edited_model_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crash of a user's model is skipped while nothing has changed, and run again after an edit; then its
-    log is removed, as its record is.
+    """A crash of a user's model is skipped while nothing has changed, and run again after an edit; its log is then
+    removed.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -262,7 +266,7 @@ def test_an_edited_model_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_edit_during_a_run_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks import sources anew, so what an edit changed is not recorded as what stood there before."""
+    """Ranks import sources anew, so that a trial after an edit would not be what its record says."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "edited_helper.py").write_text("WIDTH = 16\n")
@@ -280,7 +284,7 @@ def test_an_edit_during_a_run_ends_it(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def passing(sequence: int, left: str) -> Any:
-    """A model whose process dies and takes a letter from a file, until the file has none."""
+    """Return a model whose process dies and removes a letter from a file, until the file has none."""
     letters = Path(left).read_text(encoding="utf-8")
     Path(left).write_text(letters[1:], encoding="utf-8")
     return diverging(sequence) if letters else GPT(GPTShape(1, 16, 1), sequence)
@@ -288,8 +292,8 @@ def passing(sequence: int, left: str) -> Any:
 
 @pytest.mark.parametrize(("answer", "kinds", "ok"), [("retry 2", ["killed", "killed"], 2), ("stop", [], 0)])
 def test_suites_say_what_follows_a_failure(tmp_path: Path, answer: str, kinds: list[str], ok: int) -> None:
-    """A rank that is killed twice is tried a third time, and the record has both failures; or the run stops
-    there, and the next one goes on.
+    """A trial whose rank is killed twice is run a third time, and its record has both failures; or the run stops
+    there, and the next run continues.
     """
     left = tmp_path / "left"
     left.write_text("xxx", encoding="utf-8")  # the first for the forecast, which builds it too
@@ -306,7 +310,7 @@ def test_suites_say_what_follows_a_failure(tmp_path: Path, answer: str, kinds: l
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
-    """A second sweep into a folder is refused in one line and touches nothing of the first."""
+    """A second sweep into the same folder is refused in one line, and changes nothing."""
     with locked(tmp_path), pytest.raises(RecordError, match="another zeropp run is writing there"):
         sweep([trial("single")], tmp_path)
     assert not read_all(tmp_path)
@@ -322,7 +326,9 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     ],
 )
 def test_unfit_nodes_are_refused(tmp_path: Path, cluster: dict[str, Any], hosts: str, message: str) -> None:
-    """Before any rank starts: nodes of one host have no interface between them, others lack the adapters."""
+    """They are refused before any rank starts: nodes on one host have no interface between them, others lack the
+    adapters.
+    """
     adapters = [[f"mlx5_{number}" for number in range(count)] for count in (4, 2)]
     facts = run_environment.identity()
     nodes = [
@@ -339,7 +345,7 @@ def test_unfit_nodes_are_refused(tmp_path: Path, cluster: dict[str, Any], hosts:
 
 @pytest.mark.long
 def test_a_link_that_was_too_slow_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A calibration is measured anew at the next attempt, since a disturbance may be over."""
+    """The next attempt calibrates the link anew, since a disturbance may be over."""
     calibrated = []
 
     def check(self: Link) -> None:
@@ -358,7 +364,7 @@ def test_a_link_that_was_too_slow_is_tried_again(tmp_path: Path, monkeypatch: py
 @pytest.mark.long
 @pytest.mark.needs("namespaces")
 def test_a_shaped_sweep_calibrates_each_setting_once(tmp_path: Path) -> None:
-    """Trials of one rate share a link and its calibration; each is probed by itself and counted."""
+    """Trials at one rate share a link and its calibration; each trial is probed and counted by itself."""
     trials = [
         trial(strategy, kind="namespaces", rate=rate)
         for rate in ("100 Mbit/s", "200 Mbit/s")
@@ -379,8 +385,8 @@ def test_a_shaped_sweep_calibrates_each_setting_once(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.needs("namespaces")
 def test_nothing_is_left_of_a_sweep_that_was_ended(tmp_path: Path) -> None:
-    """A sweep ended by Ctrl-C leaves no process, namespace or shared memory; the current trial is recorded
-    as interrupted, and run the next time.
+    """A sweep that Ctrl-C ends leaves no process, namespace or shared memory; the current trial is recorded as
+    interrupted, and is run the next time.
     """
     endless = trial("zeropp", kind="namespaces", rate="100 Mbit/s", steps=100_000)
     code = f"""
@@ -423,7 +429,7 @@ run_sweep(suite, [Batch(0, (trial,))], Path({str(tmp_path)!r}) / "results", Cons
 
 
 def namespaces_of(processes: Iterable[psutil.Process]) -> set[str]:
-    """Network namespaces of the processes that have not ended."""
+    """Return the network namespaces of processes that have not ended."""
     namespaces = set()
     for process in processes:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Which quantity answers a suite's question."""
+"""The quantity that answers a suite's question is chosen."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SUITES = Path(__file__).resolve().parents[3] / "suites"
     ],
 )  # fmt: skip
 def test_shipped_suites_ask_for_what_their_questions_say(suite: str, expected: str) -> None:
-    """Losses where a question is of training, errors of blocks, a break-even of rates, and so on."""
+    """For the shipped suites the choice fits the question: losses for training, errors for block sizes, and so on."""
     shipped = load(SUITES / f"{suite}.toml")
     assert quantity(shipped.combinations, shipped.answer) == expected
 
 
 def test_a_suite_names_one_of_the_quantities(tmp_path: Path) -> None:
-    """What it names comes before the axes; any other word is refused with those that there are."""
+    """A suite's own choice decides; an unknown word is refused with the known ones."""
     path = tmp_path / "q.toml"
     text = (
         'name = "q"\nquestion = "Less?"\nanswer = "{}"\n[defaults]\nvalidate_every = 5\n'

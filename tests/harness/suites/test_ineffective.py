@@ -1,4 +1,4 @@
-"""What a suite says without effect is refused in one line: the key, the conflict, the way out."""
+"""Parts of a suite without effect are refused in one line with the key, the conflict and the way out."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "[[override]]\nmatch = {}\nset = {}\n",
         ("[[override]] #1 set", "names no field"),
     ),
-    "a value twice": ("", "[matrix]\nseed = [0, 1, 0]\n", ("[matrix] seed = 0", "stands there twice")),
+    "a value twice": ("", "[matrix]\nseed = [0, 1, 0]\n", ("[matrix] seed = 0", "is listed twice")),
     "a value twice, in other units": (
         "",
         '[matrix]\ncluster.rate = ["1 Gbit/s", "1000 Mbit/s"]\n',
@@ -146,11 +146,15 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         '[defaults]\ncluster.nodes = 1\ncluster.rate = "1 Gbit/s"\n',
         ("cluster.rate", "cluster.nodes = 1"),
     ),
-    "hosts of no launcher": ("", '[defaults]\ncluster.hosts = ["a", "b"]\n', ("cluster.hosts", "of 'hosts'")),
+    "hosts of no launcher": (
+        "",
+        '[defaults]\ncluster.hosts = ["a", "b"]\n',
+        ("cluster.hosts", "only 'hosts' reads it"),
+    ),
     "an allocation of no launcher": (
         "",
         "[defaults]\ncluster.slurm.time = 9\n",
-        ("cluster.slurm.time", "of 'slurm'"),
+        ("cluster.slurm.time", "only 'slurm' reads it"),
     ),
     "a floor of no decay": (
         "",
@@ -174,7 +178,7 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 def test_what_has_no_effect_is_refused(
     refusal: Refused, keys: str, body: str, words: tuple[str, ...]
 ) -> None:
-    """By key, conflict and way out."""
+    """The message has the key, the conflict and the way out."""
     text = refusal(body, f"{HEAD}{keys}\n")
     assert all(word in text for word in words), text
 
@@ -196,5 +200,5 @@ def test_what_has_no_effect_is_refused(
     ],
 )
 def test_what_has_an_effect_somewhere_is_not(read: Read, keys: str, body: str) -> None:
-    """In one trial is enough, and an answer that comes without a verdict is one."""
+    """A setting that has an effect in one trial is accepted, and so is an answer without a verdict."""
     assert read(body, f"{HEAD}{keys}\n").trials

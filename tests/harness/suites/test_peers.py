@@ -1,4 +1,4 @@
-"""Peers as data: what they send, and what DeepSpeed is asked."""
+"""Peers are described as data: the type in which they send, and DeepSpeed's configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness.suites.trial import Trial
     ],
 )
 def test_what_travels(name: str, fp32: str, bf16: str) -> None:
-    """DDP sends fp32 gradients unless its hook compresses them; the others what they compute in."""
+    """DDP sends fp32 gradients unless its hook compresses them; other peers send in the type in which they compute."""
     assert (PEERS[name].wire("fp32"), PEERS[name].wire("bf16")) == (fp32, bf16)
 
 
@@ -33,14 +33,14 @@ def test_what_travels(name: str, fp32: str, bf16: str) -> None:
     ],
 )
 def test_what_deepspeed_is_asked(zero: dict[str, object], stage: int, switches: list[str]) -> None:
-    """Stage and quantisers are read off the configuration."""
+    """Stage and quantising keys are read from the configuration."""
     table = {"zero_optimization": zero}
     assert (zero_stage(table), quantising_keys(table)) == (stage, switches)
     assert zero_stage(Trial(strategy="deepspeed").peer_configuration()) == 3
 
 
 def test_deepspeed_is_as_shipped_but_for_its_copy() -> None:
-    """Without a configuration it is asked for ZeRO-3 and nothing else; hpZ's copy in each node is added."""
+    """Without a configuration DeepSpeed gets ZeRO-3 and nothing else; with hpZ, also the group of each node."""
     plain, hpz = PEERS["deepspeed"], PEERS["deepspeed-hpz"]
     assert configuration(plain, 4) == {"zero_optimization": {"stage": 3}}
     assert configuration(hpz, 4) == {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}

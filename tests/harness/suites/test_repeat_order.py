@@ -1,4 +1,4 @@
-"""How often, and in which order: repeats and sweeps of a suite."""
+"""Repeats and sweeps of a suite: how many, and in which order."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def repeated(read: Read, repeats: str, strategies: str = '["zero3", "zeropp", "q
     ],
 )
 def test_repeats_are_a_number_or_a_width(value: object, repeats: Repeats) -> None:
-    """A whole number, or a share of the ratio, with a limit that is stated where the suite states none."""
+    """Repeats are a whole number, or a share of the ratio with a limit, which has a default."""
     assert Repeats.parse(value) == repeats
     assert str(repeats.most) in str(repeats)
 
 
 def test_a_further_sweep_changes_no_trial_of_those_before(read: Read) -> None:
-    """Its repeats go on where the first's end: two sweeps of three repeats are the trials of six repeats."""
+    """Its repeats continue the first sweep's: two sweeps of three repeats are the trials of six repeats."""
     three, six = repeated(read, "3"), repeated(read, "6")
     first, second = three.sweep(0), three.sweep(1)
     assert first == three.trials
@@ -41,13 +41,13 @@ def test_a_further_sweep_changes_no_trial_of_those_before(read: Read) -> None:
 
 
 def test_sweeps_of_unknown_length_do_not_overlap(read: Read) -> None:
-    """Where repeats go on until ratios are known, a sweep begins where the one before must have ended."""
+    """With ``repeats = "until ..."`` each sweep begins after the most repeats that the one before can have."""
     suite = repeated(read, '"until 2 %, at most 10"')
     assert {trial.repeat for trial in suite.sweep(0)} == set(range(LEAST))
     assert {trial.repeat for trial in suite.sweep(2)} == set(range(20, 20 + LEAST))
 
 
 def test_ratios_need_a_baseline(read: Read) -> None:
-    """Repeating until a ratio is known is refused where nothing stands for the other side of it."""
-    with pytest.raises(SuiteError, match="over zero3, which does not stand beside zeropp, qwz"):
+    """Repeating until ratios are known is refused in a setting without a baseline."""
+    with pytest.raises(SuiteError, match="over zero3, which is missing in the setting of zeropp, qwz"):
         repeated(read, '"until 2 %"', '["zeropp", "qwz"]')

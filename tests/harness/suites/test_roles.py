@@ -1,4 +1,4 @@
-"""What a suite's question compares."""
+"""A suite's baseline and contrast are resolved."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ sequence = [32]
 
 
 def suite_of(read: Read, keys: str) -> Suite:
-    """The suite with these keys."""
+    """Return the suite with these keys."""
     return read(BODY, f"{HEAD}repeats = 2\n{keys}\n")
 
 
 def test_all_repeats_of_the_baseline_are_it(read: Read) -> None:
-    """A partial match names it in every setting; all others are the contrast, or those that are named.
+    """A partial match names the baseline in every setting; the contrast is all other trials, or those that are named.
 
-    Without keys nobody has a role.
+    Without these keys no trial has a role.
     """
     assert {suite_of(read, "").role_of(trial) for trial in suite_of(read, "").trials} == {""}
     keys = 'baseline = { strategy = "zeropp", policy.weights = "int8:64" }'
@@ -46,24 +46,27 @@ def test_all_repeats_of_the_baseline_are_it(read: Read) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ('contrast = { strategy = "zeropp" }', "expected a baseline beside it"),
+        ('contrast = { strategy = "zeropp" }', "needs a baseline; name one, or remove contrast"),
         ('baseline = { strategy = "zeropp" }', "matches several configurations of one setting"),
         ('baseline = { strategy = "ddp" }', "matches no trial of this suite"),
         ('baseline = { strategy = ["zero3", "zeropp"] }', "every trial is the baseline"),
-        ('baseline = { strategy = "zero3" }\ncontrast = { strategy = "zero3" }', "are baseline and contrast"),
+        (
+            'baseline = { strategy = "zero3" }\ncontrast = { strategy = "zero3" }',
+            "match both baseline and contrast",
+        ),
         ('baseline = { strategie = "zero3" }', "did you mean 'strategy'"),
         (
             'baseline = { strategy = "zero3", tokens_per_rank = 64 }',
-            "3 of 5 others have no baseline beside them, the first with tokens_per_rank = 128",
+            "3 of 5 other trials have no baseline in their setting, the first with tokens_per_rank = 128",
         ),
         (
             'baseline = { strategy = "zero3" }\ncontrast = { strategy = "zeropp", tokens_per_rank = 64 }',
-            "has no contrast with tokens_per_rank = 128; expected one",
+            "no contrast has tokens_per_rank = 128, .*; add one",
         ),
     ],
 )
 def test_what_names_no_two_groups_is_refused(keys: str, message: str, read: Read) -> None:
-    """In one line with the key."""
+    """The refusal is one line with the key."""
     with pytest.raises(SuiteError, match=message):
         suite_of(read, keys)
 
@@ -78,7 +81,7 @@ set = { policy.weights = "int8:2048" }
 
 
 def test_a_merged_baseline_is_the_run_that_it_became(read: Read) -> None:
-    """Whichever name the run has; ids are those without the key."""
+    """A baseline that is run under another strategy's name keeps its role; ids are the same as without the key."""
     suite = read(MERGED, f'{HEAD}baseline = {{ strategy = "zero3" }}\n')
     assert suite.combinations == read(MERGED).combinations
     assert [(t.strategy, suite.role_of(t)) for t in suite.combinations] == [
@@ -89,9 +92,9 @@ def test_a_merged_baseline_is_the_run_that_it_became(read: Read) -> None:
 
 
 def test_a_baseline_and_a_contrast_that_are_one_run_are_refused(read: Read) -> None:
-    """Also if they have two names, and if nothing else is compared."""
+    """They are refused also if they have different names, and if nothing else is left to compare."""
     both = f'{HEAD}baseline = {{ strategy = "zero3" }}\ncontrast = {{ strategy = "qwz" }}\n'
-    with pytest.raises(SuiteError, match="is the same run as one of the contrast"):
+    with pytest.raises(SuiteError, match="is the same run as a trial of the contrast"):
         read(MERGED, both)
     with pytest.raises(SuiteError, match="every trial is the baseline"):
         read(MERGED.replace(', "hpz"', ""), f'{HEAD}baseline = {{ strategy = "zero3" }}\n')
@@ -112,7 +115,9 @@ def test_a_baseline_and_a_contrast_that_are_one_run_are_refused(read: Read) -> N
 def test_a_baseline_may_differ_in_how_it_trains(
     read: Read, baseline: str, axes: str, also: tuple[str, ...]
 ) -> None:
-    """Then that is part of the configuration; where the baseline has all values, each is a setting."""
+    """The differing training field is then part of the configuration; if the baseline has all values, each value is a
+    setting.
+    """
     suite = read(f"[matrix]\n{axes}\n", f"{HEAD}baseline = {{ {baseline} }}\n")
     roles = [suite.role_of(trial) for trial in suite.combinations]
     assert roles.count("baseline") == (1 if also else 2)
@@ -121,9 +126,11 @@ def test_a_baseline_may_differ_in_how_it_trains(
 
 
 def test_repeats_until_are_of_ratios_over_the_suites_baseline(read: Read) -> None:
-    """Where it names one, no ZeRO-3 has to stand there."""
+    """If the suite names a baseline, ratios need no ZeRO-3."""
     body = '[matrix]\nstrategy = ["hpz", "qgz"]\n'
     until = f'{HEAD}repeats = "until 5 %"\n'
-    with pytest.raises(SuiteError, match="of ratios over zero3, which does not stand beside hpz, qgz"):
+    with pytest.raises(
+        SuiteError, match="needs ratios over zero3, which is missing in the setting of hpz, qgz"
+    ):
         read(body, until)
     assert read(body, f'{until}baseline = {{ strategy = "hpz" }}\n').roles

@@ -1,4 +1,4 @@
-"""Suite files become trials, and complaints about them are one line."""
+"""Suite files are expanded into trials, and mistakes are refused in one line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def read(tmp_path: Path) -> Read:
-    """Reads the suite of a body, and of another head than the usual one."""
+    """Return a function that reads the suite with a given body and, maybe, another head than the usual one."""
 
     def read_suite(body: str, head: str = HEAD) -> Suite:
         file = tmp_path / "q.toml"
@@ -47,7 +47,7 @@ def read(tmp_path: Path) -> Read:
 
 @pytest.fixture
 def refusal(tmp_path: Path, read: Read) -> Refused:
-    """The one line that refuses a body, after the file's path."""
+    """Return a function that returns the one line with which a body is refused, without the file's path."""
 
     def refused(*texts: str) -> str:
         with pytest.raises(SuiteError) as caught:
@@ -68,7 +68,7 @@ def refusal(tmp_path: Path, read: Read) -> Refused:
     repeats=st.integers(1, 4),
 )
 def test_product(read: Read, policies: list[str], steps: list[int], zipped: int, repeats: int) -> None:
-    """Matrix and zips multiply, repeats come outermost, and ids are unique."""
+    """Matrix and zips multiply, repeats are outermost, and ids are unique."""
     suite = read(
         f"repeats = {repeats}\n[matrix]\nstrategy = {policies}\nsteps = {steps}\n"
         f"[[zip]]\nsequence = {[64 * (i + 1) for i in range(zipped)]}\n"
@@ -84,7 +84,7 @@ def test_product(read: Read, policies: list[str], steps: list[int], zipped: int,
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(NAMED), min_size=2, max_size=6, unique=True), st.integers(2, 4))
 def test_interleaving(read: Read, policies: list[str], repeats: int) -> None:
-    """Compared trials stand together in every repeat, and none of them always runs first."""
+    """Compared trials are adjacent in every repeat, and none of them always runs first."""
     suite = read(f"repeats = {repeats}\n[matrix]\ncluster.nodes = [2, 3, 4]\nstrategy = {policies}\n")
     blocks = [suite.trials[i : i + len(policies)] for i in range(0, len(suite.trials), len(policies))]
     for block in blocks:
@@ -94,14 +94,14 @@ def test_interleaving(read: Read, policies: list[str], repeats: int) -> None:
 
 
 def test_one_geometry(read: Read) -> None:
-    """All policies of a suite start on the least common multiple of all their grains."""
+    """All policies of a suite are aligned to the least common multiple of all their grains."""
     suite = read('[matrix]\nstrategy = ["zero3", "zeropp"]\npolicy.weights = ["int8:96", "bf16"]\n')
     grains = {policy.grain for trial in suite.trials if (policy := trial.resolved_policy())}
     assert grains == {math.lcm(96, 256)}
 
 
 def test_peers_run_once(read: Read) -> None:
-    """A peer's cells that differ in policy alone are one run, and that is said."""
+    """Combinations of a peer that differ only in the policy are one run, and the suite lists them."""
     suite = read('[matrix]\nstrategy = ["zero3", "ddp"]\npolicy.weights = ["int8:64", "bf16"]\n')
     assert Counter(trial.strategy for trial in suite.trials) == {"zero3": 2, "ddp": 1}
     assert suite.merged == ('strategy = "ddp", policy.weights = "bf16"',)
@@ -112,7 +112,7 @@ def test_peers_run_once(read: Read) -> None:
 
 
 def resolved(suite: Suite) -> list[tuple[str, str, str, object]]:
-    """Strategy, weights, gradients and secondary of every trial."""
+    """Return strategy, weights, gradients and secondary of every trial."""
     rows = []
     for trial in suite.trials:
         policy = trial.resolved_policy()
@@ -122,7 +122,7 @@ def resolved(suite: Suite) -> list[tuple[str, str, str, object]]:
 
 
 def test_a_strategy_stays_what_it_is(read: Read) -> None:
-    """Fields for all strategies quantise none that does not, and give no copy to one without hpZ."""
+    """Fields for all strategies quantise no strategy that does not quantise, and give no copy to one without hpZ."""
     suite = read(
         'defaults.policy.secondary = 2\n[matrix]\nstrategy = ["exact", "zero3", "qgz", "zeropp"]\n'
         'policy.weights = ["int8:64", "int6:64"]\n'
@@ -148,7 +148,7 @@ def test_a_strategy_stays_what_it_is(read: Read) -> None:
 
 
 def test_what_is_said_of_a_strategy_holds(read: Read) -> None:
-    """A zip or an override that names the strategy changes it, and so does a suite of one policy."""
+    """A zip or an override that names the strategy changes it, and so does a suite with one policy only."""
     zipped = read('[[zip]]\nstrategy = ["zero3", "qgz"]\npolicy.weights = ["int8:64", "bf16"]\n')
     assert [row[:2] for row in resolved(zipped)] == [("qgz", "bf16"), ("zero3", "int8:64")]
     override = '[[override]]\nmatch = { strategy = "zero3" }\nset = { policy.gradients = "int8:64" }\n'
@@ -160,7 +160,7 @@ def test_what_is_said_of_a_strategy_holds(read: Read) -> None:
 
 
 def test_one_policy_of_two_names_runs_once(read: Read) -> None:
-    """Two strategies that resolve to one policy are one run, under the plainer name."""
+    """Two strategies that resolve to one policy are one run, under the name with fewer changes."""
     suite = read(
         '[[zip]]\nstrategy = ["zero3", "qgz", "hpz", "hpz"]\n'
         'policy.gradients = [["int4:256", "int4:256"], "int4:256", "bf16", "bf16"]\n'
@@ -178,7 +178,9 @@ def test_one_policy_of_two_names_runs_once(read: Read) -> None:
 
 
 def test_the_papers_baseline_keeps_its_flat_rings(read: Read) -> None:
-    """Hops and chunks for all strategies do not turn it into the best ZeRO-3; the suite says so."""
+    """Hops and chunks for all strategies do not turn it into the best ZeRO-3, and the suite lists that they were left
+    out.
+    """
     suite = read(
         '[defaults]\npolicy.chunks = 2\npolicy.reduce = "two_hop"\npolicy.gather = "hierarchical"\n'
         '[matrix]\nstrategy = ["zero3-flat", "zero3"]\n'
@@ -202,7 +204,7 @@ CELLS = {
 
 @pytest.mark.parametrize("path", sorted(SUITES.glob("*.toml")), ids=lambda path: path.stem)
 def test_shipped_suites_ask_what_they_say(path: Path) -> None:
-    """Each is named like its file, states its time, loses no cell to merging, and changes no strategy."""
+    """Each has the name of its file, states its time, merges no combinations, and leaves no field out."""
     suite = load(path)
     assert suite.name == path.stem
     assert path.read_text(encoding="utf-8").startswith("# Time: ")
@@ -214,7 +216,7 @@ def test_shipped_suites_ask_what_they_say(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(SUITES.parent.glob("results/*/*.tar.xz")), ids=lambda path: path.stem)
 def test_suites_of_archives_still_load(path: Path, tmp_path: Path) -> None:
-    """What a run recorded of its suite expands to trials with the ids of its records."""
+    """The suite text in a run record expands to trials with the ids of its records."""
     with tarfile.open(path) as archive:
         names = archive.getnames()
         runs = [json.load(archive.extractfile(name)) for name in names if "/runs/" in name]  # type: ignore[arg-type]
@@ -230,7 +232,7 @@ def test_suites_of_archives_still_load(path: Path, tmp_path: Path) -> None:
 
 
 def test_data_follow_from_a_model_of_images(read: Read) -> None:
-    """A vision model has images and as many patches as fit, unless the suite says otherwise."""
+    """A vision model gets images and as many patches as fit, unless the suite sets them."""
     suite = read('[matrix]\nmodel.name = ["gpt-tiny", "vit-tiny"]\n')
     assert [(t.corpus, t.sequence) for t in suite.trials] == [("stdlib", 128), ("glyphs", 64)]
     suite = read('[defaults]\nmodel.name = "vit-tiny"\nsequence = 16\n')
@@ -238,7 +240,7 @@ def test_data_follow_from_a_model_of_images(read: Read) -> None:
 
 
 def test_a_match_on_what_only_generation_has_hits_no_training(read: Read) -> None:
-    """An override of generations by their tokens leaves alone trials that train."""
+    """An override that matches generations by their tokens leaves trials that train alone."""
     suite = read(
         '[[zip]]\nworkload = ["train", "generate"]\ngenerate.tokens = [32, 8]\n'
         "[[override]]\nmatch = { generate.tokens = 8 }\nset = { steps = 3 }\n"
@@ -247,7 +249,7 @@ def test_a_match_on_what_only_generation_has_hits_no_training(read: Read) -> Non
 
 
 def test_exclude_and_override(read: Read) -> None:
-    """Excludes and overrides match by value, and a list of a match is any of its members."""
+    """Excludes and overrides match by value, and a list in a match stands for any of its members."""
     suite = read(
         '[matrix]\nstrategy = ["zero3", "hpz", "qgz"]\ncluster.rate = ["1 Gbit/s", "50 Mbit/s"]\n'
         '[[exclude]]\nstrategy = ["hpz", "qgz"]\ncluster.rate = "1000 Mbit/s"\n'
@@ -279,7 +281,7 @@ def test_quoted_and_nested_axes(read: Read) -> None:
     ],
 )
 def test_a_suite_says_what_follows_a_failure(read: Read, text: str, answer: FailureResponse) -> None:
-    """By kind, and without another trial."""
+    """It does so for each kind of failure, which changes no trial."""
     suite = read(f'[on_failure]\nkilled = "{text}"\n')
     assert suite.on_failure == {"killed": answer}
     assert suite.trials == read("").trials
@@ -299,7 +301,7 @@ CASES = {
     ),
     "rate without unit": ("[matrix]\ncluster.rate = [50]\n", "[matrix] cluster.rate = 50", "kbit/s, Mbit/s"),
     "unequal zip": ("[[zip]]\nseed = [1, 2]\nsteps = [1]\n", "seed has 2, steps has 1", "equal numbers"),
-    "axis twice": ("[matrix]\nseed = [1, 2]\n[[zip]]\nseed = [1, 2]\n", "seed", "say each field once"),
+    "axis twice": ("[matrix]\nseed = [1, 2]\n[[zip]]\nseed = [1, 2]\n", "seed", "list each field once"),
     "empty axis": ("[matrix]\nseed = []\n", "seed = []", "a list of at least one value"),
     "text for a number": ('[defaults]\nsteps = "8"\n', '"8"', "expected a valid integer"),
     "no steps": ("[defaults]\nsteps = 0\n", "steps = 0", "greater than or equal to 1"),
@@ -310,7 +312,7 @@ CASES = {
     "no answer": ('[on_failure]\nkilled = "retry"\n', "on_failure.killed", '"skip", "stop", "retry 2"'),
     "too many tries": ('[on_failure]\nkilled = "retry 11"\n', "on_failure.killed", "at most 10"),
     "no repeats": ("repeats = 0\n", "repeats = 0", "expected a whole number, at least 1"),
-    "too few until": ('repeats = "until 2 %, at most 8"\n', "at most 8", "and there at least 9"),
+    "too few until": ('repeats = "until 2 %, at most 8"\n', "at most 8", "the last number at least 9"),
     "match of nothing": ('[[exclude]]\nstrategy = "ddp"\n', "ddp", "matches no trial"),
     "override without set": ("[[override]]\nmatch = {}\n", "override.0.set", "missing"),
     "nothing left": ("[[exclude]]\nseed = 0\n", "[[exclude]]", "no trial"),
@@ -320,7 +322,7 @@ CASES = {
 
 @pytest.mark.parametrize(("body", "key", "allowed"), CASES.values(), ids=CASES)
 def test_refusals(refusal: Refused, body: str, key: str, allowed: str) -> None:
-    """An invalid suite is refused in one line with file, key, value and what is allowed."""
+    """An invalid suite is refused in one line with the file, key and value, and what is allowed."""
     text = refusal(body)
     assert key in text
     assert allowed in text
@@ -336,12 +338,12 @@ def test_refusals(refusal: Refused, body: str, key: str, allowed: str) -> None:
     ],
 )
 def test_refused_heads(refusal: Refused, head: str, message: str) -> None:
-    """A suite has a question and a name that can name a folder."""
+    """A suite needs a question, and a name that can be the name of a folder."""
     assert message in refusal("", head)
 
 
 def test_an_endless_file_is_refused() -> None:
-    """After its first megabyte."""
+    """Reading stops after one megabyte."""
     with pytest.raises(SuiteError, match="more than 1 MiB"):
         load(Path("/dev/zero"))
 
@@ -349,7 +351,7 @@ def test_an_endless_file_is_refused() -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
 def test_no_traceback(tmp_path: Path, junk: bytes) -> None:
-    """Any file is a suite or a refusal of one line."""
+    """Any file is either a suite or refused in one line."""
     file = tmp_path / "q.toml"
     file.write_bytes(junk)
     with pytest.raises(SuiteError) as caught:
@@ -363,7 +365,7 @@ STAGE_3 = '{"zero_optimization": {"stage": 3, "zero_quantized_weights": true, "o
 
 
 def test_a_deepspeed_configuration_is_a_strategy(tmp_path: Path, read: Read) -> None:
-    """A file beside the suite or a table: the same trial, of the recipe's policy, which holds its text."""
+    """A file or an equal table gives the same trial, with the recipe's policy and the configuration's text."""
     (tmp_path / "ds.json").write_text(STAGE_3, encoding="utf-8")
     head = '[defaults]\nstrategy = "recipe"\n'
     of_file = read(head + 'deepspeed_config = "ds.json"\n')
@@ -386,21 +388,41 @@ def test_a_deepspeed_configuration_is_a_strategy(tmp_path: Path, read: Read) -> 
 @pytest.mark.parametrize(
     ("strategy", "fields", "message"),
     [
-        ("recipe", "", "strategy = 'recipe': expected deepspeed_config"),
+        ("recipe", "", "strategy = 'recipe': needs deepspeed_config"),
         ("recipe", 'deepspeed_config = "none.json"', "none.json: cannot read"),
-        ("recipe", 'deepspeed_config = "ds.json"\nclip = 0.5', "clip = 0.5, but gradient_clipping = null"),
+        (
+            "recipe",
+            'deepspeed_config = "ds.json"\nclip = 0.5',
+            "clip = 0.5, but deepspeed_config has gradient_clipping = null",
+        ),
         ("recipe", 'deepspeed_config = "ds.json"\naccumulation = 2', "accumulation = 2, but"),
         ("recipe", "deepspeed_config = 3", "expected a valid string"),
         ("recipe", "deepspeed_config.zero_optimization.stge = 3", "mean 'zero_optimization.stage'"),
         ("recipe", 'deepspeed_config.optimizer.type = "AdamW"', "has 'optimizer'"),
-        ("recipe", "deepspeed_config.train_micro_batch_size_per_gpu = 3", "4, but micro-batch = 3"),
-        ("zero3", 'deepspeed_config = "ds.json"', "expected strategy = 'recipe'"),
-        ("deepspeed", "clip = 0.5\ndeepspeed_config.gradient_clipping = 1.0", "but gradient_clipping = 1.0"),
-        ("deepspeed", "deepspeed_config.gradient_accumulation_steps = 2", "= 1, but gradient_accumulation_"),
-        ("deepspeed", "deepspeed_config.train_batch_size = 3", "of all ranks = 16, but train_batch_size = 3"),
-        ("deepspeed", "deepspeed_config.fp16.enabled = true", 'compute = "fp32", but fp16.enabled = true'),
+        (
+            "recipe",
+            "deepspeed_config.train_micro_batch_size_per_gpu = 3",
+            "4, but deepspeed_config has micro-batch = 3",
+        ),
+        ("zero3", 'deepspeed_config = "ds.json"', "set strategy = 'recipe'"),
+        ("deepspeed", "clip = 0.5\ndeepspeed_config.gradient_clipping = 1.0", "has gradient_clipping = 1.0"),
+        (
+            "deepspeed",
+            "deepspeed_config.gradient_accumulation_steps = 2",
+            "accumulation = 1, but deepspeed_config has gradient_accumulation_",
+        ),
+        (
+            "deepspeed",
+            "deepspeed_config.train_batch_size = 3",
+            "on all ranks = 16, but deepspeed_config has train_batch_size = 3",
+        ),
+        (
+            "deepspeed",
+            "deepspeed_config.fp16.enabled = true",
+            'compute = "fp32", but deepspeed_config has fp16.enabled = true',
+        ),
         ("deepspeed", 'deepspeed_config.scheduler.type = "WarmupLR"', "has 'scheduler'"),
-        ("deepspeed", 'workload = "generate"', "strategy 'deepspeed' trains"),
+        ("deepspeed", 'workload = "generate"', "strategy 'deepspeed' can only train"),
     ],
 )
 def test_what_a_trial_says_of_deepspeed_is_said_once(
@@ -412,7 +434,9 @@ def test_what_a_trial_says_of_deepspeed_is_said_once(
 
 
 def test_deepspeed_itself_takes_the_configuration_that_a_recipe_reads(tmp_path: Path, read: Read) -> None:
-    """Both may stand in a suite with one file; without one, DeepSpeed's is its ZeRO-3 as shipped."""
+    """Strategies ``recipe`` and ``deepspeed`` may share one file; without a file, DeepSpeed runs its ZeRO-3 as
+    shipped.
+    """
     (tmp_path / "ds.json").write_text(STAGE_3, encoding="utf-8")
     body = (
         '[matrix]\nstrategy = ["recipe", "deepspeed"]\n[[override]]\n'
@@ -428,7 +452,7 @@ def test_deepspeed_itself_takes_the_configuration_that_a_recipe_reads(tmp_path: 
 
 
 def test_the_type_of_peers_leaves_policies_alone(read: Read) -> None:
-    """Peers' ``compute`` changes peers alone: a policy beside them is the same run, under its id."""
+    """``peer.compute`` changes only peers: a policy in the same suite is the same run, with the same id."""
     head = '[matrix]\nstrategy = ["zero3", "fsdp2-prefetch"]\n'
     plain, peer = read(head).trials
     same, other = read(f'[defaults]\npeer.compute = "bf16"\n{head}').trials
@@ -449,7 +473,9 @@ COUNTS = [*field_paths(Trial), "model.arguments.layers"]
     path=st.sampled_from(COUNTS), value=st.integers(2**63, 10**400) | st.integers(-(10**400), -(2**63) - 1)
 )
 def test_numbers_that_nothing_counts_are_refused(refusal: Refused, path: str, value: int) -> None:
-    """In every field, beyond 64 bits as beyond a float, with the field's name and what is expected."""
+    """In every field, numbers beyond 64 bits or beyond a float are refused with the field's name and what is
+    expected.
+    """
     text = refusal(f"[defaults]\n{path} = {value}\n")
     assert f"defaults.{path} = " in text
     assert "expected" in text
@@ -458,7 +484,7 @@ def test_numbers_that_nothing_counts_are_refused(refusal: Refused, path: str, va
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from([*range(9), 11, *range(12, 32), *range(127, 160)]), st.booleans())
 def test_no_name_and_no_value_holds_a_control_character(refusal: Refused, code: int, key: bool) -> None:
-    """A terminal would act on it wherever it is shown, in the question too."""
+    """Control characters are refused in every text, since a terminal that shows the text would act on them."""
     escaped = f'"x\\u{code:04x}"'
     body = f"[defaults]\nmodel.arguments = {{ {escaped} = 1 }}\n" if key else f"time = {escaped}\n"
     assert "control character" in refusal(body)

@@ -39,7 +39,7 @@ trials = st.builds(
 
 @given(trials)
 def test_round_trip(trial: Trial) -> None:
-    """A trial's canonical JSON gives back the trial, and so its id."""
+    """A trial is restored from its canonical JSON, with the same id."""
     again = Trial.from_canonical(trial.canonical())
     assert again == trial
     assert again.id == trial.id
@@ -47,13 +47,13 @@ def test_round_trip(trial: Trial) -> None:
 
 @given(trials, trials)
 def test_ids(trial: Trial, other: Trial) -> None:
-    """Two trials have one id exactly if they are equal."""
+    """Two trials have the same id exactly if they are equal."""
     assert (trial.id == other.id) == (trial == other)
 
 
 @given(st.integers(1, 1000))
 def test_units(number: int) -> None:
-    """A quantity means the same in any of its units, and is a plain number in the canonical form."""
+    """A quantity has the same value in all its units, and is a plain number in the canonical form."""
     assert parse_rate(f"{number} Mbit/s") == number
     assert parse_rate(f"{number * 1000} kbit/s") == pytest.approx(number)
     assert parse_rate(f"{number} Gbit/s") == number * 1000
@@ -68,7 +68,7 @@ def test_units(number: int) -> None:
     "value", [50, "50", "50 Mbps", "0 Mbit/s", "-1 Mbit/s", "", True, "0.5 kbit/s", "1001 Gbit/s", "64 MB"]
 )
 def test_other_quantities_are_refused(value: object) -> None:
-    """Without a known unit, of nothing, or beyond any link; the message names the allowed ones."""
+    """Quantities without a known unit, of zero, or beyond any link are refused; the message names the allowed ones."""
     for fields, message in (
         ({"cluster": {"rate": value}}, "kbit/s, Mbit/s or Gbit/s, or 'unshaped', from 1 kbit/s to 1000"),
         ({"memory_limit": value}, "a number above 0 with a unit, MiB or GiB"),
@@ -78,7 +78,7 @@ def test_other_quantities_are_refused(value: object) -> None:
 
 
 def test_frames_are_what_is_kept_unless_said_otherwise() -> None:
-    """Saying that hpZ's copy is of frames changes no id; in 16 bits it is another trial, on record."""
+    """Setting hpZ's copy to its default, frames, changes no id; in 16 bits it is another trial, and recorded so."""
     plain, frames, other = (
         Trial(policy=PolicyChanges(secondary_format=kept)) for kept in (None, "frames", "bf16")
     )
@@ -98,7 +98,7 @@ def test_presets(name: str) -> None:
 @given(codecs)
 @example("int4:shard")
 def test_one_codec_for_both_hops(text: str) -> None:
-    """A single gradient codec is meant for both hops, a pair for one each."""
+    """A single gradient codec is used in both hops; a pair gives one for each."""
     single = Trial(strategy="zero3", policy=PolicyChanges(gradients=text)).resolved_policy()
     pair = Trial(strategy="zero3", policy=PolicyChanges(gradients=(text, "fp32"))).resolved_policy()
     assert single is not None
@@ -108,7 +108,7 @@ def test_one_codec_for_both_hops(text: str) -> None:
 
 
 def test_every_field_of_a_policy_can_be_said() -> None:
-    """A suite may change every field of policies and of their limits."""
+    """A suite can change every field of policies and of their limits."""
     named = {field.name for kind in (Policy, MemoryLimits) for field in dataclasses.fields(kind)}
     shares = {f"offload_{field.name}" for field in dataclasses.fields(Offload)}
     assert set(PolicyChanges.model_fields) == named - {"memory", "offload", "inside"} | shares
@@ -132,13 +132,13 @@ def test_every_field_of_a_policy_can_be_said() -> None:
 
 
 def test_impossible_policy() -> None:
-    """A combination that no topology could run is refused when it is resolved."""
+    """A policy that no topology could run is refused when it is resolved."""
     with pytest.raises(PolicyError, match="hpZ"):
         Trial(strategy="hpz", policy=PolicyChanges(gather="flat")).resolved_policy()
 
 
 def test_what_came_later_changes_no_id() -> None:
-    """A trial that trains without a limit has the id that it had before there were others."""
+    """A trial that does not use fields that were added later has the id that it had before."""
     assert Trial().id == "0dc9ea488555"
     assert not {"workload", "generate", "memory_limit", "control"} & set(Trial().canonical())
     assert Trial(control="half_batch").id != Trial().id
@@ -165,7 +165,7 @@ def test_what_came_later_changes_no_id() -> None:
     ],
 )
 def test_hosts(host: str, kept: str) -> None:
-    """Names, addresses of both kinds, and a user before them."""
+    """Hosts may be names or addresses of both kinds, and may follow a user."""
     assert Cluster(launcher="hosts", hosts=(host,)).hosts == (kept,)
 
 
@@ -174,6 +174,6 @@ def test_hosts(host: str, kept: str) -> None:
     ["", "-oProxyCommand=x", "-x@node1", "me@-node", "a b", "a;b", "::g", "[::1", "1::2::3", "a:22", "me@"],
 )
 def test_what_is_no_host(host: str) -> None:
-    """No option of ssh, nothing of a shell, and no port: in words."""
-    with pytest.raises(ValidationError, match="expected a host name or address for ssh, as"):
+    """Options of ssh, shell syntax and ports are refused in words."""
+    with pytest.raises(ValidationError, match="expected a host name or address for ssh, such as"):
         Cluster(launcher="hosts", hosts=(host,))

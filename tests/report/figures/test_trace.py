@@ -67,9 +67,9 @@ def test_the_picture_has_a_panel_for_each_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is no trace of a step"),
+        ("{", "not the trace of a step"),
         ('{"traceEvents": []}', "otherData: Field required"),
-        (traced().model_dump_json(), "is of trial"),
+        (traced().model_dump_json(), "holds the trace of trial"),
         (traced().model_dump_json().replace(f'"cat":"{COMPUTE}"', '"cat":"idling"'),
          f"lane 'idling'; expected one of {COMPUTE}"),
     ],
