@@ -76,6 +76,7 @@ def run_sweep(
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(results))
+        chained_journal.complete(results)
         display = stack.enter_context(Display(console, results, total))
         runner = stack.enter_context(TrialRunner(results, nodes))
         sweep = _Sweep(suite, results, runner, display, retry_failed, on)
