@@ -49,6 +49,7 @@ from harness.suites.suite import Suite, SuiteError
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster
 from harness.train import command as train_command
+from impl import regular_file
 from impl.checkpoint.commit import CheckpointError, named, resolve
 from impl.checkpoint.manifest import read_manifest
 from impl.codecs.codec import CodecError, Dtype
@@ -282,7 +283,7 @@ def show(
         if as_script:
             print(reproduce.script(record, run_record.read(path.parent, record.run or "")), end="")
         else:
-            whole = json.loads(path.read_text(encoding="utf-8"))
+            whole = json.loads(regular_file.read_text(path))
             if not _print_rows(plan_rows.record_rows([record]), whole, as_json=as_json, as_csv=as_csv):
                 terminal.single_record(record, out, path.parent)
     elif bench_record.holds(folder):

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 
 from harness.records.trial_record import Record, RecordError, digest_of, read_valid, write, write_whole
 from harness.suites.labels import counted
+from impl import regular_file
 
 JOURNAL: Final = "journal.jsonl"
 # Role and answer follow from the suite's question, which may change later; the digest covers both.
@@ -50,8 +51,10 @@ def content_of(record: Record) -> str:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    except (OSError, ValueError) as error:
+        return regular_file.read_text(path).splitlines() if path.exists() else []
+    except OSError as error:
+        raise RecordError(f"{path}: cannot read: {error.strerror or error}") from error
+    except ValueError as error:
         raise RecordError(f"{path}: cannot read: {error}") from error
 
 

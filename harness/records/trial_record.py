@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 
 from harness.suites.answering_quantity import ChosenQuantity
+from impl import regular_file
 from impl.deepspeed.config_to_policy import Finding
 from impl.plan.shard_layout import padding_share
 
@@ -419,8 +420,10 @@ def read_as(model: type[Model], path: Path) -> Model:
     """
     version = model.model_fields["schema_version"].default
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        data = json.loads(regular_file.read_text(path))
+    except OSError as error:
+        raise RecordError(f"{path}: cannot read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
         raise RecordError(f"{path}: cannot read: {error}") from error
     except (ValueError, RecursionError) as error:  # not JSON, or beyond Python's limits on numbers and depth
         raise RecordError(f"{path}: not a record: {error}{_REMEDY}") from None

@@ -34,6 +34,7 @@ from harness.suites.labels import counted
 from harness.suites.suite import SKIP, FailureResponse, Kind, Suite
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
+from impl import regular_file
 from impl.plan.step_time import Machine
 
 
@@ -101,6 +102,8 @@ def locked(results: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             results.mkdir(parents=True, exist_ok=True)
+            if (results / ".lock").exists():
+                regular_file.status(results / ".lock")
             lock = stack.enter_context((results / ".lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import tomllib
 from pathlib import Path
@@ -14,6 +15,7 @@ from harness.suites import folder
 from harness.suites.expand_suite import expand, expected_text
 from harness.suites.labels import value_text
 from harness.suites.suite import Suite, SuiteError, SuiteTables
+from impl import regular_file
 
 MOST_BYTES: Final = 1 << 20  # of a suite file
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line feeds
@@ -50,12 +52,11 @@ def name_of(path: Path) -> str:
 def _parse(path: Path) -> tuple[str, dict[str, Any]]:
     """Return a file's text and its parsed tables."""
     try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+        content = regular_file.read_bytes(path, MOST_BYTES)
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise SuiteError(f"more than {MOST_BYTES >> 20} MiB; expected a suite in TOML") from None
         raise SuiteError(f"cannot read: {error.strerror or error}") from None
-    if len(content) > MOST_BYTES:
-        raise SuiteError(f"more than {MOST_BYTES >> 20} MiB; expected a suite in TOML")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
