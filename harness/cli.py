@@ -32,7 +32,7 @@ from harness.cluster import node_supervisors
 from harness.cluster.control_channel import Place
 from harness.cluster.interrupts import INTERRUPTED, REFUSED
 from harness.cluster.rank_processes import LaunchError, end_if_in_group
-from harness.errors import LinkError, Refusal, check_installed, not_imported, one_line
+from harness.errors import LinkError, Refusal, check_installed, not_imported, one_line, visible
 from harness.expected_time import estimate
 from harness.lab import command as lab
 from harness.laws import command as check
@@ -281,7 +281,10 @@ def show(
         if as_script and record.run is None:
             raise Refusal(f"{path}: names no file of its run, for it was written before there were any")
         if as_script:
-            print(reproduce.script(record, run_record.read(path.parent, record.run or "")), end="")
+            script = reproduce.script(record, run_record.read(path.parent, record.run or ""))
+            print(
+                visible(script) if sys.stdout.isatty() else script, end=""
+            )  # exact for a shell that reads it
         else:
             whole = json.loads(regular_file.read_text(path))
             if not _print_rows(plan_rows.record_rows([record]), whole, as_json=as_json, as_csv=as_csv):
@@ -364,7 +367,7 @@ def list_checkpoints(
         except CheckpointError as error:
             broken.append(error)
             state = f"BROKEN: {error}"
-        print(f"{path}: {text}{state}")
+        print(visible(f"{path}: {text}{state}".replace("\n", " ")))
     if broken:
         count = f" (the first of {len(broken)} that are broken)" if len(broken) > 1 else ""
         raise CheckpointError(f"{broken[0]}{count}")
@@ -389,7 +392,7 @@ def export_checkpoint(
 
     interrupts.take_over()
     for note in export(checkpoint, out, dtype=dtype, allow_overflow=allow_overflow):
-        print(f"note: {note}", file=sys.stderr)
+        print(f"note: {visible(note)}", file=sys.stderr)
     print(out)
 
 
@@ -502,6 +505,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         if (missing := not_imported(error)) is None:
             raise
         return _complain(missing, REFUSED)
+    except MemoryError:
+        return _complain("cannot go on: not enough memory for what was read", REFUSED)
     except OSError as error:
         return _complain(f"{error.filename or 'cannot go on'}: {error.strerror or error}", REFUSED)
     except Exception as error:

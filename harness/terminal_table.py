@@ -18,7 +18,9 @@ from rich.console import Console
 from rich.filesize import pick_unit_and_suffix
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from harness.errors import visible
 from harness.suites.labels import as_written, counted
 
 PIPE_WIDTH: Final = 200  # columns where the output is no terminal
@@ -26,12 +28,20 @@ BYTES: Final = ".4g B"  # a form: in the unit that fits the column's largest
 _WIDEST: Final = 40  # characters of a text's cell before it is folded
 
 
+class _Console(Console):
+    """A console that prints no control characters of records, manifests and suites."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return the text that is printed, of every line and every cell of a table."""
+        return super().render_str(visible(text), **options)
+
+
 def console(*, stderr: bool = False) -> Console:
     """A console that does not cut tables when it is piped, unless COLUMNS limits their width."""
-    plain, columns = Console(stderr=stderr, highlight=False), os.environ.get("COLUMNS", "")
+    plain, columns = _Console(stderr=stderr, highlight=False), os.environ.get("COLUMNS", "")
     if plain.width > 0 and (plain.is_terminal or columns.isdecimal()):
         return plain
-    return Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)  # some set COLUMNS to 0: not known
+    return _Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)  # some set COLUMNS to 0: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 import typer
 
 from harness.cluster import interrupts
-from harness.errors import Refusal
+from harness.errors import Refusal, visible
 from harness.measure import machine
 from harness.records import archive, bench_record
 from harness.suites.suite_file import name_of
@@ -79,7 +79,7 @@ def report(
     if explain is not None:
         from report.build import explanation
 
-        print(explanation(folder, *explain))
+        print(visible(explanation(folder, *explain)))
         return
     build_report(folder, requested, width, forms)
 
@@ -159,7 +159,7 @@ def build_report(
 
     print(build(folder, columns=columns, width=width, forms=forms))
     if head:
-        print("\n".join(of_folder(folder).lines), file=sys.stderr)
+        print(visible("\n".join(of_folder(folder).lines)), file=sys.stderr)
 
 
 def _columns(options: Sequence[str]) -> dict[str, list[str]]:

@@ -382,9 +382,14 @@ def write(results: Path, record: Record) -> Path:
 
 
 def digest_of(data: dict[str, Any]) -> str:
-    """Return the SHA-256 of a record's JSON, with sorted keys, without spaces and without its digest."""
+    """Return the SHA-256 of a record's JSON, with sorted keys, without spaces and without its digest.
+
+    Raises:
+        ValueError: If a number is infinite or NaN, which JSON does not have and no record is written with.
+    """
     content = {key: value for key, value in data.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def with_digest(record: Model) -> Model:
@@ -432,7 +437,13 @@ def read_as(model: type[Model], path: Path) -> Model:
     if data["schema_version"] != version:
         versions = f"schema version {data['schema_version']}, this program reads and writes {version}"
         raise RecordError(f"{path}: {versions}; move the folder aside or use the version that wrote it")
-    if data.get("digest") is not None and data["digest"] != (digest := digest_of(data)):
+    try:
+        digest = digest_of(data)
+    except (ValueError, RecursionError):
+        raise RecordError(
+            f"{path}: not a record: it holds a number that is infinite or NaN{_REMEDY}"
+        ) from None
+    if data.get("digest") is not None and data["digest"] != digest:
         digests = f"it states the digest {str(data['digest'])[:12]}, but its content has {digest[:12]}"
         raise RecordError(f"{path}: edited or damaged since it was written: {digests}{_REMEDY}")
     try:

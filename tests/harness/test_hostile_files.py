@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import io
+import json
 import lzma
 import os
 import socket
@@ -17,11 +20,11 @@ from harness.errors import Refusal
 from harness.lab.formats import units_of
 from harness.records import archive, chained_journal
 from harness.records.chained_journal import JOURNAL
-from harness.records.trial_record import RecordError
+from harness.records.trial_record import Failure, RecordError
 from harness.runs.sweep import locked
 from harness.suites.trial import Trial
 from impl.checkpoint.commit import MANIFEST
-from impl.checkpoint.manifest import Manifest
+from impl.checkpoint.manifest import Manifest, digest
 from tests.harness.conftest import Zeropp
 from tests.impl.checkpoint.checkpointed import EMPTY
 from tests.report.records import record_of
@@ -207,3 +210,107 @@ def with_dictionary(content: bytearray, code: int) -> bytes:
     header[place] = code
     header[-4:] = zlib.crc32(header[:-4]).to_bytes(4, "little")
     return bytes(content[:12] + header + content[12 + len(header) :])
+
+
+ESCAPES = "\x1b[2J\x1b]0;x\x07\x9b31m\u202e"
+
+
+def harmless(text: str) -> bool:
+    """Return whether a terminal only prints a text."""
+    return all(character.isprintable() or character == "\n" for character in text)
+
+
+def test_control_characters_of_records_do_not_reach_the_terminal(folder: Path, zeropp: Zeropp) -> None:
+    """Of questions, names, failures, facts and unknown fields, in every command that prints records."""
+    failure = Failure(kind=f"crashed{ESCAPES}", message=f"m{ESCAPES}", log=f"l{ESCAPES}", tail=[ESCAPES])
+    for seed in range(2, 5):
+        record = record_of(
+            Trial(steps=2, warmup=0, seed=seed),
+            suite=f"q{ESCAPES}",
+            question=f"?{ESCAPES}",
+            failure=failure if seed == 3 else None,
+            **({} if seed == 3 else {"ran": {f"[/key]{ESCAPES}": ESCAPES}}),
+        )
+        chained_journal.append(folder / "results" / "q", record)
+        zeropp("show", record.id[:8])
+    processes = [zeropp("show", "q"), zeropp("show", record.id), zeropp("show", "q", "--json")]
+    processes += [
+        zeropp("show", "q", "--csv"),
+        zeropp("report", "q"),
+        zeropp("compare", "results/q", "results/q"),
+    ]
+    for process in processes:
+        assert process.stdout
+        assert harmless(process.stdout), process.args
+        assert harmless(process.stderr), process.args
+
+
+def test_control_characters_of_manifests_do_not_reach_the_terminal(folder: Path, zeropp: Zeropp) -> None:
+    """The writer, the topology, the stage and the names of optimizers are the checkpoint's author's."""
+    path = folder / "checkpoint-000001"
+    path.mkdir()
+    manifest = dataclasses.replace(
+        EMPTY, writer=ESCAPES, topology=ESCAPES, of={"stage": ESCAPES}, optimizers=[{"kind": ESCAPES}]
+    )
+    (path / MANIFEST).write_text(manifest.text(), encoding="utf-8")
+    listed = zeropp("checkpoints", path).stdout
+    assert listed.count("\n") == 1
+    assert harmless(listed)
+
+
+MUTATED = {
+    "step": "1", "micro_batch": -1, "topology": None, "of": {"stage": 3}, "state": {"w": {"parameter": "w"}},
+    "optimizers": [{}], "loss_scale": 1.0, "files": [[1]], "writer": 3,
+    "state ": {"w": {"parameter": "w", "shape": [2**62, 2**62]}},
+    "state  ": {"w": {"parameter": "w", "shape": [10**12]}},
+    "state   ": {"w": {"parameter": "w", "shape": "ab"}},
+    "unknown": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATED)
+def test_a_manifest_with_a_right_digest_and_wrong_fields_is_refused(
+    folder: Path, zeropp: Zeropp, name: str
+) -> None:
+    """In one line, which names the field; export says the same and writes nothing."""
+    path = folder / "checkpoint-000001"
+    path.mkdir()
+    fields = {key: value for key, value in json.loads(EMPTY.text()).items() if key != "sha256"}
+    fields[name.strip()] = MUTATED[name]
+    text = json.dumps({**fields, "sha256": digest(fields)})
+    (path / MANIFEST).write_text(text, encoding="utf-8")
+    for command in (("checkpoints", path), ("export", path, "out.safetensors")):
+        stderr = zeropp(*command, status=2).stderr
+        assert stderr.count("\n") == 1
+        assert f"{MANIFEST}: not a manifest of a zeropp checkpoint: " in stderr
+        assert name.strip() in stderr or "elements" in stderr
+    assert not Path("out.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("total", "message"),
+    [
+        ("Infinity", "holds a number that is infinite or NaN; delete the file and run again"),
+        ("1e999", "holds a number that is infinite or NaN; delete the file and run again"),
+        ("NaN", "holds a number that is infinite or NaN; delete the file and run again"),
+        ("0.0", "has a step of 0 s, so that no ratio can be computed"),
+        ("-1.0", "has a step of less than 0 s, so that no ratio can be computed"),
+    ],
+)
+def test_seconds_that_no_clock_shows_are_refused(
+    folder: Path, zeropp: Zeropp, total: str, message: str
+) -> None:
+    """Also if the record has the digest of its content."""
+    path = next((folder / "results" / "q").glob("*.json"))
+    data = json.loads(path.read_text(encoding="utf-8"))
+    for rank in data["ranks"]:
+        for step in rank["steps"]:
+            step["total"] = float(total)
+    content = {key: value for key, value in data.items() if key != "digest"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    data["digest"] = hashlib.sha256(text.encode()).hexdigest()
+    path.write_text(json.dumps(data).replace("Infinity", total), encoding="utf-8")
+    stderr = zeropp("report", "q", status=2).stderr
+    assert stderr.count("\n") == 1
+    assert message in stderr
+    zeropp("show", "q", status=2 if "infinite" in message else 0)
