@@ -2,7 +2,8 @@
 
 ``python -m docs.build`` writes them and their figures, and prints the paths that changed;
 ``python -m docs.build --check`` prints each line whose number has moved and each claim that the records no longer
-bear, and exits with status 1 if there are any.  Templates call the functions of :mod:`docs.numbers`, and:
+bear, and exits with status 1 if there are any.  Both take names of templates,
+to build only these.  Templates call the functions of :mod:`docs.numbers`, and:
 
 - ``figure(suite, name="")``: draws a figure of the suite, by default the one that shows its verdicts, and links it;
 - ``verdicts(suite)``: the suite's verdict table; ``finding(suite)``: the sentence above it on its page;
@@ -13,11 +14,15 @@ bear, and exits with status 1 if there are any.  Templates call the functions of
 from __future__ import annotations
 
 import difflib
+import multiprocessing
+import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +31,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 from docs import numbers
 from docs.numbers import ROOT, DocumentError, Estimate
 from harness.errors import Refusal
+from harness.measure import machine
 from report import verdicts
+from report.data.metrics import Derived
 from report.draw.figure import style_of
 from report.figures.all_figures import FIGURES
 
@@ -40,6 +47,19 @@ DOCUMENTS: Final = {
 }
 """Templates in docs/, with the documents that they make."""
 _LONGEST: Final = 100  # characters of a line in a message
+_OPEN_ROWS: Final = 16  # of a verdict table; a longer one is folded
+_NUMBER: Final = re.compile(r"[+-]?\d[\d,.]*(?:e[+-]\d+)?")
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a suite's page begins with, as documents have it."""
+
+    sentence: str
+    table: str  # Markdown
+    rows: int
+    figure: str  # its name
+    svg: bytes | None = None  # if it was drawn
 
 
 @dataclass
@@ -48,6 +68,30 @@ class Build:
 
     files: dict[Path, bytes] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)  # each with its template and line
+    heads: dict[str, Head] = field(default_factory=dict)  # by suite
+    drawn: dict[tuple[str, str], bytes] = field(default_factory=dict)  # figures by suite and name
+
+    def prepare(self, texts: Iterable[str], processes: int) -> None:
+        """Read the suites that templates name, and draw the figure of each one's verdicts, in parallel."""
+        named = set(re.findall(r"[\"'](\w+)[\"']", " ".join(texts)))
+        suites = [suite for suite in numbers.suites() if suite in named]
+        drawing = any("figure(" in text for text in texts)
+        if processes < 2 or len(suites) < 2:
+            return
+        context = multiprocessing.get_context("spawn")  # threads of NumPy do not survive a fork
+        with ProcessPoolExecutor(min(processes, len(suites)), context) as pool:
+            heads = pool.map(partial(_read, drawing=drawing), suites)
+            for suite, (records, head) in zip(suites, heads, strict=True):
+                numbers.keep(suite, records)
+                self.heads[suite] = head
+                if head.svg is not None:
+                    self.drawn[suite, head.figure] = head.svg
+
+    def head(self, suite: str) -> Head:
+        """What a suite's page begins with; read here, if no other process has."""
+        if suite not in self.heads:
+            self.heads[suite] = _read(suite, drawing=False)[1]
+        return self.heads[suite]
 
     def add(self, template: str, folder: Path = ROOT / DOCS) -> None:
         """Render one template; a template that asks for what is not there is a problem with its line."""
@@ -70,20 +114,24 @@ class Build:
         above = "../" * (len(path.parts) - 1)
 
         def figure(suite: str, name: str = "") -> str:
-            name = name or verdicts.verdicts(numbers.derived(suite)).figure
+            shown = self.head(suite).figure
+            name = name or shown
             title = numbers.title_of_figure(name)
-            shown = verdicts.verdicts(numbers.derived(suite)).figure
             drawn = DOCS / "figures" / (f"{suite}.svg" if name == shown else f"{suite}_{name}.svg")
-            if drawn not in self.files:
-                self.files[drawn] = _svg(suite, name)
+            if (suite, name) not in self.drawn:
+                self.drawn[suite, name] = _svg(suite, name)
+            self.files[drawn] = self.drawn[suite, name]
             link = drawn.relative_to(DOCS) if path.parent == DOCS else f"{above}{drawn}"
             return f"![{title}]({link})"
 
         def finding(suite: str) -> str:
-            return verdicts.verdicts(numbers.derived(suite)).sentence
+            return self.head(suite).sentence
 
         def verdict_table(suite: str) -> str:
-            return verdicts.verdicts(numbers.derived(suite)).table.markdown_rows()
+            head = self.head(suite)
+            if head.rows <= _OPEN_ROWS:
+                return head.table
+            return f"<details><summary>{head.rows} rows</summary>\n\n{head.table}\n\n</details>"
 
         def holds(*, condition: bool, claim: str) -> str:
             if not condition:
@@ -107,13 +155,15 @@ class Build:
         }
 
 
-def build(templates: Mapping[str, Path] = DOCUMENTS) -> Build:
-    """All documents and their figures.
+def build(templates: Sequence[str] = tuple(DOCUMENTS)) -> Build:
+    """Documents and their figures, by default all.
 
     Raises:
         RecordError: for an edited record, or a file that is no archive.
     """
     made = Build()
+    paths = [ROOT / DOCS / template for template in templates]
+    made.prepare([path.read_text(encoding="utf-8") for path in paths if path.exists()], machine.cores())
     for template in templates:
         made.add(template)
     return made
@@ -135,22 +185,52 @@ def differences(root: Path = ROOT, made: Build | None = None) -> list[str]:
 
 
 def _moved(committed: str, expected: str) -> list[str]:
-    """``12: is 'a 1 b', by the records 'a 2 b'`` for each part in which two texts differ."""
+    """A line for each line that differs, with its number and what moved:
+
+    ``12: 2.39 is 2.36 by the records, in '…ZeRO++ is 2.39x faster…'``.
+    """
     before, after = committed.splitlines(), expected.splitlines()
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
-    return [
-        f"{i + 1}: is {_quoted(before[i:j], after[k:m])}, by the records {_quoted(after[k:m], before[i:j])}"
-        for kind, i, j, k, m in matcher.get_opcodes()
-        if kind != "equal"
-    ]
+    moved = []
+    for kind, i, j, k, m in matcher.get_opcodes():
+        if kind == "replace" and j - i == m - k:
+            moved += [f"{i + n + 1}: {_change(before[i + n], after[k + n])}" for n in range(j - i)]
+        elif kind != "equal":
+            moved.append(f"{i + 1}: {_change(' '.join(before[i:j]), ' '.join(after[k:m]))}")
+    return moved
 
 
-def _quoted(lines: list[str], others: list[str]) -> str:
-    """The first line, cut to the part around its first difference from another one."""
-    line, other = (texts[0] if texts else "" for texts in (lines, others))
-    same = next((n for n, (a, b) in enumerate(zip(line, other, strict=False)) if a != b), len(other))
+def _change(line: str, other: str) -> str:
+    """What differs between two lines: the first number that does, else the text around the difference."""
+    same = next(
+        (n for n, (a, b) in enumerate(zip(line, other, strict=False)) if a != b), min(len(line), len(other))
+    )
+    old, new = _NUMBER.findall(line), _NUMBER.findall(other)
     begin = max(0, same - _LONGEST // 2)
-    return repr(("…" if begin else "") + line[begin : begin + _LONGEST])
+    context = repr(("…" if begin else "") + line[begin : begin + _LONGEST])
+    if _NUMBER.sub("", line) == _NUMBER.sub("", other) and len(old) == len(new):
+        was, now = next(pair for pair in zip(old, new, strict=True) if pair[0] != pair[1])
+        return f"{was} is {now} by the records, in {context}"
+    return (
+        f"is {context}, by template and records {('…' if begin else '') + other[begin : begin + _LONGEST]!r}"
+    )
+
+
+def _read(suite: str, *, drawing: bool) -> tuple[Derived, Head]:
+    """A suite's records, and what its page begins with; with its figure, if asked for."""
+    derived = numbers.derived(suite)
+    found = verdicts.verdicts(derived)
+    figure = _shows(derived, found.figure)
+    svg = _svg(suite, figure) if drawing else None
+    return derived, Head(
+        found.sentence, found.table.markdown_rows().strip(), len(found.table.data), figure, svg
+    )
+
+
+def _shows(derived: Derived, wanted: str) -> str:
+    """The name of the figure of a suite's verdicts; where the records have no rows for it, the page's first."""
+    ordered = sorted(FIGURES, key=lambda figure: figure.name != wanted)
+    return next(figure.name for figure in ordered if not figure.table(derived).empty)
 
 
 def _svg(suite: str, name: str) -> bytes:
@@ -184,12 +264,16 @@ def _line_of(error: Exception, template: str) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Write or check all documents; returns the exit status."""
-    if arguments not in ([], ["--check"]):
-        sys.stderr.write("usage: python -m docs.build [--check]\n")
+    """Write or check documents; returns the exit status."""
+    checks = arguments[:1] == ["--check"]
+    templates = arguments[1:] if checks else arguments
+    if not {*templates} <= {*DOCUMENTS}:
+        sys.stderr.write(
+            f"usage: python -m docs.build [--check] [TEMPLATE...]\ntemplates: {', '.join(DOCUMENTS)}\n"
+        )
         return 2
-    made = build()
-    if arguments:
+    made = build(templates or tuple(DOCUMENTS))
+    if checks:
         lines = differences(made=made)
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         return 1 if lines else 0

@@ -12,22 +12,27 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pandas as pd
 
+from harness import plan_rows
 from harness.errors import Refusal
+from harness.measure import machine_file
 from harness.records import archive
-from harness.records.confidence_intervals import Interval, mean_interval, of_another_sweep
+from harness.records.confidence_intervals import Interval, geometric_interval, mean_interval, of_another_sweep
 from harness.records.memory_parts import on_device
+from harness.runs import feasibility
+from harness.suites import suite_file
 from report import page
 from report.data import bytes_and_memory, decoding, loss_verdicts, speedups
 from report.data.frames import load
-from report.data.metrics import Derived, derive
+from report.data.metrics import OTHERS_WITHIN, Derived, derive
 from report.data.text import number
 from report.figures.all_figures import FIGURES
 from report.tables import all_tables, phases
@@ -101,6 +106,11 @@ class Estimate:
         return f"{100 * self.interval.estimate:.0f} %"
 
     @property
+    def change(self) -> str:
+        """By how much a ratio differs from 1, without its sign: ``14 %``."""
+        return f"{100 * abs(self.interval.estimate - 1):.0f} %"
+
+    @property
     def _spreads(self) -> bool:
         return self.interval.known and self.interval.low < self.interval.high
 
@@ -115,10 +125,21 @@ class Estimate:
         """Whether its estimate is the smaller one; for :meth:`Numbers.assert_that`."""
         return self.interval.estimate < other.interval.estimate
 
-    def __truediv__(self, other: Estimate) -> Estimate:
-        """The ratio of two estimates, without an interval."""
-        ratio = self.interval.estimate / other.interval.estimate
-        return Estimate(Interval(ratio, math.nan, math.nan, 0), number(3), f"{self.what} over {other.what}")
+    def __truediv__(self, other: Estimate | float) -> Estimate:
+        """The ratio to another estimate or a number, without an interval."""
+        divisor, what = (
+            (other.interval.estimate, other.what) if isinstance(other, Estimate) else (other, other)
+        )
+        ratio = self.interval.estimate / divisor
+        return Estimate(Interval(ratio, math.nan, math.nan, 0), number(3), f"{self.what} over {what}")
+
+    def __mul__(self, other: Estimate | float) -> Estimate:
+        """The product with another estimate or a number, without an interval."""
+        factor, what = (
+            (other.interval.estimate, other.what) if isinstance(other, Estimate) else (other, other)
+        )
+        product = self.interval.estimate * factor
+        return Estimate(Interval(product, math.nan, math.nan, 0), number(3), f"{self.what} times {what}")
 
 
 def _form(specification: str) -> Callable[[float], str]:
@@ -130,25 +151,42 @@ def _counted(value: float) -> Interval:
     return Interval(value, value, value, 0)
 
 
-@cache
+_DERIVED: Final[dict[str, Derived]] = {}  # by suite
+
+
 def derived(suite: str) -> Derived:
-    """What the committed records of a suite say.
+    """What the committed records of a suite say; read once.
 
     Raises:
         DocumentError: without an archive of that name.
         RecordError: for an edited record, or a file that is no archive.
     """
-    packed = ROOT / REFERENCE / f"{suite}{archive.SUFFIX}"
-    if not packed.exists():
-        raise DocumentError(f"no suite {suite!r} in {REFERENCE}: expected one of {', '.join(suites())}")
-    with tempfile.TemporaryDirectory() as folder:
-        return derive(load(archive.unpack(packed, Path(folder))))
+    if suite not in _DERIVED:
+        if not (ROOT / REFERENCE / f"{suite}{archive.SUFFIX}").exists():
+            raise DocumentError(f"no suite {suite!r} in {REFERENCE}: expected one of {', '.join(suites())}")
+        _DERIVED[suite] = read(suite)
+    return _DERIVED[suite]
 
 
-def suites() -> list[str]:
-    """The suites that have committed records, by name."""
+def read(suite: str, folder: Path = REFERENCE) -> Derived:
+    """What a suite's archive in a folder below the root says.
+
+    Raises:
+        RecordError: as :func:`derived`.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        return derive(load(archive.unpack(ROOT / folder / f"{suite}{archive.SUFFIX}", Path(name))))
+
+
+def keep(suite: str, records: Derived) -> None:
+    """Take a suite's records as another process read them."""
+    _DERIVED[suite] = records
+
+
+def suites(folder: Path = REFERENCE) -> list[str]:
+    """The suites that have committed records in a folder below the root, by name."""
     return sorted(
-        path.name.removesuffix(archive.SUFFIX) for path in (ROOT / REFERENCE).glob(f"*{archive.SUFFIX}")
+        path.name.removesuffix(archive.SUFFIX) for path in (ROOT / folder).glob(f"*{archive.SUFFIX}")
     )
 
 
@@ -156,7 +194,8 @@ def _trials(suite: str, name: str, at: str, table: pd.DataFrame | None = None) -
     """The rows of one configuration in one setting, of trials or of another table that has these columns."""
     table = derived(suite).trials if table is None else table
     parts = {part.strip() for part in at.split(",") if part.strip()}
-    here = table[[parts <= {*str(where).split(", ")} for where in table["where"]]]
+    matches = {where: parts <= {*str(where).split(", ")} for where in table["where"].unique()}
+    here = table[table["where"].map(matches).astype(bool)]
     if name not in set(here["configuration"]):
         present = "; ".join(map(str, table["configuration"].unique()))
         raise DocumentError(f"{suite}: no {name!r} at {at!r}: expected one of {present}")
@@ -171,8 +210,11 @@ def _paired(suite: str, name: str, over: str, at: str) -> tuple[pd.DataFrame, st
     """Pairs of a configuration with ``over``, by default the suite's baseline; and the name of that."""
     trials = derived(suite).trials
     setting = str(_trials(suite, name, at)["setting"].iloc[0])
-    of_base = trials["configuration"].eq(over)
-    pairs = speedups.pairs(trials, of_base) if over else derived(suite).pairs
+    if over:
+        both = trials[trials["setting"].eq(setting) & trials["configuration"].isin([name, over])]
+        pairs = speedups.pairs(both, both["configuration"].eq(over))
+    else:
+        pairs = derived(suite).pairs
     pairs = pairs[pairs["setting"].eq(setting) & pairs["configuration"].eq(name)]
     if pairs.empty:
         raise DocumentError(f"{suite}: no pairs of {name!r} with {over or 'the baseline'!r} at {at!r}")
@@ -209,11 +251,18 @@ def megabytes(suite: str, name: str, at: str = "") -> Estimate:
 
 
 def error(suite: str, name: str, at: str = "") -> Estimate:
-    """Error of gradients end to end (vNMSE): the median over measured steps and trials."""
+    """Error of gradients end to end (vNMSE): of a trial the median of its measured steps, of trials their
+    geometric mean.
+    """
     rows = derived(suite).sent_errors
     rows = rows[rows["purpose"].eq("gradients") & rows["hop"].isna() & rows["repeated"].eq(1)]
-    value = float(_trials(suite, name, at, rows)["vnmse"].median())
-    return Estimate(_counted(value), number(2), f"the error (vNMSE) of {name} in {suite}")
+    trials = _trials(suite, name, at)
+    errors = trials["id"].map(rows.groupby("id")["vnmse"].median())
+    if errors.isna().all():
+        raise DocumentError(f"{suite}: no error was measured of {name!r} at {at!r}")
+    known = errors.notna()
+    mean = geometric_interval(list(errors[known]), list(trials["sweep"][known]))
+    return Estimate(mean, number(3), f"the error (vNMSE) of {name} in {suite}")
 
 
 def loss(suite: str, name: str, over: str = "", at: str = "") -> Estimate:
@@ -350,13 +399,14 @@ def as_predicted(suite: str) -> str:
 
 
 def count(suite: str, what: str = "trials") -> int:
-    """How many finished ``trials``, ``sweeps``, ``machines`` (pools) or ``seeds`` a suite's records are of."""
+    """How many finished ``trials``, ``configurations``, ``sweeps``, ``machines`` (pools) or ``seeds`` a suite has."""
     ran = derived(suite).finished
     counts = {
         "trials": len(ran),
         "sweeps": int(ran["sweep"].nunique()),
         "machines": len(derived(suite).frames.pools),
         "seeds": int(ran["seed"].nunique()),
+        "configurations": int(derived(suite).trials["configuration"].nunique()),
     }
     if what not in counts:
         raise DocumentError(f"count of {what!r}: expected one of {', '.join(counts)}")
@@ -377,9 +427,157 @@ def title_of_figure(name: str) -> str:
     return titles[name]
 
 
+def validated_at(suite: str) -> str:
+    """The step after which final losses were measured: ``1,400``."""
+    steps = {int(row["steps"]) for row in loss_verdicts.losses(derived(suite))}
+    if len(steps) != 1:
+        raise DocumentError(f"{suite}: losses were measured after {len(steps)} numbers of steps: name one")
+    return f"{steps.pop():,}"
+
+
+def loss_share(suite: str, name: str, at: str = "") -> Estimate:
+    """Difference of a final loss from the baseline's, as a share of the baseline's: ``0.39 %``."""
+    base = final_loss(suite, derived(suite).compared.baseline, at).interval.estimate
+    difference = loss(suite, name, at=at).interval
+    share = Interval(difference.estimate / base, difference.low / base, difference.high / base, difference.n)
+    what = f"the loss of {name} as a share of the baseline's in {suite}"
+    return Estimate(share, lambda value: f"{100 * value:+.2f} %", what, equal=0.0, more_is_better=False)
+
+
+def pair_range(suite: str, name: str, over: str = "", at: str = "") -> str:
+    """The lowest and the highest speed-up of a pair, where pairs are too few for an interval."""
+    pairs, _ = _paired(suite, name, over, at)
+    return f"{pairs['speedup'].min():.2f} to {pairs['speedup'].max():.2f}"
+
+
+def pair_count(suite: str, name: str, over: str = "", at: str = "") -> int:
+    """How many pairs of trials a speed-up is of."""
+    return len(_paired(suite, name, over, at)[0])
+
+
+def pairs_agree(suite: str, name: str, over: str = "", at: str = "") -> bool:
+    """Whether every pair is faster, or every pair slower: what few pairs can say without an interval."""
+    faster = _paired(suite, name, over, at)[0]["speedup"] > 1
+    return bool(faster.all() or not faster.any())
+
+
+def model_sizes() -> str:
+    """The smallest and the largest model of all records, in million parameters: ``0.14 to 14.3``."""
+    sizes = pd.concat([derived(suite).finished["parameters"] for suite in suites()]) / 1e6
+    return f"{sizes.min():.2f} to {sizes.max():.1f}"
+
+
+def disturbed(suite: str) -> str:
+    """In how many trials others took so much processor time that seconds are marked: ``17 of 28``."""
+    ran = derived(suite)
+    return f"{len(ran.disturbed)} of {len(ran.finished)}"
+
+
+def undisturbed_tokens(suite: str, name: str, at: str, over_at: str) -> Estimate:
+    """:func:`ratio_of_tokens` of the trials in which others took little processor time."""
+    ran = derived(suite)
+    quiet = ran.trials[~ran.trials["id"].isin(ran.disturbed)]
+    here, there = (
+        speedups.step_interval(_trials(suite, name, where, quiet), "tokens_per_second").estimate
+        for where in (at, over_at)
+    )
+    what = f"the undisturbed tokens/s of {name} at {at} over those at {over_at} in {suite}"
+    return Estimate(Interval(here / there, math.nan, math.nan, 0), _form(".2f"), what, equal=1.0)
+
+
+def facts(suite: str) -> str:
+    """One line on a suite's records: trials, sweeps, machine, date, commit, and how many were disturbed."""
+    known = dict(page.facts(derived(suite)))
+    sweeps, machines = count(suite, "sweeps"), count(suite, "machines")
+    trials = known["trials"]
+    if sweeps > 1:
+        trials += f", in {sweeps} sweeps" + (f" on {machines} machines" if machines > 1 else "")
+    changed = f" ({known['checkout']})" if "checkout" in known else ""
+    parts = [
+        f"Trials: {trials}",
+        f"processor: {known['processor']}",
+        f"ran: {known['ran']}",
+        f"commit: {known['commit']}{changed}",
+    ]
+    if len(derived(suite).disturbed):
+        share = f"{OTHERS_WITHIN:.0%}"
+        parts.append(f"in {disturbed(suite)} trials others took more than {share} of the processors' time")
+    return markdown("; ".join(parts) + ".")
+
+
+def seconds_on_record(suite: str) -> str:
+    """How long a suite says that it takes: its key ``time``."""
+    with (ROOT / "suites" / f"{suite}.toml").open("rb") as file:
+        return str(tomllib.load(file)["time"])
+
+
+def exposed(suite: str, name: str, at: str = "") -> Estimate:
+    """Seconds of a step in which communication is hidden by no computation, median over trials."""
+    value = float(_trials(suite, name, at)["exposed_seconds"].median())
+    return Estimate(_counted(value), number(3), f"{name}'s exposed communication in {suite}")
+
+
+def parity_range(suite: str) -> str:
+    """Tokens/s of ZeRO++ at a quarter of the rate over ZeRO-3's at the full one: lowest and highest setting."""
+    rows = speedups.parity(derived(suite).trials)
+    ratios = [speedups.parity_interval(pairs).estimate for _, pairs in rows.groupby(["setting", "full_rate"])]
+    return f"{min(ratios):.2f} and {max(ratios):.2f}"
+
+
+def budgeted(suite: str, codec: str) -> Estimate:
+    """Loss with codecs chosen by unit, less that of the one codec (``int4``) whose bytes they may send."""
+    names = [str(name) for name in derived(suite).trials["configuration"].unique()]
+    chosen = [name for name in names if ", budget" in name and f"/{codec}:" in name.partition(", budget")[0]]
+    if len(chosen) != 1:
+        raise DocumentError(
+            f"{suite}: {len(chosen)} budgets of {codec!r}: expected one of {'; '.join(names)}"
+        )
+    return loss(suite, chosen[0], over=f"{chosen[0].partition(', budget')[0]})")
+
+
+def composition(suite: str, parts: Sequence[str], together: str, at: str = "") -> Estimate:
+    """Speed-up of configuration ``together`` over the product of its parts' speed-ups, pair by pair."""
+    ratios = {}  # by configuration, a speed-up for each pair
+    for name in (together, *parts):
+        pairs, _ = _paired(suite, name, "", at)
+        ratios[name] = pairs.set_index(["sweep", "seed", "repeat"])["speedup"].astype(float)
+    logs = pd.DataFrame(ratios).dropna().map(math.log)
+    log = mean_interval(list(logs[together] - logs[[*parts]].sum(axis="columns")))
+    ratio = replace(log, estimate=math.exp(log.estimate), low=math.exp(log.low), high=math.exp(log.high))
+    return Estimate(ratio, _form(".2f"), f"{together} over the product of its parts in {suite}", equal=1.0)
+
+
+def product(suite: str, parts: Sequence[str], at: str = "") -> Estimate:
+    """The product of the speed-ups of several configurations, without an interval."""
+    value = math.prod(speedup(suite, name, at=at).interval.estimate for name in parts)
+    return Estimate(
+        Interval(value, math.nan, math.nan, 0), _form(".2f"), f"the product of {', '.join(parts)}"
+    )
+
+
+@cache
+def _plan(suite: str, machine: str) -> list[dict[str, Any]]:
+    calibrated = machine_file.read(ROOT / "suites/machines" / f"{machine}.toml") if machine else None
+    trials = suite_file.load(ROOT / "suites" / f"{suite}.toml").trials
+    return plan_rows.rows(feasibility.forecast(trials, feasibility.any_host()), calibrated)
+
+
+def planned(suite: str, column: str, machine: str = "", **row: object) -> float:
+    """A number that ``zeropp plan`` predicts for the one trial whose columns have the values of ``row``."""
+    rows = [each for each in _plan(suite, machine) if all(each.get(key) == row[key] for key in row)]
+    if len(rows) != 1 or not isinstance(rows[0].get(column), int | float):
+        raise DocumentError(
+            f"{suite}: {len(rows)} planned trials with {row}, column {column!r}: expected one number"
+        )
+    return float(rows[0][column])
+
+
 FUNCTIONS: Final = (
     speedup, seconds, sent, megabytes, error, loss, final_loss, loss_verdict, loss_margin, loss_in_steps,
     memory, decoding_speedup, phase_speedup, phase_sent, tokens_per_second, ratio_of_tokens, largest_model,
     cell, table, question, fact, as_predicted, count, computing, suites,
+    validated_at, loss_share, pair_range, pair_count, pairs_agree, model_sizes, disturbed, undisturbed_tokens,
+    facts, seconds_on_record,
+    exposed, parity_range, budgeted, composition, product, planned,
 )  # fmt: skip
 """What templates may call, by name; :mod:`docs.build` adds figures, verdict tables and assertions."""

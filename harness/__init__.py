@@ -1,1 +1,1 @@
-"""Running trials: suites in, records out."""
+"""Runs experiments: reads suite files, runs their trials on ranks, measures them and writes their records."""

@@ -1,12 +1,13 @@
-"""``zeropp``: new, plan, run, trace, show, report, archive, compare, train, bench, check, doctor, export, ...
+"""The command line ``zeropp``: parses arguments, calls the part of the program that does the work, and prints.
 
-A suite file says what happens; there is no option that it could state.  What cannot be done is one line on
-standard error and exit status 2, and nothing is touched.  torch is imported only by commands that need it.
+A suite file describes an experiment completely, so no option repeats what a suite file can state.  A request
+that cannot be met is refused with one line on standard error and exit status 2, before anything is written.
+Commands import torch inside their functions, so that those that do not need torch start fast.
 """
 
 from __future__ import annotations
 
-from harness.cluster import interrupts
+from harness.cluster import interrupts  # first: Ctrl-C during the imports below is then handled
 
 # isort: split
 import inspect
@@ -62,10 +63,10 @@ _FOLLOW_SECONDS: Final = 1.0
 
 app = typer.Typer(
     name="zeropp",
-    help="ZeRO-3 against ZeRO++: a suite file in, a report out.",
+    help="Compare ZeRO-3 with ZeRO++: run the trials of a suite file, and report what they measured.",
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # its tables cut the names of options where lines are short
+    rich_markup_mode=None,  # rich would print tables that cut the names of options on narrow terminals
 )
 
 
@@ -90,11 +91,13 @@ SuiteFile = Annotated[Path, typer.Argument(help="Suite file in TOML.", metavar="
 MachineFile = Annotated[
     Path | None,
     typer.Option(
-        help="What zeropp calibrate wrote, or a published one: predict seconds.", metavar="MACHINE.toml"
+        help="Also predict the seconds of a step on this machine: a file written by zeropp calibrate, or one "
+        "of suites/machines.",
+        metavar="MACHINE.toml",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print all of it for programs, as JSON.")]
-Csv = Annotated[bool, typer.Option("--csv", help="Print all of it for programs, as CSV.")]
+Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON, for other programs.")]
+Csv = Annotated[bool, typer.Option("--csv", help="Print everything as CSV, for other programs.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -112,13 +115,14 @@ def _entry(
 
 @app.command()
 def plan(file: SuiteFile, *, machine: MachineFile = None, as_json: Json = False, as_csv: Csv = False) -> None:
-    """Predict every trial's bytes and memory; status 1, after the reasons, if some cannot run here.
+    """Predict the bytes sent and the memory of every trial, without running any.
 
-    With --machine also the seconds of a step, as modelled from what that machine achieves.
+    The exit status is 1 if some trials cannot run on this machine; their reasons are printed below the
+    table.  With --machine, the seconds of a step are predicted too.
     """
     calibrated = None if machine is None else machine_file.read(machine)
     suite = load(file)
-    local = launchers.slurm_cluster(suite.trials) is None  # else on nodes that are not known yet
+    local = launchers.slurm_cluster(suite.trials) is None  # Slurm's nodes are not known yet
     forecasts = forecast(suite.trials, this_host() if local else feasibility.any_host())
     impossible = sum(bool(planned.problems) for planned in forecasts)
     table = plan_rows.rows(forecasts, calibrated)
@@ -133,8 +137,13 @@ def plan(file: SuiteFile, *, machine: MachineFile = None, as_json: Json = False,
 
 
 @app.command()
-def new(name: Annotated[str, typer.Argument(help="Of the suite, and of its file.", metavar="NAME")]) -> None:
-    """Write NAME.toml: a suite for this machine that ends in five minutes, with further axes as comments."""
+def new(
+    name: Annotated[str, typer.Argument(help="Name of the suite and of its file.", metavar="NAME")],
+) -> None:
+    """Write NAME.toml, a first suite, sized to take less than five minutes on this machine.
+
+    The suite compares ZeRO++ with ZeRO-3.  Other axes that can be compared are in the file as comments.
+    """
     from harness import new_suite
 
     path, time_sentence = new_suite.write(name, this_host())
@@ -144,10 +153,15 @@ def new(name: Annotated[str, typer.Argument(help="Of the suite, and of its file.
 
 @app.command()
 def calibrate(
-    file: Annotated[Path, typer.Argument(help="Written; other commands' --machine.", metavar="MACHINE.toml")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="File to write; zeropp plan and zeropp run take it as --machine.", metavar="MACHINE.toml"
+        ),
+    ],
     results: ResultsFolder = RESULTS,
 ) -> None:
-    """Measure what this machine achieves, in two minutes, for predictions of steps."""
+    """Measure this machine for two minutes, so that the seconds of a step can be predicted."""
     if not file.absolute().parent.is_dir():
         raise Refusal(f"{file}: there is no folder {file.absolute().parent}")
     feasibility.check_writable(file.absolute().parent, f"{file}: its folder")
@@ -165,26 +179,33 @@ def run(
     results: ResultsFolder = RESULTS,
     *,
     machine: MachineFile = None,
-    sweeps: Annotated[int, typer.Option(min=1, help="How often the whole sweep shall have run.")] = 1,
-    only: Annotated[str | None, typer.Option(help="Run this trial of the suite alone.", metavar="ID")] = None,
+    sweeps: Annotated[
+        int, typer.Option(min=1, help="Run until the folder holds this many sweeps of the whole suite.")
+    ] = 1,
+    only: Annotated[
+        str | None, typer.Option(help="Run only the trial whose id begins with ID.", metavar="ID")
+    ] = None,
     retry_failed: Annotated[
         bool,
-        typer.Option("--retry-failed", help="Run all failed trials again, not only those that were killed."),
+        typer.Option(
+            "--retry-failed",
+            help="Run all failed trials again. Without it, only trials that were killed run again.",
+        ),
     ] = False,
-    report: Annotated[bool, typer.Option(help="Draw the report in the end, or leave it.")] = True,
+    report: Annotated[bool, typer.Option(help="Build the report after the last trial, or do not.")] = True,
 ) -> None:
-    """Run a suite's missing trials, then build its report and print the report's path.
+    """Run the trials of a suite that have no record yet, then build its report and print the report's path.
 
-    On a cluster the launcher starts this on every host; the first one's writes records and report.
+    On a cluster, the launcher starts this command on every host; only the first host writes records and
+    the report.
     """
     calibrated = None if machine is None else machine_file.read(machine)
     if calibrated is not None and machine is not None:
         machine_file.check_host(machine, calibrated, machine_facts.identity())
     suite = load(file)
+    if (total := sweeps * len(suite.trials)) > MOST_TRIALS:  # before they are made
+        raise Refusal(f"--sweeps {sweeps}: {total} trials; at most {MOST_TRIALS} are allowed in one folder")
     trials = [trial for number in range(sweeps) for trial in suite.sweep(number)]
-    if len(trials) > MOST_TRIALS:
-        count = f"{len(trials)} trials; at most {MOST_TRIALS} are allowed in one folder"
-        raise Refusal(f"--sweeps {sweeps}: {count}")
     if only is not None:
         trials = [suite.trial_by_prefix(only, sweeps)]
     if (cluster := launchers.slurm_cluster(suite.trials)) is not None:
@@ -196,8 +217,10 @@ def run(
     place = _place(suite)
     folder = results / suite.name
     records = feasibility.check_folder(folder)
-    known = suite.all_repeats(max(sweeps, *(1 + record.sweep for record in records))) if records else {}
-    feasibility.check_inputs(folder, [*known.values()])
+    if (last := max((record.sweep for record in records), default=0)) >= MOST_TRIALS:
+        raise Refusal(f"{folder}: a record is of sweep {last + 1}, beyond {MOST_TRIALS}; delete the record")
+    known = suite.all_repeats(max(sweeps, 1 + last)) if records else {}
+    feasibility.check_inputs(folder, known, records)
     check_feasible(file, forecast(suite.trials if only is None else trials, this_host()))
     user_codecs = check.check_laws(trials)
 
@@ -210,11 +233,11 @@ def run(
     say = partial(terminal_table.say, out=progress)
     say(f"{suite.name}: {suite.question}")
     say(f"{counts} ({suite.repeats}) into {folder}. Stated time{by_sweep}: {suite.time}.")
-    say("" if only is None else f"Of them {only} alone.")
+    say("" if only is None else f"Only trial {only} runs.")
     say(f"The declared laws of {', '.join(user_codecs)} hold." if user_codecs else "")
     if others := len({record.id for record in records} - known.keys()):
-        foreign = f"{counted(others, 'record')} that this suite does not ask for"
-        say(f"This folder also holds {foreign}; the report draws them too.")
+        foreign = f"{counted(others, 'record')} of trials that this suite does not have"
+        say(f"The folder also holds {foreign}; the report shows them too.")
     sweep = batches(suite, sweeps, seconds_in(folder)) if only is None else [Batch(0, tuple(trials))]
     with launchers.lead_nodes(place, suite.trials) as nodes:
         outcome = run_sweep(
@@ -223,7 +246,7 @@ def run(
         )  # fmt: skip
         status = INTERRUPTED if outcome.interrupted else SOME_FAILED if outcome.failed else OK
         if report and status != INTERRUPTED:
-            report_command.build_report(folder, head=True)
+            report_command.report_after_run(folder)
         if nodes is not None:
             nodes.status = status
     raise typer.Exit(status)
@@ -232,12 +255,13 @@ def run(
 @app.command()
 def trace(
     file: SuiteFile,
-    identity: Annotated[str, typer.Argument(help="Of the trial, or its beginning.", metavar="ID")],
+    identity: Annotated[str, typer.Argument(help="The trial's id, or the beginning of it.", metavar="ID")],
     results: ResultsFolder = RESULTS,
 ) -> None:
-    """Run one step of a trial and write what every rank did in it, as a Chrome trace and as a picture.
+    """Run a trial for a few steps and write what every rank did in the last one, as a Chrome trace and a
+    picture.
 
-    They are written beside the records of the suite, whose report shows the first rank's step.
+    Both files are written into the suite's results folder; the suite's report shows the first rank's step.
     """
     suite = load(file)
     trial = suite.trial_by_prefix(identity)
@@ -261,10 +285,16 @@ def show(
     results: ResultsFolder = RESULTS,
     *,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Print each record of a suite file as it is written.")
+        bool,
+        typer.Option(
+            "--follow", help="With a suite file: print the outcome of each trial as soon as it is recorded."
+        ),
     ] = False,
     as_script: Annotated[
-        bool, typer.Option("--reproduce", help="Of one trial: print the shell script that runs it again.")
+        bool,
+        typer.Option(
+            "--reproduce", help="With a trial id: print the shell script that runs the trial again."
+        ),
     ] = False,
     as_json: Json = False,
     as_csv: Csv = False,
@@ -279,7 +309,10 @@ def show(
         path = _record(suite_or_id, results)
         record = read(path)
         if as_script and record.run is None:
-            raise Refusal(f"{path}: names no file of its run, for it was written before there were any")
+            raise Refusal(
+                f"{path}: --reproduce needs a record that names its run's file, and this record was written "
+                "by a version without such files; run the trial again"
+            )
         if as_script:
             script = reproduce.script(record, run_record.read(path.parent, record.run or ""))
             print(
@@ -306,16 +339,17 @@ def show(
 @app.command()
 def doctor(
     file: Annotated[
-        Path | None, typer.Argument(help="Suite file whose cluster's nodes to compare.", metavar="SUITE.toml")
+        Path | None,
+        typer.Argument(help="Suite file; compare the nodes of its cluster.", metavar="SUITE.toml"),
     ] = None,
     *,
     as_json: Json = False,
     as_csv: Csv = False,
 ) -> None:
-    """List what this machine has and lacks; with a suite, what the nodes of its cluster have.
+    """List what this machine has and what it lacks; with a suite, compare the nodes of the suite's cluster.
 
-    For a cluster with a launcher, start it as `zeropp run`: the first node prints the facts of all nodes,
-    side by side.
+    To compare nodes, start this command with the same launcher as `zeropp run`.  The first node prints the
+    facts of all nodes side by side, and marks those that differ.
     """
     from harness.doctor import compare, examine
 
@@ -326,11 +360,17 @@ def doctor(
         return
     suite = load(file)
     if launchers.slurm_cluster(suite.trials) is not None:
-        raise Refusal(f"{file}: start it in a job step: srun --ntasks-per-node=1 zeropp doctor {file}")
+        raise Refusal(
+            f"{file}: zeropp doctor does not submit Slurm jobs; run it in a job step: "
+            f"srun --ntasks-per-node=1 zeropp doctor {file}"
+        )
     if (place := _place(suite)) is None:
-        raise Refusal(f"{file}: all its nodes are on this machine; zeropp doctor by itself looks at it")
+        raise Refusal(
+            f"{file}: all nodes of this suite are on this machine, so there is nothing to compare; "
+            "run zeropp doctor without a suite"
+        )
     with launchers.lead_nodes(place, suite.trials, same_code=False) as nodes:
-        assert nodes is not None  # noqa: S101  # there is a place
+        assert nodes is not None  # noqa: S101  # lead_nodes yields None only without a place
         table = compare(nodes.nodes)
         if not _print_rows(table, as_json=as_json, as_csv=as_csv):
             terminal.nodes(table, terminal_table.console())
@@ -339,16 +379,21 @@ def doctor(
 
 @app.command("checkpoints")
 def list_checkpoints(
-    folder: Annotated[Path, typer.Argument(help="A folder of checkpoints, or one.", metavar="FOLDER")],
+    folder: Annotated[
+        Path, typer.Argument(help="A folder of checkpoints, or one checkpoint.", metavar="FOLDER")
+    ],
     *,
     digests: Annotated[
-        bool, typer.Option("--verify", help="Read every file, and compare its SHA-256 with the manifest's.")
+        bool,
+        typer.Option(
+            "--verify", help="Read every file and compare its SHA-256 with the one in the manifest."
+        ),
     ] = False,
 ) -> None:
-    """List checkpoints, oldest first, and what is in them; status 2 if one is broken.
+    """List checkpoints, oldest first, and what is in them; the exit status is 2 if one is broken.
 
-    Manifests are always checked by their own digests and files by their sizes; contents of files only with
-    --verify, which reads all of them.
+    The digest of each manifest and the size of each file are always checked.  The contents of files are
+    checked only with --verify, which has to read all of them.
     """
     broken: list[CheckpointError] = []
     for path in named(folder) or [resolve(folder)]:
@@ -369,24 +414,31 @@ def list_checkpoints(
             state = f"BROKEN: {error}"
         print(visible(f"{path}: {text}{state}".replace("\n", " ")))
     if broken:
-        count = f" (the first of {len(broken)} that are broken)" if len(broken) > 1 else ""
+        count = f" (the first of {len(broken)} broken checkpoints)" if len(broken) > 1 else ""
         raise CheckpointError(f"{broken[0]}{count}")
 
 
 @app.command("export")
 def export_checkpoint(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder: its newest.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint, or a folder of them, whose newest is taken.")
+    ],
     out: Annotated[Path, typer.Argument(help="The file to write.", metavar="OUT.safetensors")],
-    dtype: Annotated[Dtype, typer.Option(help="Type of the parameters.")] = "fp32",
+    dtype: Annotated[Dtype, typer.Option(help="Type in which parameters are written.")] = "fp32",
     *,
     allow_overflow: Annotated[
-        bool, typer.Option("--allow-overflow", help="Write values beyond the type's largest as infinity.")
+        bool,
+        typer.Option(
+            "--allow-overflow",
+            help="Write values that are too large for the type as infinity; do not refuse.",
+        ),
     ] = False,
 ) -> None:
-    """Write a checkpoint's model as one safetensors file; on one process, without the model.
+    """Write the whole model of a checkpoint as one safetensors file.
 
-    Finite values that the type cannot hold are refused, by the names of their parameters; values that became
-    0 in it, and values that are not finite in the checkpoint either, are counted on standard error.
+    This takes one process and needs neither the model's code nor the ranks that saved it.  The command
+    refuses finite values that are too large for the type, and names their parameters.  It counts, on
+    standard error, values that became 0 and values that are not finite in the checkpoint either.
     """
     from impl.checkpoint.full_state import export
 
@@ -399,9 +451,9 @@ def export_checkpoint(
 def _print_rows(
     table: Sequence[dict[str, Any]], whole: dict[str, Any] | None = None, *, as_json: bool, as_csv: bool
 ) -> bool:
-    """Print rows as CSV, or ``whole`` as JSON, if an option says so; return whether one does."""
+    """Print ``table`` as CSV, or ``whole`` (by default the table) as JSON; return False if neither is asked."""
     if as_json and as_csv:
-        raise Refusal("--json and --csv: expected at most one of them")
+        raise Refusal("--json and --csv exclude each other: give one of them")
     if as_json:
         print(json.dumps(whole or table, indent=1))
     elif as_csv:
@@ -425,7 +477,10 @@ def _follow(suite: Suite, results: Path, out: Console) -> None:
 
 
 def _place(suite: Suite) -> Place | None:
-    """The first node's place in a run across hosts; another node is a supervisor, and exits after the run."""
+    """Return the first node's place in a run across hosts; None if all nodes are on this machine.
+
+    On any other node, supervise that node's ranks until the run ends, then exit with the run's status.
+    """
     place = launchers.place(suite.trials)
     if place is not None and place.follows:
         from harness.runs.rank_trial import WORKS
@@ -435,7 +490,10 @@ def _place(suite: Suite) -> Place | None:
 
 
 def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, options: Sequence[str]) -> None:
-    """Submit a suite's run with these options to Slurm; inside a job, start its step instead."""
+    """Submit ``zeropp run`` of the suite with these options as a Slurm job.
+
+    Inside a job, replace this process with the job step that runs the suite on all nodes.
+    """
     arguments = ["run", str(file.absolute()), "--results", str(results.absolute()), *options]
     if "SLURM_JOB_ID" in os.environ:
         slurm.step(arguments, cluster.nodes)
@@ -446,22 +504,25 @@ def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, options
 
 
 def _record(trial_id: str, results: Path) -> Path:
-    """The path of the record with an id that starts with ``trial_id``."""
+    """Return the path of the one record whose id starts with ``trial_id``; otherwise raise a Refusal."""
     paths = sorted(results.glob(f"*/{trial_id}*.json")) if re.fullmatch("[0-9a-f]{4,12}", trial_id) else []
     if not paths:
         suites = f"{results} holds {report_command.suites_in(results)}"
-        raise Refusal(f"unknown suite or id {trial_id!r}: {suites}; an id is at least 4 of its 12 hex digits")
+        raise Refusal(
+            f"unknown suite or id {trial_id!r}: {suites}; an id needs at least the first 4 of its 12 hex digits"
+        )
     if len({path.stem for path in paths}) > 1:
-        raise Refusal(f"id {trial_id!r} is not unique: {', '.join(path.stem for path in paths)}")
+        several = ", ".join(path.stem for path in paths)
+        raise Refusal(f"id {trial_id!r} is not unique: give more digits of one of {several}")
     return paths[0]
 
 
 def _keep_whole(group: typer.Typer) -> None:
-    """Print the first lines of a group's commands whole in its help, which cuts them to the terminal."""
+    """Let the help of a group print the first sentence of each command whole; typer would cut it to a line."""
     for command in group.registered_commands:
         command.short_help = (inspect.getdoc(command.callback) or "").partition("\n\n")[0]
     for inner in group.registered_groups:
-        assert inner.typer_instance is not None  # noqa: S101  # each was added with one
+        assert inner.typer_instance is not None  # noqa: S101  # add_typer() always sets it
         inner.short_help = inner.typer_instance.info.help
         _keep_whole(inner.typer_instance)
 
@@ -470,8 +531,15 @@ _keep_whole(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line with ``arguments``, or the process's own, and return the exit status: 0; 1 if
-    trials failed or, planned, cannot run here; 2 for bad input; 130 after Ctrl-C.
+    """Run the command line and return its exit status.
+
+    Args:
+        arguments: The words after ``zeropp``; by default those of this process, which then also handles
+            Ctrl-C and a closed or full standard output, as a process that ends with the command.
+
+    Returns:
+        0 if all went well; 1 if trials failed, or planned trials cannot run here; 2 for input that is
+        refused; 130 after Ctrl-C.
     """
     if arguments is not None:
         return _main(arguments)
@@ -482,7 +550,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception:
         traceback.print_exc()
         status = SOME_FAILED
-    finally:  # the process ends: a Ctrl-C has nothing left to interrupt
+    finally:  # the process is about to end, so a late Ctrl-C has nothing left to interrupt
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_if_in_group(status)
     return status
@@ -510,24 +578,25 @@ def _main(arguments: Sequence[str] | None) -> int:
     except OSError as error:
         return _complain(f"{error.filename or 'cannot go on'}: {error.strerror or error}", REFUSED)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # a usage error; its class has moved between versions
+        # Usage errors have this method.  Their class is not caught by name: it has moved between versions.
+        if not hasattr(error, "format_message"):
             raise
         command = getattr(getattr(error, "ctx", None), "command_path", None) or "zeropp"
         return _complain(f"{error.format_message()} ({command} --help lists what there is)", REFUSED)
-    if status == INTERRUPTED:  # by typer, after Ctrl-C
+    if status == INTERRUPTED:  # typer caught the Ctrl-C itself, and printed nothing
         return _complain("interrupted", INTERRUPTED)
     return status if isinstance(status, int) else OK
 
 
 def _flushed(status: int) -> int:
-    """Write what standard output still buffers; if the device is full, say so and return status 2.
+    """Flush standard output; if the device is full, print an error and return status 2, else ``status``.
 
-    What cannot be written goes to the null device afterwards.  Otherwise the interpreter would try once
-    more while it ends, fail, and print a message of its own with status 120.
+    Text that cannot be written is redirected to the null device.  Otherwise the interpreter would try to
+    flush once more while it shuts down, fail, and print a message of its own with status 120.
     """
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe, which is no error
         _discard_output()
     except OSError as error:
         _discard_output()
@@ -536,14 +605,17 @@ def _flushed(status: int) -> int:
 
 
 def _discard_output() -> None:
-    """Let standard output's descriptor lead to the null device."""
+    """Point the file descriptor of standard output at the null device."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
 
 
 def _make_printable() -> None:
-    """Let standard output and error take any character, and be there; what was closed is nowhere."""
+    """Make printing safe: escape characters that the terminal's encoding lacks, replace closed streams.
+
+    A standard stream that the caller has closed is None; it is replaced with the null device.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

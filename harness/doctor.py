@@ -1,4 +1,8 @@
-"""Lists what this machine has, what it lacks, and what that would add.  Changes nothing."""
+"""``zeropp doctor``: lists what this machine has and lacks, and compares the nodes of a cluster.
+
+Each row names a component, what was found, what the component is used for and, if it is missing, how to get
+it.  Nothing is installed or changed.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +20,29 @@ from harness.strategies import deepspeed
 ENOUGH_CORES: Final = 2
 ENOUGH_MEMORY: Final = 4 << 30
 ENOUGH_SHARED_MEMORY: Final = 256 << 20
-_ADDS: Final = {  # its use and, if it is missing, what to do
-    "cores": f"{ENOUGH_CORES} or more: suites' times are for 2",
-    "/dev/shm": "ranks of a node exchange through it; in a container, --shm-size=1g; else transport = 'gloo'",  # noqa: S108
+_ADDS: Final = {  # what the component is used for and, if it is missing, what to do
+    "cores": f"{ENOUGH_CORES} or more, for which the times stated in suites hold",
+    "/dev/shm": "ranks of a node exchange data through it; in a container, start with --shm-size=1g, or set "  # noqa: S108
+    "transport = 'gloo'",
     "torch": "runs every trial: pip install torch",
-    "network namespaces": "nodes behind a link that also holds peers to its rate; else our wire is paced",
-    "tbf": "the kernel's shaper of the link between namespaces",
-    "C++ compiler": "CPU kernels and the CUDA sources' tests on a CPU; without it the PyTorch ones run",
-    "CUDA device": "trials with cluster.device = 'cuda'; without one all runs on the CPU",
+    "network namespaces": "emulated nodes with a shaped link, which also limits the rate of peers; without "
+    "them only our own messages are paced",
+    "tbf": "the kernel's traffic shaper, which limits the link between namespaces",
+    "C++ compiler": "builds the CPU kernels, and tests the CUDA sources on a CPU; without it, codecs run as "
+    "PyTorch operations",
+    "CUDA device": "runs trials with cluster.device = 'cuda'; without it, trials run on the CPU",
     "CuPy": "our CUDA kernels: pip install 'zeropp-bench[cuda12]' or '[cuda13]', never both",
-    "NVML": "GPU facts: an NVIDIA driver, and pip install nvidia-ml-py",
-    "DeepSpeed": "a peer of suites: pip install 'zeropp-bench[deepspeed]'",
+    "NVML": "facts about GPUs in records: an NVIDIA driver, and pip install nvidia-ml-py",
+    "DeepSpeed": "a peer that suites can name as strategy: pip install 'zeropp-bench[deepspeed]'",
 }
 
 
 def examine() -> list[dict[str, Any]]:
-    """A row for everything that a trial may use; ``there`` if the machine has enough of it."""
+    """Return a row for each component that a trial may use.
+
+    Keys are ``what`` (its name), ``there`` (whether the machine has it, or enough of it), ``found`` and
+    ``adds``.
+    """
     cores, memory, shared = machine.cores(), machine.memory_bytes(), machine.shared_memory_bytes()
     facts = machine.facts()
     packages, driver = facts["packages"], facts["driver"]
@@ -52,21 +63,25 @@ def examine() -> list[dict[str, Any]]:
         "NVML": (driver, driver or nvml),
         "DeepSpeed": (missing is None, missing is None and deepspeed.version()),
     }
-    adds = _ADDS | {"memory": f"holds at most {memory // PROCESS_BYTES} ranks"}
+    adds = _ADDS | {"memory": f"enough for the processes of {memory // PROCESS_BYTES} ranks, without models"}
     return [
         {"what": name, "there": bool(enough), "found": str(value or "none"), "adds": adds[name]}
         for name, (enough, value) in features.items()
     ]
 
 
-_DIFFERENT: Final = ("address", "host")  # differ although nothing is wrong
+_DIFFERENT: Final = ("address", "host")  # facts that differ between the nodes of a healthy cluster
 _FACTS: Final = (
     "system", "kernel", "architecture", "cpu", "cores", "memory_gib", "shared_memory_gib", "python", "driver",
 )  # fmt: skip
 
 
 def compare(nodes: Sequence[Node]) -> list[dict[str, Any]]:
-    """A row for each fact, with the values of all nodes; ``host`` is a letter for each distinct host."""
+    """Return a row for each fact: ``what``, the ``values`` of all nodes in order, and whether it ``differs``.
+
+    A difference that is normal does not count.  Hosts are not named; row ``host`` has a letter for each
+    distinct host.
+    """
     hosts = list(dict.fromkeys(node.identity for node in nodes))
     columns = [
         {"host": string.ascii_uppercase[hosts.index(node.identity) % 26]} | _facts_of(node) for node in nodes

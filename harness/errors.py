@@ -1,4 +1,7 @@
-"""Exceptions for bad input: each is one line and ends a command with status 2.  No torch."""
+"""Exceptions for input that cannot be used, and the one line in which a command prints them.
+
+Each ends a command with exit status 2.  No torch.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,24 @@ from typing import Final
 _CONTROL: Final = re.compile(
     "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff\\ud800-\\udfff]"
 )
-_LONGEST_WORD: Final = 300  # characters of a message's word that are printed: enough for a path
+_LONGEST_WORD: Final = 300  # characters of a word that are printed; longer words are cut.  Paths fit.
 
 
-class Refusal(Exception):  # noqa: N818 - bad input, not an error of the program
-    """A request, mostly for a trial, cannot be met; the message names the numbers."""
+class Refusal(Exception):  # noqa: N818  # it is about the user's input, not an error of the program
+    """Raised when a request, mostly to run a trial, cannot be met; the message names setting and numbers."""
 
 
 class LinkError(Exception):
-    """A link between nodes cannot be opened; the message says why and what to do."""
+    """Raised when a link between nodes cannot be opened; the message gives the reason and the way out."""
 
 
 class CorpusError(ValueError):
-    """A corpus cannot be read or is too small; the message names it and the numbers."""
+    """Raised when a corpus cannot be read or is too small; the message names the corpus and the numbers."""
 
 
 _OURS: Final = ("impl", "harness", "report")
-# What commands import; without the others a machine lacks a link or facts about GPUs, which is said there.
+# Packages that some command cannot do without.  The project's other dependencies (hjson, nvidia-ml-py, pyroute2)
+# serve one feature each, and the code of that feature reports that its package is missing.
 _NEEDED: Final = (
     "filelock", "hypothesis", "jinja2", "matplotlib", "numpy", "pandas", "psutil", "pydantic", "rich",
     "safetensors", "scipy", "seaborn", "torch", "typer",
@@ -38,14 +42,17 @@ _NEEDED: Final = (
 
 
 def check_installed() -> None:
-    """Refuse to begin without a package that some command imports later."""
+    """Raise a Refusal if a package is missing that some command imports later, so that none fails midway."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise Refusal(_install(f"{', '.join(missing)} {'are' if missing[1:] else 'is'} not installed"))
 
 
 def not_imported(error: ImportError) -> str | None:
-    """The line that says which package cannot be imported, and how to install it; None for a part of ours."""
+    """Return the line that names the package that cannot be imported and how to install it.
+
+    Returns None if the module belongs to this project: that is a fault of the program, not of the machine.
+    """
     if (name := (error.name or "").partition(".")[0]) in _OURS:
         return None
     missing = isinstance(error, ModuleNotFoundError)
@@ -70,14 +77,18 @@ def visible(text: str) -> str:
 
 
 def one_line(message: object) -> str:
-    """``message`` on one line: what cannot be printed is escaped as in Python, long words are cut."""
+    """Return ``message`` as one line that is safe to print.
+
+    White space, line breaks included, becomes a single space; characters that cannot be printed are escaped
+    as in Python; words longer than 300 characters are cut.
+    """
     line = " ".join(str(message).split())
     escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
     return re.sub(rf"\S{{{_LONGEST_WORD + 1},}}", lambda word: f"{word[0][: _LONGEST_WORD - 3]}...", escaped)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'zeropp'?"`` for a name close to a known one, else nothing."""
+    """Return ``"; did you mean 'zeropp'?"`` if a known name is close to ``name``, else an empty text."""
     by_lower = {known_name.lower(): known_name for known_name in known}
-    close = difflib.get_close_matches(name.lower().replace("++", "pp"), by_lower, n=1)  # zero++ is zeropp
+    close = difflib.get_close_matches(name.lower().replace("++", "pp"), by_lower, n=1)  # zero++ -> zeropp
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""

@@ -1,51 +1,59 @@
-"""Estimates how long a suite takes here, from a short measurement of how fast a core computes.
+"""Estimates how long a suite takes on this machine, from a short measurement of how fast a core computes.
 
-A step takes the forward and backward passes of its micro-batches, longer with more ranks than cores, and the
-time of its bytes at the link's rate.  A trial takes its steps, the passes of the checks around them, its
-validations, and :data:`OVERHEAD` seconds for the rest.
+The time of a step is the time of computing its micro-batches, which grows if there are more ranks than cores,
+plus the time that its bytes take at the link's rate.  The time of a trial is that of its steps, of its
+validations and of the passes that check it, plus :data:`OVERHEAD` seconds to start and end.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 from collections.abc import Sequence
 from functools import cache
+from importlib.metadata import version
 from typing import Final, NamedTuple
 
 from harness.measure import machine
+from harness.records.trial_record import RecordError, write_whole
 from harness.runs.feasibility import Forecast
 from harness.suites.peers import PEERS
 from harness.suites.trial import Model
 from impl.codecs.codec import ITEM_BYTES
+from impl.cpu.build import BuildError, user_cache
 
-OVERHEAD: Final = 4.5  # seconds of a trial beside its steps, on 2 cores
-_CHECKS: Final = 6  # passes of a micro-batch before and after the steps
-_ERRORS: Final = 8  # more passes if errors of messages are measured, in the first repeat
-_MEASURED: Final = (2, 128)  # sequences, and tokens of each, of a measured pass
-_OPERATIONS: Final = 6  # floating-point operations of a parameter and token, forward and backward
-_FORWARD: Final = 1 / 3  # share of a pass
+OVERHEAD: Final = 4.5  # seconds that a trial takes besides its passes, measured on 2 cores
+_CHECKS: Final = 6  # passes of a micro-batch that check a trial before and after its steps
+_ERRORS: Final = 8  # further passes of the first repeat if communication errors are measured
+_MEASURED: Final = (2, 128)  # batch that core_flops() times: sequences, and tokens of each
+_OPERATIONS: Final = 6  # floating-point operations for each parameter and token, forward and backward
+_FORWARD: Final = 1 / 3  # share of these operations in the forward pass
 
 
 class Estimate(NamedTuple):
     """The time of all trials of a suite."""
 
-    seconds: float | None  # None if they cannot be estimated
-    sentence: str
+    seconds: float | None  # None if the time cannot be estimated
+    sentence: str  # the estimate and what it rests on, or why there is none
 
 
 def estimate(forecasts: Sequence[Forecast]) -> Estimate:
-    """Estimate how long the trials take one after the other, or say why that is not possible."""
+    """Estimate how long the trials take one after the other, or give the reason why that is not possible."""
     possible = [forecast for forecast in forecasts if not forecast.reasons]
     if not possible:
-        return Estimate(None, "No expected time: no trial runs.")
+        return Estimate(None, "No expected time: no trial can run here.")
     clusters = [forecast.trial.cluster for forecast in possible]
     if any(cluster.device != "cpu" or cluster.launcher != "local" for cluster in clusters):
-        return Estimate(None, "No expected time: it is estimated for the processors of one machine alone.")
+        return Estimate(
+            None, "No expected time: it can be estimated only for trials on the CPU of this machine."
+        )
     flops = core_flops()
     seconds = sum(_trial_seconds(forecast, flops) for forecast in possible)
     sentence = (
-        f"Expected here: about {spoken(seconds)}, an estimate: {flops / 1e9:.2g} GFLOPS of a core (measured "
-        f"now, in a small GPT), bytes at the link's rate, and {OVERHEAD:g} s a trial."
+        f"Expected here: about {spoken(seconds)}. This estimate assumes {flops / 1e9:.2g} GFLOPS a core "
+        f"(measured on this machine with a small GPT), bytes sent at the link's rate, and {OVERHEAD:g} s of overhead "
+        "a trial."
     )
     return Estimate(seconds, sentence)
 
@@ -55,14 +63,16 @@ def _trial_seconds(forecast: Forecast, flops: float) -> float:
     ranks, parts = (1, world) if trial.strategy == "single" else (world, 1)
     threads = trial.threads or max(1, machine.cores() // ranks)
     operations = _OPERATIONS * (forecast.parameters or 0) * trial.tokens_per_rank * parts
-    computing = operations / flops / min(threads, machine.cores() / ranks)  # of a micro-batch
+    computing = operations / flops / min(threads, machine.cores() / ranks)  # seconds of a micro-batch
     micro_batches = float(trial.accumulation)
     if trial.workload == "generate":
         micro_batches = _FORWARD * (1 + trial.generate.tokens / trial.sequence)
-    if trial.workload == "rlhf":  # and two frozen models pass over the decoded tokens
+    if trial.workload == "rlhf":  # the actor decodes, then it and two frozen models read the result
         micro_batches += _FORWARD * (3 + trial.generate.tokens / trial.sequence)
     sent, rate = forecast.egress, trial.slowest_mbit
-    if sent is None and ranks > 1:  # a peer: rings of an all-reduce, or of two all-gathers and a reduction
+    # A peer's bytes are not predicted.  Assume rings: DDP's all-reduce is two of them, FSDP2 needs two
+    # all-gathers and a reduce-scatter for each micro-batch.
+    if sent is None and ranks > 1:
         peer = PEERS[trial.strategy]
         rings = 2 if peer.family == "ddp" else 3 * trial.accumulation
         sent = rings * (forecast.parameters or 0) * ITEM_BYTES[peer.wire(trial.peer.compute)]
@@ -77,7 +87,29 @@ def _trial_seconds(forecast: Forecast, flops: float) -> float:
 
 @cache
 def core_flops() -> float:
-    """Floating-point operations a second of one core, in a small GPT's pass forward and backward."""
+    """Floating-point operations per second of one core, in a forward and backward pass of a small GPT.
+
+    They are measured once on a machine and kept in the user's cache, because importing torch takes longer than
+    planning a suite.
+    """
+    key = f"{machine.identity()}, torch {version('torch')}"
+    try:
+        path = user_cache() / "core_flops.json"
+    except BuildError:  # there is no folder for it
+        return measured_flops()
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # not measured yet, or damaged
+        return float(json.loads(path.read_text(encoding="utf-8"))[key])
+    flops = measured_flops()
+    with contextlib.suppress(RecordError):
+        write_whole(path, json.dumps({key: flops}))
+    return flops
+
+
+def measured_flops() -> float:
+    """Measure one core's floating-point operations per second.
+
+    The fastest of three passes counts; processor seconds are used, so that other processes do not disturb it.
+    """
     import torch
 
     from harness.workloads.models import build
@@ -89,7 +121,7 @@ def core_flops() -> float:
             model = build(Model(), _MEASURED[1])
         tokens = torch.zeros(_MEASURED, dtype=torch.int64)
         for _ in range(3):
-            begun = time.process_time()  # without other processes
+            begun = time.process_time()
             model(tokens, tokens).backward()
             seconds.append(time.process_time() - begun)
     finally:
@@ -99,7 +131,7 @@ def core_flops() -> float:
 
 
 def spoken(seconds: float) -> str:
-    """Seconds, minutes or hours with their unit, in two digits."""
+    """Return a duration as text, in whichever of seconds, minutes and hours suits it: ``4.5 min``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:

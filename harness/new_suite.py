@@ -1,4 +1,8 @@
-"""Writes a first suite: one contrast that takes minutes on this machine, and further axes as comments."""
+"""``zeropp new``: writes a first suite that compares ZeRO++ with ZeRO-3 and takes minutes on this machine.
+
+The file is ``new_suite.template``, filled in with the cluster that this machine can emulate and with the largest
+trials that keep the estimated time below :data:`WITHIN`.  Other axes are in it as comments.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +19,32 @@ from harness.runs.feasibility import PROCESS_BYTES, Host, forecast
 from harness.suites.suite import LONGEST_NAME, NAME
 from harness.suites.suite_file import load
 
-WITHIN: Final = 200.0  # seconds that it may take by estimate: five minutes, with a margin
+WITHIN: Final = 200.0  # seconds that the suite may take by estimate: five minutes, less a margin
 _TEMPLATE: Final = Path(__file__).with_name("new_suite.template")
-_SIZES: Final = ((512, 20), (512, 8), (512, 4), (256, 4), (128, 4), (128, 2))  # tokens of a rank, steps
-_GPUS: Final = 4  # two nodes of two ranks
-_SHARED_MEMORY: Final = 64 << 20  # of a node, through which its ranks exchange
+# Tokens of a rank and steps, largest first: the first pair that stays within the time is taken.
+_SIZES: Final = ((512, 20), (512, 8), (512, 4), (256, 4), (128, 4), (128, 2))
+_GPUS: Final = 4  # that two nodes of two ranks need
+_SHARED_MEMORY: Final = 64 << 20  # bytes that transport "shm" needs for such small models
 
 
 def write(name: str, host: Host) -> tuple[Path, str]:
-    """Write ``<name>.toml`` into the working folder; return its path and a sentence on its time; a Refusal
-    for a name that a suite cannot have, a FileExistsError if the file exists.
+    """Write ``<name>.toml`` into the working folder.
+
+    Args:
+        name: The suite's name, with or without ``.toml``.
+        host: The machine that the suite is for.
+
+    Returns:
+        The path of the file, and a sentence on the time that the suite takes.
+
+    Raises:
+        Refusal: for a name that a suite cannot have.
+        FileExistsError: if the file exists.
     """
     name = name.removesuffix(".toml")
     if len(name) > LONGEST_NAME or re.fullmatch(NAME, name) is None:
-        form = f"at most {LONGEST_NAME} letters, digits, '_', '-' and '.', which is not the first"
-        raise Refusal(f"{name!r}: expected {form}")
+        form = f"at most {LONGEST_NAME} letters, digits, '_', '-' and '.', and no '.' at the beginning"
+        raise Refusal(f"suite name {name!r}: expected {form}")
     path = Path(f"{name}.toml")
     for tokens, steps in _SIZES:
         text = suite_text(name, host, tokens, steps)
@@ -46,13 +61,17 @@ def write(name: str, host: Host) -> tuple[Path, str]:
 
 
 def suite_text(name: str, host: Host, tokens: int, steps: int) -> str:
-    """The file's text: ZeRO++ beside ZeRO-3 on the cluster that ``host`` has."""
+    """Return the text of the suite file, for trials of these sizes on two nodes that ``host`` can emulate."""
     template = Template(_TEMPLATE.read_text(encoding="utf-8"))
     return template.substitute(name=name, tokens=tokens, steps=steps, cluster=_cluster(host))
 
 
 def _cluster(host: Host) -> str:
-    """Two nodes on this machine: with GPUs for four ranks, or on processors; a shaped or a paced link."""
+    """Return the suite's cluster as TOML: two nodes on this machine.
+
+    They use GPUs if there are enough, else processors, and one rank each where memory is short.  Their link is
+    shaped by the kernel where that is possible, else paced by our own wire.
+    """
     gpus = len(host.gpus) >= _GPUS
     ranks = 2 if gpus or host.memory >= 8 * PROCESS_BYTES else 1
     lines = ["nodes = 2", f"ranks_per_node = {ranks}", 'rate = "50 Mbit/s"']

@@ -1,4 +1,4 @@
-"""Plans and records as rows for other programs: JSON and CSV.  No torch."""
+"""Turns plans and records into rows of plain values, which tables, JSON and CSV are made from.  No torch."""
 
 from __future__ import annotations
 
@@ -28,19 +28,27 @@ _MODELLED: Final = (
 
 
 def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[dict[str, Any]]:
-    """A row for each trial: its setting, what varies in the suite, and its predictions.
+    """Return a row for each trial: its setting, the fields that vary in the suite, and its predictions.
 
-    Bytes are those of an optimizer step or of one generation, null for peers; ``egress_bytes`` are what one
-    node sends to the others, ``wire_seconds`` their time at the link's rate, ``least_seconds`` that of all
-    steps, and ``memory_bytes`` are of the fullest rank without activations; ``secondary_frames`` and
-    ``secondary_wide`` are bytes of hpZ's copy on a rank, as frames and in 16 bits.
+    Bytes are those of one optimizer step or one generation, and None for peers:
 
-    On a ``machine`` also, prefixed with ``modelled_`` and null for peers and generation, the seconds of a
-    step, ``low_seconds`` and ``high_seconds`` within two of the calibration's standard deviations (of
-    logarithms), the resource that is busy longest as ``critical``, ``tokens_per_second`` of all ranks,
-    ``tflops`` a rank, of 6 operations a parameter and token, 8 with activation checkpointing, ``speed_up``
-    over ZeRO-3 in the same setting, and as ``basis`` what the prediction rests on
-    (:meth:`impl.plan.step_time.Machine.basis`).
+    - ``egress_bytes`` are sent by one node to the others; they take ``wire_seconds`` at the link's rate, and
+      those of all steps take ``least_seconds``;
+    - ``memory_bytes`` are held by the fullest rank, without activations;
+    - ``secondary_frames`` and ``secondary_wide`` are the bytes of hpZ's copy on a rank, kept encoded and kept
+      in 16 bits.
+
+    With a ``machine``, each row also predicts the step's time.  These keys begin with ``modelled_`` and are
+    None for peers and for generation:
+
+    - ``seconds`` of a step; ``low_seconds`` and ``high_seconds`` are two standard deviations of the
+      calibration's logarithmic errors away;
+    - ``compute_seconds``, ``wire_seconds`` and ``exposed_seconds`` in them, and as ``critical`` the resource
+      that is busy longest;
+    - ``tokens_per_second`` of all ranks; ``tflops`` of one rank, at 6 operations for each parameter and token,
+      or 8 with activation checkpointing;
+    - ``speed_up`` over ZeRO-3 in the same setting; ``basis``, what the prediction rests on
+      (:meth:`impl.plan.step_time.Machine.basis`).
     """
     varying = varying_paths([forecast.trial.canonical() for forecast in forecasts])
     table = [_row(forecast, varying) for forecast in forecasts]
@@ -50,7 +58,8 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
     base = {
         setting_of(forecast.trial): step.seconds
         for forecast, step in sorted(pairs, key=lambda pair: -len(pair[0].trial.changes))
-        if step is not None and forecast.trial.strategy == BASELINE  # with the fewest changes comes last
+        # Sorted, the baseline with the fewest changes comes last, and replaces others of its setting.
+        if step is not None and forecast.trial.strategy == BASELINE
     }
     for row, (forecast, step) in zip(table, pairs, strict=True):
         basis = None if step is None else machine.basis(known=step.calibrated)
@@ -108,13 +117,13 @@ def _row(forecast: Forecast, varying: Sequence[str]) -> dict[str, Any]:
 
 
 def plan_json(suite: Suite, forecasts: Sequence[Forecast], table: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A suite's name, question and trials, each with its row and its canonical form."""
+    """Return a suite's name, question and trials for JSON; each trial is its row and its canonical form."""
     trials = [row | {"trial": f.trial.canonical()} for row, f in zip(table, forecasts, strict=True)]
     return {"suite": suite.name, "question": suite.question, "stated_time": suite.time, "trials": trials}
 
 
 def record_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """A row for each record: its setting, what varies, its measurements and its outcome."""
+    """Return a row for each record: the fields that vary, its main measurements and its outcome."""
     varying = [path for path in varying_paths([record.trial for record in records]) if path != "strategy"]
     return [
         {
@@ -132,15 +141,16 @@ def record_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     ]
 
 
-_TRAINING: Final = ("forward", "backward", "step")  # phases
+_TRAINING: Final = ("forward", "backward", "step")  # the ledger's phases of a training step
 
 
 def _summary(record: Record) -> dict[str, Any]:
-    """The main numbers of a record, None if not measured.
+    """Return the main numbers of a record; None for those that were not measured.
 
-    Medians are of the slowest rank's steps (a generation is a step without loss), of the first rank's exposed
-    communication, and of the link's probes; bytes between nodes are of a step, by the nodes' interfaces if
-    there is no ledger; the loss is the last, its mean over ranks.
+    ``step_seconds`` is the median of the slowest rank's steps (a generation counts as a step without loss),
+    ``exposed_seconds`` the median of the first rank's waits, ``rate_mbit`` the median of the link's probes.
+    ``inter_bytes`` are those that all ranks sent between nodes in a step; without a ledger, those that the
+    nodes' interfaces counted.  ``loss`` is the last step's, averaged over ranks.
     """
     timed = [[step for step in rank.steps if not step.warmup] for rank in record.ranks]
     tokens = [[token for token in rank.tokens if not token.warmup] for rank in record.ranks]
@@ -157,7 +167,8 @@ def _summary(record: Record) -> dict[str, Any]:
         if timed[0][0].exposed is not None:
             waited = [step.exposed or 0.0 for step in timed[0]]
         ledgers = [rank.ledger for rank in record.ranks if rank.ledger is not None]
-        decodes = record.trial.get("workload") == "rlhf"  # else evaluations belong to no step
+        # Steps of rlhf also decode.  In other workloads further phases are evaluations, part of no step.
+        decodes = record.trial.get("workload") == "rlhf"
         sent = [
             sum(row.bytes for row in ledger if row.link == "inter" and (decodes or row.phase in _TRAINING))
             for ledger in ledgers
@@ -177,7 +188,7 @@ def _summary(record: Record) -> dict[str, Any]:
 
 
 def as_csv(table: Sequence[dict[str, Any]]) -> str:
-    """A header and a line for each row; None is empty, tables are JSON."""
+    """Return rows as CSV with a header line; None becomes an empty cell, and lists and tables become JSON."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
     writer.writeheader()

@@ -1,4 +1,7 @@
-"""One of torchrun's ranks prints an error that several have.  Imports torch only after an error."""
+"""Lets only one of the ranks that torchrun started print an error that several of them have.
+
+torch is imported only when there is an error to print.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ import os
 from datetime import timedelta
 from typing import Final
 
-_PATIENCE: Final = timedelta(seconds=5)  # for the store
+_PATIENCE: Final = timedelta(seconds=5)  # to connect to the store
 
 
 def speaks(line: str) -> bool:
-    """Whether this process prints ``line``: the first to ask torchrun's store; without a store, all do."""
-    # Without the agent's store rank 0 would have to serve one, and may have failed first.
+    """Return whether this process shall print ``line``.
+
+    The first process that asks torchrun's store about a line prints it.  Without a store, all processes do.
+    """
+    # Only the agent's store is used: another one would be served by rank 0, which may have failed already.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
     import torch.distributed as dist
@@ -22,5 +28,5 @@ def speaks(line: str) -> bool:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False, timeout=_PATIENCE)  # type: ignore[attr-defined]
         return bool(store.add(f"zeropp/{key}", 1) == 1)
-    except (KeyError, ValueError, RuntimeError):  # torch's errors of stores are runtime errors
+    except (KeyError, ValueError, RuntimeError):  # what torch raises for stores is a RuntimeError
         return True

@@ -1,4 +1,7 @@
-"""Prints forecasts, records and findings as tables.  Decides nothing."""
+"""Prints plans, records and the doctor's findings as tables in a terminal.
+
+This module only chooses columns and words; the values come from :mod:`harness.plan_rows` and the forecasts.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +32,20 @@ from harness.terminal_table import BYTES, Column, filled
 from impl.plan.step_time import Machine
 
 _NOTES: Final = (
-    "between, inside nodes: what all ranks send in an optimizer step (or one generation); out of a node: "
-    "what one node sends to others; on the wire: the time that this takes at the link's rate; memory/rank: "
-    "without activations."
+    "between nodes, inside nodes: bytes that all ranks together send in an optimizer step (or a generation); "
+    "out of a node: bytes that one node sends to the others; on the wire: the seconds these take at the link's "
+    "rate; memory/rank: without activations."
 )
 _BASES: Final = {  # what a modelled step rests on, by the nature of the machine
-    "calibration": "a modelled step is calibrated where model and batch lie inside what the machine was "
-    "measured with, else transferred",
-    "published steps": "a modelled step is fitted where the batch lies inside that of the published steps, "
-    "else transferred",
+    "calibration": "a modelled step is calibrated where model and batch lie inside the range that was measured "
+    "on the machine, else transferred",
+    "published steps": "a modelled step is fitted where the batch lies inside the range of the published "
+    "steps, else transferred",
     "data sheet": "modelled steps rest on data sheets and assumptions, and nothing was measured",
 }
 _UNCALIBRATED: Final = "modelled steps rest on a machine that was not calibrated"
-_SPEED_UP: Final = "speed-up: over ZeRO-3 in the same setting."
-_WHOLE: Final = "--json and --csv have all"
+_SPEED_UP: Final = "speed-up is over ZeRO-3 in the same setting."
+_WHOLE: Final = "--json and --csv print all of them"
 _PLANNED: Final = (
     Column("modelled_seconds", "step, modelled", ".3g", "s"),
     Column("modelled_speed_up", "speed-up", ".2f", rank=1),
@@ -79,11 +82,14 @@ _MEASURED: Final = (
 
 
 def plan(suite: Suite, forecasts: Sequence[Forecast], out: Console, machine: Machine | None = None) -> None:
-    """Print a suite's plan: rows, why some cannot run, and steps modelled on a ``machine``."""
+    """Print a suite's plan: a table with a row for each combination, then notes and reasons.
+
+    Trials that differ only in repeat or seed share a row.  With a ``machine`` the table has modelled steps.
+    """
     merged = [(f.trial.model_copy(update={"repeat": 0, "seed": 0}), f) for f in reversed(forecasts)]
     varying = varying_paths([trial.canonical() for trial, _ in merged])
     orders = {path: list(dict.fromkeys(at(f.trial.canonical(), path) for f in forecasts)) for path in varying}
-    shown = sorted(  # by what varies, in the order of the values' first appearance
+    shown = sorted(  # by the fields that vary; values are ordered as they first appear in the suite
         {trial.id: forecast for trial, forecast in merged}.values(),
         key=lambda forecast: [
             order.index(at(forecast.trial.canonical(), path)) for path, order in reversed(orders.items())
@@ -94,7 +100,9 @@ def plan(suite: Suite, forecasts: Sequence[Forecast], out: Console, machine: Mac
     count = f"{counted(len(forecasts), 'trial')}: {_combinations(suite, len(shown))} x {suite.repeats}"
     say(f"{count}. Stated time: {suite.time}.")
     if suite.merged:
-        say(f"Run once, as another one is the same, {len(suite.merged)}: {'; '.join(suite.merged)}.")
+        say(
+            f"Merged, because they equal another combination, {len(suite.merged)}: {'; '.join(suite.merged)}."
+        )
     peers = (forecast.trial.strategy for forecast in shown if forecast.trial.strategy in PEERS)
     about_peers = (f"{name}: {PEERS[name].says.replace('`', '')}" for name in peers)
     findings = (
@@ -128,7 +136,7 @@ def plan(suite: Suite, forecasts: Sequence[Forecast], out: Console, machine: Mac
 
 
 def _combinations(suite: Suite, rows: int) -> str:
-    """The number of combinations, and of their seeds."""
+    """Return the number of combinations, and of their seeds if there are several: ``4 combinations x 6 seeds``."""
     count, seeds = counted(rows, "combination"), len({trial.seed for trial in suite.combinations})
     if len(suite.combinations) == rows:
         return count
@@ -138,19 +146,22 @@ def _combinations(suite: Suite, rows: int) -> str:
 
 
 def _too_short(forecasts: Sequence[Forecast]) -> str:
-    """Why a suite that validates will give no verdict on losses; empty if it may give one."""
+    """Return why a suite that validates is too short for a verdict on losses; empty if it is long enough."""
     validated = [f.trial for f in forecasts if f.trial.validate_every is not None]
     if not validated:
         return ""
     seeds = len({trial.seed for trial in validated})
     steps = min(trial.warmup + trial.steps for trial in validated)
-    short = [f"{steps} steps where {LEAST_STEPS} are needed"] if steps < LEAST_STEPS else []
-    short += [f"{counted(seeds, 'seed')} where {FEWEST} are needed"] if seeds < FEWEST else []
-    return f"Too short for a verdict on losses: {', and '.join(short)}." if short else ""
+    short = [f"{steps} steps ({LEAST_STEPS} are needed)"] if steps < LEAST_STEPS else []
+    short += [f"{counted(seeds, 'seed')} ({FEWEST} are needed)"] if seeds < FEWEST else []
+    return f"Too short for a verdict on losses: {' and '.join(short)}." if short else ""
 
 
 def _outcome(forecast: Forecast, reasons: Sequence[str] = ()) -> str:
-    """The outcome of a combination, "yes" if it can run, and the numbers of its reasons in ``reasons``."""
+    """Return the cell of column "runs here": ``yes``, or a word and the numbers of the reasons: ``no: 1, 3``.
+
+    A reason's number is its place in ``reasons``, from 1.
+    """
     kind = "yes" if forecast.failure is None else forecast.failure.kind
     word = "no" if forecast.problems else "over its limit" if kind == "memory" else kind
     numbers = ", ".join(str(reasons.index(reason) + 1) for reason in forecast.reasons if reason in reasons)
@@ -158,7 +169,7 @@ def _outcome(forecast: Forecast, reasons: Sequence[str] = ()) -> str:
 
 
 def records(measured: Sequence[Record], out: Console, folder: Path) -> None:
-    """Print the records of a results folder, one row each, then why trials failed."""
+    """Print the records of a results folder, a row for each, then the failures of trials."""
     varying = [path for path in varying_paths([record.trial for record in measured]) if path != "strategy"]
     table, settings = record_rows(measured), [Column(path, always=True) for path in varying]
     columns = [Column("id", always=True, whole=True), Column("strategy"), *settings, *_MEASURED]
@@ -171,8 +182,8 @@ def records(measured: Sequence[Record], out: Console, folder: Path) -> None:
             out.print(escape(f"{record.id} {outcome(record, folder)}"), soft_wrap=True)
 
 
-_ENDS: Final = 6  # losses shown of a curve's beginning, and of its end
-# Lists and tables of a record, which --json has.
+_ENDS: Final = 6  # losses of a curve that are printed from its beginning, and as many from its end
+# Fields of a record that are too long to print, or printed in another form.  --json has them.
 _NOT_PRINTED: Final = {
     "trial", "ran", "units", "findings", "ranks", "interfaces", "validations", "quantisation", "predicted",
     "communication_errors", "first_gradients", "decoded_sha256", "machine_use", "earlier",
@@ -180,13 +191,16 @@ _NOT_PRINTED: Final = {
 
 
 def losses_text(losses: Sequence[float]) -> str:
-    """The losses of a trial's steps on a line: the first and the last ones."""
+    """Return the losses of a trial's steps as one line; of a long curve, the first and the last six."""
     texts = [f"{loss:.4f}" for loss in losses]
     return ", ".join(texts if len(texts) <= 2 * _ENDS else [*texts[:_ENDS], "...", *texts[-_ENDS:]])
 
 
 def single_record(record: Record, out: Console, folder: Path) -> None:
-    """Print one record of a results folder; names are its keys (``results/README.md``) or the suite's."""
+    """Print one record of a results folder, a line for each value.
+
+    Names are keys of the record, which ``results/README.md`` explains, or keys of the suite.
+    """
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -215,9 +229,9 @@ def single_record(record: Record, out: Console, folder: Path) -> None:
 
 
 def findings(features: Sequence[Mapping[str, Any]], out: Console) -> None:
-    """Print the doctor's findings."""
+    """Print the rows of :func:`harness.doctor.examine`."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("", "what", "found", "what it adds, and what to do"):
+    for name in ("", "what", "found", "use, and what to do without it"):
         table.add_column(name, overflow="fold")
     for row in features:
         table.add_row("ok" if row["there"] else "--", row["what"], escape(row["found"]), escape(row["adds"]))
@@ -225,7 +239,7 @@ def findings(features: Sequence[Mapping[str, Any]], out: Console) -> None:
 
 
 def nodes(facts: Sequence[Mapping[str, Any]], out: Console) -> None:
-    """Print the nodes of a run side by side, with a mark where they differ."""
+    """Print the rows of :func:`harness.doctor.compare`: a column for each node, and a mark where they differ."""
     count = len(facts[0]["values"])
     table = [
         {"differs": "differs" if row["differs"] else "", "what": row["what"]}
@@ -236,7 +250,7 @@ def nodes(facts: Sequence[Mapping[str, Any]], out: Console) -> None:
     columns = [Column("differs", " ", always=True), Column("what", always=True), *columns]
     terminal_table.show(table, columns, out, whole=_WHOLE)
     differing = [row["what"] for row in facts if row["differs"]]
-    out.print(f"What differs: {', '.join(differing)}." if differing else "Nothing differs that should agree.")
+    out.print(f"The nodes differ in: {', '.join(differing)}." if differing else "The nodes agree.")
     hosts = len(set(facts[0]["values"]))
     counts = f"{count} nodes on {counted(hosts, 'host')}"
-    out.print(f"{counts}: no network is between those of one host." if hosts < count else f"{counts}.")
+    out.print(f"{counts}: nodes on one host have no network between them." if hosts < count else f"{counts}.")

@@ -1,8 +1,8 @@
-"""Prints tables that fit the terminal, and names the columns that it left out.
+"""Prints tables that fit the width of the terminal.
 
-A column with one value in all rows becomes a part of a line above the table; one of zeros and unknown values
-alone is left out.  Headings break at dots and spaces only.  Columns that still do not fit are left out, the
-least important first, and named below.
+A column that has the same value in all rows is moved into a line above the table, and a column of nothing but
+zeros and unknown values is dropped.  If the table is still too wide, columns are left out, the least important
+first, and named below the table.  Headings break at dots and spaces only.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rich.text import Text
 from harness.errors import visible
 from harness.suites.labels import as_written, counted
 
-PIPE_WIDTH: Final = 200  # columns where the output is no terminal
-BYTES: Final = ".4g B"  # a form: in the unit that fits the column's largest
-_WIDEST: Final = 40  # characters of a text's cell before it is folded
+PIPE_WIDTH: Final = 200  # columns where the output is not a terminal
+BYTES: Final = ".4g B"  # form of a column of bytes, all in the unit that suits the largest of them
+_WIDEST: Final = 40  # characters of a text cell, after which it is folded
 
 
 class _Console(Console):
@@ -37,35 +37,39 @@ class _Console(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that does not cut tables when it is piped, unless COLUMNS limits their width."""
+    """Return a console as wide as the terminal, or :data:`PIPE_WIDTH` columns where there is none.
+
+    The environment variable COLUMNS sets the width in both cases.
+    """
     plain, columns = _Console(stderr=stderr, highlight=False), os.environ.get("COLUMNS", "")
+    # A width of 0 comes from terminals that set COLUMNS to 0 because they do not know it.
     if plain.width > 0 and (plain.is_terminal or columns.isdecimal()):
         return plain
-    return _Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)  # some set COLUMNS to 0: not known
+    return _Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """How one key of rows is printed; None is a dash."""
+    """How the values under one key of the rows are printed; None is printed as a dash."""
 
     key: str
-    name: str = ""  # its heading, which may break at dots and spaces; by default the key
-    form: str = ""  # of numbers, aligned to the right; empty for text
-    unit: str = ""  # of all cells; stands in the heading
-    rank: int = 0  # columns of rank 0 are never left out, those of the highest rank first
-    mark: Callable[[Mapping[str, Any]], str] = lambda _: ""  # printed behind the number of a row
-    always: bool = False  # whether it stays a column if all its values are equal
-    whole: bool = False  # whether its cells are never folded, so that users can copy them
-    cells: tuple[str, ...] = ()  # by row, from :func:`filled`
+    name: str = ""  # the heading, which may break at dots and spaces; by default the key
+    form: str = ""  # format specification of numbers, which are aligned to the right; empty for text
+    unit: str = ""  # of all cells; printed in the heading
+    rank: int = 0  # where width is short, the highest rank is left out first, and rank 0 never
+    mark: Callable[[Mapping[str, Any]], str] = lambda _: ""  # text after the value, from the row
+    always: bool = False  # stays a column even if all its values are equal
+    whole: bool = False  # its cells are never folded, so that users can copy them
+    cells: tuple[str, ...] = ()  # the text of each row, set by :func:`filled`
 
     @property
     def heading(self) -> str:
-        """The name, and the unit behind a comma."""
+        """The name and, after a comma, the unit."""
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
 
 def filled(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> Iterator[Column]:
-    """The columns with their cells, and their names and units in full."""
+    """Yield the columns with the text of their cells; names are completed, and units of bytes scaled."""
     for column in columns:
         values = [row.get(column.key) for row in rows]
         form, unit = column.form, column.unit
@@ -82,7 +86,14 @@ def filled(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> Iter
 
 
 def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], out: Console, *, whole: str) -> None:
-    """Print rows as a table that fits; ``whole`` says where to get all columns."""
+    """Print rows as a table that fits the console.
+
+    Args:
+        rows: Values by key.
+        columns: The columns to print, in order.
+        out: Where to print.
+        whole: The end of the line that names columns left out: where the reader can get all columns.
+    """
     known = [column for column in columns if column.always or any(row.get(column.key) for row in rows)]
     shown, same = list[Column](), list[str]()
     for column in filled(rows, known):
@@ -97,7 +108,7 @@ def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], out: Cons
     while out.measure(table := _table(shown), options=unbounded).maximum > out.width:
         last = max(reversed(shown), key=lambda column: column.rank)
         if not last.rank:
-            break  # folded
+            break  # the remaining columns are needed, so their cells are folded
         shown.remove(last)
         left_out.insert(0, last)
     out.print(table)
@@ -107,7 +118,7 @@ def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], out: Cons
 
 
 def say(line: str, out: Console) -> None:
-    """Print a line unless it is empty, broken at words in a terminal; elsewhere it stays one line."""
+    """Print a line, unless it is empty.  A terminal breaks it between words; elsewhere it stays one line."""
     if line:
         out.print(line, markup=False, highlight=False, soft_wrap=out.width >= PIPE_WIDTH)
 

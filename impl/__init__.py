@@ -1,3 +1,6 @@
-"""A from-scratch ZeRO-3 and ZeRO++.  Importing this package imports neither torch nor cupy."""
+"""A from-scratch implementation of ZeRO-3 and ZeRO++.
+
+Importing this package alone imports neither torch nor CuPy.
+"""
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""Errors of the engine, and those of other code as errors of one line."""
+"""Defines the engine's errors, and turns exceptions of other code into errors with a one-line message."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-_MOST_NAMED: Final = 4  # parameters of one message
+_MOST_NAMED: Final = 4  # a message names at most this many parameters and counts the rest
 
 
 def raised(error: BaseException) -> str:
-    """An exception in one line: its type, and the first line of its message."""
+    """Return an exception as one line: its type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 @contextlib.contextmanager
 def raising(kind: type[Exception], prefix: str) -> Iterator[None]:
-    """Raise whatever the body raises, ``SystemExit`` too, as a ``kind`` of one line."""
+    """Turn any exception of the body, ``SystemExit`` included, into a ``kind`` whose message is one line.
+
+    The message is ``prefix``, then the exception as :func:`raised` writes it.  ``KeyboardInterrupt`` passes.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -27,17 +30,23 @@ def raising(kind: type[Exception], prefix: str) -> Iterator[None]:
 
 
 class ZeroError(RuntimeError):
-    """The engine is used in a way that would train something else; the message says how."""
+    """The engine is used in a way that it cannot carry out, or that would train another model.
+
+    The message names the cause and what to do instead.
+    """
 
 
 class WrittenError(ZeroError):
-    """Parameters were given other values during a pass."""
+    """Parameters were written during a forward or backward pass, when only the masters count.
+
+    ``names`` are the parameters' names, in the order in which the writes were found, each once.
+    """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self.names = tuple(dict.fromkeys(names))  # in order, each once
+        self.names = tuple(dict.fromkeys(names))
         rest = len(self.names) - _MOST_NAMED
         shown = ", ".join(map(repr, self.names[:_MOST_NAMED])) + (f" and {rest} more" if rest > 0 else "")
         super().__init__(
-            f"written in place or through .data during a pass, which reaches no master: {shown}; write "
-            "parameters between passes, under GatheredParameters"
+            f"parameters were written in place or through .data during a pass, which reaches no master: {shown}; "
+            "write parameters between passes, under GatheredParameters"
         )

@@ -1,6 +1,7 @@
-"""Imports a user's objects, named ``module:object``: models, corpora, tokenizers, optimizers, codecs.
+"""Imports objects that a user names as ``module:object``: models, corpora, tokenizers, optimizers, codecs.
 
-Modules are searched in the working folder, and in those that :func:`see` adds.  No torch.
+Modules are searched on ``sys.path``, in the working folder, and in the folders that :func:`see` adds.  This
+file imports no torch, so that a suite can be checked without it.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from typing import Any, Final
 from impl.errors import raising
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_seen: Final[list[Path]] = []  # folders that :func:`see` added
+_seen: Final[list[Path]] = []  # the folders that :func:`see` added
 
 
 class NamedObjectError(ValueError):
-    """A named object cannot be imported; one line says why."""
+    """A named object cannot be imported; the message says why in one line."""
 
 
 def is_name(text: str) -> bool:
-    """Whether ``text`` has the form ``module:object``."""
+    """Return whether ``text`` has the form ``module:object``."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -37,7 +38,12 @@ def see(folder: Path) -> None:
 
 
 def import_object(text: str) -> Any:
-    """The object of ``module:object``; a NamedObjectError if missing, hidden, or its import raises."""
+    """Import and return the object that ``text``, ``module:object``, names.
+
+    Raises:
+        NamedObjectError: if the import of the module raises, if the module has no such object, or if the
+            import finds a module of the same name elsewhere, which hides the one in the user's folder.
+    """
     name, _, path = text.partition(":")
     see(Path.cwd())
     with raising(NamedObjectError, f"{text}: cannot import {name!r}:"):
@@ -46,7 +52,8 @@ def import_object(text: str) -> Any:
     holders = [f for f in _seen if (f / f"{first}.py").exists() or (f / first / "__init__.py").exists()]
     if holders and not (file and any(Path(file).resolve().is_relative_to(f) for f in _seen)):
         raise NamedObjectError(
-            f"{text}: {name} is that of {file}, which hides the one in {holders[0]}; rename it"
+            f"{text}: import {name} finds {file}, which hides the module of that name in {holders[0]}: "
+            "rename your module"
         )
     with raising(NamedObjectError, f"{text}: {name} has no {path!r}:"):
         return operator.attrgetter(path)(module)

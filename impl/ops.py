@@ -1,8 +1,9 @@
-"""Encodes and decodes with the backend of the tensors' device, and names it.
+"""Encodes and decodes tensors with the kernels for their device.
 
-Every backend equals the reference bit for bit.  CPU tensors use the C++ kernels, which are built on
-first use; CUDA tensors the CUDA kernels, which CuPy compiles.  A machine that lacks what they need uses the
-reference: :func:`backend_of` says so, and :func:`warning_of` why.
+There are three backends, and all of them give the same bits.  Tensors on a CPU are encoded by C++ kernels,
+which are compiled on first use; tensors on a GPU by CUDA kernels, which CuPy compiles.  Where the compiler or
+CuPy is missing, the ``reference`` (:mod:`impl.codecs.reference`), written in plain torch, takes their place:
+:func:`backend_of` returns the name of the backend in use, and :func:`warning_of` the reason for a reference.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from impl.cuda.launch import loaded_sha256, on_device
 def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
     """Build the kernels for ``device``, so that no later call waits for a compiler.
 
-    On a GPU each codec is tried, so that a missing compiler is a RuntimeError here, and not in the first
-    step.  A ValueError refuses a device without a backend, or one that a user's codec does not support.
+    Raises:
+        ValueError: if no backend serves the device, or if a user's codec does not support it.
+        RuntimeError: on a GPU, if the kernels of a codec do not compile or run.  Every codec is tried here, so
+            that a missing compiler shows now and not in the first training step.
     """
     operations, _ = _choose(device.type)
     codecs = dict.fromkeys(codecs)
@@ -39,7 +42,11 @@ def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
 
 
 def try_codec(operations: Operations, codec: Codec, device: torch.device) -> None:
-    """Encode and decode one octet by a codec that has kernels; a RuntimeError names it if that fails."""
+    """Encode and decode one octet of zeros with a codec that has kernels of its own.
+
+    Raises:
+        RuntimeError: if that fails; the message names the codec.
+    """
     if not has_kernels(codec):
         return
     x = torch.zeros(OCTET, device=device)
@@ -52,7 +59,7 @@ def try_codec(operations: Operations, codec: Codec, device: torch.device) -> Non
 
 
 def check_devices(device: torch.device, codecs: Iterable[Codec]) -> None:
-    """Refuse users' codecs that do not support ``device``."""
+    """Raise a ValueError for a user's codec that does not support ``device``."""
     for codec in codecs:
         target = codec.definition.device if isinstance(codec, OwnCodec) else "any"
         if target != "any" and torch.device(target).type != device.type:
@@ -60,18 +67,22 @@ def check_devices(device: torch.device, codecs: Iterable[Codec]) -> None:
 
 
 def backend_of(device: torch.device) -> str:
-    """Name of the kernels that serve ``device``; a ValueError for a device that has none."""
+    """Return the name of the backend that serves ``device``; raises a ValueError if there is none."""
     return _choose(device.type)[0].name
 
 
 def loaded_kernels(device: torch.device) -> str | None:
-    """SHA-256 of the kernels that this process has loaded for ``device``; None for the reference."""
+    """Return the SHA-256 of the kernels that this process has loaded for ``device``; None for the reference."""
     operations, _ = _choose(device.type)
     return loaded_sha256() if isinstance(operations, cuda.Kernels) else getattr(operations, "sha256", None)
 
 
 def operations_of(name: str) -> Operations:
-    """The backend cpu, cuda or reference; a ValueError for another, or where this machine lacks it."""
+    """Return the backend called ``name``: cpu, cuda or reference.
+
+    Raises:
+        ValueError: for another name, and if this machine lacks what the backend needs.
+    """
     if name == REFERENCE.name:
         return REFERENCE
     operations, warning = _choose(name)
@@ -81,13 +92,13 @@ def operations_of(name: str) -> Operations:
 
 
 def warning_of(device: torch.device) -> str | None:
-    """Why the reference serves ``device``, in one line; None where it does not."""
+    """Return, in one line, why only the reference serves ``device``; None if kernels serve it."""
     return _choose(device.type)[1]
 
 
 @functools.cache
 def _choose(device: str) -> tuple[Operations, str | None]:
-    """The operations for a type of device, and the reason if they are only the reference."""
+    """Return the operations for a type of device, and the reason if they are only the reference's."""
     if device == "cpu":
         try:
             return cpu.Kernels(build.library(build.user_folder())), None
@@ -103,7 +114,7 @@ def _choose(device: str) -> tuple[Operations, str | None]:
 def encode(
     codec: Codec, x: Tensor, frames: Tensor, *, noise: Noise | None = None, carried: Carried | None = None
 ) -> None:
-    """Write the frames (..., F) uint8 of ``x`` (..., S): :meth:`Operations.encode`."""
+    """Encode ``x`` (..., S) into ``frames`` (..., F) uint8; see :meth:`Operations.encode`."""
     if isinstance(codec, Raw) and carried is None and (elements := _cast_of(codec, x, frames)) is not None:
         elements.copy_(x)
         return
@@ -111,7 +122,7 @@ def encode(
 
 
 def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
-    """Write the elements (..., S) of ``frames`` (..., F): :meth:`Operations.decode`."""
+    """Decode ``frames`` (..., F) uint8 into ``out`` (..., S); see :meth:`Operations.decode`."""
     if isinstance(codec, Raw) and (elements := _cast_of(codec, out, frames)) is not None:
         out.copy_(elements)
         return
@@ -119,7 +130,11 @@ def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
 
 
 def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
-    """``frames`` as elements (..., S) that torch can cast ``x`` to or from; None if it cannot."""
+    """Return ``frames`` as elements (..., S), if one cast by torch does the work of a raw codec; else None.
+
+    ``x`` is the tensor of elements on the other side of the cast.  The frames must have no padding and be
+    aligned to their elements, and their type must differ from that of ``x``.
+    """
     kind = DTYPES[codec.dtype]
     size, shape = kind.itemsize, x.shape
     if x.dtype is kind or x.dtype not in NAMES or not shape or frames.dtype is not torch.uint8:
@@ -135,7 +150,10 @@ def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
 
 
 def decode_sum(codec: Codec, frames: Tensor, out: Tensor, *, sums: Sums = "fp32") -> None:
-    """Write the sum (..., S) fp32 over the first dimension: :meth:`Operations.decode_sum`."""
+    """Decode ``frames`` and write their sum over the first dimension to ``out`` (..., S) fp32.
+
+    See :meth:`Operations.decode_sum`.
+    """
     _choose(out.device.type)[0].decode_sum(codec, frames, out, sums=sums)
 
 
@@ -150,6 +168,11 @@ def decode_sum_encode(
     carried: Carried | None = None,
     sums: Sums = "fp32",
 ) -> None:
-    """Write the frames (..., F') of that sum: :meth:`Operations.decode_sum_encode`."""
+    """Decode ``frames`` with ``first``, sum them over the first dimension, and encode the sum with ``second``.
+
+    The sum's frames (..., F') go to ``out``; ``numel`` is the number of elements in one frame.  This is the step
+    between the two hops of a reduction, which most pairs of codecs do in one kernel; see
+    :meth:`Operations.decode_sum_encode`.
+    """
     operations, _ = _choose(out.device.type)
     operations.decode_sum_encode(first, second, frames, out, numel, noise=noise, carried=carried, sums=sums)

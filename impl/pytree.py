@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its floating-point tensors in ``dtype``; containers keep their types.
+    """Return ``value`` with all its floating-point tensors cast to ``dtype``; containers keep their types.
 
-    Values without a tensor of another type are returned as they are; other containers are copied, and neither
-    constructors nor ``__post_init__`` run again.
+    A container in which nothing changes is returned itself.  Other containers are copied shallowly, without a
+    call of their constructor or ``__post_init__``.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
@@ -39,12 +39,12 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
         if isinstance(new, MutableMapping | list):
             new[key] = item
         else:
-            object.__setattr__(new, key, item)  # frozen ones too
+            object.__setattr__(new, key, item)  # also works for a frozen dataclass
     return new
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists, dicts and dataclasses."""
+    """Yield all tensors in nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -1,12 +1,14 @@
-"""Quantised all-gather and reduce-scatter as functions, for code without our engine: FSDP, a hook, a script::
+"""Offers a quantised all-gather and reduce-scatter as plain functions, for code without our engine.
+
+They can be called from FSDP, from a DDP communication hook, or from a script::
 
     mesh = Mesh.create(Topology(nodes=2, ranks_per_node=4))
     weights = quantized_all_gather(shard, "int8:2048", mesh)              # qwZ
     mean = quantized_reduce_scatter(gradient, ("int4:256", "int4:256"), mesh)  # qgZ
 
-All ranks of the mesh, which may be torch's ``DeviceMesh``, must call them with equal shapes and options.  A
-:class:`~impl.comm.wire.Wire` that is passed keeps its buffers, its shared memory and its ledger from call to
-call; without one each call has its own.
+All ranks of the mesh must call them with equal shapes and options.  The mesh may be torch's ``DeviceMesh``.
+Pass one :class:`~impl.comm.wire.Wire` to all calls to reuse its buffers and shared memory, and to read its
+ledger of bytes; without one, each call makes a wire of its own.
 """
 
 from __future__ import annotations
@@ -45,20 +47,25 @@ def quantized_all_gather(
     key: Key | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """All ranks' ``x``, encoded once by its owner and decoded to the same bits everywhere.
+    """All-gather ``x``: every rank encodes its ``x`` once, and all ranks decode the same bits.
 
     Args:
-        x: (...) fp32, bf16 or fp16 on the mesh's device, in any layout; gradients do not flow back to it.
-        codec: of the values, e.g. ``int8:2048``.
-        mesh: the ranks.
-        gather: ``hierarchical`` crosses each link between nodes once; ``flat`` is the library's ring.
-        wire: what sends.
-        key: of a stochastic codec's random bits; change its step from call to call.
-        out: contiguous, to write to; a new tensor by default.  It may share memory with ``x``.
+        x: (...) fp32, bf16 or fp16 on the mesh's device, in any layout.  No gradient flows back to it.
+        codec: the codec of the values, e.g. ``int8:2048``.
+        mesh: the ranks that take part.
+        gather: ``hierarchical`` sends a value across each link between nodes once; ``flat`` is the backend's
+            own all-gather over all ranks, usually a ring.
+        wire: the wire that sends the messages; a new one by default.
+        key: the seed of a stochastic codec's random bits.  Change its step from call to call.
+        out: (world, ...) contiguous, the tensor to write to; a new one by default.  It may share memory
+            with ``x``.
 
-    Returns (world, ...) of ``x``'s type, in rank order.  Raises ValueError: for a sparse tensor, a tensor
-    subclass, another type or device, a text that is no codec, a stochastic one without a key, or an ``out``
-    that does not fit.
+    Returns:
+        (world, ...) of the type of ``x``: all ranks' values in rank order.
+
+    Raises:
+        ValueError: if ``x`` is sparse, a tensor subclass, of another type or on another device; if ``codec``
+            is no codec's text, or stochastic without a ``key``; if ``out`` does not fit.
     """
     mesh = Mesh.of(mesh)
     flat, numel, world = _flat(x, mesh), x.numel(), mesh.topology.world
@@ -72,13 +79,15 @@ def quantized_all_gather(
         if out.shape != (world, *x.shape) or out.dtype != x.dtype or not out.is_contiguous() or out.is_neg():
             minus = ", negated (resolve_neg() makes it plain)" if out.is_neg() else ""
             raise ValueError(
-                f"out holds {(world, *x.shape)} {x.dtype} side by side, got {tuple(out.shape)} {out.dtype} "
+                f"out must be a contiguous {(world, *x.shape)} {x.dtype}, got {tuple(out.shape)} {out.dtype} "
                 f"with strides {out.stride()}{minus}"
             )
         if out.requires_grad and torch.is_grad_enabled():
-            raise ValueError("out requires gradients, which would miss the write: pass out.detach()")
+            raise ValueError(
+                "out requires gradients, but autograd would not see the write: pass out.detach()"
+            )
         if flat.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
-            flat = flat.clone()  # else a part of ``x`` could be overwritten before it is encoded
+            flat = flat.clone()  # otherwise a part of ``x`` could be overwritten before it is encoded
     if numel == 0:
         return out
     noise = key.noise(mesh.rank * shard_stride(numel)) if key is not None and codec.stochastic else None
@@ -89,10 +98,17 @@ def quantized_all_gather(
 
 
 class Gathering:
-    """An all-gather of one shard (S,) of every rank, encoded by its owner; the constructor starts it.
+    """An all-gather of one encoded shard per rank; the constructor starts it, :meth:`finish` ends it.
 
-    ``whole`` (ranks * S,) receives all shards, in rank order; ``axes`` are those of the hops, in their order;
-    ``ring`` uses the library's all-gather over the whole world.
+    Args:
+        wire: sends the messages.
+        codec: encodes the shard.
+        axes: the axes of the hops, first hop first.
+        shard: (S,) this rank's values.
+        whole: (ranks * S,) receives all shards, in rank order.
+        tag: the purpose under which the ledger books the messages.
+        ring: whether the backend's own all-gather over all ranks is used.
+        noise: the random bits of a stochastic codec.
     """
 
     def __init__(
@@ -116,7 +132,7 @@ class Gathering:
         self._hops.post()
 
     def finish(self) -> None:
-        """Wait for all shards, and decode them."""
+        """Wait for all shards and decode them into ``whole``."""
         frames = self._hops.finish()
         if self._into is None or frames.data_ptr() != self._into.data_ptr():
             ops.decode(self._codec, frames, self._target)
@@ -133,30 +149,37 @@ def quantized_reduce_scatter(
     wire: Wire | None = None,
     key: Key | None = None,
 ) -> Tensor:
-    """This rank's part of the mean of all ranks' ``x``, accumulated in fp32.
+    """Reduce-scatter ``x``: return this rank's part of the mean over all ranks, accumulated in fp32.
 
     Args:
-        x: (world * n, ...) fp32, bf16 or fp16 on the mesh's device, in any layout; gradients do not flow
-            back to it.
-        codecs: of the hop inside nodes and of that between them; one for both, or for the only one.
-        mesh: the ranks.
+        x: (world * n, ...) fp32, bf16 or fp16 on the mesh's device, in any layout.  No gradient flows back
+            to it.
+        codecs: the codec of the hop inside nodes and the codec of the hop between nodes.  A single codec
+            serves both hops, or the only one.
+        mesh: the ranks that take part.
         reduce: ``two_hop``, ``one_hop`` or ``ring``, as in :class:`~impl.plan.policy.Policy`.
-        chunks: pieces whose two hops overlap.
-        wire: what sends.
-        key: of stochastic codecs' random bits; change its step from call to call.
+        chunks: the number of pieces of which one is sent between nodes while the next is sent inside them.
+        wire: the wire that sends the messages; a new one by default.
+        key: the seed of stochastic codecs' random bits.  Change its step from call to call.
 
-    Returns (n, ...) fp32.  Raises ValueError: as :func:`quantized_all_gather`, for a first dimension that the
-    world does not divide, and another number of codecs.  PolicyError: for what cannot be carried out.
+    Returns:
+        (n, ...) fp32.
+
+    Raises:
+        ValueError: for the same reasons as :func:`quantized_all_gather`; if the world size does not divide
+            the first dimension of ``x``; for another number of codecs.
+        PolicyError: if codecs, ``reduce`` and ``chunks`` do not go together.
     """
     mesh = Mesh.of(mesh)
     pair = [codecs] * 2 if isinstance(codecs, str) or not isinstance(codecs, Sequence) else codecs
     if len(pair) != 2:
-        raise ValueError(f"codecs: one, or one for each of two hops, got {len(pair)}")
+        raise ValueError(f"codecs has {len(pair)} entries: pass one codec, or one for each of the two hops")
     flat, gradients = _flat(x, mesh), _checked(pair, key)
     world = mesh.topology.world
     if x.dim() == 0 or x.shape[0] % world:
         raise ValueError(
-            f"{world} ranks cannot share {tuple(x.shape)}: its first dimension must be divisible"
+            f"x of shape {tuple(x.shape)} cannot be cut for {world} ranks: its first dimension must be a "
+            f"multiple of {world}"
         )
     policy = Policy(gradients=(gradients[0], gradients[1]), reduce=reduce, chunks=chunks)
     shape = (x.shape[0] // world, *x.shape[1:])
@@ -178,31 +201,34 @@ def quantized_reduce_scatter(
 
 
 def _checked(codecs: Sequence[CodecOrText], key: Key | None) -> list[Codec]:
-    """``codecs`` as values that the random bits of ``key`` suffice for."""
+    """Parse ``codecs``, and refuse a stochastic one without a ``key`` to draw its random bits from."""
     parsed = [codec if isinstance(codec, Codec) else parse(codec) for codec in codecs]
     for codec in parsed:
         if codec.stochastic and key is None:
-            raise ValueError(f"{codec} rounds stochastically: it needs a key")
+            raise ValueError(f"{codec} rounds stochastically and needs random bits: pass key=")
     return parsed
 
 
 def _flat(x: Tensor, mesh: Mesh) -> Tensor:
-    """(numel,) the values of ``x`` in row-major order, side by side in memory; copied if they are not yet."""
+    """Return the values of ``x`` as (numel,), row-major and contiguous; copies them only if they are not."""
     _check_plain("x", x, mesh)
     if x.dtype not in NAMES:
-        raise ValueError(f"quantised collectives take {', '.join(NAMES.values())}, got {x.dtype}")
-    return x.detach().resolve_neg().contiguous().view(-1)  # kernels read memory, not torch's bit for -x
+        raise ValueError(
+            f"quantised collectives take {', '.join(NAMES.values())}, got {x.dtype}: convert x first"
+        )
+    # Kernels read memory, and do not know of torch's bit that marks a view as negated.
+    return x.detach().resolve_neg().contiguous().view(-1)
 
 
 def _check_plain(name: str, x: Tensor, mesh: Mesh) -> None:
-    """Refuse what is not a dense tensor of torch's own class on the device of ``mesh``."""
+    """Raise a ValueError unless ``x`` is a dense ``torch.Tensor``, no subclass, on the device of ``mesh``."""
     if type(x) not in (Tensor, nn.Parameter):
         kind = type(x).__name__
-        raise ValueError(f"{name} is a {kind}, expected a plain torch.Tensor, as to_local() of a DTensor is")
+        raise ValueError(f"{name} is a {kind}: pass a plain torch.Tensor, such as to_local() of a DTensor")
     if x.layout != torch.strided or x.is_nested:
         layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise ValueError(
-            f"{name} is a {layout} tensor: pass a dense one, as {name}.to_dense() is of a sparse one"
+            f"{name} is a {layout} tensor: pass a dense one, such as {name}.to_dense() of a sparse tensor"
         )
     if mesh.device not in (x.device, torch.device(x.device.type)):
-        raise ValueError(f"{name} is on {x.device}, and the mesh is on {mesh.device}: move it there")
+        raise ValueError(f"{name} is on {x.device}, but the mesh is on {mesh.device}: move {name} there")

@@ -1,6 +1,6 @@
-"""ZeRO over any torch module: ``shard(model, ...)`` changes it in place.
+"""Shards any torch module for ZeRO-3 or ZeRO++ training: ``shard(model, ...)`` changes the model in place.
 
-The training loop gains one line::
+The training loop gains one line, and its optimizer gets the engine's parameter groups::
 
     zero = shard(model, mesh=mesh, policy=preset("zeropp"))
     optimizer = torch.optim.AdamW(zero.param_groups())
@@ -26,7 +26,7 @@ from impl.engine.elementwise_probe import elementwise
 from impl.engine.engine import Zero
 from impl.engine.hooks import Hooks
 from impl.engine.outside_uses import register
-from impl.engine.unit_planning import GroupOf, check_shapes, drafts_of, find_blocks, geometries_of, plan_units
+from impl.engine.unit_planning import GroupOf, check_shapes, drafts_of, find_blocks, plan_units
 from impl.errors import ZeroError
 from impl.parameters.external import external_to, register_external_parameter
 from impl.parameters.gathered import GatheredParameters
@@ -37,11 +37,12 @@ from impl.plan.policy import Offload, Policy
 from impl.plan.prefetch_schedule import Schedule
 from impl.plan.reduction_queue import ReductionQueue
 from impl.plan.traffic import placements_of
+from impl.plan.unit_plan import geometries_of
 from impl.unit.context import MEMORY, HostMemory, Meter, Passes, Reserve, UnitContext
 from impl.unit.flat_buffer import check_plain
 from impl.unit.unit import Unit
 
-__all__ = [  # with what DeepSpeed's tutorials call deepspeed.zero.NAME
+__all__ = [  # includes the names that DeepSpeed's tutorials use as deepspeed.zero.NAME
     "GatheredParameters",
     "Init",
     "Zero",
@@ -65,19 +66,30 @@ def shard(
     seed: int = 0,
     initialise: Callable[[nn.Module], None] | None = None,
 ) -> Zero:
-    """Shard ``model`` in place over the ranks of ``mesh``; all of these must call it, and no others.
+    """Shard ``model`` in place over the ranks of ``mesh``, and return its engine.
 
-    The model has the same values on every rank, which are compared.  What :class:`~impl.parameters.init.Init`
-    cut is taken over as it is; a model on the meta device is given its values block by block, by
-    ``initialise`` of a module, or its ``reset_parameters()``.  ``blocks`` are gathered and released as a
-    whole, by default those that :func:`find_blocks` finds; ``group_of`` names the optimizer group of a
-    parameter; ``seed``, of stochastic codecs, is the same on all ranks; ``wire`` is a plain one by default.
-    A torch ``DeviceMesh`` is understood as :meth:`Mesh.create` says.
+    All ranks of the mesh must call this, and no other ranks.  The model must have the same values on every
+    rank, which is checked.  Parameters that :class:`~impl.parameters.init.Init` has cut are taken over as they
+    are.  A model on the meta device gets its values here, block by block.
+
+    Args:
+        model: the model, with plain parameters.
+        mesh: the ranks; :meth:`Mesh.create` says how a torch ``DeviceMesh`` is read.
+        policy: what is sharded, and how it is sent.
+        wire: the wire that sends all messages; a new one without options by default.
+        blocks: the modules that are gathered and resharded as a whole; by default those that
+            :func:`find_blocks` finds.
+        group_of: returns the number of a parameter's optimizer group from its name and the parameter; by
+            default all are in group 0.
+        seed: the seed of stochastic codecs, equal on all ranks.
+        initialise: gives a module on the meta device its values; its ``reset_parameters()`` by default.
 
     Raises:
-        PolicyError: if the policy does not fit the topology.  GeometryError: if a unit is padded too much.
-        ZeroError: for what cannot be sharded, is sharded already, or differs between ranks.  MeshError: on a
-        rank that is not in the mesh.  WireError: for a wire over other ranks.
+        PolicyError: if the policy does not fit the topology.
+        GeometryError: if a unit cannot be laid out, or has too much padding.
+        ZeroError: if the model cannot be sharded, is sharded already, or differs between ranks.
+        MeshError: on a rank that is not in the mesh.
+        WireError: if the wire is over other ranks.
     """
     if not isinstance(policy, Policy):
         raise ZeroError(f"policy is a {type(policy).__name__}: expected an impl.plan.policy.Policy")
@@ -119,7 +131,8 @@ def shard(
         if id(parameter) not in unit_of:
             raise ZeroError(
                 f"an external parameter of shape {tuple(parameter.shape)} is registered for "
-                f"{type(module).__name__}, but is not a parameter of the model"
+                f"{type(module).__name__}, but is not a parameter of the model: register one that a module of the "
+                "model holds"
             )
         register(module, unit_of[id(parameter)])
     return zero

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pandas as pd
-
-from harness.records import archive
-from report.data import frames, metrics
+if TYPE_CHECKING:  # pandas takes as long as the whole command line, which imports this package
+    import pandas as pd
 
 __all__ = ["load"]
 
@@ -25,6 +24,11 @@ def load(where: str | Path) -> pd.DataFrame:
 
     Raises a ReportError or RecordError if nothing is there, a folder mixes pools, or a file is no record.
     """
+    import pandas as pd
+
+    from harness.records import archive
+    from report.data import frames
+
     path = Path(where)
     if not path.exists():
         raise frames.ReportError(f"{path}: no such folder or archive")
@@ -42,6 +46,8 @@ def load(where: str | Path) -> pd.DataFrame:
 
 
 def _of_folder(path: Path) -> pd.DataFrame:
+    from report.data import frames, metrics
+
     records = frames.load(path)
     table, curves = metrics.trials(records), records.validations.set_index("id")
     return table.assign(

@@ -17,18 +17,18 @@ from typing import Final
 
 import pandas as pd
 
-from report import page
+from report import page, stamp
 from report.data.frames import ReportError, load
 from report.data.metrics import Derived, derive, records_of
 from report.draw import theme
 from report.draw.figure import style_of
 from report.figures import all_figures
+from report.stamp import PAGE
 from report.tables import all_tables as tables
 from report.tables import latex
 from report.tables.table import Table, find_table
 from report.verdicts import verdicts
 
-PAGE: Final = "report.html"
 _FOLDERS: Final = ("figures", "tables")
 _LINK: Final = re.compile(rf'href="((?:{"|".join(_FOLDERS)})/[\w-]+\.[a-z]+)"')
 
@@ -40,13 +40,15 @@ def build(
     width: float = theme.WIDTH,
     forms: Sequence[str] = (),
 ) -> Path:
-    """Build the report of a results folder, inside it; equal records give equal bytes.
+    """Build the report of a results folder, inside it; equal records give equal bytes.  Returns the page's path.
 
     ``columns``, by table, are printed beside the configuration, by title or name in the CSV; ``width`` is in mm.
     Figures are drawn as SVG, which the page shows, and in these further ``forms`` ("pdf", "png"), each of
     which takes about as long as the page.
     Raises a Refusal for an unknown column, and as :func:`report.data.frames.load` and :func:`publish`.
     """
+    usual = not columns and width == theme.WIDTH and not forms
+    made_of = stamp.digest(results) if usual else ""
     derived = derive(load(results))
     shown = with_columns(every_table(derived), columns or {})
 
@@ -57,7 +59,12 @@ def build(
         (folder / "tables" / "numbers.tex").write_text(macros, encoding="utf-8", newline="\n")
         return page.render(derived, list(filter(None, drawn)), shown)
 
-    return publish(results, shown, page_of)
+    path = publish(results, shown, page_of)
+    if usual:
+        stamp.write(results, made_of, verdicts(derived).lines)
+    else:  # a run would draw another page
+        stamp.remove(results)
+    return path
 
 
 def every_table(derived: Derived) -> list[Table]:

@@ -7,18 +7,21 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from harness.cluster import interrupts
-from harness.errors import Refusal, visible
+from harness.cluster.interrupts import REFUSED
+from harness.errors import Refusal, one_line, visible
 from harness.measure import machine
 from harness.records import archive, bench_record
+from harness.records.trial_record import RecordError
 from harness.suites.suite_file import name_of
 from harness.terminal_table import console
+from report import stamp
+from report.stamp import PAGE
 
 SOME_FAILED: Final = 1
 _WIDTH: Final = 178.0  # mm, of figures
@@ -69,12 +72,7 @@ def report(
         if requested or explain:
             many = f"{folder} holds {len(archives)} archives"
             raise Refusal(f"{many}: --columns and --explain are of one suite")
-        build_one, processes = (
-            partial(_build_archive, width=width, forms=forms),
-            min(len(archives), machine.cores()),
-        )
-        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-            print("\n".join(map(str, pool.map(build_one, archives))))
+        _build_archives(archives, width, forms)
         return
     if explain is not None:
         from report.build import explanation
@@ -128,6 +126,29 @@ def compare(
         raise typer.Exit(SOME_FAILED)
 
 
+def _build_archives(archives: Sequence[Path], width: float, forms: Sequence[str]) -> None:
+    """Build the pages of archives, several at once; prints their paths, then why others have none.
+
+    Raises ``typer.Exit`` with status 2 if one has none.
+    """
+    processes, pages, errors = min(len(archives), machine.cores()), list[Path](), list[Exception]()
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        built = {
+            packed: pool.submit(_build_archive, packed, width, forms)
+            for packed in sorted(archives, key=lambda path: -path.stat().st_size)  # the longest begin first
+        }
+        for packed in archives:
+            try:
+                pages.append(built[packed].result())
+            except (RecordError, Refusal) as error:
+                errors.append(error)
+    print("".join(f"{page}\n" for page in pages), end="")
+    for why in errors:
+        print(f"zeropp: {one_line(str(why))}", file=sys.stderr)
+    if errors:
+        raise typer.Exit(REFUSED)
+
+
 def _build_archive(packed: Path, width: float, forms: Sequence[str]) -> Path:
     """Build the page of an archive, in a process of its own."""
     from report.build import build
@@ -140,10 +161,8 @@ def build_report(
     columns: Mapping[str, Sequence[str]] | None = None,
     width: float = _WIDTH,
     forms: Sequence[str] = (),
-    *,
-    head: bool = False,
 ) -> None:
-    """Build a folder's page, and print its path; with ``head`` also its sentence on the largest difference."""
+    """Build a folder's page, and print its path."""
     interrupts.take_over()
     if bench_record.holds(folder):
         from report.bench_page import build as build_bench
@@ -155,11 +174,24 @@ def build_report(
         print(build_bench(folder))
         return
     from report.build import build
-    from report.verdicts import of_folder
 
     print(build(folder, columns=columns, width=width, forms=forms))
-    if head:
-        print(visible("\n".join(of_folder(folder).lines)), file=sys.stderr)
+
+
+def report_after_run(folder: Path) -> None:
+    """Print the path of a suite's page, and on standard error the sentence in its head.
+
+    A page of the same records, built by the same program, is not built again.
+    """
+    interrupts.take_over()
+    if (sentences := stamp.sentences_of(folder)) is None:
+        from report.build import build
+        from report.verdicts import of_folder
+
+        build(folder)
+        sentences = stamp.sentences_of(folder) or of_folder(folder).lines
+    print(folder / PAGE)
+    print(visible("\n".join(sentences)), file=sys.stderr)
 
 
 def _columns(options: Sequence[str]) -> dict[str, list[str]]:

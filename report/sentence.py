@@ -265,7 +265,9 @@ def _break_even(derived: Derived, key: Key) -> str:
         case "costs":
             return f"; it is faster at no measured rate, {highest}"
     return (
-        "" if found.few else f"; no break-even was found {highest}, and {break_even.unclear_in_words(found)}"
+        ""
+        if found.few
+        else f"; no break-even was found {highest}: the difference is {break_even.unclear_in_words(found)}"
     )
 
 

@@ -15,9 +15,9 @@ from harness.suites.suite_file import load
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [*ROOT.glob("*.md"), ROOT / "results" / "README.md", *(ROOT / "docs").rglob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("[rs]*s/README.md"), *(ROOT / "docs").rglob("*.md")]
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
-VERDICTS = {"measured", "measured in part", "tested", "modelled", "not available"}
+STATUSES = ("measured", "in part", "tested", "modelled", "not available")
 NAMED = re.compile(r"`((?:impl|harness|report|tests|suites|docs)(?:/[\w.]+)+/?)`")
 
 
@@ -52,29 +52,66 @@ def test_what_texts_name_is_there() -> None:
     assert [(page, to) for page, to in links + paths if not to.exists()] == []
 
 
-def test_the_readme_lists_all_suites_and_commands() -> None:
-    """Every shipped suite by a link, and every command by its name."""
+def test_all_suites_and_commands_are_listed() -> None:
+    """Every shipped suite by a link in suites/README.md, every command by its name; README links to both."""
+    suites = TEXTS[ROOT / "suites" / "README.md"]
     for suite in (ROOT / "suites").glob("*.toml"):
-        assert f"](suites/{suite.name})" in README
+        assert f"]({suite.name})" in suites
+    commands = TEXTS[ROOT / "docs" / "guide" / "commands.md"]
     for command in app.registered_commands:
-        assert f"`zeropp {command.name or command.callback.__name__}" in README
+        assert f"zeropp {command.name or command.callback.__name__}" in commands
+    assert "](suites/README.md)" in README
+    assert "](docs/guide/commands.md)" in README
 
 
-def test_every_item_of_the_paper_has_a_verdict() -> None:
-    """Each is one of those that the page explains."""
+def test_readme_is_by_task() -> None:
+    """Each task that README names has a heading with commands or an example below it."""
+    sections = {part.partition("\n")[0]: part for part in re.split(r"^## ", README, flags=re.MULTILINE)}
+    for task in (
+        "Run a suite on GPU nodes", "Property-test a kernel of your own", "Regenerate figures and tables",
+        "Your own question", "Your own loop", "Tests",
+    ):  # fmt: skip
+        assert re.search(r"^```\w+\n", sections[task], flags=re.MULTILINE), task
+    assert "![" in sections["Quickstart"]
+    assert "fp32" in sections["Comparison with DDP, FSDP2 and DeepSpeed"]
+
+
+def test_commands_of_the_readme_exist() -> None:
+    """Every `zeropp` command in the README's shell blocks is one of the application's."""
+    names = {command.name or command.callback.__name__ for command in app.registered_commands}
+    names |= {group.name for group in app.registered_groups}
+    typed = re.findall(r"(?:^|\s|/)zeropp ([\w-]+)", "".join(fenced("sh") + fenced("bash")))
+    assert {"run", "report", "check", "doctor"} <= {*typed} <= names
+
+
+def test_the_slurm_line_runs_a_suite_that_may_be_started_by_slurm(tmp_path: Path) -> None:
+    """README's sed turns the suite for torchrun into one for Slurm."""
+    (line,) = [line for block in fenced("bash") for line in block.splitlines() if line.startswith("sed ")]
+    copied = tmp_path / "gpu_slurm.toml"
+    subprocess.run(["bash", "-c", line.replace("> gpu_slurm.toml", f"> {copied}")], cwd=ROOT, check=True)
+    assert {trial.cluster.launcher for trial in load(copied).trials} == {"slurm"}
+
+
+def test_every_item_of_the_paper_has_a_version_and_a_status() -> None:
+    """Each row of the paper's tables has six cells, and a status that the page explains."""
     text = TEXTS[ROOT / "docs" / "paper.md"]
     rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")
+        [cell.strip() for cell in line.split(" | ")] for line in text.splitlines() if line.startswith("| ")
     ]
-    items = rows[2:]
-    assert len(items) >= 20
-    assert all(len(row) == 4 and row[1] in VERDICTS and row[2] and row[3] for row in items)
-    assert all(f"`{verdict}`: " in text for verdict in VERDICTS)
+    items = [row for row in rows if len(row) == 6 and row[0] not in ("| item", "| ---")]
+    assert len(items) >= 25
+    for item, version, status, _, here, where in items:
+        assert item != "|"
+        assert version, item
+        assert set(status.split(", ")) <= set(STATUSES), item
+        assert here, item
+        assert where != "|", item
+    assert all(f"\n| {status} | " in text for status in STATUSES)
 
 
 def test_documents_from_records_have_no_escapes() -> None:
     """What records write into documents is plain Markdown: no escaped dot."""
-    assert "\\." not in TEXTS[ROOT / "docs" / "results.md"]
+    assert "\\." not in TEXTS[ROOT / "docs" / "results.md"] + TEXTS[ROOT / "suites" / "README.md"]
 
 
 def test_example_suite(tmp_path: Path) -> None:

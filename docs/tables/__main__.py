@@ -1,4 +1,4 @@
-"""Regenerate all tables of the documentation, and print which pages changed."""
+"""Regenerates all tables of the documentation, and prints the pages that changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ for name in (*PAGES, METRICS, *COMPILED):
     path = DOCS / name
     page = path.read_text(encoding="utf-8")
     if name in COMPILED and (without := missing()):
-        sys.stdout.write(f"{path}: left as it is, tox -e compile has what it needs: {without}\n")
+        sys.stdout.write(f"{path}: not regenerated ({without}); tox -e compile installs what is needed\n")
         continue
     if (changed := current_page(name, page)) != page:
         path.write_text(changed, encoding="utf-8")

@@ -18,27 +18,28 @@ SHOWN: Final = (
     "mxfp4:stochastic",
     "int4:256:hadamard32", "mxfp4:hadamard32", "int4:256:hadamard32:stochastic",
 )  # fmt: skip
-_SHARD: Final = 1 << 20  # elements, over which the bits of scales are spread
+_SHARD: Final = 1 << 20  # elements of the shard whose bits per element, scales included, are shown
 
 
 def render() -> str:
-    """The tables, in Markdown."""
+    """Return the tables in Markdown."""
     codecs = {text: built_in(text) for text in SHOWN}
     common = [law for law in Law if all(law in codec.laws for codec in codecs.values())]
     rows = table(
         ("codec", "bits an element", "error of fp32 at most", "further laws"),
         (_row(text, codec, common) for text, codec in codecs.items()),
     )
-    laws = table(("law", "what it says"), ((f"`{title(law)}`", law.value) for law in Law))
+    laws = table(("law", "meaning"), ((f"`{title(law)}`", law.value) for law in Law))
     promised = ", ".join(f"`{title(law)}`" for law in common)
-    return f"All of them promise {promised}.\n\n{rows}\n{laws}"
+    return f"All codecs in this table promise {promised}.\n\n{rows}\n{laws}"
 
 
 def formula(codec: BuiltIn) -> str:
-    """Formula of the largest error of a finite block decoded to fp32, to within 2^-14 and one rounding.
+    """Return the formula of the largest error of an element of a finite block, decoded to fp32.
 
-    The exact one is ``codec.error_bound``.  ``max`` is the block's largest magnitude, ``range`` its
-    largest element minus its smallest; with a rotation, of the rotated block.
+    It is exact to within 2^-14 and one rounding; ``codec.error_bound`` is the exact bound.  ``max`` is the
+    largest magnitude of the block, ``range`` its largest element minus its smallest, after a rotation if
+    there is one.
     """
     if isinstance(codec, Raw):
         return "0" if codec.dtype == "fp32" else f"max / {1 / HALF_ULP[codec.dtype][0]:.0f}"

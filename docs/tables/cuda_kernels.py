@@ -1,4 +1,4 @@
-"""The table of ``docs/reference/cuda_kernels.md``: what the compiled CUDA kernels ask of a GPU."""
+"""Tables of ``docs/reference/cuda_kernels.md``: resources and predicted speed of the compiled CUDA kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CODED: Final = (("encode", "Bf16"), ("decode", "Bf16"), ("decode", "Fp32"))
 
 
 def render() -> str:
-    """The tables, in Markdown; compiles every kernel, which needs all that ``missing`` looks for."""
+    """Compile every kernel and return the tables in Markdown; needs all that ``missing`` looks for."""
     plain = [
         (kernel, (*_resources(cubin), *_accesses(mains[kernel])))
         for file, kernels in VARIANTS.items()
@@ -30,27 +30,28 @@ def render() -> str:
     shares = ("kernels", *(f"`sm_{architecture}`" for architecture in DEVICES))
     columns = ("format", "encode bf16", "decode bf16", "sum to fp32")
     return (
-        f"Plain kernels, with the accesses of the main path:\n\n{table(_PLAIN, _equal(plain))}\n"
-        f"Shares of a copy at most, and what limits them:\n\n{table(shares, _equal(_shares()))}\n"
-        f"Of published formats on `sm_{ARCHITECTURE}`:\n\n{table(columns, _equal(_formats()))}"
+        "### Resources of plain kernels\n\nElements loaded and stored are those of the main path.\n\n"
+        f"{table(_PLAIN, _equal(plain))}\n"
+        f"### Largest share of a copy's rate, and what limits it\n\n{table(shares, _equal(_shares()))}\n"
+        f"### Largest share of published formats on `sm_{ARCHITECTURE}`\n\n{table(columns, _equal(_formats()))}"
     )
 
 
 def _shares() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Plain kernels with their predicted share on each device."""
+    """Yield every plain kernel with its predicted share on each device."""
     for kernel in filter(lambda name: not FORMAT.fullmatch(name), works(ARCHITECTURE)):
         yield kernel, tuple(_share(kernel, architecture) for architecture in DEVICES)
 
 
 def _formats() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Published formats with their predicted shares."""
+    """Yield every published format with its predicted shares."""
     for text, name in FORMATS.items():
         kernels = (f"{verb}_format<{name.partition(':')[2]}, {dtype}>" for verb, dtype in _CODED)
         yield text, tuple(_share(kernel, ARCHITECTURE) for kernel in kernels)
 
 
 def _share(kernel: str, architecture: int) -> str:
-    """The share of a copy that a kernel is predicted to reach, and what limits it."""
+    """Return the predicted share of a copy's rate, and what limits it."""
     share, limit = works(architecture)[kernel].share(DEVICES[architecture])
     return limit if limit == "memory" else f"{share:.0%} {limit}"
 
@@ -60,7 +61,7 @@ def _resources(cubin: Cubin) -> tuple[str, ...]:
 
 
 def _accesses(main: Cubin) -> Iterator[str]:
-    """Numbers and widths of the loads and stores of elements: ``4x16 B``."""
+    """Yield counts and widths of the loads, then of the stores of elements: ``4x16 B``."""
     for loads in (True, False):
         counts = Counter(
             access.width
@@ -71,7 +72,7 @@ def _accesses(main: Cubin) -> Iterator[str]:
 
 
 def _equal(rows: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, ...]]:
-    """Rows, one for all kernels of equal columns; all variants of a kernel stand as ``all `name```."""
+    """Yield one row for all kernels with equal columns; all variants of one kernel become ``all `name```."""
     kernels: dict[tuple[str, ...], list[str]] = {}
     for kernel, columns in rows:
         kernels.setdefault(columns, []).append(kernel)

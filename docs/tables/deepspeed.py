@@ -16,7 +16,7 @@ _ELSE: Final[tuple[tuple[Fate, str, str], ...]] = (
 
 
 def render() -> str:
-    """A table of the honoured keys, and one of reasons for each other fate, in Markdown."""
+    """Return a table of the honoured keys, and for each other outcome a table of keys by reason, in Markdown."""
     honoured = table(
         ("key", "default", "what it means here"),
         ((f"`{key.path}`", _default(key), key.text) for key in KEYS.values() if key.fate == "honoured"),
@@ -26,7 +26,10 @@ def render() -> str:
 
 
 def _by_reason(fate: Fate, head: str) -> str:
-    """Keys of one fate, a row for each reason; a key whose only value is not "off" stands with that value."""
+    """Return a table of the keys of one outcome, with a row for each reason.
+
+    A key that only its default is allowed for is shown with that default, unless it means "off".
+    """
     reasons: dict[str, list[str]] = {}
     for key in KEYS.values():
         if key.fate == fate:

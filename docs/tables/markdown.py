@@ -1,4 +1,4 @@
-"""Markdown of the generated pages."""
+"""Formats Markdown for the generated pages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from collections.abc import Iterable, Sequence
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A pipe table, its last line with a line break."""
+    """Return a pipe table; its last line ends with a line break."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)

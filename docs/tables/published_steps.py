@@ -1,21 +1,27 @@
-"""Predicts published throughput from a few of its own numbers, with the errors of these predictions.
+"""Predicts published throughput from a few of the published numbers, and reports the errors of these predictions.
 
-``python -m docs.tables.published_steps`` writes docs/modelled.md from
-``report/published/zeropp_throughput.csv``; with a file of the same columns it prints the page for that one
-instead.
+``python -m docs.tables.published_steps`` writes docs/modelled.md from ``report/published/zeropp_throughput.csv``.
+Given another file with the same columns, it prints the page for that file instead.
 
-Columns: ``system`` (a row of ``zeropp_volume.csv``), ``model``, ``parameters_billion``, ``gpus``,
-``gpus_per_node``, ``rate_gbps`` of one adapter, ``adapters`` of a node, ``tokens_per_gpu``, and ``seconds``
-of a step or ``tflops_per_gpu``; optional: ``source``, ``layers``, ``hidden``, ``volume_m`` (bytes between
-nodes in units of M, where ``zeropp_volume.csv`` has no such system), ``overlap`` (``none`` or ``full``), and
-``fitted``: ``yes`` for the rows to which the machine is fitted.  Without a ``yes`` each row is predicted from
-all others.
+Columns that the file needs:
+
+- ``system``: a row of ``zeropp_volume.csv``, or any name if ``volume_m`` is given;
+- ``model``, ``parameters_billion``, ``gpus``, ``gpus_per_node``;
+- ``rate_gbps`` of one adapter, ``adapters`` of a node, ``tokens_per_gpu``;
+- ``seconds`` of a step, or ``tflops_per_gpu``.
+
+Optional columns:
+
+- ``volume_m``: bytes between nodes in units of M, the size of the model in 16 bits;
+- ``overlap``: ``none`` (the default) or ``full``;
+- ``fitted``: ``yes`` for the rows to which the machine is fitted.  If no row has a ``yes``, each row is predicted from
+  all others;
+- ``source``, ``layers``, ``hidden``: not used.
 """
 
 from __future__ import annotations
 
 import sys
-import tempfile
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +31,15 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
+from docs import numbers
 from docs.tables import markdown
-from harness.records import archive
 from impl.plan.step_time import FLOPS_PER_TOKEN, Machine, Work, flops, least_seconds, step_time
 from report.data import published
-from report.data.frames import load
-from report.data.metrics import derive
 from report.figures.predictions import measured_over, score, score_in_words
 
 DOCS: Final = Path(__file__).parents[1]
 PREDICTED: Final = Path("results/predicted")
-ELEMENT_BYTES: Final = 2  # M is the size of the model in 16 bits
+ELEMENT_BYTES: Final = 2  # the unit M of volumes is the size of the model in 16 bits
 NEEDED: Final = (
     "system", "model", "parameters_billion", "gpus", "gpus_per_node", "rate_gbps", "adapters",
     "tokens_per_gpu",
@@ -44,11 +48,11 @@ _MEASURED: Final = ("volume_m", "seconds", "tflops_per_gpu")  # optional
 
 
 class PublishedError(ValueError):
-    """A table that cannot be modelled; the message names the file, the row and the column."""
+    """Raised for a table that cannot be modelled; the message names the file, the row and the column."""
 
 
 def read(path: Path) -> pd.DataFrame:
-    """Returns the distinct rows of a table with ``seconds``, ``tflops``, ``work`` and ``fitted``.
+    """Read the distinct rows of a table, and compute the columns ``seconds``, ``tflops``, ``work`` and ``fitted``.
 
     Raises:
         PublishedError: for a missing column, a number that is not above 0, or a system of unknown volume.
@@ -62,10 +66,10 @@ def read(path: Path) -> pd.DataFrame:
     table = table.drop_duplicates([*NEEDED, "seconds", "tflops_per_gpu"], ignore_index=True)
 
     def check(name: str, values: pd.Series) -> None:
-        numbers = pd.to_numeric(values, errors="coerce")
-        if len(bad := values[~(numbers > 0) | ~np.isfinite(numbers)]):
+        parsed = pd.to_numeric(values, errors="coerce")
+        if len(bad := values[~(parsed > 0) | ~np.isfinite(parsed)]):
             row = f"{path}, row {bad.index[0] + 1}"
-            raise PublishedError(f"{row}: {name} is {bad.iloc[0]}, not a number above 0")
+            raise PublishedError(f"{row}: {name} is {bad.iloc[0]}; expected a number above 0")
 
     for name in NEEDED[2:]:
         check(name, table[name])
@@ -73,15 +77,15 @@ def read(path: Path) -> pd.DataFrame:
     volumes = table["volume_m"].fillna(table["system"].map(known))
     if len(unknown := table[volumes.isna()]):
         raise PublishedError(
-            f"{path}, row {unknown.index[0] + 1}: what {unknown['system'].iloc[0]} sends is not known; say "
-            f"it as volume_m (known: {', '.join(known.index)})"
+            f"{path}, row {unknown.index[0] + 1}: the volume that system {unknown['system'].iloc[0]} sends is not "
+            f"known; add column volume_m (known systems: {', '.join(known.index)})"
         )
     parameters, nodes = table["parameters_billion"] * 1e9, table["gpus"] / table["gpus_per_node"]
     egress = volumes * ELEMENT_BYTES * parameters * (nodes - 1).clip(lower=0) / nodes
     rate = table["rate_gbps"] * table["adapters"] * 1e9 / 8
     operations = FLOPS_PER_TOKEN * parameters * table["tokens_per_gpu"]
     seconds = table["seconds"].fillna(operations / (table["tflops_per_gpu"] * 1e12))
-    check("seconds, by tflops_per_gpu if not said,", seconds)
+    check("seconds (or tflops_per_gpu)", seconds)
     check("volume_m", volumes)
     columns = (parameters, table["tokens_per_gpu"], egress, rate)
     works = [
@@ -96,20 +100,23 @@ def read(path: Path) -> pd.DataFrame:
 
 
 def fit(rows: pd.DataFrame) -> Machine:
-    """Returns the machine whose steps are nearest to the rows', by least squares of relative errors.
+    """Return the machine whose steps are nearest to those of the rows, by least squares of relative errors.
 
     Raises:
-        PublishedError: for no rows, or rows that do not all have overlap ``none``, or all ``full``.
+        PublishedError: if there are no rows, or their ``overlap`` is not ``none`` in all or ``full`` in all.
     """
     if len(set(rows["overlap"])) != 1:
-        raise PublishedError(f"a machine is fitted to rows of one overlap, not to {len(rows)} of several")
+        raise PublishedError(
+            f"a machine can be fitted only to rows with equal overlap; these are {len(rows)} rows with "
+            f"{len(set(rows['overlap']))} values of overlap"
+        )
     tokens, overlap = rows["tokens_per_gpu"], rows["overlap"].iloc[0]
     if overlap not in ("none", "full"):
-        raise PublishedError(f'overlap is "{overlap}", not none or full')
-    several = len(set(tokens)) > 1  # one batch cannot tell fixed from per token
+        raise PublishedError(f'overlap is "{overlap}"; expected none or full')
+    several = len(set(tokens)) > 1  # a single batch size does not separate `fixed` from `per_token`
 
     def machine(values: np.ndarray) -> Machine:
-        # Scaled to be of the order of 1: 1e-10 s for each parameter, 1e-13 s for each of its tokens.
+        # The values are scaled to be about 1: 1e-10 s for each parameter, 1e-13 s for each parameter and token.
         fixed, per_token, efficiency = values
         return Machine(
             name="fitted",
@@ -134,9 +141,10 @@ def fit(rows: pd.DataFrame) -> Machine:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A table with predictions, and the machine that they share (None if each row has its own).
+    """A table with predictions, and the machine that they share; None if each row has its own.
 
-    Rows are those of :func:`read` with ``predicted`` (seconds), ``predicted_tflops``, ``mark``, and errors.
+    ``rows`` are those of :func:`read` with ``predicted`` (seconds), ``predicted_tflops``, ``mark`` and the errors of
+    throughput.
     """
 
     rows: pd.DataFrame
@@ -144,12 +152,12 @@ class Predicted:
 
     @property
     def held_out(self) -> pd.DataFrame:
-        """The rows to which no machine is fitted."""
+        """The rows that the machine was not fitted to."""
         return self.rows[~self.rows["fitted"]]
 
     @property
     def speedups(self) -> pd.DataFrame:
-        """Distinct held-out pairs of ``zero3`` with another system: measured and predicted ratio."""
+        """Speed-ups over ``zero3`` of held-out rows, each distinct pair once: ``measured`` and ``predicted``."""
         keys = ["model", "gpus", "rate_gbps", "adapters", "tokens_per_gpu"]
         base = self.rows[self.rows["system"].eq("zero3")]
         others = self.held_out[~self.held_out["system"].eq("zero3")]
@@ -161,10 +169,10 @@ class Predicted:
 
 
 def predict(rows: pd.DataFrame) -> Predicted:
-    """Returns the predictions of a table: from its fitted rows, or each row from all others.
+    """Predict a table from its fitted rows or, if there are none, each row from all others.
 
-    ``naive_error`` is that of perfect overlap at the best throughput of the fitted rows, ``constant_error``
-    that of their median throughput.
+    For comparison, ``naive_error`` is the error of assuming perfect overlap at the best throughput of the rows that
+    were fitted, and ``constant_error`` the error of assuming their median throughput.
     """
     known = rows[rows["fitted"]]
     shared = fit(known) if len(known) else None
@@ -176,7 +184,7 @@ def predict(rows: pd.DataFrame) -> Predicted:
         naive = least_seconds(work, seen["tflops"].max() * 1e12)
         predictions.append((step.seconds, mark, naive, flops(work) / 1e12 / seen["tflops"].median()))
     steps = pd.DataFrame(predictions, rows.index, ["predicted", "mark", "naive", "constant"])
-    # Of throughput, as it was published: the measured step over the predicted one.
+    # Errors are those of throughput, which is what was published: measured seconds over predicted ones.
     over = {name: rows["seconds"] / steps[name] for name in ("predicted", "naive", "constant")}
     return Predicted(
         rows.assign(
@@ -191,19 +199,15 @@ def predict(rows: pd.DataFrame) -> Predicted:
     )
 
 
-def _spread(errors: pd.Series) -> str:
+def _errors(name: str, errors: pd.Series) -> list[str]:
+    """Return a row of the table of errors: its name, the number of errors, their median and 90th percentile."""
     sizes = errors.abs()
-    return f"{sizes.median():.1%} in the median, {sizes.quantile(0.9):.1%} at the 90th percentile"
+    return [name, str(len(sizes)), f"{sizes.median():.1%}", f"{sizes.quantile(0.9):.1%}"]
 
 
 def measured_trials() -> pd.DataFrame:
-    """The trials of results/predicted, by suite: one calibration predicted their steps before they ran."""
-    with tempfile.TemporaryDirectory() as name:
-        folders = [
-            archive.unpack(packed, Path(name))
-            for packed in sorted((DOCS.parent / PREDICTED).glob(f"*{archive.SUFFIX}"))
-        ]
-        tables = {folder.name: measured_over(derive(load(folder))) for folder in folders}
+    """Return the trials of results/predicted, whose steps a calibration predicted before they ran."""
+    tables = {suite: measured_over(numbers.read(suite, PREDICTED)) for suite in numbers.suites(PREDICTED)}
     parts = [
         rows.assign(suite=suite, setting=f"{suite} " + rows["setting"]) for suite, rows in tables.items()
     ]
@@ -211,52 +215,59 @@ def measured_trials() -> pd.DataFrame:
 
 
 def measured_here(rows: pd.DataFrame) -> str:
-    """Returns the section on :func:`measured_trials` as Markdown."""
+    """Return the page's section on :func:`measured_trials` as Markdown."""
     lines = []
     for suite, trials in rows.groupby("suite"):
         scores = score(trials)
         errors = [f"{scores[name]:.1%}" for name in ("median", "ninth", "naive_median")]
         ordered = f"{scores['ordered']:.0%} of {scores['pairs']:.0f}" if scores["pairs"] else "-"
         lines.append([suite, f"{scores['settings']:.0f}", *errors, ordered])
-    text = f"{len(rows)} trials, predicted by results/predicted/here.toml. {score_in_words(rows)}"
-    head = ["suite", "settings", "median error", "90th percentile", "computation + wire", "pairs in order"]
+    text = (
+        f"results/predicted has {len(rows)} trials that were predicted from the calibration in "
+        f"results/predicted/here.toml before they ran. {score_in_words(rows)}"
+    )
+    head = [
+        "suite", "settings", "median error", "90th percentile", "median error of computation + wire",
+        "pairs in right order",
+    ]  # fmt: skip
     return f"\n## Measured here\n\n{textwrap.fill(text, 120)}\n\n{markdown.table(head, lines)}"
 
 
 def page(table: Predicted) -> str:
-    """Returns the page of one table as Markdown."""
+    """Return the page of one table as Markdown."""
     rows, held, pairs = table.rows, table.held_out, table.speedups
-    fitted = "Each row is predicted from all others of its table."
+    fitted = "Each row is predicted from all other rows of its table."
     if machine := table.machine:
-        fitted = f"""The machine is fitted to {int(rows["fitted"].sum())} rows: a step takes
-        {machine.fixed:.3g} s for each parameter and {machine.per_token:.3g} s for each parameter and token of
-        a rank; adapters carry {machine.efficiency:.0%} of their rate; overlap: {machine.overlap}."""
+        fitted = f"""The machine is fitted to {int(rows["fitted"].sum())} rows of the table below. On it, computing
+        takes {machine.fixed:.3g} s for each parameter plus {machine.per_token:.3g} s for each parameter and token of a
+        rank. Network adapters achieve {machine.efficiency:.0%} of their rate, and communication
+        {"does not overlap" if machine.overlap == "none" else "overlaps fully"} with computation."""
     keys = ["tokens_per_gpu", "rate_gbps", "adapters", "system", "tflops"]
     distinct = len(rows.round({"tflops": 3}).drop_duplicates(keys))
-    speedups = ""
-    if len(pairs):
-        speedups = (
-            f"Speed-ups over ZeRO-3 ({len(pairs)} distinct pairs) are off by {_spread(pairs['error'])}."
-        )
+    errors = [
+        _errors("throughput of the rows that were held out", held["error"]),
+        _errors("the same, if perfect overlap at the best fitted throughput is assumed", held["naive_error"]),
+        _errors("the same, if the median fitted throughput is assumed", held["constant_error"]),
+    ]
+    errors += [_errors("speed-up over ZeRO-3, distinct pairs of rows", pairs["error"])] if len(pairs) else []
+    introduction = [
+        """`python -m docs.tables.published_steps` predicts the published throughput with `impl/plan/step_time.py` and
+        writes this page. Given a CSV file with the same columns, it prints the page for that file.""",
+        f"{fitted} The errors of its predictions are:",
+    ]
     paragraphs = [
-        """`python -m docs.tables.published_steps` predicts the published throughput by
-        `impl/plan/step_time.py` and writes this page; with a CSV file of the same columns it prints the page
-        for that file.""",
-        f"""{fitted} Throughput of the {len(held)} rows that were held out is off by
-        {_spread(held["error"])}. Perfect overlap at the best throughput seen is off by
-        {_spread(held["naive_error"])}; the median throughput by {_spread(held["constant_error"])}.
-        {speedups}""",
-        f"""This is consistency, not validation: of {len(rows)} rows {distinct} are distinct, and where
-        computation and bytes both grow with the parameters, models of all sizes are one.
-        Batches outside of those that were fitted are marked *transferred*.""",
+        f"""This shows that the published numbers are consistent with the model; it does not validate the model. Only
+        {distinct} of the {len(rows)} rows are distinct, and models of all sizes count as one where computation and
+        bytes both grow in proportion to the parameters. Rows whose batch lies outside the fitted range are marked
+        *transferred*.""",
     ]
     if len(held):
         worst = held.iloc[int(held["error"].abs().to_numpy().argmax())]
         rate, change = worst["rate_gbps"] * worst["adapters"], "more" if worst["error"] < 0 else "less"
         paragraphs.append(
-            f"""The worst is {worst["system"]} of {worst["model"]} at {rate:g} Gbit/s and
-            {worst["tokens_per_gpu"]:g} tokens, which achieved {change} than modelled: there one efficiency
-            and this overlap do not hold together."""
+            f"""The prediction is worst for {worst["system"]} of {worst["model"]} at {rate:g} Gbit/s and
+            {worst["tokens_per_gpu"]:g} tokens, which achieved {change} than predicted: the fitted efficiency and
+            overlap do not both hold there."""
         )
     alike = rows.assign(gbps=rows["rate_gbps"] * rows["adapters"])
     alike = alike.round({"tflops": 6, "predicted_tflops": 6})
@@ -269,13 +280,17 @@ def page(table: Predicted) -> str:
         ]
         for row in alike.to_dict("records")
     ]  # fmt: skip
-    head = ["model", "Gbit/s of a node", "tokens/GPU", "system", "TFLOPs/GPU", "modelled", "error", ""]
-    text = "\n\n".join(textwrap.fill(" ".join(paragraph.split()), 120) for paragraph in paragraphs)
-    return f"# Modelled steps beside published ones\n\n{text}\n\n{markdown.table(head, lines)}"
+    head = ["model", "Gbit/s of a node", "tokens/GPU", "system", "TFLOPs/GPU", "predicted", "error", ""]
+    summary = markdown.table(["predicted quantity", "predictions", "median error", "90th percentile"], errors)
+    begin, text = (
+        "\n\n".join(textwrap.fill(" ".join(paragraph.split()), 120) for paragraph in part)
+        for part in (introduction, paragraphs)
+    )
+    return f"# Published steps against the model\n\n{begin}\n\n{summary}\n{text}\n\n{markdown.table(head, lines)}"
 
 
 def main(arguments: list[str]) -> int:
-    """Writes docs/modelled.md, or prints the page of the file that is named; 2 if it cannot be read."""
+    """Write docs/modelled.md, or print the page of the file that is named; return 2 if it cannot be read."""
     if not arguments:
         table = predict(read(published.FOLDER / "zeropp_throughput.csv"))
         (DOCS / "modelled.md").write_text(page(table) + measured_here(measured_trials()), encoding="utf-8")

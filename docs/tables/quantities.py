@@ -12,10 +12,12 @@ _TABLE: Final = re.compile(r"(\| quantity.*\n\| ---.*\n)(?:\|.*\n)+")
 
 
 def insert_rows(page: str) -> str:
-    """``page`` with the rows of its tables of quantities, in order; units only under a head that has them.
+    """Return ``page`` with the rows of its tables of quantities replaced, in order.
+
+    A table whose head has no column of units gets none.
 
     Raises:
-        ValueError: if the page has another number of tables than the file.
+        ValueError: if the numbers of tables of the page and of the file differ.
     """
     tables = [list(rows) for _, rows in itertools.groupby(QUANTITIES.values(), lambda row: row["table"])]
     if len(heads := _TABLE.findall(page)) != len(tables):

@@ -1,7 +1,7 @@
-"""Models answers at scales that cannot run here: ``python -m docs.tables.scale`` writes docs/scale.md.
+"""Predicts steps at scales that cannot be run here: ``python -m docs.tables.scale`` writes docs/scale.md.
 
-Suites that are only planned (``suites/scale_*.toml``) are forecast on ``suites/machines/h100-dgx.toml``, from
-data sheets and assumptions; each has a sentence, a table and a figure.
+The suites ``suites/scale_*.toml`` are planned, not run, on the machine ``suites/machines/h100-dgx.toml``, which
+rests on data sheets and assumptions.  The page has a sentence, a table and a figure for each suite.
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ from harness.measure import machine_file
 from harness.plan_rows import rows
 from harness.runs.feasibility import any_host, forecast
 from harness.suites.suite_file import load
-from report.data.text import listed
 from report.draw import axes
 from report.draw.theme import fonts
 
 ROOT: Final = Path(__file__).parents[2]
 SUITES: Final = ROOT / "suites"
 DOCS: Final = ROOT / "docs"
-PAYS: Final = 1.05  # the least speed-up that pays
+PAYS: Final = 1.05  # the smallest speed-up that counts as one
 GIB: Final = 80  # memory of a GPU
 _CAVEAT: Final = (
-    "Modelled, not measured: compute at a fixed share of the peak, links without contention between nodes, "
-    "no stragglers, and activations not counted in memory."
+    "The numbers are modelled, not measured. The model assumes that GPUs compute at a fixed share of their peak, that "
+    "links between nodes have no contention, and that there are no stragglers. Memory does not include activations."
 )
 
 
 def forecast_table(suite: str) -> pd.DataFrame:
-    """The forecast of a suite, one row a trial, with the columns that figures need."""
+    """Return the forecast of a suite: a row for each trial, with the columns that the figures need."""
     machine = machine_file.read(SUITES / "machines" / "h100-dgx.toml")
     table = pd.DataFrame(rows(forecast(load(SUITES / f"{suite}.toml").trials, any_host()), machine))
     table = table.assign(
@@ -54,30 +53,36 @@ def forecast_table(suite: str) -> pd.DataFrame:
 
 
 def rate_in_words(table: pd.DataFrame) -> tuple[str, str]:
-    """Where ZeRO++ pays no more, and its speed-ups by setting and rate."""
+    """Return a sentence on the smallest speed-up of ZeRO++, and a table of speed-ups by setting and rate."""
     largest = table[table["strategy"].eq("zeropp") & table["nodes"].eq(table["nodes"].max())]
     wide = largest.pivot_table("modelled_speed_up", ["model", "tokens_per_rank", "nodes"], "gbit")
     lines = [[f"{model}, {tokens:,}, {nodes}", *(f"{speedup:.2f}" for speedup in row)]
              for (model, tokens, nodes), row in zip(wide.index, wide.to_numpy(), strict=True)]  # fmt: skip
     least = float(wide.to_numpy().min())
-    text = f"The least is {least:.2f}." if least >= PAYS else f"It pays ({PAYS} or more) not everywhere."
+    text = "The table has the speed-up of ZeRO++ over ZeRO-3. "
+    text += (
+        f"It pays in every setting: the smallest speed-up is {least:.2f}."
+        if least >= PAYS
+        else f"It does not pay everywhere: some speed-ups are below {PAYS}."
+    )
     return text, markdown.table(["model, tokens, nodes", *(f"{rate:g} Gbit/s" for rate in wide)], lines)
 
 
 def hpz_in_words(table: pd.DataFrame) -> tuple[str, str]:
-    """What each group takes and holds."""
+    """Return a sentence on hpZ groups, and a table of the step time and the memory with each of them."""
     lines = [
         (row["policy.secondary"], f"{row['modelled_seconds']:.2f}", f"{row['memory_gib']:.1f}")
         for row in table.sort_values("policy.secondary").to_dict("records")
     ]
     text = (
-        "A group of one node or less spares the backward gathers between nodes, a larger one a part of them."
+        "With a group of at most one node, the backward pass gathers nothing between nodes; with a larger group, it "
+        "gathers a part between nodes."
     )
-    return text, markdown.table(["ranks that share a copy", "s a step", "GiB a rank"], lines)
+    return text, markdown.table(["ranks that share a copy", "s/step", "GiB/rank"], lines)
 
 
 def trillion_in_words(table: pd.DataFrame) -> tuple[str, str]:
-    """What a step takes, sends and holds."""
+    """Return a sentence, and a table of the time, traffic and memory of a step with 1 T parameters."""
     lines = [
         (
             f"{row['gpus']:,}", row["strategy"], f"{row['modelled_seconds']:.0f}",
@@ -86,43 +91,44 @@ def trillion_in_words(table: pd.DataFrame) -> tuple[str, str]:
         )
         for row in table.sort_values(["gpus", "strategy"]).to_dict("records")
     ]  # fmt: skip
-    text = "One rank's schedule knows no congestion: beyond some hundred nodes these are bounds from below."
-    head = ["GPUs", "strategy", "s a step", "TB out of a node", "GiB a rank", f"fits {GIB}"]
+    text = (
+        "The model simulates the schedule of one rank and has no congestion of the network, so that beyond a few "
+        "hundred nodes the times are lower bounds."
+    )
+    head = ["GPUs", "strategy", "s/step", "TB out of a node", "GiB/rank", f"fits {GIB} GiB"]
     return text, markdown.table(head, lines)
 
 
 def nodes_in_words(table: pd.DataFrame) -> tuple[str, str]:
-    """Efficiency at the largest number of nodes; no table."""
-    kept = []
+    """Return a sentence, and a table of the efficiency at the largest number of nodes."""
+    lines = []
     for (batch, strategy), group in table.groupby(["batch", "strategy"]):
         ends = group.sort_values("nodes").iloc[[0, -1]]
         first, last = ends["modelled_tokens_per_second"] / ends["nodes"]
-        kept.append(f"{strategy} keeps {last / first:.0%} with {batch}")
+        lines.append((batch, strategy, f"{last / first:.0%}"))
     few, many = table["nodes"].min(), table["nodes"].max()
-    return f"Of the tokens/s a GPU that {few} nodes have, on {many:,} {listed(kept)}.", ""
+    text = f"Efficiency is the tokens/s of a GPU on {many:,} nodes, relative to {few} nodes."
+    return text, markdown.table(["batch", "strategy", "efficiency"], lines)
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One figure of a suite's forecast: ``y`` over a logarithmic ``x``, a line for each ``line``.
-
-    ``text`` returns the sentence and the table above it.
-    """
+    """One figure of a suite's forecast: ``y`` over ``x``, which is logarithmic."""
 
     suite: str
-    x: str
-    y: str
-    line: Sequence[str]
+    x: str  # column
+    y: str  # column
+    line: Sequence[str]  # columns whose values each line has in common
     x_label: str
     y_label: str
-    text: Callable[[pd.DataFrame], tuple[str, str]]
+    text: Callable[[pd.DataFrame], tuple[str, str]]  # makes the sentence and the table above the figure
 
 
 PLOTS: Final = (
     Plot("scale_rate", "gbit", "modelled_speed_up", ("model", "tokens_per_rank", "nodes"),
          "Gbit/s of a node", "speed-up of ZeRO++ over ZeRO-3", rate_in_words),
     Plot("scale_hpz", "memory_gib", "modelled_seconds", ("policy.secondary",),
-         "GiB a rank, without activations", "seconds a step", hpz_in_words),
+         "GiB per rank, without activations", "seconds per step", hpz_in_words),
     Plot("scale_trillion", "gpus", "modelled_tflops", ("strategy",), "GPUs", "TFLOPS/GPU", trillion_in_words),
     Plot("scale_nodes", "nodes", "modelled_tokens_per_second", ("strategy", "batch"), "nodes", "tokens/s",
          nodes_in_words),
@@ -139,7 +145,7 @@ def draw(plot: Plot, table: pd.DataFrame, path: Path) -> None:
         ax = figure.subplots()
         sns.lineplot(table, x=plot.x, y=plot.y, hue=names, style=names, markers=True, ax=ax)
         ax.set(xscale="log", xlabel=plot.x_label, ylabel=plot.y_label)
-        if plot.suite == "scale_nodes":  # two orders of magnitude
+        if plot.suite == "scale_nodes":  # its values span two orders of magnitude
             axes.log_ticks(ax, "y")
         ticks = sorted(table[plot.x].unique())
         ax.set_xticks(ticks, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in ticks])
@@ -149,23 +155,23 @@ def draw(plot: Plot, table: pd.DataFrame, path: Path) -> None:
 
 
 def needed_gbps(bits: float, rate: float, *, nodes: int = 64, ranks_per_node: int = 8) -> float:
-    """GB/s of fp32 elements at which a codec must encode and decode to pay in a two-hop reduction.
+    """Return the GB/s of fp32 elements at which a codec's encoding and decoding take as long as what it saves.
 
-    A node sends (2 - bits / 8) bytes an element less than in 16 bits, at ``rate`` in B/s; each of its ranks
-    encodes and decodes 1 + 1 / ranks_per_node elements for it, with nothing hidden.
+    Compared with 16 bits, a node sends (2 - bits / 8) bytes less for each element of a two-hop reduction, at ``rate``
+    in B/s.  For that, each rank encodes and decodes 1 + 1 / ranks_per_node elements, with nothing hidden.
     """
     saved = (2 - bits / 8) * (nodes - 1) / nodes / rate
     return 4 * 2 * (1 + 1 / ranks_per_node) / saved / 1e9
 
 
 def page(tables: Mapping[str, pd.DataFrame]) -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     machine = machine_file.read(SUITES / "machines" / "h100-dgx.toml")
     about = (
-        f"`python -m docs.tables.scale` forecasts these suites on "
+        f"`python -m docs.tables.scale` plans the suites `suites/scale_*.toml` on the machine "
         f"[{machine.name}](../suites/machines/h100-dgx.toml) and writes this page. {_CAVEAT}"
     )
-    parts = ["# Modelled at scale", textwrap.fill(about, 120)]
+    parts = ["# Predictions at scale", textwrap.fill(about, 120)]
     for plot in PLOTS:
         text, table = plot.text(tables[plot.suite])
         parts += [f"## {load(SUITES / f'{plot.suite}.toml').question}", textwrap.fill(text, 120)]
@@ -174,8 +180,8 @@ def page(tables: Mapping[str, pd.DataFrame]) -> str:
     rates = (100, 400, 800)
     lines = [(bits, *(f"{needed_gbps(bits, rate * 1e9 / 8):,.0f}" for rate in rates)) for bits in (8, 4, 2)]
     about = (
-        "GB/s of fp32 elements, encoded and decoded, at which a two-hop reduction on 64 nodes of 8 takes as "
-        "long as in 16 bits, if nothing hides the codec."
+        "A codec pays if it encodes and decodes more GB/s of fp32 elements than the table has: at that speed a two-hop "
+        "reduction on 64 nodes of 8 ranks takes as long as in 16 bits, provided that nothing hides the codec's time."
     )
     parts += ["## How fast must a codec be to pay?", textwrap.fill(about, 120)]
     return "\n\n".join([*parts, markdown.table(["bits", *(f"{rate} Gbit/s" for rate in rates)], lines)])

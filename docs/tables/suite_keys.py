@@ -21,75 +21,108 @@ _OVERRIDE: Final = (
     f"`[[override]]` has {' and '.join(f'`{name}`' for name in Override.model_fields)}. "
     f"A suite has at most {MOST_TRIALS} trials."
 )
-_BARE: Final = ("table", "list of tables")  # types of keys that the page describes above the tables
-_VALUES: Final = {  # what the type does not say
+_BARE: Final = ("table", "list of tables")  # keys of these types are described above the tables
+_VALUES: Final = {  # values of keys, in more detail than their types; limits follow the words before the colon
+    "name": "text: name of the suite and of its results folder",
+    "question": "text: what the page is headed with",
+    "time": "text: how long the suite takes, as its author says",
+    "workload": "`train`, `generate`, `rlhf`: [what a step is](#generation-and-rlhf)",
+    "generate.prompt": "whole number: tokens that a generation starts from",
+    "generate.tokens": "whole number: tokens that it decodes",
+    "rlhf.group": "whole number: sampled continuations of each prompt",
+    "rlhf.kl": "number: weight of the distance from the reference model",
+    "cluster.nodes": "whole number: nodes",
+    "cluster.ranks_per_node": "whole number: ranks of each node",
+    "cluster.link": "`auto`; on one machine `namespaces`, `paced`, `none`; [between hosts]"
+    "(cluster.md#limiting-the-network-between-hosts) `real`, `shaped`, `paced`",
+    "cluster.device": "`cpu`, `cuda`",
+    "tokens_per_rank": "whole number: tokens of a rank in a micro-batch",
+    "accumulation": "whole number: micro-batches of a step",
+    "clip": "number: largest norm of the gradient",
+    "steps": "whole number: timed steps",
+    "warmup": "whole number: untimed steps before them",
+    "seed": "whole number: draws weights and the order of the data",
+    "threads": "whole number: threads of each rank",
+    "timeout_seconds": "number: seconds after which a trial fails",
     "repeats": "whole number, at least 1; or `until 2 %`, or `until 2 %, at most 30`",
-    "on_failure": f"table: for any of {', '.join(f'`{k}`' for k in get_args(Kind))}, `skip`, `stop`, "
-    "`retry 2`, or `retry 2, then stop`",
+    "on_failure": f"table with any of the keys {', '.join(f'`{k}`' for k in get_args(Kind))}; each `skip`, "
+    "`stop`, `retry 2`, or `retry 2, then stop`",
+    "answer": "quantity of the page's first sentence: `loss`, `step`, `bytes`, `error`, `memory`, `trials`; "
+    "empty: [the axes decide](#quantity-that-a-page-begins-with)",
     "strategy": "[ours](#strategies-of-our-engine), `recipe`, [a peer](#strategies-that-are-peers), or ours "
-    "[inside one](#inside-fsdp2-and-ddp)",
-    "peer.compute": "`fp32`, `bf16`: of peers; policies have `policy.compute`",
-    "deepspeed_config": "of strategy `recipe` or `deepspeed`: a file beside the suite, or a table",
+    "[inside FSDP2 or DDP](#collectives-inside-fsdp2-and-ddp)",
+    "peer.compute": "`fp32`, `bf16`: type that peers compute in; policies have `policy.compute`",
+    "deepspeed_config": "for strategy `recipe` or `deepspeed`: a file next to the suite, or a table",
+    "policy.align": "whole number: parameters start on multiples of so many elements; a suite sets it for all "
+    "its policies",
     "policy.stage": "0, 1, 2 or 3: what is sharded",
-    "policy.group": "ranks that share one copy of all states, 0 for all, or `node`",
-    "policy.secondary": "ranks that share hpZ's copy, 0 for none, or `node`",
-    "policy.secondary_format": "hpZ's copy kept as `frames` that came, or cast to `bf16`, `fp16` or `fp32`",
-    "policy.reduce_every": "`micro_batch` adds up in shards, `step` locally; `stage`: as it holds",
-    "policy.compute": "`fp32`, `bf16`, `fp16`: of gathered weights and local gradients; masters stay fp32",
-    "policy.loss_scale": "`none`, a number, or `dynamic`, then `:from<scale>`, `:window<steps>`",
-    "margin": "steps of training that a loss may be worse by; 0: 1 % of the baseline's loss",
-    "policy.frozen": "codec in which weights that are not trained are held and sent, or `none`",
+    "policy.group": "number of ranks that share one copy of all states, 0 for all ranks, or `node`",
+    "policy.secondary": "number of ranks that share hpZ's copy, 0 for no copy, or `node`",
+    "policy.secondary_format": "hpZ's copy: `frames` keeps the codes that were received, `bf16`, `fp16` or "
+    "`fp32` casts the weights",
+    "policy.gather": "`flat`: one ring over all ranks; `hierarchical`: between nodes first, then inside nodes",
+    "policy.reduce": "`ring`; `one_hop`: one all-to-all over all ranks; `two_hop`: inside nodes, then between",
+    "policy.chunks": "whole number: parts in which a shard is reduced, so that hops overlap",
+    "policy.reduce_every": "`micro_batch` reduces after each and adds up in shards, `step` adds up locally and "
+    "reduces once; `stage`: as the stage implies",
+    "policy.compute": "`fp32`, `bf16`, `fp16`: type of gathered weights and local gradients; masters stay fp32",
+    "policy.loss_scale": "`none`, a number, or `dynamic` followed by `:from<scale>`, `:window<steps>`",
+    "margin": "steps of training by which a loss may be worse; 0: 1 % of the baseline's loss instead",
+    "policy.frozen": "codec in which untrained weights are stored and sent, or `none`",
     "policy.prefetch": "elements gathered ahead of their use",
-    "policy.max_live": "elements gathered at once: beyond, nothing is gathered ahead or kept",
-    "policy.max_reuse": "units stay gathered until backward if fewer elements run in between; 0: none",
-    "policy.persist_below": "parameters of fewer elements stay gathered, and are never quantised; 0: none",
-    "policy.persist_most": "elements that stay gathered so in all; the others, in model order, do not",
-    "policy.largest_unit": "elements of a unit: larger blocks are cut into their parts; 0: any",
-    "policy.reduce_bucket": "elements of gradients under way at once",
-    "policy.offload_optimizer": "share of trained elements whose masters and optimizer state the host holds",
-    "policy.offload_weights": "share of elements whose frames, and frozen shards, the host holds",
+    "policy.max_live": "elements gathered at once; above it nothing is gathered ahead or kept",
+    "policy.max_reuse": "a unit stays gathered until backward if fewer elements run in between; 0: never",
+    "policy.persist_below": "parameters with fewer elements stay gathered and are never quantised; 0: none",
+    "policy.persist_most": "elements that stay gathered for `persist_below`, in model order; further ones do not",
+    "policy.largest_unit": "elements of a unit; larger blocks are cut into their submodules; 0: no limit",
+    "policy.reduce_bucket": "elements of gradients whose reduction runs at once",
+    "policy.max_padding": "largest share of a unit that may be padding",
+    "policy.offload_optimizer": "share of trained elements whose masters and optimizer state are on the host",
+    "policy.offload_weights": "share of elements whose encoded and frozen shards are on the host",
     "policy.order_every": "backward passes between checks of the order of messages; 0: never",
-    "policy.weights": "codec, or a list of two: inside an hpZ group, before it",
-    "policy.differences": "codec of what weights differ from hpZ's copy by, sent in their place; or `none`",
-    "policy.refresh": "steps after which weights themselves are sent again; 0: never",
-    "policy.gradients": "codec, or a list of two: inside a node, between nodes",
-    "policy.sums": "`fp32`, or `fp16` as DeepSpeed",
-    "policy.blocks": "`codec`, or `shape`: DeepSpeed's",
-    "policy.planes": "2: weights by rows, and by columns",
-    "policy.feedback": "`none`, `classic` or `loco`, then `:decay<d>`, `:reset<n>`, `:last`, `:all`, `:bf16`",
+    "policy.weights": "codec; or a list of two: inside an hpZ group, and before it",
+    "policy.differences": "codec of the differences from hpZ's copy, which are sent instead of weights; or `none`",
+    "policy.refresh": "steps after which whole weights are sent instead of differences; 0: never",
+    "policy.gradients": "codec; or a list of two: inside a node, and between nodes",
+    "policy.sums": "`fp32`, or `fp16` as DeepSpeed: type in which a hop sums",
+    "policy.blocks": "`codec`: blocks of the codec's size; `shape`: blocks of DeepSpeed's sizes",
+    "policy.planes": "1, or 2: weights are quantised by rows for forward and by columns for backward",
+    "policy.feedback": "`none`, `classic` or `loco`, followed by `:decay<d>`, `:reset<n>`, `:last`, `:all`, `:bf16`",
     "policy.budget": "`none`, or `weights <bits>`, `gradients <bits>` or both, `every <steps> of <codecs>`",
+    "cluster.slow": "number: rate of the last node's link as a share of the others'",
+    "cluster.inner_rate": "text with kbit/s, Mbit/s or Gbit/s: rate between ranks of a node",
     "cluster.launcher": "`local`, `torchrun`, `hosts`, `slurm` ([across hosts](cluster.md))",
-    "cluster.hosts": "names for ssh, the first of this machine; of launcher `hosts`",
+    "cluster.hosts": "names for ssh, this machine's first; for launcher `hosts`",
     "cluster.slurm": "table of the allocation's options: `partition`, `time` in minutes, `account`, ...",
     "cluster.hcas": "InfiniBand adapters that NCCL may use: how many, or a list of names",
     "cluster.rate": "text with kbit/s, Mbit/s or Gbit/s, or `unshaped`",
-    "cluster.transport": "`shm`, `gloo`, `nccl`, `staged`, or `package.module`, which gives a backend",
-    "cluster.latency": "text with us or ms: one way, beside the time for the bytes",
+    "cluster.transport": "`shm`, `gloo`, `nccl`, `staged`, or `package.module`, which provides a backend",
+    "cluster.latency": "text with us or ms: delay one way, in addition to the time for the bytes",
     "model.name": f"{', '.join(MODELS)}, or `module:function`",
     "model.arguments": "table: arguments of the model",
     "optimizer.name": "class of torch.optim, or `module:class`",
     "optimizer.schedule.warmup": "steps of a linear warm-up",
-    "optimizer.schedule.start": "share of the rate that the warm-up begins above",
+    "optimizer.schedule.start": "share of the rate above which the warm-up begins",
     "optimizer.schedule.decay": "`none`, `linear`, `cosine`: after the warm-up, until the last step",
     "optimizer.schedule.floor": "share of the rate at the last step",
-    "tokenizer": "`module:function` that makes tokens of a text; without one bytes are tokens",
-    "activation_checkpointing": "true: blocks keep their inputs alone, and run again in the backward pass",
-    "optimizer.arguments": "table: its arguments; `lr` below 1000",
+    "tokenizer": "`module:function` that makes tokens from a text; without it bytes are tokens",
+    "activation_checkpointing": "true: blocks keep only their inputs, and run again in the backward pass",
+    "optimizer.arguments": "table: arguments of the optimizer; `lr` below 1000",
     "corpus": "`stdlib`, a text, token files or `module:function`; `glyphs` with a model that reads images, "
-    "and there the default",
-    "sequence": "tokens; of an image, patches: 1, 4, 16, 64 (the default), 256 or 1024",
-    "validate_every": "steps between validations; 0: one, after the last step; none: no validation",
+    "whose default it is",
+    "sequence": "tokens; images have 1, 4, 16, 64 (the default), 256 or 1024 patches",
+    "validate_every": "steps between validations; 0: once, after the last step; none: no validation",
     "validation_batches": "batches of each rank in a validation",
-    "measure_quantisation": "true: measure errors of what is sent, untimed, in the first repeat; try codecs",
+    "measure_quantisation": "true: measure the errors of what is sent, untimed, in the first repeat; try codecs",
     "memory_limit": "text with MiB or GiB",
-    "control": "`none`, or what trains worse: `stale_secondary`, hpZ's copy is never renewed; "
-    "`late_secondary`, it is renewed one step late; `half_batch`, of each batch the first half; `unordered`, "
-    "gradients are not reordered before the two hops",
+    "control": "`none`, or a change that makes training worse on purpose: `stale_secondary`, hpZ's copy is never "
+    "renewed; `late_secondary`, it is renewed one step late; `half_batch`, only the first half of each batch is "
+    "used; `unordered`, gradients are not reordered before the two hops",
 }
 
 
 def render() -> str:
-    """The tables, in Markdown; policies stand apart, since their defaults are the strategy's."""
+    """Return the tables in Markdown; policies have one of their own, since their defaults are the strategy's."""
     head = ("key", "value", "default")
     rows = [_row(name, field) for name, field in SuiteTables.model_fields.items()]
     top = table(head, (row for row in rows if row[1] not in _BARE))
@@ -109,7 +142,7 @@ def _of_a_policy(path: str, field: Any) -> bool:
 
 
 def fields_of_a_trial() -> list[str]:
-    """Dotted paths of all fields of a trial."""
+    """Return the dotted paths of all fields of a trial."""
     return [path for path, _ in _leaves(Trial)]
 
 
@@ -128,7 +161,8 @@ def _row(path: str, field: Any) -> tuple[str, str, str]:
         for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
         if (bound := getattr(limit, name, None)) is not None and (sign, bound) != ("≥", 0)
     ]
-    value = ", ".join([_VALUES.get(path) or _type(field.annotation), *limits])
+    kind, colon, meaning = (_VALUES.get(path) or _type(field.annotation)).partition(": ")
+    value = f"{', '.join([kind, *limits])}{colon}{meaning}"
     return f"`{path}`", value, _default(path, field)
 
 
@@ -147,7 +181,7 @@ def _type(annotation: Any) -> str:
 
 def _default(path: str, field: Any) -> str:
     if field.is_required():
-        return "must be said"
+        return "required"
     if field.default is None and path == "cluster.rate":
         return "`unshaped`"
     if isinstance(field.default, Repeats):

@@ -1,7 +1,7 @@
 """Tables of ``docs/reference/support.md``: which options of a policy can be combined.
 
-Every pair is built as a policy and checked on a topology; refusals are quoted from the program.
-The tests train every pair that is not refused.
+Every pair of options is built as a policy and checked on a topology.  The tables quote the errors of the pairs that
+are refused; the tests train every pair that is not.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ Changes = Mapping[str, Any]
 
 
 def parts(weights: Codec, gradients: Codec, memory: MemoryLimits) -> dict[str, Changes]:
-    """Techniques and options of a policy by name, each as changes of ``Policy()``, with these codecs;
-    ``memory`` has the limits that no part sets.
+    """Options of a policy by name, each as changes of ``Policy()``.
+
+    Args:
+        weights: codec of the options that quantise weights.
+        gradients: codec of the option that quantises gradients.
+        memory: limits on memory; the option that sets some of them keeps the others.
     """
     both = (gradients, gradients)
     limited = replace(memory, persist_below=50, max_reuse=2000)
@@ -60,14 +64,14 @@ PARTS: Final = parts(IntCodec(8, 2048), IntCodec(4, 256), MemoryLimits())
 
 
 def pairs(changes: Mapping[str, Changes], base: Policy) -> Iterator[tuple[str, str, Policy | str]]:
-    """Every pair of parts that change different fields: (part, other part, the policy or its refusal)."""
+    """Yield every pair of options that change different fields: both names, and the policy or its error."""
     for part, other in itertools.combinations(changes, 2):
         if not changes[part].keys() & changes[other].keys():
             yield part, other, combine(base, changes[part], changes[other])
 
 
 def combine(base: Policy, *changes: Changes) -> Policy | str:
-    """``base`` with all ``changes``, or the text of its refusal."""
+    """Return ``base`` with all ``changes``, or the text of the error."""
     try:
         policy = replace(base, **{name: value for part in changes for name, value in part.items()})
         policy.check(TOPOLOGY)
@@ -77,7 +81,7 @@ def combine(base: Policy, *changes: Changes) -> Policy | str:
 
 
 def render() -> str:
-    """The parts, and tables of refused pairs and of parts refused inside FSDP2 and DDP, in Markdown."""
+    """Return the list of options, and tables of refused pairs and of options refused inside FSDP2 and DDP."""
     refused: dict[str, list[tuple[str, str, str]]] = {}
     for part, other, outcome in pairs(PARTS, Policy()):
         if isinstance(outcome, str):
@@ -86,16 +90,19 @@ def render() -> str:
     for host, name in itertools.product(BASES, PARTS):
         if isinstance(outcome := _inside(host, name), str):
             hosted.setdefault((host, _without_names(outcome)), []).append(name)
-    between = table(("refused", "in these words"), (_row(*reason) for reason in refused.items()))
+    between = table(("refused pairs", "error"), (_row(*reason) for reason in refused.items()))
     inside = table(
-        ("inside", "refused", "in these words"),
+        ("inside", "refused options", "error"),
         ((host, ", ".join(names), reason) for (host, reason), names in hosted.items()),
     )
-    return f"The parts: {', '.join(PARTS)}.\n\n{between}\n{inside}"
+    return (
+        f"Options: {', '.join(PARTS)}.\n\n### Refused pairs\n\n{between}"
+        f"\n### Options refused inside FSDP2 and DDP\n\n{inside}"
+    )
 
 
 def _row(reason: str, pairs: Sequence[tuple[str, str, str]]) -> tuple[str, str]:
-    """Names of the pairs (part, other part, refusal), and ``reason``, or their one refusal."""
+    """Return the names of pairs with one ``reason``, and their error, or ``reason`` if errors differ."""
     parts, others, refusals = (list(dict.fromkeys(column)) for column in zip(*pairs, strict=True))
     names = "; ".join(f"{part} with {other}" for part, other, _ in pairs)
     if len(pairs) == len(parts) * len(others):
@@ -104,12 +111,12 @@ def _row(reason: str, pairs: Sequence[tuple[str, str, str]]) -> tuple[str, str]:
 
 
 def _without_names(refusal: str) -> str:
-    """A refusal without the names of part and host before it and what it expects after it."""
+    """Return an error without the names of option and host before it and what is expected after it."""
     return refusal.partition(": ")[2].partition("; expected")[0] if "; expected" in refusal else refusal
 
 
 def _inside(host: Host, name: str) -> Policy | str:
-    """The policy of a part inside FSDP2 or DDP, or the text of its refusal."""
+    """Return the policy of an option inside FSDP2 or DDP, or the text of the error."""
     policy = combine(BASES[host], PARTS[name])
     try:
         if isinstance(policy, Policy):

@@ -1,7 +1,9 @@
-"""``zeropp calibrate``: measures what this machine achieves, so that steps can be predicted.
+"""``zeropp calibrate``: measures this machine, so that the duration of steps can be predicted.
 
-Trials over an open and a slow link give a :class:`~impl.plan.step_time.Machine` by non-negative least squares
-of relative errors of processor seconds; no step's duration is fitted.
+A few short trials run over an unshaped link and over a slow one.  Then the factors of the cost model, a
+:class:`~impl.plan.step_time.Machine`, are fitted to the processor seconds that ranks used, by non-negative least
+squares of relative errors.  The duration of steps is not fitted: how far predicted and measured durations differ
+becomes the machine's ``spread``.
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ CODECS: Final = (
     "int3:256", "int2:256", "fp8e4m3:128", "mxfp8", "mxfp4", "int4:128:hadamard32", "int4:256:stochastic",
     "int8:256:stochastic",
 )  # fmt: skip
-RATE: Final = "100 Mbit/s"  # of the link that is held to a rate
+RATE: Final = "100 Mbit/s"  # rate of the slow link
 SUITE: Final = "calibration"
-_CODEC_SECONDS: Final = 0.2  # for each operation
-_CODEC_MEBIBYTES: Final = 2  # of elements: as large as the shards of small models are
-_MESSAGES: Final = 200  # tiny ones, one after the other
+_CODEC_SECONDS: Final = 0.2  # spent on each operation of a codec
+_CODEC_MEBIBYTES: Final = 2  # of elements that are encoded: about a shard of a small model
+_MESSAGES: Final = 200  # tiny messages sent one after the other, whose median time is the latency
 _TIMEOUT_SECONDS: Final = 600.0
-_TRIALS: Final = (  # model, layers, tokens of a rank, strategy, whether the link is held to the rate
+_TRIALS: Final = (  # model, layers, tokens of a rank, strategy, whether the link is slow
     ("gpt-small", 2, 256, "zero3", False),
     ("gpt-tiny", 2, 256, "zero3", False),
     ("gpt-tiny", 2, 1024, "zeropp", False),
@@ -63,7 +65,7 @@ _TRIALS: Final = (  # model, layers, tokens of a rank, strategy, whether the lin
 
 
 def trials() -> list[Trial]:
-    """The trials in order; the first runs once more at the end, to see how far the machine drifts."""
+    """Return the trials in order.  The last repeats the first, which shows how far the machine drifts."""
     fields = [
         {
             "sequence": 128, "steps": 16, "warmup": 2, "tokens_per_rank": tokens, "strategy": strategy,
@@ -76,13 +78,23 @@ def trials() -> list[Trial]:
 
 
 def calibrate(name: str, results: Path, console: Console) -> Machine:
-    """Measure this machine, ``name``; records stay below ``results``.  A failed trial is a Refusal."""
+    """Measure this machine.
+
+    Args:
+        name: Name that the machine gets.
+        results: Records of the trials go into a new folder in this one, and stay there.
+        console: Where progress is printed.
+
+    Raises:
+        Refusal: if a trial fails.
+    """
     batch, folder = Batch(0, tuple(trials())), results / f"{SUITE}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     suite = Suite(name=SUITE, question="What does this machine achieve?")
     outcome = run_sweep(suite, [batch], folder, console)
     if outcome.failed or outcome.interrupted:
         raise Refusal(
-            f"{folder}: {outcome.failed} of {len(batch.trials)} trials failed; `zeropp show` says why"
+            f"{folder}: {outcome.failed} of {len(batch.trials)} trials failed; run `zeropp show {folder}` for "
+            "the reasons"
         )
     measured = [Measured.from_record(trial, read(path_of(folder, trial.id))) for trial in batch.trials]
     log = folder / "calibration.log"
@@ -104,7 +116,7 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
             latency=statistics.median(latencies),
             processors=host.cores(),
             emulated=True,
-            spread=abs(measured[-1].wall / measured[0].wall - 1),  # its drift
+            spread=abs(measured[-1].wall / measured[0].wall - 1),  # the drift; fit() may raise it
             date=f"{datetime.now(UTC):%Y-%m-%d}",
             host=host.identity(),
             nature="calibration",
@@ -116,20 +128,21 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one trial of the calibration took, in seconds of a rank's processor for each step."""
+    """What a step of one calibration trial took; processor seconds are those of one rank."""
 
-    step: Step  # as requested
-    computing: float  # of its passes by themselves
-    stepping: float  # of the optimizer by itself
-    in_steps: float  # of the whole step
-    wall: float  # median seconds by the clock
-    achieved: float | None  # share of the requested rate that the link reached; None without a rate
+    step: Step  # the work of the step
+    computing: float  # processor seconds of forward and backward without communication
+    stepping: float  # processor seconds of the optimizer without communication
+    in_steps: float  # processor seconds of the whole step
+    wall: float  # median duration of a step
+    achieved: float | None  # share of the requested rate that the link achieved; None without a rate
 
     @classmethod
     def from_record(cls, trial: Trial, record: Record) -> Measured:
-        """Medians over the ranks and steps of a trial's record."""
+        """Return the medians over all ranks and steps of a trial's record."""
         step = step_of_trial(trial, units_of(trial, record), record.parameters)
-        assert step is not None and record.link is not None  # noqa: S101, PT018  # our engine on two nodes
+        # All trials run our own engine on two nodes.
+        assert step is not None and record.link is not None  # noqa: S101, PT018
         alone = [sample for rank in record.ranks for sample in rank.alone]
         steps = [step for rank in record.ranks for step in rank.steps if not step.warmup]
         rate, probed = trial.cluster.rate, record.link.probed_mbit or record.link.calibrated_mbit
@@ -144,15 +157,17 @@ class Measured:
 
 
 def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
-    """``machine`` with computing, the engine and the link as the trials measured them.
+    """Return ``machine`` with its costs fitted to the trials.
 
-    The first fit is of computing: a sum of ``launch``, ``fixed`` and ``per_token``.  The second is of what a
-    rank does beside computing, stepping and coding: ``unit``, ``element``, ``message`` and ``sent``, scaled
-    by how much slower than the first fit its own computing ran.  It leaves out trials over the slow link,
-    since waiting threads are woken.  ``spread`` is the larger of drift and of errors of predicted steps.
+    The first fit explains computing as a sum of ``launch``, ``fixed`` and ``per_token`` costs.  The second fit
+    explains what a rank does besides computing, the optimizer and encoding, as costs of ``unit``, ``element``,
+    ``message`` and ``sent``.  A trial whose computing ran slower than the first fit expects is corrected by that
+    factor.  Trials over the slow link are left out of the second fit, since waking threads that wait for messages
+    costs processor time too.  Finally ``spread`` is the larger of the machine's drift and the root mean square of
+    the logarithmic errors of predicted durations.
     """
     achieved = [trial.achieved for trial in measured if trial.achieved is not None]
-    blank = replace(machine, latency=0.0, processors=0, codecs={})  # not fitted yet
+    blank = replace(machine, latency=0.0, processors=0, codecs={})  # has no costs of communication yet
     computing, steps = [trial.computing for trial in measured], [trial.step for trial in measured]
     passes: dict[str, Sequence[float]] = {
         "launch": [len(step.units) for step in steps],
@@ -164,7 +179,7 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
     unshaped = [trial for trial in measured if trial.achieved is None]
 
     def busy(**costs: Any) -> list[float]:
-        """Seconds of a rank's processor in each unshaped step, of these costs alone."""
+        """Return the processor seconds of a rank that these costs alone cause in a step of each unshaped trial."""
         steps = (replace(trial.step, parameters=0.0, rate=math.inf) for trial in unshaped)
         return [step_of(replace(blank, **costs), step).seconds for step in steps]
 
@@ -181,7 +196,8 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
         **engine,
         optimizer=statistics.median(stepping),
         efficiency=min(1.0, statistics.median(achieved)) if achieved else 1.0,
-        latency=max(0.0, machine.latency - engine["message"]),  # a tiny gather is one message of the engine's
+        # The probe's tiny all-gather is a message of the engine, whose cost was fitted as `message`.
+        latency=max(0.0, machine.latency - engine["message"]),
     )
     errors = [math.log(trial.wall / step_of(fitted, trial.step).seconds) for trial in measured]
     return replace(fitted, spread=max(machine.spread, float(np.sqrt(np.mean(np.square(errors))))))
@@ -190,7 +206,10 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
 def _fit_factors(
     terms: Mapping[str, Sequence[float]], seconds: Sequence[float], over: Sequence[float]
 ) -> dict[str, Any]:
-    """Non-negative factors of the terms whose sums are nearest to ``seconds``, relative to ``over``."""
+    """Return non-negative factors of ``terms`` whose weighted sums are nearest to ``seconds``.
+
+    Errors are taken relative to ``over``.
+    """
     weights = 1 / np.maximum(np.array(over), 1e-9)
     matrix = np.array([*terms.values()]).T * weights[:, None]
     scale = matrix.max(axis=0)
@@ -199,7 +218,10 @@ def _fit_factors(
 
 
 def _probe(rank: Rank, messages: int) -> tuple[float, dict[str, CodecCost]]:
-    """Median seconds of a tiny all-gather between nodes; on rank 0 seconds of an element by codec."""
+    """Return the median seconds of a tiny all-gather between nodes and, on rank 0, each codec's seconds per element.
+
+    Runs on every rank.
+    """
     mesh = Mesh.create(rank.topology)
     wire = Wire(mesh)
 

@@ -1,7 +1,8 @@
-"""``zeropp bench codecs``: times every operation, codec and backend, each beside a copy of the same elements.
+"""``zeropp bench codecs``: times every operation of every codec and backend, against a copy of the same elements.
 
-A round is ``calls`` copies, then ``calls`` operations on existing buffers.  The reference backend is timed on
-an eighth of the elements, at least 2 M; a GPU by events, with its cache flushed.
+In each round, ``calls`` copies are timed and then ``calls`` calls of the operation, all into existing buffers.  A
+GPU is timed with CUDA events, and its cache is flushed before each call.  The reference backend is slow, so it is
+timed on an eighth of the elements, but at least 2 M.
 """
 
 from __future__ import annotations
@@ -35,31 +36,33 @@ CODECS: Final = (
 )  # fmt: skip
 OURS: Final = ("cpu", "cuda", "reference")
 BACKENDS: Final = (*OURS, *other_libraries.QUANTISERS, *kernel_ablation.ABLATED)
-USUAL: Final = (*OURS, *other_libraries.QUANTISERS)  # by default
-SOURCES: Final = 4  # frames that a sum adds
+USUAL: Final = (*OURS, *other_libraries.QUANTISERS)  # backends that are timed by default
+SOURCES: Final = 4  # frames that decode_sum adds
 MEBIBYTES: Final = {"cpu": 64, "cuda": 256}  # of elements, by default
-REFERENCE_SHARE: Final = 8  # the reference backend is timed on one part in eight,
-REFERENCE_NUMEL: Final = 1 << 21  # but on no fewer elements: a core's cache must not hold them
-GRAIN: Final = 1 << 15  # elements: whole blocks of every usual codec
+REFERENCE_SHARE: Final = 8  # the reference backend is timed on one element in eight,
+REFERENCE_NUMEL: Final = 1 << 21  # but on at least so many, which do not fit a core's cache
+GRAIN: Final = 1 << 15  # the number of elements is a multiple, so that blocks of all default codecs are whole
 MOST_ROUNDS: Final = 15
 FEWEST_ROUNDS: Final = 3
-_ROUND_SECONDS: Final = 2e-3  # at least, in one round, so that reading the clock does not count
-_FLUSH_BYTES: Final = 1 << 29  # read on a GPU before a timed call; no cache holds it
-_MOST_QUEUED: Final = 10  # calls of a round on a GPU, each timed by itself
-_QUEUE_CYCLES: Final = 1_000_000  # of a GPU, half a millisecond, in which the host queues a call
+_ROUND_SECONDS: Final = 2e-3  # a round takes at least so long, so that reading the clock does not matter
+_FLUSH_BYTES: Final = 1 << 29  # read on a GPU before each timed call; larger than any cache
+_MOST_QUEUED: Final = 10  # calls in a round on a GPU, where each call is timed by itself
+_QUEUE_CYCLES: Final = 1_000_000  # GPU cycles, about half a millisecond, in which the host queues a call
 
 
 class Work(NamedTuple):
     """One operation to time."""
 
-    names: dict[str, str | None]  # operation, codec, backend; in ``other`` a peer's arithmetic
-    x: Tensor  # (S,) the elements, which the reference copies
-    moved_bytes: int  # read and written in one call
-    run: Callable[[], object]  # one call
+    names: dict[
+        str, str | None
+    ]  # operation, codec, backend; ``other`` describes another library's arithmetic
+    x: Tensor  # (S,) the elements; the operation is compared with a copy of them
+    moved_bytes: int  # that one call reads and writes
+    run: Callable[[], object]  # makes one call
 
 
 def why_missing(name: str) -> str | None:
-    """Why a backend is not available; None if it is."""
+    """Return why a backend is not available on this machine; None if it is."""
     if name in other_libraries.QUANTISERS:
         return other_libraries.why_missing(name)
     ablated = name in kernel_ablation.ABLATED
@@ -81,7 +84,16 @@ def measure(
     mebibytes: int | None,
     seconds: float,
 ) -> list[Sample]:
-    """Time all on ``mebibytes`` of elements, for about ``seconds`` an operation; the target of a process."""
+    """Time all operations, in a process of their own.
+
+    Args:
+        rank: Reports progress.
+        codecs: Text forms of codecs.
+        backends: Names of :data:`BACKENDS`.
+        kinds: Types of elements.
+        mebibytes: Size of the elements; None for the default of the device.
+        seconds: About how long to time each operation.
+    """
     clocks: dict[str, _Clock] = {}
     on_gpu = {"cuda", *kernel_ablation.ABLATED} & set(backends)
     if not on_gpu or "cpu" in backends:
@@ -103,14 +115,15 @@ _Clock = Callable[[Callable[[], object], int], float]
 
 
 def _wall_seconds(run: Callable[[], object], calls: int) -> float:
-    """Mean seconds of ``calls`` calls."""
+    """Return the mean wall-clock seconds of ``calls`` calls."""
     return timeit(run, setup=COLLECTING, number=calls) / calls
 
 
 def _device_seconds(flush: Tensor, run: Callable[[], object], calls: int) -> float:
-    """Mean seconds of ``calls`` calls on a GPU, by CUDA events; reading ``flush`` before each flushes caches.
+    """Return the mean seconds of ``calls`` calls on a GPU, from CUDA events.
 
-    The device waits until the host has queued all calls, so that the time holds no launch.
+    Reading ``flush`` before each call flushes the cache.  The GPU is kept waiting until the host has queued all
+    calls, so that the times do not include launches.
     """
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     torch.cuda._sleep(_QUEUE_CYCLES * calls)  # type: ignore[no-untyped-call]  # noqa: SLF001
@@ -126,11 +139,11 @@ def _device_seconds(flush: Tensor, run: Callable[[], object], calls: int) -> flo
 
 
 def _time(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
-    """Warm an operation up, and time its rounds; seconds are of one call."""
+    """Warm an operation up, then time it in rounds; the sample has seconds of a single call."""
     x = work.x
     copy = partial(torch.empty_like(x).copy_, x)
-    clock(copy, 1)  # pages of the target
-    copied, called = clock(copy, 1), clock(work.run, 1)  # kernels are compiled, pages of buffers
+    clock(copy, 1)  # touches the pages of the target
+    copied, called = clock(copy, 1), clock(work.run, 1)  # the first call compiles kernels, touches buffers
     if called < seconds:
         called = clock(work.run, 1)
     most = _MOST_QUEUED if x.is_cuda else math.inf
@@ -148,11 +161,13 @@ def _time(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
 
 
 def _works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterator[Work]:
-    """All operations to time on elements, on their device."""
+    """Yield all operations to time on elements ``x`` (S,) and their device."""
     kernels = [name for name in backends if name in (x.device.type, "reference")]
     kernels += [name for name in backends if name in kernel_ablation.ABLATED and x.is_cuda]
     for codec, name in product(map(parse, codecs), kernels):
-        if not isinstance(codec, Raw) or name == kernels[0]:  # torch's casts are timed once
+        if (
+            not isinstance(codec, Raw) or name == kernels[0]
+        ):  # a cast is torch's on every backend: time it once
             numel = max(x.numel() // REFERENCE_SHARE, REFERENCE_NUMEL) if name == "reference" else x.numel()
             yield from _codec_works(codec, x[:numel], name)
     for name in (name for name in backends if name in other_libraries.QUANTISERS):
@@ -163,7 +178,7 @@ def _works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterato
 
 
 def _codec_works(codec: Codec, x: Tensor, backend: str) -> Iterator[Work]:
-    """The operations of one codec on one backend, which share its frames."""
+    """Yield the operations of one codec on one backend; they share the buffers of its frames."""
     ablated = kernel_ablation.ABLATED.get(backend)
     operations = ops.operations_of(backend) if ablated is None else ablated(on_device)
     numel, frame_bytes = x.numel(), codec.frame_bytes(x.numel())

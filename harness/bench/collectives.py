@@ -1,7 +1,7 @@
-"""``zeropp bench collectives``: our collectives' times and bytes beside gloo's, on one fp32 tensor.
+"""``zeropp bench collectives``: times our collectives against gloo's on one fp32 tensor, and counts bytes sent.
 
-All take turns in each round and write into existing tensors, except that our reductions allocate the reduced
-shard; an all-gather ends when the whole tensor is decoded.
+In each round all collectives run once, in rotating order.  They write into existing tensors, except that our
+reductions allocate the reduced shard.  An all-gather ends when the whole tensor is decoded.
 """
 
 from __future__ import annotations
@@ -28,20 +28,24 @@ CODECS: Final = ("fp32", "bf16", "int8:2048", "int4:256")
 GATHERS: Final[tuple[Gather, ...]] = ("flat", "hierarchical")
 REDUCTIONS: Final[tuple[Reduce, ...]] = ("ring", "one_hop", "two_hop")
 TRANSPORTS: Final[tuple[Transport, ...]] = ("shm", "backend")
-GRAIN: Final = 1 << 12  # elements of a shard: whole blocks of all codecs above
-ROUNDS: Final = (5, 15)
+GRAIN: Final = 1 << 12  # a shard's elements are a multiple, so that blocks of all codecs above are whole
+ROUNDS: Final = (5, 15)  # fewest and most
 
-# torch 2.13 renames them and warns about the old names; 2.11 has only the old ones.
+# torch 2.13 renames these functions and warns about the old names; torch 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 Candidate = tuple[dict[str, str], Wire, Callable[[], object]]
-"""One of our collectives: operation, algorithm, codec and transport; its wire; one call."""
+"""One of our collectives: its names (operation, algorithm, codec, transport), its wire, and a function that runs
+it once."""
 
 
 def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
-    """Time all on one tensor; the target of every rank.  Seconds and bytes are of this rank alone."""
+    """Time all collectives on one tensor of ``mebibytes``, for about ``seconds``; runs on every rank.
+
+    Seconds and bytes of the samples are those of this rank.
+    """
     mesh = Mesh.create(rank.topology)
     wires = [Wire(mesh, transport=transport) for transport in TRANSPORTS]
     world = mesh.topology.world
@@ -56,9 +60,9 @@ def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
     sent = [_sent(wire, run) for _, wire, run in candidates]
     turns = [timed(run) for run in (*references.values(), *(run for *_, run in candidates))]
     timings = interleaved(rank, turns, f"{mebibytes} MiB", ROUNDS, seconds=seconds)
-    reference_seconds = dict(zip(references, timings, strict=False))  # which come first
-    # Each rank sends (world - 1) / world of the tensor in a ring, twice in gloo's reduce-scatter, which is
-    # an all-reduce.
+    reference_seconds = dict(zip(references, timings, strict=False))  # gloo's come first
+    # In a ring each rank sends (world - 1) / world of the tensor.  gloo's reduce-scatter sends twice as much,
+    # since it is an all-reduce.
     gloo_bytes = {"all_gather": (world - 1) * whole.nbytes, "reduce_scatter": 2 * (world - 1) * whole.nbytes}
     return [
         Sample(
@@ -74,7 +78,10 @@ def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
 
 
 def _sent(wire: Wire, run: Callable[[], object]) -> dict[str, int]:
-    """Bytes that this rank sends in one call, by link: in the second, since the first allocates arenas."""
+    """Return the bytes that this rank sends in one call, between and inside nodes.
+
+    The second call is counted, since the first allocates shared memory.
+    """
     run()
     wire.ledger.booked.clear()
     run()
@@ -84,6 +91,7 @@ def _sent(wire: Wire, run: Callable[[], object]) -> dict[str, int]:
 def _candidates(
     mesh: Mesh, wires: list[Wire], whole: Tensor, part: Tensor, out: Tensor
 ) -> Iterator[Candidate]:
+    """Yield our collectives in all combinations of algorithm, codec and transport that exist."""
     topology, rows = mesh.topology, out.view(mesh.topology.world, -1)
     for codec, wire in product(CODECS, wires):
         names = {"codec": codec, "transport": wire.transport}
@@ -96,7 +104,10 @@ def _candidates(
 
 
 def _carries(transport: Transport, algorithm: Gather | Reduce, topology: Topology) -> bool:
-    """Whether a transport carries a hop: shared memory those inside a node, except a ring's."""
+    """Return whether an algorithm has messages that a transport can carry.
+
+    Shared memory carries only hops inside a node, and no rings.
+    """
     if transport == "backend":
         return True
     inside = algorithm in ("hierarchical", "two_hop") or (topology.nodes == 1 and algorithm != "ring")

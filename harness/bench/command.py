@@ -1,6 +1,7 @@
-"""``zeropp bench``: the speed of codecs and collectives, and what overlaps, beside what each is held to.
+"""``zeropp bench``: parses the options of the benchmarks, runs them in fresh processes, and writes their records.
 
-A run leaves one record in ``<results>/bench-SUBJECT`` and returns its path, whose table is printed.
+Each run writes one record into ``<results>/bench-SUBJECT`` and returns the record's path; then :mod:`harness.cli`
+prints the record as a table.
 """
 
 from __future__ import annotations
@@ -25,22 +26,26 @@ from harness.suites.labels import counted
 from harness.suites.parse_quantity import CANONICAL, parse_rate
 
 app = typer.Typer(
-    help="Measure codecs beside a copy, collectives beside gloo's own, and what hides communication.",
+    help="Time codecs against a copy, collectives against gloo's, and the overlap of communication with "
+    "computation; rank codecs by error.",
     rich_markup_mode=None,
 )
 
 Result = TypeVar("Result")
 Several = list[str] | None
 Topology = tuple[int, int]  # nodes, and ranks of each
-Place = tuple[Topology, float | None]  # with the Mbit/s of the link between nodes; None if unshaped
+Place = tuple[
+    Topology, float | None
+]  # a topology, and the Mbit/s of its link between nodes, None if unshaped
 MOST_RANKS: Final = 64
 MOST_MEBIBYTES: Final = 1 << 16
 _TIMEOUT_SECONDS: Final = 7200.0
 
 Results = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
 _BACKENDS: Final = (
-    "cpu, cuda, reference, bitsandbytes, torchao, torch.compile or deepspeed; with something taken away "
-    "cuda-general, cuda-shared-memory, cuda-two-reads, cuda-unfused, cuda-narrow or cuda-few-warps."
+    "Backend or library to time: cpu, cuda, reference, bitsandbytes, torchao, torch.compile or deepspeed; or "
+    "CUDA kernels without one optimisation: cuda-general, cuda-shared-memory, cuda-two-reads, cuda-unfused, "
+    "cuda-narrow or cuda-few-warps. Default: all that are available, with all optimisations."
 )
 Mebibytes = partial(typer.Option, metavar="MIB", min=1, max=MOST_MEBIBYTES)
 
@@ -48,17 +53,23 @@ Mebibytes = partial(typer.Option, metavar="MIB", min=1, max=MOST_MEBIBYTES)
 @app.command()
 def codecs(
     *,
-    codec: Annotated[Several, typer.Option(help="Its text form. Default: one of every kind.")] = None,
+    codec: Annotated[
+        Several, typer.Option(help="Codec in its text form, such as int4:256. Default: one of every kind.")
+    ] = None,
     backend: Annotated[Several, typer.Option(help=_BACKENDS)] = None,
-    kind: Annotated[Several, typer.Option(help="Of elements: fp32 (the default), bf16 or fp16.")] = None,
-    megabytes: Annotated[int | None, Mebibytes(help="Of elements. Default: 64, on a GPU 256.")] = None,
-    threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = 1,
-    seconds: Annotated[float, typer.Option(help="For each operation, about.", min=0.0)] = 0.5,
+    kind: Annotated[
+        Several, typer.Option(help="Type of the elements: fp32, bf16 or fp16. Default: fp32.")
+    ] = None,
+    megabytes: Annotated[
+        int | None, Mebibytes(help="Size of the elements in MiB. Default: 64, and 256 on a GPU.")
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads that torch may use.", min=1)] = 1,
+    seconds: Annotated[float, typer.Option(help="About how long to time each operation.", min=0.0)] = 0.5,
     results: Results = Path("results"),
 ) -> Path:
-    """GB/s of every codec and backend, each against a copy in the same round.
+    """Measure the GB/s of every codec and backend, against a copy of the same elements in the same round.
 
-    --codec, --backend and --kind may be given several times; by default all available backends are timed.
+    --codec, --backend and --kind may be given several times.
     """
     run = _Run("codecs", results)
 
@@ -67,7 +78,7 @@ def codecs(
     from impl.codecs.codec import parse
 
     texts = tuple(dict.fromkeys(str(parse(text)) for text in codec or bench_codecs.CODECS))
-    usual = bench_codecs.OURS if codec else bench_codecs.USUAL  # peers have no codec of ours
+    usual = bench_codecs.OURS if codec else bench_codecs.USUAL  # other libraries do not have our codecs
     backends, kinds = list(dict.fromkeys(backend or usual)), list(dict.fromkeys(kind or ("fp32",)))
     axes = {"backend": (backends, bench_codecs.BACKENDS), "type of elements": (kinds, get_args(ElementType))}
     for axis, (names, known) in axes.items():
@@ -77,7 +88,7 @@ def codecs(
     missing = {name: why for name in candidates if (why := bench_codecs.why_missing(name)) is not None}
     absent = [name for name in backends if name in missing]
     if backend and absent:
-        raise Refusal(f"backend {absent[0]!r} is not here: {missing[absent[0]]}")
+        raise Refusal(f"backend {absent[0]!r} is not available here: {missing[absent[0]]}")
     backends = [name for name in backends if name not in absent]
     arguments: dict[str, Any] = {"codecs": texts, "backends": backends, "kinds": kinds}
     target = partial(bench_codecs.measure, **arguments, mebibytes=megabytes, seconds=seconds)
@@ -89,23 +100,31 @@ def codecs(
 @app.command()
 def collectives(
     *,
-    nodes: Annotated[int, typer.Option(help="Nodes.", min=1)] = 2,
-    ranks: Annotated[int, typer.Option(help="Ranks of each node.", min=1)] = 2,
-    megabytes: Annotated[list[int] | None, Mebibytes(help="Of the tensor. Default: 1, 16 and 64.")] = None,
-    rate: Annotated[str | None, typer.Option(help="Between nodes, e.g. '1 Gbit/s'; unshaped.")] = None,
-    seconds: Annotated[float, typer.Option(help="For each size, about.", min=0.0)] = 20.0,
+    nodes: Annotated[int, typer.Option(help="Number of emulated nodes.", min=1)] = 2,
+    ranks: Annotated[int, typer.Option(help="Ranks on each node.", min=1)] = 2,
+    megabytes: Annotated[
+        list[int] | None,
+        Mebibytes(help="Size of the tensor in MiB; may be given several times. Default: 1, 16 and 64."),
+    ] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option(help="Rate of the link between nodes, such as '1 Gbit/s'. Default: unshaped."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="About how long to time each size.", min=0.0)] = 20.0,
     results: Results = Path("results"),
 ) -> Path:
-    """Seconds and bytes of every algorithm and transport beside gloo's own."""
+    """Measure the seconds and bytes of every collective algorithm and transport, against gloo's collectives."""
     run = _Run("collectives", results)
     try:
         mbit: Any = parse_rate(rate)
     except ValueError as error:
         raise Refusal(f"--rate {rate!r}: {error}") from None
     if not 2 <= nodes * ranks <= MOST_RANKS:
-        raise Refusal(f"{nodes} nodes x {ranks} ranks: expected 2 to {MOST_RANKS} ranks in all")
+        raise Refusal(f"--nodes {nodes} --ranks {ranks}: expected 2 to {MOST_RANKS} ranks in all")
     if nodes == 1 and mbit is not None:
-        raise Refusal(f"--rate {rate!r}: one node has no link between nodes")
+        raise Refusal(
+            f"--rate {rate!r} needs a link between nodes: use at least --nodes 2, or leave --rate out"
+        )
 
     from harness.bench import collectives as bench_collectives
 
@@ -118,13 +137,19 @@ def collectives(
 @app.command()
 def overlap(
     *,
-    layers: Annotated[int, typer.Option(help="Of the model, gpt-small.", min=1)] = 16,
-    sequences: Annotated[int, typer.Option(help="Of each rank in a step.", min=1)] = 96,
-    megabytes: Annotated[int, Mebibytes(help="Of the fp32 gradient.")] = 128,
-    seconds: Annotated[float, typer.Option(help="For each policy and for the hops, about.", min=0.0)] = 90.0,
+    layers: Annotated[int, typer.Option(help="Layers of the model, a gpt-small.", min=1)] = 16,
+    sequences: Annotated[int, typer.Option(help="Sequences that each rank reads in a step.", min=1)] = 96,
+    megabytes: Annotated[int, Mebibytes(help="Size of the fp32 gradient in MiB, for the hops.")] = 128,
+    seconds: Annotated[
+        float, typer.Option(help="About how long to time each policy, and then the hops.", min=0.0)
+    ] = 90.0,
     results: Results = Path("results"),
 ) -> Path:
-    """Steps on a slow link beside compute alone, and reductions in chunks beside those in one."""
+    """Measure how much communication hides behind computation, and one hop of a reduction behind the other.
+
+    Steps over a slow link are timed against the same steps without communication, and reductions in several
+    chunks against reductions in one.
+    """
     run = _Run("overlap", results)
 
     from harness.bench import overlap as bench_overlap
@@ -152,17 +177,17 @@ class _Run:
         self._fixed = {"subject": subject, "machine": facts, "code": code, "pool": pool, "started": _now()}
         existing = next(path for path in (self._folder, *self._folder.absolute().parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise Refusal(f"--results {results}: {existing} is no folder that can be written")
+            raise Refusal(f"--results {results}: {existing} is not a folder that can be written")
         records = bench_record.read_all(self._folder) if any(self._folder.glob("*.json")) else []
         if pools := [bench.pool for bench in records if bench.pool != pool]:
             raise Refusal(
                 f"{self._folder}: holds {counted(len(pools), 'record')} of another machine or code (hash "
-                f"{pools[0]}, here {pool}), which are not put together; move the folder aside or "
-                "choose other --results"
+                f"{pools[0]}, here {pool}), and such records cannot be compared; move the folder aside, or "
+                "name another one with --results"
             )
 
     def at(self, place: Place, target: Callable[[Rank], Sequence[Sample]]) -> list[Sample]:
-        """Samples combined over all ranks, with the place among their names."""
+        """Run ``target`` on all ranks of a place; return samples merged over ranks, with the place in their names."""
         topology, mbit = place
         names = {"nodes": topology[0], "ranks_per_node": topology[1], "rate_mbit": mbit}
         samples = merge_ranks(self.on_ranks(target, topology, mbit))
@@ -176,9 +201,13 @@ class _Run:
         *,
         threads: int = 1,
     ) -> list[Result]:
-        """Run ``target`` on fresh processes and show their progress; a LaunchError if one fails.
+        """Run ``target`` in fresh processes, one for each rank, and show their progress.
 
-        A link with a rate is of namespaces: peers send past our wire, so a pacer would not hold them.
+        A rate is always enforced by the kernel, between network namespaces.  Pacing would not do, since it limits
+        only messages of our wire, and gloo's collectives do not use it.
+
+        Raises:
+            LaunchError: if a process fails.
         """
         from harness.cluster.link import open_link
         from harness.cluster.rank_processes import Launch, run_ranks
@@ -188,7 +217,7 @@ class _Run:
         interrupts.take_over()
         kind = "none" if mbit is None else "namespaces"
         fields = {"link": kind, "nodes": topology[0], "rate": mbit}
-        status = terminal_table.console(stderr=True).status("set-up")  # on a terminal only
+        status = terminal_table.console(stderr=True).status("set-up")  # prints nothing without a terminal
         with open_link(Cluster.model_validate(fields, context=CANONICAL), "bench") as link, status:
             launch = Launch(
                 plan.Topology(*topology), link.ports, link.paced_mbit, threads, _TIMEOUT_SECONDS,
@@ -206,7 +235,7 @@ class _Run:
 
         missing = dict(missing or {})
         if (why := ops.warning_of(torch.device("cpu"))) is not None:
-            missing["cpu"] = f"{why}; PyTorch's reference did its work"
+            missing["cpu"] = f"{why}; the reference backend was timed in its place"
         fields = {"finished": _now(), "setting": setting, "missing": missing, "samples": samples}
         return bench_record.write(self._folder, Bench.model_validate(self._fixed | fields))
 

@@ -1,6 +1,7 @@
-"""Other libraries' quantisers, timed beside ours: optional extras, imported only when used.
+"""Quantisers of other libraries, which ``zeropp bench codecs`` times for comparison with our codecs.
 
-Their arithmetic equals no codec of ours, and none writes into an existing buffer: seconds include allocation.
+The libraries are optional, and imported only when they are used.  Their arithmetic is not exactly that of any of our
+codecs.  They cannot write into an existing buffer, so that their times include the allocation of results.
 """
 
 from __future__ import annotations
@@ -18,29 +19,31 @@ from torch import Tensor
 
 QUANTISERS: Final = ("bitsandbytes", "torchao", "torch.compile", "deepspeed")
 Coding = tuple[str, str, int, Callable[[], object], Callable[[], object]]
-"""A quantiser of one tensor: its name, what it computes, bytes of codes and scales, and its two calls."""
+"""A quantiser for one tensor: its name, what it computes, the bytes of its codes and scales, and functions that
+quantise and dequantise the tensor."""
 
 
 def why_missing(name: str) -> str | None:
-    """Why a peer is missing, and how to install it; None if it is there."""
+    """Return why a library is missing, and how to install it; None if it can be used."""
     if name == "deepspeed" and not torch.cuda.is_available():
         return "deepspeed: its quantisers need a CUDA device"
     if name == "torch.compile" and not any(map(shutil.which, ("g++", "clang++"))):
-        return "torch.compile needs a C++ compiler: looked for g++, clang++"
+        return "torch.compile needs a C++ compiler, and there is neither g++ nor clang++"
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         return f"{name} is not installed: pip install {name}"
     return None
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Versions of the peers among ``names``, for the record."""
+    """Return the versions of those libraries among ``names``, for the record."""
     packages = (name.partition(".")[0] for name in names if name in QUANTISERS)
     return {name: importlib.metadata.version(name) for name in packages}
 
 
 def codings(name: str, x: Tensor) -> Iterator[Coding]:
-    """The quantisers of peer ``name`` for elements ``x`` (S,)."""
-    # An OpenMP of its own reads this when it is loaded; the process is an entry point.
+    """Yield the quantisers of library ``name`` for elements ``x`` (S,)."""
+    # A library with its own copy of OpenMP reads this variable when it is loaded.  Changing the environment harms
+    # nobody, since this process runs only the benchmark.
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     return dict(zip(QUANTISERS, (_bitsandbytes, _torchao, _compiled, _deepspeed), strict=True))[name](x)
 

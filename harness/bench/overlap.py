@@ -1,8 +1,12 @@
-"""``zeropp bench overlap``: how much communication overlaps with computation, and one hop with the other.
+"""``zeropp bench overlap``: measures how much communication overlaps with computation, and one hop with the other.
 
-A policy's step takes turns with *compute alone*, the same model that sends nothing, whose seconds set the
-link's rate.  A gradient is reduced in one chunk and in several, beside its hops' messages by themselves;
-inside the nodes it travels by gloo, since by shared memory the first hop takes next to no time.
+Two experiments:
+
+- Steps of a policy alternate with *compute alone*, steps of the same model that send nothing.  The rate of the link
+  is chosen from the seconds of compute alone, such that communication could just hide behind computation.
+- A gradient is reduced in two hops, in one chunk and in several, and the messages of each hop are timed alone.  The
+  hop inside nodes uses gloo, since through shared memory it would take almost no time and there would be nothing to
+  hide.
 """
 
 from __future__ import annotations
@@ -30,27 +34,30 @@ from impl.plan.traffic import Tag, passes, predict
 from impl.quantized_collectives import quantized_reduce_scatter
 from impl.zero import Zero, shard
 
-TOPOLOGY_OF_STEP: Final = (2, 1)
-TOPOLOGY_OF_HOPS: Final = (2, 2)
+TOPOLOGY_OF_STEP: Final = (2, 1)  # nodes, ranks of each, for steps
+TOPOLOGY_OF_HOPS: Final = (2, 2)  # likewise, for hops
 MODEL: Final = "gpt-small"
 SEQUENCE: Final = 128
 POLICIES: Final = ("zero3", "zeropp")
 CODEC: Final = "int4:256"  # of both hops
 CHUNKS: Final = 4
-ROUNDS: Final = (5, 200)
-PROBES: Final = (3, 3)  # rounds, whose median sets a link's rate
-ROOM: Final = 1.2  # sets a link's rate: seconds of computation over those of communication, where closest
-HOPS_APART: Final = 3.0  # sets it for hops: seconds of the second over those of the first
+ROUNDS: Final = (5, 200)  # fewest and most
+PROBES: Final = (3, 3)  # fewest and most rounds whose median sets the rate of a link
+# The link's rate for steps is set such that, in the tighter pass, computing takes so many times as long as sending.
+ROOM: Final = 1.2
+# The link's rate for hops is set such that the second hop takes so many times as long as the first.
+HOPS_APART: Final = 3.0
 _TAG: Final = Tag("backward", "gradients")
 
 Times = tuple[float, float, float]
-"""Seconds of a step on this rank: forward, backward, and all of it with the optimizer's."""
+"""Seconds of a step on this rank: forward, backward, and the whole step with the optimizer."""
 Alone = tuple[list[Times], dict[str, list[int]]]
-"""Compute alone by round; bytes that this rank sends to other nodes in forward and in backward, by policy."""
+"""Times of compute alone by round; and, by policy, the bytes that this rank would send to other nodes in forward and
+in backward."""
 
 
 def compute_alone(rank: Rank, *, layers: int, sequences: int) -> Alone:
-    """Time the unsharded model without communication; the target of every rank."""
+    """Time the unsharded model without communication; runs on every rank."""
     mesh = Mesh.create(rank.topology)
     sent = {name: _sent(_sharded(_model(layers), name, mesh)) for name in POLICIES}
     (rounds,) = interleaved(rank, [_trainer(rank, sequences, _model(layers))], "compute alone", PROBES)
@@ -58,21 +65,26 @@ def compute_alone(rank: Rank, *, layers: int, sequences: int) -> Alone:
 
 
 def rates_for_steps(ranks: Sequence[Alone]) -> dict[str, float]:
-    """Mbit/s of the link by policy, from :func:`compute_alone` on all ranks, one a node."""
-    turns = list(zip(*(rounds for rounds, _ in ranks), strict=True))  # of all ranks, by round
+    """Return the Mbit/s of the link for each policy, from the results of :func:`compute_alone` on all ranks."""
+    turns = list(zip(*(rounds for rounds, _ in ranks), strict=True))  # by round, then by rank
     slowest = [[max(seconds[part] for seconds in turn) for turn in turns] for part in (0, 1)]
     computed = [*map(statistics.median, slowest)]  # forward, backward
     return {name: max(rate_for_step(sent[name], computed) for _, sent in ranks) for name in POLICIES}
 
 
 def rate_for_step(sent: Sequence[int], computed: Sequence[float]) -> float:
-    """Mbit/s that leave :data:`ROOM`, from bytes between nodes and seconds alone of forward and backward."""
+    """Return the Mbit/s that leave :data:`ROOM` in forward and in backward.
+
+    Args:
+        sent: Bytes that a rank sends between nodes in forward and in backward.
+        computed: Seconds of forward and backward without communication.
+    """
     rates = (ROOM * 8e-6 * nbytes / seconds for nbytes, seconds in zip(sent, computed, strict=True))
     return float(f"{max(rates):.3g}")
 
 
 def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float) -> list[Sample]:
-    """Time a policy's step and compute alone in turns for about ``seconds``; the target of every rank."""
+    """Time steps of a policy and compute alone, in turns, for about ``seconds``; runs on every rank."""
     model = _model(layers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     zero = _sharded(model, policy, Mesh.create(rank.topology))
@@ -94,23 +106,26 @@ def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float
 
 
 def first_hop(rank: Rank, *, mebibytes: int) -> list[float]:
-    """Time the first hop alone, without a link; the target of every rank."""
+    """Time the first hop alone, which needs no link between nodes; runs on every rank."""
     hop, _ = _hops(Wire(Mesh.create(rank.topology), transport="backend"), mebibytes)
     (rounds,) = interleaved(rank, [timed(hop)], "first hop", PROBES)
     return rounds
 
 
 def rate_for_hops(ranks: Sequence[Sequence[float]], mebibytes: int) -> float:
-    """Mbit/s that set hops :data:`HOPS_APART`, from :func:`first_hop` on all ranks."""
+    """Return the Mbit/s at which the second hop takes :data:`HOPS_APART` times as long as the first.
+
+    ``ranks`` are the results of :func:`first_hop` on all ranks.
+    """
     slowest = statistics.median(map(max, zip(*ranks, strict=True)))
     topology = Topology(*TOPOLOGY_OF_HOPS)
     _, second = _rows(topology, mebibytes)
-    sent = topology.ranks_per_node * (topology.nodes - 1) * second  # by a node, to others
+    sent = topology.ranks_per_node * (topology.nodes - 1) * second  # bytes that a node sends to the others
     return float(f"{8e-6 * sent / (HOPS_APART * slowest):.3g}")
 
 
 def hops(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
-    """Time both hops alone, and reductions in one chunk and several, in turns; the target of every rank."""
+    """Time both hops alone, and reductions in one chunk and in several, in turns; runs on every rank."""
     mesh = Mesh.create(rank.topology)
     wire = Wire(mesh, transport="backend")
     generator = torch.Generator().manual_seed(mesh.rank)
@@ -131,7 +146,7 @@ def hops(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
 
 
 def _model(layers: int) -> nn.Module:
-    """Equal on every rank."""
+    """Build the model, with the same weights on every rank."""
     torch.manual_seed(0)
     return build(Model(name=MODEL, arguments={"layers": layers}), SEQUENCE)
 
@@ -141,7 +156,7 @@ def _sharded(model: nn.Module, policy: str, mesh: Mesh) -> Zero:
 
 
 def _sent(zero: Zero) -> list[int]:
-    """Predicted bytes that this rank sends to other nodes in forward and in backward of a step."""
+    """Predict the bytes that this rank sends to other nodes in forward and in backward of a step."""
     mesh, units = zero.wire.mesh, [unit.geometry for unit in zero.units]
     traffic = predict(zero.policy, mesh.topology, units, mesh.rank, passes(zero.policy)).sent
     return [
@@ -151,7 +166,7 @@ def _sent(zero: Zero) -> list[int]:
 
 
 def _trainer(rank: Rank, sequences: int, model: nn.Module, zero: Zero | None = None) -> Callable[[], Times]:
-    """A step of a plain torch training loop on this rank's random bytes, sharded by ``zero`` or alone."""
+    """Return a function that runs one training step on random bytes, sharded by ``zero`` or without sharding."""
     generator = torch.Generator().manual_seed(rank.rank)
     text = torch.randint(256, (sequences, SEQUENCE + 1), generator=generator)
     tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
@@ -174,13 +189,13 @@ def _trainer(rank: Rank, sequences: int, model: nn.Module, zero: Zero | None = N
 
 
 def _rows(topology: Topology, mebibytes: int) -> tuple[int, int]:
-    """Bytes that a rank sends to each other rank of its group in the first hop, and in the second."""
+    """Return the bytes of a message to each other rank of the group, in the first hop and in the second."""
     frame = parse(CODEC).frame_bytes((mebibytes << 18) // topology.world)
     return topology.nodes * frame, frame
 
 
 def _hops(wire: Wire, mebibytes: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Two calls that post the messages of one hop and wait for them, without encoding."""
+    """Return two functions, one for each hop: it posts the hop's messages and waits for them, without encoding."""
     topology = wire.mesh.topology
 
     def hop(axis: Axis, row: int) -> None:

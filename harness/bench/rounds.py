@@ -1,4 +1,4 @@
-"""Interleaved rounds: candidates take turns on the same ranks, so that drift hits all alike."""
+"""Times candidates in interleaved rounds, so that slow drift of the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from harness.cluster.rank import Progress, Rank
 
-COLLECTING: Final = "gc.enable()"  # timeit()'s set-up, since it switches garbage collection off
+COLLECTING: Final = "gc.enable()"  # set-up for timeit(), which otherwise disables garbage collection
 T = TypeVar("T")
 
 
@@ -25,8 +25,19 @@ def interleaved(
     *,
     seconds: float = 0.0,
 ) -> list[list[T]]:
-    """Run each candidate once per round, in rotating order, all ranks from a barrier; return the results by
-    candidate and round, without a warm-up.  Of ``rounds``, fewest and most, as many run as fit ``seconds``.
+    """Run each candidate once in every round, in rotating order; all ranks must call this.
+
+    A barrier precedes each run.  The first round warms up; its results are dropped.
+
+    Args:
+        rank: Reports progress.
+        candidates: Functions to run.
+        stage: What the progress line says.
+        rounds: Fewest and most rounds.  The time of the first one after the warm-up decides how many fit ``seconds``.
+        seconds: About how long all rounds may take.
+
+    Returns:
+        The values that each candidate returned, by candidate and round.
     """
     results: list[list[T]] = [[] for _ in candidates]
     (fewest, most), begin, index = rounds, 0.0, 0
@@ -49,5 +60,5 @@ def interleaved(
 
 
 def timed(run: Callable[[], object]) -> Callable[[], float]:
-    """A candidate that calls ``run`` and returns its seconds on this rank."""
+    """Return a candidate that calls ``run`` and returns the seconds that the call took on this rank."""
     return partial(timeit, run, setup=COLLECTING, number=1)

@@ -1,7 +1,9 @@
-"""``zeropp trace``: one step of a trial as a Chrome trace, with a lane for each thing that a rank does.
+"""``zeropp trace``: records one training step of every rank as a Chrome trace.
 
-The ranks run the trial's untimed steps, one more, and one whose spans are noted.  On a CPU, whose ranks share
-a clock; ``chrome://tracing`` and ui.perfetto.dev open the file.
+The ranks run the trial's warm-up steps, then one step without tracing, whose duration shows what tracing costs, and
+then the traced step.  Each activity of a rank, such as computing, encoding or waiting, has its own lane.
+``chrome://tracing`` and ui.perfetto.dev open the file.  Only trials on the CPU of one machine are traced, since their
+ranks share a clock.
 """
 
 from __future__ import annotations
@@ -34,30 +36,44 @@ from impl import ops
 from impl.comm.ledger import WAITING, Span, Timeline
 
 _OPERATIONS: Final = ("encode", "decode", "decode_sum", "decode_sum_encode")
-_PART: Final = "part of the step"  # computing, with what happens in it
+_PART: Final = "part of the step"  # lane of forward, backward and optimizer, which contain everything else
 
 
 class RankTrace(NamedTuple):
-    """One rank's step, and its seconds; ``before`` are those of the step before, which was not noted."""
+    """The traced step of one rank."""
 
     spans: list[Span]
-    seconds: float
-    before: float
+    seconds: float  # duration of the traced step
+    before: float  # duration of the step before it, which was not traced
 
 
 def refusal(trial: Trial) -> str | None:
-    """Why a trial has no trace; None if it has one."""
+    """Return why a trial cannot be traced; None if it can."""
     by_engine = trial.resolved_policy() is not None and trial.host is None and trial.workload == "train"
     if by_engine and trial.cluster.device == "cpu" and trial.cluster.launcher == "local":
         return None
     place = f"device {trial.cluster.device!r}, launcher {trial.cluster.launcher!r}"
     kind = f"strategy {trial.strategy!r}, workload {trial.workload!r}, {place}"
-    return f"{kind}: a trace is of training by our engine on processors of one machine; see torch.profiler"
+    return (
+        f"{kind}: only training with our engine on the CPU of one machine can be traced; use torch.profiler for "
+        "other trials"
+    )
 
 
 def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[RankTrace]]:
-    """Run the trial's ranks for a step; write ``traces/trace-<id>.json`` in the suite's folder of results; a
-    Refusal, LinkError or LaunchError if it has no trace, or the link or a rank fails.
+    """Run a trial's ranks until a step is traced, and write ``traces/trace-<id>.json``.
+
+    Args:
+        trial: The trial; its validation and its measurements of errors are left out.
+        folder: The suite's results folder.
+
+    Returns:
+        The path of the file, and the step of each rank.
+
+    Raises:
+        Refusal: if the trial cannot be traced.
+        LinkError: if the link between nodes cannot be opened.
+        LaunchError: if a rank fails.
     """
     if (why := refusal(trial)) is not None:
         raise Refusal(f"trial {trial.id}: {why}")
@@ -74,9 +90,9 @@ def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[RankTrace]]:
 
 
 def trace_step(rank: Rank, assignment: Assignment) -> RankTrace:
-    """Target of every rank: the untimed steps, at least one, one more, and then the one that is noted."""
+    """Run warm-up steps (at least one), an untraced step and the traced step; runs on every rank."""
     run, timeline, warmup = TrialRun(rank, assignment), Timeline(), max(1, assignment.trial.warmup)
-    assert run.strategy.wire is not None  # noqa: S101  # by refusal()
+    assert run.strategy.wire is not None  # noqa: S101  # refusal() allows only our engine
     for index in range(warmup):
         run.step(index)
     dist.barrier()
@@ -93,7 +109,10 @@ def trace_step(rank: Rank, assignment: Assignment) -> RankTrace:
 
 @contextlib.contextmanager
 def _noting_operations(timeline: Timeline) -> Iterator[None]:
-    """Inside, calls of the codecs' operations are noted: the engine looks them up in :mod:`impl.ops`."""
+    """Add calls of the codecs' operations to the timeline in the body of ``with``.
+
+    The engine looks these functions up in :mod:`impl.ops` at each call, so they are replaced there.
+    """
     operations = {name: getattr(ops, name) for name in _OPERATIONS}
 
     def call(name: str, *arguments: Any, **options: Any) -> None:
@@ -112,7 +131,7 @@ def _noting_operations(timeline: Timeline) -> Iterator[None]:
 
 
 def computing(spans: Sequence[Span]) -> list[Span]:
-    """The parts of a step, without the times in which this rank waited, encoded or decoded."""
+    """Return spans of computing: the parts of a step, without the times of waiting, encoding and decoding."""
     busy = sorted((span.begin, span.end) for span in spans if span.lane in (WAITING, CODING))
     computed = []
     for part in (span for span in spans if span.lane == _PART):
@@ -125,22 +144,22 @@ def computing(spans: Sequence[Span]) -> list[Span]:
 
 
 def summary(ranks: Sequence[RankTrace]) -> str:
-    """What a trace shows, in a line."""
+    """Return one line on what a trace shows: the step's duration, and how much communication was hidden."""
     seconds, before = max(rank.seconds for rank in ranks), max(rank.before for rank in ranks)
     step = (
-        f"a step of {seconds:.3f} s ({seconds / before - 1:+.0%} against the one before, which nothing noted)"
+        f"the traced step took {seconds:.3f} s ({seconds / before - 1:+.0%} against the untraced one before)"
     )
     total, behind = map(statistics.fmean, zip(*(overlap(rank.spans) for rank in ranks), strict=True))
     if not total:
         return f"{step}; nothing was sent between nodes"
     return (
-        f"{step}; messages between nodes were under way for {total:.3f} s, {behind / total:.0%} of it behind "
-        "other work"
+        f"{step}; messages between nodes were in flight for {total:.3f} s, {behind / total:.0%} of it hidden "
+        "behind other work"
     )
 
 
 def chrome(trial: Trial, ranks: Sequence[RankTrace], pool: str) -> dict[str, Any]:
-    """The JSON object of the trace event format: a process for each rank, threads for each lane."""
+    """Return the JSON object of the trace event format: a process for each rank, threads for its lanes."""
     topology = trial.topology()
     start = min(span.begin for rank in ranks for span in rank.spans)
     events: list[dict[str, Any]] = []
@@ -170,7 +189,7 @@ def _name_event(kind: str, process: int, thread: int, name: str) -> dict[str, An
 
 
 def _rows(spans: list[Span]) -> list[list[Span]]:
-    """Spans in as few rows as possible; those of a row do not overlap."""
+    """Distribute spans over as few rows as possible, such that the spans of a row do not overlap."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: span.begin):
         free = next((row for row in rows if row[-1].end <= span.begin), None)

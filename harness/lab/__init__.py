@@ -1,1 +1,1 @@
-"""Measures formats on real weights and gradients, without training in them."""
+"""Measures the errors of codecs on real weights and gradients, without training with these codecs."""

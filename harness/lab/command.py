@@ -1,4 +1,4 @@
-"""``zeropp snapshot`` and ``zeropp bench formats``.  torch is imported only once a command runs."""
+"""The commands ``zeropp snapshot`` and ``zeropp bench formats``.  torch is imported only when a command runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.suites.suite_file import load
 from harness.terminal_table import Column
 
 Several = list[str] | None
-_STEPS: Final = (0, 20, 50)  # kept by default, as far as a trial goes
+_STEPS: Final = (0, 20, 50)  # steps of a snapshot by default, if the trial has so many
 _COLUMNS: Final = (
     Column("values", always=True),
     Column("codec", always=True),
@@ -28,20 +28,26 @@ _COLUMNS: Final = (
 
 def snapshot(
     file: Annotated[Path, typer.Argument(help="Suite file in TOML.", metavar="SUITE.toml")],
-    identity: Annotated[str, typer.Argument(help="Of a trial, or its beginning.", metavar="ID")],
-    out: Annotated[Path, typer.Option("--out", help="Written; by default ID.safetensors.")] = Path(),
+    identity: Annotated[str, typer.Argument(help="The trial's id, or the beginning of it.", metavar="ID")],
+    out: Annotated[
+        Path, typer.Option("--out", help="File to write. Default: ID.safetensors.", show_default=False)
+    ] = Path(),
     steps: Annotated[
         list[int] | None,
-        typer.Option(min=0, help="Of the optimizer, from 0. Default: 0, 20 and 50 of those there are."),
+        typer.Option(
+            min=0,
+            help="Optimizer step, from 0, to keep; may be given several times. Default: 0, 20 and 50, if the "
+            "trial has them.",
+        ),
     ] = None,
 ) -> None:
-    """Keep a trial's weights and every rank's gradients before chosen steps, for bench formats."""
+    """Save a trial's weights and every rank's gradients at chosen steps, as input of zeropp bench formats."""
     from harness.lab.snapshot import take
 
     trial = load(file).trial_by_prefix(identity)
     path = Path(f"{trial.id}.safetensors") if out == Path() else out
     if not path.absolute().parent.is_dir():
-        raise Refusal(f"{path}: there is no folder {path.absolute().parent}")
+        raise Refusal(f"--out {path}: there is no folder {path.absolute().parent}")
     progress = terminal_table.console(stderr=True)
     chosen = sorted({*(steps or (step for step in _STEPS if step < trial.warmup + trial.steps))})
     take(trial, chosen, path, lambda line: progress.print(line, markup=False))
@@ -50,17 +56,32 @@ def snapshot(
 
 def formats(
     file: Annotated[
-        Path, typer.Argument(help="Of zeropp snapshot, or your own.", metavar="FILE.safetensors")
+        Path,
+        typer.Argument(
+            help="A file written by zeropp snapshot, or any safetensors file.", metavar="FILE.safetensors"
+        ),
     ],
     *,
-    codec: Annotated[Several, typer.Option(help="Its text form, several times. Default: 20 of them.")] = None,
+    codec: Annotated[
+        Several,
+        typer.Option(help="Codec in its text form; may be given several times. Default: 20 usual ones."),
+    ] = None,
     bits: Annotated[
-        float | None, typer.Option(help="Also choose codecs by unit within a mean.", min=0.1)
+        float | None,
+        typer.Option(
+            help="Also choose a codec for each unit, such that elements take so many bits on average.",
+            min=0.1,
+        ),
     ] = None,
     losses: Annotated[
-        Path | None, typer.Option(help="Results folder: how well do errors rank codecs as its losses do?")
+        Path | None,
+        typer.Option(
+            help="Results folder or archive of a suite: also report how well errors rank codecs as its losses do."
+        ),
     ] = None,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print all of it for programs, as CSV.")] = False,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print everything as CSV, for other programs.")
+    ] = False,
 ) -> None:
     """Rank codecs by their errors on real weights and gradients, without training."""
     from harness.lab import formats as lab
@@ -75,8 +96,8 @@ def formats(
         ranking = lab.agreement(codecs, losses)
         interval = f"{ranking.low:.2f} to {ranking.high:.2f}, over {ranking.seeds} seeds"
         lines.append(
-            f"Errors of gradients rank {ranking.codecs} codecs as the losses of {losses} do with a rank "
-            f"correlation of {ranking.correlation:.2f} ({interval})."
+            f"The rank correlation between the errors of gradients and the losses in {losses}, over "
+            f"{ranking.codecs} codecs, is {ranking.correlation:.2f} ({interval})."
         )
     table = codecs.rename(columns={"kind": "values"})[[column.key for column in _COLUMNS]].round({"bits": 3})
     if as_csv:
@@ -84,7 +105,8 @@ def formats(
         return
     out = terminal_table.console()
     rows: list[dict[str, Any]] = table.to_dict("records")  # type: ignore[assignment]  # keys are names
-    terminal_table.show(rows, _COLUMNS, out, whole="--csv has all")
+    terminal_table.show(rows, _COLUMNS, out, whole="--csv prints all of them")
     lossless = ", ".join(f"{kind} {lab.lossless_bits(units, kind):.2f}" for kind in codecs["kind"].unique())
-    for line in [f"Bits in bf16 with exponents coded without loss, at best: {lossless}.", *lines]:
+    note = f"Fewest bits of bf16 if its exponents are compressed without loss: {lossless}."
+    for line in [note, *lines]:
         terminal_table.say(line, out)

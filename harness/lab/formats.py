@@ -1,9 +1,11 @@
-"""``zeropp bench formats``: ranks codecs by their errors on a snapshot, without training.
+"""``zeropp bench formats``: ranks codecs by their errors on a snapshot of weights and gradients, without training.
 
-Weights and their changes go through a codec once.  Gradients go the way of a two-hop reduction: each rank's
-is encoded and summed in fp32 inside its node, that sum encoded and summed over nodes, and divided by the
-ranks; the error is of that mean against the exact one.  In a file that is no snapshot of ours each tensor is
-a unit of weights, except ``gradients/NAME``, which has a row for each rank, of one node.
+Weights and changes of weights are encoded and decoded once.  Gradients pass through a two-hop reduction: each rank's
+gradient is encoded, decoded and summed in fp32 inside its node; the sums are encoded again, decoded, summed over
+nodes, and divided by the number of ranks.  The error is that of the resulting mean against the exact mean.
+
+Files that :mod:`harness.lab.snapshot` has not written may be read too.  Each tensor then counts as the weights of a
+unit, except that ``gradients/NAME`` holds gradients, a row for each rank of a single node.
 """
 
 from __future__ import annotations
@@ -34,23 +36,27 @@ CODECS: Final = (
     "int4:128:clip", "int4:128:asym", "int4:128:stochastic", "int4:128:hadamard32", "nvfp4", "mxfp4", "nf4",
     "spike3", "int3:128", "spike2", "int2:128", "sign1",
 )  # fmt: skip
-_RESAMPLED: Final = 2000
-_FEWEST: Final = 5  # codecs with a loss, for a rank correlation
+_RESAMPLED: Final = 2000  # bootstrap samples of seeds
+_FEWEST: Final = 5  # codecs with a loss that a rank correlation needs
 Sizes = tuple[int, int]  # nodes, and ranks of each
 Sent = tuple[Tensor, int, float]
-"""What elements decode to, the bytes of one rank's frames, and the seconds of encoding and decoding."""
+"""The decoded elements, the bytes of one rank's frames, and the seconds of encoding and decoding."""
 
 
 class Unit(NamedTuple):
-    """What a snapshot has of one unit at one step: weights or changes (P,), or gradients (ranks, P)."""
+    """A tensor of a snapshot: one kind of values of one unit at one step."""
 
-    kind: str
-    name: str
-    x: Tensor
+    kind: str  # weights, changes or gradients
+    name: str  # ``UNIT@STEP`` in our snapshots
+    x: Tensor  # (P,) fp32; gradients (ranks, P)
 
 
 def units_of(path: Path) -> tuple[list[Unit], Sizes]:
-    """A file's units, and the nodes and ranks that made its gradients; a Refusal if it holds none."""
+    """Read a file's units, and the nodes and ranks that its gradients come from.
+
+    Raises:
+        Refusal: if the file cannot be read, or has no tensor of floating-point numbers.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -60,7 +66,7 @@ def units_of(path: Path) -> tuple[list[Unit], Sizes]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
     except (SafetensorError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise Refusal(f"{path}: no safetensors file that can be read: {reason}") from None
+        raise Refusal(f"{path}: cannot be read as safetensors: {reason}") from None
     units = []
     for key, tensor in sorted(tensors.items()):
         kind, _, name = key.partition("/")
@@ -70,7 +76,7 @@ def units_of(path: Path) -> tuple[list[Unit], Sizes]:
             rows = kind == "gradients" and tensor.dim() > 1
             units.append(Unit(kind, name, tensor.float().flatten(int(rows))))
     if not units:
-        raise Refusal(f"{path}: no tensor of floating-point numbers")
+        raise Refusal(f"{path}: has no tensor of floating-point numbers")
     ranks = max((len(unit.x) for unit in units if unit.x.dim() > 1), default=1)
     try:
         nodes, ranks_per_node = (
@@ -89,10 +95,19 @@ def _positive(number: str | int) -> int:
 
 
 def measure(units: Sequence[Unit], sizes: Sizes, texts: Sequence[str]) -> pd.DataFrame:
-    """A row for each codec, unit and step: sums of squares, and of the ``product`` of exact and decoded
-    values; ``bytes`` of one rank's frames, and ``seconds`` of encoding and decoding.
+    """Encode and decode all units with all codecs.
+
+    Args:
+        units: The units, of all kinds and steps.
+        sizes: Nodes, and ranks of each, that gradients come from.
+        texts: Text forms of the codecs.
+
+    Returns:
+        A row for each codec, unit and step: the sums of squares of ``exact`` and ``decoded`` values and of their
+        ``error``; the sum of their ``product``; ``elements``, ``bytes`` of one rank's frames, and ``seconds`` of
+        encoding and decoding.
     """
-    torch.set_num_threads(1)  # as ranks have; operations on small rows are slower with more
+    torch.set_num_threads(1)  # ranks have one thread too, and small rows are slower with several
     return pd.DataFrame(
         _measure_unit(parse(text), unit, sizes, number)
         for kind in dict.fromkeys(unit.kind for unit in units)
@@ -102,8 +117,10 @@ def measure(units: Sequence[Unit], sizes: Sizes, texts: Sequence[str]) -> pd.Dat
 
 
 def rank_codecs(rows: pd.DataFrame) -> pd.DataFrame:
-    """Each codec on all units of a kind, sorted by error; ``bias`` is how far the projection of decoded
-    values on the exact ones is from 1, ``bits`` what an element takes on the wire.
+    """Add up the rows of :func:`measure` over all units of a kind, and sort codecs by error.
+
+    Added columns: ``bits`` of an element on the wire; ``vnmse``; ``bias``, the projection of decoded values on exact
+    ones, minus 1; ``cosine`` of the two; ``gb_per_second`` of fp32 elements, encoded and decoded.
     """
     sums = rows.groupby(["kind", "codec"], sort=False, as_index=False).sum(numeric_only=True)
     sums["bits"] = 8 * sums["bytes"] / sums["elements"]
@@ -115,6 +132,7 @@ def rank_codecs(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _measure_unit(codec: Codec, unit: Unit, sizes: Sizes, number: int) -> dict[str, Any]:
+    """Return a row of :func:`measure`; ``number`` gives each unit its own random bits."""
     elements, exact = unit.x.shape[-1], unit.x.double()
     if unit.x.dim() > 1:
         exact = exact.mean(0)
@@ -137,13 +155,13 @@ def _measure_unit(codec: Codec, unit: Unit, sizes: Sizes, number: int) -> dict[s
 
 
 def _cut(codec: Codec, values: Tensor, parts: int) -> Tensor:
-    """(..., parts, S) of (..., P), padded with zeros."""
+    """Cut values (..., P) into parts (..., parts, S), padded with zeros to whole blocks."""
     padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % (common_grain(codec) * parts)))
     return padded.view(*values.shape[:-1], parts, -1)
 
 
 def _send(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
-    """Encode and decode ``x`` (..., parts, S)."""
+    """Encode and decode ``x`` (..., parts, S), where ``number`` and ``hop`` decide the random bits."""
     frames = torch.empty((*x.shape[:-1], codec.frame_bytes(x.shape[-1])), dtype=torch.uint8)
     out, noise = torch.empty_like(x), None
     if codec.stochastic:
@@ -156,7 +174,10 @@ def _send(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
 
 
 def _reduce(codec: Codec, gradients: Tensor, sizes: Sizes, number: int) -> Sent:
-    """(parts, S) the mean of gradients (ranks, P) by two hops; bytes are of a message of the second."""
+    """Reduce gradients (ranks, P) in two hops to their mean (parts, S); with one node, in one hop.
+
+    The bytes are those of one rank's frames in the last hop.
+    """
     nodes, ranks = sizes if math.prod(sizes) == len(gradients) else (1, len(gradients))
     rows = _cut(codec, gradients.view(nodes, ranks, -1), nodes * ranks)  # (nodes, ranks, parts, S)
     decoded, nbytes, seconds = _send(codec, rows, number, 0)
@@ -167,9 +188,10 @@ def _reduce(codec: Codec, gradients: Tensor, sizes: Sizes, number: int) -> Sent:
 
 
 def lossless_bits(units: Sequence[Unit], kind: str) -> float:
-    """Bits of a bf16 element with its exponent coded without loss: 8, and the entropy of the exponent.
+    """Return the bits of a bf16 element whose exponent is compressed without loss by an ideal coder.
 
-    An ideal coder sends as many (as ZipCCL, 2604.27844); zeros that pad units are left out.
+    That is 8 bits for sign and mantissa, plus the entropy of the exponents in ``units`` (the approach of ZipCCL,
+    arXiv 2604.27844).  Zeros are left out, since they may be padding.
     """
     values = torch.cat([unit.x[unit.x != 0] for unit in units if unit.kind == kind]).to(torch.bfloat16)
     exponents = (values.view(torch.int16).to(torch.int32) >> 7) & 0xFF
@@ -179,19 +201,30 @@ def lossless_bits(units: Sequence[Unit], kind: str) -> float:
 
 
 def budget_lines(rows: pd.DataFrame, bits: float) -> Iterator[str]:
-    """Lines for each kind: :func:`choose_codecs` beside the best single codec within ``bits``."""
+    """Yield lines for each kind: the codecs of :func:`choose_codecs`, and the best single codec within ``bits``."""
     for kind, group in rows.groupby("kind"):
         (chosen, cost), codecs = choose_codecs(group, bits), rank_codecs(group)
-        first, alone = codecs.iloc[0], "no codec alone fits"
+        first, alone = codecs.iloc[0], "no single codec fits"
         for best in codecs[codecs["bits"] <= bits].head(1).itertuples():
-            alone = f"{best.codec} alone {best.vnmse:.3g}"
+            alone = f"{best.codec} for all units has {best.vnmse:.3g}"
         vnmse, spent = cost.error / first["exact"], 8 * cost.bytes / first["elements"]
-        yield f"{kind} within {bits:g} bits: vNMSE {vnmse:.3g} at {spent:.2f}, {alone}."
+        yield f"{kind} within {bits:g} bits: vNMSE {vnmse:.3g} at {spent:.2f} bits; {alone}."
         yield from (f"  {name}: {codec}" for name, codec in chosen.items())
 
 
 def choose_codecs(rows: pd.DataFrame, bits: float) -> tuple[dict[str, str], Cost]:
-    """Each unit's codec for least error within ``bits`` an element, and their cost; a Refusal if none fit."""
+    """Choose a codec for each unit such that the error is least and an element takes at most ``bits`` on average.
+
+    Args:
+        rows: Rows of :func:`measure` for one kind of values.
+        bits: The budget.
+
+    Returns:
+        The chosen codec by unit, and their total cost.
+
+    Raises:
+        Refusal: if even the smallest codecs take more.
+    """
     costs: dict[str, dict[str, Cost]] = {}
     sums = rows.groupby(["unit", "codec"], sort=False)[["bytes", "error"]].sum()
     for (unit, codec), (nbytes, error) in zip(sums.index, sums.to_numpy().tolist(), strict=True):
@@ -205,20 +238,23 @@ def choose_codecs(rows: pd.DataFrame, bits: float) -> tuple[dict[str, str], Cost
 
 
 class Agreement(NamedTuple):
-    """How well errors rank codecs as losses do: Spearman's correlation, and its interval over seeds."""
+    """How well the order of codecs by error agrees with their order by loss."""
 
-    correlation: float
-    low: float
+    correlation: float  # Spearman's
+    low: float  # 95 % confidence interval, from resampled seeds
     high: float
     codecs: int
     seeds: int
 
 
 def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
-    """Compare the errors of gradients with the losses of a suite's records, in a folder or an archive.
+    """Compare the errors of gradients with the losses of a suite's records, which are in a folder or an archive.
 
-    It uses the largest set of records that differ in the codec of gradients alone, one for both hops; a
-    Refusal if it has fewer than five codecs. The interval is of 2000 draws of the seeds.
+    The comparison uses the largest set of records that differ only in seed and in the codec of gradients, which must
+    be the same for both hops.  The interval comes from 2000 bootstrap samples of the seeds.
+
+    Raises:
+        Refusal: if that set has fewer than five of the measured codecs.
     """
     from scipy import stats
 
@@ -230,10 +266,13 @@ def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
         group.pivot_table("loss", "codec", "seed", "last").dropna(axis=1)
         for _, group in losses[losses["codec"].isin(errors.index)].groupby("set")
     ]
-    table = max(tables, key=len, default=pd.DataFrame())
+    table = max(tables, key=len, default=pd.DataFrame())  # (codecs, seeds)
     count, seeds = table.shape
     if count < _FEWEST or not seeds:
-        raise Refusal(f"{results}: losses of {count} measured codecs; expected {_FEWEST} or more")
+        raise Refusal(
+            f"--losses {results}: has losses for {count} of the measured codecs; a rank correlation needs at least "
+            f"{_FEWEST}"
+        )
     drawn = np.random.default_rng(0).integers(seeds, size=(_RESAMPLED, seeds))
     correlation, *resampled = [
         float(stats.spearmanr(errors[table.index], table.to_numpy()[:, columns].mean(1)).statistic)
@@ -244,7 +283,10 @@ def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
 
 
 def _losses(records: Sequence[Record]) -> Iterator[tuple[str, str, int, float]]:
-    """Each validated record's settings but the codec of gradients, that codec, its seed, the last loss."""
+    """Yield, for each record with a validation: its settings without the codec, the codec, seed and last loss.
+
+    Records with different codecs for the two hops of gradients are left out.
+    """
     for record in records:
         if record.failure is not None or not record.validations:
             continue

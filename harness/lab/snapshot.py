@@ -1,12 +1,12 @@
-"""``zeropp snapshot``: keeps the weights, the changes of weights and each rank's gradients of chosen steps.
+"""``zeropp snapshot``: saves the weights, their changes and each rank's gradients at chosen steps of a trial.
 
-One process trains the trial's model on all ranks' batches, in fp32, as strategy ``single`` does, and sends
-nothing.  It keeps what any policy of the trial would have to send.  A snapshot is one safetensors file; its
-tensors are called ``KIND/UNIT@STEP``:
+One process trains the trial's model on the batches of all ranks, in fp32, as strategy ``single`` does, and sends
+nothing.  The snapshot thus holds exactly what a policy of the trial would have to send.  It is one safetensors file
+with tensors named ``KIND/UNIT@STEP``, where KIND is one of
 
-- ``weights`` (P,) fp32 before the step, laid out as the engine's unit is;
-- ``changes`` (P,) fp32: the weights after the step less those before it;
-- ``gradients`` (ranks, P) fp32, of each rank's batches.
+- ``weights``: (P,) fp32 before the step, laid out as the engine lays out the unit;
+- ``changes``: (P,) fp32, the weights after the step minus the weights before;
+- ``gradients``: (ranks, P) fp32, a row from each rank's batches.
 """
 
 from __future__ import annotations
@@ -30,16 +30,29 @@ from impl.zero import plan_units
 
 
 def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str], None]) -> None:
-    """Train until the last of ``steps``, and write a snapshot of them to ``path``; ``report`` gets a line for
-    each.  The policy of ``trial`` does not matter; a Refusal if there is no snapshot of it.
+    """Train until the last chosen step, and write a snapshot.
+
+    Args:
+        trial: The trial; its policy makes no difference.
+        steps: The steps to save, counted from 0 at the first warm-up step.
+        path: The file to write.
+        report: Called with a line for each saved step.
+
+    Raises:
+        Refusal: if the trial has not so many steps, does not train, or trains with DeepSpeed.
     """
     count = trial.warmup + trial.steps
     if max(steps) >= count:
-        raise Refusal(f"--steps {', '.join(map(str, steps))}: expected some of 0 to {count - 1}")
+        raise Refusal(
+            f"--steps {', '.join(map(str, steps))}: the trial has {count} steps; expected numbers from 0 to {count - 1}"
+        )
     if trial.workload != "train":
-        raise Refusal(f"workload = {trial.workload!r}: a snapshot is of training")
+        raise Refusal(f"workload = {trial.workload!r}: only trials of workload 'train' have a snapshot")
     if family_of(trial.strategy) == DEEPSPEED:
-        raise Refusal(f"strategy = {trial.strategy!r}: its optimizer is DeepSpeed's; name another trial")
+        raise Refusal(
+            f"strategy = {trial.strategy!r} trains with DeepSpeed's optimizer, which cannot run here; name a trial "
+            "with another strategy"
+        )
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -73,7 +86,7 @@ def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str],
                 tensors[f"weights/{name}@{step}"] = before[name]
                 tensors[f"changes/{name}@{step}"] = after[name] - before[name]
                 tensors[f"gradients/{name}@{step}"] = gradient
-            report(f"step {step} of {max(steps)} kept")
+            report(f"saved step {step} of {max(steps)}")
     metadata = {"nodes": str(topology.nodes), "ranks_per_node": str(topology.ranks_per_node)}
     try:
         save_file(tensors, path, metadata)
@@ -82,14 +95,14 @@ def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str],
 
 
 def _flatten(units: Sequence[UnitGeometry], values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """(P,) fp32 of each unit, padding included, from values by parameter; zeros for None."""
+    """Lay values, by parameter name, out as (P,) fp32 for each unit, with padding; zeros where a value is None."""
     return {unit.name: packed(unit, values).flatten() for unit in units}
 
 
 def _gradients(
     model: nn.Module, units: Sequence[UnitGeometry], data: RankBatches, step: int, world: int
 ) -> dict[str, Tensor]:
-    """(ranks, P) of each unit: the sums of each rank's micro-batches."""
+    """Return the gradients of one step, (ranks, P) for each unit, summed over each rank's micro-batches."""
     sums = {unit.name: torch.zeros(world, unit.padded) for unit in units}
     for micro in data.step(step):
         for rank, batch in enumerate(micro):

@@ -1,5 +1,6 @@
-"""``zeropp check``: the laws of codecs, and the inputs that attack them."""
+"""``zeropp check``: tests the laws that codecs declare, on rows that are likely to break them."""
 
 from typing import Final
 
-ELEMENTS: Final = 70_001  # of the longest row, which every claim but UNBIASED meets once: beyond 16 bits
+# Elements of the longest row, on which every claim except UNBIASED is tried once.  Indices of 16 bits overflow on it.
+ELEMENTS: Final = 70_001

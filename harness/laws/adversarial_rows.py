@@ -1,4 +1,8 @@
-"""Hypothesis strategies for adversarial rows, and the search for the smallest row that violates a law."""
+"""Generates adversarial rows, and searches for the smallest row that violates a law.
+
+Fixed rows are tried first: they hold what codecs are known to get wrong, such as ties, rounding edges and blocks of
+different scales.  Then Hypothesis draws rows.  A row that breaks a law is made smaller by delta debugging.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +26,17 @@ from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import OCTET, Noise
 from impl.errors import raised
 
-LONGEST: Final = 5000  # elements of a row that is drawn
-FEWER: Final = 10  # divides the examples of UNBIASED, which encodes thousands of rows for each
+LONGEST: Final = 5000  # elements of a drawn row, at most
+FEWER: Final = (
+    10  # UNBIASED is tried on so many times fewer examples, since each takes thousands of encodings
+)
 _LARGEST: Final = LARGEST["fp32"]
 _EDGES: Final = [
     0.0, 1.0, -1.0, -0.0, 0.5, 2.0, 1.5, 2.5, 1e-20, SMALLEST_NORMAL, -SMALLEST_NORMAL,
     2.0**-149, -(2.0**-149), 65504.0, 1e30, _LARGEST, -_LARGEST,
 ]  # fmt: skip
 _SIMPLE: Final = [[0.0], [1.0], [-1.0], [1.0, 0.5], [1.0, -0.5], [1.0, -1.0]]
-MOST_TRIED: Final = 400  # parts of a row, while it is made smaller
+MOST_TRIED: Final = 400  # parts of a row that are tried at most while it is made smaller
 _BROKEN: Final = [float("nan"), float("inf"), float("-inf")]
 
 _numbers = st.one_of(
@@ -44,13 +50,14 @@ noises = st.builds(
 )
 
 
-# Of integers with and without an offset, by their largest code; of floats, by their largest element.
+# Pairs of a largest value and the ties between levels that go with it: for integer codecs with 2 to 8 bits, with and
+# without an offset, and for float codecs.
 _FLOATS: Final = (FloatCodec("e2m1", 32, "e8m0"), FloatCodec("e4m3", 32), FloatCodec("e5m2", 32))
 _TIES: Final = [
     *((float(top), torch.arange(-top, top) + 0.5) for top in (1, 3, 7, 15, 31, 63, 127, 255)),
     *((codec.largest, levels(codec).float().unfold(0, 2, 1).mean(1)) for codec in _FLOATS),
 ]
-# A largest value, so that steps are 1, and ties.
+# A few ties after the largest value, which makes the codec's steps 1, so that these are ties indeed.
 _largest_and_ties = st.sampled_from(_TIES).flatmap(
     lambda pair: st.lists(st.sampled_from(pair[1].tolist()), min_size=1, max_size=6).map(
         lambda ties: [pair[0], *ties]
@@ -60,9 +67,11 @@ _largest_and_ties = st.sampled_from(_TIES).flatmap(
 
 @st.composite
 def rows(draw: st.DrawFn, block: Block, most: int = LONGEST) -> Tensor:
-    """(S,) fp32: ties, equal, alternating, one spike, denormals, zeros, extremes; at times NaN, infinities.
+    """Draw a row (S,) fp32 of at most ``most`` elements.
 
-    A few numbers repeated to a length around the block's, ``most`` at most; blocks may have their own scales.
+    A few numbers (ties, equal and alternating ones, denormals, zeros, extremes) are repeated up to a length near a
+    multiple of the block's.  Some rows get a different scale in each block, a single other number, or a NaN or an
+    infinity.
     """
     few = draw(st.one_of(st.lists(_numbers, min_size=1, max_size=24), _largest_and_ties))
     size = 16 if block == "shard" else block
@@ -77,7 +86,7 @@ def rows(draw: st.DrawFn, block: Block, most: int = LONGEST) -> Tensor:
         scales = torch.tensor(powers).double().exp2()[torch.arange(numel) // block % len(powers)]
         x = (x.double() * scales).clamp(-_LARGEST, _LARGEST).float()
     if draw(st.integers(0, 3)) == 1:
-        x[draw(st.integers(0, numel - 1))] = draw(_numbers)  # not a repetition of the others
+        x[draw(st.integers(0, numel - 1))] = draw(_numbers)  # breaks the repetition
     if draw(st.integers(0, 5)) == 1:
         x[draw(st.integers(0, numel - 1))] = draw(st.sampled_from(_BROKEN))
     return x
@@ -86,7 +95,7 @@ def rows(draw: st.DrawFn, block: Block, most: int = LONGEST) -> Tensor:
 def cases(
     block: Block, kinds: tuple[Dtype, ...] = get_args(Dtype), most: int = LONGEST
 ) -> st.SearchStrategy[Case]:
-    """Cases for codecs with such blocks and types, of at most ``most`` elements."""
+    """Return a strategy for cases: rows of at most ``most`` elements, for codecs with these blocks and types."""
     types = st.sampled_from(kinds)
     x = st.builds(lambda row, kind: row.to(DTYPES[kind]), rows(block, most), types)
     return st.builds(Case, x=x, out=types, power=st.integers(-30, 30), noise=noises)
@@ -95,20 +104,23 @@ def cases(
 class Outcome(NamedTuple):
     """The result of trying a claim."""
 
-    cases: int  # rows that it was tried on
-    violation: Violation | None  # by the smallest row that breaks it; None if it holds
+    cases: int  # number of rows that the claim was tried on
+    violation: Violation | None  # on the smallest row found that breaks the claim; None if it holds
 
 
 def long_row(block: Block, numel: int) -> Tensor:
-    """(S,) fp32: normal numbers, blocks on seven scales; the last block is short if it can be."""
+    """Return a row (S,) fp32 of normally distributed numbers, whose blocks have seven different scales."""
     size = 64 if block == "shard" else min(block, numel)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     return x * (torch.arange(numel) // size % 7 - 3.0).exp2()
 
 
 def fixed_cases(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[Case]:
-    """What is tried always and first: simple rows, all ties of each format, blocks on three scales; the edges
-    between our codecs' levels, for bits and on the specification; last a row of ``elements``.
+    """Return the cases that are always tried, before drawn ones.
+
+    These are simple rows, all ties of each format, and blocks on three scales.  For our own codecs the rounding edges
+    between levels are added if the claim is ``BITS`` or the subject is the reference.  The last case is a row of
+    ``elements``.
     """
     ties = [torch.stack([torch.full_like(tie, top), tie], dim=1).flatten() for top, tie in _TIES]
     size = 16 if subject.promises.block == "shard" else min(subject.promises.block, LONGEST // 3)
@@ -129,8 +141,15 @@ def fixed_cases(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> lis
 
 
 def falsify(subject: Subject, claim: Claim, *, examples: int, seed: int, elements: int = ELEMENTS) -> Outcome:
-    """Try a claim on :func:`fixed_cases`, then on ``examples`` drawn rows, of at most ``elements``;
-    ``UNBIASED``, which encodes thousands of rows each time, on a tenth as many, without shrinking.
+    """Try a claim on :func:`fixed_cases`, then on drawn rows.
+
+    Args:
+        subject: The implementation to check.
+        claim: The property to check.
+        examples: Number of drawn rows.  ``UNBIASED``, which encodes thousands of rows for each, gets no fixed cases
+            and a tenth as many drawn ones.
+        seed: Decides which rows are drawn.
+        elements: Elements of a row, at most.
     """
     costly, tried, broken = claim is Law.UNBIASED, 0, list[Case]()
 
@@ -157,7 +176,7 @@ def falsify(subject: Subject, claim: Claim, *, examples: int, seed: int, element
 
 
 def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None:
-    """The violation of a claim on one row, by wrong numbers or an exception; None if it holds."""
+    """Try a claim on one row; return its violation, by wrong numbers or an exception, or None if it holds."""
     try:
         attempt(subject, claim, case)
     except Violation as violation:
@@ -171,8 +190,10 @@ def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None
 
 
 def smallest(subject: Subject, claim: Claim, case: Case) -> Violation:
-    """The violation by a part of a row that needs all its elements, by delta debugging (Zeller and
-    Hildebrandt 2002): ever smaller blocks of elements are left out, at most ``MOST_TRIED`` times.
+    """Make the row of a violation as small as possible, by delta debugging (Zeller and Hildebrandt 2002).
+
+    Ever smaller ranges of elements are left out as long as the rest still breaks the claim; at most
+    :data:`MOST_TRIED` parts are tried.  If the beginning of a row is left out, the rest keeps its random bits.
     """
     last, tried = violation_of(subject, claim, case), 0
     grain = OCTET if subject.promises.stochastic else 1
@@ -188,4 +209,7 @@ def smallest(subject: Subject, claim: Claim, case: Case) -> Violation:
                 break
         else:
             size = size // 2 // grain * grain
-    return last or Violation(f"{title(claim)} broke once, and not when the same row was tried again", case.x)
+    return last or Violation(
+        f"{title(claim)} was broken once, but held when the same row was tried again: the codec is not deterministic",
+        case.x,
+    )

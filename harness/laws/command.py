@@ -1,7 +1,7 @@
-"""``zeropp check codecs``: the declared laws of codecs, ours or anyone's, on hostile rows.
+"""``zeropp check codecs``: tests the laws that codecs declare, both ours and users'.
 
-Status 0 where all hold, 1 where one does not, 2 for what cannot be tried.  torch and Hypothesis are imported
-only once the command runs.
+The exit status is 0 if all laws hold, 1 if one does not, and 2 if something cannot be tried.  ``zeropp run`` calls
+:func:`check_laws` for the user codecs of a suite.  torch and Hypothesis are imported only when a check runs.
 """
 
 from __future__ import annotations
@@ -28,32 +28,45 @@ if TYPE_CHECKING:
 
 VIOLATED: Final = 1
 EXAMPLES: Final = 40
-_BEFORE_A_RUN: Final = 50  # examples of each claim of a suite's own codecs
-_MOST_SHOWN: Final = 64  # elements or bytes of a violation
+_BEFORE_A_RUN: Final = 50  # examples of each claim when zeropp run checks a suite's user codecs
+_MOST_SHOWN: Final = 64  # elements or bytes of a violation that are printed
 
-app = typer.Typer(help="Try the laws that codecs declare.", rich_markup_mode=None)
+app = typer.Typer(help="Check that codecs keep the laws that they declare.", rich_markup_mode=None)
 
 
 @app.callback()
 def _entry() -> None:
-    """Try the laws that codecs declare."""  # with it, ``codecs`` stays a word of the command line
+    """Check that codecs keep the laws that they declare."""
+    # This callback makes typer keep `codecs` as a subcommand; a group of one command would otherwise be flattened.
 
 
 @app.command()
 def codecs(
     backend: Annotated[
-        list[str] | None, typer.Option(help="reference, cpu or cuda; several times; default: all found.")
+        list[str] | None,
+        typer.Option(
+            help="Backend to check: reference, cpu or cuda; may be given several times. Default: all that are "
+            "available."
+        ),
     ] = None,
     codec: Annotated[
-        list[str] | None, typer.Option(help="Text form, or your own module:object; several times.")
+        list[str] | None,
+        typer.Option(
+            help="Codec to check, in its text form or as your own module:object; may be given several times. "
+            "Default: one of every kind."
+        ),
     ] = None,
-    examples: Annotated[int, typer.Option(min=1, help="Rows that each law is tried on.")] = EXAMPLES,
-    seed: Annotated[int, typer.Option(min=0, help="Of the rows: the same seed, the same rows.")] = 0,
+    examples: Annotated[
+        int, typer.Option(min=1, help="Number of random rows that each law is tried on.")
+    ] = EXAMPLES,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the random rows; an equal seed gives equal rows.")
+    ] = 0,
     elements: Annotated[
-        int, typer.Option(min=1, max=2**31 - 1, help="Of the longest row that each law is tried on.")
+        int, typer.Option(min=1, max=2**31 - 1, help="Elements of the longest row that each law is tried on.")
     ] = ELEMENTS,
 ) -> None:
-    """Try every declared law on hostile rows; print the smallest row that breaks one."""
+    """Try every law that a codec declares on adversarial rows, and print the smallest row that breaks one."""
     from harness.laws.adversarial_rows import falsify
 
     subjects, left_out = _subjects(codec or [], backend or [])
@@ -74,7 +87,10 @@ def codecs(
     ]
     lines = [line for violation in violations for line in violation_lines(*violation)] + left_out
     if examples < EXAMPLES:
-        lines.append(f"On {examples} rows a law, not {EXAMPLES}: more find faults that these do not.")
+        lines.append(
+            f"Each law was tried on {examples} random rows, not on {EXAMPLES} as by default: fewer rows find fewer "
+            "faults."
+        )
     for line in lines:
         out.print(escape(line), soft_wrap=True)
     if violations:
@@ -82,7 +98,11 @@ def codecs(
 
 
 def check_laws(trials: Sequence[Trial]) -> list[str]:
-    """Try a suite's user codecs before its first trial; return their names; a broken law is a Refusal."""
+    """Check the laws of a suite's user codecs before its first trial, and return the codecs' names.
+
+    Raises:
+        Refusal: if a law is broken, or a codec cannot be tried.
+    """
     codecs = {
         codec
         for trial in trials
@@ -101,13 +121,13 @@ def check_laws(trials: Sequence[Trial]) -> list[str]:
             if outcome.violation is not None:
                 lines = violation_lines(subject, claim, outcome.violation)
                 raise Refusal(
-                    f"{lines[0]}; `zeropp check codecs --codec {codec}` shows the row: {lines[1].strip()}"
+                    f"{lines[0]}: {lines[1].strip()}; run `zeropp check codecs --codec {codec}` to see the row"
                 )
     return sorted(map(str, codecs))
 
 
 def _table(outcomes: Mapping[Subject, Mapping[Claim, Outcome]]) -> Table:
-    """A row for each subject, a column for each claim of any subject."""
+    """Make a table of outcomes: a row for each subject, a column for each claim."""
     from harness.laws.laws import Duty, title
 
     tried = {claim for by_claim in outcomes.values() for claim in by_claim}
@@ -124,11 +144,11 @@ def _table(outcomes: Mapping[Subject, Mapping[Claim, Outcome]]) -> Table:
 
 
 def violation_lines(subject: Subject, claim: Claim, violation: Violation) -> list[str]:
-    """A violation in lines: the broken claim and by how much, the row and its frame."""
+    """Describe a violation in lines: the broken claim, by how much it is broken, the row, and its frame."""
     from harness.laws.laws import title
 
     x = violation.x
-    values = [f"{value:.9g}" for value in x[:_MOST_SHOWN].tolist()]  # as many digits as tell fp32 apart
+    values = [f"{value:.9g}" for value in x[:_MOST_SHOWN].tolist()]  # nine digits distinguish any two fp32
     kind = str(x.dtype).removeprefix("torch.")
     lines = [
         f"{subject.name} breaks {title(claim)}: {claim.value}",
@@ -146,20 +166,23 @@ def _more(count: int) -> str:
 
 
 def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subject], list[str]]:
-    """The subjects to try, and a line for each backend that this machine lacks."""
+    """Return the subjects to check, and a line for each backend that this machine lacks."""
     from harness.laws import subject
     from harness.laws.laws import Subject
 
-    interrupts.take_over()  # a user's codec may start what it has to clean up
+    interrupts.take_over()  # a user's codec may start something that it has to clean up after Ctrl-C
     named = [subject.read(text) for text in texts or subject.REPRESENTATIVE]
     users = [codec for codec in named if isinstance(codec, Subject)]
     codecs: list[Codec] = [codec for codec in named if not isinstance(codec, Subject)]
     if backends and not codecs:
-        raise Refusal(f"--backend {backends[0]}: {users[0].name} brings its own code; leave the option out")
+        raise Refusal(
+            f"--backend {backends[0]} does not apply to {users[0].name}, which brings its own code: leave "
+            "--backend out"
+        )
     candidates = backends or (subject.BACKENDS if codecs else ())
     reasons = {name: reason for name in candidates if (reason := subject.why_missing(name)) is not None}
     if backends and reasons:
         raise Refusal(next(iter(reasons.values())))
-    left_out = [f"not here: {reason}" for reason in reasons.values()]
+    left_out = [f"not checked: {reason}" for reason in reasons.values()]
     available = [name for name in candidates if name not in reasons]
     return [*(subject.subject_of(codec, name) for name in available for codec in codecs), *users], left_out

@@ -1,6 +1,7 @@
-"""Laws of codecs as functions: each checks one property on one row and raises a Violation.
+"""The laws of codecs as functions: each checks one property of one implementation on one row.
 
-The tests and ``zeropp check codecs`` run the same functions.
+A function raises a :class:`Violation` if the property does not hold.  The tests and ``zeropp check codecs`` run the
+same functions.  Laws (:class:`impl.codecs.codec.Law`) are declared by a codec; duties (:class:`Duty`) bind every codec.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ from impl.codecs.codec import LARGEST, Block, Codec, Dtype, Law, Raw
 from impl.codecs.reference import DTYPES, NAMES
 from impl.codecs.rounding_noise import OCTET, Noise
 
-FALSE_ALARM: Final = 1e-9  # largest probability that UNBIASED blames an unbiased codec, each time it is tried
-DRAWS: Final = 4096  # of the random bits of each element, for UNBIASED
-DRAWN: Final = 64  # elements of a row whose means UNBIASED takes, at most
-_GUARD: Final = 32  # bytes or elements around a frame or its elements that must stay as they are
-_EXPONENTS: Final = 30  # POWER_OF_TWO keeps elements above 2^-30 of 1 and scales by at most 2^+-30
-_FP16_EXPONENTS: Final = 6  # the same for a cast to fp16, whose normal range is 2^-14 to 2^16
-_MODERATE: Final = 2.0**64  # a bound of a block of such magnitudes is finite in fp32 too
-SOURCES: Final = (1, 2, 5)  # frames of a sum: alone, a pair, and more than kernels add in one go
+FALSE_ALARM: Final = 1e-9  # largest probability that one try of UNBIASED blames an unbiased codec
+DRAWS: Final = 4096  # encodings with independent random bits whose mean UNBIASED takes
+DRAWN: Final = 64  # elements of a row that UNBIASED looks at, at most
+_GUARD: Final = 32  # bytes or elements before and after a buffer, which must not be written
+_EXPONENTS: Final = 30  # POWER_OF_TWO uses magnitudes from 2^-30 to 1, and scales by 2^-30 to 2^30
+_FP16_EXPONENTS: Final = 6  # the same for a cast to fp16, whose normal numbers are 2^-14 to 2^16
+_MODERATE: Final = 2.0**64  # where no magnitude exceeds this, error_bound must be finite
+SOURCES: Final = (1, 2, 5)  # numbers of frames that sums add: 5 is more than kernels add in one pass
 _QUIET: Final = Noise((0, 0, 0, 0))
 _HARNESS: Final = Path(__file__).resolve().parents[1]
 _LIBRARIES: Final = (Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
-_NOT_USERS: Final = (_HARNESS, _HARNESS.parent / "impl", *_LIBRARIES)  # folders without users' code
+_NOT_USERS: Final = (_HARNESS, _HARNESS.parent / "impl", *_LIBRARIES)  # folders that hold no user's code
 
 
 class Duty(enum.Enum):
     """Properties that every codec must have, whatever laws it declares."""
 
-    FRAME = "a frame is written whole, nothing beyond it, and alone decides what it decodes to"
+    FRAME = "every byte of the frame is written and none beyond it, and decoding depends on the frame alone"
     BITS = "frames and decoded elements equal the reference's, bit for bit"
     LOCAL = "changing one block changes no other block's decoded elements"
-    SUM = "decode_sum is the fp32 sum of what each frame decodes to, in ascending order"
-    FUSED = "decode_sum_encode writes the frame of that sum, byte for byte"
+    SUM = "decode_sum is the fp32 sum of the decoded frames, added in ascending order"
+    FUSED = "decode_sum_encode writes the frame of decode_sum's result, byte for byte"
 
 
 Claim = Law | Duty
@@ -55,23 +56,23 @@ class Subject:
     """One implementation of a codec, to be checked."""
 
     name: str  # for messages
-    promises: Codec  # declares laws and an error bound
-    frame_bytes: Callable[[int], int]  # of a row, by its number of elements
-    # from x (..., S), and random bits where it is stochastic, into frames (..., F) uint8
+    promises: Codec  # declares the laws and the error bound
+    frame_bytes: Callable[[int], int]  # bytes of the frame of a row with so many elements
+    # encode(x (..., S), frames (..., F) uint8, noise) writes frames; `noise` is for stochastic codecs.
     encode: Callable[[Tensor, Tensor, Noise], None]
-    decode: Callable[[Tensor, Tensor], None]  # from frames (..., F) into elements (..., S)
-    # from frames (sources, F) into their fp32 sum (S,); None where it offers none
+    decode: Callable[[Tensor, Tensor], None]  # decode(frames (..., F), out (..., S)) writes elements
+    # decode_sum(frames (sources, F), out (S,) fp32) writes the sum; None if the codec does not offer this.
     decode_sum: Callable[[Tensor, Tensor], None] | None
-    # from frames (sources, F) of S elements, and random bits, into the frame (F,) of their sum; likewise
+    # decode_sum_encode(frames (sources, F), out (F,), S, noise) writes the sum's frame; None if not offered.
     decode_sum_encode: Callable[[Tensor, Tensor, int, Noise], None] | None
-    codec: Codec | None  # ours or a published format, which it has to equal bit for bit, if any
-    device: torch.device  # of its tensors
+    codec: Codec | None  # our codec or the published format that it must equal bit for bit, if any
+    device: torch.device  # where its tensors are
     kinds: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")  # element types that it supports
     specification: bool = False  # whether it is the reference itself, which is not compared with itself
 
     @property
     def claims(self) -> tuple[Claim, ...]:
-        """All properties to check: duties first, then its laws in declaration order."""
+        """All properties to check: duties first, then the declared laws, in the order of :class:`Law`."""
         claims: dict[Claim, bool] = {
             Duty.FRAME: True,
             Duty.BITS: self.codec is not None and not self.specification,
@@ -87,14 +88,14 @@ class Subject:
 class Case:
     """Input of one check."""
 
-    x: Tensor  # (S,) fp32, bf16 or fp16, on the CPU
+    x: Tensor  # (S,) fp32, bf16 or fp16, on the CPU: the row
     out: Dtype = "fp32"  # type to decode to
-    power: int = 1  # exponent of POWER_OF_TWO's factor, from -30 to 30
+    power: int = 1  # exponent of the factor that POWER_OF_TWO scales by, from -30 to 30
     noise: Noise = _QUIET  # random bits of the row, for a stochastic codec
 
 
-class Violation(AssertionError):  # noqa: N818  # it is one, not an error of a program
-    """A claim does not hold on a row ``x``, whose frame is ``frame`` (F,) uint8, if it was written."""
+class Violation(AssertionError):  # noqa: N818  # it is a finding, not an error of this program
+    """Raised when a claim does not hold on row ``x``; ``frame`` (F,) uint8 is its frame, if one was written."""
 
     def __init__(self, message: str, x: Tensor, frame: Tensor | None = None) -> None:
         super().__init__(message)
@@ -102,17 +103,20 @@ class Violation(AssertionError):  # noqa: N818  # it is one, not an error of a p
 
 
 def attempt(subject: Subject, claim: Claim, case: Case) -> None:
-    """Check one claim on one row; raises a Violation if it does not hold."""
+    """Check one claim on one row; raise a Violation if it does not hold."""
     _TRIALS[claim](subject, case)
 
 
 def title(claim: Claim) -> str:
-    """A claim's name, as tables and ``laws`` of users' codecs write it."""
+    """Return a claim's name as tables, and ``laws`` of users' codecs, write it."""
     return claim.name.lower()
 
 
 def place(error: BaseException) -> str:
-    """The line of user code that raised an exception or led to it: ``codec.py line 12, in encode: ...``."""
+    """Return the innermost line of user code that an exception came from: ``codec.py line 12, in encode: ...``.
+
+    Returns an empty text if no user code was involved.
+    """
     for line in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(line.filename)
         if not line.filename.startswith("<frozen ") and not any(map(file.is_relative_to, _NOT_USERS)):
@@ -122,41 +126,41 @@ def place(error: BaseException) -> str:
 
 
 def blocks_of(x: Tensor, block: Block) -> Tensor:
-    """(blocks, size) elements of a row (S,); a short last block repeats the row's last element."""
+    """Cut a row (S,) into blocks (blocks, size); a short last block is filled up with the row's last element."""
     size = x.numel() if block == "shard" else min(block, x.numel())
     return torch.cat([x, x[-1:].expand(-x.numel() % size)]).view(-1, size)
 
 
 def _by_element(by_block: Tensor, block: Block, numel: int) -> Tensor:
-    """(S,) from one value for each block (blocks,)."""
+    """Repeat one value for each block (blocks,) for all elements of the block: (S,)."""
     return by_block.repeat_interleave(numel if block == "shard" else min(block, numel))[:numel]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trip:
-    """Elements (..., S), their frames (..., F) and the decoded elements (..., S), on the CPU."""
+    """A round trip: elements (..., S), their frames (..., F) and the decoded elements (..., S), on the CPU."""
 
     x: Tensor
     frame: Tensor
     decoded: Tensor
 
     def refuse(self, broken: Tensor, message: Callable[[int], str]) -> None:
-        """Raise a violation for the first broken element of a row."""
+        """Raise a Violation for the first element for which ``broken`` (S,) is true, if there is one."""
         if bool(broken.any()):
             raise Violation(message(int(broken.int().argmax())), self.x, self.frame)
 
     def check_equal(self, got: Tensor, wanted: Tensor, template: str) -> None:
-        """Raise a violation for the first number, or byte, in which two tensors differ."""
+        """Raise a Violation for the first number, or byte, in which two tensors differ."""
         differs = ~_same(got, wanted)
         self.refuse(differs, lambda i: template.format(i=i, got=_text(got[i]), wanted=_text(wanted[i])))
 
     def decoded_text(self, i: int) -> str:
-        """An element, and what it decodes to."""
+        """Return a text on element ``i`` and what it decodes to."""
         return f"element {i}: {_text(self.x[i])} decodes to {_text(self.decoded[i])}"
 
 
 def _round_trip(subject: Subject, x: Tensor, noise: Noise, out: Dtype = "fp32") -> _Trip:
-    """Encode and decode ``x`` (..., S)."""
+    """Encode ``x`` (..., S) and decode it as ``out``, in buffers that hold garbage before."""
     size = subject.frame_bytes(x.shape[-1])
     frames = torch.full((*x.shape[:-1], size), 0xA5, dtype=torch.uint8, device=subject.device)
     decoded = torch.full(x.shape, math.nan, dtype=DTYPES[out], device=subject.device)
@@ -166,7 +170,7 @@ def _round_trip(subject: Subject, x: Tensor, noise: Noise, out: Dtype = "fp32") 
 
 
 def _bound(subject: Subject, case: Case) -> None:
-    """Check the error bound on finite blocks, away from where the output's type saturates."""
+    """Check the error bound on finite blocks, with values that the types can represent."""
     x = _representable(subject, case)
     trip, allowed = _round_trip(subject, x, case.noise, case.out), _bounds(subject, x, case.out)
     error = (trip.decoded.double() - x.double()).abs()
@@ -177,9 +181,10 @@ def _bound(subject: Subject, case: Case) -> None:
 
 
 def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
-    """(S,) fp64: the declared bound of each element's block; infinite where the block is not finite.
+    """Return the declared error bound of each element's block, (S,) fp64; infinite where a block is not finite.
 
-    Refuses a bound of NaN, or an infinite one where no magnitude of the block exceeds ``_MODERATE``.
+    Raises:
+        Violation: for a bound of NaN, or an infinite one of a block whose magnitudes do not exceed ``_MODERATE``.
     """
     rotated = (x if subject.codec is None else reference.rotated(subject.codec, x)).double()
     lows, highs = blocks_of(rotated, subject.promises.block).aminmax(dim=1)
@@ -195,7 +200,7 @@ def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
 
 
 def _zero(subject: Subject, case: Case) -> None:
-    """Check that blocks of zeros, of both signs, decode to zeros beside other blocks."""
+    """Check that blocks of zeros, of either sign, decode to zeros, whatever the neighbouring blocks hold."""
     x = case.x.clone()
     blocks = len(blocks_of(x, subject.promises.block))
     zeros = _by_element(torch.arange(blocks) % 2 == 0, subject.promises.block, x.numel())
@@ -205,7 +210,7 @@ def _zero(subject: Subject, case: Case) -> None:
 
 
 def _idempotent(subject: Subject, case: Case) -> None:
-    """Check that a second round trip equals the first, up to the last bit of its scales."""
+    """Check that decoded elements do not change in a second round trip, up to the last bit of scales."""
     trip = _round_trip(subject, case.x, case.noise)
     once, twice = trip.decoded, _round_trip(subject, trip.decoded, case.noise).decoded
     close = _same(once, twice) | ((once - twice).abs() <= once.abs() * 2.0**-22)
@@ -213,6 +218,7 @@ def _idempotent(subject: Subject, case: Case) -> None:
 
 
 def _sign(subject: Subject, case: Case) -> None:
+    """Check that a negated row decodes to the negated elements."""
     trip, mirrored = (_round_trip(subject, x, case.noise) for x in (case.x, -case.x))
     trip.refuse(
         ~_same(trip.decoded, -mirrored.decoded),
@@ -221,7 +227,10 @@ def _sign(subject: Subject, case: Case) -> None:
 
 
 def _power_of_two(subject: Subject, case: Case) -> None:
-    """Check scaling by powers of two, on elements in [2^-30, 1], so that exponents stay normal in fp32."""
+    """Check that a row scaled by a power of two decodes to the scaled elements.
+
+    Magnitudes are from 2^-30 to 1, so that all numbers stay normal in fp32.
+    """
     exponents = _FP16_EXPONENTS if subject.codec == Raw("fp16") else _EXPONENTS
     power = max(-exponents, min(exponents, case.power))
     x = case.x.float().nan_to_num(0.0, 0.0, 0.0)
@@ -235,7 +244,7 @@ def _power_of_two(subject: Subject, case: Case) -> None:
 
 
 def _nonfinite(subject: Subject, case: Case) -> None:
-    """Check blocks with a NaN or an infinity, and their neighbours."""
+    """Check that NaN and infinities are kept, or spoil exactly their own block, and that finite blocks stay so."""
     trip = _round_trip(subject, case.x, case.noise, case.out)
     x, decoded = case.x.float(), trip.decoded.float()
     finite, lost = (
@@ -248,12 +257,13 @@ def _nonfinite(subject: Subject, case: Case) -> None:
 
 
 def _unbiased(subject: Subject, case: Case) -> None:
-    """Check the mean of ``DRAWS`` encodings with independent random bits, for the first ``DRAWN`` elements.
+    """Check that the mean of ``DRAWS`` encodings with independent random bits is the element itself.
 
-    By the empirical Bernstein bound (Maurer and Pontil 2009, theorem 4, both sides) the mean of N values
-    within ``b`` of the element, with sample variance V, is within ``sqrt(2 V L / N) + 14 b L / (3 (N - 1))``
-    of its expectation, ``L = ln(4 S / FALSE_ALARM)``.  Added are ``2^-12 b``, for 16 random bits and a
-    rotation's roundings, and ``2^-22`` of the block's largest magnitude.  A bias of 0.1 steps is found.
+    The first ``DRAWN`` elements of the row are checked.  The allowed difference follows from the empirical Bernstein
+    bound (Maurer and Pontil 2009, theorem 4, two-sided): the mean of N values within ``b`` of the element, with
+    sample variance V, is within ``sqrt(2 V L / N) + 14 b L / (3 (N - 1))`` of its expectation, where
+    ``L = ln(4 S / FALSE_ALARM)``.  To this are added ``2^-12 b``, since an element gets only 16 random bits and a
+    rotation rounds, and ``2^-22`` of the block's largest magnitude.  A bias of 0.1 steps is found.
     """
     x = _representable(subject, case)[:DRAWN]
     numel = x.numel()
@@ -271,14 +281,17 @@ def _unbiased(subject: Subject, case: Case) -> None:
     _Trip(x, trips.frame[0], trips.decoded[0]).refuse(
         ~(mean.abs() <= allowed) & bound.isfinite(),
         lambda i: (
-            f"element {i}: {_text(x[i])} decodes to {x[i].double() + mean[i]:.9g} on average of {DRAWS}, "
-            f"off by more than {allowed[i]:.3g}, which chance does once in {1 / FALSE_ALARM:.0e} trials"
+            f"element {i}: {_text(x[i])} decodes to {x[i].double() + mean[i]:.9g} on average of {DRAWS} draws; a "
+            f"difference above {allowed[i]:.3g} happens by chance once in {1 / FALSE_ALARM:.0e} trials"
         ),
     )
 
 
 def _frame(subject: Subject, case: Case) -> None:
-    """Check two round trips between guards, over different garbage, and that frames alone decide."""
+    """Check that nothing but the frame and the elements is written, and that decoding depends on the frame alone.
+
+    Two round trips run in buffers with different garbage in them and guards around them.
+    """
     x, numel = case.x, case.x.numel()
     size, trips = subject.frame_bytes(numel), []
     for rubbish, number in ((0x00, 7.0), (0xFF, math.nan)):
@@ -289,35 +302,37 @@ def _frame(subject: Subject, case: Case) -> None:
         subject.encode(row, frame, case.noise)
         trip = _Trip(x, frame.cpu().clone(), decoded)
         subject.decode(frame, decoded)
-        trip.refuse(~_same(row.cpu(), x), lambda i: f"encoding changed element {i} of what it was given")
+        trip.refuse(~_same(row.cpu(), x), lambda i: f"encoding changed element {i} of its input")
         changed = frame.cpu() != trip.frame
-        trip.refuse(changed, lambda i: f"decoding changed byte {i} of {size} that it read")
+        trip.refuse(changed, lambda i: f"decoding changed byte {i} of the {size} bytes of its input")
         trips.append(replace(trip, decoded=decoded.cpu().clone()))
         _refuse_beyond(buffer, rubbish, f"bytes beyond the frame's {size}", trip)
         _refuse_beyond(elements, number, f"elements beyond the row's {numel}", trip)
     trip, again = trips
-    depends = "depends on what was there: {got} or {wanted}"
+    depends = "depends on what its buffer held before: {got} or {wanted}"
     trip.check_equal(trip.frame, again.frame, f"byte {{i}} of {size} {depends}")
     trip.check_equal(trip.decoded, again.decoded, f"element {{i}} {depends}")
-    other = torch.where(x > 0, -0.5, 3.0).to(x.dtype)  # differs in every element, in sign or by a lot
+    # A codec may keep something of the row it encoded last.  Encode a row that differs in every element, then
+    # decode the first frame once more.
+    other = torch.where(x > 0, -0.5, 3.0).to(x.dtype)
     _round_trip(subject, other, case.noise, case.out)
     later = torch.full_like(trip.decoded, 7.0, device=subject.device)
     subject.decode(trip.frame.to(subject.device, copy=True), later)
-    message = "element {i} depends on more than its frame: {got}, and {wanted} once another row was encoded"
+    message = "element {i} depends on more than its frame: {got}, but {wanted} after another row was encoded"
     trip.check_equal(trip.decoded, later.cpu(), message)
 
 
 def _refuse_beyond(buffer: Tensor, held: float, name: str, trip: _Trip) -> None:
-    """Raise a violation if the guards at both ends of ``buffer`` no longer hold what they held."""
+    """Raise a Violation if a guard at either end of ``buffer`` no longer holds the value ``held``."""
     guards = torch.cat([buffer[:_GUARD], buffer[-_GUARD:]])
     if not bool(_same(guards, torch.full_like(guards, held)).all()):
         raise Violation(f"{name} were written", trip.x, trip.frame)
 
 
 def _bits(subject: Subject, case: Case) -> None:
-    """Check frames byte by byte and elements bit by bit against the reference; all NaN are equal."""
+    """Check that frames and decoded elements equal the reference's bit by bit; any two NaN count as equal."""
     codec = subject.codec
-    assert codec is not None  # noqa: S101  # else it does not claim this
+    assert codec is not None  # noqa: S101  # only subjects with a codec have this claim
     numel = case.x.numel()
     size, expected = subject.frame_bytes(numel), codec.frame_bytes(numel)
     if size != expected:
@@ -333,7 +348,10 @@ def _bits(subject: Subject, case: Case) -> None:
 
 
 def _local(subject: Subject, case: Case) -> None:
-    """Check that changes of the first, a middle and the last block (to NaN under NONFINITE) stay in it."""
+    """Check that changing the first, a middle or the last block changes no decoded element of other blocks.
+
+    If the codec declares ``NONFINITE``, a block is also changed to NaN.
+    """
     x = case.x
     count, size = blocks_of(x, subject.promises.block).shape
     trip = _round_trip(subject, x, case.noise, case.out)
@@ -348,19 +366,19 @@ def _local(subject: Subject, case: Case) -> None:
             again = _round_trip(subject, changed, case.noise, case.out)
             differs = ~_same(trip.decoded, again.decoded)
             differs[elements] = False
-            once = f"once elements {elements.start} to {elements.stop - 1}, another block, were changed"
+            once = f"after elements {elements.start} to {elements.stop - 1}, another block, were changed"
             trip.refuse(differs, lambda i: f"{trip.decoded_text(i)}, and to {_text(again.decoded[i])} {once}")  # noqa: B023
 
 
 def _sources(subject: Subject, case: Case) -> Tensor:
-    """(sources, F) frames of variants of the row: itself, reversed, negative, shifted, and shrunk."""
+    """Return the frames (sources, F) of variants of the row: itself, reversed, negative, shifted, and smaller."""
     x = case.x
     rows = [x, x.flip(0), (x.float() * -0.5).to(x.dtype), x.roll(1), (x.float() * 0.125).to(x.dtype)]
     return torch.stack([_round_trip(subject, row, case.noise).frame for row in rows]).to(subject.device)
 
 
 def _summed(subject: Subject, frames: Tensor, numel: int) -> Tensor:
-    """(S,) fp32 on the subject's device: the frames decoded one by one and added in ascending order."""
+    """Decode frames one by one and add them in ascending order; returns (S,) fp32 on the subject's device."""
     terms = torch.full((len(frames), numel), math.nan, device=subject.device)
     for frame, term in zip(frames, terms, strict=True):
         subject.decode(frame, term)
@@ -369,8 +387,8 @@ def _summed(subject: Subject, frames: Tensor, numel: int) -> Tensor:
 
 
 def _sum(subject: Subject, case: Case) -> None:
-    """Check sums of several numbers of frames, between guards."""
-    assert subject.decode_sum is not None  # noqa: S101  # else it does not claim this
+    """Check that decode_sum equals adding decoded frames one by one, for several numbers of frames."""
+    assert subject.decode_sum is not None  # noqa: S101  # only subjects with this function have the claim
     numel = case.x.numel()
     frames = _sources(subject, case)
     for sources in SOURCES:
@@ -379,14 +397,16 @@ def _sum(subject: Subject, case: Case) -> None:
         subject.decode_sum(frames[:sources], total)
         trip = _Trip(case.x, frames[0].cpu(), total.cpu().clone())
         wanted = _summed(subject, frames[:sources], numel).cpu()
-        message = f"element {{i}} of the sum of {sources} is {{got}}, added up one by one {{wanted}}"
+        message = (
+            f"element {{i}} of the sum of {sources} is {{got}}, but {{wanted}} if they are added one by one"
+        )
         trip.check_equal(trip.decoded, wanted, message)
         _refuse_beyond(buffer, 7.0, f"elements beyond the row's {numel}", trip)
 
 
 def _fused(subject: Subject, case: Case) -> None:
-    """Check frames of sums of several numbers of frames against adding up, then encoding."""
-    assert subject.decode_sum_encode is not None  # noqa: S101  # else it does not claim this
+    """Check that decode_sum_encode equals adding and then encoding, for several numbers of frames."""
+    assert subject.decode_sum_encode is not None  # noqa: S101  # only subjects with this function have the claim
     numel, frames = case.x.numel(), _sources(subject, case)
     for sources in SOURCES:
         buffer = torch.full((frames.shape[1] + 2 * _GUARD,), 0xA5, dtype=torch.uint8, device=subject.device)
@@ -394,7 +414,7 @@ def _fused(subject: Subject, case: Case) -> None:
         subject.decode_sum_encode(frames[:sources], frame, numel, case.noise)
         subject.encode(_summed(subject, frames[:sources], numel), wanted, case.noise)
         trip = _Trip(case.x, frame.cpu().clone(), case.x)
-        message = f"byte {{i}} of the frame of the sum of {sources} is {{got}}, added up first {{wanted}}"
+        message = f"byte {{i}} of the frame of the sum of {sources} is {{got}}, but {{wanted}} if added, then encoded"
         trip.check_equal(_one_nan(subject, trip.frame), _one_nan(subject, wanted.cpu()), message)
         _refuse_beyond(buffer, 0xA5, f"bytes beyond the frame's {frames.shape[1]}", trip)
 
@@ -416,7 +436,7 @@ _TRIALS: Final[dict[Claim, Callable[[Subject, Case], None]]] = {
 
 
 def _representable(subject: Subject, case: Case) -> Tensor:
-    """The row, clamped so that none of its types saturates or overflows."""
+    """Return the row, clamped to values that its own type, the codec's and the output's can all represent."""
     types = {case.out, NAMES[case.x.dtype]}
     types |= {subject.codec.dtype} if isinstance(subject.codec, Raw) else set()
     limit = min(LARGEST[kind] for kind in types)
@@ -426,12 +446,12 @@ def _representable(subject: Subject, case: Case) -> Tensor:
 
 
 def _same(a: Tensor, b: Tensor) -> Tensor:
-    """Equal, or both NaN; zeros of either sign are equal."""
+    """Return where two tensors are equal or both NaN; zeros of either sign are equal."""
     return (a == b) | (a.isnan() & b.isnan())
 
 
 def _one_nan(subject: Subject, frame: Tensor) -> Tensor:
-    """A cast's frame with one pattern for all NaN, since a cast of a sum may keep any; others unchanged."""
+    """Replace all NaN in the frame of a cast with one bit pattern, since a cast may keep any; else change nothing."""
     if not isinstance(subject.codec, Raw):
         return frame
     values = frame.view(DTYPES[subject.codec.dtype])

@@ -1,7 +1,7 @@
-"""Rows at a codec's rounding edges: for every two adjacent levels their tie, and the floats beside it.
+"""Makes rows at a codec's rounding edges: the tie between each two adjacent levels, and the floats next to it.
 
-Where scales are powers of two, ties stay ties however a quotient is computed.  At the scales of these rows a
-product with a reciprocal gives another code than the quotient ``x / scale``.
+Such rows find kernels that multiply by a reciprocal where the specification divides.  With scales that are powers of
+two both give the same codes, so the scales used here are others, for which the codes differ next to some level.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from impl.codecs.codec import LARGEST, SMALLEST_NORMAL, Blocked, Dtype, FloatCod
 from impl.codecs.reference import DTYPES, of_e8m0, to_e8m0
 from impl.codecs.rounding_noise import Noise
 
-# At one or another of these a product with a reciprocal is wrong beside some level, for every codec and type.
+# For every codec and type, multiplying by a reciprocal gives a wrong code at one or more of these scales.
 _SCALES: Final = (1.0, 3.0, 15.0, 25.0, 29.0, math.sqrt(5.0))
-_OFFSETS: Final = (0.0, -1.0, -0.53)  # of asymmetric codecs: the least element, in parts of the range
-_LEAST_DRAWN: Final = 60  # edges of a row with random bits
+_OFFSETS: Final = (0.0, -1.0, -0.53)  # smallest element for asymmetric codecs, as a multiple of the range
+_LEAST_DRAWN: Final = 60  # edges that a row for a stochastic codec has at least
 _BITS: Final = {4: torch.int32, 2: torch.int16}
 _CPU: Final = torch.device("cpu")
 
 
 class Span(NamedTuple):
-    """Extremes of blocks, and their scale as the reference takes it; low is 0 of symmetric codecs."""
+    """The extremes of a block, and the scale that the reference computes from them."""
 
-    low: float
-    high: float
+    low: float  # smallest element; 0 for symmetric codecs
+    high: float  # largest element
     scale: float
 
 
 def levels(codec: Blocked) -> Tensor:
-    """(levels,) fp64, ascending: the quotients that have a code of their own, zero included."""
+    """Return the quotients ``x / scale`` that a code stands for, ascending, zero included: (levels,) fp64."""
     if not isinstance(codec, FloatCodec):
         top = codec.largest
         return torch.arange(0.0 if codec.asymmetric else -codec.steps, top + 1, dtype=torch.float64)
@@ -46,9 +46,12 @@ def levels(codec: Blocked) -> Tensor:
 
 
 def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
-    """Rows (S,) of type ``kind``, S below 2400: for any two levels the tie, the float below and that above,
-    each beside the elements that make the block's scale.  With random bits a tie is where ``noise`` turns the
-    rounding; with a rotation it is a tie after it.
+    """Yield rows (S,) of type ``kind`` with S below 2400.
+
+    For each two adjacent levels a row has the tie between them, the next float below and the next float above, each
+    after the extreme elements that determine the block's scale.  For a stochastic codec the "tie" is the value at
+    which ``noise`` changes the rounding.  For a codec with a rotation, rows are rotated such that the codec's own
+    rotation turns them into ties.
     """
     for span in spans(replace(codec, block=32, hadamard=0, stochastic=False), kind):
         row = _row(codec, span, kind, noise)
@@ -59,7 +62,7 @@ def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
 
 
 def spans(codec: Blocked, kind: Dtype) -> list[Span]:
-    """Spans with scale 1, with scales where product and quotient differ, and with the extreme scales."""
+    """Return the spans to try: with scale 1, with scales where product and quotient differ, and extreme ones."""
     small = 2.0**-8 if codec.steps * max(_SCALES) > LARGEST[kind] else 1.0
     ranges = torch.tensor(_SCALES) * codec.steps * small
     parts = torch.tensor(_OFFSETS if codec.asymmetric else _OFFSETS[:1])
@@ -69,25 +72,28 @@ def spans(codec: Blocked, kind: Dtype) -> list[Span]:
     ends = torch.tensor([least * codec.steps, LARGEST[kind]]).to(DTYPES[kind]).float()
     low, high = torch.cat([low, torch.zeros(2)]), torch.cat([high, ends])
     top = torch.full_like(high, codec.steps)
-    scale = (high / top - low / top).clamp(min=SMALLEST_NORMAL)  # as impl.codecs.reference says
+    scale = (high / top - low / top).clamp(min=SMALLEST_NORMAL)  # as impl.codecs.reference computes it
     scale = of_e8m0(to_e8m0(scale)) if codec.scale == "e8m0" else scale
     return list(map(Span, low.tolist(), high.tolist(), scale.tolist()))
 
 
 def _row(codec: Blocked, span: Span, kind: Dtype, noise: Noise) -> Tensor:
-    """Elements below, at and above each tie of a quotient, held to the span, each after its scale's."""
+    """Return a row with the elements below, at and above each tie, each after the extremes of the span.
+
+    Elements outside the span are clamped to it, since they would change the scale.
+    """
     anchors = [span.low, span.high] if codec.asymmetric else [span.high]
     period, quotients = len(anchors) + 1, levels(codec).repeat_interleave(3)
     gaps, ties = quotients[3:] - quotients[:-3], (quotients[3:] + quotients[:-3]) / 2
     if codec.stochastic:
-        often = -(-_LEAST_DRAWN // len(ties))  # few levels are tried with more random bits
+        often = -(-_LEAST_DRAWN // len(ties))  # codecs with few levels try each tie with several random bits
         gaps, ties = gaps.repeat(often), ties.repeat(often)
         numel = period * len(ties)
         random = reference.random_bits(noise, torch.Size([]), numel, _CPU)[period - 1 :: period]
         ties = ties - gaps * (random.double() * 2.0**-16 - (0.5 - 2.0**-17))
     x = (span.low + ties * span.scale).clamp(-LARGEST[kind], LARGEST[kind]).to(DTYPES[kind])
     bits = x.view(_BITS[x.element_size()])
-    turn = torch.arange(len(ties)) % 3 - 1  # to the next number towards zero, itself, the next away from zero
+    turn = torch.arange(len(ties)) % 3 - 1  # -1: next float towards zero, 0: the tie, 1: next away from zero
     edges = torch.where((x == 0) & (turn < 0), bits, bits + turn).to(bits.dtype).view(x.dtype)
     low = span.low if codec.asymmetric else -span.high
     edges = edges.float().nan_to_num(0.0).clamp(low, span.high)

@@ -1,4 +1,7 @@
-"""Subjects of the laws: our codecs on a backend, and users' own (docs/reference/codecs.md)."""
+"""Makes the subjects that laws are checked on: our codecs on a backend, and users' own codecs.
+
+``docs/reference/codecs.md`` describes how users write codecs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from impl.codecs.reference import REFERENCE
 from impl.codecs.rounding_noise import Noise
 
 BACKENDS: Final = ("reference", "cpu", "cuda")
-# One of every kind, width and option, in blocks of a size that hostile rows fill; every published format.
+# Codecs that are checked by default: every kind, width and option, with blocks small enough for adversarial rows to
+# fill several of them; and every published format.
 REPRESENTATIVE: Final = (
     "fp32", "bf16", "fp16",
     "int8:64", "int7:8", "int6:24", "int5:13", "int4:32", "int3:64", "int2:5",
@@ -32,7 +36,7 @@ REPRESENTATIVE: Final = (
 
 
 def why_missing(backend: str) -> str | None:
-    """Why ``backend`` is not available on this machine; None if it is."""
+    """Return why ``backend`` is not available on this machine; None if it is."""
     if backend not in BACKENDS:
         return f"unknown backend {backend!r}: expected one of {', '.join(BACKENDS)}"
     try:
@@ -45,7 +49,11 @@ def why_missing(backend: str) -> str | None:
 
 
 def subject_of(codec: Codec, backend: str) -> Subject:
-    """One of our codecs, or a published format, on a backend; a ValueError if this machine lacks it."""
+    """Return one of our codecs, or a published format, on a backend.
+
+    Raises:
+        ValueError: if this machine lacks the backend.
+    """
     operations = ops.operations_of(backend)
 
     def encode(x: Tensor, frames: Tensor, noise: Noise) -> None:
@@ -70,23 +78,31 @@ def subject_of(codec: Codec, backend: str) -> Subject:
 
 
 def read(text: str) -> Codec | Subject:
-    """A codec by its text form, or a user's ``module:object``; a Refusal if it is neither."""
+    """Return the codec that ``text`` names or, for a user's ``module:object``, its subject.
+
+    Raises:
+        Refusal: if the text is neither.
+    """
     try:
         codec = parse(text)
         return user_subject(codec) if isinstance(codec, OwnCodec) and not codec.published else codec
-    except ValueError as error:  # CodecError, or a number of thousands of digits
+    except ValueError as error:  # a CodecError, or Python's error for numbers of thousands of digits
         raise Refusal(str(error)) from error
 
 
 def user_subject(codec: OwnCodec) -> Subject:
-    """A user's own codec, with its frames as it writes them; a Refusal if this machine lacks its device."""
+    """Return the subject of a user's own codec, with frames exactly as the user's code writes them.
+
+    Raises:
+        Refusal: if this machine lacks the device that the codec is written for.
+    """
     implementation, claimed = codec.definition, codec.claimed
     device = torch.device(implementation.tried_on)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise Refusal(f"{codec}: its device is {device}, and torch finds no CUDA device")
+        raise Refusal(f"{codec} runs on device {device}, and torch finds no CUDA device")
     stochastic = codec.stochastic
     fused = implemented = implementation.decode_sum_encode
-    if implemented is not None and not stochastic:  # then it takes no random bits
+    if implemented is not None and not stochastic:  # the user's function then has no argument for random bits
         fused = lambda *arguments: implemented(*arguments[:-1])  # noqa: E731
     return Subject(
         name=codec.name,

@@ -1,1 +1,1 @@
-"""What is read off a trial: clocks, memory, processors, errors of quantisation, the machine."""
+"""Measures a trial while it runs (times, memory, processors, errors), checks it, and describes the machine."""

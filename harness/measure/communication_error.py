@@ -1,7 +1,8 @@
-"""Measures what was communicated in one step against what should have been, where it happens.
+"""Measures the errors of communicated gradients and weights in one step, for each unit and each hop.
 
-Reduced gradients are compared with the fp64 mean of all ranks' fp32 gradients, sent past the wire; gathered
-weights of the next rank's shard with that rank's own fp32 master.
+Each reduced gradient is compared with the fp64 mean of all ranks' fp32 gradients, which are exchanged outside the
+wire for this purpose.  Gathered weights are compared with the fp32 master of the rank that owns them; each rank
+checks the shard of the next rank.  Errors are kept as sums of squares, so that ranks and units can be added up.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from impl.plan.policy import Policy
 from impl.unit.unit import Unit
 from impl.zero import Zero
 
-GROWTH: Final = 8.0  # of an error from the first measured step on; without a fault at most 4.4 so far
-BF16_VNMSE: Final = 2.0e-5  # of a cast to bf16, at most: 2^-16, and a little
-REPEATED: Final = 8  # reductions of the same gradients, where each may come out otherwise
+GROWTH: Final = (
+    8.0  # largest growth of an error since the first measured step; without a fault it was 4.4 at most
+)
+BF16_VNMSE: Final = 2.0e-5  # largest vNMSE of a cast to bf16: 2^-16, rounded up
+REPEATED: Final = 8  # times that the same gradients are reduced if each reduction has another error
 
 
 class Place(NamedTuple):
-    """Where an error arises; named as in :class:`~harness.records.trial_record.CommunicationError`."""
+    """Where an error was measured; fields are those of :class:`~harness.records.trial_record.CommunicationError`."""
 
     step: int
     purpose: Communicated
@@ -42,17 +45,19 @@ class Place(NamedTuple):
 
 
 Sums = NDArray[np.float64]
-"""A rank's sums of squared errors and of squared values, then of products of ranks' gradients, if any."""
+"""A rank's sum of squared errors and sum of squared values; for whole reductions then (world ** 2,) inner products
+of ranks' gradients."""
 SumsByPlace = dict[Place, Sums]
 
 
 class ReductionObserver(Observer):
-    """Adds up the errors of one rank's hops, and its gradients and means."""
+    """Observes the reductions of one rank: sums the errors of each hop, and keeps gradients and means."""
 
     def __init__(self) -> None:
-        self.hops: dict[tuple[str, Hop], Any] = defaultdict(float)  # sums by unit and hop
-        self.gradients: dict[str, Tensor] = {}  # by unit, (P,) fp32 sum over the reductions
-        self.means: dict[str, tuple[int, Tensor]] = {}  # by unit, first element and (n,) fp32 sum
+        self.hops: dict[tuple[str, Hop], Any] = defaultdict(float)  # Sums by unit and hop
+        self.gradients: dict[str, Tensor] = {}  # by unit: (P,) fp32 local gradient, summed over reductions
+        # By unit: number of the first element of this rank's part, and the (n,) fp32 mean, summed over reductions.
+        self.means: dict[str, tuple[int, Tensor]] = {}
 
     def local(self, unit: str, gradient: Tensor) -> None:
         """See :class:`~impl.comm.wire.Observer`."""
@@ -75,13 +80,20 @@ class ReductionObserver(Observer):
 
 
 def squared_sums(decoded: Tensor, exact: Tensor) -> Sums:
-    """Sums of squared errors and of squared exact values of two tensors of equal shape, in fp64."""
+    """Return the fp64 sums of squared errors and of squared exact values of two tensors of equal shape."""
     exact = exact.double()
     return np.array([float((decoded.double() - exact).square().sum()), float(exact.square().sum())])
 
 
 def gradient_errors(step: int, observer: ReductionObserver, *, repeated: int = 1) -> SumsByPlace:
-    """Errors of each hop, and end to end, of ``repeated`` reductions; all ranks must call it."""
+    """Return the errors of each hop and of the whole reduction; all ranks must call this.
+
+    Args:
+        step: Index of the step.
+        observer: Has observed the reductions.
+        repeated: How often the same gradients were reduced; if more than once, the error is that of the mean
+            over these reductions, and errors of hops are left out.
+    """
     errors: SumsByPlace = {}
     if repeated == 1:
         for (unit, hop), sums in observer.hops.items():
@@ -95,7 +107,16 @@ def gradient_errors(step: int, observer: ReductionObserver, *, repeated: int = 1
 
 
 def exchange_gradients(gradient: Tensor, start: int, numel: int) -> Tensor:
-    """(world, n) fp32 elements of all ranks' gradients (P,) from ``start`` on; all ranks must call it."""
+    """Exchange gradients so that each rank has all ranks' values of its own part; all ranks must call this.
+
+    Args:
+        gradient: (P,) fp32, this rank's whole gradient.
+        start: Number of the first element of this rank's part.
+        numel: Elements of a part, the same on all ranks.
+
+    Returns:
+        (world, numel) fp32: a row for each rank.
+    """
     starts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(starts, start)
     sent = torch.stack([gradient[first : first + numel] for first in starts])
@@ -105,7 +126,7 @@ def exchange_gradients(gradient: Tensor, start: int, numel: int) -> Tensor:
 
 
 def weight_errors(step: int, zero: Zero) -> SumsByPlace:
-    """Errors of each unit's gathered weights, and again of hpZ's secondary; all ranks must call it."""
+    """Return the errors of each unit's gathered weights, and of hpZ's copy; all ranks must call this."""
     errors: SumsByPlace = {}
     for unit in zero.units:
         master = unit.master_shard.master.detach().contiguous()
@@ -120,7 +141,10 @@ def weight_errors(step: int, zero: Zero) -> SumsByPlace:
 
 
 def _next_rank_weights(unit: Unit, masters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The next rank's shard as this rank gathered it, and in its master (S,), both without padding."""
+    """Return the next rank's shard as this rank gathered it, and its exact values from ``masters``.
+
+    ``masters`` are the (S,) fp32 shards of all ranks; padding is left out of both results.
+    """
     geometry, mesh = unit.geometry, unit.wire.mesh
     rank = (mesh.rank + 1) % mesh.topology.world
     gathered, exact = [], []
@@ -133,7 +157,10 @@ def _next_rank_weights(unit: Unit, masters: Sequence[Tensor]) -> tuple[Tensor, T
 
 
 def combine(ranks: Sequence[Mapping[Place, Sequence[float] | Sums]]) -> list[CommunicationError]:
-    """Add up the sums of all ranks, by unit and over all units; leave out places where all values are 0."""
+    """Add up the sums of all ranks for each unit, and over all units as unit ``""``.
+
+    Places where all exact values are 0 are left out, since no relative error is defined there.
+    """
     totals: dict[Place, Any] = defaultdict(float)
     for rank in ranks:
         for place, sums in rank.items():
@@ -143,10 +170,12 @@ def combine(ranks: Sequence[Mapping[Place, Sequence[float] | Sums]]) -> list[Com
 
 
 def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
-    """A sentence on the first error that no codec makes by itself; None if there is none.
+    """Return a sentence on the first error that is larger than a correct engine's can be; None if there is none.
 
-    Errors end to end grow at most by :data:`GROWTH` from the first measured step on, and hpZ's copy errs as
-    what it copies, plus its own rounding.  Carried errors, budgets and first differences are not judged.
+    Two rules are checked on whole reductions and gathers: an error grows by at most :data:`GROWTH` from the first
+    measured step on, and the error of hpZ's copy is that of the weights it copies, plus its own rounding.  The
+    first rule does not apply to gradients with error feedback, to codecs that a budget changes, and to the first
+    step of differences, since their errors may grow.
     """
     rounding = BF16_VNMSE if policy.copy_codec not in (policy.weights, policy.inside) else 0.0
     ends = [
@@ -161,9 +190,9 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
     for error, vnmse in ends:
         copied = weights.get((error.step, error.unit, error.codec), math.inf)
         units = error.unit or "all units"
-        sentence = f"in step {error.step} {error.purpose} of {units} err by a vNMSE of {vnmse:.3g}"
+        sentence = f"in step {error.step} the vNMSE of {error.purpose} of {units} is {vnmse:.3g}"
         if error.purpose == "secondary" and vnmse > 1.001 * copied + rounding:
-            return f"{sentence}, and what they are copies of by {copied:.3g}"
+            return f"{sentence}, but that of the weights that they copy is {copied:.3g}"
         gradients = error.purpose == "gradients"
         budgeted = ("gradients" if gradients else "weights") in policy.candidates
         differs = policy.differences is not None and error.step == 0
@@ -171,7 +200,7 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
             continue
         allowed = GROWTH * max(first.setdefault((error.purpose, error.unit, error.codec), vnmse), BF16_VNMSE)
         if vnmse > allowed:
-            return f"{sentence}: more than {allowed:.3g}, as by the first step that was measured"
+            return f"{sentence}: more than {allowed:.3g}, which the first measured step allows"
     return None
 
 
@@ -187,7 +216,10 @@ def _error(place: Place, sums: Sums) -> CommunicationError:
 
 
 def mean_cosine(products: NDArray[np.float64]) -> float | None:
-    """Mean cosine of all pairs of ranks' gradients, from all (world ** 2,) products; None without a pair."""
+    """Return the mean cosine over all pairs of ranks, from the (world ** 2,) inner products of their gradients.
+
+    Pairs with a gradient that is zero or not finite are left out; returns None if no pair remains.
+    """
     rows = products.reshape(math.isqrt(len(products)), -1)
     squares = np.outer(rows.diagonal(), rows.diagonal())
     pairs = np.tril((squares > 0) & np.isfinite(squares), -1)
@@ -195,11 +227,14 @@ def mean_cosine(products: NDArray[np.float64]) -> float | None:
 
 
 def outcomes_differ(policy: Policy) -> bool:
-    """Whether reductions of the same gradients differ; if so, the error of their sum is measured too."""
+    """Return whether two reductions of the same gradients may differ: by error feedback or random rounding.
+
+    If so, the error of the mean of :data:`REPEATED` reductions is measured too.
+    """
     codecs = (*policy.gradients, *policy.candidates.get("gradients", ()))
     return policy.feedback is not None or any(codec.stochastic for codec in codecs)
 
 
 def measured_steps(total: int) -> frozenset[int]:
-    """The first, a middle and the last of ``total`` optimizer steps, by index."""
+    """Return the indices of the steps to measure: the first, the middle and the last of ``total``."""
     return frozenset({0, total // 2, total - 1})

@@ -1,4 +1,8 @@
-"""Measures computation by itself: the unsharded model on all ranks at once, which send nothing."""
+"""Measures how long a step would take without communication.
+
+All ranks compute with the unsharded model at the same time, so that they compete for cores as in a step, and send
+nothing.  Samples are taken before and after the timed steps, to see whether the machine has slowed down.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ from harness.measure.step_clock import now
 from harness.measure.unsharded_loss import evaluating
 from harness.records.trial_record import Alone
 
-MOST: Final = 5  # samples before, and after, the timed steps
-_SHARE: Final = 8  # micro-batches of timed steps for each sample of either
+MOST: Final = 5  # samples before the timed steps at most, and as many after them
+_SHARE: Final = 8  # one sample before, and one after, for so many timed micro-batches
 
 
 def samples(micro_batches: int, when: Literal["before", "after"]) -> int:
-    """Number of samples before, or after, ``micro_batches`` of timed steps."""
+    """Return how many samples to take before, or after, timed steps with so many micro-batches in all."""
     share = micro_batches // _SHARE
     return min(MOST, share if when == "after" else max(2, share))
 
@@ -33,8 +37,15 @@ def measure(
     when: Literal["before", "after"],
     count: int,
 ) -> list[Alone]:
-    """Time ``count`` micro-batches, in evaluation mode, of the unsharded ``model`` on all ranks at once, and
-    an optimizer's step on a rank's share of its parameters; all ranks must call it.
+    """Time forward and backward passes of the unsharded model, and an optimizer's step; all ranks must call this.
+
+    Args:
+        model: The unsharded model; passes run in evaluation mode.
+        batch: Inputs and targets of a micro-batch.
+        make_optimizer: Builds the trial's optimizer for a list of parameters.
+        ranks: Number of ranks; the timed step updates one of so many parts of the parameters.
+        when: Whether the samples are from before or after the timed steps, for the record.
+        count: Number of samples; a further one warms up and is dropped.
     """
     device, measured = batch[0].device, list[Alone]()
     numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

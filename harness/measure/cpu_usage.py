@@ -1,4 +1,4 @@
-"""CPU usage over an interval: of this process, and, by the kernel's ticks, of the CPUs that it may use."""
+"""Measures CPU usage: of this process, of the CPUs that it may use (from the kernel's counts), and of a thread."""
 
 from __future__ import annotations
 
@@ -14,37 +14,40 @@ from harness.measure.machine import cores
 from harness.records.trial_record import ProcessorUse
 
 SCHEDULED: Final = Path("/proc/thread-self/schedstat")
-_COLUMNS: Final = {  # of psutil; guests are in user and nice
+_COLUMNS: Final = {  # our names, and the counts of psutil that they add up; user and nice include guests
     "user": ("user", "nice"), "system": ("system",), "interrupts": ("irq", "softirq"), "steal": ("steal",),
 }  # fmt: skip
 
 
 class ProcessorMeter:
-    """Measures CPU usage from its construction on."""
+    """Measures CPU usage from the moment it is constructed."""
 
     def __init__(self) -> None:
         self._busy, self._ran, self._begun = busy_seconds(), time.process_time(), time.perf_counter()
 
     def use(self) -> ProcessorUse | None:
-        """The machine's so far, ``ranks`` of this process alone; None where the kernel does not count it."""
+        """Return the CPU seconds so far; field ``ranks`` has only those of this process.
+
+        Returns None on systems that do not count them.
+        """
         now, ran, busy = time.perf_counter(), time.process_time(), busy_seconds()
         if self._busy is None or busy is None:
             return None
-        # The kernel may correct a count downwards.
+        # A difference may be negative, since the kernel sometimes corrects a count downwards.
         spent = {name: max(busy[name] - before, 0.0) for name, before in self._busy.items()}
         seconds = now - self._begun
         return ProcessorUse(seconds=seconds, processors=cores(), ranks=ran - self._ran, **spent)
 
 
 def busy_seconds() -> dict[str, float] | None:
-    """CPU seconds since boot of all CPUs that this process may use; None where they are not counted."""
+    """Return the CPU seconds since boot, summed over the CPUs that this process may use; None if not counted."""
     try:
         times = psutil.cpu_times(percpu=True)
     except (OSError, ValueError):
         return None
     numbers = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(times))
     cpus = [times[number] for number in numbers if number < len(times)]
-    if not any(map(any, cpus)) or not hasattr(cpus[0], "steal"):  # some sandboxes report zeros
+    if not any(map(any, cpus)) or not hasattr(cpus[0], "steal"):  # some sandboxes report only zeros
         return None
     return {
         name: math.fsum(getattr(cpu, column) for cpu in cpus for column in columns)
@@ -53,13 +56,13 @@ def busy_seconds() -> dict[str, float] | None:
 
 
 class ThreadClock:
-    """Measures from its construction on how long this thread took, and how long of that it slept."""
+    """Measures wall-clock time from its construction on, and for how much of it the thread slept."""
 
     def __init__(self) -> None:
         self._begun, self._ran, self._waited = time.perf_counter(), time.thread_time(), _waited()
 
     def read(self) -> tuple[float, float | None]:
-        """Wall-clock seconds, and those in which the thread slept; None if unknown."""
+        """Return the wall-clock seconds and, of these, the seconds that the thread slept (None if not known)."""
         seconds, ran, waited = time.perf_counter() - self._begun, time.thread_time() - self._ran, _waited()
         if waited is None or self._waited is None:
             return seconds, None
@@ -67,7 +70,7 @@ class ThreadClock:
 
 
 def _waited() -> float | None:
-    """Seconds so far that this thread was ready and waited for a CPU; None where they are not counted."""
+    """Return the seconds that this thread has waited for a CPU while it could run; None if not counted."""
     try:
         return int(SCHEDULED.read_text(encoding="ascii").split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""Samples a node's GPUs through NVML, in a thread, while a trial's steps run."""
+"""Samples power, clocks and utilisation of a node's GPUs through NVML, in a thread, while steps run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from harness.records.trial_record import GpuUse, NodeUse
 
 SECONDS: Final = 0.1  # between two samples
 _SM_CLOCK: Final = 1  # NVML_CLOCK_SM
-# Bits of NVML's clocks event reasons for what holds a clock down: not idleness, not a setting.
+# NVML's bits for the reasons why a clock is held down, without those for idleness and users' settings.
 _REASONS: Final = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -29,17 +29,17 @@ _REASONS: Final = {
 
 
 class _Gpu:
-    """One GPU, through ``nvml``, the library's module."""
+    """Samples of one GPU; ``nvml`` is the module pynvml."""
 
     def __init__(self, nvml: Any, uuid: str) -> None:
         self._nvml, self._handle = nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)
-        self._samples: dict[str, list[Any]] = defaultdict(list)  # by name, of what the GPU reports
+        self._samples: dict[str, list[Any]] = defaultdict(list)  # values by name; some GPUs lack some
         processes = psutil.process_iter(["ppid"])
         self._ranks = {process.pid for process in processes if process.info["ppid"] == os.getppid()}
         self._energy = self._query("TotalEnergyConsumption")
 
     def _query(self, name: str, *arguments: Any) -> Any:
-        """The answer of ``nvmlDeviceGetNAME``; None if this GPU or driver has none."""
+        """Return what ``nvmlDeviceGet<name>`` returns; None if this GPU or driver does not support it."""
         try:
             return getattr(self._nvml, f"nvmlDeviceGet{name}")(self._handle, *arguments)
         except (self._nvml.NVMLError, AttributeError):
@@ -59,7 +59,7 @@ class _Gpu:
         self._samples["others"].append(len({process.pid for process in processes} - self._ranks))
 
     def use(self) -> GpuUse:
-        """All samples together."""
+        """Summarise all samples."""
         energy, samples = self._query("TotalEnergyConsumption"), self._samples
         throttled = {
             reason: _mean([bool(bits & bit) for bits in samples["reasons"]])
@@ -85,7 +85,15 @@ def _mean(values: Sequence[float]) -> float:
 
 @contextlib.contextmanager
 def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
-    """Sample a node's GPUs, by UUID, in a thread while the body runs; the list is filled at its end."""
+    """Sample GPUs in a thread while the body of ``with`` runs.
+
+    Args:
+        node: Number of the node, for the record.
+        gpus: UUIDs of its GPUs.
+
+    Yields:
+        A list that is empty until the body ends; then it has one entry, unless NVML knows none of the GPUs.
+    """
     uses, stop, began = list[NodeUse](), threading.Event(), time.monotonic()
     devices = _open(gpus) if gpus else []
     if not devices:
@@ -112,11 +120,11 @@ def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
 
 
 def _open(uuids: Sequence[str]) -> list[_Gpu]:
-    """The GPUs that NVML knows."""
+    """Open GPUs by UUID; returns none if NVML does not work or does not know one of them."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
         return [_Gpu(pynvml, uuid) for uuid in uuids]
-    except pynvml.NVMLError:  # no driver, or a part of a GPU
+    except pynvml.NVMLError:  # there is no driver, or a UUID is that of a MIG instance
         return []

@@ -1,8 +1,10 @@
-"""Checks reduced gradients against those of a single process, as ``docs/reference/metrics.md`` says.
+"""Checks reduced gradients against the gradient of a single process, with the error bounds of the codecs.
 
-A single process's gradient is the mean over ranks, by an fp32 all-reduce past the wire, of gradients on the
-unsharded model.  A reduced one may differ from it by what its codecs promise (:func:`relative_bound`) times
-``m``, the mean of the largest magnitudes in an element's window, which holds whole blocks of all codecs.
+The single process's gradient is computed by all ranks: each runs its batches through the unsharded model, and an
+fp32 all-reduce outside the wire forms the mean.  A reduced element may differ from it by the bound that its codecs
+promise (:func:`relative_bound`) times ``m``.  Here ``m`` is the mean over ranks of the largest magnitude in the
+element's window, and a window is as long as needed to hold whole blocks of all codecs.  Only a random choice of
+windows is compared.  ``docs/reference/metrics.md`` has the formulas.
 """
 
 from __future__ import annotations
@@ -25,36 +27,37 @@ from impl.plan.policy import Policy
 from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
 
-SAMPLED: Final = 65536
-# Of the window's largest magnitude: sums of the same products, rounded in another order.
+SAMPLED: Final = 65536  # elements that are compared in each layout, about
+# Allowed difference, relative to ``m``, because the two computations add the same products in another order.
 ROUNDING: Final[dict[Dtype, float]] = {"fp32": 1e-4, "bf16": 2.0**-5, "fp16": 2.0**-8}
-_WINDOW: Final = common_grain()  # elements, at least
-_TINY: Final = 1e-30  # absolute: far below any gradient that matters, above all floors of scales
+_WINDOW: Final = common_grain()  # elements of the smallest window
+_TINY: Final = 1e-30  # allowed absolute error: far below gradients that matter, above the floors of scales
 
 
 @dataclass(frozen=True, slots=True)
 class GradientError:
-    """A rank's reduced gradient of a unit before a step, beside a single process's: the one of ``elements``
-    whose ``share`` is largest, which is ``|reduced - expected| / allowed``.
-    """
+    """The worst element of a rank's reduced gradient of one unit, compared with a single process's gradient."""
 
     unit: str
-    elements: int
-    share: float
+    elements: int  # number of elements that were compared
+    share: float  # |reduced - expected| / allowed of the worst one; above 1 the bound is broken
     reduced: float
-    expected: float
-    allowed: float
+    expected: float  # the single process's value
+    allowed: float  # the largest difference that the codecs and rounding allow
     step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The elements that are reduced together, in rows: after a reduction a rank has means of whole rows."""
+    """How the elements that are reduced together are laid out: in rows.
 
-    geometry: UnitGeometry | GroupGeometry  # of a unit, or of FSDP2's parameter group
-    factor: float  # bound of the codecs together, of ``m`` (see the module)
-    window: int  # elements of a row that hold whole blocks of all codecs
-    floor: float = 0.0  # absolute error of sums in fp16, whose smallest step is 2^-24
+    After a reduction, each rank holds the means of whole rows.
+    """
+
+    geometry: UnitGeometry | GroupGeometry  # a unit of our engine, or a parameter group of FSDP2
+    factor: float  # error bound of all codecs together, relative to ``m`` (see the module)
+    window: int  # elements of a window, which holds whole blocks of all codecs
+    floor: float = 0.0  # allowed absolute error of sums in fp16, whose smallest step is 2^-24
 
     @property
     def row(self) -> int:
@@ -62,20 +65,21 @@ class Layout:
         return self.geometry.piece
 
     def packed(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
-        """(rows, row) fp32 of whole gradients by name; zeros where a parameter has none."""
+        """Lay whole gradients, by parameter name, out as (rows, row) fp32; zeros where there is no gradient."""
         return packed(self.geometry, gradients).view(-1, self.row)
 
     def part(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
-        """(1, row) fp32 of FSDP2's local parts of gradients by name."""
-        assert isinstance(self.geometry, GroupGeometry)  # noqa: S101  # units have no parts
+        """Lay this rank's sharded gradients of FSDP2, by parameter name, out as (1, row) fp32."""
+        assert isinstance(self.geometry, GroupGeometry)  # noqa: S101  # only FSDP2 shards each parameter
         part, specs = self.geometry.part, self.geometry.parameters
         return torch.cat([padded(gradients[spec.name], part(spec)).cpu() for spec in specs]).view(1, -1)
 
 
 def relative_bound(codec: Codec) -> float:
-    """Largest error of an element over the largest magnitude of its block, for any such magnitude.
+    """Return the largest possible error of an element, relative to the largest magnitude of its block.
 
-    Scales grow in steps, at most eight an octave, and the ratio is largest just above a step.
+    The ratio depends on that magnitude, because scales grow in steps, at most eight for each factor of two.  It
+    is largest just above a step, so eight magnitudes just above steps are tried.
     """
     just_above = [(1 + eighth / 8) * (1 + 1e-6) for eighth in range(8)]
     return max(codec.error_bound(-top, top) / top for top in just_above) * (1 + 1e-5)
@@ -84,7 +88,15 @@ def relative_bound(codec: Codec) -> float:
 def layouts_of(
     units: Iterable[UnitGeometry | GroupGeometry], policy: Policy | None, topology: Topology
 ) -> list[Layout]:
-    """Layouts of what is trained, in fp32 without a policy; without those whose codec has no bound."""
+    """Return the layouts of all trained units or groups.
+
+    Args:
+        units: All units or parameter groups; frozen ones are left out.
+        policy: Its codecs set the bounds; None stands for an engine that reduces in fp32.
+        topology: Nodes and ranks, which decide the hops.
+
+    Layouts with a codec that promises no bound are left out.
+    """
     layouts = []
     for unit in units:
         if isinstance(unit, GroupGeometry):
@@ -97,7 +109,7 @@ def layouts_of(
 
 
 def model_layouts(model: nn.Module) -> list[Layout]:
-    """The layout of all trained parameters of a model that every rank has whole, reduced in fp32."""
+    """Return the one layout for DDP: all trained parameters, which every rank has whole, reduced in fp32."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     specs = [ParameterSpec(name, tuple(parameter.shape)) for name, parameter in trained]
     return [Layout(lay_out("model", specs, grain=_WINDOW, world=1, max_padding=math.inf), 0.0, _WINDOW)]
@@ -114,30 +126,35 @@ def _layout(geometry: UnitGeometry | GroupGeometry, policy: Policy | None, topol
     shards = any(codec.block == "shard" for codec in codecs)
     window = geometry.piece if shards else min(geometry.piece, common_grain(*codecs))
     factor, floor = composed(codecs), 0.0
-    if policy.sums == "fp16":  # each term, and each sum with it, is rounded
+    if policy.sums == "fp16":  # each of the decoded terms is rounded, and each partial sum
         sizes = [axis.size for axis, _ in policy.reduce_axes(topology)]
         factor = (1 + factor) * (1 + 2.0**-11) ** sum(sizes) - 1
-        floor = len(sizes) * 2.0**-24 * (1 + factor)  # of n terms 2 n - 1 times, by half a step at most
+        # A sum of n terms is rounded 2 n - 1 times, by at most half of fp16's smallest step.
+        floor = len(sizes) * 2.0**-24 * (1 + factor)
     return Layout(geometry, factor, window, floor)
 
 
 def composed(codecs: Sequence[Codec]) -> float:
-    """Error bound, relative to ``m``, of a mean that goes through codecs one after the other."""
+    """Return the error bound, relative to ``m``, of a mean whose terms pass through these codecs in turn."""
     return math.prod(1 + relative_bound(codec) for codec in codecs) - 1
 
 
 @dataclass(slots=True)
 class FirstGradient:
-    """A single process's gradient of one step's batches, where it is compared."""
+    """The single process's gradient of one step, in the windows that are compared.
+
+    Call :meth:`add` for each micro-batch, then :meth:`average`, then :meth:`compare`.
+    """
 
     layouts: Sequence[Layout]  # of everything that is reduced
-    seed: int  # of the windows that are drawn
+    seed: int  # decides which windows are drawn
     micro_batches: int  # of a step
-    rounding: float  # what two computations differ by, of the window's largest magnitude
-    step: int = 0  # of the batches
-    # by layout: (windows,) numbers, and (windows, window + 1) fp32 means, last of largest magnitudes
+    rounding: float  # difference that rounding alone may cause, relative to ``m``: an entry of ROUNDING
+    step: int = 0  # index of the step that the gradient is of
+    # By layout: the (windows,) numbers of the drawn windows; and (windows, window + 1) fp32 with the mean
+    # gradient of each window and, in the last column, the mean of its largest magnitudes.
     _drawn: dict[Layout, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    _finite: bool = True
+    _finite: bool = True  # an overflow of the single process leaves nothing to compare with
 
     def __post_init__(self) -> None:
         for layout in self.layouts:
@@ -151,20 +168,35 @@ class FirstGradient:
             self._drawn[layout] = (numbers, torch.zeros(count, layout.window + 1))
 
     def add(self, gradients: Mapping[str, Tensor | None], scale: float) -> None:
-        """Add this rank's gradient of one micro-batch, whole and by name, computed at a loss of ``scale``."""
+        """Add this rank's gradients of one micro-batch.
+
+        Args:
+            gradients: Whole gradients by parameter name.
+            scale: The factor that the loss was multiplied by.
+        """
         for layout, (numbers, means) in self._drawn.items():
             drawn = _windows(layout, layout.packed(gradients))[numbers] / (scale * self.micro_batches)
             means.add_(torch.cat([drawn, drawn.abs().amax(dim=1, keepdim=True)], dim=1))
 
     def average(self) -> None:
-        """Form the means over all ranks, which must all call it."""
+        """Average over all ranks, which must all call this."""
         for _, means in self._drawn.values():
             dist.all_reduce(means)
             means.div_(dist.get_world_size())
             self._finite = self._finite and bool(means.isfinite().all())
 
     def compare(self, layout: Layout, first: int, rows: Tensor, scale: float) -> GradientError | None:
-        """Compare reduced rows (n, row), from number ``first`` on; None if no window of theirs is drawn."""
+        """Compare a rank's reduced rows with the single process's gradient.
+
+        Args:
+            layout: The layout that the rows belong to.
+            first: Number of the first row.
+            rows: (n, row) reduced gradient, multiplied by ``scale``.
+            scale: The loss scale in the reduced gradient.
+
+        Returns:
+            The worst element; None if no window in these rows was drawn, or if nothing finite can be compared.
+        """
         numbers, means = self._drawn[layout]
         per_row = -(-layout.row // layout.window)
         inside = (numbers >= first * per_row) & (numbers < (first + len(rows)) * per_row)
@@ -182,6 +214,6 @@ class FirstGradient:
 
 
 def _windows(layout: Layout, rows: Tensor) -> Tensor:
-    """(windows, window) of (rows, row); the last window of a row is filled up with zeros."""
+    """Cut rows (rows, row) into (windows, window); the last window of a row is filled up with zeros."""
     short = -layout.row % layout.window
     return nn.functional.pad(rows.cpu(), (0, short)).view(-1, layout.window)

@@ -1,4 +1,8 @@
-"""Facts about machine and code, without host names and paths, and the pool key made of them."""
+"""Collects facts about the machine and the code for records, and computes the pool key from them.
+
+Records with the same pool key come from equal machines and equal code, so that their times can be compared.  Facts
+contain no host names and no paths, since records are published.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +28,13 @@ PACKAGES: Final = (
     "torch", "numpy", "scipy", "pydantic", "pyroute2", "psutil",
     "cupy-cuda12x", "cupy-cuda13x", "nvidia-ml-py",
 )  # fmt: skip
-MUST_AGREE: Final = ("cpu", "cores", "memory_gib", "kernel", "python", "gpus", "driver")
-SOURCES: Final = ("impl", "harness")  # what decides a measurement; a report may change freely
+MUST_AGREE: Final = ("cpu", "cores", "memory_gib", "kernel", "python", "gpus", "driver")  # in the pool key
+SOURCES: Final = ("impl", "harness")  # packages that can affect a measurement; `report` cannot
 SOURCE_SUFFIXES: Final = frozenset({".py", ".cu", ".cuh", ".cpp", ".hpp", ".h", ".csv", ".template"})
 
 
 def facts() -> dict[str, Any]:
-    """Facts about the machine, JSON-ready: CPU, memory, kernel, Python, packages, GPUs."""
+    """Return facts about the machine, ready for JSON: CPU, memory, kernel, Python, packages, GPUs."""
     gpus, driver, _ = nvml()
     return {
         "cpu": _cpu_model(),
@@ -48,12 +52,15 @@ def facts() -> dict[str, Any]:
 
 
 def identity() -> str:
-    """The host of a calibration: processor, cores and kernel."""
+    """Return a text that identifies the host of a calibration: processor, cores and kernel."""
     return f"{_cpu_model()}, {cores()} cores, {platform.system()} {platform.release()}"
 
 
 def code() -> dict[str, Any]:
-    """Identity of the code: version, commit, dirty (None outside git), digests of sources and kernels."""
+    """Return the identity of the code: its version, commit, whether files are changed, and digests.
+
+    ``commit`` and ``dirty`` are None outside a git checkout.
+    """
     commit = git(ROOT, "rev-parse", "HEAD")
     status = git(ROOT, "status", "--porcelain", "--untracked-files=no")
     return {
@@ -66,7 +73,7 @@ def code() -> dict[str, Any]:
 
 
 def source_digest(root: Path = ROOT) -> str:
-    """First 16 hex digits of the SHA-256 of all source files that can affect a measurement."""
+    """Return the first 16 hex digits of the SHA-256 of all source files that can affect a measurement."""
     digest = hashlib.sha256()
     for folder in SOURCES:
         for path in sorted((root / folder).rglob("*")):
@@ -77,7 +84,10 @@ def source_digest(root: Path = ROOT) -> str:
 
 
 def pool_key(machine: dict[str, Any], code: dict[str, Any]) -> str:
-    """Hash of what must agree before two records are pooled: hardware, Linux, torch, sources, C++ kernels."""
+    """Return a hash of everything that two records must share before they are pooled.
+
+    This is the hardware, the kernel, Python, torch, our sources and the compiled C++ kernels.
+    """
     facts = {name: machine.get(name) for name in MUST_AGREE}
     facts["torch"] = machine.get("packages", {}).get("torch")
     facts |= {name: code.get(name) for name in ("source", "kernels")}
@@ -86,21 +96,21 @@ def pool_key(machine: dict[str, Any], code: dict[str, Any]) -> str:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_bytes() -> int:
-    """Memory that this process may use: the machine's, or its control group's limit if lower."""
+    """Return the bytes of memory that this process may use: the machine's, or its cgroup's limit if lower."""
     total = int(psutil.virtual_memory().total)
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+        with contextlib.suppress(OSError, ValueError):  # without a limit the file says "max"
             total = min(total, int(Path(name).read_text(encoding="ascii")))
     return total
 
 
 def hcas(devices: Path = INFINIBAND) -> list[str]:
-    """InfiniBand adapters, RoCE's too, with an active port, in the order of their numbers."""
+    """Return the names of InfiniBand and RoCE adapters with an active port, sorted by number."""
     names = set()
     for state in devices.glob("*/ports/*/state"):
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -111,9 +121,9 @@ def hcas(devices: Path = INFINIBAND) -> list[str]:
 
 
 def shared_memory_bytes() -> int:
-    """Size of /dev/shm, through which ranks of a node exchange; 0 where there is none."""
+    """Return the size of /dev/shm in bytes, which transport ``shm`` uses; 0 if there is none."""
     try:
-        return shutil.disk_usage("/dev/shm").total  # noqa: S108 - a size is read, no file is made
+        return shutil.disk_usage("/dev/shm").total  # noqa: S108  # no file is made, only a size is read
     except OSError:
         return 0
 
@@ -134,7 +144,11 @@ def _version(distribution: str) -> str | None:
 
 
 def git(root: Path, *arguments: str, differs: int = 0) -> bytes | None:
-    """Output of git in a checkout; None without one, or if its status is neither 0 nor ``differs``."""
+    """Run git in a checkout and return its output.
+
+    Returns None if ``root`` is no checkout or git fails.  A status of ``differs``, with which ``git diff
+    --no-index`` reports a difference, is no failure.
+    """
     if not (root / ".git").exists():
         return None
     environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
@@ -148,7 +162,10 @@ def git(root: Path, *arguments: str, differs: int = 0) -> bytes | None:
 
 
 def nvml() -> tuple[list[dict[str, Any]], str | None, str | None]:
-    """Name and memory of each GPU, version of the driver and of CUDA that it allows; none without NVML."""
+    """Return name and memory of each GPU, the driver's version, and the newest CUDA version that it supports.
+
+    Without NVML or a driver, returns no GPUs and None for the versions.
+    """
     try:
         import pynvml
     except ImportError:

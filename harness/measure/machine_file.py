@@ -1,4 +1,7 @@
-"""A machine as a small TOML file: what ``zeropp calibrate`` writes, and ``--machine`` reads.  No torch."""
+"""Reads and writes a :class:`~impl.plan.step_time.Machine` as a small TOML file.  No torch.
+
+``zeropp calibrate`` writes such a file, and the option ``--machine`` of other commands reads one.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,25 @@ from harness.records.trial_record import wrong_field
 from impl import regular_file
 from impl.plan.step_time import Machine
 
-STALE_DAYS: Final = 7  # after which a calibration is refused: kernels, clocks and neighbours change
+STALE_DAYS: Final = 7  # an older calibration is refused, since kernels, clocks and neighbours change
 
 
 def read(path: Path) -> Machine:
-    """Read a machine; a Refusal names the first key that is missing, unknown or wrong."""
+    """Read a machine from a file.
+
+    Raises:
+        Refusal: if the file cannot be read; the message names the first key that is missing, unknown or wrong.
+    """
     try:
         table = tomllib.loads(regular_file.read_text(path, most=1 << 20))
     except (OSError, UnicodeDecodeError) as error:
         raise Refusal(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except (ValueError, RecursionError) as error:
-        raise Refusal(f"{path}: no TOML: {error}") from None
+        raise Refusal(f"{path}: not TOML: {error}") from None
     known = [field.name for field in fields(Machine)]
     for key in table:
         if key not in known:
-            raise Refusal(f"{path}: {key}: no key of a machine{suggestion(key, known)}")
+            raise Refusal(f"{path}: unknown key {key!r} of a machine{suggestion(key, known)}")
     try:
         return TypeAdapter(Machine).validate_python(table)
     except ValidationError as error:
@@ -39,11 +46,11 @@ def read(path: Path) -> Machine:
 
 
 def write(path: Path, machine: Machine) -> None:
-    """Write the fields that differ from their defaults; :func:`read` gives the machine back."""
+    """Write a machine's fields that differ from their defaults, so that :func:`read` returns an equal machine."""
     values = asdict(machine)
     codecs: Mapping[str, Mapping[str, float]] = values.pop("codecs")
     defaults = {field.name: field.default for field in fields(Machine)}
-    # TOML writes numbers, truth values and text as JSON does.
+    # Numbers, booleans and text have the same form in TOML as in JSON.
     lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if value != defaults[name]]
     for codec, cost in codecs.items():
         lines += ["", f"[codecs.{json.dumps(codec)}]", *(f"{key} = {json.dumps(cost[key])}" for key in cost)]
@@ -52,11 +59,17 @@ def write(path: Path, machine: Machine) -> None:
 
 
 def check_host(path: Path, machine: Machine, host: str) -> None:
-    """Refuse a machine that was not calibrated on ``host`` within the last :data:`STALE_DAYS` days."""
+    """Raise a Refusal unless a machine was calibrated on ``host`` within the last :data:`STALE_DAYS` days."""
+    again = "run zeropp calibrate here, or leave --machine out"
     if not machine.host:
-        made = f"made of {machine.nature}s" if machine.nature == "data sheet" else "as published"
-        raise Refusal(f"{path}: a machine {made}, not calibrated: nothing is run by it; zeropp calibrate")
+        source = "data sheets" if machine.nature == "data sheet" else "published numbers"
+        raise Refusal(
+            f"{path}: this machine is described from {source}, but zeropp run needs one that is calibrated here: "
+            f"{again}"
+        )
     if machine.host != host:
-        raise Refusal(f"{path}: calibrated on {machine.host}, and this is {host}; zeropp calibrate")
+        raise Refusal(f"{path}: calibrated on {machine.host}, but this host is {host}: {again}")
     if (days := (datetime.now(UTC).date() - date.fromisoformat(machine.date)).days) > STALE_DAYS:
-        raise Refusal(f"{path}: calibrated {days} days ago, on {machine.date}; at most {STALE_DAYS}")
+        raise Refusal(
+            f"{path}: calibrated {days} days ago, on {machine.date}, and at most {STALE_DAYS} are allowed: {again}"
+        )

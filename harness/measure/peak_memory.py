@@ -1,4 +1,4 @@
-"""Peak memory of this process and of its GPU, in bytes."""
+"""Reads the peak memory of this process and of its GPU, in bytes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import torch
 
 
 def forget_peak(device: torch.device) -> None:
-    """Reset the peaks of memory, where the system allows it."""
+    """Reset the peaks of memory, where the system allows it.
+
+    Where it does not, the peak is that of the process since its start, which is an upper bound.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    with contextlib.suppress(OSError):  # then the peak is the whole process's, an upper bound
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_rss() -> int:
-    """Peak resident memory of this process, in bytes."""
+    """Return the peak resident memory of this process, in bytes."""
     with contextlib.suppress(OSError):
         if match := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii")):
             return int(match[1]) * 1024
@@ -27,5 +30,5 @@ def peak_rss() -> int:
 
 
 def peak_device(device: torch.device) -> int | None:
-    """Peak memory that torch has allocated on the GPU, in bytes; None on a CPU."""
+    """Return the peak memory that torch has allocated on the GPU, in bytes; None for the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -1,4 +1,7 @@
-"""Tries a grid of codecs on a trial's weights and reduced gradients: one encoding each, nothing sent."""
+"""Measures the error of a grid of integer codecs on a trial's weights and mean gradients.
+
+Each rank encodes and decodes its own shards once with each codec; only sums of squares and maxima are sent.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ BLOCKS: Final[tuple[Block, ...]] = (64, 256, 1024, 2048, "shard")
 
 
 def measure(zero: Zero) -> list[QuantisationError]:
-    """Errors over all ranks of a grid of bits and block sizes; none of zeros.  All ranks must call it."""
+    """Return the errors of all bits and block sizes on each unit, over all ranks; all ranks must call this.
+
+    Tensors of nothing but zeros are left out.
+    """
     grid = [IntCodec(bits, block) for bits in BITS for block in BLOCKS]
     errors = []
     for unit in zero.units:
@@ -43,7 +49,10 @@ def measure(zero: Zero) -> list[QuantisationError]:
 
 @torch.no_grad()
 def _sums(codec: Codec, x: Tensor) -> Tensor:
-    """(4,) fp64: squared errors and values, largest error and value, of one codec on x (S,) fp32."""
+    """Encode and decode x (S,) fp32.
+
+    Returns (4,) fp64: the sums of squared errors and of squared values, the largest error and largest value.
+    """
     frames = torch.empty(codec.frame_bytes(x.numel()), dtype=torch.uint8, device=x.device)
     decoded = torch.empty_like(x)
     ops.encode(codec, x, frames)
@@ -53,5 +62,5 @@ def _sums(codec: Codec, x: Tensor) -> Tensor:
 
 
 def _short(value: float) -> float:
-    """``value`` in six digits: more are of no use, and fill a record."""
+    """Round to six digits, since more would only make records larger."""
     return float(f"{value:.6g}")

@@ -1,4 +1,8 @@
-"""This machine in a run's file: changes of the checkout, packages, variables that matter."""
+"""Describes the environment of a run, for the file that a run writes beside its records.
+
+It holds what is needed to repeat the run: the machine, the changes of the checkout against its commit, all packages,
+and the environment variables that affect speed or results.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +17,24 @@ from typing import Any, Final
 from harness.measure import machine
 from harness.records.run_record import Changes, Node, Run, Software, SuiteText
 
-MOST_CHANGES: Final = 256 << 10  # bytes of changes that are kept
+MOST_CHANGES: Final = 256 << 10  # bytes of the checkout's changes that are kept; the rest is cut off
 _PREFIXES: Final = (
     "CUBLAS_", "CUDA_", "GLOO_", "GOMP_", "KMP_", "MALLOC_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_", "PYTORCH_",
     "THP_", "TORCH_",
 )  # fmt: skip
 _SECRET: Final = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|(^|_)(KEY|PWD)(_|$)", re.IGNORECASE)
-_LONGEST: Final = 1000  # letters of a variable
-HIDDEN: Final = "<hidden>"
-_DIFF: Final = (  # whatever the user's configuration of git says
+_LONGEST: Final = 1000  # characters of a variable's value that are kept
+HIDDEN: Final = "<hidden>"  # stands for the value of a variable whose name looks like a secret
+_DIFF: Final = (  # options that override the user's configuration of git
     "diff", "--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames",
     "--src-prefix=a/", "--dst-prefix=b/",
 )  # fmt: skip
 
 
 def identity() -> dict[str, Any]:
-    """This node for the others, JSON-ready: :class:`~harness.records.run_record.Node`."""
+    """Describe this node for the other nodes and the run's file: a :class:`~harness.records.run_record.Node`
+    as JSON.
+    """
     return Node(
         machine=machine.facts(),
         code=machine.code(),
@@ -39,21 +45,22 @@ def identity() -> dict[str, Any]:
 
 
 def run_of(suite: SuiteText | None, nodes: list[dict[str, Any]]) -> Run:
-    """The record of a run that begins now, on nodes with these :func:`identity` values."""
+    """Return the record of a run that begins now; ``nodes`` are the :func:`identity` values of its nodes."""
     return Run(suite=suite, changes=changes(), nodes=[Node.model_validate(node) for node in nodes])
 
 
 def packages() -> list[str]:
-    """All installed packages, ``name==version``; the first of a name is the one that is imported."""
+    """Return all installed packages as ``name==version``, sorted by name."""
     lines: dict[str, str] = {}
     for package in importlib.metadata.distributions():
-        if name := package.metadata["Name"]:  # None of a broken one
+        # A name may occur twice on sys.path; Python imports the first.  A broken installation has no name.
+        if name := package.metadata["Name"]:
             lines.setdefault(re.sub(r"[-_.]+", "-", name).lower(), f"{name}=={package.version}")
     return [lines[key] for key in sorted(lines)]
 
 
 def libraries() -> dict[str, str]:
-    """Versions of CUDA, cuDNN and NCCL as torch has them, and of CUDA as the driver allows it."""
+    """Return the versions of CUDA, cuDNN and NCCL in torch, and the newest CUDA that the driver supports."""
     import torch
     import torch.distributed as dist
 
@@ -66,7 +73,7 @@ def libraries() -> dict[str, str]:
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that matter to speed and results, values shortened; secrets are :data:`HIDDEN`."""
+    """Return the environment variables that affect speed or results; long values are cut, secrets hidden."""
     return {
         name: HIDDEN if _SECRET.search(name) else value.encode(errors="replace").decode()[:_LONGEST]
         for name, value in sorted(environment.items())
@@ -75,7 +82,10 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def changes(root: Path = machine.ROOT) -> Changes | None:
-    """How the checkout differs from its commit, new sources included; None if equal, or without git."""
+    """Return the difference between the checkout and its commit, including new source files.
+
+    Returns None if there is no difference, or no git checkout.
+    """
     patch = machine.git(root, *_DIFF, "HEAD") or b""
     new = machine.git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *machine.SOURCES)
     for name in sorted(os.fsdecode(part) for part in (new or b"").split(b"\0") if part):

@@ -1,4 +1,4 @@
-"""Times the parts of a step, and the waits for communication in them; keeps raw values."""
+"""Times the parts of each step, and how long each part waited for communication; keeps the raw values."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ import torch
 
 from harness.records.trial_record import Step
 
-_DIGITS: Final = 6  # after the point: what scheduling adds to a reading is above a microsecond
+_DIGITS: Final = 6  # decimals of seconds that are kept: scheduling disturbs a reading by over a microsecond
 Part = Literal["generate", "score", "forward", "backward", "optimizer"]
 
 
 def now(device: torch.device) -> float:
-    """Seconds of the clock once the device has finished its work."""
+    """Wait until the device has finished its work, and return the time of the clock in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 class StepClock:
-    """Times each step by part, with CPU seconds; ``exposed`` returns seconds waited for messages, or None."""
+    """Times each step and its parts, in wall-clock and CPU seconds.
+
+    Args:
+        exposed: Returns the seconds waited for messages so far; None if they are not known, as for peers.
+        device: Its work is waited for at each reading.
+    """
 
     def __init__(
         self, exposed: Callable[[], float | None] = lambda: None, device: torch.device | None = None
@@ -33,18 +38,20 @@ class StepClock:
         self._waited: dict[str, float] = {}
         self._begun = self._computed = 0.0
         self.steps: list[Step] = []
-        self.note: Callable[[str, float], None] | None = None  # called with each part and its beginning
+        self.note: Callable[[str, float], None] | None = (
+            None  # called at a part's end: its name, its beginning
+        )
 
     def begin(self) -> None:
         """Begin a step."""
         self._seconds = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
         self._waited = {}
         self._begun = now(self._device)
-        self._computed = time.process_time()  # read inside the wall clock's readings, not around them
+        self._computed = time.process_time()  # read after the wall clock here, and before it in end()
 
     @contextlib.contextmanager
     def part(self, name: Part) -> Iterator[None]:
-        """Time the body as a part of the step; a part may occur several times and adds up."""
+        """Time the body of ``with`` as a part of the step; times of a part that occurs repeatedly add up."""
         start = now(self._device)
         waited = self._exposed()
         yield
@@ -57,19 +64,26 @@ class StepClock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the body's time out of the step."""
+        """Leave the time of the body of ``with`` out of the step."""
         wall, computed = now(self._device), time.process_time()
         yield
         self._computed += time.process_time() - computed
         self._begun += now(self._device) - wall
 
     def end(self, *, index: int, warmup: bool, loss: float, norm: float | None) -> None:
-        """End the step and keep its times; ``index`` counts from the first warm-up step."""
+        """End the step and append it to ``steps``.
+
+        Args:
+            index: Number of the step, from 0 at the first warm-up step.
+            warmup: Whether it is a warm-up step.
+            loss: Mean loss of its batches.
+            norm: Norm of the gradient before clipping; None if it was not computed.
+        """
         computed = time.process_time() - self._computed
         seconds = {"total": now(self._device) - self._begun, "cpu_seconds": computed, **self._seconds}
         waited = {
             f"exposed_{part}": self._waited.get(part) for part in ("forward", "backward", "generate", "score")
         }
         times: dict[str, Any] = {name: t and round(t, _DIGITS) for name, t in (seconds | waited).items()}
-        loss = float(f"{loss:.9g}")  # as many digits as tell any two fp32 apart
+        loss = float(f"{loss:.9g}")  # nine digits distinguish any two fp32 numbers
         self.steps.append(Step(index=index, warmup=warmup, loss=loss, gradient_norm=norm, **times))

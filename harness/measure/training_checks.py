@@ -1,9 +1,15 @@
-"""Checks of training after its first step, outside of what is timed; of kernels, before it.
+"""Checks, while a trial runs, that it trains and times what it claims; codecs' kernels are checked before it.
 
-:func:`harness.records.record_checks.training_fault` judges what all ranks noted: a few masters are replayed
-in float64 as AdamW; gradients are those of a rehearsal; batches are those that the seed gives this rank, by
-hashes beside the next rank's draws, and validation is drawn again; norms are equal on all ranks; timed steps
-fill the time that passed, and a rank that waits for messages sleeps.
+These checks run outside the timed parts of a step.  Each rank notes facts, and
+:func:`harness.records.record_checks.training_fault` judges those of all ranks:
+
+- AdamW: the updates of a few master weights are computed again in float64;
+- gradients: those that the optimizer gets equal those of a rehearsal of the same step;
+- clipping: this rank's part of a clipped gradient is not longer than the limit;
+- batches: the hash of the batch that a rank read equals the hash of the batch that the rank before drew for it from
+  the seed, and no batch is read twice;
+- validation: the samples are drawn again by a second implementation;
+- norms are equal on all ranks; timed steps fill the time that passed; a rank that sleeps reports waiting.
 """
 
 from __future__ import annotations
@@ -28,18 +34,18 @@ from impl.codecs.codec import Codec, OwnCodec, Raw
 from impl.codecs.reference import REFERENCE
 from impl.codecs.rounding_noise import Noise
 
-_TENSORS: Final = 16  # of an optimizer, at most, from its first to its last
-_ELEMENTS: Final = 32  # of each, from its first to its last
-_SETTINGS: Final = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 1e-2}  # AdamW's own
-_ULPS: Final = 3 * 2.0**-24  # of a master: fp32 rounds it in each of two operations
-_RATE_ERROR: Final = 2e-5  # of the learning rate: rounding of moments in fp32
-_CHANCES: Final = 2**24  # possible draws from which on two are not equal by chance
-_SAME: Final = 0.999  # cosine of the gradients of a step and of its rehearsal; 1 but for rounding on a GPU
-_PROBE: Final = 2048  # elements of a kernel's check
+_TENSORS: Final = 16  # master tensors that are watched at most, spread over all of them
+_ELEMENTS: Final = 32  # elements of each that are watched, spread evenly
+_SETTINGS: Final = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 1e-2}  # AdamW's defaults
+_ULPS: Final = 3 * 2.0**-24  # allowed error relative to a master, which AdamW rounds to fp32 twice
+_RATE_ERROR: Final = 2e-5  # allowed error relative to the learning rate, from moments rounded to fp32
+_CHANCES: Final = 2**24  # with more possible batches than this, two equal ones are no coincidence
+_SAME: Final = 0.999  # smallest cosine of a step's and its rehearsal's gradients; only GPUs round differently
+_PROBE: Final = 2048  # elements on which a kernel is checked, at least
 
 
 class TrainingChecks:
-    """The checks of one rank, which :class:`harness.strategies.training_loop.TrainingLoop` calls."""
+    """The checks of one rank; :class:`harness.strategies.training_loop.TrainingLoop` calls them at each step."""
 
     def __init__(self, trial: Trial, data: RankBatches, rank: int, optimizer: torch.optim.Optimizer) -> None:
         self.checked = Checked()
@@ -52,21 +58,21 @@ class TrainingChecks:
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._steps = 0
         self._rehearsed: dict[int, Tensor] = {}
-        self._masters: list[torch.nn.Parameter] = []  # of which a few elements are replayed
-        # Of another optimizer, or one with further settings, nothing is replayed; DeepSpeed has its own.
+        self._masters: list[torch.nn.Parameter] = []  # those of which a few elements are watched
+        # Only AdamW with its usual settings is computed again.  DeepSpeed has an implementation of its own.
         adamw = trial.optimizer.name == "AdamW" and self._settings.keys() == _SETTINGS.keys()
         if adamw and family_of(trial.strategy) != "deepspeed":
             plain = [p for p in self._parameters if type(p) is torch.nn.Parameter and p.numel()]
             plain = [p for p in plain if p.dtype is torch.float32]
             self._masters = plain[:: max(1, -(-len(plain) // _TENSORS))]
-        self._value = _samples(self._masters)  # (n,) float64, before the next step
-        self._first = self._second = torch.zeros_like(self._value)  # moments, as AdamW has them
+        self._value = _samples(self._masters)  # (n,) float64: the watched elements before the next step
+        self._first = self._second = torch.zeros_like(self._value)  # AdamW's two moments of these elements
         if data.validation and _digest(data.validation) != _digest(self._held_out(trial)):
             self.checked.wrong = f"rank {rank} validates on other samples than those held out for it"
 
     def _held_out(self, trial: Trial) -> Iterator[Batch]:
-        """This rank's validation batches, drawn again by a second implementation of their order."""
-        dataset, count = self._data.dataset, trial.tokens_per_rank // trial.sequence  # of a rank's samples
+        """Yield this rank's validation batches, drawn again by a second implementation of their order."""
+        dataset, count = self._data.dataset, trial.tokens_per_rank // trial.sequence  # samples of a batch
         last = dataset.count(dataset.validation) - 1
         gaps = max(trial.validation_batches * self._world * count - 1, 1)
         for part in self._data.ranks:
@@ -77,34 +83,39 @@ class TrainingChecks:
                 yield torch.tensor(pair[0]), torch.tensor(pair[1])
 
     def _note(self, wrong: str) -> None:
-        """Keep what went wrong first."""
+        """Keep this fault, unless an earlier one is kept already."""
         self.checked.wrong = self.checked.wrong or wrong
 
     def note_rehearsal(self, index: int) -> None:
-        """Note the present gradients, those of a rehearsal of step ``index``."""
+        """Keep the present gradients, which come from a rehearsal of step ``index``."""
         if (gradient := self._gradients()) is not None:
             self._rehearsed[index] = gradient
 
     def _gradients(self) -> Tensor | None:
-        """(n,) float64: of a few elements of each master; None where one has none."""
+        """Return the gradient of the watched elements, (n,) float64; None if a master has no gradient."""
         gradients = [master.grad for master in self._masters if master.grad is not None]
         return _samples(gradients) if gradients and len(gradients) == len(self._masters) else None
 
     def note_batches(self, step: int, batches: Iterable[Batch]) -> None:
-        """Note the batches of a step, if it is due."""
+        """Note digests of a step's batches, and of those that the next rank should read, if the step is due."""
         if step in self._due:
             begin = time.perf_counter()
             digest, dataset = _digest(batches), self._data.dataset
             distinct = dataset.count(dataset.train) ** self._sequences > _CHANCES
             if distinct and digest in self.checked.batches.values():
-                self._note(f"rank {self._rank} read in step {step} what it had read in a step before")
+                self._note(
+                    f"rank {self._rank} read in step {step} a batch that it had read in an earlier step"
+                )
             self.checked.batches[step] = digest
             neighbour = (self._rank + 1) % self._world
             self.checked.of_next_rank[step] = _digest(self._data.of_rank(step, neighbour))
             self.checked.untimed += time.perf_counter() - begin
 
     def replay(self, index: int, *, done: bool) -> None:
-        """Replay step ``index`` of the optimizer with the present gradients; skipped unless ``done``."""
+        """Compute step ``index`` of the optimizer again, from the present gradients, and compare.
+
+        If the optimizer skipped the step for an overflow (not ``done``), masters must not have changed.
+        """
         begin = time.perf_counter()
         self._steps += done
         gradient, after = self._gradients(), _samples(self._masters)
@@ -118,7 +129,7 @@ class TrainingChecks:
         self.checked.untimed += time.perf_counter() - begin
 
     def _check_rehearsed(self, index: int, gradient: Tensor | None) -> None:
-        """The optimizer has the gradients of this step, but for a factor: clipping and loss scales."""
+        """Check that the optimizer has the gradients of this step, up to a factor from clipping or loss scale."""
         expected = self._rehearsed.pop(index, None)
         if expected is None or gradient is None or not bool(expected.any()):
             return
@@ -127,21 +138,21 @@ class TrainingChecks:
         if not cosine >= _SAME:
             self._note(
                 f"in step {index} the optimizer of rank {self._rank} had other gradients than a rehearsal of "
-                f"the step just before it: a cosine of {cosine:.3f}"
+                f"the same step just before it: their cosine is {cosine:.3f}"
             )
 
     def _check_clipped(self, index: int, clip: float) -> None:
-        """A rank's part of the gradient is no longer than the whole, which was clipped."""
+        """Check that the norm of this rank's part of the gradient is not above the limit for the whole."""
         gradients = [p.grad for p in self._parameters if type(p) is torch.nn.Parameter and p.grad is not None]
         norm = math.sqrt(math.fsum(float(gradient.double().square().sum()) for gradient in gradients))
         if not norm <= clip * 1.001:
             self._note(
-                f"in step {index} rank {self._rank}'s part of the gradient has a norm of {norm:.6g}, and was "
-                f"to be clipped to {clip:g}"
+                f"in step {index} rank {self._rank}'s part of the gradient has a norm of {norm:.6g}, although "
+                f"the whole should be clipped to {clip:g}"
             )
 
     def _adamw(self, gradient: Tensor, index: int) -> Tensor:
-        """(n,) float64: decoupled weight decay, then Adam (Loshchilov and Hutter, algorithm 2)."""
+        """Return the watched elements after a step of AdamW, (n,) float64 (Loshchilov and Hutter, algorithm 2)."""
         settings = self._settings
         beta1, beta2 = settings["betas"]
         rate = settings["lr"] * (1.0 if self._schedule is None else self._schedule.factor(index))
@@ -153,19 +164,20 @@ class TrainingChecks:
         return after
 
     def _compare(self, index: int, trained: Tensor, expected: Tensor) -> None:
+        """Note the first watched element that is not what AdamW gives."""
         allowed = _ULPS * expected.abs() + _RATE_ERROR * abs(self._settings["lr"])
-        wrong = ~((trained - expected).abs() <= allowed)  # NaN is wrong, too
+        wrong = ~((trained - expected).abs() <= allowed)  # negated, so that NaN is wrong too
         if bool(wrong.any()):
             at = int(wrong.nonzero()[0])
             self._note(
                 f"after step {index} element {at} of those watched on rank {self._rank} is "
-                f"{float(trained[at]):.9g}, by AdamW of the trial {float(expected[at]):.9g}: they differ by "
+                f"{float(trained[at]):.9g}, but the trial's AdamW gives {float(expected[at]):.9g}: they differ by "
                 f"more than {float(allowed[at]):.2g}"
             )
 
 
 def _samples(tensors: Iterable[Tensor]) -> Tensor:
-    """(n,) float64 on the CPU: elements of each from the first to the last, at equal distances."""
+    """Return a few elements of each tensor, from first to last at equal distances, as (n,) float64 on the CPU."""
     samples = [torch.zeros(0, dtype=torch.float64)]
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
@@ -183,10 +195,10 @@ def _digest(batches: Iterable[Batch]) -> str:
 
 
 def wrong_kernel(codecs: Iterable[Codec], device: torch.device) -> str | None:
-    """A sentence on the first codec whose kernels do not write and read as the reference does; else None."""
+    """Return a sentence on the first codec whose kernels do not equal the reference bit by bit; else None."""
     for codec in dict.fromkeys(codecs):
         if isinstance(codec, Raw) or (isinstance(codec, OwnCodec) and not codec.published):
-            continue  # a user's codec runs alike on every backend
+            continue  # casts are torch's, and a user's codec has the same code on every backend
         numel = codec.grain * -(-_PROBE // codec.grain)
         x = ((torch.arange(numel) * 40503 % 65521).float() - 32760) / 7919  # (n,) in [-4.2, 4.2]
         noise = Noise((1, 2, 3, 4)) if codec.stochastic else None
@@ -197,7 +209,7 @@ def wrong_kernel(codecs: Iterable[Codec], device: torch.device) -> str | None:
         ops.encode(codec, x.to(device), frame, noise=noise)
         ops.decode(codec, frame, decoded)
         if not torch.equal(expected, frame.cpu()) or not torch.equal(elements, decoded.cpu()):
-            wrong = f"the {ops.backend_of(device)} kernels of {codec} do not do what the reference does"
+            wrong = f"the {ops.backend_of(device)} kernels of {codec} do not equal the reference"
             off = float((elements - decoded.cpu()).abs().max())
-            return f"{wrong}: {numel} elements differ by up to {off:.3g} after them"
+            return f"{wrong}: of {numel} elements, decoded ones differ by up to {off:.3g}"
     return None

@@ -1,4 +1,7 @@
-"""An unsharded model's loss with its fp32 weights, and with those weights encoded and decoded once."""
+"""Computes an unsharded model's loss as a sharded engine would: with weights that went through its codecs.
+
+The context managers here change the weights of an unsharded model in place and restore them afterwards.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from impl.zero import find_blocks
 
 
 def mean_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
-    """Mean loss of ``model`` over ``batches`` in evaluation mode; its mode is restored."""
+    """Return the mean loss of ``model`` over ``batches``, computed in evaluation mode."""
     with evaluating(model), torch.no_grad():
         losses = [float(model(*batch)) for batch in batches]
     return math.fsum(losses) / len(losses)
@@ -37,7 +40,7 @@ def mean_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, ``model`` is in evaluation mode; each module's mode is restored."""
+    """Put ``model`` into evaluation mode in the body of ``with``, then restore the mode of each module."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -51,7 +54,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def as_gathered(
     model: nn.Module, policy: Policy, units: Sequence[UnitGeometry | GroupGeometry], clock: Clock
 ) -> Iterator[None]:
-    """Inside, an unsharded fp32 model has its weights as all-gathered then; they are restored after."""
+    """Give an unsharded fp32 model, in the body of ``with``, the weights that ranks would all-gather.
+
+    Args:
+        model: The unsharded model, which has the masters as weights.
+        policy: Its codecs for weights are applied, including that of hpZ's copy if forward passes send it.
+        units: Units or parameter groups of the model, whose shards are encoded one by one.
+        clock: Decides the random bits of stochastic codecs.
+    """
     with _restored(model.named_parameters()) as parameters:
         for unit in units:
             unit_policy = _policy_of(unit, policy)
@@ -64,7 +74,10 @@ def as_gathered(
 def by_columns(
     model: nn.Module, policy: Policy, units: Sequence[UnitGeometry | GroupGeometry]
 ) -> dict[str, Tensor]:
-    """Values by name with which backward computes, if two planes are sent; empty if one is."""
+    """Return the weights, by name, that the backward pass uses under ``planes = 2``; otherwise nothing.
+
+    With two planes weights are quantised twice: in blocks along rows for forward, along columns for backward.
+    """
     if policy.planes == 1:
         return {}
     with _restored(model.named_parameters()) as parameters:
@@ -78,7 +91,7 @@ def by_columns(
 
 @contextmanager
 def computing_with(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, parameters have these values, unseen by autograd; they are restored after."""
+    """Give parameters these values in the body of ``with``, without autograd's knowledge."""
     with _restored((name, model.get_parameter(name)) for name in values) as parameters:
         for name, parameter in parameters.items():
             parameter.data.copy_(values[name])
@@ -86,7 +99,11 @@ def computing_with(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[N
 
 
 def as_computed(trial: Trial, model: nn.Module) -> nn.Module:
-    """The model in a trial's precision: itself in fp32; else a copy, by autocast in DDP and one process."""
+    """Return a model that computes in the trial's precision.
+
+    That is ``model`` itself for fp32.  Otherwise it is a copy, which uses autocast as DDP and the single process
+    do, or has its parameters and inputs cast as sharded engines do.
+    """
     policy = trial.resolved_policy() or Policy(compute=trial.peer.compute)
     if policy.compute == "fp32":
         return model
@@ -110,7 +127,10 @@ def packed(
     values: Mapping[str, Tensor | None],
     device: torch.device | None = None,
 ) -> Tensor:
-    """(ranks, shard) fp32 of values by name, laid out as a unit or a parameter group; zeros elsewhere."""
+    """Lay values, by parameter name, out as a unit or parameter group does: (ranks, shard) fp32.
+
+    Padding, and parameters without a value, are zeros.
+    """
     whole = torch.zeros(geometry.padded, device=device).view(-1, geometry.shard)
     for name, place in _places(geometry, whole):
         place.copy_(padded(values[name], place.numel()).view_as(place))
@@ -118,14 +138,14 @@ def packed(
 
 
 def padded(value: Tensor | None, numel: int) -> Tensor:
-    """(numel,) fp32: the elements, if any, then zeros."""
+    """Return (numel,) fp32: the elements of ``value``, if any, then zeros."""
     if value is None:
         return torch.zeros(numel)
     return nn.functional.pad(value.detach().reshape(-1).float(), (0, numel - value.numel()))
 
 
 def _places(geometry: UnitGeometry | GroupGeometry, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter's name and its view of ``whole``, in a group with its padding."""
+    """Yield each parameter's name and its view of ``whole``; in a parameter group, the view includes padding."""
     if isinstance(geometry, UnitGeometry):
         for slot in geometry.slots:
             yield slot.spec.name, whole.view(-1)[slot.offset : slot.end]
@@ -141,7 +161,7 @@ def _policy_of(unit: UnitGeometry | GroupGeometry, policy: Policy) -> Policy:
 
 @contextmanager
 def _restored(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[dict[str, nn.Parameter]]:
-    """Yields the parameters by name, to be changed; restores their values afterwards."""
+    """Yield the parameters by name, so that the caller can change them; restore their values afterwards."""
     by_name = dict(parameters)
     values = {name: parameter.detach().clone() for name, parameter in by_name.items()}
     try:
@@ -159,7 +179,11 @@ def _encode_and_decode(
     clock: Clock,
     rows: int = 0,
 ) -> None:
-    """Pass every rank's message through the reference; bands of ``rows`` rows are turned meanwhile."""
+    """Encode and decode every rank's shard with the reference backend, and write the result into the parameters.
+
+    If ``rows`` is not 0, bands of so many rows are transposed before encoding and back after decoding, as the
+    second of two planes is.
+    """
     device, noise = next(iter(parameters.values())).device, None
     shards, turned = packed(geometry, parameters, device), list[tuple[Band, ...]]()
     if isinstance(geometry, UnitGeometry):

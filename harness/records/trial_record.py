@@ -440,16 +440,17 @@ def read_as(model: type[Model], path: Path) -> Model:
     try:
         digest = digest_of(data)
     except (ValueError, RecursionError):
-        raise RecordError(
-            f"{path}: not a record: it holds a number that is infinite or NaN{_REMEDY}"
-        ) from None
-    if data.get("digest") is not None and data["digest"] != digest:
+        digest = None
+    if digest is not None and data.get("digest") not in (None, digest):
         digests = f"it states the digest {str(data['digest'])[:12]}, but its content has {digest[:12]}"
         raise RecordError(f"{path}: edited or damaged since it was written: {digests}{_REMEDY}")
     try:
-        return model.model_validate(data)
+        record = model.model_validate(data)
     except ValidationError as error:
         raise RecordError(f"{path}: not a record: {wrong_field(error)}{_REMEDY}") from error
+    if digest is None:
+        raise RecordError(f"{path}: not a record: it holds a number that is infinite or NaN{_REMEDY}")
+    return record
 
 
 def wrong_field(error: ValidationError) -> str:

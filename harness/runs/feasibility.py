@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -20,18 +20,28 @@ from typing import TYPE_CHECKING, Final
 from harness.errors import LinkError, Refusal
 from harness.measure import machine
 from harness.records.memory_parts import on_device, on_host, sum_parts, without_training
-from harness.records.trial_record import Failure, Record, path_of, read, read_all
-from harness.runs.predict import Models, build_model, copied_bytes, peer_memory, per_node_bytes, step_of_trial
+from harness.records.trial_record import Failure, Record, path_of, read_all
+from harness.runs.predict import (
+    Listed,
+    Models,
+    copied_bytes,
+    model_to_plan,
+    peer_memory,
+    per_node_bytes,
+    step_of_trial,
+)
 from harness.strategies import deepspeed
 from harness.suites.labels import at, counted, varying_paths
 from harness.suites.peers import DEEPSPEED, PEERS
-from harness.suites.trial import RECIPE, Cluster, Trial
+from harness.suites.trial import RECIPE, Cluster, Optimizer, Trial
 from harness.workloads import trial_dataset
 from harness.workloads.input_digests import digests, own_objects
-from impl.adapters.traffic import GroupGeometry
-from impl.codecs.codec import CodecError
+from impl.adapters.traffic import GroupGeometry, HostError
+from impl.codecs.codec import Codec, CodecError
 from impl.deepspeed.config_to_policy import Finding, laid_out
+from impl.errors import ZeroError
 from impl.plan import memory as held
+from impl.plan import unit_plan
 from impl.plan.policy import Policy, PolicyError
 from impl.plan.shard_layout import GeometryError, PaddingError, UnitGeometry, padding_share
 from impl.plan.step_time import Step
@@ -108,34 +118,30 @@ def forecast(trials: Iterable[Trial], host: Host) -> list[Forecast]:
 
 
 def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
-    """Predict one trial; ``models`` caches models that are built for several trials."""
-    import torch
-
-    from harness.workloads.models import check_blocks
-    from impl.adapters.joined import HostError
-    from impl.ops import check_devices
-    from impl.zero import ZeroError
-
     optimizer, policy = _check_optimizer(trial), trial.resolved_policy()
     codecs = () if policy is None else policy.own_codecs
-    model = build_model(trial.model, trial.sequence, models)
+    model = model_to_plan(trial, models)
     problems = [
         next(_rank_problems(trial, host), None),
         _refusal(lambda: trial_dataset.check(trial)),
         next(_link_problems(trial, host), None),
-        _refusal(lambda: check_devices(torch.device(trial.cluster.device), codecs)),
+        _refusal(partial(_check_own_codecs, trial.cluster.device, codecs)) if codecs else None,
         optimizer if isinstance(optimizer, str) else None,
     ]
     if isinstance(model, Refusal):
         problems.append(str(model))
-    elif trial.activation_checkpointing:
-        problems.append(_refusal(partial(check_blocks, model)))
+    elif trial.activation_checkpointing and not isinstance(model, Listed):  # a preset has blocks
+        problems.append(_refusal(partial(_check_blocks, model)))
     prediction = Forecast(trial, problems=tuple(filter(None, problems)), paced=_why_paced(trial, host))
     if trial.strategy == RECIPE:
         prediction.findings = trial.recipe().findings
     if isinstance(model, Refusal):
         return prediction
-    prediction.parameters = sum(parameter.numel() for parameter in model.parameters())
+    prediction.parameters = (
+        sum(parameter.spec.numel for parameter in model.placed)
+        if isinstance(model, Listed)
+        else sum(parameter.numel() for parameter in model.parameters())
+    )
     state = optimizer if isinstance(optimizer, int) else 0
     memory = peer_memory(trial, prediction.parameters, state)
     if policy is not None:
@@ -155,35 +161,54 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
     return prediction
 
 
-def _plan(prediction: Forecast, policy: Policy, model: nn.Module, state: int) -> dict[str, int] | None:
-    """Fill in what a trial with a policy sends.
+def _check_own_codecs(device: str, codecs: Sequence[Codec]) -> None:
+    """Refuse users' codecs that do not support a device."""
+    import torch
 
-    Args:
-        prediction: The prediction to fill in.
-        policy: The trial's policy.
-        model: Its model on the meta device.
-        state: Bytes of optimizer state per element.
+    from impl.ops import check_devices
 
-    Returns:
-        Bytes of one rank by part; None for an engine other than ours.
-    """
-    from harness.strategies.optimizers import with_state
+    check_devices(torch.device(device), codecs)
+
+
+def _check_blocks(model: nn.Module) -> None:
+    """Refuse a model without blocks, whose activations cannot be checkpointed."""
+    from harness.workloads.models import check_blocks
+
+    check_blocks(model)
+
+
+def _units(
+    trial: Trial, policy: Policy, model: nn.Module | Listed
+) -> tuple[Sequence[UnitGeometry | GroupGeometry], list[UnitGeometry]]:
+    """The units of a trial's model, and those of the frozen models of workload ``rlhf``."""
+    topology = trial.topology()
+    if isinstance(model, Listed):
+        return unit_plan.plan_units(model.placed, model.blocks, topology, policy), []
     from harness.workloads.models import unfilled
     from harness.workloads.reinforcement import judges_of
     from impl.adapters.joined import hosted_units
     from impl.zero import plan_units
 
-    trial, topology, memory = prediction.trial, prediction.trial.topology(), None
-    units: Sequence[UnitGeometry | GroupGeometry]
-    judges: list[UnitGeometry] = []  # of the frozen models of workload ``rlhf``
     if trial.host is not None:
-        units = hosted_units(trial.host, model, topology, policy)
-    else:
-        units = planned = plan_units(model, topology, policy)
-        memory = with_state(held.memory(policy, topology, planned, micro_batches=trial.accumulation), state)
-        if trial.workload == "rlhf":
-            with unfilled():
-                judges = plan_units(judges_of(trial, model), topology, policy)
+        return hosted_units(trial.host, model, topology, policy), []
+    units = plan_units(model, topology, policy)
+    if trial.workload != "rlhf":
+        return units, []
+    with unfilled():
+        return units, plan_units(judges_of(trial, model), topology, policy)
+
+
+def _plan(
+    prediction: Forecast, policy: Policy, model: nn.Module | Listed, state: int
+) -> dict[str, int] | None:
+    """Fill in what a trial of a policy sends; returns a rank's memory, None for an engine other than ours."""
+    trial, topology, memory = prediction.trial, prediction.trial.topology(), None
+    units, judges = _units(trial, policy, model)
+    if trial.host is None:
+        planned = [unit for unit in units if isinstance(unit, UnitGeometry)]
+        memory = held.memory(policy, topology, planned, micro_batches=trial.accumulation)
+        memory = held.with_state(memory, state)
+        if judges:
             memory = sum_parts(memory, held.memory(policy, topology, judges, backward=False))
         prediction.copied = copied_bytes(policy, topology, planned, trial)
         prediction.secondary = held.secondary_either_way(policy, topology, [*planned, *judges])
@@ -268,12 +293,14 @@ def check_writable(folder: Path, name: str) -> None:
         raise Refusal(f"{name} not writable: {existing}: {error.strerror}") from None
 
 
-def check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
-    """Raise a Refusal if results were made with another corpus, or with other modules of the user's, than now."""
-    for trial in trials:
-        path = path_of(folder, trial.id)
-        record = read(path) if path.exists() else None
-        if record is None or not record.settled or not record.measured:
+def check_inputs(folder: Path, trials: Mapping[str, Trial], records: Sequence[Record]) -> None:
+    """Refuse to add to results whose corpus, or own objects, have changed since they were made.
+
+    ``trials`` are those of the suite by id, ``records`` those of the folder.
+    """
+    for record in records:
+        trial, path = trials.get(record.id), path_of(folder, record.id)
+        if trial is None or not record.settled or not record.measured:
             continue
         before, now = record.inputs, digests(trial)
         for name in sorted(name for name in before | now if before.get(name) != now.get(name)):
@@ -411,6 +438,8 @@ def _refusal(check: Callable[[], None]) -> str | None:
 
 def _check_optimizer(trial: Trial) -> str | int:
     """Return the bytes of optimizer state per element, or why the optimizer cannot work on 1-D shards."""
+    if _usual(trial.optimizer):
+        return held.ADAM_BYTES
     from harness.strategies.optimizers import check_elementwise, state_bytes_per_element
 
     try:
@@ -419,6 +448,12 @@ def _check_optimizer(trial: Trial) -> str | int:
         return state_bytes_per_element(trial.optimizer)
     except Refusal as error:
         return str(error)
+
+
+def _usual(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is Adam or AdamW with arguments that torch takes, which needs no trial of it."""
+    known = optimizer.name in ("Adam", "AdamW") and optimizer.arguments.keys() <= {"lr", "weight_decay"}
+    return known and all(type(value) is float and value >= 0 for value in optimizer.arguments.values())
 
 
 def namespaces(rate: str | None = "100 Mbit/s") -> str | None:

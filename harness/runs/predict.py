@@ -1,22 +1,23 @@
 """Predicts, without running a trial, the bytes that it sends and holds, and how long a machine takes for its step.
 
-The model is built on the meta device, its units are planned, and :mod:`impl.plan.traffic` counts their bytes.
-Therefore models and clusters that do not fit on this machine, such as 100 B parameters on 64x16 ranks, are predicted
-within seconds.  All nodes send the same number of bytes, so that only node 0 is computed.  Activations are not
-counted.
+A preset is planned from the shapes of its parameters; another model is built on the meta device.  Then
+:mod:`impl.plan.traffic` counts the bytes of the units.  Therefore models and clusters that do not fit on this machine,
+such as 100 B parameters on 64x16 ranks, are predicted within seconds.  All nodes send the same number of bytes, so that
+only node 0 is computed.  Activations are not counted.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from harness.errors import Refusal
 from harness.records.trial_record import Record
 from harness.suites.peers import PEERS, zero_stage
 from harness.suites.trial import Model, Trial
+from harness.workloads.preset_parameters import parameters_of
 from impl.adapters.traffic import GroupGeometry, predict_hosted
 from impl.errors import raised
 from impl.plan import traffic
@@ -26,6 +27,7 @@ from impl.plan.shard_layout import FROZEN, UnitGeometry
 from impl.plan.step_time import Machine, Step, StepTime, Work, step_of, step_time
 from impl.plan.topology import Topology
 from impl.plan.traffic import Event, LedgerKey
+from impl.plan.unit_plan import Placed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,7 +36,29 @@ FP32_BYTES: Final = 4
 BYTES_PER_MBIT: Final = 1e6 / 8
 Models = dict[str, "nn.Module | Refusal"]
 """Models, or the reason why they cannot be built, by their JSON and sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The parameters of a preset, from which it is planned without torch."""
+
+    placed: Sequence[Placed]
+    blocks: Sequence[str]
+
+
 _Key = TypeVar("_Key", bound=Hashable)
+
+
+def model_to_plan(trial: Trial, models: Models) -> nn.Module | Listed | Refusal:
+    """The model of a trial, as it is planned: on the meta device, or as a list where that is enough."""
+    policy = trial.resolved_policy()
+    cut = policy is not None and policy.memory.largest_unit
+    if ":" in trial.model.name or trial.host is not None or trial.workload == "rlhf" or cut:
+        return build_model(trial.model, trial.sequence, models)
+    try:
+        return Listed(*parameters_of(trial.model, trial.sequence))
+    except Refusal as error:
+        return error
 
 
 def build_model(model: Model, sequence: int, models: Models) -> nn.Module | Refusal:

@@ -56,6 +56,7 @@ from harness.suites import folder
 from harness.suites.trial import Trial
 from harness.workloads import models
 from harness.workloads.generation import Counts, Generator
+from harness.workloads.preset_parameters import shape_of
 from harness.workloads.rank_batches import Batches, ExperienceBatch, RankBatches, batches_of
 from harness.workloads.reinforcement import Judges, actor_of, judges_of
 from impl import ops
@@ -293,7 +294,7 @@ class TrialRun:
         """Return a generator whose prompts are the beginnings of this rank's first batch."""
         generate = self.trial.generate
         prompts = [tokens[:, : generate.prompt] for tokens, _ in batches_of(self.data)]
-        shape = models.shape_of(self.trial.model)
+        shape = shape_of(self.trial.model)
         return Generator(torch.cat(prompts), generate.tokens, shape.layers, self._counts, self.device)
 
     def _counts(self) -> Counts:

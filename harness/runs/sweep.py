@@ -20,6 +20,7 @@ from typing import Any, cast
 from rich.console import Console
 
 from harness.cluster.node_supervisors import Nodes
+from harness.cluster.rank_processes import start_server
 from harness.errors import Refusal
 from harness.measure import machine, run_environment
 from harness.records import chained_journal, run_record
@@ -220,6 +221,7 @@ class _Sweep:
         """Make the blanks of trials that have to run; the first time, also write the run record."""
         suite = self.suite
         if self._run is None:
+            start_server()  # which imports torch while trials are planned
             nodes = self.runner.nodes
             facts = [run_environment.identity()] if nodes is None else [node.facts for node in nodes.nodes]
             text = SuiteText(name=suite.file, text=suite.text, configurations=dict(suite.configurations))

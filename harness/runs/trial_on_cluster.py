@@ -25,14 +25,10 @@ from harness.cluster.rank_processes import (
     LaunchError,
     kind_of,
     run_ranks,
-    start_server,
 )
 from harness.errors import LinkError
 from harness.measure import machine
 from harness.records.trial_record import Failure, Record
-from harness.runs.merge_ranks import assemble
-from harness.runs.rank_trial import Assignment, run
-from harness.runs.reference_checks import TrialError
 from harness.suites import folder
 from harness.suites.trial import Cluster, Trial
 from impl.plan.topology import Topology
@@ -62,7 +58,6 @@ class TrialRunner:
     _cores: int = field(default_factory=machine.cores)
 
     def __enter__(self) -> Self:
-        start_server()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,6 +71,11 @@ class TrialRunner:
 
     def run(self, trial: Trial, blank: Record, on_progress: Report) -> Record:
         """Run the ranks of a trial; returns ``blank`` with their measurements or with the failure."""
+        # These modules import torch, which a suite whose trials are all on record does not need.
+        from harness.runs.merge_ranks import assemble
+        from harness.runs.rank_trial import Assignment, run
+        from harness.runs.reference_checks import TrialError
+
         try:
             link = self._link(trial, on_progress)
             blank = blank.model_copy(update={"link": link.record([])})

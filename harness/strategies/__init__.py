@@ -1,1 +1,1 @@
-"""Training strategies of trials: every policy of `impl`, and the peers that they are compared with."""
+"""The strategies that a trial can train with: every policy of `impl`, and the peers for comparison."""

@@ -1,4 +1,7 @@
-"""Positive controls: engines spoilt on purpose, which a test of losses must call inferior."""
+"""Positive controls: spoils an engine on purpose, so that it trains worse.
+
+A comparison of losses that cannot tell a spoilt engine from a correct one has no power.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,18 @@ from impl.zero import Zero
 
 
 def spoil(zero: Zero, control: str | None) -> None:
-    """Spoil an engine as a control says; the bytes sent stay the same.
+    """Spoil an engine in place, without changing the bytes that it sends.
 
-    ``stale_secondary``: secondary shards keep the weights of their first all-gather; ``late_secondary``: of
-    the step before.  ``unordered``: gradients go through two hops in the order of ranks: of N nodes with L
-    ranks, rank l of node n ends with slice ``l * N + n`` in place of ``n * L + l`` (paper section 3.3).
+    Args:
+        zero: The engine.
+        control: One of
+
+            - ``stale_secondary``: secondary shards (hpZ) keep the weights of their first all-gather;
+            - ``late_secondary``: they keep the weights of the step before;
+            - ``unordered``: gradients are not reordered before the two hops of qgZ.  With N nodes of L ranks, rank l
+              of node n then ends with slice ``l * N + n`` instead of ``n * L + l`` (paper section 3.3).
+
+            Any other value changes nothing.
     """
     for unit in zero.units:
         if control in ("stale_secondary", "late_secondary"):
@@ -29,8 +39,8 @@ def spoil(zero: Zero, control: str | None) -> None:
 
 
 def _keep_old(secondary: SecondaryShard, *, forever: bool) -> None:
-    """Keep what was gathered first, or before the last step, in place of what is gathered."""
-    keep, gathered = secondary.keep, dict[int, Tensor]()  # the last two, by torch's count of the master
+    """Make a secondary shard keep old weights: those gathered first (``forever``), or those of the last step."""
+    keep, gathered = secondary.keep, dict[int, Tensor]()  # the last two, by torch's version of the master
 
     def keep_old(received: Tensor, version: Version, *, step: int = 0) -> None:
         if version[1] not in gathered and not (forever and gathered):

@@ -1,4 +1,4 @@
-"""DeepSpeed as a peer: an optional dependency, imported only on ranks that train with it."""
+"""Sets up DeepSpeed as a peer.  It is an optional dependency, imported only on ranks that train with it."""
 
 from __future__ import annotations
 
@@ -23,29 +23,32 @@ MISSING: Final = "DeepSpeed is not installed: pip install -c constraints.txt -e 
 
 
 def why_missing() -> str | None:
-    """How to install DeepSpeed; None if it is installed."""
+    """Return how to install DeepSpeed; None if it is installed."""
     return None if importlib.util.find_spec(DEEPSPEED) is not None else MISSING
 
 
 def version() -> str:
-    """The installed DeepSpeed's version."""
+    """Return the version of the installed DeepSpeed."""
     return importlib.metadata.version(DEEPSPEED)
 
 
 def why_not(trial: Trial) -> str | None:
-    """Why DeepSpeed cannot run a trial here, in one line; None if it can, and for other strategies."""
+    """Return why DeepSpeed cannot run a trial here; None if it can, or if the trial has another strategy."""
     if family_of(trial.strategy) != DEEPSPEED:
         return None
     if (reason := why_missing()) is not None:
         return reason
     switches = quantising_keys(trial.peer_configuration())
     if switches and trial.cluster.device == "cpu":
-        return f"DeepSpeed {version()} has no quantising kernels for CPUs: {', '.join(switches)} need a GPU"
+        return (
+            f"{', '.join(switches)}: DeepSpeed {version()} can quantise only on GPUs; set cluster.device = 'cuda', "
+            "or remove these keys"
+        )
     return None
 
 
 def configuration(trial: Trial) -> dict[str, Any]:
-    """DeepSpeed's configuration: the trial's, completed by the trial's own fields, clipping included."""
+    """Return DeepSpeed's configuration: the trial's table, completed with the trial's batch, clipping and type."""
     table = trial.peer_configuration()
     return {key: value for key, value in table.items() if key not in ("fp16", "train_batch_size")} | {
         "train_micro_batch_size_per_gpu": trial.tokens_per_rank // trial.sequence,
@@ -59,23 +62,27 @@ def configuration(trial: Trial) -> dict[str, Any]:
 def initialise(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], device: torch.device
 ) -> Any:
-    """DeepSpeed's engine of ``model``, changed in place, or a Refusal with its error; all ranks call it."""
+    """Make DeepSpeed's engine for ``model``, which is changed in place; all ranks must call this.
+
+    Raises:
+        Refusal: with DeepSpeed's own error, if it refuses the configuration.
+    """
     import torch
     import torch.distributed as dist
 
-    # It asks the environment alone for the device, and for the rank of this process on its node.
+    # DeepSpeed reads the device, and the rank of this process on its node, from the environment only.
     os.environ["DS_ACCELERATOR"] = device.type
     os.environ["LOCAL_RANK"] = str(device.index if device.type == "cuda" else dist.get_rank())
     library: Any = importlib.import_module(DEEPSPEED)
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # it logs every step of its own set-up
-    # Its all-reduce for inference is compiled by every first start and never called in training; a
-    # compilation that was killed leaves a lock behind that later ones wait for without end.
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # otherwise it logs every step of its set-up
+    # Do not let DeepSpeed compile its all-reduce for inference at its first start.  Training never calls it, and a
+    # compilation that was killed leaves a lock behind, on which later starts wait for ever.
     library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if (config.get("bf16") or {}).get("enabled"):
-        from impl.pytree import cast_tensors  # images and the like; tokens stay as they are
+        from impl.pytree import cast_tensors  # it casts images and other floats; tokens stay integers
 
         model.register_forward_pre_hook(lambda _, inputs: cast_tensors(inputs, torch.bfloat16))
-    # It checks its configuration by assertions and errors of many kinds.
+    # DeepSpeed checks its configuration with assertions and exceptions of many kinds.
     with raising(Refusal, f"DeepSpeed {version()} refuses its configuration:"):
         library.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         engine, *_ = library.initialize(

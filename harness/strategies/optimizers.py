@@ -1,4 +1,4 @@
-"""Builds optimizers by name, sets their learning rates, and measures their state per element."""
+"""Builds a trial's optimizer by name, sets its learning rate, and measures the size of its state."""
 
 from __future__ import annotations
 
@@ -16,27 +16,25 @@ from impl.engine.elementwise_probe import ELEMENTWISE, bare_step, why_not
 from impl.errors import raising
 from impl.named_object import NamedObjectError, import_object
 from impl.plan.learning_rate import Schedule
-from impl.plan.memory import ADAM_BYTES
-
-
-def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
-    """``impl.plan.memory.memory``'s bytes by part, for ``size`` bytes of optimizer state an element."""
-    return parts | {part: size * (parts[part] // ADAM_BYTES) for part in ("optimizer", "host_optimizer")}
 
 
 def state_bytes_per_element(optimizer: Optimizer) -> int:
-    """State bytes of an optimizer per fp32 element, by a step of a small tensor; a Refusal if it cannot."""
+    """Return an optimizer's bytes of state for each fp32 element, measured in a step of a small tensor.
+
+    Raises:
+        Refusal: if the optimizer cannot be built, or cannot take the step.
+    """
     few = nn.Parameter(torch.zeros(64))
     few.grad = torch.zeros_like(few)
     stepping = build(optimizer, [few], unwrapped=True)
     with _raising(optimizer), torch.no_grad():
         stepping.step()
-    with _raising(optimizer):  # of tensors without bytes, such as sparse ones
+    with _raising(optimizer):  # a state of sparse tensors has no size in bytes
         return state_bytes(stepping, [few]) // few.numel()
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that the engine would refuse at its first step, as not elementwise."""
+    """Raise a Refusal if an optimizer is not elementwise, which the engine would refuse at its first step."""
     if _kind(optimizer) not in ELEMENTWISE:
         few = nn.Parameter(torch.zeros(8, 8))
         if (why := why_not(build(optimizer, [few], unwrapped=True))) is not None:
@@ -44,7 +42,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 def _kind(optimizer: Optimizer) -> type[torch.optim.Optimizer]:
-    """The class of the trial's optimizer; a Refusal if there is none of its name."""
+    """Return the class of the trial's optimizer; raise a Refusal if there is no class of this name."""
     try:
         user_class = import_object(optimizer.name) if ":" in optimizer.name else None
     except NamedObjectError as error:
@@ -61,7 +59,16 @@ def _kind(optimizer: Optimizer) -> type[torch.optim.Optimizer]:
 def build(
     optimizer: Optimizer, parameters: Iterable[Any], *, unwrapped: bool = False
 ) -> torch.optim.Optimizer:
-    """Build the trial's optimizer, or raise a Refusal; ``unwrapped`` imports no compiler, 1.5 s faster."""
+    """Build the trial's optimizer.
+
+    Args:
+        optimizer: Name and arguments.
+        parameters: Parameters or parameter groups.
+        unwrapped: Call the bare methods, without torch's wrappers, which import torch's compiler (1.5 s).
+
+    Raises:
+        Refusal: if there is no such optimizer, or its arguments do not fit.
+    """
     kind = _kind(optimizer)
     if unwrapped:
         methods = {"add_param_group": inspect.unwrap(kind.add_param_group), "step": bare_step(kind)}
@@ -72,7 +79,7 @@ def build(
 
 
 def set_rates(optimizer: torch.optim.Optimizer, schedule: Schedule | None, step: int) -> None:
-    """Give every group of an optimizer the learning rate of step ``step``, from 0."""
+    """Set the learning rate of every parameter group for optimizer step ``step``, counted from 0."""
     if schedule is None:
         return
     for group in optimizer.param_groups:
@@ -84,7 +91,7 @@ def _is_optimizer(kind: object) -> TypeGuard[type[torch.optim.Optimizer]]:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> int:
-    """Bytes of the optimizer's per-element state of ``parameters``; its step counters are not counted."""
+    """Return the bytes of the optimizer's state for ``parameters`` on this rank, without scalars (step counters)."""
     return sum(
         local_part(value).nbytes
         for parameter in parameters
@@ -94,7 +101,7 @@ def state_bytes(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) 
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The local shard of a ``DTensor``; any other tensor as it is."""
+    """Return the local shard of a ``DTensor``, or any other tensor as it is."""
     return cast("Tensor", tensor.to_local()) if hasattr(tensor, "to_local") else tensor
 
 

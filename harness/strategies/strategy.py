@@ -1,7 +1,12 @@
-"""Training strategies: peers (``harness.suites.peers``), and every policy of ``impl``, behind one class.
+"""Training strategies behind one interface: policies of ``impl``, peers, and policies inside torch's engines.
 
-Peers send outside our wire: they have no ledger.  With our collectives inside (``fsdp2+qgz``) torch's engines
-have a ledger and a prediction, as policies do.
+- :class:`Sharded`: a policy, run by our own engine;
+- :class:`Hosted`: a policy inside FSDP2 or DDP (``fsdp2+qgz``), which communicate through our collectives;
+- :class:`Strategy`: DDP, FSDP2 and a single process as peers (``harness.suites.peers``);
+- :class:`ByDeepSpeed`: DeepSpeed as a peer.
+
+What is sent through our wire is in a ledger, and can be compared with a prediction.  Peers send outside the wire, so
+they have neither.  :func:`prepare` makes the strategy of a trial.
 """
 
 from __future__ import annotations
@@ -30,60 +35,71 @@ from impl.comm.mesh import Mesh
 from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire
 from impl.engine.engine import describe
 from impl.engine.masters import Stepped
-from impl.plan.memory import memory
+from impl.plan.memory import memory, with_state
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import CopyKey, Decision, Event, LedgerKey, Sent, predict
 from impl.zero import Zero, shard
 
-# Bytes and messages that one rank sent, None if past our wire, and bytes that it copied.
+# What one rank sent through our wire (None if it sends outside), and the bytes it copied between host and device.
 Books = tuple[dict[LedgerKey, Sent] | None, dict[CopyKey, int]]
-Memories = tuple[dict[str, int], dict[str, int]]  # bytes by part, counted, and predicted for our own engine
-TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "staged": "staged"}  # others are the backend
+Memories = tuple[dict[str, int], dict[str, int]]  # bytes by part: counted, and predicted (empty for peers)
+TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "staged": "staged"}  # others are torch's backends
 
 
 @dataclass(slots=True)
 class Strategy:
-    """A wrapped model and the calls of a training step, as they are for peers: DDP, FSDP2, or one process."""
+    """A wrapped model and the operations of a training step; this class is for DDP, FSDP2 and a single process.
+
+    A step is, for each micro-batch, :meth:`begin`, a call of ``model`` and :meth:`backward`; then :meth:`step`.
+    """
 
     model: nn.Module  # called like the unwrapped model
-    describe: Callable[[], dict[str, Any]]  # algorithms and transports that were used, for the record
-    wire: Wire | None  # of a policy; None for peers, which send past it
-    units: Sequence[UnitGeometry | GroupGeometry]  # of a policy; empty for peers
-    zero: Zero | None = None  # our own engine
-    _begun: bool = field(default=False, init=False)  # whether a micro-batch was trained
+    describe: Callable[[], dict[str, Any]]  # returns the algorithms and transports used, for the record
+    wire: Wire | None  # carries a policy's messages; None for peers, which do not use it
+    units: Sequence[UnitGeometry | GroupGeometry]  # units or parameter groups of a policy; empty for peers
+    zero: Zero | None = None  # our own engine, if the strategy uses it
+    _begun: bool = field(default=False, init=False)  # whether a micro-batch has been trained
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
-        """The trial's optimizer; a Refusal if torch has none of that name, or its arguments do not fit."""
+        """Build the trial's optimizer; raises a Refusal as :func:`harness.strategies.optimizers.build` does."""
         return optimizers.build(setting, self.model.parameters())
 
     def begin(self, *, last: bool) -> None:
-        """Begin a micro-batch; ``last`` if it is the last of its step.
+        """Begin a micro-batch.
 
-        DDP reduces in the last only; FSDP2 reduces in each, holding only shards.  A static graph of DDP is
-        learnt in a backward pass that reduces, so its very first does: the mean of a mean is the mean.
+        DDP reduces gradients in the last micro-batch only.  FSDP2 reduces in each, since it holds only shards of
+        gradients.  With a static graph, DDP learns the graph in a backward pass that reduces, so its very first
+        micro-batch reduces too; this does no harm, since a mean that is averaged again stays the same.
+
+        Args:
+            last: Whether this is the last micro-batch of its step.
         """
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             learning = self.model.static_graph and not self._begun
-            self.model.require_backward_grad_sync = last or learning  # what its no_sync() sets
+            self.model.require_backward_grad_sync = last or learning  # DDP's no_sync() sets this to False
         self._begun = True
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of ``loss``, scaled if the strategy scales losses."""
+        """Run the backward pass of ``loss``, multiplied by the loss scale if there is one."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Whether every micro-batch reduces gradients, not only a step's last; True for peers."""
+        """Whether gradients are reduced after every micro-batch, not only the last of a step; True for peers."""
         return self.zero is None or self.zero.policy.reduces_each_micro_batch
 
     @property
     def loss_scale(self) -> float:
-        """The factor by which :meth:`backward` multiplies losses now."""
+        """The factor that :meth:`backward` multiplies losses by at present."""
         return 1.0 if self.zero is None else self.zero.scaler.scale
 
     def mean_gradient(self, layout: Layout) -> tuple[int, Tensor]:
-        """This rank's part of a layout's reduced gradient: its first row, and (n, row) fp32."""
+        """Return this rank's part of a layout's reduced gradient.
+
+        Returns:
+            The number of its first row, and its rows (n, row) fp32.
+        """
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             whole = self.model.module.named_parameters()
             return 0, layout.packed({name: parameter.grad for name, parameter in whole})
@@ -94,31 +110,39 @@ class Strategy:
         return dist.get_rank(), layout.part(parts)
 
     def forget_gradients(self) -> None:
-        """Drop all gradients, and all that a pass outside of training has left."""
+        """Drop all gradients, and everything else that a pass outside training leaves behind."""
         for parameter in self.model.parameters():
             parameter.grad = None
         self.weights_changed()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
-        """Clip gradients to a global 2-norm of at most ``clip`` and step; an overflow may skip the step."""
+        """Clip gradients and step the optimizer; the step may be skipped if fp16 gradients overflowed.
+
+        Args:
+            optimizer: The optimizer of :meth:`make_optimizer`.
+            clip: Largest global 2-norm of the gradient; None does not clip.
+
+        Returns:
+            The norm before clipping, if it was computed, and whether the step was taken.
+        """
         norm = None if clip is None else self.clip(clip)
         optimizer.step()
         return Stepped(norm, done=True)
 
     def clip(self, largest: float) -> float:
-        """Scale gradients to a global 2-norm of at most ``largest``; returns the norm before."""
+        """Scale gradients to a global 2-norm of at most ``largest``, and return the norm before."""
         norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), largest)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def weights_changed(self) -> None:
-        """Let go of gathered weights that the last pass left: the next one all-gathers them again."""
+        """Free weights that are still gathered, since they are out of date; the next pass gathers them again."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Passes inside leave no trace in weights, gradients, buffers and the state of codecs."""
+        """Undo, after the body of ``with``, what its passes change in gradients, buffers and the state of codecs."""
         kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         yield
         with torch.no_grad():
@@ -127,7 +151,7 @@ class Strategy:
         self.forget_gradients()
 
     def forget_gathered(self) -> None:
-        """Gather all weights anew from here on, though they have not changed."""
+        """Free all gathered weights, so that they are gathered again although they have not changed."""
         if self.zero is None:
             self.weights_changed()
         else:
@@ -135,65 +159,65 @@ class Strategy:
 
     @property
     def decisions(self) -> Sequence[Decision]:
-        """The codecs that a budget chose so far."""
+        """The codecs that a bit budget has chosen so far."""
         return () if self.zero is None or self.zero.renewal is None else self.zero.renewal.decisions
 
     def ledger(self) -> dict[LedgerKey, Sent] | None:
-        """Everything this rank has sent so far; None if it was sent outside our wire."""
+        """Return what this rank has sent through our wire so far; None for peers, which do not use the wire."""
         return None if self.wire is None else self.wire.ledger.rows()
 
     def books(self) -> Books:
-        """All that this rank has sent so far, and copied between host and device for what is offloaded."""
+        """Return what this rank has sent so far, and what it has copied between host and device for offloading."""
         return self.ledger(), {} if self.zero is None else self.zero.copied()
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """The predicted :meth:`books` of the passes of ``events``."""
+        """Predict the :meth:`books` after the passes and steps in ``events``."""
         return None, {}
 
     def exposed_seconds(self) -> float | None:
-        """Seconds that this rank, or its GPU's stream, has waited in the wire so far; None for peers."""
+        """Return the seconds that this rank, or its GPU stream, has waited for messages so far; None for peers."""
         return None if self.wire is None else self.wire.exposed_seconds
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
-        """Peak bytes on this rank by part, counted, and as ``impl.plan.memory`` predicts them."""
+        """Return the peak bytes on this rank by part: as counted, and as ``impl.plan.memory`` predicts them."""
         held = sum(optimizers.local_part(parameter).nbytes for parameter in self.model.parameters())
         states = optimizers.state_bytes(optimizer, optimizer.state)
         return {"masters": held, "gradients": held, "optimizer": states}, {}
 
     def close(self) -> None:
-        """Let go of shared memory."""
+        """Free shared memory."""
         if self.wire is not None:
             self.wire.close()
 
 
 @dataclass(slots=True)
 class Hosted(Strategy):
-    """A policy inside FSDP2 or DDP: a peer that communicates through our collectives."""
+    """A policy inside FSDP2 or DDP: torch's engine, which communicates through our collectives."""
 
     _: KW_ONLY
-    joined: InFSDP2 | InDDP  # the adapter
+    joined: InFSDP2 | InDDP  # the adapter between torch's engine and our collectives
 
     def clip(self, largest: float) -> float:
-        """See :meth:`Strategy.clip`; the sums over FSDP2's shards go through our wire."""
+        """See :meth:`Strategy.clip`; the norms of FSDP2's shards are summed through our wire."""
         return float(self.joined.clip_grad_norm_(largest))
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """What ``impl.adapters.traffic`` says."""
+        """See :meth:`Strategy.predicted`; computed by ``impl.adapters.traffic``."""
         return self.joined.predict(events), {}
 
 
 @dataclass(slots=True)
 class ByDeepSpeed(Strategy):
-    """A model that DeepSpeed trains; ``model`` is its engine, which clips and accumulates by itself."""
+    """A model that DeepSpeed trains; ``model`` is DeepSpeed's engine, which clips and accumulates by itself."""
 
     model: Any
     _: KW_ONLY
     stepping: torch.optim.Optimizer  # the trial's optimizer, whose parameters are now DeepSpeed's shards
     _last: bool = True  # whether this micro-batch is the last of its step
-    _secondary: int | None = None  # bytes of hpZ's copy, which a step lets go
+    _secondary: int | None = None  # bytes of hpZ's copy, measured before the first step, which frees the copy
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
-        """The optimizer that DeepSpeed got with the model."""
+        """Return the optimizer that DeepSpeed was given together with the model."""
         return self.stepping
 
     def begin(self, *, last: bool) -> None:
@@ -201,13 +225,16 @@ class ByDeepSpeed(Strategy):
         self._last = last
 
     def backward(self, loss: Tensor) -> None:
-        """See :meth:`Strategy.backward`; a step's last micro-batch ends in :meth:`step`."""
-        self.model.backward(loss, scale_wrt_gas=False)  # the loss is divided by the accumulation already
+        """See :meth:`Strategy.backward`.
+
+        DeepSpeed's ``step()`` must be called after every micro-batch; after the last one :meth:`step` does that.
+        """
+        self.model.backward(loss, scale_wrt_gas=False)  # the loss is already divided by the accumulation
         if not self._last:
             self.model.step()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
-        """See :meth:`Strategy.step`; the norm is DeepSpeed's, before clipping."""
+        """See :meth:`Strategy.step`; DeepSpeed clips by itself and reports the norm before."""
         if self._secondary is None:
             copies = [getattr(weight, "ds_secondary_tensor", None) for weight in self.model.parameters()]
             self._secondary = sum(copy.nbytes for copy in copies if copy is not None)
@@ -215,12 +242,12 @@ class ByDeepSpeed(Strategy):
         return Stepped(None if clip is None else float(self.model.get_global_grad_norm()), done=True)
 
     def weights_changed(self) -> None:
-        """See :meth:`Strategy.weights_changed`; what DeepSpeed keeps because it is small stays."""
+        """See :meth:`Strategy.weights_changed`; parameters below DeepSpeed's persistence threshold stay gathered."""
         self.model.empty_partition_cache()
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
-        """See :meth:`Strategy.memory`; shards of weights count among masters, gradients are as large."""
-        masters: list[Tensor] = list(optimizer.state)  # its groups are empty between steps
+        """See :meth:`Strategy.memory`; shards of weights count as masters, and gradients as large as masters."""
+        masters: list[Tensor] = list(optimizer.state)  # DeepSpeed empties the groups between steps
         weights = [getattr(weight, "ds_tensor", weight) for weight in self.model.parameters()]
         distinct = {tensor.data_ptr(): tensor.nbytes for tensor in (*masters, *weights)}
         held = {"masters": sum(distinct.values()), "gradients": sum(master.nbytes for master in masters)}
@@ -230,33 +257,33 @@ class ByDeepSpeed(Strategy):
 
 @dataclass(slots=True)
 class Sharded(Strategy):
-    """A policy run by our own engine, ``impl.zero``."""
+    """A policy, run by our own engine, ``impl.zero``."""
 
     units: Sequence[UnitGeometry]
     zero: Zero
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
-        """See :meth:`Strategy.make_optimizer`; over this rank's shards of the master weights."""
+        """See :meth:`Strategy.make_optimizer`; its parameters are this rank's shards of the master weights."""
         return optimizers.build(setting, self.zero.param_groups())
 
     def begin(self, *, last: bool) -> None:
-        """Where the policy accumulates gradients locally, reduce in the last micro-batch only."""
+        """See :meth:`Strategy.begin`; a policy that accumulates locally reduces in the last micro-batch only."""
         if not self.reduces_each_micro_batch:
             self.zero.accumulate(on=not last)
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of the loss times the policy's loss scale."""
+        """See :meth:`Strategy.backward`."""
         self.zero.scaler.scaled(loss).backward()  # type: ignore[no-untyped-call]
 
     def mean_gradient(self, layout: Layout) -> tuple[int, Tensor]:
-        """See :meth:`Strategy.mean_gradient`; where micro-batches add up locally, after the last."""
+        """See :meth:`Strategy.mean_gradient`; with local accumulation, it exists only after the last micro-batch."""
         (unit,) = (unit for unit in self.zero.units if unit.geometry == layout.geometry)
         mean = unit.master_shard.mean_gradient()
         mean = torch.zeros(unit.geometry.shard) if mean is None else mean
         return unit.geometry.bounds(self.zero.wire.mesh.rank)[0] // layout.row, mean.view(-1, layout.row)
 
     def forget_gradients(self) -> None:
-        """See :meth:`Strategy.forget_gradients`; errors that codecs carry, and their noise, begin anew."""
+        """See :meth:`Strategy.forget_gradients`; also resets error feedback and the noise of stochastic codecs."""
         self.zero.model.zero_grad()
         for unit in self.zero.units:
             unit.reduction.clear_feedback()
@@ -278,14 +305,14 @@ class Sharded(Strategy):
             yield
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """What ``impl.plan.traffic`` says."""
+        """See :meth:`Strategy.predicted`; computed by ``impl.plan.traffic``."""
         policy, mesh = self.zero.policy, self.zero.wire.mesh
         kept: dict[str, Any] = {"buffer_bytes": self.zero.buffers.nbytes, "decisions": self.decisions}
         book = predict(policy, mesh.topology, self.units, mesh.rank, events, **kept)
         return book.sent, book.copied
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
-        """What the engine metered, and the optimizer's state; a frozen model is not passed backwards."""
+        """See :meth:`Strategy.memory`; the prediction for a frozen model is that of forward passes only."""
         held = self.zero.memory() | {"optimizer": 0, "host_optimizer": 0}
         for master_shard in (unit.master_shard for unit in self.zero.units):
             part = "host_optimizer" if master_shard.placement.shard else "optimizer"
@@ -293,11 +320,17 @@ class Sharded(Strategy):
         topology, units = self.zero.wire.mesh.topology, self.units
         trained = any(unit.trainable for unit in units)
         parts = memory(self.zero.policy, topology, units, micro_batches=trial.accumulation, backward=trained)
-        return held, optimizers.with_state(parts, optimizers.state_bytes_per_element(trial.optimizer))
+        return held, with_state(parts, optimizers.state_bytes_per_element(trial.optimizer))
 
 
 def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) -> Strategy:
-    """Wrap ``model`` in the trial's strategy, in place, or raise Refusal, PolicyError or GeometryError."""
+    """Wrap ``model`` in the trial's strategy; the model is changed in place.  All ranks must call this.
+
+    Raises:
+        Refusal: if a peer or the optimizer cannot be set up.
+        PolicyError: if the policy does not fit the topology or the model.
+        GeometryError: if a unit cannot be laid out in shards.
+    """
     policy, host = trial.resolved_policy(), trial.host
     if policy is None:
         peer, compute = PEERS[trial.strategy], trial.peer.compute
@@ -316,25 +349,25 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
     if host == "fsdp2":
         wrapped = torch_peers.wrap(PEERS[host], model, device)
         joined = InFSDP2(wrapped, wire, policy)
-    else:  # buffers stay each rank's own: DDP would broadcast them before every forward pass, past the wire
+    else:  # without broadcast_buffers: DDP would broadcast buffers before each forward pass, outside our wire
         wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
         joined = InDDP(wrapped, wire, policy)
     return Hosted(wrapped, joined.describe, wire, joined.units, joined=joined)
 
 
 def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
-    """Create the wire of a trial; all ranks must call it."""
+    """Create the wire of a trial; all ranks must call this."""
     return Wire(
         Mesh.create(rank.topology, device),
         transport=TRANSPORTS.get(trial.cluster.transport, "backend"),
         pacer=rank.pacer,
-        # Well before the launcher's own limit on the trial, so that ranks still report where they wait.
+        # Much shorter than the launcher's limit for the trial, so that ranks can still report where they wait.
         timeout=min(TIMEOUT_SECONDS, trial.timeout_seconds / 4),
     )
 
 
 def shard_model(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Sharded:
-    """Shard ``model`` with our engine; all ranks must call it."""
+    """Shard ``model`` with our engine; all ranks must call this."""
     zero = shard(model, mesh=wire.mesh, policy=policy, wire=wire, seed=trial.seed)
     spoil(zero, trial.control)
     units = [unit.geometry for unit in zero.units]

@@ -1,4 +1,4 @@
-"""torch's own engines, DDP and FSDP2, set up as ``harness.suites.peers`` says."""
+"""Sets up torch's own engines, DDP and FSDP2, as the peers that ``harness.suites.peers`` describes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from impl.zero import find_blocks
 
 
 def wrap(peer: Peer, model: nn.Module, device: torch.device, compute: Compute = "fp32") -> nn.Module:
-    """``model`` as a peer of torch trains it; all ranks must call it.  ``model`` itself is changed."""
+    """Wrap ``model`` for a peer of torch; the model is changed in place.  All ranks must call this."""
     if peer.family == "fsdp2":
         return _in_fsdp2(peer, model, device, compute)
     if compute == "bf16":
@@ -33,7 +33,7 @@ def wrap(peer: Peer, model: nn.Module, device: torch.device, compute: Compute = 
 
 
 def algorithms(peer: Peer, compute: Compute) -> dict[str, Any]:
-    """How a peer of torch sends, for the record."""
+    """Return the collectives that a peer of torch uses, for the record."""
     backend, wire = dist.get_backend(), peer.wire(compute)
     if peer.family == "single":
         return {"gather": "none", "reduce": "none"}
@@ -43,25 +43,29 @@ def algorithms(peer: Peer, compute: Compute) -> dict[str, Any]:
 
 
 def _compress(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """DDP's own ``bf16_compress_hook``, which it refuses without NCCL by its name, though gloo sums bf16."""
+    """Call torch's ``bf16_compress_hook``.
+
+    DDP recognises that hook by its name and refuses it without NCCL, although gloo can sum bf16.
+    """
     return default_hooks.bf16_compress_hook(group, bucket)  # type: ignore[arg-type]
 
 
-_compress.__annotations__ |= default_hooks.bf16_compress_hook.__annotations__  # DDP checks types, not text
+# DDP compares a hook's annotations with types; those of this module are texts.
+_compress.__annotations__ |= default_hooks.bf16_compress_hook.__annotations__
 
 
 def _in_fsdp2(peer: Peer, model: nn.Module, device: torch.device, compute: Compute) -> nn.Module:
-    """Each block of ``model`` a unit of FSDP2, and the rest the root's."""
+    """Make each block of ``model`` a unit of FSDP2; the remaining parameters belong to the root unit."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    # torch 2.13 renames two collectives that its own FSDP2 still calls by their old names.
+    # torch 2.13 warns about the old names of two collectives, and its own FSDP2 still uses these names.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     dtype = torch.bfloat16 if compute == "bf16" else None
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     settings: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
     blocks = find_blocks(model)
-    # By default, None, blocks are released after their forward pass, and the root is not.
+    # None is torch's default: blocks are resharded after their forward pass, and the root is not.
     released = False if peer.kept else None
     for block in blocks:
         fully_shard(block, reshard_after_forward=released, **settings)
@@ -72,8 +76,8 @@ def _in_fsdp2(peer: Peer, model: nn.Module, device: torch.device, compute: Compu
 
 
 def _prefetch(model: Any, blocks: list[Any]) -> None:
-    """Have every unit begin the all-gathers of those that run next, in forward and in backward."""
-    model._set_unshard_async_op(async_op=True)  # noqa: SLF001  # its documentation names it so
+    """Make every unit start the all-gathers of the units that run next, in forward and in backward."""
+    model._set_unshard_async_op(async_op=True)  # noqa: SLF001  # torch documents it under this private name
     forward, backward = [model, *blocks], [model, *reversed(blocks)]
     for place in range(len(forward)):
         ahead = slice(place + 1, place + 1 + AHEAD)

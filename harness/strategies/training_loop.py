@@ -1,4 +1,4 @@
-"""The training loop of one rank, of suites and of ``zeropp train`` alike."""
+"""The training loop of one rank, which both trials of suites and ``zeropp train`` use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.strategies.optimizers import set_rates
 from harness.strategies.strategy import Strategy
 from harness.suites.trial import Trial
 from harness.workloads.generation import decode
-from harness.workloads.models import shape_of
+from harness.workloads.preset_parameters import shape_of
 from harness.workloads.rank_batches import Batches, ExperienceBatch, RankBatches, batches_of
 from harness.workloads.reinforcement import Experience, group_advantages, sampler, targets_of
 from impl.engine.masters import Stepped
@@ -26,22 +26,30 @@ from impl.plan.traffic import Event
 
 @dataclass(slots=True)
 class Passes:
-    """Forward and backward passes of one step, whose gradients are reduced."""
+    """The results of the forward and backward passes of one step."""
 
-    losses: list[Tensor] = field(default_factory=list)  # () each, of this rank's batches
-    batches: list[tuple[Tensor, Any]] = field(default_factory=list)  # that the model read
-    events: list[Event] = field(default_factory=list)  # the passes as ``impl.plan.traffic`` has them
+    losses: list[Tensor] = field(default_factory=list)  # () for each of this rank's batches
+    batches: list[tuple[Tensor, Any]] = field(default_factory=list)  # inputs and targets that the model read
+    events: list[Event] = field(default_factory=list)  # the passes, from which ``impl.plan.traffic`` predicts
 
     @property
     def mean(self) -> float:
-        """Mean loss."""
+        """Mean loss over all batches."""
         return math.fsum(float(loss) for loss in self.losses) / len(self.losses)
 
 
 def run_passes(
     trial: Trial, strategy: Strategy, data: Batches, index: int, clock: StepClock | None = None
 ) -> Passes:
-    """Run the passes of step ``index``, timed by ``clock``, without taking it; all ranks must call it."""
+    """Run the forward and backward passes of step ``index``, without the optimizer; all ranks must call this.
+
+    Args:
+        trial: The trial.
+        strategy: Its strategy, which reduces the gradients.
+        data: Where batches come from.
+        index: Number of the step, from 0 at the first warm-up step.
+        clock: Times the passes, if given.
+    """
     passes, clock = Passes(), clock or StepClock()
     for number, micro in enumerate(data.step(index)):
         last = number == trial.accumulation - 1
@@ -59,19 +67,20 @@ def run_passes(
 
 
 class TrainingLoop:
-    """Training steps of a trial on one rank, whose strategy has not trained yet."""
+    """Runs the training steps of a trial on one rank.  The strategy must not have trained yet."""
 
     def __init__(self, trial: Trial, strategy: Strategy, data: RankBatches, device: torch.device) -> None:
-        """Build the optimizer; a Refusal if torch has none of that name."""
+        """Build the optimizer; raises a Refusal if it cannot be built."""
         self.trial, self.strategy, self.data = trial, strategy, data
         self.optimizer, self.schedule = strategy.make_optimizer(trial.optimizer), trial.schedule()
         self.clock = StepClock(strategy.exposed_seconds, device)  # has the times and losses of steps so far
-        self.events: list[Event] = []  # of all passes and steps so far
-        self.checks: TrainingChecks | None = None  # of every step, if any
-        self.collect: Callable[[int, StepClock], ExperienceBatch] | None = None  # makes a step's batch
+        self.events: list[Event] = []  # all passes and steps so far
+        self.checks: TrainingChecks | None = None  # called at every step, if set
+        # Makes the batch of a step, if set (workload rlhf); otherwise `data` gives it.
+        self.collect: Callable[[int, StepClock], ExperienceBatch] | None = None
 
     def step(self, index: int, *, warmup: bool = False) -> Stepped:
-        """Take one optimizer step; all ranks must call it."""
+        """Run the passes of step ``index`` and take one optimizer step; all ranks must call this."""
         clock, strategy = self.clock, self.strategy
         clock.begin()
         experience = None if self.collect is None else self.collect(index, clock)
@@ -94,7 +103,7 @@ class TrainingLoop:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all steps so far."""
+        """Seconds that all steps so far took together."""
         return math.fsum(step.total for step in self.clock.steps)
 
 
@@ -108,9 +117,19 @@ def collect(
     index: int,
     clock: StepClock,
 ) -> ExperienceBatch:
-    """The batch of step ``index`` of a rank: prompts, each continued ``rlhf.group`` times.
+    """Make a rank's batch of step ``index`` of workload ``rlhf``: prompts, each continued ``rlhf.group`` times.
 
-    The actor is passed once a token, the judges once; all ranks must call it, if the models are sharded.
+    The actor decodes the continuations, one forward pass for each token; then the judges score whole sequences in one
+    pass.  If the models are sharded, all ranks must call this.
+
+    Args:
+        trial: The trial.
+        data: Gives the batches whose beginnings are the prompts.
+        actor: The model that is trained.
+        judges: The frozen models (:class:`~harness.workloads.reinforcement.Judges`).
+        rank: Decides, with seed and step, the tokens that are drawn.
+        index: Number of the step.
+        clock: Times parts ``generate`` and ``score``.
     """
     generate, group = trial.generate, trial.rlhf.group
     drawn = [*batches_of(data, index)]

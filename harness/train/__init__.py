@@ -1,1 +1,1 @@
-"""``zeropp train``: training by a DeepSpeed configuration."""
+"""``zeropp train``: trains a GPT as a DeepSpeed configuration describes."""

@@ -1,4 +1,9 @@
-"""``zeropp train``: the flags of the tutorials' launch lines.  torch is imported when it runs."""
+"""``zeropp train``: makes a trial from a DeepSpeed configuration and the flags of DeepSpeed's tutorials, and runs it.
+
+Before ranks start, it prints how each key of the configuration is handled and the memory that each stage of ZeRO
+needs.  Ranks are processes of this machine, or those that torchrun has started.  torch is imported only when the
+command runs.
+"""
 
 from __future__ import annotations
 
@@ -33,27 +38,33 @@ from impl.plan.topology import Topology
 if TYPE_CHECKING:
     from harness.train.loop import Job
 
-MOST_LAYERS: Final = 10_000  # each takes time to be laid out
-MOST: Final = 1_000_000_000  # steps, sequences of a rank, tokens of a sequence
-LR: Final = 3e-4  # where neither flags nor the configuration say one, or that says "auto"
+MOST_LAYERS: Final = 10_000  # planning takes time for each layer
+MOST: Final = 1_000_000_000  # of steps, of sequences of a rank, of tokens of a sequence
+LR: Final = 3e-4  # learning rate if flags and configuration give none, or the configuration says "auto"
 MOST_WIDTH: Final = 1_000_000
-_LENGTHS: Final = {"1.5b": 1024, "10b": 1024, "18b": 512}
+_LENGTHS: Final = {"1.5b": 1024, "10b": 1024, "18b": 512}  # tokens of a sequence, by preset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The flags of ``zeropp train``; where one is None, the configuration or a default decides."""
+    """The flags of ``zeropp train``; where a flag is None, the configuration or a default decides."""
 
-    preset: Annotated[Literal["1.5b", "10b", "18b"] | None, Option(help="Shape of a tutorial.")] = None
+    preset: Annotated[
+        Literal["1.5b", "10b", "18b"] | None,
+        Option(help="Size of the model, as in DeepSpeed's tutorials. Default: a small GPT."),
+    ] = None
     num_layers: Annotated[int | None, Option(min=1, max=MOST_LAYERS, help="Transformer blocks.")] = None
-    hidden_size: Annotated[int | None, Option(min=1, max=MOST_WIDTH, help="Width.")] = None
-    num_attention_heads: Annotated[int | None, Option(min=1, help="Heads; they divide the width.")] = None
+    hidden_size: Annotated[int | None, Option(min=1, max=MOST_WIDTH, help="Width of the model.")] = None
+    num_attention_heads: Annotated[
+        int | None, Option(min=1, help="Attention heads; the width must be divisible by them.")
+    ] = None
     vocab_size: Annotated[
-        int | None, Option(min=256, max=MOST, help="Rows of the embedding; data are bytes.")
+        int | None,
+        Option(min=256, max=MOST, help="Rows of the embedding; the data are bytes, which need 256."),
     ] = None
     seq_length: Annotated[int | None, Option(min=1, max=MOST, help="Tokens of a sequence.")] = None
     batch_size: Annotated[
-        int | None, Option(min=1, max=MOST, help="Sequences of a rank in a micro-batch.")
+        int | None, Option(min=1, max=MOST, help="Sequences that each rank reads in a micro-batch.")
     ] = None
     checkpoint_activations: Annotated[
         bool,
@@ -65,44 +76,64 @@ class Settings:
     ] = False
     fp16: Annotated[bool, Option("--fp16", help="Compute in fp16, with a loss scale.")] = False
     bf16: Annotated[bool, Option("--bf16", help="Compute in bf16.")] = False
-    zero_stage: Annotated[int | None, Option(min=0, max=3, help="Of ZeRO.")] = None
+    zero_stage: Annotated[int | None, Option(min=0, max=3, help="Stage of ZeRO.")] = None
     deepspeed_config: Annotated[
         Path | None,
-        Option("--deepspeed_config", "--deepspeed-config", help="File in JSON; see docs/guide/deepspeed.md."),
+        Option(
+            "--deepspeed_config",
+            "--deepspeed-config",
+            help="DeepSpeed configuration, a JSON file; see docs/guide/deepspeed.md.",
+        ),
     ] = None
-    model_parallel_size: Annotated[int, Option(help="Only 1.")] = 1
-    tensor_model_parallel_size: Annotated[int, Option(help="Only 1.")] = 1
-    pipeline_model_parallel_size: Annotated[int, Option(help="Only 1.")] = 1
-    nodes: Annotated[int | None, Option(min=1, help="Virtual nodes; under torchrun, its own.")] = None
-    ranks_per_node: Annotated[int | None, Option(min=1, max=64, help="Ranks of each node.")] = None
-    device: Annotated[Literal["cpu", "cuda"], Option(help="Where states and models lie.")] = "cpu"
+    model_parallel_size: Annotated[int, Option(help="Must be 1: not supported.")] = 1
+    tensor_model_parallel_size: Annotated[int, Option(help="Must be 1: not supported.")] = 1
+    pipeline_model_parallel_size: Annotated[int, Option(help="Must be 1: not supported.")] = 1
+    nodes: Annotated[
+        int | None, Option(min=1, help="Number of emulated nodes. Default: 1; under torchrun, torchrun's.")
+    ] = None
+    ranks_per_node: Annotated[
+        int | None, Option(min=1, max=64, help="Ranks on each node. Default: 2; under torchrun, torchrun's.")
+    ] = None
+    device: Annotated[Literal["cpu", "cuda"], Option(help="Device that the ranks compute on.")] = "cpu"
     steps: Annotated[int, Option(min=1, max=MOST, help="Optimizer steps.")] = 10
-    lr: Annotated[float | None, Option(min=0, help="Learning rate; else the configuration's, or 3e-4.")] = (
+    lr: Annotated[
+        float | None, Option(min=0, help="Learning rate. Default: that of the configuration, else 3e-4.")
+    ] = None
+    corpus: Annotated[
+        str, Option(help="Text to train on: stdlib (the sources of Python's library), a file or a folder.")
+    ] = "stdlib"
+    seed: Annotated[int, Option(min=0, max=2**63 - 1, help="Seed of weights and batches.")] = 0
+    max_padding: Annotated[
+        float | None,
+        Option(min=0, help="Largest padding of a unit, as a share of its elements. Default: 0.2."),
+    ] = None
+    save: Annotated[Path | None, Option(help="Folder for checkpoints; one is saved after the last step.")] = (
         None
     )
-    corpus: Annotated[str, Option(help="stdlib, a file or a folder.")] = "stdlib"
-    seed: Annotated[int, Option(min=0, max=2**63 - 1, help="Of weights and batches.")] = 0
-    max_padding: Annotated[float | None, Option(min=0, help="Most padding of a unit, as a share; 0.2.")] = (
-        None
-    )
-    save: Annotated[Path | None, Option(help="Folder of checkpoints: one after the last step.")] = None
     save_every: Annotated[
-        int | None, Option("--save-every", "--save-interval", min=1, help="And one every so many steps.")
+        int | None,
+        Option("--save-every", "--save-interval", min=1, help="Also save a checkpoint every so many steps."),
     ] = None
-    keep: Annotated[int | None, Option(min=1, help="Checkpoints to keep, the newest.")] = None
+    keep: Annotated[int | None, Option(min=1, help="Keep only so many checkpoints, the newest.")] = None
     resume: Annotated[
-        Path | None, Option("--load", help="A checkpoint, or a folder of them, to go on from.")
+        Path | None,
+        Option("--load", help="Continue from this checkpoint, or from the newest in this folder."),
     ] = None
-    plan: Annotated[bool, Option("--plan", help="Print the memory at each stage, and stop.")] = False
+    plan: Annotated[
+        bool, Option("--plan", help="Only print the memory that each stage needs; do not train.")
+    ] = False
 
     def check(self) -> None:
-        """Refuse flags that contradict each other, and files that cannot be read or written."""
+        """Raise a Refusal for flags that contradict each other, and for files that cannot be read or written."""
         for name in ("model_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"):
             if (size := getattr(self, name)) != 1:
                 flag = f"--{name.replace('_', '-')}"
-                raise Refusal(f"{flag} {size}: only 1: there is no tensor, model or pipeline parallelism")
+                raise Refusal(
+                    f"{flag} {size}: only 1 is supported, since there is no tensor, model or pipeline parallelism"
+                )
         if self.save is None and (self.save_every or self.keep):
-            raise Refusal(f"{'--save-every' if self.save_every else '--keep'}: where to? give --save FOLDER")
+            flag = "--save-every" if self.save_every else "--keep"
+            raise Refusal(f"{flag} needs a folder for checkpoints: add --save FOLDER")
         if self.save is not None:
             check_writable(self.save, f"--save {self.save}:")
         if self.resume is not None:
@@ -110,7 +141,10 @@ class Settings:
 
 
 def train(**flags: Any) -> None:
-    """Train a GPT by a DeepSpeed configuration, with the flags of its tutorials; print a line a step."""
+    """Train a GPT as a DeepSpeed configuration describes; print a line for each step.
+
+    The flags are those of DeepSpeed's ZeRO tutorials.
+    """
     try:
         _train(Settings(**flags))
     except LaunchError as error:
@@ -123,6 +157,7 @@ train.__signature__ = inspect.signature(Settings, eval_str=True)  # type: ignore
 
 
 def _train(settings: Settings) -> None:
+    """Check the flags, print the plan and, if it fits, train."""
     from harness.train.loop import Job
 
     topology, torchrun = _topology(settings.nodes, settings.ranks_per_node)
@@ -138,13 +173,13 @@ def _train(settings: Settings) -> None:
     if settings.plan:
         return
     if excess:
-        raise Refusal(f"too big for memory: {excess}; the table says what other stages need")
+        raise Refusal(f"too big for memory: {excess}; the table shows what other stages need")
     check_data(trial)
     _run(Job(trial, settings.resume, settings.save, every=settings.save_every, keep=settings.keep))
 
 
 def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *, torchrun: bool) -> Trial:
-    """The trial that flags and configuration ask for."""
+    """Make the trial that flags and configuration describe."""
     table = _configured(settings, config)
     configured = recipe(table, topology=topology, steps=settings.steps)
     adam = {"type": "AdamW", "lr": LR if settings.lr is None else settings.lr}
@@ -188,15 +223,15 @@ def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *,
 
 
 def _with_room(trial: Trial) -> Trial:
-    """The trial, whose units may be as large as a module that is larger than its configuration's limit.
+    """Raise the trial's limit on the size of units to that of the largest module that cannot be cut.
 
-    DeepSpeed gathers such a module too, whatever ``stage3_max_live_parameters`` says.
+    DeepSpeed gathers such a module even if it is larger than ``stage3_max_live_parameters`` allows.
     """
     from harness.workloads import models
     from impl.engine.unit_planning import drafts_of, find_blocks
 
     policy = trial.resolved_policy()
-    assert policy is not None  # noqa: S101  # a recipe is one
+    assert policy is not None  # noqa: S101  # strategy "recipe" always has a policy
     if not (most := policy.memory.largest_unit):
         return trial
     with models.unfilled():
@@ -211,17 +246,19 @@ def _with_room(trial: Trial) -> Trial:
 
 
 def steps_text(manifest: Manifest) -> str:
-    """The steps of a checkpoint's run, counted as in its log: a step that an overflow skipped counts."""
+    """Return the steps of a checkpoint's run as text, counted as in the log: including steps that were skipped."""
     scale, extra = manifest.loss_scale, manifest.extra
     done = manifest.step + (0 if scale is None else scale["skipped"])
     if isinstance(extra, dict) and extra.keys() == {"seed", "corpus", "sequence", "steps"}:
-        done = int(extra["steps"])  # of `zeropp train`, since another loss scale restarts its own count
+        done = int(
+            extra["steps"]
+        )  # saved by `zeropp train`; `skipped` restarts when the loss scale is changed
     skipped = done - manifest.step
     return f"step {done}" + (f", {skipped} of them skipped for an overflow" if skipped else "")
 
 
 def _configured(settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration, completed by the flags; refused if one contradicts it."""
+    """Return the configuration, completed by the flags; raise a Refusal if a flag contradicts it."""
     table, lr = copy.deepcopy(dict(config)), settings.lr
     flags: list[tuple[str, tuple[str, ...], Any]] = [
         ("--zero-stage", (ZERO, "stage"), settings.zero_stage),
@@ -242,28 +279,44 @@ def _configured(settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]
                 place[section] = {}
             place = place[section]
             if not isinstance(place, dict):
-                raise Refusal(f"{flag}, but the configuration's {section} = {json.dumps(place)}")
+                raise Refusal(
+                    f"{flag} needs a table {section!r}, but the configuration has {section} = {json.dumps(place)}"
+                )
         other = place.get(key)
         if other not in (None, "auto", value):
-            raise Refusal(f"{flag} {json.dumps(value)}, but the configuration's {key} = {json.dumps(other)}")
+            raise Refusal(
+                f"{flag} {json.dumps(value)} contradicts the configuration's {key} = {json.dumps(other)}: leave "
+                f'{flag} out, or set "auto" in the configuration'
+            )
         place[key] = value
     return table
 
 
 def _topology(nodes: int | None, ranks_per_node: int | None) -> tuple[Topology, bool]:
-    """The topology, and whether torchrun has started the ranks."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:  # as torch.distributed.is_torchelastic_launched()
+    """Return the topology, and whether torchrun has started the ranks."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # what torch.distributed.is_torchelastic_launched() checks
         return Topology(nodes or 1, ranks_per_node or 2), False
     world = int(os.environ["WORLD_SIZE"])
     local = ranks_per_node or (max(1, world // nodes) if nodes else int(os.environ["LOCAL_WORLD_SIZE"]))
     topology = Topology(nodes or max(1, world // local), local)
     if topology.world != world:
-        raise Refusal(f"torchrun started {world} ranks, --nodes x --ranks-per-node are {topology}")
+        raise Refusal(
+            f"torchrun started {world} ranks, but --nodes x --ranks-per-node is {topology}: leave these flags out, "
+            "or make them agree"
+        )
     return topology, True
 
 
 def _plan(trial: Trial, *, speaks: bool) -> str | None:
-    """Print the finding of each key and the need of each stage; returns why it does not fit, or None."""
+    """Print how each key is handled, and the memory that each stage needs.
+
+    Args:
+        trial: The trial that would run.
+        speaks: Whether this process prints; under torchrun only rank 0 does.
+
+    Returns:
+        Why the trial does not fit this machine's memory; None if it does.
+    """
     from harness.train.memory_table import in_words, needs, table, too_large
     from harness.workloads import models
     from impl.engine.unit_planning import plan_units
@@ -271,7 +324,7 @@ def _plan(trial: Trial, *, speaks: bool) -> str | None:
     from impl.plan.shard_layout import PaddingError
 
     configured, policy = trial.recipe(), trial.resolved_policy()
-    assert policy is not None  # noqa: S101  # a recipe is one
+    assert policy is not None  # noqa: S101  # strategy "recipe" always has a policy
     topology, cuda = trial.topology(), trial.cluster.device == "cuda"
     with models.unfilled():
         model = models.build(trial.model, trial.sequence)
@@ -279,7 +332,7 @@ def _plan(trial: Trial, *, speaks: bool) -> str | None:
         configured = laid_out(configured, plan_units(model, topology, policy))
         needed = needs(model, policy, trial)
     except (ValueError, ZeroError) as error:
-        option = f": --max-padding {error.needed:.2f}" if isinstance(error, PaddingError) else ""
+        option = f", with --max-padding {error.needed:.2f}" if isinstance(error, PaddingError) else ""
         raise Refusal(f"{error}{option}") from None
     finally:
         for finding in configured.findings if speaks else ():
@@ -297,7 +350,7 @@ def _plan(trial: Trial, *, speaks: bool) -> str | None:
 
 
 def _run(job: Job) -> None:
-    """Start the ranks, or be one, and print the progress of rank 0."""
+    """Start the ranks (under torchrun, be one of them), and print the progress that rank 0 reports."""
     from harness.cluster.link import open_link
     from harness.train.loop import train as train_rank
 

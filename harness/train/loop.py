@@ -1,4 +1,7 @@
-"""Training loop of ``zeropp train`` on each rank: model, data, optimizer and clocks of the suites."""
+"""What each rank of ``zeropp train`` does: builds the sharded model, resumes, trains, logs and saves checkpoints.
+
+Model, data, optimizer and clocks are those of trials in suites.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from harness.strategies.training_loop import TrainingLoop
 from harness.suites.model_sizes import step_flops
 from harness.suites.trial import Trial
 from harness.workloads import models
+from harness.workloads.preset_parameters import shape_of
 from harness.workloads.rank_batches import RankBatches
 from impl.checkpoint import save_load as checkpoint
 from impl.checkpoint.save_load import CheckpointError
@@ -34,14 +38,19 @@ class Job:
     """Argument of every rank of a training run."""
 
     trial: Trial  # model, data, optimizer and policy
-    load: Path | None  # a checkpoint to go on from, or a folder of them, of which the newest
+    load: Path | None  # checkpoint to continue from, or a folder, whose newest is taken; None starts anew
     save: Path | None  # folder to save checkpoints in; None saves none
     every: int | None  # steps between checkpoints; None saves after the last step only
     keep: int | None  # number of newest checkpoints to keep; None keeps all
 
 
 def train(rank: Rank, job: Job) -> list[Step]:
-    """Train on this rank; rank 0 reports a line a step.  A Refusal of what cannot be run."""
+    """Train on this rank, and return its steps; the lines that rank 0 reports are printed.
+
+    Raises:
+        Refusal: if the checkpoint does not fit, gradients overflow even at the smallest loss scale, or the engine
+            refuses the model.
+    """
     try:
         return _Training(rank, job).run()
     except (CheckpointError, LossScaleError, ZeroError) as error:
@@ -57,9 +66,10 @@ class _Training:
         self.device = device_of(trial, rank)
         self.data = RankBatches(trial, rank.rank, self.device)
         policy = trial.resolved_policy()
-        assert policy is not None  # noqa: S101  # a recipe is one
+        assert policy is not None  # noqa: S101  # strategy "recipe" always has a policy
         wire = wire_of(trial, rank, self.device)
-        # Cut block by block: no rank ever holds the whole model, unless its stage does.
+        # The model is sharded block by block while it is built, so that no rank ever holds all of it, except at
+        # stages that keep whole weights.
         with (
             Init(mesh=wire.mesh, policy=policy, blocks=models.Block, wire=wire, seed=trial.seed),
             self.device,
@@ -72,25 +82,28 @@ class _Training:
         self.loop = TrainingLoop(trial, self.strategy, self.data, self.device)
 
     def run(self) -> list[Step]:
-        """Run all steps, reporting a line for each."""
+        """Run all steps and report a line for each."""
         begin = self._resumed()
         forget_peak(self.device)
         for index in range(begin, self.trial.steps):
             stepped, step = self.loop.step(index), self.loop.clock.steps[-1]
             loss = torch.tensor([step.loss], dtype=torch.float64, device=self.device)
-            mean = float(self.zero.wire.all_gather_small(loss).mean())  # over all ranks, 8 bytes each
+            mean = float(self.zero.wire.all_gather_small(loss).mean())  # over all ranks; 8 bytes from each
             scale = None if self.zero.policy.loss_scale is None else self.zero.scaler.scale
             peak = peak_device(self.device) or peak_rss()
             text = line(self.trial, step, mean, scale, peak)
             if not stepped.done:
-                text += " | overflow: nothing was updated"
+                text += " | overflow: step skipped"
             self.rank.report(Progress("steps", index + 1, self.trial.steps, text))
             self._save(index + 1)
         self.strategy.close()
         return self.loop.clock.steps
 
     def _resumed(self) -> int:
-        """Load the checkpoint, if any; returns the number of steps already done."""
+        """Load the checkpoint, if there is one, and return the number of steps that are already done.
+
+        Options of the optimizer are those of this run's flags and configuration, not those of the checkpoint.
+        """
         folder = self.job.load
         if folder is None:
             return 0
@@ -106,14 +119,19 @@ class _Training:
         saved = loaded.extra if isinstance(loaded.extra, dict) else {}
         for name, setting in self._run().items():
             if saved.get(name) != setting:
-                raise Refusal(f"{folder}: is of a run with {name} {saved.get(name)}, not {setting}")
+                raise Refusal(
+                    f"{folder}: comes from a run with {name} {saved.get(name)}, and this run has {setting}; resume "
+                    f"with an equal {name}"
+                )
         done = int(saved.get("steps", 0))
         if done >= self.trial.steps:
-            raise Refusal(f"{folder}: has {done} steps behind it, --steps {self.trial.steps} leaves none")
+            raise Refusal(
+                f"{folder}: {done} steps are done, so --steps {self.trial.steps} leaves none to run; raise --steps"
+            )
         lines = [
-            f"{folder}: goes on after step {done}",
-            *(f"not taken over: {reason}" for reason in loaded.dropped),
-            *(f"as asked: {change}" for change in changes),
+            f"{folder}: continues after step {done}",
+            *(f"not restored: {reason}" for reason in loaded.dropped),
+            *(f"changed for this run: {change}" for change in changes),
         ]
         self.rank.report(Progress("resume", done, self.trial.steps, "\n".join(lines)))
         return done
@@ -129,16 +147,24 @@ class _Training:
         self.rank.report(Progress("save", done, self.trial.steps, f"saved {path}"))
 
     def _run(self) -> dict[str, Any]:
-        """Identity of the run, which must be equal on resume: batches are drawn from it."""
+        """Return what decides the batches of a run, and so must be the same when it is resumed."""
         trial = self.trial
         return {"seed": trial.seed, "corpus": self.data.sha256, "sequence": trial.sequence}
 
 
 def line(trial: Trial, step: Step, loss: float, scale: float | None, peak: int) -> str:
-    """Log line of one step, in the form of the ZeRO++ tutorial's; ``loss`` is over all ranks."""
+    """Return the log line of one step, in the form of the ZeRO++ tutorial.
+
+    Args:
+        trial: The trial.
+        step: The times of the step on this rank.
+        loss: Mean loss over all ranks.
+        scale: Loss scale, if there is one.
+        peak: Peak memory in bytes, of the process on a CPU, else of the GPU.
+    """
     ranks = trial.topology().world
     sequences = trial.tokens_per_rank // trial.sequence * trial.accumulation * ranks
-    shape, recompute = models.shape_of(trial.model), trial.activation_checkpointing
+    shape, recompute = shape_of(trial.model), trial.activation_checkpointing
     flops = step_flops(shape, sequences=sequences, length=trial.sequence, recompute=recompute)
     parts = ", ".join(
         f"{name} {getattr(step, name) * 1e3:.1f}" for name in ("forward", "backward", "optimizer")

@@ -1,4 +1,4 @@
-"""Predicts the memory that a rank needs at each stage of ZeRO, as a table, before allocating any."""
+"""Predicts the memory that a rank needs at each stage of ZeRO, as a table, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from harness.runs.feasibility import PROCESS_BYTES, Host
 from harness.runs.predict import per_node_bytes
 from harness.suites.model_sizes import GPTShape
 from harness.suites.trial import Trial
-from harness.workloads.models import shape_of
+from harness.workloads.preset_parameters import shape_of
 from impl.codecs.codec import ITEM_BYTES
 from impl.engine.unit_planning import plan_units
 from impl.plan.memory import memory
 from impl.plan.policy import MemoryLimits, Policy, Stage
 from impl.plan.topology import Topology
 
-GB: Final = 1e9  # as the tutorials count
+GB: Final = 1e9  # bytes; DeepSpeed's tutorials use the same unit
 MB: Final = 1e6
-# kept for backward of a block in 16 bits, per token and channel: 2205.05198, eq. 1, without attention scores
+# Bytes of activations in 16 bits that a block keeps for backward, for each token and channel: arXiv 2205.05198,
+# equation 1, without attention scores.
 _BLOCK_BYTES: Final = 34
-_COLUMNS: Final = {  # of the table: parts of :func:`impl.plan.memory.memory`; the rest is "other"
+# Columns of the table: the parts of impl.plan.memory.memory() that they add up.  All other parts are in "other".
+_COLUMNS: Final = {
     "Adam's states": ("masters", "optimizer"),
     "gradients": ("gradients", "local_gradients"),
     "weights": ("gathered",),
@@ -34,31 +36,33 @@ _COLUMNS: Final = {  # of the table: parts of :func:`impl.plan.memory.memory`; t
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Memory need of one rank at one stage, in bytes."""
+    """The memory that one rank needs at one stage, in bytes."""
 
     stage: Stage
-    device: dict[str, int]  # states on the device, by the table's columns
-    host: dict[str, int]  # states offloaded to host memory, not in ``device``
-    activations: int  # an estimate; on the device
-    between: int  # sent between nodes by all ranks in a step
+    device: dict[str, int]  # states on the device, by column of the table
+    host: dict[str, int]  # states offloaded to host memory, by column; not contained in ``device``
+    activations: int  # on the device; an estimate
+    between: int  # bytes that all ranks send between nodes in a step
 
     @property
     def adam(self) -> int:
-        """Adam's states, on device and host."""
+        """Bytes of Adam's states, on device and host together."""
         return self.device["Adam's states"] + self.host["Adam's states"]
 
     @property
     def training(self) -> int:
-        """Peak of a step on the device, which exceeds that of building the model."""
+        """Peak bytes of a step on the device; building the model needs less."""
         return sum(self.device.values()) + self.activations
 
 
 def needs(model: nn.Module, policy: Policy, trial: Trial) -> list[Need]:
-    """Memory needs of a rank at each stage, with the rest of ``policy`` where the stage supports it."""
+    """Predict the memory of a rank at each stage, with all other options of ``policy`` that the stage supports."""
     stages, topology, activations = [], trial.topology(), _activation_bytes(trial, policy)
     for stage in get_args(Stage):
         variant = policy
-        if stage != policy.stage:  # without options of the requested stage alone, and with any padding
+        if (
+            stage != policy.stage
+        ):  # drop options that only the requested stage supports, and allow any padding
             bare, limits = policy.without_secondary(), MemoryLimits(max_padding=math.inf)
             variant = replace(bare, stage=stage, group=0, reduce_every="stage", memory=limits)
         units = plan_units(model, topology, variant)
@@ -70,15 +74,15 @@ def needs(model: nn.Module, policy: Policy, trial: Trial) -> list[Need]:
 
 
 def _columns(parts: dict[str, int]) -> dict[str, int]:
-    """Bytes of one memory by the table's columns."""
+    """Add up the parts of device or host memory by column of the table."""
     sums = {name: sum(parts.get(part, 0) for part in group) for name, group in _COLUMNS.items()}
     return {**sums, "other": sum(parts.values()) - sum(sums.values())}
 
 
 def _activation_bytes(trial: Trial, policy: Policy) -> int:
-    """Upper estimate of a micro-batch's activation bytes: of blocks, logits and the logits' gradient."""
+    """Estimate, rather too high, the bytes of a micro-batch's activations: blocks, logits and their gradient."""
     shape, item = shape_of(trial.model), ITEM_BYTES[policy.compute]
-    assert isinstance(shape, GPTShape)  # noqa: S101  # there is no flag for others
+    assert isinstance(shape, GPTShape)  # noqa: S101  # no flag selects another kind of model
     place = trial.tokens_per_rank * shape.width
     block = _BLOCK_BYTES * place * item // 2
     recomputed = shape.layers * item * place + block
@@ -87,7 +91,15 @@ def _activation_bytes(trial: Trial, policy: Policy) -> int:
 
 
 def table(needed: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
-    """The needs of all stages as lines of text; with offload each stage has two rows, of device and host."""
+    """Return the table as text, with a row for each stage.
+
+    If something is offloaded, each stage has two rows: one for the device and one for the host.
+
+    Args:
+        needed: The needs of all stages.
+        chosen: The stage that is marked, since it will run.
+        cuda: Whether the device is a GPU, with memory of its own.
+    """
     unit, name = (GB, "GB of 1e9") if max(need.training for need in needed) >= GB / 10 else (MB, "MB of 1e6")
     offloads = any(sum(need.host.values()) for need in needed)
     head = ["stage", *(["on"] if offloads else []), *needed[0].device, "activations*", "in a step"]
@@ -101,36 +113,33 @@ def table(needed: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = ["  ".join(map(str.rjust, row, widths)) for row in (head, *rows)]
     lines += [
-        f"{name} bytes on each rank, without what a process's peak also holds: messages, Python and torch",
-        f"<: stage {chosen}, which is asked for",
-        "* an estimate",
+        f"In {name} bytes on each rank. The peak of a process also holds message buffers, Python and torch.",
+        f"< marks stage {chosen}, which will run. * is an estimate.",
     ]
     if any(need.between for need in needed):
         sent = ", ".join(f"{in_words(need.between)} at stage {need.stage}" for need in needed)
-        lines.append(f"sent between nodes by all ranks in a step: {sent}")
+        lines.append(f"All ranks together send between nodes in a step: {sent}.")
     if offloads:
-        lines.append(
-            "host: offloaded states, beside what lies on the device"
-            + ("" if cuda else "; on a CPU both are one memory, and add up")
-        )
+        shared = "" if cuda else " On a CPU both are in the same memory, so add them up."
+        lines.append(f"Rows host: states that are offloaded, in addition to those on the device.{shared}")
     return "\n".join(lines)
 
 
 def in_words(size: float) -> str:
-    """Bytes in GB or, below a tenth of one, in MB."""
+    """Return bytes as text in GB or, below 0.1 GB, in MB."""
     return f"{size / GB:.4g} GB" if size >= GB / 10 else f"{size / MB:.4g} MB"
 
 
 def too_large(need: Need, topology: Topology, host: Host, *, cuda: bool, ranks: int) -> str | None:
-    """Why this machine does not fit ``ranks`` with this need; None if it does."""
+    """Return why this machine cannot hold ``ranks`` ranks with this need; None if it can."""
     offloaded = sum(need.host.values())
     have = min(host.gpus, default=0)
     if cuda and need.training > have:
         needed = f"{need.training / GB:.2f} GB at stage {need.stage}"
-        return f"a rank needs {needed}, a GPU here has {have / GB:.2f} GB"
-    held = offloaded if cuda else need.training + offloaded  # one memory
+        return f"a rank needs {needed}, and a GPU here has {have / GB:.2f} GB"
+    held = offloaded if cuda else need.training + offloaded  # on a CPU, device and host share one memory
     whole = ranks * (held + PROCESS_BYTES)
     if whole <= host.memory:
         return None
     needed = f"{(held + PROCESS_BYTES) / GB:.2f} GB = {whole / GB:.2f} GB at stage {need.stage}"
-    return f"{ranks} of {topology.world} ranks x {needed}, this machine has {host.memory / GB:.2f} GB"
+    return f"{ranks} of {topology.world} ranks x {needed}, and this machine has {host.memory / GB:.2f} GB"

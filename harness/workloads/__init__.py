@@ -1,1 +1,1 @@
-"""What is trained on what: models, corpora and batches."""
+"""What a trial trains: its model, its data set, and the batches that each rank reads."""

@@ -1,8 +1,13 @@
-"""Corpora: the tokens that language models train on.  No torch.
+"""Reads corpora: the tokens that language models train on.  No torch.
 
-Text (``stdlib``, a file, all files of a folder in alphabetical order), of which the first 95 % are for
-training, whose bytes are the tokens unless a tokenizer makes others; or arrays: a folder with ``train.npy``
-and ``validation.npy``, or what a ``module:function`` returns.
+A suite names its corpus in one of these ways:
+
+- text: ``stdlib`` (the sources of Python's standard library), a file, or a folder, whose files are joined in
+  alphabetical order.  The first 95 % are for training.  Bytes are the tokens, unless a user's tokenizer makes
+  others;
+- a folder with the token files ``train.npy`` and ``validation.npy``;
+- a ``module:function`` that returns two arrays of tokens, or two pairs of arrays
+  (:mod:`harness.workloads.own_pairs`).
 """
 
 from __future__ import annotations
@@ -28,8 +33,8 @@ from impl.named_object import NamedObjectError, import_object, is_name
 
 STDLIB: Final = "stdlib"
 TRAINING_SHARE: Final = 0.95
-LARGEST_BYTES: Final = 2 << 30  # a corpus is held in memory by every rank
-BYTES: Final = 256  # values of a byte
+LARGEST_BYTES: Final = 2 << 30  # of a text: every rank holds the whole corpus in memory
+BYTES: Final = 256  # number of values of a byte, which is the vocabulary without a tokenizer
 _TOKEN_FILES: Final = ("train.npy", "validation.npy")
 
 
@@ -37,15 +42,18 @@ _TOKEN_FILES: Final = ("train.npy", "validation.npy")
 class Corpus:
     """Tokens for training and for validation."""
 
-    source: str  # its name in the suite
-    sha256: str  # of all tokens, training first
-    train: NDArray[Any]  # (tokens,), of any type of whole numbers
-    validation: NDArray[Any]  # (tokens,), likewise
-    largest: int = BYTES - 1  # largest token
+    source: str  # the corpus as the suite names it
+    sha256: str  # digest of all tokens, those for training first
+    train: NDArray[Any]  # (tokens,), of any integer type
+    validation: NDArray[Any]  # (tokens,), of any integer type
+    largest: int = BYTES - 1  # the largest token, which the model's vocabulary must include
 
 
 class Text(Dataset):
-    """Windows of a corpus: (B, T) int64 tokens, and the next tokens or, masked, the missing ones."""
+    """Windows of T tokens of a corpus: (B, T) int64 inputs, and (B, T) int64 targets.
+
+    Targets are the next tokens or, with ``masks``, the tokens that BERT's masking replaced.
+    """
 
     def __init__(
         self, corpus: Corpus, length: int, *, vocab: int | None = BYTES, masks: bool = False
@@ -53,34 +61,36 @@ class Text(Dataset):
         for part in (corpus.validation, corpus.train):
             _check_room(corpus.source, len(part), length)
         if vocab is not None and corpus.largest >= vocab:
-            why = f"its largest token is {corpus.largest}, and the vocabulary has {vocab}"
-            wanted = f"expected model.arguments.vocab of at least {corpus.largest + 1}"
+            why = f"its largest token is {corpus.largest}, and the model's vocabulary has {vocab}"
+            wanted = f"set model.arguments.vocab to at least {corpus.largest + 1}"
             raise CorpusError(f"corpus {corpus.source!r}: {why}; {wanted}")
         self.vocab = vocab or BYTES
         self.sha256, self.train, self.validation = corpus.sha256, corpus.train, corpus.validation
         self.length, self.masks = length, masks
 
     def count(self, part: NDArray[Any]) -> int:
-        """Number of offsets at which a window of T + 1 bytes can start."""
+        """Number of offsets at which a window of T + 1 tokens can start."""
         return len(part) - self.length
 
     def at(self, part: NDArray[Any], numbers: list[int], keys: list[str]) -> Pair:
-        """The windows that start at these offsets; ``keys`` decide what is masked."""
+        """Return the windows that start at these offsets; with ``masks``, keys decide which tokens are masked."""
         offsets = np.asarray(numbers)[:, None] + np.arange(self.length + 1)
         windows = part[offsets].astype(np.int64)
         return mask(windows[:, :-1], keys, self.vocab) if self.masks else (windows[:, :-1], windows[:, 1:])
 
 
 def _check_room(source: str, size: int, length: int) -> None:
-    """Refuse validation bytes that do not hold one window of ``length + 1``."""
+    """Raise a CorpusError if ``size`` tokens do not hold a sequence of ``length`` and the target of its last
+    token.
+    """
     if size <= length:
-        enough = f"of text, {int((length + 1) / (1 - TRAINING_SHARE)) + 1} bytes do"
-        why = f"{size} tokens for validation or training do not hold one sequence of {length}"
+        enough = f"a text needs {int((length + 1) / (1 - TRAINING_SHARE)) + 1} bytes"
+        why = f"has {size} tokens for validation or training, too few for one sequence of {length}"
         raise CorpusError(f"corpus {source!r}: {why} and its last target; {enough}")
 
 
 def _files_of(source: str) -> tuple[list[Path], int]:
-    """The files of ``source`` in the order in which they are joined, and the bytes of the whole."""
+    """Return the files of a text in the order in which they are joined, and the bytes of the joined text."""
     place = Path(sysconfig.get_path("stdlib")) if source == STDLIB else folder.path_of(source)
     if place.is_file():
         files = [place]
@@ -88,28 +98,39 @@ def _files_of(source: str) -> tuple[list[Path], int]:
         paths = place.glob("*.py") if source == STDLIB else place.rglob("*")
         files = sorted(path for path in paths if path.is_file())
     else:
-        wanted = f"expected one, {STDLIB!r} for Python's standard library, or module:function"
+        wanted = f"expected a file, a folder, {STDLIB!r} for Python's standard library, or module:function"
         raise CorpusError(f"corpus {source!r}: no such file or folder in {folder.current()}; {wanted}")
     if not files:
-        raise CorpusError(f"corpus {source!r}: no files in it")
+        raise CorpusError(f"corpus {source!r}: the folder has no files in it")
     with raising(CorpusError, f"corpus {source!r}: cannot read it:"):
         size = sum(path.stat().st_size for path in files)
     if size > LARGEST_BYTES:
-        raise CorpusError(f"corpus {source!r}: {size} bytes, at most {LARGEST_BYTES} are held by every rank")
-    return files, size + len(files) - 1  # an end of line between two
+        raise CorpusError(
+            f"corpus {source!r}: has {size} bytes; every rank holds all of them, so at most {LARGEST_BYTES} "
+            "are allowed"
+        )
+    return files, size + len(files) - 1  # with a line break between two files
 
 
 def check(source: str, length: int) -> None:
-    """Refuse a text that is missing, or too small for sequences of ``length`` bytes, without reading it."""
+    """Raise a CorpusError, without reading the text, if it is missing or too small for ``length`` bytes."""
     _, size = _files_of(source)
     _check_room(source, size - int(size * TRAINING_SHARE), length)
 
 
 def load(source: str, tokenizer: str | None = None) -> Corpus | OwnPairs:
-    """Read a corpus (see the module); a CorpusError names it and the fault."""
+    """Read a corpus.
+
+    Args:
+        source: The corpus as a suite names it; see the module's documentation.
+        tokenizer: A ``module:function`` that makes tokens of a text; without one, bytes are tokens.
+
+    Raises:
+        CorpusError: if the corpus cannot be read or is not of one of the known kinds.
+    """
     if holds_arrays(source):
         if tokenizer is not None:
-            raise CorpusError(f"corpus {source!r}: has tokens already; expected no tokenizer beside it")
+            raise CorpusError(f"corpus {source!r}: consists of tokens already; remove tokenizer")
         return _of_arrays(source, folder.current())
     files, _ = _files_of(source)
     with raising(CorpusError, f"corpus {source!r}: cannot read it:"):
@@ -122,19 +143,21 @@ def load(source: str, tokenizer: str | None = None) -> Corpus | OwnPairs:
 
 
 def holds_arrays(source: str) -> bool:
-    """Whether a corpus is arrays (token files, or a function) and no text."""
+    """Return whether a corpus consists of arrays, from token files or a function, rather than of text."""
     place = folder.path_of(source)
     if not place.exists():
         return is_name(source)
     files = [name for name in _TOKEN_FILES if (place / name).is_file()]
     if len(files) == 1:
-        raise CorpusError(f"corpus {source!r}: expected the files {' and '.join(_TOKEN_FILES)}, or neither")
+        raise CorpusError(
+            f"corpus {source!r}: has only {files[0]}; a corpus of tokens needs {' and '.join(_TOKEN_FILES)}"
+        )
     return bool(files)
 
 
 @lru_cache(1)
 def _of_arrays(source: str, _: Path) -> Corpus | OwnPairs:
-    """The corpus of a folder of token files, or of a function."""
+    """Read the corpus from a folder of token files or a function; the second argument only keys the cache."""
     place = folder.path_of(source)
     if place.is_dir():
         parts: Any = []
@@ -144,7 +167,7 @@ def _of_arrays(source: str, _: Path) -> Corpus | OwnPairs:
     else:
         parts = _call(f"corpus {source!r}", source)
     if not isinstance(parts, tuple | list) or len(parts) != 2:  # train, validation
-        wanted = "tokens for training and for validation, or a pair for each"
+        wanted = "two values, for training and for validation, each an array of tokens or a pair of arrays"
         raise CorpusError(f"corpus {source!r}: returned a {type(parts).__name__}; expected {wanted}")
     if are_pairs(parts):
         return OwnPairs(source, parts)
@@ -153,14 +176,14 @@ def _of_arrays(source: str, _: Path) -> Corpus | OwnPairs:
 
 @lru_cache(1)
 def _tokenised(source: str, tokenizer: str, train: bytes, validation: bytes) -> Corpus:
-    """The corpus of a text by a user's tokenizer; a character that the cut halves is replaced."""
+    """Make the corpus from a text and a user's tokenizer; a character cut between the parts is replaced."""
     function = f"tokenizer {tokenizer!r}"
     texts = (part.decode(errors="replace") for part in (train, validation))
     return _of_tokens(source, function, (_call(function, tokenizer, text) for text in texts))
 
 
 def _of_tokens(source: str, origin: str, parts: Iterable[Any]) -> Corpus:
-    """The corpus of rows of token numbers for training and validation; ``origin`` is named in errors."""
+    """Make the corpus from the tokens for training and for validation; errors begin with ``origin``."""
     train, validation = (_check_tokens(origin, part) for part in parts)
     digest = hashlib.sha256()
     for part in (train, validation):
@@ -171,7 +194,7 @@ def _of_tokens(source: str, origin: str, parts: Iterable[Any]) -> Corpus:
 
 
 def _call(origin: str, name: str, *arguments: str) -> Any:
-    """Call a user's function; ``origin`` is named in errors."""
+    """Call a user's function ``module:function``; errors begin with ``origin``."""
     try:
         function = import_object(name)
     except NamedObjectError as error:
@@ -181,12 +204,12 @@ def _call(origin: str, name: str, *arguments: str) -> Any:
 
 
 def _check_tokens(origin: str, tokens: Any) -> NDArray[Any]:
-    """The tokens as an array; refuse anything but a row of token numbers."""
+    """Return the tokens as an array; raise a CorpusError unless it is one row of integers from 0 on."""
     with raising(CorpusError, f"{origin}: no array of tokens:"):
         row = np.asarray(tokens)
     if row.ndim != 1 or row.dtype.kind not in "iu" or not len(row):
         wanted = "expected one dimension of whole numbers"
-        raise CorpusError(f"{origin}: an array {row.shape} of {row.dtype}; {wanted}")
+        raise CorpusError(f"{origin}: tokens are an array {row.shape} of {row.dtype}; {wanted}")
     if int(row.min()) < 0:
-        raise CorpusError(f"{origin}: has a token {int(row.min())}; expected 0 and above")
+        raise CorpusError(f"{origin}: has a token {int(row.min())}; expected tokens of 0 and above")
     return row

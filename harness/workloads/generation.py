@@ -1,4 +1,7 @@
-"""Decoding with sharded weights: workload ``generate``, and a phase of ``rlhf``."""
+"""Decodes tokens from a model, whose weights may be sharded, and times each token.
+
+Workload ``generate`` measures this; workload ``rlhf`` decodes in each step before it trains.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,14 @@ def decode(
     layers: int,
     choose: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Decode ``tokens`` times after a prompt (B, T) int64, (B,) int64 each, in evaluation mode.
+    """Decode one token after another, with a key-value cache, and yield each as (B,) int64.
 
-    ``choose`` makes tokens from the (B, vocab) logits of ``forward(tokens, None, past)``; by default the
-    likeliest.  Each of the ``layers`` has a cache.
+    Args:
+        model: A model in evaluation mode, called as ``forward(tokens, None, past)`` for (B, vocab) logits.
+        prompt: (B, T) int64 tokens to begin with.
+        tokens: How many tokens to decode.
+        layers: Layers of the model; each gets its own cache.
+        choose: Picks (B,) tokens from (B, vocab) logits; by default the most probable ones.
     """
     past = [KeysAndValues() for _ in range(layers)]
     for _ in range(tokens):
@@ -35,12 +42,20 @@ def decode(
         prompt = chosen[:, None]
 
 
-Counts = tuple[float | None, int | None, int | None]  # seconds waited, bytes sent between and inside nodes
-_SPENT: Final = ("exposed", "inter_bytes", "intra_bytes")  # the fields of a token with these counts
+# Seconds waited for messages so far, bytes sent between nodes, and bytes sent inside nodes.
+Counts = tuple[float | None, int | None, int | None]
+_SPENT: Final = (
+    "exposed",
+    "inter_bytes",
+    "intra_bytes",
+)  # fields of Token that hold the growth of these counts
 
 
 class Generator:
-    """Times generations from one prompt token by token; ``count`` returns waits and bytes so far."""
+    """Generates from one prompt and keeps the time, waits and bytes of each token.
+
+    ``count`` returns this rank's :data:`Counts` so far; their growth is attributed to the token.
+    """
 
     def __init__(
         self, prompt: Tensor, tokens: int, layers: int, count: Callable[[], Counts], device: torch.device
@@ -48,10 +63,10 @@ class Generator:
         self._prompt, self._tokens, self._layers = prompt, tokens, layers
         self._count, self._device = count, device
         self.measured: list[Token] = []
-        self.sha256: list[str] = []  # of the tokens of each generation
+        self.sha256: list[str] = []  # digest of each generation's tokens
 
     def run(self, model: nn.Module, *, index: int, warmup: bool) -> None:
-        """Generate once; ``index`` counts from the first warm-up."""
+        """Generate ``tokens`` tokens once; ``index`` counts generations from the first warm-up."""
         decoded: list[Tensor] = []
         before, start = self._count(), self._now()
         for place, chosen in enumerate(decode(model, self._prompt, self._tokens, self._layers)):

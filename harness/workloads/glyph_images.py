@@ -1,7 +1,8 @@
-"""Labelled images for vision models: characters rendered in matplotlib's fonts.  No torch.
+"""A data set of labelled images for vision models: characters in twelve fonts of matplotlib.  No torch.
 
-The classes are the first 256 characters, by code point, of twelve DejaVu fonts that look different from one
-another; every twentieth item, by hash, is for validation.
+It needs no download, since matplotlib brings the DejaVu fonts.  The classes are 256 characters: the first, by
+code point, that all fonts have and that look different from one another in the first font.  About one item in
+twenty, chosen by hash, is for validation.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from harness.suites.model_sizes import IMAGE_CLASSES, IMAGE_SIDE
 from harness.workloads.dataset import Dataset, Pair, draw
 
 GLYPHS: Final = "glyphs"
-VALIDATION_EVERY: Final = 20  # one item in so many
-_PIXELS: Final = 20  # size of the fonts; the largest glyph is then 26 pixels high
+VALIDATION_EVERY: Final = 20  # one item in so many is held out for validation
+_PIXELS: Final = 20  # font size; the largest glyph is then 26 pixels high, and fits an image
 _FONTS: Final = tuple(
     f"DejaVu{name}.ttf"
     for name in (
@@ -32,21 +33,21 @@ _FONTS: Final = tuple(
 
 
 class Item(NamedTuple):
-    """One character of one font: ``label`` is its class, ``character`` its code point."""
+    """One character of one font."""
 
-    font: str
-    character: int
-    label: int
+    font: str  # file name
+    character: int  # code point
+    label: int  # class
 
 
 class Glyphs(Dataset):
-    """Rendered characters: (B, 32, 32) float32 from 0 to 1, and (B,) int64 classes."""
+    """Images of characters: (B, 32, 32) float32 inputs from 0 to 1, and (B,) int64 classes as targets."""
 
     def __init__(self, sha256: str, train: list[Item], validation: list[Item]) -> None:
         self.sha256, self.train, self.validation = sha256, train, validation
 
     def at(self, part: list[Item], numbers: list[int], keys: list[str]) -> Pair:
-        """The items' pictures, each at an offset that follows from its key."""
+        """Return images of these items, each placed at an offset that its key decides."""
         items = [part[number] for number in numbers]
         images = np.zeros((len(items), IMAGE_SIDE, IMAGE_SIDE), dtype=np.float32)
         for image, item, key in zip(images, items, keys, strict=True):
@@ -60,7 +61,7 @@ class Glyphs(Dataset):
 
 @cache
 def load() -> Glyphs:
-    """Render the data set; cached, the first call in a process takes a tenth of a second."""
+    """Return the data set.  The first call in a process takes a tenth of a second, later ones nothing."""
     from matplotlib import ft2font
 
     characters = _characters()
@@ -69,20 +70,23 @@ def load() -> Glyphs:
         for label, character in enumerate(characters):
             held_out = draw(f"{font}/{character:x}", VALIDATION_EVERY) == 0
             splits[held_out].append(Item(font, character, label))
-    # Another version of FreeType, which renders the glyphs, may set other pixels.
+    # The digest includes the version of FreeType, since another version may render other pixels.
     drawing = (characters, IMAGE_SIDE, _PIXELS, str(ft2font.__freetype_version__))
     whole = b"".join([*(_path(font).read_bytes() for font in _FONTS), repr(drawing).encode()])
     return Glyphs(hashlib.sha256(whole).hexdigest(), *splits)
 
 
 def _characters() -> tuple[int, ...]:
-    """Code points of the classes: in every font, and drawn unlike every earlier one in the first font."""
+    """Return the code points of the classes.
+
+    These are characters that all fonts have, and whose image in the first font equals that of no earlier character.
+    """
     from matplotlib.ft2font import FT2Font
 
     shared = set.intersection(*(set(FT2Font(str(_path(font))).get_charmap()) for font in _FONTS))
     different: dict[tuple[tuple[int, ...], bytes], int] = {}
     for character in sorted(shared):
-        if unicodedata.category(chr(character))[0] in "CZM":  # nothing to see, or an accent alone
+        if unicodedata.category(chr(character))[0] in "CZM":  # control characters, spaces, lone accents
             continue
         glyph = _glyph(_FONTS[0], character)
         different.setdefault((glyph.shape, glyph.tobytes()), character)
@@ -99,7 +103,7 @@ def _path(font: str) -> Path:
 
 @cache
 def _glyph(font: str, character: int) -> NDArray[np.uint8]:
-    """(height, width) grey levels of a character, without margins."""
+    """Render a character as (height, width) grey levels from 0 to 255, without margins."""
     from matplotlib.ft2font import FT2Font
 
     drawn = FT2Font(str(_path(font)))

@@ -1,4 +1,7 @@
-"""Digests of a trial's input files: the corpus, and the sources of a user's own objects.  No torch."""
+"""Computes digests of a trial's inputs: its corpus, and the sources of a user's own objects.  No torch.
+
+Records keep these digests, so that a record shows whether an input has changed since.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,20 @@ from harness.workloads import corpus, glyph_images
 from harness.workloads.own_sources import files_of, stamp
 from impl.named_object import see
 
-if TYPE_CHECKING:  # suites need pydantic, which a machine that only tries the laws on its GPU may not have
+if TYPE_CHECKING:  # suites import pydantic, which is missing where only the laws are tried on a GPU
     from harness.suites.trial import Trial
 
 
 def digests(trial: Trial) -> dict[str, str]:
-    """SHA-256 of the ``corpus``, of the file of each ``module:object``, and of what these are made of, where
-    files can be read.
+    """Return the SHA-256 digests of a trial's inputs by name; inputs that cannot be read are left out.
 
-    ``module helper`` is what they import: of one file its own digest, of several of one package the digest of
-    their list.  ``file words.txt of mine`` is a file that the source of ``mine`` names.
+    Names are:
+
+    - ``corpus``, of all its tokens;
+    - ``model``, ``optimizer``, ``tokenizer``, ``transport`` or ``codec <text>``: the file of a user's module;
+    - ``module helper``: what these modules import.  For a package of several files it is the digest of the
+      list of their digests;
+    - ``file words.txt of mine``: a file that the source of module ``mine`` names.
     """
     see(Path.cwd())
     modules = {name: text.partition(":")[0] for name, text in own_objects(trial).items()}
@@ -33,12 +40,12 @@ def digests(trial: Trial) -> dict[str, str]:
         modules["transport"] = trial.cluster.transport
     by_name = {"corpus": _corpus_digest(trial.corpus, trial.tokenizer, folder.current())}
     by_name |= {name: _module_digest(module) for name, module in modules.items()}
-    by_name |= _beside(modules.values(), trial)
+    by_name |= _digests_of_parts(modules.values(), trial)
     return {name: digest for name, digest in by_name.items() if digest is not None}
 
 
-def _beside(modules: Iterable[str], trial: Trial) -> dict[str, str | None]:
-    """Digests of the files that own objects are made of, beside the modules that define them."""
+def _digests_of_parts(modules: Iterable[str], trial: Trial) -> dict[str, str | None]:
+    """Return digests of the modules that ``modules`` import, and of the files that their sources name."""
     if not (names := sorted(set(modules))):
         return {}
     texts = [value for value in trial.model.arguments.values() if isinstance(value, str)]
@@ -51,7 +58,7 @@ def _beside(modules: Iterable[str], trial: Trial) -> dict[str, str | None]:
 
 
 def _joint_digest(files: dict[str, str | None]) -> str | None:
-    """The digest of a single file, or of the list of several."""
+    """Return the digest of a single file or, for several, the digest of the list of their digests."""
     if len(files) == 1:
         return next(iter(files.values()))
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(files.items()))
@@ -59,7 +66,7 @@ def _joint_digest(files: dict[str, str | None]) -> str | None:
 
 
 def own_objects(trial: Trial) -> dict[str, str]:
-    """Every ``module:object`` of the trial by its role: model, optimizer, tokenizer or codec."""
+    """Return every ``module:object`` of the trial by its role: model, optimizer, tokenizer or codec."""
     named = {"model": trial.model.name, "optimizer": trial.optimizer.name, "tokenizer": trial.tokenizer or ""}
     policy = trial.resolved_policy()
     named |= {f"codec {codec}": str(codec) for codec in (() if policy is None else policy.own_codecs)}
@@ -81,7 +88,7 @@ def _module_digest(name: str) -> str | None:
         spec = importlib.util.find_spec(name)
         file = Path(spec.origin or "") if spec else None
         return None if file is None else _file_digest(file, *stamp(file))
-    except (Exception, SystemExit):  # finding a module imports the packages that it stands in
+    except (Exception, SystemExit):  # find_spec() imports the packages around a module, which may do anything
         return None
 
 

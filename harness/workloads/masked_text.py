@@ -1,4 +1,8 @@
-"""BERT's masking of tokens (arXiv 1810.04805, section 3.1), equally many in each sequence.  No torch."""
+"""Masks tokens as BERT does (arXiv 1810.04805, section 3.1).  No torch.
+
+15 % of each sequence's tokens become targets.  Of these, 80 % are replaced with the mask, 10 % with a random
+token, and 10 % stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,21 @@ from numpy.typing import NDArray
 
 Tokens = NDArray[np.int64]
 
-SHARE: Final = 0.15
-NO_TARGET: Final = -100  # ignored by torch's cross-entropy
-_SHOWN_AS_MASK: Final = 205  # of 256: eight in ten
-_SHOWN_AT_RANDOM: Final = 231  # up to here, of 256: one in ten
+SHARE: Final = 0.15  # of the tokens of a sequence that are predicted; the same number in each sequence
+NO_TARGET: Final = -100  # target of all other tokens, which torch's cross-entropy ignores
+# A random byte decides what a predicted token is replaced with.
+_SHOWN_AS_MASK: Final = 205  # below this, eight in ten: the mask
+_SHOWN_AT_RANDOM: Final = 231  # from there to below this, one in ten: a random token; above: nothing
 
 
 def mask(text: Tokens, keys: list[str], vocab: int) -> tuple[Tokens, Tokens]:
-    """(B, T) int64 masked tokens, and targets or ``NO_TARGET``, by the B ``keys``; ``vocab`` is the mask."""
+    """Return (B, T) int64 masked tokens, and (B, T) int64 targets, ``NO_TARGET`` where nothing is predicted.
+
+    Args:
+        text: (B, T) int64 tokens from 0 to ``vocab - 1``.
+        keys: A key for each of the B sequences, whose hash decides everything that is random.
+        vocab: Size of the vocabulary; this number is also the token that stands for the mask.
+    """
     length = text.shape[1]
     shown, targets = text.copy(), np.full_like(text, NO_TARGET)
     for row, key in enumerate(keys):

@@ -1,7 +1,7 @@
-"""Models: presets of GPT, BERT and ViT by name, or a user's own ``module:function``.
+"""Builds the model of a trial: a preset of GPT, BERT or ViT by name, or a user's own ``module:function``.
 
-A model's ``forward(inputs, targets)`` returns a mean cross-entropy in nats; of text both are (sequences, T)
-int64.  Its repeated blocks stand in a ``ModuleList``, by which strategies find the units.
+``forward(inputs, targets)`` of a model returns the mean cross-entropy in nats.  For text, inputs and targets are
+(B, T) int64 tokens.  The repeated blocks of a model are in a ``ModuleList``; strategies shard each as a unit.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final
 
@@ -19,19 +19,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from harness.errors import Refusal, suggestion
-from harness.suites.model_sizes import (
-    IMAGE_CLASSES,
-    IMAGE_SIDE,
-    PATCHES,
-    PRESETS,
-    BERTShape,
-    GPTShape,
-    Shape,
-    ViTShape,
-)
+from harness.errors import Refusal
+from harness.suites.model_sizes import IMAGE_CLASSES, IMAGE_SIDE, BERTShape, GPTShape, Shape, ViTShape
 from harness.suites.trial import Model, Trial
 from harness.workloads.masked_text import NO_TARGET
+from harness.workloads.preset_parameters import patch_of, shape_of
 from impl.named_object import NamedObjectError, import_object
 from impl.zero import find_blocks
 
@@ -43,21 +35,21 @@ _FILLS: Final = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default
 class KeysAndValues:
     """Key-value cache of one attention layer."""
 
-    held: Tensor | None = None  # (2, B, heads, tokens so far, width / heads)
+    held: Tensor | None = None  # (2, B, heads, tokens so far, width / heads): keys, then values
 
     @property
     def length(self) -> int:
-        """Tokens so far."""
+        """Number of tokens so far."""
         return 0 if self.held is None else self.held.shape[3]
 
     def append(self, latest: Tensor) -> Tensor:
-        """Append keys and values of the next tokens; returns those of all tokens so far."""
+        """Append keys and values of the next tokens, and return those of all tokens so far."""
         self.held = latest if self.held is None else torch.cat([self.held, latest], 3)
         return self.held
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; ``causal`` masks later tokens."""
+    """Multi-head self-attention; with ``causal``, a token attends to itself and earlier tokens only."""
 
     def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
@@ -66,12 +58,15 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, past: KeysAndValues | None = None) -> Tensor:
-        """(B, T, width) to the same; with a ``past``, of the next tokens: several only if it is empty."""
+        """Map (B, T, width) to (B, T, width).
+
+        With a ``past``, x are the tokens after those in the cache: several if it is empty, else one.
+        """
         batch, length, width = x.shape
         heads = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         query, *both = heads.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, width / heads) each
         key, value = both if past is None else past.append(torch.stack(both))
-        causal = self.causal and length > 1  # one token, the latest, sees all
+        causal = self.causal and length > 1  # a single token is the latest, and attends to all
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
 
@@ -88,13 +83,13 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor, past: KeysAndValues | None = None) -> Tensor:
-        """(B, T, width) to the same; ``past`` as of :class:`Attention`."""
+        """Map (B, T, width) to (B, T, width); see :meth:`Attention.forward` for ``past``."""
         x = x + self.attention(self.attention_norm(x), past)
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))  # type: ignore[no-any-return]
 
 
 class _Transformer(nn.Module):
-    """Learned positions, blocks, a norm and a head over an embedding."""
+    """What GPT, BERT and ViT share: an embedding with learned positions, blocks, a norm and a head."""
 
     def __init__(
         self, shape: Shape, embedding: nn.Embedding | nn.Linear, places: int, outputs: int, *, causal: bool
@@ -113,7 +108,10 @@ class _Transformer(nn.Module):
                 nn.init.normal_(parameter, std=std)
 
     def through_blocks(self, x: Tensor, past: Sequence[KeysAndValues] | None = None) -> Tensor:
-        """(B, T, width) of embeddings (B, T, width); with a ``past``, a cache for each block, after it."""
+        """Add positions to embeddings (B, T, width) and pass them through all blocks.
+
+        With a ``past``, a cache for each block, positions go on after the tokens in it.
+        """
         start = past[0].length if past is not None else 0
         x = x + self.positions(torch.arange(start, start + x.shape[1], device=x.device))
         for index, block in enumerate(self.blocks):
@@ -122,12 +120,12 @@ class _Transformer(nn.Module):
 
 
 class GPT(_Transformer):
-    """A GPT: a decoder-only transformer with learned positions; ``sequence`` is the longest it takes."""
+    """A GPT: a decoder-only transformer with learned positions, for at most ``sequence`` tokens."""
 
     causal = True
 
     def __init__(self, shape: GPTShape | BERTShape, sequence: int) -> None:
-        inputs = shape.vocab if self.causal else shape.vocab + 1  # with the mask, which is no target
+        inputs = shape.vocab if self.causal else shape.vocab + 1  # BERT reads the mask too, as last token
         embedding = nn.Embedding(inputs, shape.width)
         super().__init__(shape, embedding, sequence, shape.vocab, causal=self.causal)
         if isinstance(shape, GPTShape) and shape.tied:
@@ -136,19 +134,24 @@ class GPT(_Transformer):
     def forward(
         self, tokens: Tensor, targets: Tensor | None, past: Sequence[KeysAndValues] | None = None
     ) -> Tensor:
-        """Mean cross-entropy in nats of (B, T) tokens against (B, T) targets, ``NO_TARGET`` ignored.
+        """Return the mean cross-entropy in nats, or logits if there are no targets.
 
-        Without targets, (B, vocab) logits of the next token.  With ``past``, a cache for each block,
-        ``tokens`` are only those that it does not hold yet: several only if it is empty.
+        Args:
+            tokens: (B, T) int64.  With a ``past``, only the tokens that it does not hold yet: several if it
+                is empty, else one.
+            targets: (B, T) int64, where ``NO_TARGET`` is ignored; None returns the (B, vocab) logits of the
+                token after the last.
+            past: A cache for each block.
         """
         x = self.through_blocks(self.embedding(tokens), past)
         if targets is None:
             return self.head(self.norm(x[:, -1]))  # type: ignore[no-any-return]
-        logits = self.head(self.norm(x)).float()  # (B, T, vocab); a loss in bf16 would step by 1/32
+        # (B, T, vocab) in fp32: a loss of bf16 would have steps of 1/32.
+        logits = self.head(self.norm(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
 
     def log_probabilities(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """(B, T) fp32 of (B, T) targets after (B, T) tokens; 0 for ``NO_TARGET``."""
+        """Return the (B, T) fp32 log probabilities of (B, T) targets, given (B, T) tokens; 0 for ``NO_TARGET``."""
         logits = self.head(self.norm(self.through_blocks(self.embedding(tokens)))).float()  # (B, T, vocab)
         nats = F.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="none"
@@ -157,22 +160,23 @@ class GPT(_Transformer):
 
 
 class BERT(GPT):
-    """A BERT: a GPT whose tokens see all others, trained on masked tokens."""
+    """A BERT: like a GPT, but each token attends to all others; trained to predict masked tokens."""
 
     causal = False
 
 
 class ViT(_Transformer):
-    """A vision transformer over patches of ``patch`` pixels each way: learned positions, mean pooling."""
+    """A vision transformer with learned positions and mean pooling; patches are ``patch`` x ``patch`` pixels."""
 
     def __init__(self, shape: ViTShape, patch: int) -> None:
         embedding = nn.Linear(patch * patch, shape.width, bias=False)
         super().__init__(shape, embedding, (IMAGE_SIDE // patch) ** 2, IMAGE_CLASSES, causal=False)
         self.patch = patch
-        nn.init.normal_(self.embedding.weight, std=1 / patch)  # pixels of 0 to 1 among positions of 0.02
+        # Embeddings of pixels from 0 to 1 would otherwise be small against positions.
+        nn.init.normal_(self.embedding.weight, std=1 / patch)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of (B, 32, 32) images from 0 to 1 against (B,) labels."""
+        """Return the mean cross-entropy in nats of (B, 32, 32) images from 0 to 1 against (B,) int64 labels."""
         rows = images.unfold(1, self.patch, self.patch).unfold(2, self.patch, self.patch)
         patches = rows.flatten(3).flatten(1, 2)  # (B, patches, pixels of a patch)
         x = self.through_blocks(self.embedding(patches.to(self.embedding.weight.dtype)))
@@ -180,12 +184,20 @@ class ViT(_Transformer):
 
 
 def under_autocast(model: nn.Module, device: torch.device) -> None:
-    """Have ``model`` compute in bf16 by autocast; its parameters and their gradients stay fp32."""
+    """Make ``model`` compute in bf16 with autocast; its parameters and their gradients stay fp32."""
     model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
 
 
 def build(model: Model, sequence: int) -> nn.Module:
-    """Build a model on the default device, whose weights follow from torch's seed, or raise a Refusal."""
+    """Build a model on torch's default device, with weights drawn from torch's generator.
+
+    Args:
+        model: Name and arguments.
+        sequence: The longest sequence in tokens; for an image, its number of patches.
+
+    Raises:
+        Refusal: if there is no such model, or its arguments do not fit.
+    """
     if ":" in model.name:
         try:
             function: Any = import_object(model.name)
@@ -193,39 +205,16 @@ def build(model: Model, sequence: int) -> nn.Module:
             raise Refusal(f"model {error}") from error
         built = function(sequence=sequence, **model.arguments)
         if not isinstance(built, nn.Module):
-            raise Refusal(f"model {model.name!r} returned {type(built).__name__}, not an nn.Module")
+            raise Refusal(f"model {model.name!r} returned {type(built).__name__}; expected an nn.Module")
         return built
     shape = shape_of(model)
     if not isinstance(shape, ViTShape):
         return (GPT if isinstance(shape, GPTShape) else BERT)(shape, sequence)
-    if sequence not in PATCHES:
-        why = f"model {model.name!r}: sequence = {sequence} patches do not make an image"
-        raise Refusal(f"{why}; expected one of {', '.join(map(str, PATCHES))}")
-    return ViT(shape, PATCHES[sequence])
-
-
-def shape_of(model: Model) -> Shape:
-    """Sizes of a preset with the model's changes; raises as :func:`build`."""
-    if model.name not in PRESETS:  # of an old record: suites are checked when read
-        raise Refusal(f"model {model.name!r}: expected one of {', '.join(PRESETS)} or 'module:function'")
-    preset = PRESETS[model.name]
-    known = {field.name: field.type for field in fields(preset)}
-    for name, value in model.arguments.items():
-        if name not in known:
-            wanted = f"expected one of {', '.join(known)}{suggestion(name, known)}"
-            raise Refusal(f"model {model.name!r}: unknown argument {name!r}, {wanted}")
-        if type(value).__name__ != known[name] or (type(value) is int and value < 1):
-            wanted = "true or false" if known[name] == "bool" else "a whole number of at least 1"
-            raise Refusal(f"model {model.name!r}: {name} = {value!r}, expected {wanted}")
-    changed: dict[str, Any] = dict(model.arguments)
-    shape = replace(preset, **changed)
-    if shape.width % shape.heads:
-        raise Refusal(f"model {model.name!r}: {shape.heads} heads do not divide a width of {shape.width}")
-    return shape
+    return ViT(shape, patch_of(model, sequence))
 
 
 def of_trial(trial: Trial) -> nn.Module:
-    """The model of a trial, with activation checkpointing if requested; raises as :func:`build`."""
+    """Build a trial's model, with activation checkpointing if the trial asks for it; see :func:`build`."""
     model = build(trial.model, trial.sequence)
     if trial.activation_checkpointing:
         checkpoint_activations(model)
@@ -233,20 +222,29 @@ def of_trial(trial: Trial) -> nn.Module:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Make each block keep only its inputs, and run again in backward; a Refusal without blocks."""
+    """Make each block of ``model`` keep only its inputs, and run again in the backward pass.
+
+    Raises:
+        Refusal: if the model has no blocks.
+    """
     check_blocks(model)
     for block in find_blocks(model):
-        block.__class__ = _checkpointed(type(block))  # type: ignore[arg-type]  # classes have a hash
+        block.__class__ = _checkpointed(type(block))  # type: ignore[arg-type]  # mypy: classes are hashable
 
 
 def check_blocks(model: nn.Module) -> None:
-    """Refuse a model without blocks, whose activations cannot be checkpointed."""
+    """Raise a Refusal if a model has no blocks whose activations could be checkpointed."""
     if not find_blocks(model):
-        raise Refusal("activation_checkpointing: the model has no blocks in a ModuleList or Sequential")
+        raise Refusal(
+            "activation_checkpointing needs blocks in a ModuleList or Sequential, and the model has none: set "
+            "activation_checkpointing = false, or put the model's blocks into a ModuleList"
+        )
 
 
 @cache
 def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of a block's class, of the same name, that checkpoints its forward pass."""
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = partial(kind.forward, self)
         if not torch.is_grad_enabled():
@@ -257,11 +255,11 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Skips initialisers of meta tensors, for which torch imports its compiler: 4 s."""
+    """Skips initialisers of meta tensors, which have no values; running them imports torch's compiler (4 s)."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # what torch wraps for its compiler imports it
+        return False  # if this is True, torch wraps the method, and the wrapper imports the compiler too
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -273,6 +271,6 @@ class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def unfilled() -> Iterator[None]:
-    """Inside, tensors and modules are created on the meta device, without initialisation."""
+    """Create tensors and modules on the meta device, without initialising them, in the body of ``with``."""
     with torch.device("meta"), _Unfilled():  # type: ignore[no-untyped-call]
         yield

@@ -1,4 +1,4 @@
-"""A user's own pairs of arrays: inputs of a model, and targets.  No torch."""
+"""The data set of a user's function that returns pairs of arrays, inputs and targets.  No torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _Arrays = tuple[NDArray[Any], NDArray[Any]]
 
 
 class OwnPairs(Dataset):
-    """Examples of a function that returned ``(input, target)`` for training and for validation.
+    """Examples that a user's function returned: a pair ``(inputs, targets)`` for training, one for validation.
 
-    An example is an entry of the first dimension; the model gets float32 for floating numbers, else int64.
+    The first dimension of an array counts examples.  The model gets floating-point arrays as float32 and all
+    others as int64.
     """
 
     def __init__(self, source: str, parts: Any) -> None:
@@ -29,7 +30,7 @@ class OwnPairs(Dataset):
             if (train.shape[1:], train.dtype) != (validation.shape[1:], validation.dtype):
                 shapes = [f"{array.shape[1:]} of {array.dtype}" for array in (train, validation)]
                 why = f"{side}s are {shapes[0]} for training and {shapes[1]} for validation"
-                raise CorpusError(f"corpus {source!r}: {why}; expected the same")
+                raise CorpusError(f"corpus {source!r}: {why}; expected the same shape and type")
         self.train, self.validation = checked
         digest = hashlib.sha256()
         for array in (*self.train, *self.validation):
@@ -39,56 +40,56 @@ class OwnPairs(Dataset):
 
     @property
     def example_bytes(self) -> int:
-        """Bytes of one input and its target as a model gets them."""
+        """Bytes of one input and its target, in the types that the model gets."""
         return sum(array[0].size * _model_type(array).itemsize for array in self.train)
 
     def count(self, part: _Arrays) -> int:
-        """Number of examples in a part."""
+        """Return the number of examples in a part."""
         return len(part[0])
 
     def at(self, part: _Arrays, numbers: list[int], keys: list[str]) -> Pair:
-        """The examples of these numbers; ``keys`` decide nothing."""
+        """Return the examples with these numbers; nothing in them is random, so ``keys`` are not used."""
         inputs, targets = (array[numbers].astype(_model_type(array)) for array in part)
         return inputs, targets
 
 
 def are_pairs(parts: Any) -> bool:
-    """Whether a function returned pairs of arrays, and not two rows of tokens."""
+    """Return whether a function returned pairs of arrays, rather than two rows of tokens."""
     return any(_is_pair(part) for part in parts)
 
 
 def _pair(origin: str, part: str, pair: Any) -> _Arrays:
-    """The pair as arrays; refuse anything but a pair with as many inputs as targets."""
+    """Return a pair as arrays; raise a CorpusError unless there are as many inputs as targets."""
     if not _is_pair(pair) or len(pair) != len(_SIDES):
-        returned = f"{len(pair)} arrays" if _is_pair(pair) else type(pair).__name__
-        raise CorpusError(f"{origin} {returned} for {part}; expected a pair, input and target")
+        returned = f"{len(pair)} arrays" if _is_pair(pair) else f"a {type(pair).__name__}"
+        raise CorpusError(f"{origin} returned {returned} for {part}; expected a pair of inputs and targets")
     inputs, targets = (
         _array(f"{origin} {name} for {part}", side) for name, side in zip(_SIDES, pair, strict=True)
     )
     if len(inputs) != len(targets):
         counts = f"{len(inputs)} inputs and {len(targets)} targets for {part}"
-        raise CorpusError(f"{origin} {counts}; expected as many of both")
+        raise CorpusError(f"{origin} {counts}; expected as many inputs as targets")
     return inputs, targets
 
 
 def _is_pair(part: Any) -> bool:
-    """Whether a part is several arrays; a row of tokens is one, or a list of numbers."""
+    """Return whether a part is a sequence of arrays; a row of tokens is one array, or a list of numbers."""
     return isinstance(part, tuple | list) and bool(part) and all(hasattr(side, "__len__") for side in part)
 
 
 def _model_type(array: NDArray[Any]) -> np.dtype[Any]:
-    """The type in which a model gets an array's entries."""
+    """Return the type in which a model gets an array's entries."""
     return np.dtype(np.float32 if array.dtype.kind == "f" else np.int64)
 
 
 def _array(origin: str, value: Any) -> NDArray[Any]:
-    """The value as an array; refuse anything but finite numbers of at least one example."""
+    """Return a value as an array; raise a CorpusError unless it has examples, of finite numbers."""
     with raising(CorpusError, f"{origin}: no array:"):
         array = np.ascontiguousarray(value)
     if array.dtype.kind not in "fiub":
-        raise CorpusError(f"{origin}: an array of {array.dtype}; expected numbers")
+        raise CorpusError(f"{origin}: is an array of {array.dtype}; expected numbers")
     if not len(array):
-        raise CorpusError(f"{origin}: an array {array.shape}; expected one example or more")
+        raise CorpusError(f"{origin}: is an array of shape {array.shape}; expected at least one example")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise CorpusError(f"{origin}: holds NaN or infinity; expected finite numbers")
+        raise CorpusError(f"{origin}: contains NaN or infinity; expected finite numbers")
     return array

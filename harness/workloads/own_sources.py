@@ -1,7 +1,9 @@
-"""Finds the files that an own object (``module:object``) is made of, by reading sources, running none.
+"""Finds the files that determine a user's own object (``module:object``), so that records can keep digests.
 
-These are its module, the modules that it imports, and the files that its source names, all transitively.
-Libraries and this project's own packages are left out: records have their versions.  No torch.
+These files are the object's module, all modules that it imports, and all files that these sources name (data
+files, kernels and their headers), transitively.  They are found by parsing sources; no user code runs.  Libraries
+and this project's packages are left out, since records keep their versions.  What a source names is guessed from
+its texts: a file too many is harmless, and a name that is computed at run time cannot be found.  No torch.
 """
 
 from __future__ import annotations
@@ -23,66 +25,72 @@ _ROOT: Final = Path(__file__).resolve().parents[2]
 _STDLIB: Final = Path(sysconfig.get_paths()["stdlib"]).resolve()
 _OURS: Final = tuple(_ROOT / name for name in ("impl", "harness", "report"))
 _INSTALLED: Final = frozenset(("site-packages", "dist-packages"))
-_NO_FILES: Final = tuple(map(Path, ("/dev", "/proc", "/sys", "/run")))  # their content is the system's state
+_NO_FILES: Final = tuple(map(Path, ("/dev", "/proc", "/sys", "/run")))  # they show the state of the system
 _MODULE: Final = re.compile(r"\.*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+# A source that mentions one of these may import modules by texts; others cannot.
 _DYNAMIC: Final = re.compile(
     rb"__import__|importlib|import_module|find_spec|pkgutil|runpy|lazy", re.IGNORECASE
 )
+# Functions whose names begin so write files: the files that such a call names are no inputs.
 _WRITING: Final = re.compile(
     r"save|write|dump|to_(csv|json|pickle|parquet)|export|FileHandler|mkdir|makedirs|touch|unlink|remove|rename"
 )
 _INCLUDE: Final = re.compile(rb'^\s*#\s*include\s*"([^"\n]+)"', re.MULTILINE)
 _KERNELS: Final = (".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp")
+# Functions whose result is a path; "" stands for expressions that are no calls.
 _JOINING: Final = ("", "Path", "PurePath", "fspath", "join", "joinpath", "resolve", "str", "with_name")
-# Names of files of one kind, such as data/*.txt: not all that a folder has, nor all below it.
+# Patterns for files of one suffix in a folder, such as data/*.txt; patterns like ** or * would match too much.
 _PATTERN: Final = re.compile(r"(?=.*\*)(?!.*\*\*)(?!/)[\w.*/-]*\.[A-Za-z]\w*")
-_LONGEST_PATH: Final = 255
+_LONGEST_PATH: Final = 255  # characters; longer texts are no paths
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
     """A module, or a file that a source names."""
 
-    name: str
-    file: Path | None = None  # None of a namespace package
-    package: str = ""  # from which relative imports begin
-    folders: tuple[str, ...] = ()  # of a package's submodules
-    named: bool = False  # as a file, by a source
+    name: str  # dotted name of a module; of a file, ``<text> of <module>``
+    file: Path | None = None  # None for a namespace package
+    package: str = ""  # the package that relative imports start from
+    folders: tuple[str, ...] = ()  # folders with the submodules of a package
+    named: bool = False  # whether it is a file that a source names
 
 
 @dataclass(slots=True)
 class _Mentions:
-    """What a source mentions, as text."""
+    """The texts in a source that may name modules or files."""
 
-    imports: list[str] = field(
-        default_factory=list
-    )  # modules and their members; relative ones begin with dots
-    exports: list[str] = field(default_factory=list)  # ``__all__``, of a package submodules too
+    # Imported modules and members of modules; relative ones begin with dots.
+    imports: list[str] = field(default_factory=list)
+    exports: list[str] = field(default_factory=list)  # ``__all__``, which in a package may name submodules
     texts: list[str] = field(default_factory=list)  # constants that may name modules
     paths: list[str] = field(default_factory=list)  # constants that may name files or folders
-    patterns: list[str] = field(default_factory=list)  # of files' names, with * for what is computed
-    computed: bool = False  # whether it imports modules by names that it computes
-    changes_path: bool = False  # whether it changes ``sys.path``
+    patterns: list[str] = field(default_factory=list)  # patterns of file names, * for computed parts
+    computed: bool = False  # whether the source imports modules whose names it computes
+    changes_path: bool = False  # whether the source changes ``sys.path``
 
 
 def files_of(
     modules: Iterable[str], texts: Sequence[str] = (), folders: Sequence[Path] = ()
 ) -> tuple[dict[str, Path], dict[str, Path]]:
-    """The files of ``modules`` and of all that they import, by name; and files that sources name, by text.
+    """Find the files of modules and of everything that they import, and the files that their sources name.
 
     Args:
-        modules: Dotted names.
-        texts: Further texts that may name modules or files: a suite's ``model.arguments``.
-        folders: Where files are looked for that sources name, after the folder of the source.
+        modules: Dotted names of the modules.
+        texts: Further texts that may name modules or files, such as a suite's ``model.arguments``.
+        folders: Folders in which to look for files that sources name, after the folder of the source.
+
+    Returns:
+        Files of modules by dotted name, and further files by ``<text> of <module>``, or by text.
     """
     importlib.invalidate_caches()
-    names, beside = [*modules], list[Path]()
-    while True:  # until no source adds a folder to ``sys.path`` that was not there before
-        known = len(beside)
-        chains = [(name, _resolve(name, "", beside)) for name in names]
+    names = [*modules]
+    added_folders: list[Path] = []  # folders that sources may add to sys.path
+    while True:  # repeat until no source adds a further folder, in which modules may be found
+        known = len(added_folders)
+        chains = [(name, _resolve(name, "", added_folders)) for name in names]
         waiting = [source for name, chain in chains if chain and chain[-1].name == name for source in chain]
         for text in texts:
-            waiting += _resolve(text.partition(":")[0], "", beside)
+            waiting += _resolve(text.partition(":")[0], "", added_folders)
             waiting += [
                 _Source(text, file, named=True) for file in _existing(text, folders) if file.is_file()
             ]
@@ -91,8 +99,8 @@ def files_of(
             source = waiting.pop()
             if source.name not in found and source.file is not None and _is_users(source.file):
                 found[source.name] = source
-                waiting += _followed(source, source.file, beside, folders)
-        if len(beside) == known:
+                waiting += _followed(source, source.file, added_folders, folders)
+        if len(added_folders) == known:
             break
     sources = [found[name] for name in sorted(found)]
     imported = {source.name: source.file for source in sources if source.file and not source.named}
@@ -100,8 +108,13 @@ def files_of(
     return imported, {name: file for name, file in named.items() if file not in imported.values()}
 
 
-def _followed(source: _Source, file: Path, beside: list[Path], folders: Sequence[Path]) -> Iterator[_Source]:
-    """The modules and files that a source mentions; adds folders that it may put into ``sys.path``."""
+def _followed(
+    source: _Source, file: Path, added_folders: list[Path], folders: Sequence[Path]
+) -> Iterator[_Source]:
+    """Yield the modules and files that a source mentions.
+
+    If the source changes ``sys.path``, add the folders that it may have added there to ``added_folders``.
+    """
     holder = source.name.partition(" of ")[2] or source.name
     if file.suffix in _KERNELS:
         yield from (_named(text, path, holder) for text, path in _included(file, *stamp(file)))
@@ -110,17 +123,17 @@ def _followed(source: _Source, file: Path, beside: list[Path], folders: Sequence
     mentions = _mentions(file, *stamp(file))
     if mentions.changes_path:
         named = [path for text in mentions.paths for path in _existing(text, [file.parent]) if path.is_dir()]
-        beside += [path for path in (*file.parents[:3], *named) if path not in beside]
+        added_folders += [path for path in (*file.parents[:3], *named) if path not in added_folders]
     exports = mentions.exports if source.folders else []
     for name in [*mentions.imports, *(f".{name}" for name in exports)]:
-        yield from _resolve(name, source.package, beside)
+        yield from _resolve(name, source.package, added_folders)
     for text in mentions.texts:
-        reached = _resolve(text.rstrip("."), source.package, beside)
-        yield from reached or _resolve(f".{text}", source.package, beside)
-        if text.endswith(".") and reached:  # the names of its parts are computed
+        reached = _resolve(text.rstrip("."), source.package, added_folders)
+        yield from reached or _resolve(f".{text}", source.package, added_folders)
+        if text.endswith(".") and reached:  # as in "package." + name, where `name` may be any submodule
             yield from _parts(reached[-1])
     if mentions.computed and source.package:
-        yield from _parts(_resolve(source.package, "", beside)[-1])
+        yield from _parts(_resolve(source.package, "", added_folders)[-1])
     places = [file.parent, *folders]
     above = file.resolve().parents
     named_folders = [
@@ -130,7 +143,7 @@ def _followed(source: _Source, file: Path, beside: list[Path], folders: Sequence
         if path.is_dir() and path.resolve() not in above
     ]
     for text in mentions.paths:
-        # A folder may be named in one expression, and its file in another: DATA = HERE / "data"; DATA / "x".
+        # A folder may be named in one expression and a file of it in another: DATA = HERE / "data"; DATA / "x".
         for path in _existing(text, [*places, *named_folders], files=True):
             yield _named(text, path, holder)
     for pattern in mentions.patterns:
@@ -141,13 +154,16 @@ def _followed(source: _Source, file: Path, beside: list[Path], folders: Sequence
 
 
 def _named(text: str, path: Path, holder: str) -> _Source:
-    """A file that the source of ``holder`` names."""
+    """Return the source for a file that the source of module ``holder`` names as ``text``."""
     return _Source(f"{path.name if Path(text).is_absolute() else text} of {holder}", path, named=True)
 
 
 @cache
 def _included(file: Path, _time: int, _size: int) -> list[tuple[str, Path]]:
-    """The files beside a kernel that it includes, by name."""
+    """Return the files that a kernel includes from its own folder, by name.
+
+    As in :func:`_mentions`, time and size of the file are arguments only to key the cache.
+    """
     try:
         names = [name.decode(errors="replace") for name in _INCLUDE.findall(file.read_bytes())]
     except OSError:
@@ -155,8 +171,12 @@ def _included(file: Path, _time: int, _size: int) -> list[tuple[str, Path]]:
     return [(name, path) for name in names for path in _existing(name, [file.parent], files=True)]
 
 
-def _resolve(name: str, package: str, beside: Sequence[Path]) -> list[_Source]:
-    """A module and the packages that it stands in, as far as they exist; a library's parts are left out."""
+def _resolve(name: str, package: str, added_folders: Sequence[Path]) -> list[_Source]:
+    """Find a module, without importing it.
+
+    Returns the packages around the module and, last, the module itself, as far as they exist; of a library,
+    only the outermost package.
+    """
     if _MODULE.fullmatch(name) is None:
         return []
     try:
@@ -167,8 +187,9 @@ def _resolve(name: str, package: str, beside: Sequence[Path]) -> list[_Source]:
     folders: Sequence[str] | None = None
     for length in range(1, len(parts) + 1):
         full = ".".join(parts[:length])
-        spec = _top_level(full, beside) if folders is None else _spec(PathFinder, full, folders)
-        if spec is None:  # finders look for a namespace inside of a package once that is imported
+        spec = _top_level(full, added_folders) if folders is None else _spec(PathFinder, full, folders)
+        # Finders find a namespace package inside another package only once that one is imported, so look here.
+        if spec is None:
             inner = [folder for f in folders or () if (folder := Path(f) / parts[length - 1]).is_dir()]
             file, folders = None, [*map(str, inner)]
         else:
@@ -182,24 +203,24 @@ def _resolve(name: str, package: str, beside: Sequence[Path]) -> list[_Source]:
     return modules
 
 
-def _top_level(name: str, beside: Sequence[Path]) -> ModuleSpec | None:
-    """The spec that an import would find, whatever this process has imported already."""
+def _top_level(name: str, added_folders: Sequence[Path]) -> ModuleSpec | None:
+    """Find the spec of a top-level module as an import would, but ignoring what is imported already."""
     for finder in sys.meta_path:
         if (spec := _spec(finder, name, None)) is not None:
             return spec
-    return _spec(PathFinder, name, [str(folder) for folder in beside])
+    return _spec(PathFinder, name, [str(folder) for folder in added_folders])
 
 
 def _spec(finder: Any, name: str, folders: Sequence[str] | None) -> ModuleSpec | None:
     try:
         found = finder.find_spec(name, folders)
-    except Exception:  # finders may be anybody's
+    except Exception:  # a library may have installed a finder that raises anything
         return None
     return found if isinstance(found, ModuleSpec) else None
 
 
 def _file(spec: ModuleSpec) -> Path | None:
-    """The file of a module, or the archive that it is in; None of built-in modules and namespaces."""
+    """Return a module's file, or the archive that holds it; None for built-in modules and namespaces."""
     if spec.origin is None or not spec.has_location:
         return None
     origin = Path(spec.origin)
@@ -207,7 +228,7 @@ def _file(spec: ModuleSpec) -> Path | None:
 
 
 def _parts(package: _Source) -> Iterator[_Source]:
-    """All modules in the folders of a package."""
+    """Yield all modules in the folders of a package."""
     for folder in package.folders:
         for path in sorted(Path(folder).rglob("*.py")):
             name = ".".join((package.name, *path.relative_to(folder).with_suffix("").parts))
@@ -215,7 +236,7 @@ def _parts(package: _Source) -> Iterator[_Source]:
 
 
 def _is_users(file: Path) -> bool:
-    """Whether a file belongs to no library and not to this project."""
+    """Return whether a file is the user's: it belongs neither to a library nor to this project."""
     file = file.resolve()
     if file.is_relative_to(_STDLIB) or _INSTALLED & {*file.parts} or any(map(file.is_relative_to, _OURS)):
         return False
@@ -224,24 +245,27 @@ def _is_users(file: Path) -> bool:
 
 @cache
 def _holds_distributions(folder: Path) -> bool:
-    """Whether packages were installed into a folder, as by ``pip install --target``."""
+    """Return whether packages were installed into a folder, as ``pip install --target`` does."""
     return next(folder.glob("*.dist-info"), None) is not None
 
 
 def _existing(text: str, folders: Sequence[Path], *, files: bool = False) -> list[Path]:
-    """What ``text`` names in the first of ``folders`` that has it, as a list of one; empty if none has."""
+    """Return the path that ``text`` names in the first folder that has it, as a list of at most one path.
+
+    With ``files``, only a file counts.
+    """
     if not text or len(text) > _LONGEST_PATH or "\0" in text or "\n" in text:
         return []
     try:
         paths = (folder / Path(text).expanduser() for folder in folders)
         path = next((path for path in paths if (path.is_file() if files else path.exists())), None)
-    except (OSError, RuntimeError):  # no path of this system, or of no user
+    except (OSError, RuntimeError):  # a text that is no path here, or begins with ~ and no user's name
         return []
     return [] if path is None or any(map(path.is_relative_to, _NO_FILES)) else [path]
 
 
 def stamp(file: Path) -> tuple[int, int]:
-    """What changes when a file is written: time and size."""
+    """Return the time of change and the size of a file, which change when the file is written."""
     try:
         status = file.stat()
     except OSError:
@@ -251,7 +275,7 @@ def stamp(file: Path) -> tuple[int, int]:
 
 @cache
 def _mentions(file: Path, _time: int, _size: int) -> _Mentions:
-    """What a source mentions; nothing if it cannot be parsed, which importing it will say."""
+    """Collect what a source mentions.  A source that cannot be parsed mentions nothing; its import will fail."""
     mentions = _Mentions()
     try:
         content = file.read_bytes()
@@ -280,7 +304,7 @@ def _mentions(file: Path, _time: int, _size: int) -> _Mentions:
             mentions.texts += [node.value] if dynamic else []
             mentions.paths += [node.value] if id(node) not in no_input else []
         elif isinstance(node, ast.Call | ast.BinOp | ast.JoinedStr) and id(node) not in no_input:
-            parts = _texts(node)  # as HERE / "data" / "words.txt", or "data/" + name + ".txt"
+            parts = _texts(node)  # of HERE / "data" / "words.txt", or of "data/" + name + ".txt"
             several = len(parts) > 1 or isinstance(node, ast.JoinedStr)
             mentions.paths += ["/".join(parts), "".join(parts)] if several else []
             mentions.paths += [file.stem + text for text in parts if _called(node) == "with_suffix"]
@@ -291,7 +315,7 @@ def _mentions(file: Path, _time: int, _size: int) -> _Mentions:
 
 
 def _texts(node: ast.AST) -> list[str]:
-    """The texts in an expression, in their order; an f-string is one, with * for what is computed."""
+    """Return the texts in an expression in order; an f-string is one text, with * for its computed parts."""
     if isinstance(node, ast.Constant):
         return [node.value] if isinstance(node.value, str) else []
     texts = [text for child in ast.iter_child_nodes(node) for text in _texts(child)]
@@ -301,13 +325,13 @@ def _texts(node: ast.AST) -> list[str]:
 
 
 def _called(node: ast.AST | None) -> str:
-    """The last name of the function that a call calls; empty of other nodes."""
+    """Return the last name of the function that a call calls: ``join`` for ``os.path.join()``; else nothing."""
     function = node.func if isinstance(node, ast.Call) else None
     return str(getattr(function, "attr", "") or getattr(function, "id", ""))
 
 
 def _imports_computed(node: ast.AST) -> bool:
-    """Whether a call imports by a name that is no constant, or lists the modules of a package."""
+    """Return whether a call imports a module by a computed name, or lists the modules of a package."""
     name = _called(node)
     first = node.args[0] if isinstance(node, ast.Call) and node.args else None
     by_name = name in ("import_module", "__import__") and not isinstance(first, ast.Constant)
@@ -315,7 +339,7 @@ def _imports_computed(node: ast.AST) -> bool:
 
 
 def _writes(node: ast.AST) -> bool:
-    """Whether a call writes a file, so that what it names is no input."""
+    """Return whether a call writes a file, so that the file that it names is no input."""
     if not isinstance(node, ast.Call) or _called(node) != "open":
         return _WRITING.match(_called(node)) is not None
     modes = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "mode")]
@@ -323,20 +347,20 @@ def _writes(node: ast.AST) -> bool:
 
 
 def _written_names(tree: ast.AST) -> set[str]:
-    """Names of variables in calls that write files."""
+    """Return the names of all variables that occur in calls that write files."""
     parts = (part for node in ast.walk(tree) if _writes(node) for part in ast.walk(node))
     return {str(getattr(part, "attr", "") or getattr(part, "id", "")) for part in parts} - {""}
 
 
 def _targets(node: ast.AST) -> set[str]:
-    """Names that a statement assigns to."""
+    """Return the names that a statement assigns to."""
     targets = [getattr(node, "target", None)] if isinstance(node, ast.AnnAssign | ast.AugAssign) else []
     targets += node.targets if isinstance(node, ast.Assign) else []
     return {str(getattr(target, "attr", "") or getattr(target, "id", "")) for target in targets} - {""}
 
 
 def _joins(node: ast.AST) -> bool:
-    """Whether an assignment's value is a path, rather than what was read from it."""
+    """Return whether an assignment's value may be a path, rather than something read from a file."""
     return _called(getattr(node, "value", None)) in _JOINING
 
 

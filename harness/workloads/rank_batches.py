@@ -1,4 +1,4 @@
-"""The batches that a rank reads at each step, as tensors on its device."""
+"""Draws the batches that a rank reads at each step, as tensors on its device."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ from harness.suites.trial import Trial
 from harness.workloads import trial_dataset
 from harness.workloads.dataset import Pair
 
-Batch = tuple[Tensor, Tensor]  # inputs of the model, and targets
+Batch = tuple[Tensor, Tensor]  # inputs and targets of the model
 
 
 class Batches(Protocol):
-    """The batches of a step's passes: :class:`RankBatches`, or :class:`ExperienceBatch`."""
+    """A source of batches for training steps: :class:`RankBatches` or :class:`ExperienceBatch`."""
 
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
-        """For each micro-batch of a step, one batch for each rank that is computed here."""
+        """Yield the batches of each micro-batch of step ``index``.
+
+        A micro-batch has one batch or, with strategy ``single``, which computes for all ranks in one process,
+        a batch for each rank.
+        """
 
 
 def batches_of(data: Batches, step: int = 0) -> Iterator[tuple[Tensor, Any]]:
-    """The batches of a step, micro-batch after micro-batch."""
+    """Yield all batches of a step, micro-batch after micro-batch."""
     return itertools.chain.from_iterable(data.step(step))
 
 
 @dataclass(frozen=True, slots=True)
 class ExperienceBatch:
-    """One batch that was made from others, the same for every step."""
+    """The batch of one step of workload ``rlhf``, which the actor generated from drawn prompts."""
 
-    batch: tuple[Tensor, Any]  # inputs of the model, and targets
-    drawn: list[Batch]  # the batches from which it was made
+    batch: tuple[Tensor, Any]  # inputs and targets of the model
+    drawn: list[Batch]  # the batches that the prompts were taken from
 
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
         """See :class:`Batches`."""
@@ -42,17 +46,22 @@ class ExperienceBatch:
 
 
 class RankBatches:
-    """Batches of one rank of a trial, or of all for strategy ``single``; a CorpusError for bad data."""
+    """Batches of one rank of a trial or, for strategy ``single``, of all its ranks.
+
+    Raises:
+        CorpusError: if the data cannot be read or do not fit the model.
+    """
 
     def __init__(self, trial: Trial, rank: int, device: torch.device) -> None:
         trial_dataset.check(trial)
         self.dataset, self._trial, self._device = trial_dataset.load(trial), trial, device
         world = trial.topology().world
-        self.ranks: Sequence[int] = range(world) if trial.strategy == "single" else (rank,)  # computed here
+        # The ranks whose batches this process computes.
+        self.ranks: Sequence[int] = range(world) if trial.strategy == "single" else (rank,)
         self.sha256 = self.dataset.sha256
         self._sequences = trial.tokens_per_rank // trial.sequence
         self._used = self._sequences // 2 if trial.control == "half_batch" else self._sequences
-        self.validation: list[Batch] = []  # of the fixed split
+        self.validation: list[Batch] = []  # the same at each validation
         if trial.validate_every is not None:
             self.validation = [
                 self._tensors(pair)
@@ -68,7 +77,7 @@ class RankBatches:
             yield [self._batch(index, micro_batch, part) for part in self.ranks]
 
     def of_rank(self, index: int, rank: int) -> Iterator[Batch]:
-        """Batches of a step of another rank, or of all ranks for strategy ``single``."""
+        """Yield the batches of a step of any rank; for strategy ``single``, those of all ranks."""
         ranks = (rank,) if len(self.ranks) == 1 else self.ranks
         for micro_batch in range(self._trial.accumulation):
             yield from (self._batch(index, micro_batch, part) for part in ranks)

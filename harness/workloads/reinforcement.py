@@ -1,4 +1,9 @@
-"""Workload ``rlhf``: group-relative policy gradients (GRPO, arXiv 2402.03300), one update a step."""
+"""Workload ``rlhf``: models and loss of group-relative policy optimisation (GRPO, arXiv 2402.03300).
+
+In each step the actor continues prompts, a group of continuations for each prompt.  A frozen reward model scores
+them and a frozen reference model gives their log probabilities; then the actor takes one optimizer step.
+:func:`harness.strategies.training_loop.collect` runs these phases.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +16,22 @@ from torch import Tensor, nn
 
 from harness.suites.trial import Trial
 from harness.workloads.masked_text import NO_TARGET
-from harness.workloads.models import GPT, KeysAndValues, checkpoint_activations, shape_of
+from harness.workloads.models import GPT, KeysAndValues, checkpoint_activations
+from harness.workloads.preset_parameters import shape_of
 
-_LEAST_SPREAD = 1e-4  # added to the deviation of rewards, which is 0 for equal ones
+_LEAST_SPREAD = 1e-4  # added to the standard deviation of a group's rewards, which may be 0
 
 
 class Experience:
-    """What an actor learns from, beside the tokens: no dataclass, so that nobody casts it to 16 bits.
+    """What an actor learns from, besides the tokens.
 
-    ``reference`` has the fp32 log probabilities of (B, T) int64 ``targets``, ``NO_TARGET`` inside prompts;
-    ``advantages`` are (B,) fp32, and ``kl`` weighs the divergence from the reference.
+    This is not a dataclass, because engines cast the tensors in dataclasses to 16 bits.
+
+    Args:
+        targets: (B, T) int64 next tokens, ``NO_TARGET`` inside prompts.
+        advantages: (B,) fp32, of each sequence.
+        reference: (B, T) fp32 log probabilities of the targets, from the reference model.
+        kl: Weight of the divergence from the reference model.
     """
 
     __slots__ = ("advantages", "kl", "reference", "targets")
@@ -35,14 +46,14 @@ class Actor(GPT):
     def forward(
         self, tokens: Tensor, targets: Tensor | Experience | None, past: Sequence[KeysAndValues] | None = None
     ) -> Tensor:
-        """() loss of (B, T) tokens; as of :class:`GPT` for targets that are no :class:`Experience`."""
+        """Return the () loss of (B, T) tokens; for targets that are tensors or None, see :meth:`GPT.forward`."""
         if isinstance(targets, Experience):
             return grpo_loss(self.log_probabilities(tokens, targets.targets), targets)
         return super().forward(tokens, targets, past)
 
 
 class Judges(nn.Module):
-    """The frozen models, which read the same sequences one after the other."""
+    """The two frozen models, reference and reward, as one module that runs them one after the other."""
 
     def __init__(self, reference: GPT, reward: GPT) -> None:
         super().__init__()
@@ -50,13 +61,13 @@ class Judges(nn.Module):
         self.requires_grad_(requires_grad=False)
 
     def forward(self, sequences: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T) log probabilities of (B, T) targets, and (B,) rewards, of (B, T + 1) tokens."""
+        """Return (B, T) log probabilities of the targets, and (B,) rewards, of (B, T + 1) tokens."""
         logs = self.reference.log_probabilities(sequences[:, :-1], targets)
         return logs, self.reward(sequences, None)[:, 0].float()
 
 
 def actor_of(trial: Trial) -> Actor:
-    """The model that is trained; raises as :func:`harness.workloads.models.build`."""
+    """Build the model that is trained; raises what :func:`harness.workloads.models.build` raises."""
     actor = Actor(shape_of(trial.model), trial.sequence)  # type: ignore[arg-type]  # suites are checked
     if trial.activation_checkpointing:
         checkpoint_activations(actor)
@@ -64,7 +75,10 @@ def actor_of(trial: Trial) -> Actor:
 
 
 def judges_of(trial: Trial, actor: nn.Module) -> Judges:
-    """The frozen models of an actor that has not learnt yet; the reward model's head has one output."""
+    """Build the frozen models: the reference is a copy of the actor, which must not have been trained yet.
+
+    The reward model is a GPT of the same shape with random weights, whose head has one output.
+    """
     assert isinstance(actor, GPT)  # noqa: S101  # suites are checked
     shape = shape_of(trial.model)
     reward = GPT(shape, trial.sequence)  # type: ignore[arg-type]
@@ -73,16 +87,23 @@ def judges_of(trial: Trial, actor: nn.Module) -> Judges:
 
 
 def group_advantages(rewards: Tensor, group: int) -> Tensor:
-    """(B,) fp32: rewards (B,) less their group's mean, over its standard deviation; 0 where all are equal."""
-    grouped = rewards.double().view(-1, group)  # fp64, in which the mean of equal fp32 is that number
+    """Return (B,) fp32 advantages of (B,) rewards, of which ``group`` neighbours are a group.
+
+    An advantage is the reward minus the group's mean, divided by the group's standard deviation; it is 0 in a
+    group of equal rewards.
+    """
+    grouped = rewards.double().view(
+        -1, group
+    )  # in fp64 the mean of equal fp32 numbers is exactly that number
     centred = grouped - grouped.mean(1, keepdim=True)
     return (centred / (grouped.std(1, correction=0, keepdim=True) + _LEAST_SPREAD)).flatten().float()
 
 
 def grpo_loss(logs: Tensor, experience: Experience) -> Tensor:
-    """() mean over written tokens of ``-advantage * log p + kl * (r - log r - 1)``, of ``logs`` (B, T) of p.
+    """Return GRPO's () loss: the mean over generated tokens of ``-advantage * log p + kl * (r - log r - 1)``.
 
-    ``r`` is the reference's probability over ``p``; the first term's gradient is that of GRPO's ratio.
+    ``p`` is the actor's probability of a token, and ``logs`` (B, T) its logarithm; ``r`` is the reference's
+    probability divided by ``p``.  With one update a step, the gradient of ``log p`` is that of GRPO's ratio.
     """
     written = experience.targets != NO_TARGET  # (B, T)
     log_ratio = (experience.reference - logs)[written]  # (n,), log r
@@ -91,14 +112,17 @@ def grpo_loss(logs: Tensor, experience: Experience) -> Tensor:
 
 
 def targets_of(sequences: Tensor, prompt: int) -> Tensor:
-    """(B, T) int64 successors of the first T of (B, T + 1) tokens; ``NO_TARGET`` inside prompts."""
+    """Return the (B, T) int64 next tokens of (B, T + 1) sequences, ``NO_TARGET`` inside their prompts."""
     targets = sequences[:, 1:].clone()
     targets[:, : prompt - 1] = NO_TARGET
     return targets
 
 
 def sampler(seed: int, step: int, rank: int) -> Callable[[Tensor], Tensor]:
-    """A seeded function that draws (B,) int64 tokens from the softmax of (B, vocab) logits."""
+    """Return a function that draws (B,) int64 tokens from the softmax of (B, vocab) logits.
+
+    The draws depend on seed, step and rank only.
+    """
     digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
     random = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 

@@ -1,4 +1,4 @@
-"""The data set of a trial, in the form that its model reads.  No torch."""
+"""Loads and checks the data set of a trial, in the form that the trial's model reads.  No torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from harness.workloads.dataset import Dataset
 from harness.workloads.glyph_images import GLYPHS
 from harness.workloads.own_pairs import OwnPairs
 
-_TOKEN_BYTES: Final = 2 * 8  # int64; windows are drawn whole, then cut
-_IMAGE_BYTES: Final = 2 * 4 * IMAGE_SIDE**2  # float32; drawn, then copied to the device
+_TOKEN_BYTES: Final = 2 * 8  # int64, twice: a window is drawn whole, then cut into inputs and targets
+_IMAGE_BYTES: Final = 2 * 4 * IMAGE_SIDE**2  # float32, twice: an image is drawn, then copied to the device
 
 
 def load(trial: Trial) -> Dataset:
-    """The data set; a CorpusError names a corpus that cannot be read, is too small or fits no model."""
+    """Load a trial's data set.
+
+    Raises:
+        CorpusError: if the corpus cannot be read, is too small, or is not what the model reads.
+    """
     if trial.corpus == GLYPHS:
         return glyph_images.load()
     shape = PRESETS.get(trial.model.name)
@@ -28,20 +32,28 @@ def load(trial: Trial) -> Dataset:
         vocab = vocab if isinstance(vocab, int) else None
         return corpus.Text(loaded, trial.sequence, vocab=vocab, masks=masks)
     if shape is not None:
-        reads = f"pairs of arrays, and model {trial.model.name!r} reads text of ours"
-        raise CorpusError(f"corpus {trial.corpus!r}: {reads}; expected model.name = 'module:function'")
+        reads = f"returns pairs of arrays, and the preset {trial.model.name!r} reads tokens or glyphs"
+        wanted = "set model.name to a 'module:function' that reads them"
+        raise CorpusError(f"corpus {trial.corpus!r}: {reads}; {wanted}")
     return loaded
 
 
 def check(trial: Trial) -> None:
-    """Refuse data that is missing, too small, or does not fit the model, by a CorpusError."""
+    """Raise a CorpusError if a trial's data are missing, too small, or not what the model reads.
+
+    A plain text is checked without reading it.
+    """
     shape, name = PRESETS.get(trial.model.name), trial.model.name
     reads, expected = ("images", repr(GLYPHS)) if isinstance(shape, ViTShape) else ("text", "a text")
     if shape is not None and (trial.corpus == GLYPHS) != (reads == "images"):
-        raise CorpusError(f"corpus {trial.corpus!r}: model {name!r} reads {reads}; expected {expected}")
+        raise CorpusError(
+            f"corpus {trial.corpus!r} does not fit model {name!r}, which reads {reads}; expected {expected}"
+        )
     if trial.corpus == GLYPHS:
         if trial.tokenizer is not None:
-            raise CorpusError(f"corpus {GLYPHS!r}: images; expected no tokenizer")
+            raise CorpusError(
+                f"corpus {GLYPHS!r} consists of images, which need no tokenizer; remove tokenizer"
+            )
     elif corpus.holds_arrays(trial.corpus) or trial.tokenizer is not None:
         load(trial)
     else:
@@ -49,7 +61,10 @@ def check(trial: Trial) -> None:
 
 
 def micro_batch_bytes(trial: Trial) -> int:
-    """Bytes that a micro-batch of one rank takes while it is made; an estimate for refused data."""
+    """Return the bytes that a micro-batch of one rank takes while it is made.
+
+    For data that cannot be read this is an estimate, as if the corpus were text.
+    """
     examples = trial.tokens_per_rank // trial.sequence
     if trial.corpus == GLYPHS:
         return examples * _IMAGE_BYTES

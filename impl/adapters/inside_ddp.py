@@ -1,6 +1,8 @@
-"""DDP with our collectives: its communication hook averages gradients as a policy of stage 0 does.
+"""Reduces DDP's gradients with this project's collectives, through DDP's communication hook.
 
-They are reduced in hops, then the mean is gathered; :mod:`impl.adapters.traffic` predicts the bytes.
+Gradients are averaged as by a policy of stage 0: they are reduced in hops, then the mean is gathered.
+:mod:`impl.adapters.traffic` predicts the bytes.  The model stays an ordinary ``DistributedDataParallel``, with
+its own training loop.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from impl.adapters.joined import HostError, Joined
+from impl.adapters.joined import Joined
+from impl.adapters.traffic import HostError
 from impl.comm.reduce_scatter import Reduction
 from impl.comm.wire import Wire
 from impl.engine.unit_planning import plan_units
@@ -25,25 +28,32 @@ from impl.plan.shard_layout import Slot, UnitGeometry
 
 @dataclass(slots=True)
 class _Unit:
-    """One unit's gradients on their way from DDP's buckets and back."""
+    """The gradients of one unit, which are copied from DDP's buckets, reduced, and copied back."""
 
     geometry: UnitGeometry
-    flat: Tensor  # (padded,) fp32; padding stays zero
-    back: list[tuple[Tensor, Slot]] = field(default_factory=list)  # gradients in DDP's buckets
+    flat: Tensor  # (padded,) fp32; the padding is always zero
+    back: list[tuple[Tensor, Slot]] = field(default_factory=list)  # where the means are written in buckets
 
 
 class InDDP(Joined):
-    """DDP with its gradients carried; all ranks must make it, before the first backward pass, and keep it.
+    """Reduces the gradients of a DDP model.
 
-    Gradients travel in the units of a policy of stage 0, one a block, so that bytes do not depend on DDP's
-    buckets.  Buckets fill units, in one order on all ranks; a full unit's reduction starts at once and
-    posts its next hop whenever another starts; the last bucket waits for all.
+    All ranks must create it before the first backward pass, and keep a reference to it.
 
-    ``model`` is in DDP over all ranks of ``wire.mesh``.  ``policy``, of stage 0, sets codecs of gradients,
-    reduce and chunks; all else is as in :data:`~impl.adapters.traffic.BASES`.
+    Gradients are sent in units, one for each block of the model, so the bytes do not depend on DDP's buckets.
+    DDP's buckets fill the units in one order on all ranks.  When a unit is full its reduction starts, and all
+    reductions under way post their next hop; the last bucket waits for all reductions.
 
-    Raises HostError: for a mesh of other ranks than DDP's, or off the CPU.  PolicyError, GeometryError: for a
-    policy that DDP cannot carry out, or that does not fit the model.
+    Args:
+        model: a model in DDP over all ranks of ``wire.mesh``.
+        wire: the transport, on the CPU.
+        policy: a policy of stage 0, which may set ``gradients``, ``reduce``, ``chunks``, ``align`` and
+            ``memory.max_padding``; all else must be as in :data:`~impl.adapters.traffic.BASES`.
+
+    Raises:
+        HostError: if the mesh has other ranks than DDP, or is not on the CPU.
+        PolicyError: if DDP cannot carry out the policy.
+        GeometryError: if the policy does not fit the model.
     """
 
     def __init__(self, model: DistributedDataParallel, wire: Wire, policy: Policy) -> None:
@@ -61,26 +71,37 @@ class InDDP(Joined):
         model.register_comm_hook(None, self._taker())
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients, which each rank has, to a norm of at most ``max_norm``; returns the norm."""
+        """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before scaling.
+
+        Every rank has all gradients, so nothing is sent.
+        """
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
 
     def _taker(self) -> Callable[[Any, Any], Any]:
-        """The hook: DDP keeps it where Python's garbage collector cannot look, so it holds us weakly."""
+        """Returns the hook that DDP calls.
+
+        DDP keeps the hook where Python's garbage collector does not see it, so the hook refers to this object
+        weakly.
+        """
         reference = weakref.ref(self)
 
-        # Without annotations, which DDP would compare with its own types.
+        # The function has no annotations, since DDP would compare them with its own types.
         def take(_, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
             joined = reference()
             if joined is None:
-                raise HostError("DDP reduces gradients, but the InDDP of its model is gone: keep it")
-            return joined._take(bucket)  # noqa: SLF001  # its own hook
+                raise HostError(
+                    "DDP reduces gradients, but the InDDP of its model was deleted: keep a reference"
+                )
+            return joined._take(bucket)  # noqa: SLF001  # the hook belongs to this class
 
         return take
 
     def _take(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Take a bucket of local gradients; the future's value is its buffer, once it holds the mean."""
+        """Take a bucket of local gradients; returns a future of the bucket's buffer with the mean."""
         if bucket.buffer().is_sparse:
-            raise HostError("DDP brings sparse gradients: of an embedding expected sparse=False")
+            raise HostError(
+                "gradients in DDP are sparse, which is not supported: set sparse=False in embeddings"
+            )
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             unit, slot = self._places[parameter]
             unit.flat[slot.offset : slot.end].view(slot.spec.shape).copy_(gradient)
@@ -98,12 +119,12 @@ class InDDP(Joined):
         return future
 
     def _finish(self) -> None:
-        """After the last bucket: wait for all reductions and write the means back."""
+        """Wait for all reductions after the last bucket, and write the means back to DDP's buckets."""
         for unit in self._units:
             if len(unit.back) != len(unit.geometry.slots):
                 raise HostError(
-                    f"DDP brought {len(unit.back)} of {len(unit.geometry.slots)} gradients of unit "
-                    f"{unit.geometry.name!r}: none may be frozen or ignored after InDDP took it"
+                    f"DDP reduced {len(unit.back)} of {len(unit.geometry.slots)} gradients of unit "
+                    f"{unit.geometry.name!r}: freeze or ignore parameters before InDDP is created"
                 )
         for unit, under_way in self._under_way:
             mean = under_way.finish()  # (padded,) fp32

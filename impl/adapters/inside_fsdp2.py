@@ -1,6 +1,7 @@
-"""FSDP2 with our collectives: it gathers weights (qwZ) and scatters gradients (qgZ) through them.
+"""Gathers FSDP2's weights (qwZ) and reduces its gradients (qgZ) with this project's collectives.
 
-By its ``set_custom_all_gather`` and ``set_custom_reduce_scatter``::
+FSDP2 takes them by ``set_custom_all_gather`` and ``set_custom_reduce_scatter``; its schedule, optimizer and
+training loop stay its own::
 
     for block in blocks:
         fully_shard(block, mesh=device_mesh)
@@ -21,8 +22,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.tensor import DTensor
 
-from impl.adapters.joined import HostError, Joined, fsdp2_groups
-from impl.adapters.traffic import GroupGeometry
+from impl.adapters.joined import Joined, fsdp2_groups
+from impl.adapters.traffic import GroupGeometry, HostError
 from impl.codecs.reference import NAMES
 from impl.comm.wire import Wire
 from impl.plan.policy import Policy
@@ -30,20 +31,25 @@ from impl.plan.shard_layout import ROOT
 from impl.plan.traffic import Phase, Tag
 from impl.quantized_collectives import Gathering
 
-_TINY: Final = 1e-6  # added to a norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does
+_TINY: Final = 1e-6  # added to a norm before dividing by it, as in torch.nn.utils.clip_grad_norm_
 
 
 class InFSDP2(Joined):
-    """A model that ``fully_shard`` sharded, with its gathers and scatters carried.
+    """Gathers the weights and reduces the gradients of a model that ``fully_shard`` has sharded.
 
-    All ranks make it before the first forward pass.  Gathered weights and mean gradients are what FSDP2's
-    own collectives bring, but for the codecs, and for the order of sums from three ranks on.
+    All ranks must create it before the first forward pass.  Gathered weights and mean gradients equal those of
+    FSDP2's own collectives, except for the codecs and, with three or more ranks, for the order of sums.
 
-    ``model`` is the root, itself an ``FSDPModule`` over all ranks of ``wire.mesh``.  ``policy`` says codecs
-    of weights and gradients, gather, reduce and chunks; all else is as it is by default.
+    Args:
+        model: the root, itself an ``FSDPModule``, sharded over all ranks of ``wire.mesh``.
+        wire: the transport, on the CPU.
+        policy: a policy that may set ``weights``, ``gradients``, ``gather``, ``reduce`` and ``chunks``; all
+            else must be as in :data:`~impl.adapters.traffic.BASES`.
 
-    Raises HostError: for a model that is not sharded as a whole over all ranks in one dimension, or off the
-    CPU; in the first pass, for modules that share one group.  PolicyError: for what FSDP2 cannot carry out.
+    Raises:
+        HostError: if the model is not sharded as a whole over all ranks in one dimension, or is not on the CPU;
+            in the first pass, if several modules share one parameter group.
+        PolicyError: if FSDP2 cannot carry out the policy.
     """
 
     units: Sequence[GroupGeometry]
@@ -60,14 +66,15 @@ class InFSDP2(Joined):
             module = modules["" if group.name == ROOT else group.name]
             module.set_custom_all_gather(_Gather(self, group))
             module.set_custom_reduce_scatter(_Scatter(self, group))
-        # Prepended after FSDP2's own hook, so that it runs before it: the root's gather is tagged too.
+        # Prepended, so that it runs before FSDP2's own hook and the root's gather has the right phase too.
         model.register_forward_pre_hook(self._enter, prepend=True)
         model.register_forward_hook(self._leave)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most ``max_norm``; all ranks must call it.
 
-        Uses the wire, which ``torch.nn.utils.clip_grad_norm_`` does not.  Returns the norm before scaling.
+        Unlike ``torch.nn.utils.clip_grad_norm_`` it sends its messages over the wire, so they are in the
+        ledger.  Returns the norm before scaling.
         """
         gradients = [p.grad.to_local() for p in self._model.parameters() if isinstance(p.grad, DTensor)]
         total = torch.zeros(1, dtype=torch.float64)
@@ -81,19 +88,21 @@ class InFSDP2(Joined):
         return norm
 
     def _check_sharded(self, model: nn.Module) -> None:
-        """Refuse a model that is not sharded as a whole over the wire's ranks, in one dimension."""
+        """Raise HostError unless the whole model is sharded over the wire's ranks in one dimension."""
         if not isinstance(model, FSDPModule):
             kind = type(model).__name__
             raise HostError(f"{kind} is not sharded: call fully_shard() on it and its blocks first")
         world = self.wire.mesh.topology.world
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, DTensor):
-                raise HostError(f"parameter {name!r} is not sharded: fully_shard() must not ignore it")
+                raise HostError(
+                    f"parameter {name!r} is not sharded: call fully_shard() without ignored_params"
+                )
             shape = tuple(parameter.device_mesh.shape)
             if shape != (world,):
                 raise HostError(
-                    f"parameter {name!r} lies on a device mesh of {shape}, expected ({world},): "
-                    "replicas (HSDP) and other axes are not carried"
+                    f"parameter {name!r} is sharded over a device mesh of shape {shape}, expected ({world},): "
+                    "replicas (HSDP) and other axes are not supported"
                 )
             self.check_ranks(parameter.device_mesh.mesh.tolist())
 
@@ -104,28 +113,28 @@ class InFSDP2(Joined):
         self.phase = "backward"
 
     def check(self, group: GroupGeometry, verb: str, numel: int, dtype: torch.dtype, ranks: int) -> None:
-        """Refuse a message whose ranks, type or size are not the group's."""
+        """Raise HostError for a collective whose ranks, type or size are not those of the group."""
         world, prefix = self.wire.mesh.topology.world, f"FSDP2 {verb} {group.name!r}"
         if ranks != world:
             raise HostError(f"{prefix} over {ranks} of {world} ranks: use reshard_after_forward=True")
         if dtype not in NAMES:
-            raise HostError(f"{prefix} in {dtype}; expected {', '.join(NAMES.values())}")
+            raise HostError(f"{prefix} in {dtype}: use one of {', '.join(NAMES.values())}")
         if verb == "gathers" and numel != group.shard:
             raise HostError(
-                f"{prefix} of {numel} elements a rank, its parameters make {group.shard}: "
-                "call fully_shard() on one module at a time, without a placement of your own"
+                f"{prefix} with {numel} elements a rank, but its parameters have {group.shard}: "
+                "call fully_shard() on one module at a time, without shard_placement_fn"
             )
 
 
 class _Pending(dist.Work):
-    """A gather under way, as FSDP2 waits for it."""
+    """A gather under way, in the form in which FSDP2 waits for it."""
 
     def __init__(self, gathering: Gathering) -> None:
         super().__init__()
         self._gathering: Gathering | None = gathering
 
     def wait(self, timeout: Any = None) -> bool:
-        """Carry the gather to its end; the wire's own timeout holds."""
+        """Finish the gather.  ``timeout`` is ignored, since the wire has a timeout of its own."""
         gathering, self._gathering = self._gathering, None
         if gathering is not None:
             gathering.finish()
@@ -133,19 +142,19 @@ class _Pending(dist.Work):
 
 
 class _OfGroup(DefaultAllocMixin):
-    """One parameter group's collective; each has a buffer of its own."""
+    """A collective of one parameter group; each has buffers of its own."""
 
     def __init__(self, joined: InFSDP2, group: GroupGeometry) -> None:
         self._joined, self._group = joined, group
 
 
 class _Gather(_OfGroup, AllGather):
-    """FSDP2's all-gather of one parameter group; always asynchronous, to overlap computation."""
+    """FSDP2's all-gather of one parameter group; it is always asynchronous, to overlap computation."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
-        """Gather ``input_tensor`` (S,), which may lie in ``output_tensor`` (world * S,)."""
+        """Gather ``input_tensor`` (S,) to ``output_tensor`` (world * S,), of which it may be a part."""
         joined, name = self._joined, self._group.name
         joined.check(self._group, "gathers", input_tensor.numel(), input_tensor.dtype, group.size())
         wire, policy, tag = joined.wire, joined.policy, Tag(joined.phase, "weights", name)
@@ -156,7 +165,7 @@ class _Gather(_OfGroup, AllGather):
 
 
 class _Scatter(_OfGroup, ReduceScatter):
-    """FSDP2's reduce-scatter of one parameter group; done when it returns, as FSDP2 on a CPU expects."""
+    """FSDP2's reduce-scatter of one parameter group; it is synchronous, as FSDP2 expects on a CPU."""
 
     def __call__(
         self,
@@ -166,12 +175,12 @@ class _Scatter(_OfGroup, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce ``input_tensor`` (world * S,) to this rank's part ``output_tensor`` (S,)."""
+        """Reduce ``input_tensor`` (world * S,) to this rank's part, ``output_tensor`` (S,)."""
         joined, name = self._joined, self._group.name
         joined.check(self._group, "reduces", output_tensor.numel(), input_tensor.dtype, group.size())
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
-            raise HostError(f"FSDP2 reduces {name!r} by {op}; expected a mean or a sum")
-        reduction = joined._reduction(name, output_tensor.numel())  # noqa: SLF001  # its own
+            raise HostError(f"FSDP2 reduces {name!r} with {op}: only AVG and SUM are supported")
+        reduction = joined._reduction(name, output_tensor.numel())  # noqa: SLF001  # a part of its adapter
         reduction.start(input_tensor)
         mean = reduction.finish()  # (S,) fp32
         if (observer := joined.wire.observer) is not None:

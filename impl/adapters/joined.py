@@ -1,7 +1,8 @@
-"""What the adapters of FSDP2 and DDP share, which keep their training loop and use our collectives.
+"""Holds what the adapters of FSDP2 and DDP share.
 
-Messages of the host itself are in no ledger: DDP's broadcasts of the weights when it is made, of its buckets'
-order after the first step, and of buffers unless ``broadcast_buffers=False``.
+A *host* is FSDP2 or DDP, which keeps its own engine and training loop but uses this project's collectives.  The
+ledger counts the messages of these collectives, and no others that the host sends: DDP broadcasts the weights
+when it is created, its buckets' order after the first step, and buffers unless ``broadcast_buffers=False``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from impl import ops
-from impl.adapters.traffic import GroupGeometry, Host, check_host, predict_hosted
+from impl.adapters.traffic import GroupGeometry, Host, HostError, check_host, predict_hosted
 from impl.codecs.codec import common_grain
 from impl.comm.reduce_scatter import Reduction, Ring
 from impl.comm.wire import Wire
@@ -23,41 +24,38 @@ from impl.plan.topology import Topology
 from impl.plan.traffic import Event, LedgerKey, Sent, Tag
 
 
-class HostError(RuntimeError):
-    """Our collectives cannot do what a host asks for; the message names the numbers."""
-
-
 class Joined:
-    """A host with our collectives on one rank; the ledger is its wire's."""
+    """The common part of the adapters: a host on one rank, whose ledger is that of the wire."""
 
-    units: Sequence[GroupGeometry | UnitGeometry]  # parameters that travel in one message
+    units: Sequence[GroupGeometry | UnitGeometry]  # each holds the parameters that one message carries
 
     def __init__(self, host: Host, wire: Wire, policy: Policy) -> None:
         check_host(host, policy)
         policy.check(wire.mesh.topology)
         if wire.mesh.device.type != "cpu":
             raise HostError(
-                f"inside {host} our collectives are on the CPU, the mesh is on {wire.mesh.device}"
+                f"inside {host} collectives run on the CPU only, and the mesh is on {wire.mesh.device}: use a "
+                "mesh on the CPU, or the engine of this project"
             )
         ops.prepare(wire.mesh.device, policy.codecs)
         self._host, self.wire, self.policy = host, wire, policy
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
-        """Refuse a host over other global ``ranks`` than the wire's, or in another order."""
+        """Raise HostError unless the host's global ``ranks`` are the wire's, in the same order."""
         theirs, ours = (", ".join(map(str, each)) for each in (ranks, self.wire.mesh.global_ranks))
         if theirs != ours:
             raise HostError(
-                f"{self._host} is over global ranks {theirs}, the wire over {ours}: give both the same ranks "
-                "in one order, as by Mesh.create(topology, group=group)"
+                f"{self._host} runs on global ranks {theirs}, the wire on {ours}: give both the same ranks in "
+                "the same order, for example with Mesh.create(topology, group=group)"
             )
 
     def predict(self, events: Iterable[Event]) -> dict[LedgerKey, Sent]:
-        """Bytes and messages that this rank sends in the passes of ``events``."""
+        """Predicts the bytes and messages that this rank sends in ``events`` (:func:`predict_hosted`)."""
         layout = self.policy, self.wire.mesh.topology, self.units
         return predict_hosted(self._host, *layout, rank=self.wire.mesh.rank, events=events)
 
     def describe(self) -> dict[str, Any]:
-        """Algorithms, transports and kernels that ran, for the record."""
+        """Returns the algorithms, transports and kernels that are used, for the record."""
         device = self.wire.mesh.device
         warning = ops.warning_of(device)
         return {
@@ -70,7 +68,10 @@ class Joined:
         }
 
     def _reduction(self, name: str, piece: int) -> Reduction:
-        """A reduction of ``world * piece`` elements; inside DDP each rank receives the whole mean."""
+        """Returns a reduction of ``world * piece`` elements, after which a rank has a piece of the mean.
+
+        Inside DDP each rank then has the whole mean.
+        """
         policy, topology = self.policy, self.wire.mesh.topology
         kind, (axes, codec) = Ring if policy.reduce == "ring" else Reduction, policy.replica_axes(topology)
         return kind(
@@ -85,11 +86,12 @@ class Joined:
 
 
 def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topology) -> list[GroupGeometry]:
-    """FSDP2's parameter groups: the rest of ``model``, the root, first, then each of ``blocks``.
+    """Returns FSDP2's parameter groups: one for each of ``blocks``, after that of the root.
 
-    ``model`` may be sharded, or not yet; ``blocks``, each sharded by itself, may lie in one another.
+    The root's group holds the parameters of ``model`` outside all blocks.  ``model`` may be sharded already or
+    not yet; ``blocks`` are the modules that are sharded by themselves, and may contain one another.
 
-    Raises HostError: for a parameter without dimensions, which FSDP2 cannot cut.
+    Raises HostError: for a parameter without dimensions, which FSDP2 cannot shard.
     """
     names = {module: name for name, module in model.named_modules()}
     groups: dict[nn.Module, dict[nn.Parameter, str]] = {owner: {} for owner in (model, *blocks)}
@@ -100,7 +102,9 @@ def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topolo
     for module, prefix in names.items():
         for name, parameter in module.named_parameters(prefix=prefix, recurse=False):
             if parameter.dim() == 0:
-                raise HostError(f"FSDP2 cannot cut parameter {name!r}: it has no dimension")
+                raise HostError(
+                    f"FSDP2 cannot shard parameter {name!r}, which has no dimension: give it shape (1,)"
+                )
             groups[owner_of[module]].setdefault(parameter, name)
     geometries = []
     for owner, parameters in groups.items():
@@ -113,7 +117,10 @@ def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topolo
 def hosted_units(
     host: Host, model: nn.Module, topology: Topology, policy: Policy
 ) -> list[GroupGeometry] | list[UnitGeometry]:
-    """The units of an unwrapped model, on the meta device too, inside ``host``; raises as its adapter."""
+    """Returns the units that an unwrapped model, which may be on the meta device, has inside ``host``.
+
+    Raises PolicyError, HostError, GeometryError: as the host's adapter.
+    """
     check_host(host, policy)
     if host == "fsdp2":
         return fsdp2_groups(model, find_blocks(model), topology)

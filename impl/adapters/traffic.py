@@ -1,8 +1,8 @@
-"""Predicts what FSDP2 and DDP send through our collectives, from the policy and their layout alone.
+"""Predicts what FSDP2 and DDP send through this project's collectives, from the policy and their layout alone.
 
-Pure: no torch.  Two hosts: FSDP2 gathers weights and scatters gradients one parameter group at a time, each
-parameter cut along its first dimension; DDP reduces gradients, laid out as a policy of stage 0 does.  The
-adapters' ledgers must equal these predictions to the byte.
+FSDP2 gathers weights and reduces gradients one parameter group at a time, with each parameter cut along its
+first dimension.  DDP reduces gradients, which are laid out as for a policy of stage 0.  Tests check that the
+adapters' ledgers equal these predictions to the byte.  Pure: no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from impl.plan.traffic import NORM_BYTES, Book, Event, LedgerKey, Phase, Sent, T
 Host = Literal["fsdp2", "ddp"]
 
 BASES: Final[dict[Host, Policy]] = {"fsdp2": Policy(), "ddp": Policy(stage=0, weights=FP32)}
-"""The policy of each host; only the fields in :data:`_OPEN` may differ."""
+"""The policy that describes each host; only the fields in :data:`_OPEN` may differ from it."""
 
 HOSTED: Final[dict[str, tuple[Host, Policy]]] = {
     "fsdp2+exact": ("fsdp2", PRESETS["exact"]),
@@ -33,41 +33,44 @@ HOSTED: Final[dict[str, tuple[Host, Policy]]] = {
     "ddp+bf16": ("ddp", BASES["ddp"]),
     "ddp+qgz": ("ddp", replace(BASES["ddp"], gradients=PRESETS["qgz"].gradients)),
 }
-"""Policies inside a host, by the name of the strategy."""
+"""The named strategies that run inside a host, with their policies."""
 
-_LAYOUT: Final = ("align", "memory.max_padding")  # of units; FSDP2 lays its groups out by itself
+_LAYOUT: Final = ("align", "memory.max_padding")  # of DDP's units; FSDP2 lays out its groups by itself
 _OPEN: Final[dict[Host, tuple[str, ...]]] = {
     "fsdp2": ("weights", "gradients", "gather", "reduce", "chunks", *_LAYOUT),
     "ddp": ("gradients", "reduce", "chunks", *_LAYOUT),
 }
 _WHY: Final = {
-    "weights": "it keeps whole weights and gathers none",
-    "secondary": "it gathers anew in backward and keeps nothing for hpZ",
-    "feedback": "it tells no steps, and has no place for carried errors",
+    "weights": "DDP keeps whole weights and gathers none",
+    "secondary": "FSDP2 gathers anew in backward and keeps no secondary copy",
+    "feedback": "FSDP2 and DDP do not tell collectives when a step ends, which error feedback needs",
 }
 
 
 def carries(host: Host, name: str) -> bool:
-    """Whether ``host`` lets a suite's ``policy.<name>`` be set with our collectives."""
+    """Returns whether a suite may set ``policy.<name>`` for a strategy that runs inside ``host``."""
     return any(name == field.rpartition(".")[2] for field in _OPEN[host])
 
 
 def check_host(host: Host, policy: Policy) -> None:
-    """Refuse a policy that ``host`` cannot carry out, naming the first such field and the value expected."""
+    """Raise PolicyError for a policy that ``host`` cannot carry out, naming a field and its expected value."""
     base = dict(_values(BASES[host]))
     for name, value in _values(policy):
         if name not in _OPEN[host] and value != base[name]:
-            why = _WHY.get(name, "that is its own to decide")
+            why = _WHY.get(name, "the host decides this itself")
             raise PolicyError(
-                f"{name} = {value} inside {host}: {why}; expected {base[name]}, or a strategy of our engine"
+                f"{name} = {value} inside {host}: {why}; expected {base[name]}, or a strategy of this project's engine"
             )
     for codec in (policy.weights, *policy.gradients):
         if codec.stochastic:
-            raise PolicyError(f"{codec} inside {host}: it tells no steps; expected rounding to nearest")
+            raise PolicyError(
+                f"{codec} inside {host}: stochastic rounding needs the number of the step, which {host} does "
+                "not tell collectives; expected a codec that rounds to nearest"
+            )
 
 
 def _values(policy: Policy) -> Iterator[tuple[str, Any]]:
-    """(name, value) of every field, those of memory limits and offload by themselves."""
+    """Yield (name, value) of every field; each field of ``memory`` and ``offload`` counts by itself."""
     for field in fields(policy):
         value = getattr(policy, field.name)
         if isinstance(value, MemoryLimits | Offload):
@@ -76,42 +79,47 @@ def _values(policy: Policy) -> Iterator[tuple[str, Any]]:
             yield field.name, value
 
 
+class HostError(RuntimeError):
+    """Our collectives cannot do what a host asks for; the message names the numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
-    """A group of FSDP2: the parameters of one module, gathered and scattered in one message.
+    """A parameter group of FSDP2: the parameters of one module, which one message gathers or reduces.
 
-    Every parameter is cut along its first dimension into ``world`` parts of equal size, the last ones padded
-    or empty; a rank's message is its parts side by side, so a codec's block may straddle parameters.
+    Every parameter is cut along its first dimension into ``world`` parts of equal size, of which the last ones
+    are padded or empty.  A rank's message is its parts of all parameters one after the other, so a codec's
+    block may span parameters.
     """
 
-    name: str  # of the module; ``root`` for the model itself
+    name: str  # name of the module; ``root`` for the model itself
     parameters: tuple[ParameterSpec, ...]  # in FSDP2's order
-    trained: tuple[bool, ...]  # of each, whether it has a gradient
-    world: int
+    trained: tuple[bool, ...]  # for each parameter, whether it has a gradient
+    world: int  # number of ranks
 
     def part(self, parameter: ParameterSpec) -> int:
-        """Elements of one rank's part of a parameter, padding included."""
+        """Returns the elements of one rank's part of a parameter, padding included."""
         rows, *rest = parameter.shape
         return -(-rows // self.world) * math.prod(rest)
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters, without padding."""
+        """Number of elements of the parameters, without padding."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @property
     def shard(self) -> int:
-        """Elements of one rank's message in a gather."""
+        """Number of elements of one rank's message in a gather."""
         return sum(map(self.part, self.parameters))
 
     @property
     def padded(self) -> int:
-        """Elements of a gathered group, padding included."""
+        """Number of elements of the gathered group, padding included."""
         return self.world * self.shard
 
     @property
     def piece(self) -> int:
-        """Elements of the mean gradient that one rank receives."""
+        """Number of elements of the mean gradient that one rank receives."""
         pairs = zip(self.parameters, self.trained, strict=True)
         return sum(self.part(parameter) for parameter, trained in pairs if trained)
 
@@ -125,17 +133,18 @@ def predict_hosted(
     rank: int,
     events: Iterable[Event],
 ) -> dict[LedgerKey, Sent]:
-    """Everything that ``rank`` sends inside ``host``, by a policy that it carries out (:func:`check_host`).
+    """Predicts everything that ``rank`` sends inside ``host``, with a policy that passes :func:`check_host`.
 
-    FSDP2 by default gathers every group in each pass, but keeps the root from forward until the backward
-    pass ends or the weights change, and reduces every group in each backward pass.  DDP reduces in the last
-    micro-batch of a step only, and its norms send nothing.
+    FSDP2, as it is by default, gathers every group in each pass, but keeps the root's group from forward until
+    the backward pass ends or the weights change; it reduces every group in each backward pass.  DDP reduces
+    only in the last micro-batch of a step, and sends nothing for a norm.
 
     ``units`` are FSDP2's groups, cut into ``topology.world`` parts, or DDP's units, laid out for ``policy``.
     """
     if host == "ddp":
         ddp_units = [unit for unit in units if isinstance(unit, UnitGeometry)]
-        unaligned = replace(policy, align=1, order_every=0)  # chunks on the codecs' own grain, and no checks
+        # Chunks start on the codecs' own grain, and the order of collectives is not checked.
+        unaligned = replace(policy, align=1, order_every=0)
         return predict(unaligned, topology, ddp_units, rank, ["backward"] * _reduced_steps(events)).sent
     book = Book(topology, rank)
     axes, _ = policy.gather_axes(topology)
@@ -159,7 +168,7 @@ def predict_hosted(
 
 
 def _reduced_steps(events: Iterable[Event]) -> int:
-    """Steps after at least one backward pass."""
+    """Returns the number of steps that follow at least one backward pass."""
     steps, waiting = 0, False
     for event in events:
         steps += waiting and event == "step"

@@ -1,1 +1,1 @@
-"""Checkpoints: saving, loading, exporting, and the files on disk."""
+"""Saves and loads checkpoints, exports them as one state dict, and defines their files."""

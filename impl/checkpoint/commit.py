@@ -1,6 +1,7 @@
-"""Writes a checkpoint into a folder with another name, which one rename commits.  No torch.
+"""Makes checkpoints appear on disk completely or not at all.  No torch.
 
-After a crash the renamed folder is whole only if its files, it and its parent were synced.
+A checkpoint is written into a folder with a temporary name, which one rename completes.  The files, the folder
+and its parent are synced to disk around the rename, so that the checkpoint is whole after a crash too.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ class CheckpointError(RuntimeError):
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in ``folder``, oldest first; none if it is not there."""
+    """Returns the complete checkpoints in ``folder``, oldest first; an empty list if there is no such folder."""
     return [path for path in named(folder) if (path / MANIFEST).is_file()]
 
 
 def named(folder: Path) -> list[Path]:
-    """Folders with a checkpoint's name in ``folder``, complete or not, oldest first."""
+    """Returns the folders in ``folder`` that have a checkpoint's name, complete or not, oldest first."""
     inside = folder.iterdir() if folder.is_dir() else ()
     return sorted((path for path in inside if _NAME.fullmatch(path.name)), key=_number)
 
@@ -41,13 +42,16 @@ def _number(path: Path) -> int:
 
 
 def latest(folder: Path | str) -> Path | None:
-    """The newest complete checkpoint in ``folder``; None if there is none."""
+    """Returns the newest complete checkpoint in ``folder``; None if there is none."""
     complete = checkpoints(Path(folder))
     return complete[-1] if complete else None
 
 
 def resolve(folder: Path) -> Path:
-    """``folder``, if it is a checkpoint, or the newest in it; a CheckpointError if there is none."""
+    """Returns ``folder`` if it is a checkpoint, else the newest checkpoint in it.
+
+    Raises CheckpointError: if there is none.
+    """
     path = folder if (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name) else latest(folder)
     if path is None:
         raise CheckpointError(f"{folder}: {'no checkpoint in it' if folder.is_dir() else 'no such folder'}")
@@ -55,7 +59,7 @@ def resolve(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """Make the folder in which the next checkpoint is written, and remove those of broken saves."""
+    """Make the folder into which the next checkpoint is written, and remove folders of interrupted saves."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if _LEFT.fullmatch(path.name):
@@ -67,11 +71,11 @@ def begin(folder: Path) -> Path:
 
 
 def commit(partial: Path, manifest: str) -> Path:
-    """Complete a checkpoint, whose other files are all on disk, by one rename; returns its folder."""
+    """Complete a checkpoint, all of whose other files are on disk, by one rename; returns its folder."""
     path = partial.with_name(partial.name.split(".")[1])
     try:
         (partial / MANIFEST).write_text(manifest, encoding="utf-8")
-    except OSError as error:  # without the name, if the disk is full
+    except OSError as error:  # if the disk is full, the error does not name the file
         raise CheckpointError(f"{partial / MANIFEST}: {error.strerror}") from None
     sync(partial / MANIFEST)
     sync(partial)
@@ -82,7 +86,7 @@ def commit(partial: Path, manifest: str) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Sync a file, or the names in a folder, to the disk."""
+    """Sync a file, or the names of the files in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -91,25 +95,30 @@ def sync(path: Path) -> None:
 
 
 def thin(folder: Path, keep: int) -> None:
-    """Remove all checkpoints but the ``keep`` newest; each is renamed first, and so never half there."""
+    """Remove all checkpoints but the ``keep`` newest.
+
+    Each is renamed before it is removed, so that an interrupted removal leaves no incomplete checkpoint.
+    """
     for path in checkpoints(folder)[:-keep]:
         try:
             gone = path.rename(path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial"))
             sync(folder)
             remove(gone)
         except OSError as error:
-            _log.warning("%s: older than the %d to be kept, and stays: %s", path, keep, error.strerror)
+            _log.warning(
+                "%s: older than the newest %d, but cannot be removed: %s", path, keep, error.strerror
+            )
 
 
 def remove(path: Path) -> None:
-    """Remove a folder that is no checkpoint, or a link to one; logs a failure."""
+    """Remove a folder that is not a checkpoint, or a link to such a folder; a failure is logged."""
     try:
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
     except OSError as error:
-        _log.warning("%s: is no checkpoint, and cannot be removed: %s", path, error.strerror)
+        _log.warning("%s: left over, not a checkpoint, and cannot be removed: %s", path, error.strerror)
 
 
 def digest_of(path: Path) -> tuple[int, str]:
-    """(bytes, SHA-256 in hex) of a file."""
+    """Returns the size in bytes of a file, and its SHA-256 in hexadecimal digits."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()

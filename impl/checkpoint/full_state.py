@@ -1,4 +1,4 @@
-"""The unsharded model's state dict out of a checkpoint, on one process, without ranks or the model."""
+"""Reads the unsharded model's state dict from a checkpoint, in one process, without other ranks or the model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from impl.errors import ZeroError
 
 
 def consolidated(folder: Path | str) -> dict[str, Any]:
-    """The unsharded model's state dict out of a checkpoint, or out of the newest in a folder of them.
+    """Returns the unsharded model's state dict from a checkpoint, or from the newest in a folder of checkpoints.
 
-    Parameters are fp32, tied ones under all their names.  A CheckpointError names what cannot be read.
+    Parameters are fp32; tied parameters are under all their names.
+
+    Raises CheckpointError: if a file is missing, altered, or cannot be read.
     """
     return dict(_entries(folder))
 
@@ -33,25 +35,28 @@ def export(
     dtype: torch.dtype | str = torch.float32,
     allow_overflow: bool = False,
 ) -> tuple[str, ...]:
-    """Write that state dict, parameters in ``dtype``, as one safetensors file, which must not exist yet.
+    """Write the unsharded model's state dict as one safetensors file.
 
-    Extra states that are no tensors are left out.  The host holds all bytes until they are written.
+    Extra states that are not tensors are left out.  The whole state dict is in host memory before it is
+    written.
 
     Args:
-        folder: a checkpoint, or a folder of them, of which the newest is taken.
-        path: the file.
-        dtype: fp32, bf16, fp16, or a floating-point ``torch.dtype``.
-        allow_overflow: write finite values beyond the type's largest as the cast leaves them, as infinity.
+        folder: a checkpoint, or a folder of checkpoints, of which the newest is taken.
+        path: the file to write, which must not exist yet.
+        dtype: type of the parameters: fp32, bf16, fp16, or a floating-point ``torch.dtype``.
+        allow_overflow: whether finite values beyond the type's range are written, as infinity, instead of
+            refused.
 
     Returns:
-        A line for each kind of value that is not what it was, or not finite: how many of which parameters.
+        A line for each kind of value that the cast changed, or that is not finite: how many, and in which
+        parameters.
 
     Raises:
-        CheckpointError: for what cannot be read or written, and values that overflow; nothing is written.
+        CheckpointError: if a file cannot be read or written, or values overflow; then nothing is written.
     """
     path = Path(path)
     if path.exists():
-        raise CheckpointError(f"{path}: is there already")
+        raise CheckpointError(f"{path}: exists already: remove it, or choose another file")
     try:
         narrowing = Narrowing(dtype_of(dtype))
     except ZeroError as error:
@@ -79,7 +84,7 @@ def export(
 
 
 def _entries(folder: Path | str, narrowing: Narrowing | None = None) -> Iterator[tuple[str, Any]]:
-    """The entries of the state dict, one at a time; all files are verified first."""
+    """Yield the entries of the state dict, one at a time, after verifying all files."""
     path = resolve(Path(folder))
     manifest = read_manifest(path)
     manifest.verify(path, range(len(manifest.files)))

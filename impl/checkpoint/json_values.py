@@ -1,14 +1,14 @@
-"""Values of checkpoints in JSON without loss, types included.
+"""Converts values of checkpoints to JSON and back without loss, including their types.
 
-What JSON has no form for becomes an object with one key:
+A value for which JSON has no form becomes an object with one key:
 
-- ``{"__tuple__": [...]}``
+- ``{"__tuple__": [...]}``: a tuple
 - ``{"__number__": ["float32", 3.0]}``: a tensor without dimensions
 - ``{"__numpy__": ["float32", 3.0]}``: a NumPy scalar
-- ``{"__dict__": [[key, value], ...]}``: a dict with keys that are not all text, or with one of these names;
-  ``__counter__`` and ``__ordered__`` are ``collections.Counter`` and ``OrderedDict``
+- ``{"__dict__": [[key, value], ...]}``: a dict with a key that is not text, or that is one of these names
+- ``{"__counter__": ...}``, ``{"__ordered__": ...}``: the same for ``collections.Counter`` and ``OrderedDict``
 
-Nothing else is guessed or pickled.
+Values of any other type are refused; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ _KEYS: Final = ("__tuple__", "__number__", "__numpy__", *_DICTS)
 
 
 def to_json(value: object, place: str) -> Any:
-    """``value``, at ``place``, in JSON's types; a CheckpointError names what has no form, and where."""
-    kind = type(value)  # subclasses would come back as these
+    """Converts ``value`` to JSON's types; ``place`` is where it was found, for messages.
+
+    Raises CheckpointError: naming a part of the value that cannot be converted, and its place.
+    """
+    kind = type(value)  # instances of subclasses are refused, since they would be read as the class itself
     if value is None or kind in (bool, int, float, str):
         return value
     if isinstance(value, Tensor) and not value.dim() and not value.is_complex():
@@ -45,28 +48,30 @@ def to_json(value: object, place: str) -> Any:
         return items if kind is list else {"__tuple__": items}
     if isinstance(value, dict):
         items = [(_key(key, place), to_json(item, f"{place}[{key!r}]")) for key, item in value.items()]
-        name = _NAMES.get(type(value), "__dict__")  # other subclasses come back as dicts
+        name = _NAMES.get(type(value), "__dict__")  # other subclasses of dict are read as dicts
         plain = all(isinstance(key, str) and key not in _KEYS for key in value)
         return dict(items) if plain and name == "__dict__" else {name: items}
     raise CheckpointError(
-        f"{place}: {kind.__name__} cannot be written as JSON: expected None, bool, int, float, str, a tensor "
-        "without dimensions, a NumPy scalar, or lists, tuples and dicts of them"
+        f"{place}: a value of type {kind.__name__} cannot be saved: expected None, bool, int, float, str, a "
+        "tensor without dimensions, a NumPy scalar, or lists, tuples and dicts of these"
     )
 
 
 def _key(key: object, place: str) -> Any:
-    """A dict's key in JSON's types."""
+    """Converts a dict's key to JSON's types."""
     if isinstance(key, str):
         return str(key)
     if type(key) is tuple:
         return {"__tuple__": [_key(item, place) for item in key]}
-    if isinstance(key, Tensor):  # a copy would be another key
-        raise CheckpointError(f"{place}: key {key!r} cannot be written as JSON: a tensor is no key")
+    if isinstance(key, Tensor):  # a tensor is hashed by identity, so its copy would be another key
+        raise CheckpointError(
+            f"{place}: key {key!r} cannot be saved: use numbers or text instead of tensors as keys"
+        )
     return to_json(key, f"{place}: key {key!r}")
 
 
 def from_json(value: Any) -> Any:
-    """The value that :func:`to_json` converted."""
+    """Returns the value that :func:`to_json` converted."""
     match value:
         case {"__tuple__": items}:
             return tuple(from_json(item) for item in items)

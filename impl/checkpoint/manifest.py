@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, which docs/guide/checkpoints.md describes.  No torch."""
+"""Reads, writes and verifies a checkpoint's manifest, which docs/guide/checkpoints.md describes.  No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VERSION: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds, and where: the keys of docs/guide/checkpoints.md."""
+    """What a checkpoint contains, and in which files; docs/guide/checkpoints.md explains the fields."""
 
     writer: str
     step: int
@@ -35,44 +35,50 @@ class Manifest:
 
     @property
     def parameters(self) -> dict[str, list[int]]:
-        """Shapes by name of the parameter."""
+        """The shape of each parameter, by name."""
         return {e["parameter"]: e["shape"] for e in self.state.values() if "parameter" in e}
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(map(math.prod, self.parameters.values()))
 
     def text(self) -> str:
-        """The file's text: JSON, whose last key is the SHA-256 of the JSON without it."""
+        """Returns the text of the file: JSON, whose last key is the SHA-256 of the JSON without that key."""
         fields = {"format": FORMAT, "version": VERSION, **asdict(self)}
         return json.dumps({**fields, "sha256": digest(fields)}, indent=1) + "\n"
 
     def verify(self, path: Path, numbers: Collection[int]) -> None:
-        """Refuse missing or shortened files in ``path``, and altered ones of the ranks ``numbers``."""
+        """Check the existence and size of all ranks' files in ``path``, and the digests of those in ``numbers``.
+
+        Raises CheckpointError: naming the first file that is missing or was altered.
+        """
         for number, (nbytes, sha256) in enumerate(self.files):
             file = path / file_name(number)
             try:
                 if (size := regular_file.status(file).st_size) != nbytes:
-                    raise CheckpointError(f"{file}: {size} bytes, the manifest says {nbytes}")
+                    raise CheckpointError(f"{file}: has {size} bytes, but {nbytes} according to the manifest")
                 if number in numbers and digest_of(file)[1] != sha256:
-                    raise CheckpointError(f"{file}: altered since it was written: its digest is another")
+                    raise CheckpointError(f"{file}: altered since it was written: its digest differs")
             except OSError as error:
                 raise CheckpointError(f"{file}: {error.strerror}") from None
 
 
 def file_name(rank: int) -> str:
-    """The name of a rank's file."""
+    """Returns the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def digest(fields: Mapping[str, Any]) -> str:
-    """SHA-256 in hex of ``fields`` as compact JSON."""
+    """Returns the SHA-256, in hexadecimal digits, of ``fields`` as compact JSON."""
     return hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint in folder ``path``; refuses other files, and altered ones."""
+    """Reads the manifest of the checkpoint in folder ``path``.
+
+    Raises CheckpointError: if the file is missing, is not a manifest of this version, or was altered.
+    """
     file = path / MANIFEST
     try:
         fields = json.loads(regular_file.read_text(file))
@@ -84,10 +90,10 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{file}: not a manifest of a {FORMAT}")
     if (version := fields.get("version")) != VERSION:
         raise CheckpointError(
-            f"{file}: version {version!r} of the format; this program reads version {VERSION}"
+            f"{file}: is of version {version!r} of the format; this program reads version {VERSION}"
         )
     if fields.pop("sha256", None) != digest(fields):
-        raise CheckpointError(f"{file}: altered since it was written: its digest is another")
+        raise CheckpointError(f"{file}: altered since it was written: its digest differs")
     content = {name: value for name, value in fields.items() if name not in ("format", "version")}
     if (fault := _fault(content)) is not None:
         raise CheckpointError(f"{file}: not a manifest of a {FORMAT}: {fault}")
@@ -148,7 +154,7 @@ def _is_file(value: Any) -> bool:
 
 
 def check_names(model_names: Collection[str], saved_names: Collection[str], kind: str) -> None:
-    """Refuse a checkpoint whose names are not the model's, naming the first that differs."""
+    """Raise CheckpointError unless a checkpoint's names of ``kind`` are the model's, naming one that differs."""
     if different := sorted(set(model_names) ^ set(saved_names)):
-        side = "only in the model" if different[0] in model_names else "not in the model"
-        raise CheckpointError(f"{len(different)} {kind} differ, first {different[0]!r}, {side}")
+        side = "only in the model" if different[0] in model_names else "only in the checkpoint"
+        raise CheckpointError(f"{len(different)} {kind} differ, the first is {different[0]!r}, {side}")

@@ -1,7 +1,8 @@
-"""Optimizer states in checkpoints: saved and restored by parameter name instead of by shard.
+"""Saves and restores optimizer states by parameter name instead of by shard.
 
-An optimizer's state by element of a master is cut into ranges of parameters; options and numbers (Adam's
-``step``) are saved for every parameter of the master.  So another layout, whose masters join other
+An optimizer steps *masters*: fp32 tensors that hold the elements of several parameters in a rank's shard.  State
+that has a value for each element of a master is cut into ranges of parameters.  Options and numbers (Adam's
+``step``) are saved for each parameter of the master.  So a run with another layout, whose masters hold other
 parameters, can load the state.
 """
 
@@ -22,15 +23,18 @@ from impl.unit.unit import Unit
 
 
 class MasterRanges(NamedTuple):
-    """A master's parameters with elements on any rank, its ranges on this rank, and those that it saves."""
+    """The parameters of one master."""
 
-    names: list[str]
-    ranges: list[Range]
-    saved: list[Range]
+    names: list[str]  # the parameters with elements in this master on any rank
+    ranges: list[Range]  # the ranges of this rank's master
+    saved: list[Range]  # the ranges that this rank saves
 
 
 class SavedMasters:
-    """The masters of one engine on one rank, which the optimizers must hold once each, and nothing else."""
+    """The masters of one engine on one rank, with their optimizers.
+
+    Raises CheckpointError: unless the optimizers hold only masters, and each master at most once.
+    """
 
     def __init__(self, units: Sequence[Unit], rank: int, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
@@ -46,9 +50,11 @@ class SavedMasters:
         for number, optimizer in enumerate(optimizers):
             for key in map(id, _masters(optimizer)):
                 if key not in unclaimed:
-                    why = "twice a master of this" if key in self._ranges else "what is no master of this"
+                    why = "a master of this engine that is already held"
+                    if key not in self._ranges:
+                        why = "a tensor that is not a master of this engine"
                     raise CheckpointError(
-                        f"optimizer {number} holds {why} engine: build it of Zero.param_groups()"
+                        f"optimizer {number} holds {why}: build it from Zero.param_groups()"
                     )
                 unclaimed.remove(key)
 
@@ -56,7 +62,10 @@ class SavedMasters:
         return [name for master in masters for name in self._ranges[id(master)].names]
 
     def manifest_entries(self) -> list[dict[str, Any]]:
-        """The manifest's entries of the optimizers, equal on all ranks; refuses values that JSON lacks."""
+        """Returns the optimizers' entries of the manifest, which are equal on all ranks.
+
+        Raises CheckpointError: for options or states that cannot be saved.
+        """
         entries = []
         for number, optimizer in enumerate(self._optimizers):
             parameters: dict[str, dict[str, Any]] = {}
@@ -72,7 +81,7 @@ class SavedMasters:
         return entries
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of the state by element, as ranges (n,) by name."""
+        """Yield this rank's part of the state that has a value for each element, as named ranges (n,)."""
         for number, optimizer in enumerate(self._optimizers):
             for master in _masters(optimizer):
                 for key, value in optimizer.state.get(master, {}).items():
@@ -80,13 +89,15 @@ class SavedMasters:
                         yield part.key(f"optimizer{number}.{key}"), value[part.place]
 
     def check(self, saved: Sequence[dict[str, Any]]) -> None:
-        """Refuse a state that these optimizers cannot load; changes nothing."""
+        """Raise CheckpointError for a saved state that these optimizers cannot load; changes nothing."""
         if len(saved) != (count := len(self._optimizers)):
-            raise CheckpointError(f"it holds {len(saved)} optimizers, {count} are to be loaded")
+            raise CheckpointError(f"has the state of {len(saved)} optimizers, but {count} are to be loaded")
         for number, (optimizer, entry) in enumerate(zip(self._optimizers, saved, strict=True)):
             kind, parameters = type(optimizer).__name__, entry["parameters"]
             if kind != entry["kind"]:
-                raise CheckpointError(f"optimizer {number} is {kind}, it holds the state of {entry['kind']}")
+                raise CheckpointError(
+                    f"has the state of {entry['kind']} for optimizer {number}, which is {kind}"
+                )
             check_names(self._names(_masters(optimizer)), parameters, f"parameters of optimizer {number}")
             for group in optimizer.param_groups:
                 self._shared(parameters, group["params"], "options")
@@ -94,11 +105,16 @@ class SavedMasters:
                     self._shared(parameters, [master], "numbers")
 
     def _shared(self, parameters: dict[str, Any], masters: Sequence[Tensor], key: str) -> Any:
-        """The saved ``options`` or ``numbers``, which ``masters`` must share; None without parameters."""
+        """Returns the saved ``options`` or ``numbers`` of ``masters``; None if these have no parameters.
+
+        Raises CheckpointError: if they were saved with different values, so that they cannot share them.
+        """
         names = self._names(masters)
         for name in names:
             if parameters[name][key] != parameters[names[0]][key]:
-                raise CheckpointError(f"{names[0]!r} and {name!r} share {key} here, but not in it")
+                raise CheckpointError(
+                    f"has different {key} for {names[0]!r} and {name!r}, which share them here"
+                )
         return from_json(parameters[names[0]][key]) if names else None
 
     def load(self, saved: Sequence[dict[str, Any]], parts: Parts) -> None:
@@ -112,7 +128,7 @@ class SavedMasters:
                     state[index] = numbers
                     for kind in sorted(key for key in parts.ranges[names[0]] if key.startswith(prefix)):
                         dtype = parts.read(kind, names[0], 0, 0).dtype
-                        empty = torch.zeros(master.numel(), dtype=dtype)  # as padding stays
+                        empty = torch.zeros(master.numel(), dtype=dtype)  # the padding stays 0
                         state[index][kind.removeprefix(prefix)] = parts.fill(empty, kind, local)
             groups = optimizer.state_dict()["param_groups"]
             for options, group in zip(groups, optimizer.param_groups, strict=True):
@@ -122,7 +138,7 @@ class SavedMasters:
                 loaded = optimizer.state[masters[index]]
                 for key, value in values.items():
                     if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
-                        # torch casts all state to the master's type, which may lose bits.
+                        # torch has cast the state to the master's type, which may have lost bits.
                         loaded[key] = value.to(loaded[key].device)
 
 
@@ -131,12 +147,15 @@ def _masters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _numbers(state: dict[str, Any], master: Tensor, number: int) -> dict[str, Any]:
-    """The state of a master that is not by element, in JSON."""
+    """Returns a master's state that does not have a value for each element, in JSON's types.
+
+    Raises CheckpointError: for a tensor that can neither be cut by element nor saved as a number.
+    """
     for key, value in state.items():
         if _by_element(value) and value.numel() != master.numel():
             raise CheckpointError(
                 f"optimizer {number}: state {key!r} has {value.numel()} elements for a master of "
-                f"{master.numel()}: it is not of each element, and cannot be cut"
+                f"{master.numel()}: state must have one value for each element, or be a number"
             )
     plain = {key: value for key, value in state.items() if not _by_element(value)}
     return {key: to_json(value, f"optimizer {number}: {key!r}") for key, value in plain.items()}

@@ -1,8 +1,8 @@
-"""Ranks' files, and resharding: reading any range of a saved layout for another one.
+"""Writes ranks' files, and reads any range of parameters from them, whatever the layout that saved them.
 
-The unit of saving is a *range*: elements [start, end) of one parameter, flattened, called
-``KIND/NAME@START`` in its file.  Ranges do not depend on units, shards or ranks: a rank of another layout
-reads those of its own shards from all files.  Files are safetensors, by the format's library.
+What is saved is a *range*: elements [start, end) of one flattened parameter, named ``KIND/NAME@START`` in its
+file.  Ranges do not depend on units, shards or ranks, so a rank of another layout can read the ranges of its
+own shards from the files of all ranks.  Files have the safetensors format.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from impl.plan.shard_layout import UnitGeometry
 
 
 class Range(NamedTuple):
-    """Elements [start, end) of a parameter, and where they lie in a shard, or in a master of it."""
+    """Elements [start, end) of a parameter, and their place in a shard or master."""
 
     name: str
     start: int
@@ -31,16 +31,17 @@ class Range(NamedTuple):
     place: slice
 
     def key(self, kind: str) -> str:
-        """Its name in a file."""
+        """Returns the name of the range in a file; ``kind`` is ``weight`` or an optimizer's state."""
         return f"{kind}/{self.name}@{self.start}"
 
 
 def ranges(
     geometry: UnitGeometry, rank: int, span: Sequence[int] = (), *, saved: bool = False
 ) -> Iterator[Range]:
-    """The ranges in ``span`` (start, end) of a shard, by default all of it; padding belongs to none.
+    """Yield the ranges in ``span`` (start, end) of ``rank``'s shard, by default in all of it.
 
-    ``saved`` ones are a part of these where state groups hold copies, so that nothing is saved twice.
+    Padding belongs to no range.  With ``saved``, only the part is yielded that this rank saves: several groups
+    hold copies of the same shard, and each element is saved once.
     """
     first, _ = geometry.bounds(rank)
     start, end = span or (0, geometry.shard)
@@ -54,27 +55,32 @@ def ranges(
 
 
 def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> tuple[int, str]:
-    """Write and sync a file, with one host copy a tensor; returns its bytes, and SHA-256 in hex."""
-    from safetensors import SafetensorError  # machines that keep no checkpoint may lack it
+    """Write a file and sync it to disk; returns its size in bytes and its SHA-256 in hexadecimal digits.
+
+    Every tensor is copied to host memory first.
+
+    Raises CheckpointError: if the file cannot be written, or does not support a tensor's type.
+    """
+    from safetensors import SafetensorError  # machines that write no checkpoints may lack this package
     from safetensors.torch import save_file
 
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
     try:
-        save_file(copies, path, {"format": "pt"})  # marks torch's tensors for other readers
-    except (SafetensorError, KeyError) as error:  # or a type that such files do not have
+        save_file(copies, path, {"format": "pt"})  # tells other readers that these are torch's tensors
+    except (SafetensorError, KeyError) as error:  # KeyError: a type that safetensors does not have
         raise CheckpointError(f"{path}: {raised(error)}") from None
     sync(path)
     return digest_of(path)
 
 
 class Parts:
-    """The files of a checkpoint in folder ``path``, to be read by ranges of parameters."""
+    """The files of the checkpoint in folder ``path``, from which ranges of parameters are read."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         from safetensors import SafetensorError, safe_open
 
         self.path, self.manifest = path, manifest
-        # By parameter, then kind: the starts of ranges, and the numbers of their files.
+        # By parameter and kind: for each saved range, its start and the number of its file.
         self.ranges = defaultdict[str, dict[str, list[tuple[int, int]]]](dict)
         names = [path / file_name(number) for number in range(len(manifest.files))]
         try:
@@ -91,25 +97,28 @@ class Parts:
                     self.ranges[name].setdefault(kind, []).append((int(start), number))
 
     def read(self, kind: str, name: str, start: int, end: int) -> Tensor:
-        """(end - start,) elements of a parameter, copied; a CheckpointError unless all were saved."""
+        """Returns a copy of elements [start, end) of a parameter.
+
+        Raises CheckpointError: unless all of them were saved.
+        """
         parts = []
         for low, number in sorted(self.ranges[name].get(kind, [])):
-            values = self._files[number].get_tensor(f"{kind}/{name}@{low}")  # maps its pages alone
+            values = self._files[number].get_tensor(f"{kind}/{name}@{low}")  # maps only this tensor's pages
             parts.append(values[max(start - low, 0) : max(end - low, 0)])
         if (count := sum(map(len, parts))) != end - start:
             raise CheckpointError(
-                f"{self.path}: has {count} of elements {start} to {end} of {kind} of {name!r}"
+                f"{self.path}: has only {count} of the elements {start} to {end} of {kind} of {name!r}"
             )
         return torch.cat(parts) if parts else torch.empty(0)
 
     def fill(self, whole: Tensor, kind: str, wanted: Iterable[Range]) -> Tensor:
-        """``whole``, a shard or a master (n,), with the saved values of its ranges."""
+        """Write the saved values of the ranges ``wanted`` into ``whole``, a shard or master (n,); returns it."""
         for part in wanted:
             whole[part.place] = self.read(kind, part.name, part.start, part.end)
         return whole
 
     def tensors(self, number: int, kind: str) -> dict[str, Tensor]:
-        """The tensors ``kind/NAME`` in a rank's file that are no ranges, by NAME."""
+        """Returns the tensors of a rank's file that are not ranges and are named ``kind/NAME``, by NAME."""
         file, prefix = self._files[number], f"{kind}/"
         keys = [key for key in file.offset_keys() if key.startswith(prefix)]
         return {key.removeprefix(prefix): file.get_tensor(key).clone() for key in keys}

@@ -1,8 +1,8 @@
-"""Checkpoints: saved by all ranks, loaded by any number of them under any policy.
+"""Saves checkpoints of all ranks, which any number of ranks can load, with any policy.
 
-Each rank writes the ranges of parameters that it alone holds into one file; rank 0 adds the manifest, and one
-rename completes the checkpoint.  If one rank fails, all do (:func:`together`).
-docs/guide/checkpoints.md has the guarantees.
+Each rank writes its ranges of parameters into one file; rank 0 adds the manifest, and one rename completes the
+checkpoint.  If a step of saving or loading fails on one rank, it fails on all (:func:`together`).
+docs/guide/checkpoints.md states the guarantees.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from impl.errors import ZeroError, raised
 from impl.unit.whole_values import WholeValues
 from impl.zero import Zero
 
-MESSAGE_BYTES: Final = 1024  # of each rank: a report in JSON, or "!" and an error's line, which may be cut
+MESSAGE_BYTES: Final = 1024  # of a rank's message: a report in JSON, or "!" and an error's line (may be cut)
 _T = TypeVar("_T")
 
 __all__ = ["CheckpointError", "Loaded", "latest", "load", "save"]
@@ -42,19 +42,25 @@ __all__ = ["CheckpointError", "Loaded", "latest", "load", "save"]
 class Loaded(NamedTuple):
     """The result of a load."""
 
-    extra: Any  # as the caller passed it to :func:`save`
-    step: int  # optimizer steps before the checkpoint
-    dropped: tuple[str, ...]  # a line each: state that this run could or should not load
+    extra: Any  # the value that the caller passed to :func:`save`
+    step: int  # number of optimizer steps before the checkpoint
+    dropped: tuple[str, ...]  # a line for each part of the saved state that was not loaded, with the reason
 
 
 def together(
     wire: Wire, attempt: Callable[[], tuple[_T, Any]], unlike: str | None = None
 ) -> tuple[_T, list[Any]]:
-    """Run ``attempt`` on all ranks, which must call this; returns its result, and the reports of all ranks.
+    """Run ``attempt`` on all ranks, all of which must call this, so that it succeeds or fails on all.
 
-    ``attempt`` returns a result and a report, short and in JSON's types.  If it raises on any rank, all raise
-    the first such rank's error as a CheckpointError, with its number unless all are equal.  With ``unlike``,
-    a report that differs from rank 0's is a CheckpointError with that text.
+    ``attempt`` returns a result and a short report in JSON's types.
+
+    Returns:
+        This rank's result, and the reports of all ranks.
+
+    Raises:
+        CheckpointError: on all ranks, if ``attempt`` raises on any rank, with the error of the first such rank
+            and, unless all ranks have the same error, its number.  With ``unlike`` also if a report differs from
+            rank 0's; ``unlike`` is the text of that error.
     """
     failure, result = None, None
     try:
@@ -89,12 +95,23 @@ def save(
     extra: Any = None,
     keep: int | None = None,
 ) -> Path:
-    """Save the model, its optimizers and all that a resumed run needs; all ranks call it, between steps.
+    """Save the model, its optimizers and everything else that a resumed run needs.
 
-    It becomes ``checkpoint-NNNNNN``, which is returned, in ``folder``, on a disk that all ranks share; the
-    ``keep`` newest there are kept, or all.  ``extra`` is the caller's, the same on all ranks: None, numbers,
-    texts, lists, tuples and dicts of them, as the states of torch's schedulers are.  Raises CheckpointError:
-    on all ranks, if this fails on any.
+    All ranks must call this between steps.
+
+    Args:
+        folder: the folder of checkpoints, on a disk that all ranks share.
+        zero: the engine.
+        optimizers: the optimizers to save.
+        extra: further values, the same on all ranks: None, numbers, texts, and lists, tuples and dicts of these,
+            such as the states of torch's schedulers.
+        keep: how many checkpoints to keep in ``folder``; older ones are removed.  None keeps all.
+
+    Returns:
+        The folder of the new checkpoint, ``checkpoint-NNNNNN``.
+
+    Raises:
+        CheckpointError: on all ranks, if saving fails on any.
     """
     with zero.wire.calling("save()"):
         return _save(Path(folder), zero, optimizers, extra=extra, keep=keep)
@@ -109,8 +126,8 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
         zero.hooks.check_parameters()
         if unused := zero.masters.unused_gradients:
             raise CheckpointError(
-                f"save() with gradients that no optimizer has used, of {unused} masters: they are "
-                "not saved; save after the step of every optimizer, or drop them with model.zero_grad()"
+                f"save() with gradients of {unused} masters that no optimizer has used, which are not saved: "
+                "save after the step of every optimizer, or drop them with model.zero_grad()"
             )
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep = {keep}: expected 1 or more")
@@ -127,14 +144,14 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
             extra=to_json(extra, "extra"),
             files=[],
         )
-        # Without the modules' extra states, which are rank 0's.
+        # Modules' extra states may differ between ranks; those of rank 0 are saved.
         return (manifest, masters), digest(asdict(replace(manifest, state={})))
 
     def begin() -> tuple[None, str]:
         if rank != 0:
             return None, ""
         if others := wire.mesh.claim(str(folder.resolve())):
-            raise CheckpointError(f"{folder}: {others} of this job save there: take a folder of its own")
+            raise CheckpointError(f"{folder}: {others} of this job save there too: use another folder")
         return None, disk.begin(folder).name
 
     def complete() -> tuple[None, str]:
@@ -143,7 +160,7 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
             disk.thin(folder, keep)
         return None, name
 
-    unlike = "would save another extra, or options of optimizers, than rank 0: make them equal"
+    unlike = "has another extra, or other options of optimizers, than rank 0: make them equal on all ranks"
     (manifest, masters), _ = together(wire, describe, unlike)
     _, (begun, *_) = together(wire, begin)
     partial = folder / begun
@@ -159,7 +176,7 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
 
 
 def _identity(zero: Zero) -> dict[str, str]:
-    """What must be equal for a run to load the state of codecs."""
+    """Returns the settings that must be equal for a run to load the state of codecs, such as kept errors."""
     policy, topology = zero.policy, zero.wire.mesh.topology
     return {
         "topology": str(topology),
@@ -178,10 +195,12 @@ def _identity(zero: Zero) -> dict[str, str]:
 
 
 def _entries(zero: Zero) -> dict[str, dict[str, Any]]:
-    """The manifest's entries of the model's state dict, with extra states as they are."""
+    """Returns the manifest's entries for the model's state dict, with extra states not yet converted to JSON."""
     names = state.parameter_names(zero.model, zero.units)
     entries: dict[str, dict[str, Any]] = {}
-    for name, value in zero.model.state_dict(keep_vars=True).items():  # an empty parameter may be in no unit
+    for name, value in zero.model.state_dict(
+        keep_vars=True
+    ).items():  # a parameter without elements has no unit
         if not isinstance(value, Tensor):
             entries[name] = {"extra": value}
         elif name in names or (isinstance(value, nn.Parameter) and not value.numel()):
@@ -192,10 +211,10 @@ def _entries(zero: Zero) -> dict[str, dict[str, Any]]:
 
 
 def _tensors(zero: Zero, masters: SavedMasters) -> Iterator[tuple[str, Tensor]]:
-    """This rank's tensors, by name in its file."""
+    """Yield the tensors of this rank's file, by name."""
     mesh = zero.wire.mesh
     for unit in zero.units:
-        master = unit.master_shard.master  # of weights that are held as codes, decoding makes a copy
+        master = unit.master_shard.master  # for weights that are kept as codes, a decoded copy
         for part in ranges(unit.geometry, mesh.rank, saved=True):
             yield part.key("weight"), master[part.place]
         codes = unit.master_shard.codes
@@ -217,13 +236,20 @@ def _tensors(zero: Zero, masters: SavedMasters) -> Iterator[tuple[str, Tensor]]:
 
 
 def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -> Loaded:
-    """Take over a checkpoint, written by any number of ranks under any policy; all ranks call it.
+    """Load a checkpoint, which any number of ranks may have saved with any policy.
 
-    ``folder`` is one, or holds some, of which the newest is taken; ``optimizers`` are as they were saved, or
-    none.  On the same topology and policy the run goes on bit for bit; else the result says what was dropped.
+    All ranks must call this.  With the topology and policy of the saved run, training continues bit for bit;
+    otherwise the result lists the state that was dropped.
 
-    Raises CheckpointError: on all ranks, if any finds it missing, foreign, of another version, cut short,
-    altered or of another model; nothing is changed then, unless the disk fails while values are read.
+    Args:
+        folder: a checkpoint, or a folder of checkpoints, of which the newest is taken.
+        zero: the engine.
+        optimizers: the same optimizers as were saved, or none, which drops their state.
+
+    Raises:
+        CheckpointError: on all ranks, if any finds that the checkpoint is missing, incomplete, altered, of
+            another version or of another model.  Nothing is changed then, unless the disk fails while values
+            are read.
     """
     with zero.wire.calling("load()"):
         return _load(Path(folder), zero, optimizers)
@@ -238,7 +264,7 @@ def _load(folder: Path, zero: Zero, optimizers: Sequence[Optimizer]) -> Loaded:
         zero.check_hidden("load()")
         path = disk.resolve(folder)
         manifest = read_manifest(path)
-        manifest.verify(path, range(len(manifest.files))[rank::world])  # each rank reads some of them
+        manifest.verify(path, range(len(manifest.files))[rank::world])  # each rank verifies some of the files
         parts = Parts(path, manifest)
         masters = SavedMasters(zero.units, rank, optimizers)
         try:
@@ -255,10 +281,12 @@ def _load(folder: Path, zero: Zero, optimizers: Sequence[Optimizer]) -> Loaded:
         if optimizers:
             masters.load(parts.manifest.optimizers, parts)
         elif parts.manifest.optimizers:
-            dropped = [f"state of {len(parts.manifest.optimizers)} optimizers: not asked for"]
+            dropped = [
+                f"state of {len(parts.manifest.optimizers)} optimizers: load() was given no optimizers"
+            ]
         return [*dropped, *_take_run(zero, parts)], None
 
-    (parts, masters), _ = together(wire, find, f"sees another checkpoint than rank 0 in {folder}")
+    (parts, masters), _ = together(wire, find, f"finds another checkpoint in {folder} than rank 0")
     dropped, _ = together(wire, take)
     return Loaded(from_json(parts.manifest.extra), parts.manifest.step, tuple(dropped))
 
@@ -266,13 +294,14 @@ def _load(folder: Path, zero: Zero, optimizers: Sequence[Optimizer]) -> Loaded:
 def _check_model(entries: dict[str, dict[str, Any]], saved: dict[str, dict[str, Any]]) -> None:
     check_names(entries, saved, "entries of the state dict")
     for name, entry in entries.items():
-        if entry != saved[name] and not state.is_extra(name):  # a fresh model's may be of another form
-            raise CheckpointError(f"{name!r} is {saved[name]} in it, {entry} in the model")
+        # Extra states may change their form in training, so they need not agree.
+        if entry != saved[name] and not state.is_extra(name):
+            raise CheckpointError(f"{name!r} is {saved[name]} in the checkpoint, but {entry} in the model")
 
 
 def _take_weights(zero: Zero, parts: Parts) -> None:
-    """Load this rank's weights, unit by unit, buffers and modules' extra states."""
-    zero.model.zero_grad()  # of other weights
+    """Load this rank's weights, unit by unit, then buffers and modules' extra states."""
+    zero.model.zero_grad()  # gradients of the old weights are of no use
     for unit in zero.units:
         unit.reshard()
         wanted, shard = ranges(unit.geometry, zero.wire.mesh.rank), torch.zeros(unit.geometry.shard)
@@ -285,7 +314,7 @@ def _take_weights(zero: Zero, parts: Parts) -> None:
 
 
 def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
-    """Load loss scale, clock, state of codecs and random states; yields a line for each one dropped."""
+    """Load loss scale, clock, state of codecs and random states; yield a line for each part that is dropped."""
     mesh, manifest = zero.wire.mesh, parts.manifest
     if manifest.loss_scale is not None:
         scale, current = dict(manifest.loss_scale), repr(zero.policy.loss_scale)
@@ -293,27 +322,27 @@ def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
         if setting == current:
             zero.scaler.load_state_dict(scale)
         else:
-            yield f"loss scale {setting}: here {current}"
+            yield f"loss scale: saved with {setting}, here {current}"
     zero.clock.step, zero.clock.micro_batch = manifest.step, manifest.micro_batch
     holding_codes = [unit for unit in zero.units if unit.master_shard.codes is not None]
     differ = [
-        f"it was saved with {name} {manifest.of.get(name)}, here {value}"
+        f"saved with {name} {manifest.of.get(name)}, here {value}"
         for name, value in _identity(zero).items()
-        if manifest.of.get(name, "none") != value  # older checkpoints lack some names
+        if manifest.of.get(name, "none") != value  # older checkpoints do not have all names
     ]
     if differ:
         for feature in ("feedback", "differences", "budget"):
             if manifest.of.get(feature, "none") != "none":
                 yield f"state of {feature}: {differ[0]}"
         if holding_codes:
-            yield f"codes of frozen weights, which were encoded again: {differ[0]}"
+            yield f"codes of frozen weights, which are encoded again: {differ[0]}"
     else:
         zero.load_communication_state(parts.tensors(mesh.rank, "codecs"))
         for unit in holding_codes:
             codes = parts.tensors(mesh.rank % unit.geometry.shards, "codes")
             WholeValues(unit).load_codes(codes[unit.geometry.name])
     if len(manifest.files) != mesh.topology.world:
-        yield f"random states of {len(manifest.files)} ranks: here {mesh.topology.world}"
+        yield f"random states: saved by {len(manifest.files)} ranks, here {mesh.topology.world}"
         return
     states = parts.tensors(mesh.rank, "random")
     torch.set_rng_state(states["torch"])

@@ -1,1 +1,1 @@
-"""How elements become bytes: codecs as values, their specification in PyTorch, and rounding noise."""
+"""Codecs, which turn elements into bytes: their values, their specification in PyTorch, and rounding noise."""

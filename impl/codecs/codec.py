@@ -1,12 +1,17 @@
-"""Codecs as values: what a tensor looks like on the wire, its size, and its error contract.
+"""Defines codecs as values: how a tensor is encoded, how many bytes that takes, and the largest error.
 
-No torch.  A codec is a frozen value with a text form that suites use and that prints back:
-``fp32``, ``bf16``, ``fp16``; ``int8:2048``, ``int4:256:asym``, ``int4:256:clip``, ``int4:shard``;
-``fp8e4m3:128``, ``mxfp8``, ``mxfp4``; then ``:hadamard32`` and ``:stochastic``; a user's ``module:object``.
-"No quantisation" is the codec :class:`Raw`: the engine has no branch for it.
+A codec is a frozen value with a text form, which suites use and :func:`parse` reads:
 
-A frame is the codes, then a scale a block, then, with offsets, an offset a block; codes and the rest are
-each padded to 16 bytes.  docs/reference/wire_format.md gives the bytes and the arithmetic.
+- ``fp32``, ``bf16``, ``fp16``: a cast (:class:`Raw`).  "No quantisation" is such a codec too, so the engine
+  needs no branch for it.
+- ``int8:2048``, ``int4:256:asym``, ``int4:256:clip``, ``int4:shard``: integers (:class:`IntCodec`)
+- ``fp8e4m3:128``, ``mxfp8``, ``mxfp4``: small floats (:class:`FloatCodec`)
+- ``:hadamard32`` and ``:stochastic`` may follow: a rotation before quantising, and stochastic rounding
+- ``nf4`` and other published formats, and a user's ``module:object`` (:class:`OwnCodec`)
+
+An encoded shard is a *frame*: the codes, then a scale for each block, then, for codecs with offsets, an offset
+for each block.  The codes, and then the rest, are padded to 16 bytes.  docs/reference/wire_format.md gives the
+bytes and the arithmetic.  No torch.
 """
 
 from __future__ import annotations
@@ -27,8 +32,9 @@ from impl.named_object import is_name
 FRAME_ALIGNMENT: Final = 16  # bytes; a 16-byte vector load never straddles two frames
 SCALE_BYTES: Final = 4  # fp32
 ITEM_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
-SMALLEST_NORMAL: Final = 2.0**-126  # of fp32; scales are floored here so that x / scale is finite
-# Half a unit in the last place, relative, and half the smallest subnormal, absolute.
+SMALLEST_NORMAL: Final = 2.0**-126  # of fp32; no scale is smaller, so that x / scale is finite
+# By type, the relative error of rounding a normal number and the absolute error of rounding a subnormal one:
+# half a unit in the last place, and half the smallest subnormal.
 HALF_ULP: Final = {"fp32": (2.0**-24, 2.0**-150), "bf16": (2.0**-8, 2.0**-134), "fp16": (2.0**-11, 2.0**-25)}
 LARGEST: Final = {"fp32": (2 - 2.0**-23) * 2.0**127, "bf16": (2 - 2.0**-7) * 2.0**127, "fp16": 65504.0}
 
@@ -40,16 +46,16 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 Block = int | Literal["shard"]
 Element = Literal["e4m3", "e5m2", "e2m1"]
 Scale = Literal["fp32", "e8m0"]
-Sums = Literal["fp32", "fp16"]  # in which decoded sources are added up
+Sums = Literal["fp32", "fp16"]  # type in which decoded messages are added up
 
 
 def padded_bytes(n: int) -> int:
-    """``n`` bytes rounded up to the alignment of a frame."""
+    """Returns ``n`` bytes rounded up to the alignment of a frame."""
     return -(-n // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
 
 class _Framed:
-    """Sizes of frames without scales."""
+    """The sizes of a frame; those of a codec without scales."""
 
     __slots__ = ()
 
@@ -58,40 +64,40 @@ class _Framed:
     stochastic: bool = False
 
     def blocks(self, numel: int) -> int:
-        """Number of scales for ``numel`` elements; the last block may be short."""
+        """Returns the number of blocks, and so of scales, for ``numel`` elements; the last may be short."""
         return 0
 
     def scale_bytes(self, numel: int) -> int:
-        """Bytes of scales and offsets, before padding."""
+        """Returns the bytes of scales and offsets, before padding."""
         return 0
 
     def code_bytes(self, numel: int) -> int:
-        """Bytes of the packed codes, before padding."""
+        """Returns the bytes of the packed codes, before padding."""
         return -(-numel * self.bits // 8)
 
     def scales_at(self, numel: int) -> int:
-        """Byte of the frame at which the scales start."""
+        """Returns the offset in bytes at which a frame's scales start."""
         return padded_bytes(self.code_bytes(numel))
 
     def frame_bytes(self, numel: int) -> int:
-        """Bytes of the frame of ``numel`` elements: codes, scales and padding."""
+        """Returns the bytes of the frame of ``numel`` elements: codes, scales and padding."""
         return self.scales_at(numel) + padded_bytes(self.scale_bytes(numel))
 
 
 @dataclass(frozen=True, slots=True)
 class Raw(_Framed):
-    """Elements cast to a floating-point type, ``dtype``, no scales."""
+    """A cast of the elements to the floating-point type ``dtype``, without scales."""
 
     dtype: Dtype
-    block: ClassVar[int] = 1  # elements that share a scale
-    laws: ClassVar[frozenset[Law]] = frozenset(Law) - {Law.UNBIASED}  # its promises
+    block: ClassVar[int] = 1  # a cast has no scales, so elements share none
+    laws: ClassVar[frozenset[Law]] = frozenset(Law) - {Law.UNBIASED}  # the laws that the codec promises
 
     def __str__(self) -> str:
         return self.dtype
 
     @property
     def grain(self) -> int:
-        """Elements that a shard must be a multiple of."""
+        """The number of elements of which a shard must be a multiple."""
         return FRAME_ALIGNMENT // ITEM_BYTES[self.dtype]
 
     @property
@@ -100,12 +106,12 @@ class Raw(_Framed):
         return 8 * ITEM_BYTES[self.dtype]
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """Largest |decoded - x| for finite x in [low, high] decoded to ``out``."""
+        """Returns the largest |decoded - x| for finite x in [low, high] that are decoded to type ``out``."""
         return _rounding(low, high, self.dtype) + _rounding(low, high, out)
 
 
 class _Scaled(_Framed):
-    """Common part of codecs with a scale per block; :class:`IntCodec` explains the attributes."""
+    """The common part of codecs with a scale for each block; :class:`IntCodec` explains the attributes."""
 
     __slots__ = ()
 
@@ -117,17 +123,20 @@ class _Scaled(_Framed):
 
     @property
     def steps(self) -> float:
-        """A block's range in units of its scale: its largest magnitude, or the distance of its extremes."""
+        """The number by which a block's range is divided to get its scale.
+
+        The range is the largest magnitude; with offsets it is the distance of the extremes.
+        """
         return self.largest + self.clipped
 
     @property
     def grain(self) -> int:
-        """Elements that a shard must be a multiple of, so that no block straddles two shards."""
+        """The number of elements of which a shard must be a multiple, so that no block spans two shards."""
         return max(1, self.hadamard) if self.block == "shard" else self.block
 
     @property
     def laws(self) -> frozenset[Law]:
-        """The laws that it promises."""
+        """The laws that the codec promises."""
         broken = set() if self.stochastic else {Law.UNBIASED}
         if self.stochastic or self.asymmetric or self.clipped:
             broken |= {Law.IDEMPOTENT, Law.SIGN}
@@ -136,62 +145,63 @@ class _Scaled(_Framed):
         return frozenset(Law) - broken
 
     def block_size(self, numel: int) -> int:
-        """Elements that share a scale in a row of ``numel``; a block beyond the row is the row."""
+        """Returns how many elements share a scale in a row of ``numel``: the block, or the whole row."""
         return numel if self.block == "shard" else min(self.block, numel)
 
     def blocks(self, numel: int) -> int:
-        """Number of scales for ``numel`` elements; the last block may be short."""
+        """Returns the number of blocks, and so of scales, for ``numel`` elements; the last may be short."""
         return -(-numel // self.block_size(numel)) if numel else 0
 
     def scale_bytes(self, numel: int) -> int:
-        """Bytes of scales and offsets, before padding."""
+        """Returns the bytes of scales and offsets, before padding."""
         width = 1 if self.scale == "e8m0" else SCALE_BYTES
         return self.blocks(numel) * width * (2 if self.asymmetric else 1)
 
     def _check(self, head: str) -> None:
-        """Refuse an impossible block or rotation."""
+        """Raise CodecError for an impossible block or rotation; ``head`` is the codec's type in the message."""
         block, hadamard = self.block, self.hadamard
         if block != "shard" and not 1 <= block <= MOST_BLOCK:
             raise CodecError(f"{head}:{block}: a block has 1 to {MOST_BLOCK} elements")
         if hadamard and (hadamard & (hadamard - 1) or not 2 <= hadamard <= MOST_HADAMARD):
-            raise CodecError(f"{head}: hadamard{hadamard} is no power of two from 2 to {MOST_HADAMARD}")
+            raise CodecError(f"{head}: hadamard{hadamard} is not a power of two from 2 to {MOST_HADAMARD}")
         if hadamard and block != "shard" and block % hadamard:
-            raise CodecError(f"{head}:{block}: hadamard{hadamard} does not divide the block")
+            raise CodecError(f"{head}:{block}: the block must be a multiple of hadamard{hadamard}")
 
     def _options(self) -> str:
         rotation = f":hadamard{self.hadamard}" if self.hadamard else ""
         return rotation + (":stochastic" if self.stochastic else "")
 
     def _bound(self, step: float, low: float, high: float, out: Dtype) -> float:
-        """The bound of an element from the largest step between codes, and from the output's rounding."""
+        """Returns the error bound from the largest step between codes and the rounding of the output."""
         error = step * (1 if self.stochastic else 0.5) * (1 + 2.0**-15)
         if self.asymmetric:
             error += 4 * _rounding(low, high, "fp32")
         if self.hadamard == 0:
             return error + _rounding(low, high, out)
-        top = max(abs(low), abs(high)) * self.hadamard  # of an element that was rotated to at most absmax
-        stages = 2 * (self.hadamard.bit_length() + 1)  # of both rotations, each of which rounds in fp32
+        top = max(abs(low), abs(high)) * self.hadamard  # bound of an element whose rotation is in [low, high]
+        stages = 2 * (self.hadamard.bit_length() + 1)  # roundings in fp32, in the rotations there and back
         error = self.hadamard * (error + stages * (top * 2.0**-24 + 2.0**-150))
         return error + _rounding(-top - error, top + error, out)
 
 
 @dataclass(frozen=True, slots=True)
 class IntCodec(_Scaled):
-    """Block-quantised integers of 2 to 8 bits with an fp32 scale per block.
+    """Block-quantised integers of 2 to 8 bits with an fp32 scale for each block.
 
-    Symmetric codes have the scale ``absmax / largest code``, so that quantising twice changes nothing; or,
-    ``clipped``, DeepSpeed's ``2 absmax / 2^bits``, whose steps are smaller and whose positive top is cut.
+    Symmetric codes have the scale ``absmax / largest code``, so quantising twice changes nothing.  With
+    ``clipped`` the scale is DeepSpeed's ``2 absmax / 2^bits``: steps are smaller, but values near ``+absmax``
+    are cut off at the largest code.
 
-    Raises CodecError: for bits outside 2..8, an impossible block or rotation, or a clipped top with an offset
-    or random rounding, whose mean it would change.
+    Raises CodecError: for bits outside 2..8, an impossible block or rotation, or ``clipped`` together with an
+    offset or with stochastic rounding, whose mean it would change.
     """
 
     bits: int  # 2 to 8
-    block: Block  # elements that share a scale; "shard": all of them (the paper's non-blocked baseline)
-    asymmetric: bool = False  # store an offset beside the scale
-    hadamard: int = 0  # elements rotated together, a power of two that divides the block; 0 for none
-    stochastic: bool = False  # round up or down at random, so that the mean is the value
-    clipped: bool = False  # of symmetric codes: use all 2^bits of them, and clip the positive top
+    block: Block  # elements that share a scale; "shard": all elements (the paper's non-blocked baseline)
+    asymmetric: bool = False  # whether each block also stores an offset, its smallest value
+    hadamard: int = 0  # elements rotated together, a power of two that divides the block; 0: no rotation
+    stochastic: bool = False  # whether to round up or down at random, so that the mean is the value
+    clipped: bool = False  # whether symmetric codes use all 2^bits codes and clip the largest positive values
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
@@ -199,7 +209,7 @@ class IntCodec(_Scaled):
         if self.clipped and (self.asymmetric or self.stochastic):
             other = "asym" if self.asymmetric else "stochastic"
             raise CodecError(
-                f"int{self.bits}: clip cuts the top of symmetric codes, rounded to nearest; not with {other}"
+                f"int{self.bits}: clip needs symmetric codes that are rounded to nearest: remove clip or {other}"
             )
         self._check(f"int{self.bits}")
 
@@ -209,32 +219,37 @@ class IntCodec(_Scaled):
 
     @property
     def largest(self) -> int:  # type: ignore[override]
-        """Largest code."""
+        """The largest code."""
         return (1 << (self.bits if self.asymmetric else self.bits - 1)) - 1
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """Largest |decoded - x| for a block, rotated, of finite values in [low, high] decoded to ``out``."""
+        """Returns the largest |decoded - x| of a block whose finite values, once rotated, are in [low, high].
+
+        ``out`` is the type to which the block is decoded.
+        """
         top = max(abs(low), abs(high)) / self.steps
         scale = high / self.largest - low / self.largest if self.asymmetric else top
         scale = max(scale, SMALLEST_NORMAL)
-        cut = self.clipped and high > 0  # the top may be off by a whole scale, not half of one
+        cut = self.clipped and high > 0  # a clipped value may be off by a whole scale, not by half a scale
         return self._bound(2 * scale if cut else scale, low, high, out)
 
 
 @dataclass(frozen=True, slots=True)
 class FloatCodec(_Scaled):
-    """Block-quantised floats of 8 or 4 bits with a scale per block, saturating, without infinities.
+    """Block-quantised floats of 8 or 4 bits with a scale for each block; elements have no infinities.
 
-    An E8M0 scale is rounded up to a power of two, so that no value saturates.  A CodecError refuses an
-    impossible block or rotation, and an MX block other than 32.
+    An E8M0 scale is rounded up to a power of two, so that no element saturates.
+
+    Raises CodecError: for an impossible block or rotation, or an MX block other than 32.
     """
 
     element: Element  # ``e4m3`` (largest 448), ``e5m2`` (57344), ``e2m1`` (6)
     block: Block
-    scale: Scale = "fp32"  # or ``e8m0``: a power of two in a byte, as in OCP's MX formats, of 32 elements
+    scale: Scale = "fp32"  # or ``e8m0``: a power of two in one byte, for 32 elements, as in OCP's MX formats
     hadamard: int = 0
     stochastic: bool = False
-    # Of an element: bits, bits of its mantissa, exponent of the smallest normal one, largest one.
+    # Properties of the element type: bits, bits of the mantissa, exponent of the smallest normal number, and the
+    # largest number.
     bits: int = field(init=False, repr=False, compare=False)
     mantissa: int = field(init=False, repr=False, compare=False)
     smallest_exponent: int = field(init=False, repr=False, compare=False)
@@ -244,7 +259,7 @@ class FloatCodec(_Scaled):
         known = (self.element, self.scale) in _HEADS.values()
         if not known or (self.scale == "e8m0" and self.block != MX_BLOCK):
             form = f"{self.element} with a scale in {self.scale} for {self.block} elements"
-            raise CodecError(f"{form}: expected {', '.join(_HEADS)}, of which MX have {MX_BLOCK}")
+            raise CodecError(f"{form}: expected {', '.join(_HEADS)}, and {MX_BLOCK} elements for MX formats")
         self._check(self._head)
         for name, value in zip(
             ("bits", "mantissa", "smallest_exponent", "largest"), _FLOATS[self.element], strict=True
@@ -259,7 +274,7 @@ class FloatCodec(_Scaled):
         return self._head + ("" if self.scale == "e8m0" else f":{self.block}") + self._options()
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """As :meth:`IntCodec.error_bound`."""
+        """Returns the largest error of a block, as :meth:`IntCodec.error_bound` does."""
         scale = max(max(abs(low), abs(high)) / self.largest, SMALLEST_NORMAL)
         if self.scale == "e8m0":
             scale = 2.0 ** math.ceil(math.log2(scale) - 1e-9)
@@ -268,7 +283,7 @@ class FloatCodec(_Scaled):
         return self._bound(scale * 2.0 ** (exponent - self.mantissa), low, high, out)
 
 
-# Bits, bits of mantissa, smallest normal exponent, largest element (OCP MX 1.0, tables 1 and 3).
+# By element type: bits, bits of the mantissa, smallest normal exponent, largest number (OCP MX 1.0, tables 1, 3).
 _FLOATS: Final = {"e4m3": (8, 3, -6, 448.0), "e5m2": (8, 2, -14, 57344.0), "e2m1": (4, 1, 0, 6.0)}
 _HEADS: Final[dict[str, tuple[Element, Scale]]] = {
     "fp8e4m3": ("e4m3", "fp32"),
@@ -279,7 +294,7 @@ _HEADS: Final[dict[str, tuple[Element, Scale]]] = {
 }
 
 
-# Published formats, in the order of impl/cpu/formats.hpp, and their classes.
+# The published formats by name, with their classes, in the order in which impl/cpu/formats.hpp numbers them.
 FORMATS: Final = {
     name.lower(): f"impl.codecs.published_formats:{name}"
     for name in ("NVFP4", "MXFP6E2M3", "MXFP6E3M2", "NF4", "Spike2", "Spike3", "Sign1", "BF16SR")
@@ -288,10 +303,11 @@ FORMATS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class OwnCodec(_Framed):
-    """A user's codec or a published format; frames are its object's, padded with zeros to 16 bytes.
+    """A user's codec, or a published format.
 
-    ``name`` is ``module:object``, or a format's, and is imported on first use, so that a record that has it
-    can be read where the module is missing; or it is the name of ``instance``.
+    A frame is what the codec's object encodes, padded with zeros to 16 bytes.  ``name`` is ``module:object``
+    or the name of a format.  The object is imported on first use, so that records which name the codec can be
+    read where the module is missing; unless it is given as ``instance``, which ``name`` then describes.
     """
 
     name: str
@@ -302,17 +318,20 @@ class OwnCodec(_Framed):
 
     @property
     def published(self) -> bool:
-        """Whether it is one of ``FORMATS``, for which backends have kernels; else it is a user's."""
+        """Whether the codec is one of ``FORMATS``, for which backends have kernels, and not a user's."""
         return self.instance is None and self.name in FORMATS
 
     @property
     def definition(self) -> OwnObject:
-        """Its attributes and methods; a CodecError if it cannot be imported, or lacks what a codec has."""
+        """The attributes and methods of the codec's object, which is imported if necessary.
+
+        Raises CodecError: if it cannot be imported, or lacks an attribute that codecs must have.
+        """
         return self.instance or own_object.import_definition(FORMATS.get(self.name, self.name))
 
     @property
     def claimed(self) -> BuiltIn | None:
-        """The built-in codec that it claims to equal bit for bit; None without such a claim."""
+        """The built-in codec that this codec claims to equal bit for bit; None without such a claim."""
         text = self.definition.codec
         try:
             return None if text is None else built_in(str(text))
@@ -321,48 +340,53 @@ class OwnCodec(_Framed):
 
     @property
     def _contract(self) -> BuiltIn | OwnObject:
-        """The source of its sizes and promises: the codec that it claims to equal, or its object."""
+        """Where sizes and promises come from: the built-in codec that is claimed, else the codec's object."""
         return self.claimed or self.definition
 
     @property
     def block(self) -> Block:
-        """Elements that share a scale, or ``shard``."""
+        """The number of elements that share a scale, or ``shard``."""
         return self._contract.block
 
     @property
     def grain(self) -> int:
-        """Elements that a shard must be a multiple of."""
+        """The number of elements of which a shard must be a multiple."""
         return self._contract.grain
 
     @property
     def laws(self) -> frozenset[Law]:
-        """The laws that it promises."""
+        """The laws that the codec promises."""
         return self._contract.laws
 
     @property
     def stochastic(self) -> bool:  # type: ignore[override]  # frozen: never written
-        """Whether it takes random bits."""
+        """Whether the codec rounds at random, and so takes random bits."""
         return bool(self._contract.stochastic)
 
     def own_bytes(self, numel: int) -> int:
-        """Bytes of its object's frame, before padding; a CodecError unless it is a whole number."""
+        """Returns the bytes that the codec's object writes for ``numel`` elements, before padding.
+
+        Raises CodecError: unless the object's answer is a whole number.
+        """
         with raising(CodecError, f"{self.name}: frame_bytes({numel}):"):
             return operator.index(self._contract.frame_bytes(numel))  # type: ignore[misc]  # checked when read
 
     def frame_bytes(self, numel: int) -> int:
-        """Bytes of the frame of ``numel`` elements, with padding."""
+        """Returns the bytes of the frame of ``numel`` elements, with padding."""
         return padded_bytes(self.own_bytes(numel))
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """The bound that it promises; infinite without one."""
+        """Returns the largest error that the codec promises; infinity if it promises none."""
         bound = self._contract.error_bound if self.laws & {Law.BOUND, Law.UNBIASED} else None
         return math.inf if bound is None else float(bound(low, high, out))
 
 
 def user_codec(source: Any, name: str | None = None) -> OwnCodec:
-    """The codec of a user's object or class; a CodecError names what it lacks (docs/reference/codecs.md).
+    """Makes a codec of a user's object or class (docs/reference/codecs.md).
 
-    ``name``, by default the class's, stands in messages; it must be the same on all ranks.
+    ``name`` is how error messages call the codec, by default by its class; it must be the same on all ranks.
+
+    Raises CodecError: naming an attribute that is missing or wrong.
     """
     kind = source if isinstance(source, type) else type(source)
     name = name or f"{kind.__module__}:{kind.__qualname__}"
@@ -373,11 +397,11 @@ def user_codec(source: Any, name: str | None = None) -> OwnCodec:
 
 Blocked = IntCodec | FloatCodec  # codecs with scales
 BuiltIn = Raw | Blocked
-Codec = BuiltIn | OwnCodec  # all that a wire can carry
+Codec = BuiltIn | OwnCodec
 
 
 def has_kernels(codec: Codec) -> TypeGuard[Blocked | OwnCodec]:
-    """Whether backends have kernels of it: it has scales, or is a published format."""
+    """Returns whether backends have kernels for a codec: it has scales, or is a published format."""
     return codec.published if isinstance(codec, OwnCodec) else not isinstance(codec, Raw)
 
 
@@ -387,7 +411,7 @@ FP16: Final = Raw("fp16")
 
 
 def _rounding(low: float, high: float, dtype: Dtype) -> float:
-    """Half an ulp of ``dtype`` at the largest magnitude in [low, high]."""
+    """Returns half a unit in the last place of ``dtype`` at the largest magnitude in [low, high]."""
     relative, absolute = HALF_ULP[dtype]
     return max(abs(low), abs(high)) * relative + absolute
 
@@ -397,7 +421,7 @@ _TEXT: Final = re.compile(
     r"|(?:(?:int(\d{1,9})|(fp8e4m3|fp8e5m2)):(shard|\d{1,20})|(mxfp8|mxfp8e5m2|mxfp4))"
     r"(?::(asym|clip))?(?::hadamard([1-9]\d{0,9}))?(:stochastic)?"
 )
-_HEAD: Final = re.compile(r"(fp32|bf16|fp16|int\d+|fp8\w*|mxfp\w*)(:|$)")  # of texts that name no module
+_HEAD: Final = re.compile(r"(fp32|bf16|fp16|int\d+|fp8\w*|mxfp\w*)(:|$)")  # such texts never name a module
 _ALLOWED: Final = (
     "expected fp32, bf16, fp16, int<2..8>:<block or 'shard'>[:asym or :clip], fp8e4m3:<block>, "
     "fp8e5m2:<block>, mxfp8, mxfp8e5m2 or mxfp4, then [:hadamard<n>][:stochastic], e.g. int8:2048; or "
@@ -406,9 +430,11 @@ _ALLOWED: Final = (
 
 
 def parse(text: str) -> Codec:
-    """Read a codec's text form; a CodecError says what is allowed.  ``str(parse(text)) == text``.
+    """Parse the text form of a codec; ``str(parse(text)) == text``.
 
     ``module:object`` is a user's codec, which is imported on first use.
+
+    Raises CodecError: for any other text, naming what is allowed.
     """
     if not isinstance(text, str):
         raise CodecError(f"codec {text!r} is a {type(text).__name__}: {_ALLOWED}")
@@ -432,13 +458,13 @@ def parse(text: str) -> Codec:
 
 
 def built_in(text: str) -> BuiltIn:
-    """Read the text form of a built-in codec; a user's is a CodecError too."""
+    """Parse the text form of a built-in codec.  Raises CodecError: for any other text, or a user's codec."""
     codec = parse(text)
     if isinstance(codec, OwnCodec):
-        raise CodecError(f"codec {text!r} is a user's own: expected one that is built in")
+        raise CodecError(f"codec {text!r} is a user's own or a published format: expected a built-in codec")
     return codec
 
 
 def common_grain(*codecs: Codec) -> int:
-    """Elements that a shard must be a multiple of to suit all ``codecs``."""
-    return math.lcm(32, *(codec.grain for codec in codecs))  # 32 codes of 4 bits are a 16-byte vector
+    """Returns the number of elements of which a shard must be a multiple for all ``codecs``."""
+    return math.lcm(32, *(codec.grain for codec in codecs))  # 32 codes of 4 bits fill a 16-byte vector

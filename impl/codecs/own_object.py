@@ -1,4 +1,7 @@
-"""What a user's codec object must have, and the promises that all codecs make.  No torch."""
+"""Defines the laws that codecs promise, and checks a user's codec object for what a codec must have.
+
+docs/reference/codecs.md explains both to users.  No torch.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ _DEVICE: Final = re.compile(r"any|cpu|cuda(:\d{1,3})?")
 
 
 class Law(enum.Enum):
-    """A property that a codec promises; the tests run exactly the declared ones."""
+    """A property that a codec can promise; tests and ``zeropp check codecs`` try exactly the promised laws."""
 
     BOUND = "the error of each element is within error_bound of its block"
     ZERO = "zeros decode to zeros"
-    IDEMPOTENT = "what was decoded, encoded again, decodes to the same, but for the last bits of a scale"
-    SIGN = "encoding -x decodes to minus what x decodes to"
-    POWER_OF_TWO = "scaling by a power of two commutes, away from the ends of the range"
+    IDEMPOTENT = "decoded values, encoded again, decode to the same values, up to the last bits of a scale"
+    SIGN = "-x decodes to minus the value to which x decodes"
+    POWER_OF_TWO = "scaling x by a power of two scales the decoded value by it, away from the range's ends"
     NONFINITE = "a block with a NaN or an infinity decodes to NaN, or to itself"
     UNBIASED = "the mean over random bits is the value, within 2^-16 of a step"
 
@@ -32,15 +35,16 @@ _LAWS: Final = {law.name.lower(): law for law in Law}
 
 
 class CodecError(ValueError):
-    """A codec's text, its numbers or its object are not possible; the message names them."""
+    """A codec's text, numbers or object are not possible; the message names which."""
 
 
 @dataclass(slots=True, eq=False)
 class OwnObject:
-    """Attributes of a user's codec: an object, or a class that is instantiated without arguments.
+    """The attributes of a user's codec, read from its object (docs/reference/codecs.md explains them).
 
-    docs/reference/codecs.md explains them.  It has ``codec``, or ``laws`` (names, which become members of
-    :class:`Law`), ``block`` and ``frame_bytes``; all but ``encode`` and ``decode`` may be left out.
+    A codec has ``encode`` and ``decode``, and either ``codec``, the text of the built-in codec that it equals,
+    or its own ``laws`` (lower-case names; they become members of :class:`Law`), ``block`` and ``frame_bytes``.
+    All other attributes may be left out.
     """
 
     encode: Any = None
@@ -52,24 +56,27 @@ class OwnObject:
     error_bound: Callable[..., float] | None = None
     stochastic: bool = False
     kinds: Any = ("fp32",)
-    device: Any = "cpu"  # or cuda, maybe with a number; any for both
+    device: Any = "cpu"  # ``cpu``, ``cuda``, ``cuda:<number>``, or ``any`` for both kinds
     decode_sum: Callable[..., None] | None = None
     decode_sum_encode: Callable[..., None] | None = None
 
     @property
     def tried_on(self) -> str:
-        """A device that it supports."""
+        """A device that the codec supports, on which it is tried out."""
         return "cpu" if self.device == "any" else str(self.device)
 
     @property
     def grain(self) -> int:
-        """Elements that a shard must be a multiple of."""
+        """The number of elements of which a shard must be a multiple."""
         return 1 if self.block == "shard" else int(self.block)
 
 
 @cache
 def import_definition(name: str) -> OwnObject:
-    """The codec of ``module:object``, as :func:`definition_of`; a CodecError if it cannot be imported."""
+    """Imports ``module:object`` and returns its attributes (:func:`definition_of`).
+
+    Raises CodecError: if it cannot be imported, or is not a codec.
+    """
     try:
         return definition_of(name, import_object(name))
     except NamedObjectError as error:
@@ -77,7 +84,10 @@ def import_definition(name: str) -> OwnObject:
 
 
 def definition_of(name: str, source: Any) -> OwnObject:
-    """The attributes of a user's object or class; a CodecError names what it lacks, or what it raised."""
+    """Returns the attributes of a user's object, or of a class, which is instantiated without arguments.
+
+    Raises CodecError: naming an attribute that is missing or wrong, or the error that the object raised.
+    """
     with raising(CodecError, f"{name}: raised"):
         source = source() if isinstance(source, type) else source
         names = [field.name for field in fields(OwnObject) if hasattr(source, field.name)]
@@ -90,7 +100,7 @@ def definition_of(name: str, source: Any) -> OwnObject:
 
 
 def _problems(definition: OwnObject) -> Iterator[str]:
-    """What is wrong with a definition; the first may make the others meaningless."""
+    """Yield what is wrong with a definition.  Only the first problem is meaningful; others may follow from it."""
     for name in ("encode", "decode", "decode_sum", "decode_sum_encode"):
         function = getattr(definition, name)
         if not callable(function) and (function is not None or name in ("encode", "decode")):
@@ -106,9 +116,9 @@ def _problems(definition: OwnObject) -> Iterator[str]:
         if {"bound", "unbiased"} & {*definition.laws} and not callable(definition.error_bound):
             yield "has no method 'error_bound'"
         if "unbiased" in definition.laws and not definition.stochastic:
-            yield "promises unbiased, and is not stochastic"
+            yield "promises the law 'unbiased', but is not stochastic: set stochastic = True, or remove the law"
         if definition.block != "shard" and not (isinstance(definition.block, int) and definition.block >= 1):
-            yield f"block {definition.block!r}: expected a number of elements from 1, or 'shard'"
+            yield f"block {definition.block!r}: expected a number of elements of 1 or more, or 'shard'"
     kinds = definition.kinds
     if not isinstance(kinds, list | tuple) or not kinds or any(kind not in _KINDS for kind in kinds):
         yield f"kinds {kinds!r}: expected a list with some of {', '.join(_KINDS)}"

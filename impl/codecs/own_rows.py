@@ -1,7 +1,7 @@
-"""Runs a user's codec on rows of any shape and type; its methods take one row, of the types that it lists.
+"""Runs a user's codec, whose methods take one row, on tensors of any shape and type.
 
-Other types go through fp32.  Methods read copies, so they cannot change a master shard or another rank's
-message.
+Elements of a type that the codec does not list are converted to and from fp32.  The methods read copies, so
+they cannot change a master shard or another rank's message.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def by_rows(function: Callable[..., None], *, stochastic: bool = False) -> Callable[..., None]:
-    """Lift a function of one row, which may take its random bits, to rows (..., S)."""
+    """Returns a function that applies ``function``, which takes one row, to every row of tensors (..., S).
+
+    With ``stochastic``, ``function`` also takes the random bits of its row.
+    """
 
     def all_rows(source: Tensor, target: Tensor, noise: Noise | None = None) -> None:
         for row in itertools.product(*map(range, source.shape[:-1])):
@@ -32,21 +35,23 @@ def by_rows(function: Callable[..., None], *, stochastic: bool = False) -> Calla
             before = tuple(read.shape), tuple(written.shape)
             function(read, written, *random)
             if (after := (tuple(read.shape), tuple(written.shape))) != before:
-                raise CodecError(f"a codec's method was given tensors {before}, and made them {after}")
+                raise CodecError(
+                    f"a codec's method changed the shapes of its tensors from {before} to {after}"
+                )
 
     return all_rows
 
 
 def encode(codec: OwnCodec, x: Tensor, frames: Tensor, noise: Noise | None) -> None:
     """Write the frames (..., F) uint8 of ``x`` (..., S)."""
-    frame = frames[..., : codec.own_bytes(x.shape[-1])]  # without our padding
+    frame = frames[..., : codec.own_bytes(x.shape[-1])]  # the object does not see the padding
     frames[..., frame.shape[-1] :] = 0
     source = _cast(codec, x).clone(memory_format=torch.contiguous_format)
     by_rows(codec.definition.encode, stochastic=codec.stochastic)(source, frame, noise)
 
 
 def decode(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
-    """Write the elements (..., S) of ``frames`` (..., F) uint8, saturated where ``out`` is narrower."""
+    """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S), saturated if its type is narrower."""
     kind = _cast(codec, out[..., :0]).dtype
     x = torch.empty(out.shape, dtype=kind, device=out.device)
     by_rows(codec.definition.decode)(frames[..., : codec.own_bytes(out.shape[-1])].clone(), x)
@@ -55,7 +60,7 @@ def decode(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
 
 
 def decode_sum(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
-    """Write the fp32 sum (..., S) of ``frames`` (sources, ..., F), in ascending order."""
+    """Write the sum of ``frames`` (sources, ..., F), in ascending order, to ``out`` (..., S) fp32."""
     if (function := codec.definition.decode_sum) is not None:
         sums = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         codes = frames[..., : codec.own_bytes(out.shape[-1])].clone()
@@ -72,7 +77,10 @@ def decode_sum(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
 
 
 def decoded_sha256(codec: OwnCodec) -> str:
-    """SHA-256 of a row of numbers, encoded and decoded; equal on all ranks, as weights must be."""
+    """Returns the SHA-256 of a fixed row of numbers, encoded and decoded.
+
+    All ranks must get the same, since they must decode the same weights.
+    """
     numel = codec.grain * -(-256 // codec.grain)
     x = torch.linspace(-3, 3, numel, device=codec.definition.tried_on)  # (S,)
     frame = torch.zeros(codec.frame_bytes(numel), dtype=torch.uint8, device=x.device)
@@ -82,10 +90,10 @@ def decoded_sha256(codec: OwnCodec) -> str:
 
 
 def _cast(codec: OwnCodec, x: Tensor) -> Tensor:
-    """``x`` in a type that the object takes."""
+    """Returns ``x`` in a type that the codec takes.  Raises CodecError: if that is neither its own nor fp32."""
     kinds = codec.definition.kinds
     if any(_DTYPES[kind] == x.dtype for kind in kinds):
         return x
     if "fp32" not in kinds:
-        raise CodecError(f"{codec}: its kinds are {', '.join(kinds)}, and it was given {x.dtype}; add fp32")
+        raise CodecError(f"{codec} takes {', '.join(kinds)} and was given {x.dtype}: add fp32 to its kinds")
     return x.float()

@@ -1,4 +1,4 @@
-"""Turns bands (:class:`impl.plan.shard_layout.Band`) of matrices, so that blocks run along columns."""
+"""Transposes bands of matrices in a shard (:class:`impl.plan.shard_layout.Band`), so that blocks run along columns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from torch import Tensor
 
 
 def turn(shard: Tensor, bands: Iterable[tuple[int, int, int]], rows: int, *, back: bool = False) -> None:
-    """Turn ``bands`` of ``rows`` rows, (start, count, columns) each, of ``shard`` (S,) in place, or back."""
+    """Transpose bands of ``rows`` rows each of ``shard`` (S,) in place, or transpose them ``back``.
+
+    ``bands`` are (start, number of consecutive bands, columns).
+    """
     for start, count, columns in bands:
         band = shard[start : start + count * rows * columns]
         shape = (count, columns, rows) if back else (count, rows, columns)

@@ -1,7 +1,8 @@
-"""Formats that others published, each as torch operations on rows: the reference of their kernels.
+"""Implements published formats as torch operations on one row; their kernels must equal this reference.
 
-Each has the attributes of :class:`impl.codecs.own_object.OwnObject`.  A frame is the codes, element 0 in the
-lowest bits, then the further bytes of each block, then those of the shard.
+Each class has the attributes that a user's codec has too (:class:`impl.codecs.own_object.OwnObject`).  A frame
+is the codes, with element 0 in the lowest bits, then for each block its further bytes (such as its scale), then
+the further bytes of the whole row.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from impl.codecs.codec import HALF_ULP, LARGEST, SMALLEST_NORMAL
 from impl.codecs.reference import float_levels, of_e8m0, pack, random_bits, to_e8m0, unpack
 from impl.codecs.rounding_noise import Noise
 
-_ROOM: Final = 1 + 2.0**-15  # in bounds, for the rounding of fp32 divisions and products
-# 2305.14314, appendix E
+_ROOM: Final = 1 + 2.0**-15  # factor of error bounds that covers the rounding of fp32 divisions and products
+# The 16 values of NF4: 2305.14314, appendix E.
 _NF4: Final = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -28,31 +29,31 @@ _NF4: Final = (
 
 
 class _Format:
-    """Codes of ``bits`` in blocks of ``size``, with ``beside`` bytes a block and ``whole`` bytes a row."""
+    """The common part of the formats: cutting a row into blocks, packing codes, and the frame's layout."""
 
     device = "any"
     kinds: ClassVar = ["fp32"]
     laws: ClassVar = ["bound", "zero", "nonfinite"]
-    bits: int
-    size: int
-    beside: int
-    whole = 0
+    bits: int  # bits of a code
+    size: int  # elements of a block
+    beside: int  # bytes of a block in addition to its codes
+    whole = 0  # bytes of a row in addition to those of its blocks
 
     @property
     def block(self) -> int | str:
-        """Elements that share all scales."""
+        """The number of elements that share all scales, or ``shard``."""
         return self.size
 
     def _parts(self, numel: int) -> list[int]:
-        """Bytes of the codes, of all blocks beside their codes, and of the row."""
+        """Returns the bytes of a frame's three parts: the codes, the blocks' further bytes, and the row's."""
         return [-(-numel * self.bits // 8), -(-numel // self.size) * self.beside, self.whole]
 
     def frame_bytes(self, numel: int) -> int:
-        """Bytes of a row."""
+        """Returns the bytes of the frame of ``numel`` elements."""
         return sum(self._parts(numel))
 
     def encode(self, x: Tensor, frame: Tensor) -> None:
-        """Write the frame (F,) uint8 of x (S,) fp32; a short last block repeats its last element."""
+        """Write the frame (F,) uint8 of x (S,) fp32; a short last block is filled up with its last element."""
         numel = x.numel()
         values = torch.cat([x, x[-1:].expand(-numel % self.size)]).view(-1, self.size)
         codes, *others = self._codes(values)
@@ -62,7 +63,7 @@ class _Format:
             place.copy_(other.reshape(-1))
 
     def decode(self, frame: Tensor, out: Tensor) -> None:
-        """Write the elements (S,) of a frame."""
+        """Write the elements (S,) of a frame (F,) uint8."""
         numel = out.numel()
         packed, beside, whole = torch.split(frame, self._parts(numel))
         codes = frame.new_zeros(-(-numel // self.size), self.size)
@@ -71,44 +72,51 @@ class _Format:
         out.copy_(values.reshape(-1)[:numel].clamp(-LARGEST["fp32"], LARGEST["fp32"]))
 
     def error_bound(self, low: float, high: float, out: str) -> float:
-        """Largest error of a block of finite values in [low, high] that is decoded to ``out``."""
+        """Returns the largest error of a block of finite values in [low, high] that is decoded to ``out``."""
         top = max(abs(low), abs(high))
         relative, absolute = HALF_ULP[out]
         return self._bound(low, high, top) + 2 * (top * relative + absolute)
 
     def _bound(self, low: float, high: float, top: float) -> float:
-        """The same, without an ulp of the output; ``top`` is the largest magnitude."""
+        """Returns the largest error before the output is rounded; ``top`` is the largest magnitude."""
         raise NotImplementedError
 
     def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes (n, size) uint8 of values (n, size), bytes of the blocks (n, beside) and of the row."""
+        """Returns codes (n, size), further bytes of the blocks (n, beside) and of the row (whole,), all uint8.
+
+        ``values`` are (n, size), a row of n blocks.
+        """
         raise NotImplementedError
 
     def _values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
-        """Values (n, size) fp32 of what :meth:`_codes` returns."""
+        """Returns the values (n, size) fp32 of the three tensors that :meth:`_codes` returns."""
         raise NotImplementedError
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """(n, bytes) uint8 of (n, k) elements of another type."""
+    """Returns the bytes (n, k * itemsize) uint8 of elements (n, k)."""
     return values.contiguous().view(torch.uint8)
 
 
 def _as(beside: Tensor, dtype: torch.dtype) -> Tensor:
-    """(n, k) elements of bytes (n, k * itemsize)."""
+    """Returns the elements (n, k) of type ``dtype`` of bytes (n, k * itemsize)."""
     return beside.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 class _Table(_Format):
-    """Each element becomes the nearest entry of a symmetric table, times the block's scale.
+    """A format in which an element becomes the nearest entry of a table, times the block's scale.
 
-    The scale, fp32 or one byte of E8M0, maps the block's largest magnitude to the largest entry.
+    The scale maps the block's largest magnitude to the table's largest entry.  It takes 4 bytes (fp32) or, if
+    ``beside`` is 1, one byte (E8M0).
     """
 
-    table: tuple[float, ...]  # in ascending order; a code counts from the least
+    table: tuple[float, ...]  # the entries in ascending order; the code of the smallest is 0
 
     def nearest(self, quotients: Tensor) -> Tensor:
-        """(n, size) uint8: codes of the nearest entries; a tie goes to the one an even number from zero."""
+        """Returns the codes (n, size) uint8 of the nearest entries.
+
+        Of two equally near entries the one that is an even number of entries away from zero is taken.
+        """
         table = torch.tensor(self.table, device=quotients.device)
         upper = torch.searchsorted(table, quotients.contiguous()).clamp_(1, len(self.table) - 1)
         below, above = quotients - table[upper - 1], table[upper] - quotients
@@ -117,11 +125,11 @@ class _Table(_Format):
         return (upper - 1 + up.long()).to(torch.uint8)
 
     def entries(self, codes: Tensor) -> Tensor:
-        """(n, size) fp32 of codes."""
+        """Returns the table's entries (n, size) fp32 for codes."""
         return torch.tensor(self.table, device=codes.device)[codes.long()]
 
     def _bound(self, low: float, high: float, top: float) -> float:
-        """Half of the largest distance of neighbours, times the scale."""
+        """Returns half of the largest distance between neighbouring entries, times the scale."""
         scale = max(top / self.table[-1], SMALLEST_NORMAL)
         if self.beside == 1:
             scale = 2.0 ** math.ceil(math.log2(scale) - 1e-9)
@@ -139,44 +147,47 @@ class _Table(_Format):
         return self.entries(codes) * self._scale(beside)
 
     def _scale(self, beside: Tensor) -> Tensor:
-        """(n, 1) fp32 of each block, NaN where a value of it is not finite."""
+        """Returns the scale (n, 1) fp32 of each block; it is NaN if a value of the block is not finite."""
         return of_e8m0(beside) if self.beside == 1 else _as(beside, torch.float32)
 
 
 def _float_table(bits: int, mantissa: int, least: int) -> tuple[float, ...]:
-    """All values of a small float without infinities, in ascending order, one zero."""
+    """Returns all values of a small float without infinities, in ascending order, with one zero."""
     zero, *positive = float_levels(bits, mantissa, least)
     return (*(-v for v in reversed(positive)), zero, *positive)
 
 
 class NF4(_Table):
-    """Quantiles of a normal distribution times the largest magnitude of a block (QLoRA, 2305.14314)."""
+    """NF4: 16 quantiles of a normal distribution, times the largest magnitude of a block (QLoRA, 2305.14314)."""
 
     bits, size, beside, table = 4, 64, 4, _NF4
     laws: ClassVar = ["bound", "zero", "nonfinite", "power_of_two", "idempotent"]
 
 
 class _Microscaled(_Table):
-    """Floats with a power of two for each block, rounded up so that nothing saturates."""
+    """Small floats whose block's scale is a power of two, rounded up so that no element saturates."""
 
     size, beside = 32, 1
     laws: ClassVar = ["bound", "zero", "nonfinite", "sign", "power_of_two", "idempotent"]
 
 
 class MXFP6E2M3(_Microscaled):
-    """E2M3 elements, an E8M0 scale a block (OCP Microscaling 1.0)."""
+    """MXFP6 with E2M3 elements and an E8M0 scale for each block (OCP Microscaling 1.0)."""
 
     bits, table = 6, _float_table(6, 3, 0)
 
 
 class MXFP6E3M2(_Microscaled):
-    """E3M2 elements, likewise."""
+    """MXFP6 with E3M2 elements and an E8M0 scale for each block (OCP Microscaling 1.0)."""
 
     bits, table = 6, _float_table(6, 2, -2)
 
 
 class NVFP4(_Table):
-    """NVIDIA's: E2M1 elements, an fp32 scale a shard, an E4M3 one a block, by which its top may saturate."""
+    """NVIDIA's NVFP4: E2M1 elements, an E4M3 scale for each block of 16, and an fp32 scale for the shard.
+
+    A block's scale is rounded to nearest, so the block's largest elements may saturate.
+    """
 
     bits, size, beside, whole = 4, 16, 1, 4
     table = _float_table(4, 1, 0)
@@ -184,7 +195,10 @@ class NVFP4(_Table):
     block = "shard"  # all blocks share its fp32 scale
 
     def _bound(self, low: float, high: float, top: float) -> float:
-        """Half a step of 2 scales, each at most 17/16 of a sixth of the shard's largest magnitude."""
+        """Returns half of the largest step, which is 2 scales.
+
+        A scale is at most 17/16 (its rounding to E4M3) of a sixth of the shard's largest magnitude.
+        """
         return max(17 / 16 * top / 6, SMALLEST_NORMAL) * (1 + 2.0**-9) * _ROOM
 
     def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,21 +216,23 @@ class NVFP4(_Table):
 
 
 def _bf16(values: Tensor) -> Tensor:
-    """Finite values in bf16, saturated."""
+    """Returns finite values in bf16, saturated."""
     return values.clamp(-LARGEST["bf16"], LARGEST["bf16"]).to(torch.bfloat16)
 
 
 class _Spikes(_Format):
-    """Least and largest of a block with their places; the rest in equal steps of its own range (2508.03760).
+    """Spike reserving (2508.03760): the smallest and the largest element of a block are kept in bf16.
 
-    Beside a block lie both places, both spikes, and the rest's least value and step, in bf16: 10 bytes.
+    The other elements are integers, in equal steps of their own range.  A block has 10 further bytes: the
+    places of both spikes (2), the spikes, and the smallest value and the step of the others (4 in bf16).
     """
 
     size, beside = 128, 10
 
     def _bound(self, low: float, high: float, top: float) -> float:
-        """Half a step of the range, and the rounding of its ends to bf16."""
-        ends = (top + 2 * (high / 2 - low / 2)) * 2.0**-8 + 2 * SMALLEST_NORMAL  # below it steps are coarse
+        """Returns half a step of the range, plus the rounding of its ends and of the spikes to bf16."""
+        # Below the smallest normal number bf16 has coarse steps.
+        ends = (top + 2 * (high / 2 - low / 2)) * 2.0**-8 + 2 * SMALLEST_NORMAL
         return (high / 2 - low / 2) / ((1 << self.bits) - 1) * _ROOM + 2 * ends
 
     def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,7 +245,7 @@ class _Spikes(_Format):
         empty = torch.isnan(rest).all(dim=1, keepdim=True)
         low = torch.where(rest.isnan(), math.inf, rest).amin(dim=1, keepdim=True).masked_fill_(empty, 0.0)
         high = torch.where(rest.isnan(), -math.inf, rest).amax(dim=1, keepdim=True).masked_fill_(empty, 0.0)
-        low, high = _bf16(low + 0.0), high + 0.0  # whether an extreme is -0 or +0 depends on the order
+        low, high = _bf16(low + 0.0), high + 0.0  # +0 for -0: which an extreme is depends on the order
         step = _bf16((high / steps - low.float() / steps).clamp_(min=0.0))
         quotients = (rest / 2 - low.float() / 2) / (step.float() / 2).clamp(min=SMALLEST_NORMAL)
         codes = quotients.nan_to_num_(0.0).round_().clamp_(0, steps).to(torch.uint8)
@@ -238,34 +254,38 @@ class _Spikes(_Format):
 
     def _values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
         ends = _as(beside[:, 2:], torch.bfloat16).float()  # (n, 4)
-        values = (codes.float() * (ends[:, 3:] / 2) + ends[:, 2:3] / 2) * 2  # a range may overflow
-        return values.scatter_(1, beside[:, :2].long() % self.size, ends[:, :2])  # of corrupt frames too
+        values = (codes.float() * (ends[:, 3:] / 2) + ends[:, 2:3] / 2) * 2  # in halves: a range may overflow
+        places = beside[:, :2].long() % self.size  # a corrupt frame may have places outside the block
+        return values.scatter_(1, places, ends[:, :2])
 
 
 class Spike2(_Spikes):
-    """Codes of 2 bits."""
+    """Spike reserving with codes of 2 bits."""
 
     bits = 2
 
 
 class Spike3(_Spikes):
-    """Codes of 3 bits."""
+    """Spike reserving with codes of 3 bits."""
 
     bits = 3
 
 
 class Sign1(_Format):
-    """The sign times the mean magnitude of a block (1-bit SGD); a zero is positive, unless all are."""
+    """The sign of each element, times the mean magnitude of the block (1-bit SGD).
+
+    A zero decodes to the positive mean; in a block of zeros the mean is 0.
+    """
 
     bits, size, beside = 1, 128, 4
 
     def _bound(self, low: float, high: float, top: float) -> float:
-        """The largest magnitude: a small value becomes the mean of all."""
+        """Returns the largest magnitude, since a small value decodes to the mean magnitude."""
         return top * _ROOM
 
     def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sums = values.double().abs()
-        while sums.shape[1] > 1:  # in an order that kernels can keep
+        while sums.shape[1] > 1:  # a tree of sums, since kernels can add in this order too
             half = sums.shape[1] // 2
             sums = sums[:, :half] + sums[:, half:]
         mean = (sums / self.size).float()
@@ -277,14 +297,14 @@ class Sign1(_Format):
 
 
 class BF16SR(_Format):
-    """Bf16 by stochastic rounding: 16 random bits are added below those that it keeps (as in torchcomms)."""
+    """Bf16 by stochastic rounding, as in torchcomms: 16 random bits are added to the bits that are cut off."""
 
     laws: ClassVar = ["bound", "zero", "nonfinite", "unbiased"]
     bits, size, beside = 16, 1, 0
     stochastic = True
 
     def _bound(self, low: float, high: float, top: float) -> float:
-        """A whole step of bf16, two ulps of half a step each."""
+        """Returns a whole step of bf16, which is twice the error of rounding to nearest."""
         relative, absolute = HALF_ULP["bf16"]
         return 2 * (top * relative + absolute)
 
@@ -294,9 +314,9 @@ class BF16SR(_Format):
         finite = torch.isfinite(x)
         bits = torch.where(finite, x.clamp(-largest, largest), x).view(torch.int32).to(torch.int64)
         added = (bits + random_bits(noise, x.shape[:-1], x.numel(), x.device)) >> 16
-        broken = (bits >> 16).masked_fill(x.isnan(), 0x7FC0)  # casts of torch give several NaNs
+        broken = (bits >> 16).masked_fill(x.isnan(), 0x7FC0)  # one NaN, while torch's casts give several
         frame.copy_(torch.where(finite, added, broken).to(torch.int16).view(torch.uint8))
 
     def decode(self, frame: Tensor, out: Tensor) -> None:
-        """Write the elements (S,) of a frame."""
+        """Write the elements (S,) of a frame (F,) uint8."""
         out.copy_(_as(frame, torch.bfloat16))

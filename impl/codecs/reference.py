@@ -1,9 +1,14 @@
-"""The kernels in plain PyTorch: the specification that every other backend must equal bit for bit.
+"""Implements encoding and decoding in plain PyTorch: the specification that other backends equal bit for bit.
 
-Shapes: a frame is ``(F,)`` uint8, ``F = codec.frame_bytes(S)``, of a shard's S elements; leading dimensions
-are batches of frames, and may be strided, so that a transpose costs no copy.  Arithmetic: fp32, division by
-the scale (never multiplication by its reciprocal), nearest-even or with the random bits of
-:mod:`impl.codecs.rounding_noise`, sums in ascending source order.
+:class:`Operations` checks its arguments and runs the four operations: encode, decode, decode and sum, and
+decode, sum and encode again.  The C++ and CUDA backends inherit from it.
+
+Shapes: S elements of a shard become a frame ``(F,)`` uint8 with ``F = codec.frame_bytes(S)``.  Leading
+dimensions are batches of frames; they may be strided, so a transpose costs no copy.
+
+Arithmetic: in fp32.  Elements are divided by the scale (never multiplied by its reciprocal) and rounded to
+nearest, ties to even, or with the random bits of :mod:`impl.codecs.rounding_noise`.  Sums are added up in
+ascending order of their sources.
 """
 
 from __future__ import annotations
@@ -35,21 +40,24 @@ from impl.codecs.rounding_noise import BITS, MULTIPLIERS, OCTET, ROUNDS, WEYL, N
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MOST_SEEN: Final = 4096  # operations that are remembered; a unit has about six
-Repeat = Callable[[Tensor, Tensor], None]  # repeats an operation, unchecked, on tensors of an equal layout
+_MOST_SEEN: Final = 4096  # most operations that are remembered; a unit needs about six
+Repeat = Callable[
+    [Tensor, Tensor], None
+]  # repeats an operation on tensors of the same layout, without checks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Carried:
-    """Error feedback of one encoding: its error, which is added to the next one.
+    """Error feedback of one encoding, whose error is added to what is encoded next.
 
-    With ``h = x + error`` encoded in place of ``x``, and ``d`` what the frames decode to in fp32:
-    ``error = decay * error + (1 - decay) * (h - d)``, in fp32 with one rounding an operation, then cast
-    to the state's type, saturated; 0 where it is not finite, so that an overflow does not stay.
+    ``h = x + error`` is encoded in place of ``x``.  If the frames decode to ``d`` in fp32, the new error is
+    ``decay * error + (1 - decay) * (h - d)``, computed in fp32 with one rounding for each operation, then cast
+    to the type of ``error`` and saturated.  It is 0 where it is not finite, so that an overflow is not carried
+    from step to step.
     """
 
-    error: Tensor  # (..., S) fp32, bf16 or fp16, S as in what is encoded; updated in place
-    decay: float = 0.0  # 0 is classic error feedback; LoCo's moving average (2407.04480) has 0.8
+    error: Tensor  # (..., S) fp32, bf16 or fp16, like the elements that are encoded; updated in place
+    decay: float = 0.0  # 0 for classic error feedback, 0.8 for LoCo's moving average (2407.04480)
 
     def keep(self, with_error: Tensor, decoded: Tensor) -> None:
         """Update the error after an encoding; ``with_error`` (..., S) fp32 is overwritten."""
@@ -60,24 +68,25 @@ class Carried:
 
 
 class Options(NamedTuple):
-    """Options of an encoding; noise only for a stochastic codec."""
+    """Options of an encoding; ``noise`` is given only for a stochastic codec."""
 
     noise: Noise | None = None
     carried: Carried | None = None
 
 
 class Operations:
-    """The operations of a backend, here of the reference.
+    """The operations of a backend; this class is the reference backend.
 
-    Other backends override ``_encode``, ``_decode``, ``_decode_sum`` for codecs with kernels, and
-    ``_decode_sum_encode`` for pairs that ``_fuses`` accepts.  These methods get checked tensors that hold
-    elements, and may return a function that repeats the operation.
+    Other backends override ``_encode``, ``_decode`` and ``_decode_sum`` for codecs that they have kernels for,
+    and ``_decode_sum_encode`` for pairs of codecs that ``_fuses`` accepts.  These methods are called with
+    checked tensors that are not empty.  They may return a function that repeats the operation; it is then used
+    for later tensors of the same layout, which saves checks and preparation.
     """
 
-    name = "reference"  # of the backend, for the record
+    name = "reference"  # name of the backend in records
 
     def __init__(self) -> None:
-        # Keys hold the addresses of codecs, which are kept alive beside them.
+        # Keys contain the ids of codecs, so the codecs are kept alive in the values.
         self._repeats: dict[tuple[Hashable, ...] | None, tuple[Repeat, Sequence[Codec]]] = {}
 
     def encode(
@@ -91,9 +100,11 @@ class Operations:
     ) -> None:
         """Write the frames (..., F) uint8, padding included, of ``x`` (..., S) fp32, bf16 or fp16.
 
-        ``noise`` is for a codec that rounds stochastically.  Raises ValueError: for elements of another type
-        or without a dimension, frames or noise of another size, frames that are not contiguous, tensors on
-        several devices, or strides that the backend does not take.
+        ``noise`` is needed by codecs that round stochastically; ``carried`` adds error feedback.
+
+        Raises ValueError: for elements of another type or without a dimension, frames or noise of the wrong
+        size, frames that are not contiguous, tensors on several devices, or strides that the backend does not
+        take.
         """
         key = _key("encode", x, frames, codec) if noise is None and carried is None else None
         if self._repeated(key, x, frames):
@@ -106,7 +117,10 @@ class Operations:
             self._remember(key, self._encode(codec, x, frames, options), codec)
 
     def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
-        """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S); raises as :meth:`encode`."""
+        """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S).
+
+        Raises ValueError: as :meth:`encode`.
+        """
         key = _key("decode", frames, out, codec)
         if self._repeated(key, frames, out):
             return
@@ -118,14 +132,16 @@ class Operations:
     def decode_sum(self, codec: Codec, frames: Tensor, out: Tensor, *, sums: Sums = "fp32") -> None:
         """Write the sum of ``frames`` (sources, ..., F) uint8, in ascending order, to ``out`` (..., S) fp32.
 
-        ``sums`` in fp16 are DeepSpeed's: each term, and its sum with those before it (0 before the first), is
-        rounded to fp16, where what exceeds 65504 is infinite.  Raises as :meth:`encode`.
+        With ``sums="fp16"``, as in DeepSpeed, each term and each partial sum is rounded to fp16, so that it is
+        infinite beyond 65504.  The first term is added to 0.
+
+        Raises ValueError: as :meth:`encode`.
         """
         key = _key("decode_sum", frames, out, codec) if sums == "fp32" else None
         if self._repeated(key, frames, out):
             return
         if out.dtype != torch.float32:
-            raise ValueError(f"{codec}: a sum is fp32, got {out.dtype}")
+            raise ValueError(f"{codec}: sums are written as fp32, got a tensor of {out.dtype}")
         _check(codec, out.shape, out.dtype, frames[0], out)
         _check_written(codec, out)
         if out.numel() > 0:
@@ -146,10 +162,12 @@ class Operations:
         carried: Carried | None = None,
         sums: Sums = "fp32",
     ) -> None:
-        """Decode, sum and encode again: the middle of a two-hop reduction.
+        """Decode frames, sum them, and encode the sum: the middle of a two-hop reduction.
 
-        ``frames`` (sources, ..., F) uint8 are by ``first``, of ``numel`` elements each; ``out`` (..., F')
-        uint8 is by ``second``, with ``noise`` and ``carried``.  Raises as :meth:`encode`.
+        ``frames`` (sources, ..., F) uint8 are encoded by ``first``, with ``numel`` elements each.  The sum is
+        encoded by ``second``, with ``noise`` and ``carried``, to ``out`` (..., F') uint8.
+
+        Raises ValueError: as :meth:`encode`.
         """
         plain = noise is None and carried is None and sums == "fp32"
         key = _key(numel, frames, out, first, second) if plain else None
@@ -176,7 +194,7 @@ class Operations:
             self._remember(key, repeat, first, second)
 
     def _sum_halves(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
-        """The sum in fp16, for backends without a kernel: sources are decoded one after the other."""
+        """Add up in fp16, decoding one source after the other; backends with a kernel override this."""
         total = torch.zeros(out.shape, dtype=torch.float16, device=out.device)
         for source in frames:
             self.decode(codec, source, out)
@@ -195,7 +213,7 @@ class Operations:
             self._repeats[key] = repeat, codecs
 
     def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
-        """Whether ``_decode_sum_encode`` can replace its two steps."""
+        """Returns whether ``_decode_sum_encode`` can be used in place of ``decode_sum`` and ``encode``."""
         return False
 
     def _encode(self, codec: Codec, x: Tensor, frames: Tensor, options: Options) -> Repeat | None:
@@ -244,9 +262,10 @@ decode_sum, decode_sum_encode = REFERENCE.decode_sum, REFERENCE.decode_sum_encod
 
 
 def _key(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple[Hashable, ...] | None:
-    """What an operation without noise and carried errors depends on, but for its tensors' addresses.
+    """Returns a key of an operation that has neither noise nor carried errors, for remembering it.
 
-    None where :func:`_check` may refuse the tensors, though it did not refuse others of the same layout.
+    The key is equal for tensors of the same layout, wherever they lie in memory.  Returns None for tensors
+    that :func:`_check` may refuse although it accepted others of the same layout.
     """
     addresses = _address(first), _address(second)
     if 0 in addresses or first.is_neg() or second.is_neg():
@@ -260,7 +279,10 @@ def _key(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> 
 
 
 def _address(x: Tensor) -> int:
-    """The address of the first element, 0 of no memory; a ValueError if the elements have no strides."""
+    """Returns the address of the first element, 0 if there is no memory.
+
+    Raises ValueError: for a tensor whose elements have no strides, such as a sparse one.
+    """
     try:
         return x.data_ptr()
     except RuntimeError:  # NotImplementedError too
@@ -269,9 +291,14 @@ def _address(x: Tensor) -> int:
 
 
 def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor, other: Tensor) -> None:
-    """Refuse elements of another type, frames of another size, and an ``other`` tensor on another device."""
+    """Raise ValueError for elements or frames of the wrong type or size, and for tensors on two devices.
+
+    ``shape`` and ``kind`` are those of the elements; ``other`` is the tensor that is not ``frames``.
+    """
     if kind not in NAMES or not shape:
-        raise ValueError(f"{codec}: elements are rows of fp32, bf16 or fp16, got {tuple(shape)} {kind}")
+        raise ValueError(
+            f"{codec}: expected elements (..., S) in fp32, bf16 or fp16, got {tuple(shape)} {kind}"
+        )
     expected = (*shape[:-1], codec.frame_bytes(shape[-1]))
     contiguous = expected[-1] == 0 or frames.stride()[-1:] == (1,)
     if frames.dtype != torch.uint8 or frames.shape != expected or not contiguous:
@@ -280,32 +307,36 @@ def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor, o
             f"{codec}: {tuple(shape)} elements need frames {expected} of contiguous uint8, got {got}"
         )
     if frames.device != other.device:
-        raise ValueError(f"{codec}: tensors on {frames.device} and {other.device}")
+        raise ValueError(
+            f"{codec}: tensors are on {frames.device} and {other.device}: move them to one device"
+        )
     for tensor in (frames, other):
         if tensor.numel() and not _address(tensor):
-            raise ValueError(f"{codec}: a {type(tensor).__name__} without memory: pass a plain tensor")
-        if tensor.is_neg():  # kernels read memory, not torch's bit for -x
-            raise ValueError(f"{codec}: negated elements, which torch has not computed: pass resolve_neg()")
+            raise ValueError(
+                f"{codec}: a {type(tensor).__name__} has no memory of its own: pass a plain tensor"
+            )
+        if tensor.is_neg():  # kernels read memory and do not see torch's lazy negation
+            raise ValueError(f"{codec}: torch negates this tensor lazily: pass tensor.resolve_neg()")
 
 
 def _check_written(codec: Codec, target: Tensor) -> None:
-    """Refuse a target in whose memory several elements share one place."""
+    """Raise ValueError for a target whose elements overlap in memory."""
     shape, strides = tuple(target.shape), target.stride()
     if any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True)):
         raise ValueError(f"{codec}: cannot write {shape} with strides {strides}, whose elements overlap")
 
 
 def _check_noise(codec: Codec, shape: torch.Size, noise: Noise | None) -> None:
-    """Refuse noise that is missing, or not for elements of ``shape``."""
+    """Raise ValueError if a stochastic codec has no noise, or not for elements of ``shape``."""
     if codec.stochastic and (noise is None or len(noise.strides) != len(shape) - 1):
         raise ValueError(f"{codec} rounds stochastically: {tuple(shape)} elements need noise, got {noise}")
 
 
 def rotated(codec: Codec, x: Tensor) -> Tensor:
-    """(..., S) fp32, as they are quantised: ``x``, or its Hadamard rotation if the codec has one.
+    """Returns the values (..., S) fp32 that are quantised: ``x``, rotated if the codec has a rotation.
 
-    Groups of ``n = codec.hadamard`` consecutive elements become ``H x / n``, ``H`` the Hadamard matrix in
-    Sylvester's order; the last elements of a row, fewer than ``n``, stay as they are.
+    The rotation turns each group of ``n = codec.hadamard`` consecutive elements into ``H x / n``, where ``H`` is
+    the Hadamard matrix in Sylvester's order.  Elements at the end of a row that fill no group stay as they are.
     """
     values = x.float().contiguous()
     return _rotate(values.clone(), codec.hadamard) if codec.hadamard else values
@@ -314,10 +345,12 @@ def rotated(codec: Codec, x: Tensor) -> Tensor:
 def merged_rows(
     tensors: Sequence[Tensor], noise: Noise | None, most: int, backend: str
 ) -> list[tuple[int, list[int]]]:
-    """Leading dimensions, equal for all ``tensors``, merged to as few as possible: size and steps of each.
+    """Merges the leading dimensions, which all ``tensors`` share, to as few as their strides allow.
 
-    Steps go from one row to the next: of each tensor in bytes, then of the noise in elements.  The kernels
-    of ``backend`` take ``most`` dimensions.
+    Returns (size, steps) of each merged dimension.  A step is the distance from one row to the next: in bytes
+    for each of ``tensors``, then in elements for ``noise``.
+
+    Raises ValueError: if more than ``most`` dimensions are left, which the kernels of ``backend`` do not take.
     """
     steps_of = [[stride * x.element_size() for stride in x.stride()[:-1]] for x in tensors]
     if noise is not None:
@@ -333,13 +366,13 @@ def merged_rows(
         random = "" if noise is None else f" and noise with {noise.strides}"
         raise ValueError(
             f"leading dimensions {tuple(shape)} with strides {[x.stride() for x in tensors]}{random}: "
-            f"the {backend} kernels take {most}, and these do not merge to so few"
+            f"the {backend} kernels take at most {most} dimensions after merging: pass contiguous tensors"
         )
     return merged
 
 
 def random_bits(noise: Noise, lead: torch.Size, numel: int, device: torch.device) -> Tensor:
-    """(..., S) int64 below 2^16: the random bits of each element (see :mod:`impl.codecs.rounding_noise`)."""
+    """Returns the random bits of each element, (..., S) int64 below 2^16 (:mod:`impl.codecs.rounding_noise`)."""
     starts = torch.full(lead, noise.start, dtype=torch.int64, device=device)
     for dim, stride in enumerate(noise.strides):
         steps = torch.arange(lead[dim], device=device) * stride
@@ -350,7 +383,7 @@ def random_bits(noise: Noise, lead: torch.Size, numel: int, device: torch.device
     c, d = (torch.full_like(a, word) for word in noise.philox[:2])
     left, right = noise.philox[2:]
     for _ in range(ROUNDS):
-        first, second = MULTIPLIERS[0] * a, MULTIPLIERS[1] * c  # 64-bit products, all of which int64 keeps
+        first, second = MULTIPLIERS[0] * a, MULTIPLIERS[1] * c  # 64-bit products; int64 keeps all bits
         a, b = (second >> 32) & mask ^ b ^ left, second & mask
         c, d = (first >> 32) & mask ^ d ^ right, first & mask
         left, right = (left + WEYL[0]) & mask, (right + WEYL[1]) & mask
@@ -360,17 +393,20 @@ def random_bits(noise: Noise, lead: torch.Size, numel: int, device: torch.device
 
 
 def _decoded(codec: BuiltIn, frames: Tensor, numel: int, largest: float) -> Tensor:
-    """(..., S) elements of frames: fp32, saturated at +-``largest``, but raw ones as they are."""
+    """Returns the elements (..., S) of frames, as fp32 saturated at +-``largest``; a cast's in their own type."""
     if not isinstance(codec, Raw):
         return _decode_blocks(codec, frames, numel, largest)
     codes = frames[..., : codec.code_bytes(numel)]
     if any(offset % ITEM_BYTES[codec.dtype] for offset in (codes.storage_offset(), *codes.stride()[:-1])):
-        codes = codes.clone(memory_format=torch.contiguous_format)  # no view of misaligned bytes
+        codes = codes.clone(memory_format=torch.contiguous_format)  # torch does not view misaligned bytes
     return codes.view(DTYPES[codec.dtype])
 
 
 def _blocked(codec: Blocked, x: Tensor) -> Tensor:
-    """(..., blocks, block) fp32 copy of ``x``; its last element, no new extreme, fills a short block."""
+    """Returns a copy of ``x`` (..., S) in blocks, (..., blocks, block) fp32.
+
+    A short last block is filled up with the last element, which does not change the block's extremes.
+    """
     numel, block = x.shape[-1], codec.block_size(x.shape[-1])
     blocks = codec.blocks(numel)
     full = x.new_empty((*x.shape[:-1], blocks * block), dtype=torch.float32)
@@ -381,10 +417,10 @@ def _blocked(codec: Blocked, x: Tensor) -> Tensor:
 
 
 def _rotate(values: Tensor, size: int, *, back: bool = False) -> Tensor:
-    """``values`` (..., S) fp32, contiguous, rotated in place; multiplied by ``size`` on the way back.
+    """Rotates ``values`` (..., S) fp32, contiguous, in place, and returns them; with ``back``, inversely.
 
-    Divided by ``size`` before the butterflies in both directions, so that no sum overflows.  The
-    butterflies of distance 1, 2, 4, ... replace (a, b) by (a + b, a - b).
+    Butterflies of distance 1, 2, 4, ... replace (a, b) by (a + b, a - b).  In both directions the values are
+    divided by ``size`` before that, so that no sum overflows; ``back`` multiplies them by ``size`` in the end.
     """
     whole = values.shape[-1] // size * size
     groups = values[..., :whole].view(*values.shape[:-1], -1, size)
@@ -404,7 +440,7 @@ def _rotate(values: Tensor, size: int, *, back: bool = False) -> Tensor:
 def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | None) -> None:
     numel = x.shape[-1]
     codes_end, scales_at = codec.code_bytes(numel), codec.scales_at(numel)
-    shift = None  # of a quotient before rounding
+    shift = None  # random number that is added to each quotient before it is rounded
     if codec.stochastic:
         assert noise is not None  # noqa: S101  # checked
         bits = random_bits(noise, x.shape[:-1], numel, x.device).float()
@@ -413,17 +449,19 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
     low, high = values.aminmax(dim=-1, keepdim=True)  # both propagate NaN
     broken = ~(torch.isfinite(low) & torch.isfinite(high))
     if codec.asymmetric:
-        low = (low + 0.0).masked_fill(broken, 0.0)  # the least of -0 and +0 depends on the order: store +0
+        # Which of -0 and +0 is the minimum depends on the order of comparisons, so +0 is stored.
+        low = (low + 0.0).masked_fill(broken, 0.0)
         top = torch.full_like(low, codec.largest)
-        scale = torch.clamp(high / top - low / top, min=SMALLEST_NORMAL)  # their difference may overflow
-        values = values.mul_(0.5).sub_(low * 0.5).div_(scale * 0.5)  # this may overflow too; halves are exact
+        # ``high - low`` may overflow, so quotients are subtracted here and halves, which are exact, below.
+        scale = torch.clamp(high / top - low / top, min=SMALLEST_NORMAL)
+        values = values.mul_(0.5).sub_(low * 0.5).div_(scale * 0.5)
     else:
         absmax = torch.maximum(-low, high)
         scale = torch.clamp(absmax / torch.full_like(absmax, codec.steps), min=SMALLEST_NORMAL)
         scale = of_e8m0(to_e8m0(scale)) if codec.scale == "e8m0" else scale
         values = values.div_(scale)
     codes = _codes(codec, values, shift)
-    if broken.any():  # a NaN or an infinity must not decode to something finite: scale NaN, codes 0
+    if broken.any():  # a block with a NaN or an infinity must not decode to finite values
         scale = scale.masked_fill(broken, math.nan)
         codes.masked_fill_(broken, 0)
     pack(codes.view(*x.shape[:-1], -1)[..., :numel], codec.bits, frames[..., :codes_end])
@@ -441,18 +479,19 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
 
 
 def _codes(codec: Blocked, quotients: Tensor, shift: Tensor | None) -> Tensor:
-    """(...) uint8, in the lowest ``codec.bits`` bits."""
+    """Returns the codes (...) uint8 of quotients, in the lowest ``codec.bits`` bits."""
     if isinstance(codec, FloatCodec):
         return _float_codes(codec, quotients, shift)
     if shift is not None:
         quotients.add_(shift)
     first = 0 if codec.asymmetric else -codec.steps
-    codes = quotients.round_().clamp_(first, codec.largest).nan_to_num_(0.0)  # NaN only in broken blocks
+    # NaN occurs only in blocks that are not finite, whose codes are replaced by the caller.
+    codes = quotients.round_().clamp_(first, codec.largest).nan_to_num_(0.0)
     return codes.to(torch.uint8) if codec.asymmetric else codes.to(torch.int8).view(torch.uint8)
 
 
 def _float_codes(codec: FloatCodec, v: Tensor, shift: Tensor | None) -> Tensor:
-    """Sign, exponent and mantissa of each quotient, rounded to a multiple of its quantum."""
+    """Returns sign, exponent and mantissa of each quotient, rounded to a multiple of its quantum."""
     bits = v.contiguous().view(torch.int32)
     exponent = ((bits >> 23) & 0xFF).clamp_(min=codec.smallest_exponent + 127, max=254)
     quantum = ((exponent - codec.mantissa) << 23).view(torch.float32)
@@ -460,24 +499,24 @@ def _float_codes(codec: FloatCodec, v: Tensor, shift: Tensor | None) -> Tensor:
     if shift is not None:
         steps = steps + shift
     size = steps.round_().mul_(quantum).abs().clamp_(max=codec.largest)  # exact
-    code = torch.searchsorted(_levels(codec, size.device), size.nan_to_num(0.0))  # NaN only in broken blocks
+    code = torch.searchsorted(_levels(codec, size.device), size.nan_to_num(0.0))  # NaN: as in _codes
     sign = ((bits >> 31) & 1) << (codec.bits - 1)
     return (code | sign).to(torch.uint8)
 
 
 def to_e8m0(scale: Tensor) -> Tensor:
-    """(...) uint8 exponents of scales, rounded up to powers of two so that nothing saturates; 255 for NaN."""
+    """Returns scales, rounded up to powers of two so that no element saturates, as uint8 exponents; NaN is 255."""
     exponents = ((scale.view(torch.int32) + 0x7FFFFF) >> 23) & 0xFF
     return torch.where(scale.isnan(), 255, exponents).to(torch.uint8)
 
 
 def of_e8m0(exponents: Tensor) -> Tensor:
-    """(...) fp32 scales of E8M0 exponents."""
+    """Returns the fp32 scales of E8M0 exponents."""
     return torch.where(exponents == 255, math.nan, (exponents.to(torch.int32) << 23).view(torch.float32))
 
 
 def _decode_blocks(codec: Blocked, frames: Tensor, numel: int, largest: float) -> Tensor:
-    """(..., S) fp32, saturated at +-``largest``."""
+    """Returns the elements (..., S) fp32 of frames, saturated at +-``largest``."""
     lead, scales_at = frames.shape[:-1], codec.scales_at(numel)
     blocks, block = codec.blocks(numel), codec.block_size(numel)
     codes, half = unpack(frames[..., : codec.code_bytes(numel)], codec.bits, numel), 1 << (codec.bits - 1)
@@ -494,14 +533,14 @@ def _decode_blocks(codec: Blocked, frames: Tensor, numel: int, largest: float) -
         scale = of_e8m0(frames[..., scales_at : scales_at + blocks]).unsqueeze(-1)
     else:
         scale = _floats(frames, scales_at, blocks)
-    if codec.asymmetric:  # in halves: q * scale alone may overflow
+    if codec.asymmetric:  # in halves, since q * scale may overflow although the sum does not
         low = _floats(frames, scales_at + SCALE_BYTES * blocks, blocks)
         values.mul_(scale * 0.5).add_(low * 0.5).mul_(2.0)
     else:
         values.mul_(scale)
     values = values.view(*lead, -1)[..., :numel]
     if codec.hadamard:
-        top = LARGEST["fp32"]  # an infinity would become NaN in a difference
+        top = LARGEST["fp32"]  # an infinity would become NaN in the butterflies' differences
         values = _rotate(values.clamp(-top, top).contiguous(), codec.hadamard, back=True)
     return values.clamp_(-largest, largest)
 
@@ -512,9 +551,10 @@ def _levels(codec: FloatCodec, device: torch.device) -> Tensor:
 
 
 def float_levels(bits: int, mantissa: int, least: int) -> list[float]:
-    """The non-negative values of a float of ``bits``, ``mantissa`` of them of mantissa, by ascending code.
+    """Returns the non-negative values of a small float, in ascending order of their codes.
 
-    ``least`` is the exponent of the smallest normal value.  Codes above a format's largest have values too.
+    The float has ``bits`` bits, of which ``mantissa`` are the mantissa; ``least`` is the exponent of the
+    smallest normal value.  Codes above the largest number of a format have values too.
     """
     size = 1 << mantissa
     return [
@@ -524,18 +564,18 @@ def float_levels(bits: int, mantissa: int, least: int) -> list[float]:
 
 
 def _floats(frames: Tensor, start: int, count: int) -> Tensor:
-    """(..., count, 1) fp32 stored at byte ``start``."""
+    """Returns the fp32 numbers (..., count, 1) that are stored from byte ``start`` of frames on."""
     stored = frames[..., start : start + SCALE_BYTES * count]
-    aligned = stored.clone(memory_format=torch.contiguous_format)  # a frame's bytes may not be
+    aligned = stored.clone(memory_format=torch.contiguous_format)  # a frame may be misaligned for fp32
     return aligned.view(torch.float32).unsqueeze(-1)
 
 
 def pack(codes: Tensor, bits: int, out: Tensor) -> None:
-    """Write the low ``bits`` of (..., S) uint8 codes as a little-endian bit stream of (..., bytes)."""
+    """Write the low ``bits`` of codes (..., S) uint8 as a little-endian bit stream to ``out`` (..., bytes)."""
     if bits == 8:
         out.copy_(codes)
         return
-    group = 8 // math.gcd(8, bits)  # codes that fill whole bytes
+    group = 8 // math.gcd(8, bits)  # fewest codes that fill whole bytes
     rows = _in_groups(codes & ((1 << bits) - 1), group)
     stream = codes.new_zeros((group * bits // 8, *rows.shape[1:]))
     for index, row in enumerate(rows):
@@ -547,7 +587,7 @@ def pack(codes: Tensor, bits: int, out: Tensor) -> None:
 
 
 def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
-    """(..., S) uint8 codes below 2^bits, a copy, from a bit stream."""
+    """Returns the codes (..., S) uint8 below 2^bits of a bit stream, as a copy."""
     if bits == 8:
         return packed.clone()
     group = 8 // math.gcd(8, bits)
@@ -562,6 +602,6 @@ def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
 
 
 def _in_groups(row: Tensor, size: int) -> Tensor:
-    """(size, ..., groups): (..., n) cut into groups of ``size``, the last one filled up with zeros."""
+    """Cuts rows (..., n) into groups of ``size``, the last filled up with zeros; returns (size, ..., groups)."""
     full = torch.nn.functional.pad(row, (0, -row.shape[-1] % size))
     return full.view(*row.shape[:-1], full.shape[-1] // size, size).movedim(-1, 0).contiguous()

@@ -1,1 +1,1 @@
-"""Collectives over the groups of a mesh: the wire that counts every byte, and what runs on it."""
+"""Collectives over the groups of a mesh, all on one wire that counts every byte."""

@@ -1,7 +1,7 @@
-"""All-gathers encoded shards hop by hop: qwZ's and hpZ's gathers (paper sections 3.1 and 3.2).
+"""All-gathers encoded shards hop by hop, as qwZ and hpZ do (paper sections 3.1 and 3.2).
 
-A shard is encoded once, in :mod:`impl.unit.master_shard`; every hop forwards the received frames unchanged,
-so all ranks decode the same bytes.
+Each rank encodes its shard once (:mod:`impl.unit.master_shard` does it for weights).  Every further hop forwards
+the frames that the hop before has received, without decoding them, so all ranks decode the same bytes.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from impl.plan.traffic import Tag
 
 
 class FrameGather:
-    """All-gathers frames of ``nbytes`` along ``axes``, hop after hop; one at a time is under way.
+    """All-gathers frames of ``nbytes`` along ``axes``, one hop after the other; used for one gather at a time.
 
-    :meth:`open` gives the first hop's message, which the caller fills; :meth:`post` sends it; :meth:`finish`
-    waits for it, and posts and waits for the hops after it; ``left`` hops are not posted.
+    :meth:`open` returns the first hop's message, which the caller fills.  :meth:`post` sends it.  :meth:`finish`
+    waits for it, then runs the remaining hops.  ``left`` is the number of hops that are not posted yet.
     """
 
     def __init__(self, wire: Wire, axes: Sequence[Axis], nbytes: int, *, ring: bool = False) -> None:
         self._wire, self._nbytes, self._ring = wire, nbytes, ring
-        self._hops = [axis for axis in axes if axis.size > 1] or axes[:1]  # others would only copy
+        self._hops = [axis for axis in axes if axis.size > 1] or axes[:1]  # a hop of one rank would only copy
         self._shape = (*(axis.size for axis in reversed(axes)), nbytes)
         self._tag, self.left = Tag("step", "state"), len(self._hops)
-        self._exchange: Exchange  # from open() to close()
+        self._exchange: Exchange  # the hop under way, from open() to close()
 
     def open(self, tag: Tag, into: Tensor | None = None) -> Tensor:
-        """(nbytes,) uint8, the first hop's message, to be written before :meth:`post`.
+        """Return the first hop's message, (nbytes,) uint8, to be written before :meth:`post`.
 
-        ``into`` (ranks * nbytes,) uint8 receives all frames of a single hop; else it is not used.
+        If the gather has a single hop, all frames may arrive in ``into``, (ranks * nbytes,) uint8; otherwise
+        ``into`` is not used.
         """
         self._tag, self.left = tag, len(self._hops)
         to = into if self.left == 1 else None
@@ -61,7 +62,10 @@ class FrameGather:
         self.left -= 1
 
     def finish(self) -> Tensor:
-        """(sizes of all axes from the last to the first..., nbytes) uint8; valid until :meth:`close`."""
+        """Finish all hops and return the frames, valid until :meth:`close`.
+
+        Returns uint8 of shape (size of the last axis, ..., size of the first axis, nbytes).
+        """
         while self.left:
             self.post_next_hop()
         return self._exchange.wait().view(self._shape)
@@ -73,15 +77,15 @@ class FrameGather:
 
 
 def are_elements(codec: Codec, dtype: torch.dtype, shard: int) -> bool:
-    """Whether a frame of ``shard`` elements of ``dtype`` is those elements, bit by bit."""
+    """Return whether a frame of ``shard`` elements of ``dtype`` is just these elements, bit by bit."""
     same = isinstance(codec, Raw) and DTYPES[codec.dtype] == dtype
     return same and codec.frame_bytes(shard) == codec.code_bytes(shard)
 
 
 def by_axes(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[int] | None = None) -> Tensor:
-    """View of ``flat`` (n * S,) as (sizes of ``axes`` in this order..., S), by rank digits.
+    """View ``flat`` (n * S,), n shards of S elements, as (size of each axis..., S), in the order of ``axes``.
 
-    ``strides`` are the parts between neighbours along each axis; the axes' own by default.
+    ``strides`` are the distances, in shards, between neighbours along each axis; by default those of the axes.
     """
     sizes = [axis.size for axis in axes]
     apart_by = [axis.stride for axis in axes] if strides is None else strides
@@ -89,7 +93,7 @@ def by_axes(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[in
 
 
 def gather_whole(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Tensor:
-    """(ranks, n) fp32: the parts (n,) of all ranks along ``axes``, the first hop's first, in rank order."""
+    """Gather the parts (n,) fp32 of all ranks along ``axes``, hop by hop; returns (ranks, n) in rank order."""
     numel, ranks = part.numel(), math.prod(axis.size for axis in axes)
     whole = torch.empty(ranks * numel, device=part.device)
     if numel:
@@ -102,9 +106,10 @@ def gather_whole(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Te
 
 
 def scatter(wire: Wire, source: int, parts: Sequence[Tensor] | None, numel: int, tag: Tag) -> Tensor:
-    """(numel,) fp32 this rank's part from rank ``source``; the other ranks' messages are zeros.
+    """Send each rank its part from rank ``source``; returns this rank's part (numel,) fp32.
 
-    ``parts`` are one for each rank, of at most ``numel`` elements, on ``source``; elsewhere None.
+    ``parts`` has, on ``source``, one tensor of at most ``numel`` elements for each rank; on other ranks it is
+    None.  This is an all-to-all in which the other ranks send zeros.
     """
     world = wire.mesh.topology.world_axis
     exchange = wire.all_to_all(world, numel * torch.float32.itemsize, tag)

@@ -1,8 +1,9 @@
-"""Error feedback of a unit's gradient codecs: holds the errors of encodings.
+"""Keeps the errors that error feedback carries from one encoding of a unit's gradient to the next.
 
-The errors are sharded as the hop is: for the hop between nodes a rank encodes the sums of its local index
-alone, and keeps ``padded / ranks_per_node`` errors; for a first hop it encodes, and keeps, all.
-Errors are cleared after an overflow, whose gradients are not used, and every ``reset`` optimizer steps.
+A rank keeps one error for each element that it encodes.  For the first hop it encodes the whole gradient.  For
+the hop between nodes it encodes only the sums that belong to its local index, and keeps
+``padded / ranks_per_node`` errors.  Errors are cleared every ``reset`` optimizer steps, and after an overflow,
+whose gradients are not used.
 """
 
 from __future__ import annotations
@@ -18,22 +19,26 @@ from impl.plan.topology import Topology
 
 
 class Errors:
-    """The errors of one unit on one rank, ``nbytes`` in all; reductions end with ``piece`` elements."""
+    """The carried errors of one unit on one rank, ``nbytes`` in all.
+
+    ``piece`` is the number of elements with which each rank ends a reduction.
+    """
 
     def __init__(self, policy: Policy, topology: Topology, piece: int, device: torch.device) -> None:
-        assert policy.feedback is not None  # noqa: S101  # else there are none
+        assert policy.feedback is not None  # noqa: S101  # the caller checks it
         self.feedback, dtype = policy.feedback, DTYPES[policy.feedback.state]
         sizes = [axis.size for axis, _ in policy.reduce_axes(topology)]
-        self._errors = {  # by hop, (ranks along its axis and the later ones..., piece)
+        # for each hop that keeps errors: (ranks along its axis, ranks along each later axis..., piece)
+        self._errors = {
             hop: torch.zeros(*sizes[hop:], piece, dtype=dtype, device=device)
             for hop, kept in enumerate(policy.feedback_hops(topology))
             if kept
         }
         self.nbytes = sum(error.nbytes for error in self._errors.values())
-        self._since = 0  # the step of the last reset
+        self._since = 0  # the optimizer step of the last reset
 
     def carried(self, hop: int, start: int, end: int) -> Carried | None:
-        """Errors of elements [start, end) of each row of ``hop``; None if it keeps none."""
+        """Return the errors of elements [start, end) of each piece for ``hop``; None if the hop keeps none."""
         error = self._errors.get(hop)
         return None if error is None else Carried(error[..., start:end], self.feedback.decay)
 
@@ -43,13 +48,13 @@ class Errors:
             error.zero_()
 
     def begin(self, step: int) -> None:
-        """Before the reductions of optimizer step ``step``: clear errors every ``reset`` steps."""
+        """Clear the errors if ``reset`` steps have passed; called before the reductions of ``step``."""
         if self.feedback.reset and step - self._since >= self.feedback.reset:
             self.clear()
             self._since = step
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of the errors by hop, and the step of the last reset, to be loaded again."""
+        """Return copies of the errors by hop, and the step of the last reset, for a resumed run."""
         state = {f"hop{hop}": error.clone() for hop, error in self._errors.items()}
         return {**state, "since": torch.tensor(self._since)}
 

@@ -1,4 +1,12 @@
-"""Exchanges: of one rank, in a node's memory, by torch.distributed, or through host memory."""
+"""Sends and receives the messages of one collective, in four ways that share the protocol :class:`Exchange`.
+
+* :class:`Alone`: a group of one rank, which sends nothing.
+* :class:`InMemory`: ranks of a node read each other's messages in shared memory.
+* :class:`Distributed`: torch.distributed carries the messages.
+* :class:`Staged`: messages of a GPU are carried through host memory.
+
+:mod:`impl.comm.wire` chooses the way, and books the bytes.
+"""
 # ruff: noqa: D102  # Exchange documents the methods
 
 from __future__ import annotations
@@ -24,47 +32,49 @@ from impl.transport.shared_memory import Arena
 
 Kind = Literal["all_gather", "all_to_all", "shift"]
 
-_TAGS: Final = 1 << 30  # of gloo's messages
-# torch 2.13 renames it and warns about the old name; 2.11 has only the old one.
+_TAGS: Final = 1 << 30  # gloo's messages have tags below this number
+# torch 2.13 renames this function and warns about the old name; torch 2.11 has only the old name.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Exchange(Protocol):
-    """One collective under way: write to ``send``, ``post()``, ``wait()``."""
+    """One collective under way: the caller writes to ``send``, calls ``post()``, ``wait()`` and ``close()``."""
 
-    send: Tensor  # (bytes,) this rank's message, to be written before post(); all-to-all: a row per rank
+    # (bytes,) uint8 this rank's message, to be written before post(); for an all-to-all one row for each rank
+    send: Tensor
 
     def post(self) -> None:
-        """Send the message; ``send`` belongs to the wire from here on."""
+        """Send the message; the caller must not write to ``send`` any more."""
 
     def wait(self) -> Tensor:
-        """(ranks, bytes) received, a row per source; valid until :meth:`close`."""
+        """Wait for all messages; returns (ranks, bytes) uint8, a row per source, valid until :meth:`close`."""
 
     def close(self) -> None:
         """Give the buffers back."""
 
 
 class Pacer(Protocol):
-    """Models a link: says when bytes sent to other nodes have left."""
+    """Models a link between nodes: computes when bytes have left a node."""
 
     def book(self, nbytes: int) -> float:
-        """``time.monotonic()`` at which the last of ``nbytes`` has left this node."""
+        """Put ``nbytes`` on the link; returns the ``time.monotonic()`` at which the last byte has left."""
 
 
 def point_to_point(group: Group, kind: Kind, received: Tensor, sent: Tensor, tag: int) -> list[dist.Work]:
-    """Post an exchange over gloo as one message to and from each rank of the group.
+    """Post an exchange over gloo as one message to each rank of the group and one from each.
 
-    gloo's own all-to-all announces each receive late: behind a slow link the announcement queues after our
-    data and the link idles (24 to 30 of 50 Mbit/s; 48 with all receives announced before any send).
+    gloo's own all-to-all announces a receive only when its turn comes.  Behind a slow link the announcement then
+    queues behind our data, and the link idles: it carries 24 to 30 of 50 Mbit/s.  Here all receives are
+    announced before any send, and the link carries 48 Mbit/s.
     """
     size, me, handle = len(group.ranks), group.index, group.handle() or group.process_group
-    # Start with the next rank, so that not all ranks send to the first one first.
+    # Each rank starts with the rank after it, so that not all ranks send to the same rank first.
     after, before = group.others, group.others[::-1]
     if kind == "shift":
         after, before = after[:1], before[:1]
     come = [received] * size if kind == "shift" else received.view(size, -1).unbind()
     go = sent.view(size, -1).unbind() if kind == "all_to_all" else [sent] * size
-    # isend() and irecv() without their checks: six calls are 60 us a unit and hop.
+    # These are isend() and irecv() without their checks: six calls of those take 60 us for each unit and hop.
     works = [handle.recv([come[i]], i, tag) for i in before]
     works += [handle.send([go[i]], i, tag) for i in after]
     if kind == "all_to_all":
@@ -77,7 +87,7 @@ def collective(group: Group, kind: Kind, received: Tensor, sent: Tensor, _: int)
     handle = group.process_group
     if kind == "all_gather":
         return [_all_gather(received, sent, group=handle, async_op=True)]
-    come = go = None  # bytes by rank: equal parts
+    come = go = None  # bytes by rank; None for equal parts
     if kind == "shift":
         before, after = ((group.index + step) % group.size for step in (-1, 1))
         come, go = ([sent.numel() if i == end else 0 for i in range(group.size)] for end in (before, after))
@@ -86,57 +96,59 @@ def collective(group: Group, kind: Kind, received: Tensor, sent: Tensor, _: int)
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The path of exchanges of one kind, size and purpose along an axis."""
+    """How exchanges of one kind, size and purpose along an axis are sent and booked; computed once."""
 
-    operation: Fields  # for the log of collectives
-    group: Group  # the axis's
-    kind: Kind  # of exchange
-    nbytes: int  # of a row that a rank receives from another
-    sent_bytes: int  # this rank's message
-    rows: int  # received
+    operation: Fields  # the entry in the log of collectives
+    group: Group  # the ranks along the axis
+    kind: Kind
+    nbytes: int  # bytes that a rank receives from each other rank
+    sent_bytes: int  # bytes of this rank's message
+    rows: int  # number of messages received, this rank's own included
     shared: bool  # whether ranks read each other's memory
-    direct: bool  # else whether messages go from rank to rank, or by the backend's collectives
-    limit: tuple[timedelta, ...]  # arguments of works' ``wait``
-    # keys of the ledger with the bytes and messages of an exchange
+    direct: bool  # otherwise, whether messages go from rank to rank over gloo or by the backend's collectives
+    limit: tuple[timedelta, ...]  # the arguments of ``Work.wait()``
+    # for each key of the ledger, the bytes and the messages that one exchange adds
     booked: tuple[tuple[LedgerKey, int, int], ...]
-    inter_bytes: int  # of these to other nodes
+    inter_bytes: int  # bytes of one exchange that go to other nodes
 
 
 class Buffers:
-    """Memory of messages, reused: a fresh buffer costs a page fault every 4 KiB.
+    """Reuses the memory of messages, because a fresh buffer costs a page fault every 4 KiB.
 
-    With several ``streams`` of a GPU, a buffer's next user waits, on its stream, for its last one.
+    With several ``streams`` of a GPU, the stream of a buffer's next user waits for its last user.
     """
 
     def __init__(self, device: torch.device, *, streams: bool = False) -> None:
         self._device, self._streams = device, streams
-        self._spare = 2 if streams else 0  # free buffers of a size to keep: a message and what it receives
+        # With streams, two free buffers of a size are left (a message and what it receives), so that a user seldom
+        # has to wait for the last one.
+        self._spare = 2 if streams else 0
         self._free: dict[int, deque[tuple[Tensor, torch.cuda.Event | None]]] = defaultdict(deque)
 
     def take(self, nbytes: int) -> Tensor:
-        """(nbytes,) uint8."""
+        """Return a buffer (nbytes,) uint8 with arbitrary content."""
         free = self._free[nbytes]
         if len(free) > self._spare:
-            # On streams the one used longest ago, else the last one, which caches may hold.
+            # With streams, take the buffer used longest ago; otherwise the last one, which caches may still hold.
             buffer, event = free.popleft() if self._streams else free.pop()
             if event is not None:
                 event.wait()
             return buffer
-        with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
+        with torch.inference_mode(mode=False):  # the buffer will outlive a pass in inference mode
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Let it be used again."""
+        """Take back a buffer that :meth:`take` has returned, to use it again."""
         event = torch.cuda.current_stream(self._device).record_event() if self._streams else None
         self._free[buffer.numel()].append((buffer, event))
 
     def clear(self) -> None:
-        """Drop free buffers."""
+        """Drop all free buffers."""
         self._free.clear()
 
 
 class Alone:
-    """A group of one rank: what it sends is what it receives."""
+    """The exchange of a group of one rank, which receives what it sends."""
 
     def __init__(self, buffers: Buffers, nbytes: int) -> None:
         self.send, self._buffers = buffers.take(nbytes), buffers
@@ -152,13 +164,15 @@ class Alone:
 
 
 class InMemory:
-    """Ranks of one node read each other's rows in place, in a slot of the arena."""
+    """An exchange in shared memory: ranks of one node read each other's rows in place, in a slot of the arena."""
 
     def __init__(self, watchdog: Watchdog, step: Step, route: Route, arena: Arena) -> None:
         self._watchdog, self._step, self._route, self._arena = watchdog, step, route, arena
         start = route.group.index * route.nbytes if route.kind == "all_to_all" else 0
-        self._part = slice(start, start + route.nbytes)  # of each rank's message
-        self._rows: Tensor | None = None  # once all have posted theirs
+        self._part = slice(
+            start, start + route.nbytes
+        )  # the part of each rank's message that is for this rank
+        self._rows: Tensor | None = None  # the messages of all ranks, once all have been posted
         self._begin = 0.0
         self._number = watchdog.wait(step, arena.claim)
         self.send = arena.row(self._number)[: route.sent_bytes]
@@ -171,7 +185,7 @@ class InMemory:
         return self.messages()[:, self._part]
 
     def messages(self) -> Tensor:
-        """(ranks, bytes) the whole messages of all ranks; waits like :meth:`wait`."""
+        """Wait for all messages, and return the whole of them, (ranks, bytes), not only the parts for this rank."""
         if self._rows is None:
             rows = self._watchdog.wait(self._step, partial(self._arena.wait, self._number))
             if not self._arena.agree(self._number, self._step[2]):
@@ -185,9 +199,9 @@ class InMemory:
 
 
 class Distributed:
-    """An exchange by torch.distributed, over a modelled link if there is a ``pacer``.
+    """An exchange that torch.distributed carries; a ``pacer`` delays its messages as a modelled link would.
 
-    Its messages lie in ``buffers``, or those that a gather receives in ``into``.
+    The memory of messages comes from ``buffers``.  What a gather receives may go to ``into`` instead.
     """
 
     def __init__(
@@ -207,7 +221,7 @@ class Distributed:
         self._received = buffers.take(route.nbytes * route.rows) if into is None else into
         self._taken = [self._received] if into is None else []
         if route.kind == "all_gather" and route.direct:
-            # The message is written where this rank receives its own.
+            # The message is written straight to this rank's own row of what is received.
             self.send = self._received.view(route.rows, -1)[route.group.index]
         else:
             self.send = buffers.take(route.sent_bytes)
@@ -219,10 +233,12 @@ class Distributed:
         if self._pacer is not None and route.inter_bytes:
             self._arrival = self._pacer.book(route.inter_bytes)
         start = point_to_point if route.direct else collective
-        mark = self._step[2] % _TAGS  # messages of ranks with other orders do not match
+        # The tag is part of the fingerprint of all exchanges so far.  Thus gloo does not match messages of ranks
+        # that have opened different exchanges.
+        mark = self._step[2] % _TAGS
         try:
             self._works = start(route.group, route.kind, self._received, self.send, mark)
-        except RuntimeError as error:  # gloo may report a lost rank here already
+        except RuntimeError as error:  # gloo may find here already that a rank is lost
             raise self._watchdog.error(f"could not finish {label(self._step)}", error, self._step) from error
 
     def wait(self) -> Tensor:
@@ -239,15 +255,15 @@ class Distributed:
             time.sleep(left)
 
     def close(self) -> None:
-        if not self._under_way:  # else a message may still be written or read there
+        if not self._under_way:  # otherwise a message may still be read from or written to the buffers
             for buffer in self._taken:
                 self._buffers.give_back(buffer)
 
 
 class Staged:
-    """An exchange of tensors on a device, in ``buffers``, by ``host`` through host memory.
+    """An exchange of tensors on a device, which ``host``, an exchange of CPU tensors, carries.
 
-    So several ranks can share a GPU, which NCCL refuses.  Copies block the thread.
+    With it several ranks can share a GPU, which NCCL refuses.  Copies to and from the host block the thread.
     """
 
     def __init__(self, host: Distributed, route: Route, buffers: Buffers) -> None:
@@ -266,7 +282,7 @@ class Staged:
 
 
 def _arrived(watchdog: Watchdog, route: Route, begin: float) -> None:
-    """Note that an exchange posted at ``begin`` has been received."""
+    """Add to the timeline, if there is one, an exchange that was posted at ``begin`` and has been received."""
     if watchdog.timeline is not None:
         purpose, unit = route.operation[6:8]
         lane = BETWEEN if route.inter_bytes else INSIDE

@@ -1,8 +1,9 @@
-"""The log of a rank's exchanges, its fingerprint, and the first exchange where ranks' logs differ.
+"""Logs a rank's exchanges with a fingerprint, and finds the first exchange in which ranks differ.
 
-All ranks run one program, so all must open the same exchanges in the same order; a rank that does not leaves
-the others waiting for ever.  Logs are compared by a count and a 64-bit fingerprint
-(:data:`impl.plan.traffic.ORDER_BYTES`); only where these differ exchange by exchange.
+All ranks run the same program, so all must open the same exchanges in the same order.  If a rank does not, the
+others wait for its messages for ever.  To detect this, ranks compare the count of their exchanges and a 64-bit
+fingerprint of their order (:data:`impl.plan.traffic.ORDER_BYTES`).  Only if these differ are the logs compared
+exchange by exchange.
 """
 
 from __future__ import annotations
@@ -15,20 +16,23 @@ from typing import Final
 
 from impl.plan.topology import ranks_in_words
 
-_FACTOR: Final = 0x9E3779B97F4A7C15  # odd, so that no earlier exchange is ever shifted out
+# Multiplying by an odd number loses no bits modulo 2**64, so a fingerprint depends on every earlier exchange.
+_FACTOR: Final = 0x9E3779B97F4A7C15
 
-# An exchange as all ranks see it: its kind (``all_gather``, ``all_to_all``, ``shift``), axis, group size and
-# stride, the bytes of one message, phase, purpose and unit of its tag, and whether it is of a ring.
+# An exchange as all ranks see it: its kind (``all_gather``, ``all_to_all``, ``shift``); the name, group size and
+# stride of its axis; the bytes of one message; phase, purpose and unit of its tag; and whether it is part of a
+# ring.
 Fields = tuple[str, str, int, int, int, str, str, str, bool]
-# One exchange of a rank: its number from 1, its fields, the fingerprint of all up to it, the public call that
-# opened it, as ``save()``, or "" in passes.
-Step = tuple[int, Fields, int, str]  # a named tuple would take 0.4 us, as much as all else
+# One exchange of a rank: its number, from 1; its fields; the fingerprint of all exchanges up to this one; and the
+# public call that opened it, such as ``save()``, or "" inside passes.  Making a named tuple would take 0.4 us, as
+# long as everything else that is done for an entry.
+Step = tuple[int, Fields, int, str]
 
 
 def describe(fields: Fields, call: str = "") -> str:
-    """An exchange in words."""
+    """Describe an exchange in words."""
     kind, axis, ranks, stride, nbytes, *tag, ring = fields
-    # Axes of one name may differ in size and stride: those of two policies on one wire.
+    # The stride is given because axes of one name may differ in it, if two policies share a wire.
     apart = f", stride {stride}" if stride > 1 else ""
     group = f"{axis} ({ranks} ranks{apart}{', ring' if ring else ''})"
     where = f" in {call}" if call else ""
@@ -36,28 +40,28 @@ def describe(fields: Fields, call: str = "") -> str:
 
 
 def label(step: Step) -> str:
-    """An exchange in words, with its number."""
+    """Describe an exchange in words, with its number."""
     return f"exchange {step[0]}, {describe(step[1], step[3])}"
 
 
 @lru_cache(1 << 14)
 def _code(fields: Fields, call: str) -> int:
-    """64 bits, equal in every process (``hash`` of text is not)."""
+    """Return a 64-bit hash that is equal in every process, which ``hash()`` of a text is not."""
     text = f"{fields!r} {call}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 class CollectiveLog:
-    """One rank's exchanges: their count, the fingerprint of their order, and the last ones in order."""
+    """The log of one rank's exchanges: their count, the fingerprint of their order, and the last 1024."""
 
     def __init__(self) -> None:
         self.count = self.fingerprint = 0
-        self.call = ""  # the public call that opens exchanges now, which all ranks must make
-        self.before_call = 0  # exchanges opened before it
-        self.steps: deque[Step] = deque(maxlen=1024)  # 0.2 MB
+        self.call = ""  # the public call that is running, which all ranks must make; "" inside passes
+        self.before_call = 0  # number of exchanges that were opened before this call
+        self.steps: deque[Step] = deque(maxlen=1024)  # takes 0.2 MB
 
     def open(self, fields: Fields) -> Step:
-        """Enter the next exchange."""
+        """Add the next exchange to the log, and return its entry."""
         self.count += 1
         self.fingerprint = ((self.fingerprint ^ _code(fields, self.call)) * _FACTOR + 1) % 2**64
         step = (self.count, fields, self.fingerprint, self.call)
@@ -66,8 +70,9 @@ class CollectiveLog:
 
 
 def parting(histories: Mapping[int, Iterable[Step]]) -> str | None:
-    """A sentence on the first exchange that differs in ranks' ``histories``; None if none does."""
-    opened: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))  # ranks by exchange
+    """Describe the first exchange in which the ranks' ``histories`` differ, in a sentence; None if none does."""
+    # number of the exchange -> its description -> the ranks that opened it
+    opened: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, steps in sorted(histories.items()):
         for number, fields, _, call in steps:
             opened[number][describe(fields, call)].append(rank)

@@ -1,9 +1,10 @@
-"""The ledger: bytes and messages that a rank has sent, by purpose.
+"""Counts the bytes and messages that a rank has sent, by purpose, and records when messages were under way.
 
-The wire books every message; ``impl.plan.traffic`` predicts the same rows (docs/reference/metrics.md).
+The wire books every message in its :class:`Ledger`; ``impl.plan.traffic`` predicts the same rows
+(docs/reference/metrics.md).
 
-A timeline, for a picture of one step, can be attached to a wire (:meth:`impl.comm.wire.Wire.traced`).  A
-message is under way from its post to the end of its wait: transports do not say when it arrived.
+To draw one step, a :class:`Timeline` can be attached to a wire (:meth:`impl.comm.wire.Wire.traced`).  In it, a
+message is under way from its post to the end of the wait for it, because transports do not tell when it arrived.
 """
 
 from __future__ import annotations
@@ -18,36 +19,36 @@ from impl.plan.traffic import LedgerKey, Link, Sent
 BETWEEN: Final = "between nodes"
 INSIDE: Final = "inside the node"
 WAITING: Final = "waiting"
-ACROSS: Final = "for other nodes"  # names of waits
-WITHIN: Final = "for this node"
+ACROSS: Final = "for other nodes"  # the name of a wait for messages that cross between nodes
+WITHIN: Final = "for this node"  # the name of any other wait
 
 
 @dataclass(slots=True)
 class Ledger:
     """Bytes and messages that this rank has sent."""
 
-    # bytes and messages
+    # for each key, a list of two numbers: bytes and messages
     booked: dict[LedgerKey, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
 
     def rows(self) -> dict[LedgerKey, Sent]:
-        """A copy of everything booked."""
+        """Return a copy of everything that is booked."""
         return {key: Sent(*row) for key, row in self.booked.items()}
 
     def total(self, link: Link) -> int:
-        """Bytes over one kind of link."""
+        """Return the bytes sent over one kind of link."""
         return sum(row[0] for key, row in self.booked.items() if key.link == link)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A message or wait in time."""
+    """A message, or a wait, in time."""
 
-    lane: str  # a message is between nodes if this rank's bytes leave the node
+    lane: str  # BETWEEN for a message of which bytes leave this rank's node, INSIDE for others; or WAITING
     name: str
-    # in seconds of ``time.perf_counter()``, which ranks of one machine share
+    # in seconds of ``time.perf_counter()``, a clock that the ranks of one machine share
     begin: float
     end: float
-    nbytes: int = 0  # of this rank's message
+    nbytes: int = 0  # bytes of this rank's message
 
 
 @dataclass(slots=True)

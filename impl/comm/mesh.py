@@ -1,13 +1,14 @@
-"""Process groups: the default one, and those along each axis of a mesh; the only place that makes any.
+"""Makes the process groups: the default group, and one along each axis of a mesh.
 
-A mesh is over all ranks, or over those of one process group: torch's *global* ranks, counted from 0 in the
-mesh.  Meshes over different ranks share nothing: each has its own process groups, shared memory and keys in
-the store of the rendezvous, and ranks of other meshes take no part in what it does.
+No other file makes process groups.  A mesh is over all ranks, or over the ranks of one process group.  Torch
+numbers all ranks of the job (*global* ranks); a mesh counts its own ranks from 0.  Meshes over different ranks
+share nothing: each has its own process groups, shared memory and keys in the store of the rendezvous, and only
+its own ranks take part in its calls.
 
-A process must end its groups before the interpreter ends.  Gloo's threads drop the tensors of a collective
-after its ``wait()`` returned; a thread that does so during the interpreter's end aborts the process (status
--6, "terminate called without an active exception").  ``destroy_process_group()`` waits for these threads only
-if nothing else holds the group, so a :class:`Mesh` does not hold any.
+A process must end its groups before the interpreter ends.  Gloo's threads may drop the tensors of a collective
+after its ``wait()`` has returned; a thread that does so while the interpreter ends aborts the process (status
+-6, "terminate called without an active exception").  ``destroy_process_group()`` waits for these threads, but
+only if nobody else holds the group.  Therefore a :class:`Mesh` has only weak references to its groups.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before a group is there: its defaults would hold it for ever
+import torch.distributed.nn.functional  # imported before there is a group, which its defaults would hold for ever
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,33 +33,35 @@ from torch.distributed.device_mesh import DeviceMesh
 from impl.plan.topology import Axis, Topology, ranks_in_words
 from impl.transport.group import Group, MeshError
 
-# Dimensions of a device mesh along which ranks hold other parts of the model, by their usual names.
+# The usual names of device mesh dimensions along which ranks hold different parts of the model.
 _NOT_DATA_PARALLEL: Final = frozenset({"tp", "pp", "cp", "sp", "ep", "etp"})
 
 
 @contextlib.contextmanager
 def default_group(backend: str, **options: Any) -> Iterator[None]:
-    """Join the default process group; after the body it and all groups made from it have ended.
+    """Context that joins the default process group, and on leaving ends it with all groups made from it.
 
     Arguments are those of ``torch.distributed.init_process_group``.
-    After an error groups stay: ending them would wait for messages that other ranks no longer send.  The
-    process must then report the error and end by ``os._exit()``.
+
+    If the body raises, groups are not ended, because ending them would wait for messages that other ranks no
+    longer send.  The process must then report the error and exit with ``os._exit()``.
     """
     dist.init_process_group(backend, **options)
     yield
     dist.destroy_process_group()
-    gc.collect()  # FSDP2 and DDP hold groups from cycles
+    gc.collect()  # FSDP2 and DDP hold groups in reference cycles
 
 
 @dataclass(slots=True, eq=False)
 class Mesh:
-    """One rank's view of the topology."""
+    """The ranks that train together, as one of them sees them: its topology, its rank and its device."""
 
     topology: Topology
-    rank: int  # this rank in the mesh, ``node * ranks_per_node + local``
+    rank: int  # this rank's number in the mesh, ``node * ranks_per_node + local``
     device: torch.device
-    members: tuple[int, ...] | None = None  # global rank of each rank; None: all ranks, in their order
-    backend: str | None = None  # of its process groups; None: that of the default group
+    # the global rank of each rank of the mesh; None if the mesh is over all ranks, in their order
+    members: tuple[int, ...] | None = None
+    backend: str | None = None  # the backend of its process groups; None for that of the default group
     _groups: dict[Axis, Group] = field(default_factory=dict)
 
     @classmethod
@@ -69,20 +72,23 @@ class Mesh:
         *,
         group: dist.ProcessGroup | DeviceMesh | None = None,
     ) -> Mesh:
-        """Make a mesh of all ranks, or of those of ``group``; only these call it.
+        """Make a mesh of all ranks, or of the ranks of ``group``; all of these must call it, and no others.
 
         Args:
-            topology: where the ranks are, in their order.  By default, and for a device mesh of one
-                dimension, torchrun's ``LOCAL_WORLD_SIZE`` says which ranks share a node, and without it all
-                do; a device mesh of two dimensions is ``(nodes, ranks of a node)``.
-            device: of tensors; by default the device mesh's, the current GPU for NCCL, else the CPU.
+            topology: the nodes and the ranks on each, in rank order, or a device mesh in place of ``group``.
+                By default, torchrun's ``LOCAL_WORLD_SIZE`` tells which ranks share a node; without this
+                variable all ranks do.  This also holds for a device mesh of one dimension.  A device mesh of
+                two dimensions is read as ``(nodes, ranks of a node)``.
+            device: the device of tensors.  By default it is the device mesh's, with NCCL the current GPU,
+                otherwise the CPU.
             group: what ``dist.new_group([...])`` returned, or a device mesh; all ranks by default.
 
-        Raises MeshError: if the group's size is not ``topology.world``, or this rank is not in the group.
+        Raises:
+            MeshError: if the group's size is not ``topology.world``, or if this rank is not in the group.
         """
         if isinstance(topology, DeviceMesh):
             if group is not None:
-                raise MeshError("topology is a DeviceMesh, which has a group: leave group= out")
+                raise MeshError("topology is a DeviceMesh, which determines the ranks: leave group= out")
             topology, group = None, topology
         elif not isinstance(topology, Topology | None):
             kind = type(topology).__name__
@@ -95,7 +101,8 @@ class Mesh:
             kind, topology = "cuda" if backend == "nccl" else "cpu", topology or _placed(members)
         if len(members) != topology.world:
             raise MeshError(
-                f"topology {topology} needs {topology.world} ranks, the process group has {len(members)}"
+                f"topology {topology} needs {topology.world} ranks, the process group has {len(members)}: pass a "
+                "topology of as many ranks as the group has"
             )
         if device is None:
             device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
@@ -103,7 +110,7 @@ class Mesh:
         bound = c10d._get_default_group().bound_device_id  # noqa: SLF001
         if backend == "nccl" and bound is not None and not everyone:
             raise MeshError(
-                f"the mesh is of {len(members)} of {dist.get_world_size()} ranks, but after "
+                f"the mesh is over {len(members)} of {dist.get_world_size()} ranks, but after "
                 "init_process_group(device_id=...) NCCL makes groups with all ranks only: leave device_id out"
             )
         return cls(
@@ -116,7 +123,7 @@ class Mesh:
 
     @classmethod
     def of(cls, mesh: Mesh | DeviceMesh) -> Mesh:
-        """Return ``mesh`` itself, or the mesh of a device mesh: the same one whenever it is asked for."""
+        """Return ``mesh`` itself, or the mesh of a device mesh, which is the same object at every call."""
         if isinstance(mesh, Mesh):
             return mesh
         if not isinstance(mesh, DeviceMesh):
@@ -131,24 +138,30 @@ class Mesh:
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        """Torch's rank of each rank of the mesh."""
+        """The global rank, which is torch's, of each rank of the mesh."""
         return self.members or tuple(range(self.topology.world))
 
     @property
     def counting(self) -> str:
-        """What an error that names ranks ends with: how these are counted, unless as torch counts them."""
+        """The end of an error that names ranks: how they are counted; empty if they are global ranks."""
         if self.members is None:
             return ""
         return f" (ranks as counted in the mesh of global ranks {', '.join(map(str, self.members))})"
 
     def store(self) -> Store | None:
-        """The store of the ranks' rendezvous, apart from other meshes' keys; None where there is none."""
+        """Return the store of the ranks' rendezvous, with a prefix that keeps its keys apart from other meshes'.
+
+        Returns None if there is no store: for one rank, and for ranks that are threads.
+        """
         world = dist.group.WORLD if dist.is_initialized() and self.topology.world > 1 else None
         found = None if world is None else world.get_group_store()
         return found if found is None or self.members is None else PrefixStore(self._prefix, found)
 
     def claim(self, name: str) -> str | None:
-        """Claim ``name`` for this mesh among those of the job; returns the ranks that had claimed it."""
+        """Claim ``name`` for this mesh, so that no mesh over other ranks of the job uses it.
+
+        Returns None, or, if another mesh has claimed the name before, that mesh's ranks as text.
+        """
         if not dist.is_initialized():
             return None
         mine = f"global {ranks_in_words(self.global_ranks)}"
@@ -157,11 +170,11 @@ class Mesh:
         return None if found == mine else found
 
     def has_group(self, axis: Axis) -> bool:
-        """Whether :meth:`group` of ``axis`` is made already, and so waits for nobody."""
+        """Return whether :meth:`group` of ``axis`` exists already, so that the call waits for no other rank."""
         return axis in self._groups
 
     def group(self, axis: Axis) -> Group:
-        """This rank's group along ``axis``; made at the first call, which all ranks must reach."""
+        """Return this rank's group along ``axis``; the first call makes it, and all ranks must take part."""
         if axis not in self._groups:
             ranks = axis.group(self.rank)
             handle = self._enumerated(axis) if self.members is None else self._among(ranks, self.members)
@@ -171,23 +184,23 @@ class Mesh:
         return self._groups[axis]
 
     def _enumerated(self, axis: Axis) -> dist.ProcessGroup:
-        """This rank's process group along ``axis`` of all ranks.
+        """Make this rank's process group along ``axis`` in a mesh over all ranks.
 
-        A rank that does not reach it leaves the others waiting for torch's own timeout, half an hour; so
-        :meth:`impl.comm.wire.Wire.group` waits for all ranks first.
-
-        Torch wants every rank to take part in making every group, so all of the axis are made, in order.
+        Torch requires every rank to take part in making every group.  Therefore each rank makes all groups of
+        the axis, in the same order.  If a rank does not get here, the others wait for torch's own timeout of
+        half an hour; :meth:`impl.comm.wire.Wire.group` therefore waits for all ranks first.
         """
         every = sorted(map(list, {axis.group(rank) for rank in range(self.topology.world)}))
         handle, _ = dist.new_subgroups_by_enumeration(every, backend=self.backend)  # type: ignore[no-untyped-call]
         return handle  # type: ignore[no-any-return]
 
     def _among(self, ranks: Sequence[int], members: Sequence[int]) -> dist.ProcessGroup:
-        """The process group of these ranks of the mesh, made by them alone.
+        """Make the process group of ``ranks`` of the mesh, in which only these ranks take part.
 
-        ``dist.new_group(use_local_synchronization=True)`` does the same, but names the group after the number
-        of groups that a rank is in: ranks that are in unequally many would wait for one another for ever.  So
-        the group is made by torch's own helper, under a name of the mesh and of this rank's groups in it.
+        ``dist.new_group(use_local_synchronization=True)`` does the same, but it names the group by the number of
+        groups that a rank is in: ranks that are in different numbers of groups would wait for one another for
+        ever.  Therefore torch's own helper is called with a name made of the mesh and the number of the group
+        in it.
         """
         store = c10d._get_default_store()  # noqa: SLF001
         number = PrefixStore(self._prefix, store).add(f"zeropp/groups/{self.rank}", 1)
@@ -207,11 +220,11 @@ class Mesh:
 
     @property
     def _prefix(self) -> str:
-        """What names of this mesh's groups and keys begin with, apart from other meshes'."""
+        """The prefix of this mesh's groups and keys, which no mesh over other ranks has."""
         return f"zeropp/{hashlib.sha256(repr(self.global_ranks).encode()).hexdigest()[:16]}"
 
 
-# The default group under which the mesh of a device mesh was made, and the mesh.  Device meshes with equal
+# For each device mesh, its mesh and the default group at that time.  Device meshes are equal as keys if their
 # ranks, names and thread are equal.
 _of_device_meshes: MutableMapping[DeviceMesh, tuple[weakref.ref[dist.ProcessGroup], Mesh]]
 _of_device_meshes = weakref.WeakKeyDictionary()
@@ -225,7 +238,7 @@ def _check_member(group: object) -> None:
 
 
 def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Global ranks of a process group, in its order; a MeshError unless this rank is one of them."""
+    """Return the global ranks of a process group, in its order; raises a MeshError unless this rank is in it."""
     _check_member(group)
     if not isinstance(group, dist.ProcessGroup | None):
         kind = type(group).__name__
@@ -234,20 +247,26 @@ def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 
 
 def _ranks_of(device_mesh: DeviceMesh) -> tuple[int, ...]:
-    """Global ranks of a device mesh, row by row, which are data parallel and include this one: MeshError."""
+    """Return the global ranks of a device mesh, row by row.
+
+    Raises:
+        MeshError: if a dimension is not data parallel, or if this rank is not in the device mesh.
+    """
     for name in device_mesh.mesh_dim_names or ():
         if name in _NOT_DATA_PARALLEL:
             raise MeshError(
-                f"the device mesh has a dimension {name!r}, along which ranks hold other parts of a model: "
-                "pass its data parallel dimensions, as device_mesh['dp']"
+                f"the device mesh has a dimension {name!r}, along which ranks hold different parts of a model: "
+                "pass its data parallel dimensions, such as device_mesh['dp']"
             )
     if (rank := dist.get_rank()) not in (ranks := tuple(device_mesh.mesh.flatten().tolist())):
-        raise MeshError(f"global rank {rank} is not in the device mesh of {ranks_in_words(ranks)}")
+        raise MeshError(
+            f"global rank {rank} is not in the device mesh of {ranks_in_words(ranks)}: call this on these ranks alone"
+        )
     return ranks
 
 
 def _topology_of(device_mesh: DeviceMesh) -> Topology:
-    """The topology of a device mesh: two dimensions are nodes and ranks of a node."""
+    """Return the topology of a device mesh, whose two dimensions are nodes and ranks of a node."""
     match tuple(device_mesh.shape):
         case (_,):
             return _placed(device_mesh.mesh.tolist())
@@ -255,22 +274,26 @@ def _topology_of(device_mesh: DeviceMesh) -> Topology:
             return Topology(nodes, ranks_per_node)
         case shape:
             raise MeshError(
-                f"a device mesh of {len(shape)} dimensions, {shape}: expected one, or two (nodes, ranks of a "
-                "node): pass some of its dimensions, as device_mesh['dp'], or say topology= and group="
+                f"the device mesh has {len(shape)} dimensions, {shape}, expected one, or two (nodes, ranks of a "
+                "node): pass some of its dimensions, such as device_mesh['dp'], or pass topology= and group="
             )
 
 
 def _placed(ranks: Sequence[int]) -> Topology:
-    """The topology of global ranks that torchrun placed: equally many side by side on each node."""
+    """Return the topology of global ranks that torchrun placed, with equally many neighbouring ranks on each node.
+
+    Raises:
+        MeshError: if the ranks are not placed in this way, or ``LOCAL_WORLD_SIZE`` is no number.
+    """
     said = os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
     if not said.isdecimal() or not (each := int(said)):
-        raise MeshError(f"LOCAL_WORLD_SIZE={said!r}: expected a node's number of ranks, from 1")
+        raise MeshError(f"LOCAL_WORLD_SIZE={said!r}: set it to the number of ranks on a node, 1 or more")
     nodes = [rank // each for rank in ranks]
     counts = Counter(nodes)
     if len(set(counts.values())) > 1 or nodes != sorted(nodes):
         raise MeshError(
             f"global ranks {', '.join(map(str, ranks))} are on nodes {', '.join(map(str, nodes))} "
-            f"(LOCAL_WORLD_SIZE={each}), not equally many side by side on each: say where they are, as in "
+            f"(LOCAL_WORLD_SIZE={each}), not equally many neighbouring ranks on each: pass the topology, such as "
             "Mesh.create(Topology(nodes=1, ranks_per_node=3), group=group)"
         )
     return Topology(len(counts), len(ranks) // len(counts))

@@ -1,15 +1,19 @@
-"""Reduces and scatters gradients hop by hop, with any codec: qgZ's two-hop all-to-all (paper section 3.3).
+"""Reduce-scatters gradients hop by hop, with any codec, like qgZ's two-hop all-to-all (paper section 3.3).
 
-A gradient seen as ``(axis 0, axis 1, ..., shard)`` is transposed while it is encoded, sent along axis 0,
-summed in ascending source order, encoded again for axis 1, and so on; the result is the mean.  There is also
-a ring, and the gather of the mean between groups that hold copies.
+A gradient is viewed as ``(axis 0, axis 1, ..., shard)``.  It is transposed while it is encoded, and sent along
+axis 0.  Each rank decodes what it receives, sums it in ascending order of the sources, encodes the sum for
+axis 1, and so on.  After the last hop the sum becomes the mean.  :class:`Ring` is an alternative: one ring over
+all ranks.  If several groups of ranks hold copies of a shard, the means of their pieces are all-gathered between
+these groups at the end.
 
-:meth:`Reduction.start` posts the first message, ``post_next_hop`` the next, and ``finish`` returns the mean.
+:meth:`Reduction.start` posts the first message, ``post_next_hop`` posts the next one, and ``finish`` returns the
+mean.
 
 [Note: deferred last hop]
-After a message of an earlier hop the caller calls again soon: the next hop cannot be posted before this one
-has arrived, and the link would idle.  After the last hop nothing is left to post.  If it travels between
-nodes, on the slowest link, its wait is left to :meth:`Reduction.finish`; inside a node it arrives at once.
+After posting a hop that is not the last, the caller should call ``post_next_hop`` soon: the next hop can only be
+posted after this one has arrived, and until then the next hop's link idles.  After the last hop nothing is left to
+post.  If the last hop crosses between nodes, on the slowest link, only :meth:`Reduction.finish` waits for it.  If
+it stays inside a node, it arrives at once, and ``post_next_hop`` takes the mean.
 """
 
 from __future__ import annotations
@@ -35,47 +39,50 @@ from impl.plan.traffic import Tag
 
 @dataclass(kw_only=True, eq=False)
 class Reduction:
-    """Reduces gradients of one size, by an all-to-all a hop; one at a time is under way.
+    """Reduces gradients of one size with one all-to-all for each hop; used for one reduction at a time.
 
-    A chunk is posted on its next hop as soon as the following chunk was posted on this one, so that the last
-    hop's link is used while most of the gradient is still to be encoded.  All ranks post in this order.
+    Each piece of the gradient may be cut into chunks.  A chunk is posted on its next hop as soon as the following
+    chunk has been posted on the present one.  Thus the last hop's link is in use while most of the gradient is
+    still to be encoded.  All ranks post in this order.
 
-    ``mean`` is set from its arrival until :meth:`finish` returns it.
+    ``mean`` is set when the mean has arrived, until :meth:`finish` returns it.
     """
 
     wire: Wire
-    # axes with their codecs, first hop first; the product of their sizes is the world; none for one rank
+    # each hop's axis and codec, first hop first; the product of the sizes is the world; empty for one rank
     hops: Sequence[tuple[Axis, Codec]]
     tag: Tag
-    piece: int  # elements of the mean on each rank
-    strides: Sequence[int] = ()  # by hop, pieces between neighbours' pieces; the axes' own by default
-    # (start, end) of the chunks of a piece, whose hops overlap; one by default
+    piece: int  # elements of the mean with which each rank ends
+    # for each hop, the distance in pieces between the pieces of neighbours; by default the axes' strides
+    strides: Sequence[int] = ()
+    # (start, end) of the chunks of a piece, whose hops overlap; one chunk by default
     chunks: Sequence[tuple[int, int]] = ()
-    # axes between groups that hold copies of a shard, first hop first, with their strides: along them pieces
-    # are gathered, and every rank decodes its own, too, so that groups stay bit-equal
+    # The axes between groups that hold copies of a shard, first hop first, with the distances in pieces along
+    # them.  Along these axes pieces are gathered.  Every rank decodes its own piece too, so that copies stay
+    # bit-equal.
     replicas: Sequence[tuple[Axis, int]] = ()
-    replica_codec: Codec = FP32  # of these pieces
-    sums: Sums = "fp32"  # type of partial sums
-    mean: Tensor | None = field(init=False, default=None)  # (S,) fp32 of this rank's shard
+    replica_codec: Codec = FP32  # the codec of pieces that are gathered between groups
+    sums: Sums = "fp32"  # the type of partial sums
+    mean: Tensor | None = field(init=False, default=None)  # (S,) fp32, the mean of this rank's shard
 
     def __post_init__(self) -> None:
         rank_order = tuple(axis.stride for axis, _ in self.hops)
         self.strides = tuple(self.strides) or rank_order
         self.chunks = tuple(self.chunks) or ((0, self.piece),)
-        self.sizes = tuple(axis.size for axis, _ in self.hops)  # ranks along each hop
-        self._in_order = self.strides == rank_order  # whether pieces lie in the order of ranks
+        self.sizes = tuple(axis.size for axis, _ in self.hops)  # ranks along each hop's axis
+        self._in_order = self.strides == rank_order  # whether pieces are in rank order in the gradient
         last = [axis for axis, _ in (self.replicas or self.hops)[-1:]]
         self._crosses = any(map(self.wire.mesh.topology.crosses, last))  # whether the last hop crosses nodes
         lengths = [end - start for start, end in self.chunks]
-        # by hop and chunk
+        # bytes of a frame, by hop and chunk
         self._frame_bytes = [[codec.frame_bytes(length) for length in lengths] for _, codec in self.hops]
-        # shape and strides of a gradient (world * piece,) as (axis 0, axis 1, ..., piece)
+        # shape and strides that view a gradient (world * piece,) as (axis 0, axis 1, ..., piece)
         self._by_hops = (*self.sizes, self.piece), (*(stride * self.piece for stride in self.strides), 1)
 
     def noise(self, key: Key | None, hop: int, start: int = 0) -> Noise | None:
-        """Random bits for ``hop`` from element ``start`` of each shard on; None for plain codecs.
+        """Return the random bits of ``hop`` from element ``start`` of each piece on; None for other codecs.
 
-        The hop after the last is the gather between groups.
+        The number after the last hop stands for the gather between groups.
         """
         codec = self.hops[hop][1] if hop < len(self.hops) else self.replica_codec
         if key is None or not codec.stochastic:
@@ -86,10 +93,11 @@ class Reduction:
         return replace(key, hop=hop).noise(before + start, tuple(strides[hop:]))
 
     def collects(self, dtype: torch.dtype) -> bool:
-        """Whether gradients of ``dtype`` may be collected in the first hop's message, in the unit's order.
+        """Return whether gradients of ``dtype`` may be collected straight in the first hop's message.
 
-        Without error feedback they may where frames are the elements themselves, and the ranks of the hop
-        either receive whole rows of it, or read each other's messages and pick their parts.
+        The message then has the elements in the unit's order.  This is possible without error feedback if a
+        frame is just its elements, and if a rank of the hop either receives whole rows of the message, because
+        there is a single hop, or reads the others' messages in shared memory and picks its parts.
         """
         if not self.hops or len(self.chunks) > 1 or not self._in_order:
             return False
@@ -97,23 +105,30 @@ class Reduction:
         return are_elements(codec, dtype, self.piece) and (not rest or self.wire.shares_memory(axis))
 
     def open_message(self) -> Exchange:
-        """The first hop's exchange, with ``send`` of (world * piece,) elements, where :meth:`collects`."""
+        """Open the first hop's exchange, whose ``send`` has (world * piece,) elements; needs :meth:`collects`."""
         nbytes = math.prod(self.sizes[1:]) * self._frame_bytes[0][0]
         return self.wire.all_to_all(self.hops[0][0], nbytes, self.tag)
 
     def start(
         self,
-        gradient: Tensor,  # (world * piece,) floating-point, contiguous; not used after the return
+        gradient: Tensor,
         *,
-        key: Key | None = None,  # of stochastic codecs, with this rank as the source, without the hop
-        errors: Errors | None = None,  # of the gradient codecs, for error feedback
-        opened: Exchange | None = None,  # :meth:`open_message`, if the gradient was collected in it
-        out: Tensor | None = None,  # (piece,) fp32 for the mean; a fresh tensor by default
+        key: Key | None = None,
+        errors: Errors | None = None,
+        opened: Exchange | None = None,
+        out: Tensor | None = None,
     ) -> None:
         """Start the mean of all ranks' gradients: post the first messages.
 
-        A ValueError refuses a gradient whose elements do not lie side by side, since messages are cut from
-        its memory.
+        Args:
+            gradient: (world * piece,) floating-point and contiguous; it is not used after the return.
+            key: the key of stochastic codecs' random bits, with this rank as the source.
+            errors: the carried errors of error feedback.
+            opened: the exchange of :meth:`open_message`, if the gradient was collected in it.
+            out: (piece,) fp32, receives the mean; a new tensor by default.
+
+        Raises:
+            ValueError: if ``gradient`` is not contiguous, because messages are cut from its memory.
         """
         if not gradient.is_contiguous() or gradient.is_neg():
             negated = ", negated" if gradient.is_neg() else ""
@@ -123,15 +138,17 @@ class Reduction:
             )
         self._key, self._errors, self._opened, self._out = key, errors, opened, out
         self._observer = self.wire.observer
-        self._gather: FrameGather | None = None  # between groups, once the mean of a piece is computed
-        self._under_way: list[Exchange] = []  # by chunk, on its present hop
-        self._left = len(self.hops)  # messages to post, before those between groups
+        self._gather: FrameGather | None = (
+            None  # the gather between groups, once the piece's mean is computed
+        )
+        self._under_way: list[Exchange] = []  # for each chunk, the exchange of its present hop
+        self._left = len(self.hops)  # hops that are not posted, without those between groups
         self.mean = None
         if self._observer is not None:
             self._observer.local(self.tag.unit, gradient)
         if self.hops:
             self._start(gradient)
-        elif out is None:  # one rank
+        elif out is None:  # with one rank, the gradient is the mean
             self.mean = gradient.to(torch.float32, copy=True)
         else:
             self.mean = out if gradient is out else out.copy_(gradient)
@@ -143,7 +160,7 @@ class Reduction:
             self._forward()
 
     def post_next_hop(self) -> None:
-        """Post the next message, or set the mean: see [Note: deferred last hop]."""
+        """Post the next hop's messages, or take the mean; see [Note: deferred last hop]."""
         if self.mean is not None:
             return
         if self._left:
@@ -156,7 +173,7 @@ class Reduction:
             self.mean = self.finish()
 
     def finish(self) -> Tensor:
-        """(S,) fp32 mean of this rank's shard, once."""
+        """Finish all hops and return the mean of this rank's shard, (S,) fp32; to be called once."""
         mean, self.mean = self.mean, None
         if mean is not None:
             return mean
@@ -173,12 +190,12 @@ class Reduction:
         return whole
 
     def close(self) -> None:
-        """Drop the exchanges of a finished reduction; on a GPU once its stream was joined."""
+        """Drop the exchanges of a finished reduction; on a GPU, call it only after its side stream was joined."""
         self._under_way.clear()
         self._opened = self._gather = None
 
     def _send_to_replicas(self) -> FrameGather:
-        """Gather the groups' means (piece,) of their pieces."""
+        """Start to gather the means (piece,) of all groups that hold copies of this rank's shard."""
         codec, hop, mean = self.replica_codec, len(self.hops), self._reduced(None)
         axes = [axis for axis, _ in self.replicas]
         gather = self._gather = FrameGather(self.wire, axes, codec.frame_bytes(self.piece))
@@ -191,13 +208,13 @@ class Reduction:
         return gather
 
     def _forward(self) -> None:
-        """Send chunks on by one hop, where the following chunk has been sent on their present one."""
+        """Post each chunk's next hop, if the following chunk has been posted on its present hop."""
         hops, chunks = len(self.hops), len(self.chunks)
         for hop in range(1, hops):
             if 0 <= (index := self._turn - hop) < chunks:
                 self._under_way[index] = self._send_on(hop, index)
         self._turn += 1
-        if self._turn >= chunks:  # the last chunk was posted on a further hop
+        if self._turn >= chunks:  # the last chunk has been posted on one more hop
             self._left -= 1
 
     def _reduced(self, out: Tensor | None) -> Tensor:
@@ -209,7 +226,7 @@ class Reduction:
         return mean.div_(math.prod(self.sizes))
 
     def _send_first(self, gradient: Tensor, index: int) -> Exchange:
-        """Encode a chunk of all shards, transposed, and send it along the first hop."""
+        """Encode a chunk of all pieces, transposed, and post it on the first hop."""
         (axis, codec), (start, end), frames = self.hops[0], self.chunks[index], None
         carried = None if self._errors is None else self._errors.carried(0, start, end)
         slices = gradient.as_strided(*self._by_hops)[..., start:end]  # (axis 0, axis 1, ..., chunk)
@@ -225,7 +242,7 @@ class Reduction:
         return exchange
 
     def _send_on(self, hop: int, index: int) -> Exchange:
-        """Sum a chunk's messages of the hop before, encode the sum, and send it along ``hop``."""
+        """Sum the messages that a chunk has received on the previous hop, encode the sum, and post it on ``hop``."""
         received, observer = self._under_way[index], self._observer
         (_, before), (axis, codec) = self.hops[hop - 1 : hop + 1]
         (start, end), rest = self.chunks[index], self.sizes[hop:]
@@ -252,9 +269,9 @@ class Reduction:
         return exchange
 
     def _own_part(self, exchange: Exchange) -> Tensor:
-        """(source, sizes of the later hops..., F): this rank's part of collected gradients."""
+        """Return this rank's part of all ranks' collected gradients, (source, sizes of the later hops..., F)."""
         frame = self._frame_bytes[0][0]
-        assert isinstance(exchange, InMemory)  # noqa: S101  # no other message collects for several hops
+        assert isinstance(exchange, InMemory)  # noqa: S101  # collects() with several hops needs shared memory
         rows = exchange.messages()  # (source, world * F)
         first, *strides = (stride * frame for stride in self.strides)
         start = rows.storage_offset() + self.hops[0][0].digit(self.wire.mesh.rank) * first
@@ -264,9 +281,9 @@ class Reduction:
 
 @dataclass(kw_only=True, eq=False)
 class Ring(Reduction):
-    """One ring over all ranks, regardless of nodes: ``world - 1`` steps with partial sums on the wire.
+    """Reduces over one ring of all ranks, regardless of nodes, in ``world - 1`` steps that send partial sums.
 
-    A partial sum is encoded again at every step, so errors add up (paper section 3.3).
+    A partial sum is encoded again at every step, so encoding errors add up (paper section 3.3).
     """
 
     def _start(self, gradient: Tensor) -> None:
@@ -312,5 +329,5 @@ class Ring(Reduction):
 
 
 def _with_errors(x: Tensor, carried: Carried | None) -> Tensor:
-    """``x`` with the carried errors of feedback."""
+    """Return ``x`` plus the carried errors of error feedback, which is what is encoded."""
     return x if carried is None else x.float() + carried.error.float()

@@ -1,7 +1,8 @@
-"""The watchdog of a rank: a wait that fails becomes an error that says where every rank stands.
+"""Turns a wait that fails into an error that tells what every rank was waiting for.
 
-A rank whose wait fails writes its wait and its exchanges to the group's store, and gives the others some
-seconds to do so.  A rank that wrote nothing computes, has exited or is lost.
+A rank whose wait fails writes to the group's store what it waited for and which exchanges it opened.  It then
+gives the other ranks some seconds to do the same, and builds its error from all reports.  A rank that reports
+nothing is computing, has exited, or is lost.
 """
 
 from __future__ import annotations
@@ -24,37 +25,41 @@ from impl.comm.mesh import Mesh
 from impl.plan.topology import ranks_in_words
 from impl.transport.shared_memory import SharedMemoryError
 
-_PATIENCE_SECONDS: Final = 5.0  # for what other ranks write
+_PATIENCE_SECONDS: Final = 5.0  # how long a rank waits for the other ranks' reports
 T = TypeVar("T")
 DIFFER: Final = "found that the ranks' exchanges differ"
 
 
 class WireError(RuntimeError):
-    """A message cannot be sent, or did not arrive; the error names the numbers and where ranks stand."""
+    """A message cannot be sent, or did not arrive; the message tells what each rank was waiting for."""
 
 
 class Watchdog:
-    """Logs this rank's exchanges, times its waits, and asks the other ranks when one fails.
+    """Logs this rank's exchanges, times its waits, and collects the other ranks' reports when a wait fails.
 
-    With ``streams`` the device's current stream waits for messages, not the host, as with NCCL.  All ranks
-    must make their wires in one order, since their number identifies them.
+    All ranks must create their watchdogs in the same order, because their number identifies them in the store.
+
+    Args:
+        mesh: the ranks.
+        streams: whether the device's current stream waits for messages instead of the host, as with NCCL.
     """
 
     def __init__(self, mesh: Mesh, *, streams: bool = False) -> None:
         self.collective_log, self._waited = CollectiveLog(), 0.0
-        self.paused = False  # whether waits of the current stream delay no computation
-        self.timeline: Timeline | None = None  # of waits
+        self.paused = False  # whether the current stream is a side stream, whose waits delay no computation
+        self.timeline: Timeline | None = None  # records messages and waits, if it is set
         self._rank, self._ranks, self._streams = mesh.rank, range(mesh.topology.world), streams
         self._counting = mesh.counting
-        self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # around unfinished waits
-        self._store: Store | None = None  # where each rank stands; thread ranks have none
-        self._met: dict[str, int] = defaultdict(int)  # how often this rank came to meet, by purpose
+        # Events before and after each wait of the device's stream that has not been added to ``_waited`` yet.
+        self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._store: Store | None = None  # holds the ranks' reports; ranks that are threads have none
+        self._met: dict[str, int] = defaultdict(int)  # how often this rank has called meet(), by purpose
         if (store := mesh.store()) is not None:
             self._store = PrefixStore(f"zeropp/{store.add(f'zeropp/wires/{mesh.rank}', 1)}", store)
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds in :meth:`wait`: of the host or, for finished work, of the device's stream."""
+        """Seconds spent in :meth:`wait`: by the host, or by the device's stream in work that has finished."""
         while self._stalls and self._stalls[0][1].query():  # type: ignore[no-untyped-call]
             begin, end = self._stalls.popleft()
             self._waited += begin.elapsed_time(end) / 1e3
@@ -62,7 +67,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def stalling(self) -> Iterator[None]:
-        """Time the waits of the device's stream inside; a wait that fails is not counted."""
+        """Context that times the waits of the device's stream; a wait that raises is not counted."""
         if self.paused:
             yield
             return
@@ -71,10 +76,19 @@ class Watchdog:
         yield
         end.record()
         self._stalls.append((begin, end))
-        _ = self.exposed_seconds  # drops finished events
+        _ = self.exposed_seconds  # adds up and drops the events that have finished
 
     def wait(self, step: Step, receive: Callable[[], T], *, across: bool = False) -> T:
-        """The messages of ``receive``, which waits for ``step``; its errors become WireErrors."""
+        """Call ``receive``, which waits for the messages of ``step``, and return its result.
+
+        Args:
+            step: the exchange.
+            receive: waits for its messages.
+            across: whether messages come from other nodes.
+
+        Raises:
+            WireError: if ``receive`` raises an error or runs into its timeout.
+        """
         begin = time.perf_counter()
         try:
             if self._streams:
@@ -83,7 +97,7 @@ class Watchdog:
             else:
                 messages = receive()
                 self._waited += time.perf_counter() - begin
-        except SharedMemoryError:  # its message is complete
+        except SharedMemoryError:  # its message is complete already
             raise
         except (RuntimeError, TimeoutError) as error:
             raise self.error(f"could not finish {label(step)}", error, step) from error
@@ -92,7 +106,7 @@ class Watchdog:
         return messages
 
     def meet(self, purpose: str, timeout: float) -> None:
-        """Wait until all ranks have come for ``purpose``; a WireError after ``timeout`` seconds."""
+        """Wait until all ranks have called this for ``purpose``; raises a WireError after ``timeout`` seconds."""
         if (store := self._store) is None:
             return
         number = self._met[purpose] = self._met[purpose] + 1
@@ -102,64 +116,77 @@ class Watchdog:
             store.wait(keys, timedelta(seconds=timeout))
         except RuntimeError as error:
             try:
-                store.delete_key(keys[self._rank])  # a rank that comes later must not go on alone
+                store.delete_key(keys[self._rank])  # so that a rank that comes later does not go on alone
                 missing = [
                     rank for rank in self._ranks if rank != self._rank and not store.check([keys[rank]])
                 ]
-            except RuntimeError as lost:  # its host has exited
+            except RuntimeError as lost:  # the process that hosts the store has exited
                 raise self.error(f"could not finish {purpose}", lost, purpose) from error
             cause = f"waited {timeout:g} s for {ranks_in_words(missing)}"
             raise self.error(f"could not finish {purpose}", cause, purpose) from error
 
     def error(self, failure: str, cause: object, waiting: Step | str | None = None) -> WireError:
-        """The error of a rank that cannot go on: its failure, the cause, and where all ranks stand."""
+        """Return the error of a rank that cannot go on, after collecting the other ranks' reports.
+
+        Args:
+            failure: what this rank could not do, as a verb phrase.
+            cause: the error or text that says why.
+            waiting: the exchange that this rank waits for, or the purpose of a :meth:`meet`.
+        """
         log, in_exchange = self.collective_log, isinstance(waiting, tuple)
         waits_for = label(waiting) if isinstance(waiting, tuple) else waiting
         number, call = (waiting[0], waiting[3]) if isinstance(waiting, tuple) else (log.count + 1, log.call)
-        # gloo puts its source line before, and advice after its first sentence.
+        # gloo writes its source line before its first sentence, and advice after it.
         reason = re.sub(r"^\[[^]]*:\d+\] | This is typically.*", "", str(cause).split("\n", 1)[0])
-        if call and not in_exchange:  # whose label names it
+        if call and not in_exchange:  # the label of an exchange names the call already
             failure += f" in {call}"
         if number > log.before_call + 1:
-            call = ""  # its first exchange arrived, so all ranks made it
+            call = ""  # the first exchange of the call has arrived, so all ranks have made the call
         lines = [f"rank {self._rank} {failure}: {reason}"]
         if self._store is not None:
             try:
                 self._write(f"gave up waiting for {waits_for}" if waiting else "gave up", call)
                 lines += self._report(self._store)
-            except RuntimeError as lost:  # its host has exited
-                lines.append(f"the other ranks cannot be asked, their store is lost ({lost})")
+            except RuntimeError as lost:  # the process that hosts the store has exited
+                lines.append(f"the other ranks' reports are missing, because their store is lost ({lost})")
         lines += [self._counting.strip()] if self._counting else []
         return WireError("\n".join(lines))
 
     def close(self) -> None:
-        """Report to ranks that may wait in vain that this one has closed its wire."""
-        with contextlib.suppress(RuntimeError):  # the store's host has exited
+        """Report that this rank has closed its wire, for ranks that may still wait for its messages."""
+        with contextlib.suppress(RuntimeError):  # the process that hosts the store may have exited
             self._write(f"closed its wire after {self.collective_log.count} exchanges")
 
     def _write(self, status: str, call: str = "") -> None:
-        """Write this rank's ``status``, the ``call`` that others may not have made, and its exchanges."""
+        """Write this rank's report to the store.
+
+        It has the rank's ``status``, the public ``call`` that it is in and others may not have made, and its
+        exchanges.
+        """
         if self._store is not None:
             self._store.set(str(self._rank), json.dumps((status, call, [*self.collective_log.steps])))
 
     def _report(self, store: Store) -> Iterator[str]:
-        """Lines on calls, where orders part and ranks stand, once all have written, or after some seconds."""
-        with contextlib.suppress(RuntimeError):  # a rank is silent
+        """Yield the lines of an error, once all ranks have reported, or after :data:`_PATIENCE_SECONDS`.
+
+        They tell which calls only some ranks have made, the first exchange in which ranks differ, and what each
+        rank was waiting for.
+        """
+        with contextlib.suppress(RuntimeError):  # raised if a rank does not report
             store.wait([*map(str, self._ranks)], timedelta(seconds=_PATIENCE_SECONDS))
         reports = {rank: json.loads(store.get(str(rank))) for rank in self._ranks if store.check([str(rank)])}
-        called = defaultdict[str, list[int]](list)  # ranks by the call that they are in
+        called = defaultdict[str, list[int]](list)  # call -> the ranks that are in it
         for rank, (_, call, _) in reports.items():
             called[call].append(rank)
         for call, ranks in called.items():
             if call and (others := [rank for rank in self._ranks if rank not in ranks]):
                 yield (
-                    f"all ranks must call {call}: {ranks_in_words(ranks)} did, no call came from "
-                    f"{ranks_in_words(others)}"
+                    f"all ranks must call {call}: {ranks_in_words(ranks)} did, {ranks_in_words(others)} did not"
                 )
         if difference := parting({rank: steps for rank, (_, _, steps) in reports.items()}):
             yield difference
-        silent = f"said nothing for {_PATIENCE_SECONDS:.0f} s: it computes, has exited, or is lost"
-        alike = defaultdict[str, list[int]](list)  # ranks by status
+        silent = f"did not report within {_PATIENCE_SECONDS:.0f} s: computing, exited, or lost"
+        alike = defaultdict[str, list[int]](list)  # status -> the ranks that report it
         for rank in self._ranks:
             alike[reports[rank][0] if rank in reports else silent].append(rank)
         yield from (f"{ranks_in_words(ranks)}: {status}" for status, ranks in alike.items())

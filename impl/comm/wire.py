@@ -1,10 +1,14 @@
-"""Sends messages along the axes of a mesh and books every byte in a ledger; nothing else sends any.
+"""Sends messages along the axes of a mesh, and books every byte in a ledger.
 
-Transports: ``backend`` hands messages to torch.distributed (gloo, NCCL, thread ranks); ``shm`` lets the ranks
-of a node read each other's memory (:mod:`impl.transport.shared_memory`) and uses the backend between nodes;
-``staged`` sends tensors of a GPU by gloo through host memory, so that ranks may share the GPU.
+All messages of the engine go through a :class:`Wire`.  It has three transports:
 
-An exchange that a rank does not join ends in a :class:`WireError` with all ranks' states.
+* ``backend`` hands messages to torch.distributed (gloo, NCCL, or ranks that are threads);
+* ``shm`` lets the ranks of a node read each other's memory (:mod:`impl.transport.shared_memory`), and uses the
+  backend between nodes;
+* ``staged`` sends tensors of a GPU with gloo through host memory, so that several ranks may share a GPU.
+
+If a rank does not take part in an exchange, the other ranks raise a :class:`WireError` that tells what each rank
+was waiting for.
 """
 
 from __future__ import annotations
@@ -38,68 +42,96 @@ Transport = Literal["backend", "shm", "staged"]
 
 
 class Hop(NamedTuple):
-    """A hop that encodes: its number from 0 (a ring has one a step), the name of its axis, its codec."""
+    """A hop of a reduction that encodes what it sends."""
 
-    number: int
-    axis: str
+    number: int  # from 0; in a ring each step is a hop
+    axis: str  # the name of its axis
     codec: Codec
 
 
 class Observer:
-    """Observes the reductions of one rank; must not change tensors, nor keep them without a copy."""
+    """Base class of objects that observe the reductions of one rank.
+
+    Its methods do nothing.  A subclass must not change the tensors that it is given, nor keep them without a copy.
+    """
 
     def local(self, unit: str, gradient: Tensor) -> None:
-        """A reduction of ``unit`` begins: (world * S,) this rank's gradient, without carried errors."""
+        """Called when a reduction of ``unit`` begins.
+
+        ``gradient`` (world * S,) is this rank's gradient, without carried errors.
+        """
 
     def encoded(self, unit: str, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
-        """Before a hop's message: (..., S) ``values`` with carried errors, encoded as ``frames``.
+        """Called before a hop's message is sent.
 
-        These are (..., F) uint8; None if the elements themselves are sent.
+        ``values`` (..., S) with carried errors were encoded as ``frames`` (..., F) uint8.  ``frames`` is None if
+        the elements themselves are sent.
         """
 
     def averaged(self, unit: str, start: int, mean: Tensor) -> None:
-        """A reduction ended: (n,) fp32 mean of elements ``start`` to ``start + n``, each on one rank."""
+        """Called when a reduction has ended.
+
+        ``mean`` (n,) fp32 is the mean of elements ``start`` to ``start + n`` of the unit.  Each element is
+        reported on exactly one rank.
+        """
 
 
 class Wire:
-    """Sends messages along the axes of a mesh and keeps the ledger."""
+    """Sends messages along the axes of a mesh and keeps the ledger of their bytes.
+
+    Args:
+        mesh: the ranks.
+        transport: how messages are carried; ``shm`` holds inside nodes only.
+        pacer: models a link between nodes, on machines where the network does not limit its rate.
+        timeout: seconds after which a rank that does not take part is an error.
+
+    Raises:
+        WireError: for the transport ``shm`` on a mesh that is not on CPUs.
+    """
 
     def __init__(
         self,
         mesh: Mesh | DeviceMesh,
         *,
-        transport: Transport = "backend",  # inside a node
-        pacer: Pacer | None = None,  # models the link between nodes, if it is not shaped
-        timeout: float = TIMEOUT_SECONDS,  # after which a missing rank is an error
+        transport: Transport = "backend",
+        pacer: Pacer | None = None,
+        timeout: float = TIMEOUT_SECONDS,
     ) -> None:
         self.mesh = mesh = Mesh.of(mesh)
         if transport == "shm" and mesh.device.type != "cpu":
-            raise WireError(f"transport 'shm' exchanges CPU memory, the mesh is on {mesh.device}")
+            raise WireError(
+                f"transport 'shm' exchanges CPU memory, but the mesh is on {mesh.device}: use 'backend' or 'staged'"
+            )
         self.transport = transport
         self.ledger = Ledger()
-        self.observer: Observer | None = None  # of reductions
+        self.observer: Observer | None = None  # observes reductions, if it is set
         self._pacer, self._timeout = pacer, timeout
         streams = waits_on_streams(mesh, transport)
         self._watchdog = Watchdog(mesh, streams=streams)
         self._buffers = exchanges.Buffers(mesh.device, streams=streams)
-        # For their hops after the first; None where the host waits.
+        # The streams for the hops after the first of gathers and reductions; None if the host waits for messages.
         self.gathers = SideStream(mesh.device) if streams else None
         self.reductions = SideStream(mesh.device) if streams else None
         self._host_buffers = exchanges.Buffers(torch.device("cpu")) if transport == "staged" else None
         self._arenas: dict[Axis, Arena] = {}
-        self._used: dict[str, set[str]] = {}
-        self._routes: dict[tuple[Kind, Axis, int, Tag, bool], exchanges.Route] = {}  # ring last
+        self._used: dict[str, set[str]] = {}  # for each axis, what has carried its messages
+        # by kind of exchange, axis, bytes, tag, and whether it is part of a ring
+        self._routes: dict[tuple[Kind, Axis, int, Tag, bool], exchanges.Route] = {}
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds spent waiting for messages: by this rank, or its stream, after a synchronisation."""
+        """Seconds that this rank has waited for messages.
+
+        If the stream of a GPU waits, synchronise the device before reading it.
+        """
         return self._watchdog.exposed_seconds
 
     @contextlib.contextmanager
     def calling(self, call: str) -> Iterator[None]:
-        """Inside, exchanges are those of a public ``call``, as ``save()``, which all ranks must make.
+        """Context whose exchanges belong to a public ``call``, such as ``save()``, that all ranks must make.
 
-        Errors name it, and ranks in another call part.  Of calls inside calls the outermost counts.
+        Errors name the call, and the fingerprints of ranks in different calls differ.  If calls are nested, the
+        outermost counts.
         """
         log = self._watchdog.collective_log
         before = log.call
@@ -111,30 +143,34 @@ class Wire:
             log.call = before
 
     def meet(self, purpose: str) -> None:
-        """Wait until all ranks are here for ``purpose``; a WireError after the timeout names missing ranks.
+        """Wait until all ranks have called this for ``purpose``.
 
-        For what only the ranks' store or torch does, which would wait for half an hour.  Thread ranks, which
-        have no store, do not wait.
+        It comes before operations of torch, or of the ranks' store, that would wait for a missing rank for half
+        an hour.  Ranks that are threads have no store and do not wait.
+
+        Raises:
+            WireError: after the wire's timeout; the message names the missing ranks.
         """
         self._watchdog.meet(purpose, self._timeout)
 
     def group(self, axis: Axis) -> Group:
-        """This rank's group along ``axis``, made at the first call, which all ranks must reach."""
+        """Return this rank's group along ``axis``; the first call makes it, and all ranks must take part."""
         if not self.mesh.has_group(axis):
             apart = f", stride {axis.stride}" if axis.stride > 1 else ""
             self.meet(f"the making of groups along {axis.name} ({axis.size} ranks{apart})")
         return self.mesh.group(axis)
 
     def make_groups(self, axes: Iterable[Axis]) -> None:
-        """Make the groups along ``axes``, all ranks together, before any of them waits for a message."""
+        """Make the groups along ``axes`` now, so that no rank makes one while another waits for a message."""
         for axis in axes:
             self.group(axis)
 
     @contextlib.contextmanager
     def beside(self, stream: SideStream) -> Iterator[Arrival]:
-        """Enqueue the body's posts, waits and decoding on ``stream``; yields its end, for :meth:`join`.
+        """Enqueue the body's posts, waits and decoding on a side stream; yields their end, for :meth:`join`.
 
-        On a GPU waits for messages block no host, so all hops are enqueued once the first is posted.
+        With NCCL, waiting for a message blocks the stream and not the host.  Therefore all further hops can be
+        enqueued as soon as the first is posted.
         """
         self._watchdog.paused = True
         try:
@@ -144,13 +180,13 @@ class Wire:
             self._watchdog.paused = False
 
     def join(self, arrival: Arrival) -> None:
-        """Let the computation wait for work enqueued beside it; the wait is exposed."""
+        """Make the computation wait for ``arrival``, the end of work on a side stream; the wait is exposed."""
         with self._watchdog.stalling():
             arrival.join()
 
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Inside, ``observer`` sees reductions, and bytes are booked in a ledger of its own."""
+        """Context in which ``observer`` observes reductions, and bytes are booked in a ledger apart."""
         before = self.ledger, self.observer
         self.ledger, self.observer = Ledger(), observer
         try:
@@ -160,7 +196,7 @@ class Wire:
 
     @contextlib.contextmanager
     def traced(self, timeline: Timeline) -> Iterator[None]:
-        """Inside, ``timeline`` notes messages and waits; outside this costs a comparison each."""
+        """Context in which ``timeline`` records all messages and waits."""
         self._watchdog.timeline = timeline
         try:
             yield
@@ -170,23 +206,30 @@ class Wire:
     def all_gather(
         self, axis: Axis, nbytes: int, tag: Tag, *, ring: bool = False, into: Tensor | None = None
     ) -> Exchange:
-        """Every rank of the axis receives every rank's message of ``nbytes``, booked as ``tag`` says.
+        """Open an exchange in which every rank of the axis receives every rank's message.
 
-        A ``ring`` books the messages of the library's algorithm over the whole world.  ``into`` (ranks *
-        nbytes,) uint8 receives them, if the transport can do that.
+        Args:
+            axis: the axis along which ranks exchange.
+            nbytes: bytes of one rank's message.
+            tag: the purpose under which the ledger books the messages.
+            ring: whether the backend's own all-gather is used, whose bytes are booked as those of a ring.
+            into: (ranks * nbytes,) uint8 to receive the messages, if the transport can do that.
         """
         return self._exchange("all_gather", axis, nbytes, tag, ring=ring, into=into)
 
     def all_to_all(self, axis: Axis, nbytes: int, tag: Tag) -> Exchange:
-        """Every rank of the axis receives from every rank the row of ``nbytes`` meant for it."""
+        """Open an exchange in which every rank of the axis sends each rank a row of ``nbytes`` of its own."""
         return self._exchange("all_to_all", axis, nbytes, tag)
 
     def shift(self, axis: Axis, nbytes: int, tag: Tag) -> Exchange:
-        """Every rank sends ``nbytes`` to the next rank of the axis: one step of a ring."""
+        """Open one step of a ring: every rank of the axis sends ``nbytes`` to the next rank."""
         return self._exchange("shift", axis, nbytes, tag)
 
     def all_gather_small(self, row: Tensor, purpose: Purpose = "control") -> Tensor:
-        """(ranks, n) the ``row`` (n,) of every rank, of any type and layout; all ranks must call it."""
+        """Gather the ``row`` (n,) of every rank, of any type and layout; all ranks must call it.
+
+        Returns (ranks, n) in rank order.
+        """
         plain = row.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8)
         exchange = self.all_gather(self.mesh.topology.world_axis, plain.numel(), Tag("step", purpose))
         exchange.send.copy_(plain)
@@ -196,10 +239,10 @@ class Wire:
         return rows.view(row.dtype)
 
     def check_order(self) -> None:
-        """Raise a WireError unless all ranks opened equal exchanges in one order; all must call it."""
+        """Raise a WireError if ranks have opened different exchanges; all ranks must call it."""
         log = self._watchdog.collective_log
         order = torch.tensor([log.count, log.fingerprint], dtype=torch.uint64, device=self.mesh.device)
-        alike = defaultdict[str, list[int]](list)  # ranks by order
+        alike = defaultdict[str, list[int]](list)  # count and fingerprint -> the ranks that have these
         with self.calling("check_order()"):
             orders = self.all_gather_small(order).tolist()
         for rank, (count, mark) in enumerate(orders):
@@ -209,11 +252,11 @@ class Wire:
             raise self._watchdog.error(DIFFER, ", ".join(texts))
 
     def describe(self) -> dict[str, str]:
-        """The transports of messages along each axis, for the record; control messages apart."""
+        """Return what has carried the messages along each axis, for a record; control messages are listed apart."""
         return {name: ", ".join(sorted(used)) for name, used in self._used.items()}
 
     def close(self) -> None:
-        """Drop shared memory and buffers, and report the wire as closed."""
+        """Drop shared memory and buffers, and report to the other ranks that this wire is closed."""
         self._watchdog.close()
         self._arenas.clear()
         self._buffers.clear()
@@ -221,14 +264,15 @@ class Wire:
             self._host_buffers.clear()
 
     def shares_memory(self, axis: Axis) -> bool:
-        """Whether ranks along ``axis`` read each other's messages in place, as a whole."""
+        """Return whether ranks along ``axis`` read each other's whole messages in shared memory."""
         group = self.group(axis)
         return self.transport == "shm" and group.same_node and group.size > 1
 
     def lets_go(self, axis: Axis) -> bool:
-        """Whether messages along ``axis`` can arrive in the caller's memory, with no reference kept after.
+        """Return whether messages along ``axis`` can arrive in the caller's memory without a lasting reference.
 
-        gloo's works end with their wait; NCCL's and those of thread ranks may outlive it.
+        gloo drops its references to the memory when the wait ends.  NCCL, and ranks that are threads, may keep
+        them longer.
         """
         gloo = dist.get_backend(self.group(axis).process_group) == "gloo"
         return gloo and self.transport != "staged" and not self.shares_memory(axis)
@@ -250,9 +294,9 @@ class Wire:
         dog, pacer = self._watchdog, self._pacer
         if route.shared:
             arena = self._arenas.get(axis)
-            if arena is None or arena.row_bytes < route.sent_bytes:  # on all ranks of the axis at once
+            if arena is None or arena.row_bytes < route.sent_bytes:  # true on all ranks of the axis at once
                 make = partial(Arena, route.sent_bytes, route.group, self._timeout)
-                with torch.inference_mode(mode=False):  # it outlives a pass
+                with torch.inference_mode(mode=False):  # the arena will outlive a pass in inference mode
                     arena = self._arenas[axis] = self._watchdog.wait(step, make)
             return exchanges.InMemory(dog, step, route, arena)
         if self._host_buffers is None:
@@ -261,7 +305,7 @@ class Wire:
         return exchanges.Staged(host, route, self._buffers)
 
     def _route(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> exchanges.Route:
-        """The route of such messages, whose transport is noted."""
+        """Compute the route of such messages, and note what carries them for :meth:`describe`."""
         group, steps = self.group(axis), kind == "shift"
         backend, shared = dist.get_backend(group.process_group), not steps and self.shares_memory(axis)
         direct = backend == "gloo" and not ring
@@ -270,7 +314,7 @@ class Wire:
         name = f"{axis.name} (control)" if tag.purpose == "control" else axis.name
         self._used.setdefault(name, set()).add(carrier)
         counts = destinations(self.mesh.topology, axis, self.mesh.rank, ring=ring or steps)
-        if steps:  # one step of a ring
+        if steps:  # a shift is one step of a ring, and destinations() counts all steps
             counts = {link: min(count, 1) for link, count in counts.items()}
         return exchanges.Route(
             operation=(kind, axis.name, axis.size, axis.stride, nbytes, *tag, ring),
@@ -290,7 +334,11 @@ class Wire:
 
 
 def wire_of(mesh: Mesh, wire: Wire | None) -> Wire:
-    """``wire``, which must be over the ranks of ``mesh``, or a plain one; WireError: if it is over others."""
+    """Return ``wire``, or a new wire over ``mesh`` if it is None.
+
+    Raises:
+        WireError: if ``wire`` is over another topology, other ranks or another device than ``mesh``.
+    """
     if wire is None or wire.mesh is mesh:
         return wire or Wire(mesh)
     theirs, ours = (
@@ -298,10 +346,10 @@ def wire_of(mesh: Mesh, wire: Wire | None) -> Wire:
         for each in (wire.mesh, mesh)
     )
     if theirs != ours:
-        raise WireError(f"wire= is over the mesh {theirs}, mesh= is {ours}: pass mesh=wire.mesh")
+        raise WireError(f"wire= is over the mesh {theirs}, but mesh= is {ours}: pass mesh=wire.mesh")
     return wire
 
 
 def waits_on_streams(mesh: Mesh, transport: Transport) -> bool:
-    """Whether a stream of the GPU waits for messages, not the host."""
+    """Return whether a stream of the GPU waits for messages, instead of the host."""
     return mesh.device.type == "cuda" and transport != "staged"

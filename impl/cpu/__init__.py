@@ -1,1 +1,1 @@
-"""Codecs in C++ for CPU tensors: the sources, how they are built once, and their bindings."""
+"""Implements codecs on CPU tensors in C++: the sources, their build, and the bindings to PyTorch."""

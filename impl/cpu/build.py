@@ -1,7 +1,8 @@
-"""Builds ``kernels.cpp`` once with the system's compiler, and keeps the library for later processes.
+"""Builds ``kernels.cpp`` with the system's compiler, once, and keeps the library for later processes.
 
-A library's name has the hash of its sources, flags, compiler and processor, and it gets that name once it
-is whole and on the disk.  Of processes that start at once, one builds and the others wait.
+The library's file name contains a hash of sources, flags, compiler and processor.  The file gets this name
+only when it is complete and synced to disk.  If several processes start at once, one builds and the others
+wait for it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from filelock import FileLock
 SOURCE: Final = Path(__file__).parent / "kernels.cpp"
 HEADERS: Final = (SOURCE.parent.parent / "cuda" / "codec.cuh", *sorted(SOURCE.parent.glob("*.hpp")))
 COMPILERS: Final = ("c++", "g++", "clang++")
-# No -ffast-math: it would turn denormals off for the whole process, and drop the tests for NaN.
+# Without -ffast-math, which would turn denormals off for the whole process and drop the checks for NaN.
 FLAGS: Final = (
     "-std=c++17",
     "-march=native",
@@ -30,33 +31,43 @@ FLAGS: Final = (
     "-fPIC",
     "-shared",
     "-fvisibility=hidden",
-    # By default compilers use half of AVX-512's width.
+    # By default compilers use only half the width of AVX-512.
     *(("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()),
 )
-# GCC's -O3 takes twice the time to build and makes nothing faster.
+# GCC's -O3 takes twice as long to build, and its code is not faster.
 _OPTIMIZATION: Final = {"gcc": ("-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic"), "clang": ("-O3",)}
-_SECONDS: Final = 120.0  # for one compilation, or for another process's
+_SECONDS: Final = 120.0  # longest wait for a compilation, also for that of another process
 
 
 class BuildError(RuntimeError):
-    """There is no library; the message says why in one line."""
+    """The library cannot be built; the message gives the reason in one line."""
 
 
-def user_folder() -> Path:
-    """The user's cache of kernels, in ``$XDG_CACHE_HOME`` if that is absolute, else in ``~/.cache``."""
+def user_cache() -> Path:
+    """Returns the user's cache of this project, in ``$XDG_CACHE_HOME`` if it is absolute, else in ``~/.cache``.
+
+    Raises BuildError: if neither is known.
+    """
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         caches = named if named.is_absolute() else Path.home() / ".cache"
-    except RuntimeError as problem:  # a number without an account, as in containers
-        raise BuildError("no folder for compiled kernels: set XDG_CACHE_HOME, or HOME") from problem
-    return caches / "zeropp-bench" / "kernels"
+    except RuntimeError as problem:  # the user has no account, as may be in containers
+        raise BuildError("no folder for compiled kernels: set XDG_CACHE_HOME or HOME") from problem
+    return caches / "zeropp-bench"
+
+
+def user_folder() -> Path:
+    """Returns the user's folder of compiled kernels; raises as :func:`user_cache`."""
+    return user_cache() / "kernels"
 
 
 def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = FLAGS) -> Path:
-    """The shared library, built if ``folder`` does not hold it.
+    """Returns the path of the shared library in ``folder``, building it if it is not there.
 
-    ``compiler`` is by default the first of COMPILERS that is installed; ``flags`` are added to those that
-    optimise.  Every failure is a BuildError.
+    ``compiler`` is by default the first of COMPILERS that is installed; ``flags`` are used in addition to the
+    optimisation flags.
+
+    Raises BuildError: for every failure.
     """
     command = compiler or _compiler()
     path = folder / f"kernels-{_key(command, flags)}.so"
@@ -67,13 +78,15 @@ def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = 
         with FileLock(path.with_suffix(".lock"), timeout=_SECONDS):
             if not path.exists():
                 _build(command, flags, path)
-    except OSError as problem:  # filelock's Timeout is one
-        raise BuildError(f"{folder} cannot keep compiled kernels: {problem.strerror or problem}") from problem
+    except OSError as problem:  # includes filelock's Timeout
+        raise BuildError(
+            f"cannot keep compiled kernels in {folder}: {problem.strerror or problem}"
+        ) from problem
     return path
 
 
 def identity() -> str:
-    """Key of this machine's library, which is not built; or why it cannot be built."""
+    """Returns the key of this machine's library without building it, or the reason why it cannot be built."""
     try:
         return _key(_compiler(), FLAGS)
     except BuildError as problem:
@@ -83,12 +96,12 @@ def identity() -> str:
 def _compiler() -> str:
     command = next(filter(None, map(shutil.which, COMPILERS)), None)
     if command is None:
-        raise BuildError(f"no C++ compiler installed: looked for {', '.join(COMPILERS)}")
+        raise BuildError(f"no C++ compiler is installed: install one of {', '.join(COMPILERS)}")
     return command
 
 
 def _key(compiler: str, flags: tuple[str, ...]) -> str:
-    """16 hexadecimal digits, a hash of all that the library depends on."""
+    """Returns 16 hexadecimal digits, a hash of everything on which the library depends."""
     total = hashlib.sha256()
     command = " ".join((*_optimization(compiler), *flags))
     facts = (_run([compiler, "--version"]), command, platform.machine(), _processor())
@@ -103,7 +116,7 @@ def _optimization(compiler: str) -> tuple[str, ...]:
 
 @functools.cache
 def _processor() -> str:
-    """The processor's model and features, as far as the system reports them."""
+    """Returns the processor's model and features, as far as the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
     except OSError:  # not Linux
@@ -123,7 +136,10 @@ def _build(compiler: str, flags: tuple[str, ...], path: Path) -> None:
 
 
 def _run(command: list[str]) -> str:
-    """The output of ``command``; a BuildError with its first line that has an error."""
+    """Runs ``command`` and returns its output.
+
+    Raises BuildError: if the command fails, with the first line of its errors that contains "error".
+    """
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=False, timeout=_SECONDS
@@ -132,6 +148,6 @@ def _run(command: list[str]) -> str:
         raise BuildError(f"{command[0]} does not run: {problem}") from problem
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        first = next((line for line in lines if "error" in line), lines[0] if lines else "it said nothing")
+        first = next((line for line in lines if "error" in line), lines[0] if lines else "without a message")
         raise BuildError(f"{command[0]} failed with status {done.returncode}: {first.strip()}")
     return done.stdout

@@ -1,9 +1,9 @@
-// Numbers in memory that processes share, which announce what lies beside them there.
+// Flags in shared memory, by which one process tells others that its message there is complete.
 //
-// A rank writes its message, then sets its flag; another reads the flag, then the message.  Processors other
-// than x86, as those of Grace hosts, may make these writes visible, or carry these reads out, in another order,
-// unless the flag is written with release and read with acquire: what was written, or read, before the flag was
-// set has then happened for whoever sees the flag.
+// A rank writes its message and then sets its flag; another rank reads the flag and then the message.  Processors
+// other than x86, such as those of Grace hosts, may make the writes visible, or carry out the reads, in another
+// order.  Therefore the flag is written with release and read with acquire semantics: a process that sees the
+// flag also sees everything that was written before it.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ inline void release(std::int64_t* flag, std::int64_t number) { __atomic_store_n(
 
 inline std::int64_t acquire(const std::int64_t* flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
 
-// The least of `count` flags, `step` bytes apart: all of them have reached it.
+// The smallest of `count` flags that are `step` bytes apart, which all of them have reached.
 inline std::int64_t acquire_least(const unsigned char* flags, std::int64_t count, std::int64_t step) {
     std::int64_t least = acquire(reinterpret_cast<const std::int64_t*>(flags));
     for (std::int64_t i = 1; i < count; ++i) {

@@ -1,7 +1,8 @@
-// Formats that others published, equal to the torch operations of impl/codecs/published_formats.py bit for bit.
+// Published formats, equal to the torch operations of impl/codecs/published_formats.py bit for bit.
 //
-// A format is a type with a layout, and with what a block becomes and is read from; a short last block repeats
-// its last element.  Codes are words until a piece of a row is packed: loops of one width vectorise best.
+// A format is a type with a layout, and with functions that encode and decode one block.  A short last block is
+// filled up with its last element.  Codes are 32-bit words until a piece of a row is packed, since loops over one
+// width vectorise best.
 #pragma once
 
 #include "random.hpp"
@@ -10,15 +11,15 @@
 
 namespace {
 
-// `bits` of a code, elements of a block, bytes `beside` its codes, and for a `whole` row, of which a number is
-// known before its first block.
+// The layout of a frame: `bits` of a code, elements of a block (`size`), bytes of a block in addition to its codes
+// (`beside`), and further bytes of the `whole` row.  `of_row` computes a row's number that its blocks need.
 template <i64 BITS, i64 SIZE, i64 BESIDE, i64 WHOLE = 0>
 struct Layout {
     static constexpr i64 bits = BITS, size = SIZE, beside = BESIDE, whole = WHOLE;
     static float of_row(const Job&, i64) { return 0.0f; }
 };
 
-// Bits of the largest magnitude; from kInfinity on, an element is not finite.
+// The bits of the largest magnitude; they are kInfinity or more if an element is not finite.
 template <i64 SIZE>
 u32 most(const u32* values) {
     u32 top = 0;
@@ -33,8 +34,8 @@ void fill(u32* codes, u32 code) {
 
 inline float floored(float scale) { return scale < kSmallestNormal ? kSmallestNormal : scale; }
 
-// Floats of MANTISSA bits, the smallest exponent LEAST and the largest pattern TOP.  A code counts values from
-// the least, -TOP.
+// Small floats with MANTISSA bits of mantissa, smallest exponent LEAST and largest pattern TOP.  A code is the number
+// of a value in ascending order, so that the value with pattern -TOP has code 0.
 template <int MANTISSA, int LEAST, int TOP>
 struct Small {
     static constexpr u32 least = 127 + LEAST, bias = (least - 1) << 23;
@@ -52,7 +53,7 @@ struct Small {
         const int size = pattern(word & kAbs);
         return u32(zero + (word >> 31 ? -size : size));
     }
-    // Without denormal numbers, as Reader<kFloats>.
+    // Computed without denormal numbers, as in Reader<kFloats>.
     static float magnitude(u32 pattern) {
         const float read = float_of((pattern << (23 - MANTISSA)) + bias);
         return pattern < 1u << MANTISSA ? read + read - float_of(least << 23) : read;
@@ -63,7 +64,7 @@ struct Small {
     }
 };
 
-template <class ELEMENT, int LARGEST>  // in eighths
+template <class ELEMENT, int LARGEST>  // LARGEST: the largest element, in eighths
 struct Microscaled : Layout<6, 32, 1> {
     static void encode(const u32* __restrict values, float, u32* __restrict codes, u8* next) {
         const u32 top = most<size>(values);
@@ -73,7 +74,7 @@ struct Microscaled : Layout<6, 32, 1> {
             return;
         }
         const u32 exponent = (bits_of(floored(float_of(top) / (LARGEST / 8.0f))) + 0x7fffffu) >> 23;
-        const float inverse = float_of((254 - exponent) << 23);  // of a power of two: exact
+        const float inverse = float_of((254 - exponent) << 23);  // exact, since the scale is a power of two
         for (i64 i = 0; i < size; ++i) codes[i] = ELEMENT::code(float_of(values[i]) * inverse);
         *next = u8(exponent);
     }
@@ -120,7 +121,8 @@ struct Nf4 : Layout<4, 64, 4> {
         -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
         0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f,
         0.7229568362236023f, 1.0f};
-    // The least fp32 number that is nearer to an entry than to the one before it, as fp32 rounds distances.
+    // For each entry but the first, the smallest fp32 number that is nearer to it than to the entry before it, where
+    // distances are rounded to fp32.
     static constexpr float from[15] = {
         -0x1.b239b0p-1f, -0x1.38a4e0p-1f, -0x1.d70900p-2f, -0x1.5bd4ecp-2f, -0x1.e079d8p-3f, -0x1.1a7176p-3f,
         -0x1.74f0e2p-5f, 0x1.45f600p-5f,  0x1.ec90c6p-4f,  0x1.a0cfc2p-3f,  0x1.2b05aap-2f,  0x1.8ea7f4p-2f,
@@ -173,7 +175,7 @@ struct Spikes : Layout<BITS, 128, 10> {
         for (i64 i = 0; i < size; ++i) high = keys[i] > high ? keys[i] : high;
         return high;
     }
-    static int place(const u32* keys, u32 key) {  // the first
+    static int place(const u32* keys, u32 key) {  // of the first element with that key
         int first = size;
         for (int i = 0; i < size; ++i) {
             const int at = keys[i] == key ? i : int(size);
@@ -190,7 +192,7 @@ struct Spikes : Layout<BITS, 128, 10> {
             return;
         }
         u32 keys[size];
-        for (i64 i = 0; i < size; ++i) keys[i] = ordered(bits_of(float_of(values[i]) + 0.0f));  // -0 and 0 alike
+        for (i64 i = 0; i < size; ++i) keys[i] = ordered(bits_of(float_of(values[i]) + 0.0f));  // -0 counts as 0
         const int least = place(keys, lowest(keys)), largest = place(keys, highest(keys));
         keys[least] = keys[largest] = ~0u;
         const u16 low = bf16(float_of(unordered(lowest(keys))));
@@ -261,7 +263,7 @@ void encode_format(const Job& job, i64 row, u8* frame, i64) {
     std::memset(next, 0, std::size_t(frame + job.coding.frame_bytes - next));
 }
 
-// Elements [at, at + count) of a frame in fp32, saturated, and up to a whole block more.
+// Decodes elements [at, at + count) of a frame to fp32, saturated; `values` has room for a whole last block.
 template <class FORMAT>
 void format_piece(const Job& job, const u8* frame, i64 at, i64 count, u32* values) {
     alignas(64) u32 codes[kPiece];
@@ -270,7 +272,7 @@ void format_piece(const Job& job, const u8* frame, i64 at, i64 count, u32* value
     float of_row = 0.0f;
     std::memcpy(&of_row, next + (job.numel + FORMAT::size - 1) / FORMAT::size * FORMAT::beside, FORMAT::whole);
     std::memcpy(packed, frame + at / 8 * FORMAT::bits, std::size_t((count * FORMAT::bits + 7) / 8));
-    unpack<FORMAT::bits>(packed, bytes, count);  // which reads beyond the codes
+    unpack<FORMAT::bits>(packed, bytes, count);  // reads beyond the codes, so these were copied
     for (i64 i = 0; i < kPiece; ++i) codes[i] = bytes[i];
     next += at / FORMAT::size * FORMAT::beside;
     for (i64 i = 0; i < count; i += FORMAT::size, next += FORMAT::beside) {
@@ -279,7 +281,7 @@ void format_piece(const Job& job, const u8* frame, i64 at, i64 count, u32* value
     for (i64 i = 0; i < count; ++i) values[i] = bits_of(saturated(float_of(values[i]), Fp32::largest()));
 }
 
-// bf16 by stochastic rounding, whose infinities stay.
+// bf16 by stochastic rounding; infinities stay infinite.
 struct Bf16sr {};
 
 template <>
@@ -307,7 +309,7 @@ void format_piece<Bf16sr>(const Job&, const u8* frame, i64 at, i64 count, u32* v
     widen<Bf16>(words, values, count);
 }
 
-// fp32 to elements, saturated where `from` is finite.
+// Converts fp32 to elements, saturated; infinities stay infinite.
 template <class T>
 void narrow_format(const u32* from, typename T::Word* to, i64 count) {
     if constexpr (std::is_same_v<T, Fp32>) {
@@ -321,7 +323,7 @@ void narrow_format(const u32* from, typename T::Word* to, i64 count) {
     }
 }
 
-// A row from its frame, or from the sum of several, which is fp32.
+// Decodes a frame to a row, or several frames to their sum, which is fp32.
 template <class FORMAT>
 void decode_format(const Job& job, const u8* frame, i64 row) {
     alignas(64) u32 values[kPiece];
@@ -340,7 +342,7 @@ void decode_format(const Job& job, const u8* frame, i64 row) {
     }
 }
 
-// Runs body(FORMAT{}) for the one that `kind` says, in the order of FORMATS in impl/codecs/codec.py.
+// Runs body(FORMAT{}) for the format with number `kind`, in the order of FORMATS in impl/codecs/codec.py.
 template <class Body>
 void with_format(i64 kind, Body body) {
     switch (kind) {

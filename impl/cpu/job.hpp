@@ -1,6 +1,6 @@
-// What one call is asked to do: rows that may lie anywhere, and how they are coded.
+// The argument of every function of the library: rows, which may lie anywhere, and how they are coded.
 //
-// `Job` and its parts are mirrored field by field by kernels.py.
+// kernels.py has the same fields as `Job` and its parts.
 #pragma once
 
 #include "../cuda/codec.cuh"
@@ -10,7 +10,7 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>
-#define WIDE 1  // vectors of 16 fp32 by name, where compilers do not find them
+#define WIDE 1  // vectors of 16 fp32 are written by intrinsics where compilers do not vectorise a loop
 #else
 #define WIDE 0
 #endif
@@ -19,18 +19,19 @@ namespace {
 
 using namespace codec;
 
-constexpr i64 kPiece = 2048;  // elements whose codes wait for packing: whole octets, whole rotations
+constexpr i64 kPiece = 2048;  // elements that are worked on at once; a multiple of octets and of rotations
 constexpr int kDims = 8;
 
-enum Kind : i64 { kSymmetric, kAsymmetric, kFloats, kClipped };  // the last of loops alone: see `clipped`
+// kClipped is no value of `Code::kind`: it selects loops for symmetric codes with `clipped` set.
+enum Kind : i64 { kSymmetric, kAsymmetric, kFloats, kClipped };
 
-struct Plane {  // rows of one tensor
-    i64 address, strides[kDims];  // bytes; of random bits, elements
+struct Plane {  // the rows of one tensor
+    i64 address, strides[kDims];  // in bytes, but in elements for random bits
 };
 
 struct Code {
     i64 kind, bits, mantissa, powers, hadamard, stochastic;
-    i64 clipped;  // of symmetric codes: all are used, and the top is cut
+    i64 clipped;  // whether symmetric codes use all 2^bits codes, and the largest positive values are cut off
     i64 block, blocks, codes_end, scales_at, frame_bytes;
 
     Scheme<0> integers(bool asymmetric) const { return {int(bits), asymmetric, clipped != 0}; }
@@ -39,20 +40,21 @@ struct Code {
 };
 
 struct Job {
-    i64 numel, type;  // type of elements: 0 fp32, 1 bf16, 2 fp16
+    i64 numel, type;  // elements of a row; type of elements: 0 fp32, 1 bf16, 2 fp16
     i64 dims, sizes[kDims];
     i64 sources, source_stride;
-    i64 halves;  // of sums: terms and partial sums are fp16
+    i64 halves;  // whether terms and partial sums of a sum are rounded to fp16
     Plane values, frames, output, random, errors;
     Code coding, second;
-    i64 error_type;  // of carried errors, as `type`; -1 where none are carried
-    Words key;       // of random bits
+    i64 error_type;  // type of the carried errors, as in `type`; -1 if no errors are carried
+    Words key;       // of the random bits
     Decay decay;
 };
 
 inline i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 
-// Calls body(addresses) for each row; missing planes have address and strides 0.
+// Calls body(addresses) for each row, with the row's address in each plane.  The address and strides of a plane
+// that is not used are 0.
 template <int PLANES, class Body>
 void each_row(const Job& job, const Plane* const (&planes)[PLANES], Body body) {
     i64 at[kDims] = {}, address[PLANES];

@@ -1,14 +1,14 @@
-// The codecs on the host: encode, decode, decode_sum and decode_sum_encode over batches of strided rows,
-// as plain C functions of one structure (`Job`, mirrored by kernels.py).
+// Codecs on the host: encode, decode, decode_sum and decode_sum_encode over batches of strided rows, as C functions
+// of one structure (`Job`, which kernels.py mirrors).
 //
-// The arithmetic of one value and one scale is ../cuda/codec.cuh; here are the loops, written so that
-// compilers vectorise them.  A row is worked in pieces that stay in the first-level cache: a piece's
-// codes are bytes in a small buffer between rounding and packing.  Only packing knows the width when
-// it is compiled.  Never built with -ffast-math: NaN, denormals and the order of operations count.
+// The arithmetic of one value and one scale is in ../cuda/codec.cuh.  Here are the loops, written so that compilers
+// vectorise them.  A row is worked on in pieces that stay in the first-level cache: between rounding and packing,
+// a piece's codes are bytes in a small buffer.  Only packing is compiled for each number of bits.  This file must
+// not be built with -ffast-math, since NaN, denormals and the order of operations matter.
 //
-// What is encoded comes from one of two places.  Elements that need nothing but rounding stay where they lie
-// (`InPlace`): fp32, and bf16 of symmetric integers.  All others, sums, and what carries an error or is
-// rotated, are brought to a small buffer of fp32 first (`Brought`).
+// The encoder takes its values from one of two sources.  Elements that only need rounding are read where they lie
+// (`InPlace`): fp32, and bf16 for symmetric integers.  All other values (other types, sums, values with a carried
+// error, rotated values) are first written to a small buffer of fp32 (`Brought`).
 #include "flags.hpp"
 #include "formats.hpp"
 #include "random.hpp"
@@ -27,14 +27,14 @@
 
 namespace {
 
-constexpr i64 kHeld = 1 << 15;   // fp32 values kept for a second look; beyond, they are brought twice
-constexpr i64 kAhead = 1 << 14;  // elements of the largest block after which the next is prefetched
-constexpr i64 kTogether = 256;   // small blocks that are encoded together
-constexpr i64 kSlack = 512;      // elements around a piece, up to whole octets and rotations
+constexpr i64 kHeld = 1 << 15;   // most fp32 values of a block that are kept; more are brought a second time
+constexpr i64 kAhead = 1 << 14;  // most elements of a block for which the whole next block is prefetched
+constexpr i64 kTogether = 256;   // most small blocks that are encoded together
+constexpr i64 kSlack = 512;      // elements around a piece, which fill up octets and rotations
 
 // ---- where the values of a row come from ---------------------------------------------------------
 
-// Elements as they lie, in order: they can be fetched ahead, and all are there for a second look.
+// Elements where they lie, in order, so that they can be prefetched, and read a second time.
 template <class T>
 struct InPlace {
     using Type = T;
@@ -47,7 +47,7 @@ struct InPlace {
     void carry(i64, i64, Stored, const u8*) {}
 };
 
-// Memory for `count` words, or none.
+// Memory for `count` words; `data` is null if `count` is 0 or memory ran out.
 struct Memory {
     u32* const data;
 
@@ -56,17 +56,17 @@ struct Memory {
     ~Memory() { std::free(data); }
 };
 
-// Values of one row in fp32: elements or sums, with carried error, rotated.
+// The values of one row in fp32: elements or sums, with the carried error added, and rotated.
 struct Brought {
     using Type = Fp32;
     const Job& job;
     const Code& code;      // of the frame that is written
-    const bool sums;       // of frames, not elements
-    const i64 most;        // values that next() may bring at once
-    const Memory held, turned;  // before the rotation, and after it where both are needed
-    i64 row = 0, errors = 0;  // addresses of the encoded row and its carried error
-    i64 start = 0;         // element of held_values()[0]
-    i64 offset = 0;        // of it in `held`
+    const bool sums;       // whether the values are sums of frames, not elements
+    const i64 most;        // most values that next() can bring at once
+    const Memory held, turned;  // values before the rotation, and after it if both are needed
+    i64 row = 0, errors = 0;  // addresses of the row that is encoded and of its carried error
+    i64 start = 0;         // number of the first element that next() brought last
+    i64 offset = 0;        // place of that element in `held`
 
     Brought(const Job& job, const Code& code, bool sums)
         : job(job), code(code), sums(sums), most(smaller(code.block > kPiece ? code.block : kPiece, kHeld)),
@@ -75,7 +75,7 @@ struct Brought {
     bool has_memory() const { return held.data && (turned.data || !carries() || code.hadamard == 0); }
     static constexpr bool in_order() { return false; }
     bool carries() const { return job.error_type >= 0; }
-    i64 rotated(i64 begin, i64 end) const {  // of [begin, end), the number that is rotated
+    i64 rotated(i64 begin, i64 end) const {  // how many elements of [begin, end) are in whole groups
         if (code.hadamard == 0) return 0;
         const i64 whole = smaller(end, job.numel / code.hadamard * code.hadamard);
         return whole > begin ? whole - begin : 0;
@@ -104,7 +104,7 @@ struct Brought {
     void bring(i64 begin, i64 end) {
         offset = 0;
         if (!sums) return ::bring(job.type, row, begin, end - begin, held.data);
-        // Frames are read in whole octets and rotations, so a piece that begins inside one begins before it.
+        // Frames are read in whole octets and rotations, so reading starts at the one in which the piece begins.
         const i64 grain = job.coding.hadamard > 8 ? job.coding.hadamard : 8;
         const i64 first = begin / grain * grain;
         offset = begin - first;
@@ -112,7 +112,7 @@ struct Brought {
         sum_sources(job, reinterpret_cast<const u8*>(row), first, last, held.data);
     }
 
-    // Replaces the error of [begin, end), inside what next() has brought last, by what its codes leave over.
+    // Updates the carried error of [begin, end), which next() has brought last, from the values and their codes.
     void carry(i64 begin, i64 end, Stored stored, const u8* codes) {
         alignas(64) u32 decoded[kPiece];
         decode_block<Fp32>(code, stored, codes, decoded, end - begin);
@@ -131,10 +131,10 @@ struct Brought {
 
 // ---- a row's frame -------------------------------------------------------------------------------
 
-// Writes a row's frame.  `source.next` brings the values of [begin, end), at most `source.most` at once, so
-// that a block of that size is there for both looks.  Small blocks go together: then the long chain from a
-// block's maximum to its divisor overlaps with its neighbours'.  `number` is the first element's, which
-// chooses its random bits.
+// Writes a row's frame.  `source.next` brings the values of [begin, end), at most `source.most` at once; a block of
+// at most that size is brought once, for its maximum and for its codes.  Small blocks are encoded together, so that
+// the long chain of operations from a block's maximum to its divisor overlaps with that of its neighbours.
+// `number` is the number of the first element, on which random bits depend.
 template <class Source>
 void encode_row(const Job& job, const Code& code, Source& source, u8* frame, i64 number) {
     using T = typename Source::Type;
@@ -146,7 +146,7 @@ void encode_row(const Job& job, const Code& code, Source& source, u8* frame, i64
     alignas(64) u8 codes[kPiece];
     alignas(64) u16 random[kPiece];
     Stored stored[kTogether];
-    i64 packed = 0;  // elements whose codes stand in the frame
+    i64 packed = 0;  // elements whose codes are in the frame already
     for (i64 first = 0; first < code.blocks; first += together) {
         const i64 blocks = smaller(together, code.blocks - first);
         const i64 begin = first * code.block, end = smaller(begin + blocks * code.block, numel);
@@ -198,7 +198,8 @@ void encode_in_place(const Job& job) {
     });
 }
 
-// The rows of `values`, elements or frames to sum, to those of `frames`.
+// Encodes the rows of `values`, which are elements or, for `sums`, frames, to those of `frames`.  Returns false if
+// memory ran out.
 bool encode_brought(const Job& job, const Code& code, const Plane& values, const Plane& frames, bool sums) {
     Brought source(job, code, sums);
     if (!source.has_memory()) return false;
@@ -211,7 +212,7 @@ bool encode_brought(const Job& job, const Code& code, const Plane& values, const
 
 }  // namespace
 
-// Each returns 0, or 1 where memory ran out.
+// Each function with a job returns 0, or 1 if memory ran out.
 extern "C" {
 
 __attribute__((visibility("default"))) i64 job_bytes() { return i64(sizeof(Job)); }
@@ -247,7 +248,7 @@ __attribute__((visibility("default"))) int decode_sum_encode(const Job* job) {
     return encode_brought(*job, job->second, job->frames, job->output, true) ? 0 : 1;
 }
 
-// Rows in a format that `coding.kind` names.
+// Encodes rows in the published format whose number is `coding.kind`.
 __attribute__((visibility("default"))) int encode_formats(const Job* job) {
     with_format(job->coding.kind, [&](auto format) {
         each_row<3>(*job, {&job->values, &job->frames, &job->random}, [&](const i64* at) {
@@ -266,7 +267,7 @@ __attribute__((visibility("default"))) int decode_formats(const Job* job) {
     return 0;
 }
 
-// Rows of `numel` bytes from `values` to `output`.
+// Copies rows of `numel` bytes from `values` to `output`.
 __attribute__((visibility("default"))) int copy(const Job* job) {
     each_row<2>(*job, {&job->output, &job->values}, [&](const i64* at) {
         std::memcpy(reinterpret_cast<u8*>(at[0]), reinterpret_cast<const u8*>(at[1]), std::size_t(job->numel));
@@ -274,7 +275,7 @@ __attribute__((visibility("default"))) int copy(const Job* job) {
     return 0;
 }
 
-// The same past the caches, where rows are large.
+// The same, but past the caches if rows are large.
 __attribute__((visibility("default"))) int stream(const Job* job) {
     each_row<2>(*job, {&job->output, &job->values}, [&](const i64* at) {
         copy_bytes(reinterpret_cast<u8*>(at[0]), reinterpret_cast<const u8*>(at[1]), job->numel);
@@ -282,7 +283,7 @@ __attribute__((visibility("default"))) int stream(const Job* job) {
     return 0;
 }
 
-// Sums of raw frames, whose elements are of `type`.
+// Sums the frames of a cast, whose elements are of `type`.
 __attribute__((visibility("default"))) int sum_raw(const Job* job) {
     with_type(job->type, [&](auto type) {
         using T = decltype(type);
@@ -293,11 +294,12 @@ __attribute__((visibility("default"))) int sum_raw(const Job* job) {
     return 0;
 }
 
-// Sets a flag in shared memory, for the transport of that name, and wakes the processes that wait for it.
+// Sets a flag in shared memory, and wakes the processes that wait for it; for impl/transport/shared_memory.py.
 __attribute__((visibility("default"))) void post_flag(std::int64_t* flag, std::int64_t number) {
     release(flag, number);
 #if defined(__linux__)
-    syscall(SYS_futex, flag, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);  // its lower half: little-endian
+    // A futex has 32 bits: this is the lower half of the flag, on little-endian machines.
+    syscall(SYS_futex, flag, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 #endif
 }
 

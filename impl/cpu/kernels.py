@@ -1,7 +1,9 @@
-"""Codecs on CPU tensors in C++: bit-equal to :mod:`impl.codecs.reference`, on the calling thread.
+"""Runs codecs on CPU tensors in C++, on the calling thread, bit-equal to :mod:`impl.codecs.reference`.
 
-The library takes one structure, :class:`_Job`.  Rows may lie anywhere; elements that are not contiguous
-within a row are copied first.  Raw frames are copied, and summed in one pass; casts are torch's.
+Every function of the library takes one structure, :class:`_Job`, which describes the rows and how they are
+coded.  Rows may lie anywhere in memory; if the elements of a row are not contiguous, the tensor is copied
+first.  Casts without a change of type are copies, sums of casts are computed in one pass, and all other casts
+are left to torch.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import Tensor
 from impl.codecs.codec import FORMATS, Blocked, Codec, FloatCodec, OwnCodec, Raw
 from impl.codecs.reference import DTYPES, Carried, Operations, Options, Repeat, merged_rows
 
-MOST_DIMS: Final = 8  # leading dimensions after merging, kDims of job.hpp
+MOST_DIMS: Final = 8  # most leading dimensions after merging, kDims of job.hpp
 KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CODING: Final = (
     *("kind", "bits", "mantissa", "powers", "hadamard", "stochastic", "clipped"),
@@ -29,26 +31,26 @@ _Dims: Final = ctypes.c_int64 * MOST_DIMS
 
 
 class _Plane(ctypes.Structure):
-    """Rows of one tensor: address of the first, and bytes from one to the next by dimension."""
+    """The rows of one tensor: the address of the first, and bytes from one to the next for each dimension."""
 
     _fields_ = (("address", ctypes.c_int64), ("strides", _Dims))
 
 
 class _Coding(ctypes.Structure):
-    """How a row is coded."""
+    """How a row is coded: ``Code`` of job.hpp, field by field."""
 
     _fields_ = tuple((name, ctypes.c_int64) for name in _CODING)
 
 
 class _Job(ctypes.Structure):
-    """One call: ``Job`` of job.hpp, field by field."""
+    """The argument of one call: ``Job`` of job.hpp, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("numel", "kind", "dims")),
         ("sizes", _Dims),
         *((name, ctypes.c_int64) for name in ("sources", "source_stride", "halves")),
         *((name, _Plane) for name in ("values", "frames", "output")),
-        ("random", _Plane),  # numbers of elements, not bytes
+        ("random", _Plane),  # counts elements, not bytes
         ("errors", _Plane),
         ("coding", _Coding),
         ("second", _Coding),
@@ -59,7 +61,7 @@ class _Job(ctypes.Structure):
 
 
 class Kernels(Operations):
-    """The operations in C++, of a built ``library``; an OSError if it cannot be loaded."""
+    """The operations in C++, in a built ``library``.  Raises OSError: if it cannot be loaded or does not fit."""
 
     name = "cpu"
 
@@ -69,7 +71,7 @@ class Kernels(Operations):
         self.sha256 = hashlib.sha256(library.read_bytes()).hexdigest()
         self._library.job_bytes.restype = ctypes.c_int64
         if (size := self._library.job_bytes()) != ctypes.sizeof(_Job):
-            raise OSError(f"{library}: a job has {size} bytes, not {ctypes.sizeof(_Job)}")
+            raise OSError(f"{library}: its jobs have {size} bytes, expected {ctypes.sizeof(_Job)}")
 
     def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
         return True
@@ -95,7 +97,7 @@ class Kernels(Operations):
         kernels, coding = _coding(codec, out.shape[-1])
         if coding is not None:
             return self._run_into(out, f"decode{kernels}", frames, kind=KINDS[out.dtype], coding=coding)
-        if _is_copy(codec, out):  # past the caches: not read soon
+        if _is_copy(codec, out):  # large rows are written past the caches, since they are not read soon
             planes = {"values": frames, "output": out}
             return self._run("stream", planes, numel=codec.code_bytes(out.shape[-1]))
         return super()._decode(codec, frames, out)
@@ -125,7 +127,7 @@ class Kernels(Operations):
         return self._run("decode_sum_encode", {"frames": frames[0], "output": out}, options, **fields)
 
     def _run_into(self, out: Tensor, name: str, frames: Tensor, **fields: Any) -> Repeat | None:
-        """Decode ``frames`` to ``out``, through a contiguous copy if its rows are not contiguous."""
+        """Run ``name``, which decodes ``frames`` to ``out``; if rows of ``out`` are not contiguous, via a copy."""
         values = out if _has_whole_rows(out) else torch.empty(out.shape, dtype=out.dtype)
         repeat = self._run(name, {"frames": frames, "values": values}, numel=out.shape[-1], **fields)
         if values is out:
@@ -140,9 +142,10 @@ class Kernels(Operations):
         options: Options = Options(),  # noqa: B008  # immutable
         **fields: Any,
     ) -> Repeat:
-        """Call the library's function ``name`` with the job's ``fields``; returns a function that repeats it.
+        """Call the library's function ``name``, and return a function that repeats the call on other tensors.
 
-        ``tensors`` have equal leading dimensions and are by the name of their plane, those read first.
+        ``tensors``, by the name of their plane, have equal leading dimensions; tensors that are read come
+        first.  ``fields`` are further fields of the job.
         """
         job, planes, (noise, carried) = _Job(error_kind=-1, **fields), dict(tensors), options
         if carried is not None:
@@ -164,21 +167,21 @@ class Kernels(Operations):
 
 
 def _run_job(function: Callable[[Any], int], job: bytes, planes: Sequence[str], *tensors: Tensor) -> None:
-    """Run a prepared job on tensors whose addresses may differ from the job's."""
-    copy = _Job.from_buffer_copy(job)  # other threads may run it too
+    """Run a prepared job on tensors of the same layout as its own, at other addresses."""
+    copy = _Job.from_buffer_copy(job)  # other threads may run the same job
     for name, tensor in zip(planes, tensors, strict=True):
         getattr(copy, name).address = tensor.data_ptr()
     if function(ctypes.byref(copy)) != 0:
-        raise MemoryError(f"no memory for the sums of a block of {copy.second.block} elements")
+        raise MemoryError(f"not enough host memory to encode a block of {copy.second.block} elements")
 
 
 def _has_whole_rows(x: Tensor) -> bool:
-    """Whether the elements of each row lie side by side."""
+    """Returns whether the elements of each row are contiguous."""
     return x.shape[-1] == 1 or x.stride(-1) == 1
 
 
 def _is_copy(codec: Codec, x: Tensor) -> bool:
-    """Whether frames hold the bytes of ``x``'s rows."""
+    """Returns whether encoding ``x`` only copies the bytes of its rows."""
     return isinstance(codec, Raw) and x.dtype == DTYPES[codec.dtype] and _has_whole_rows(x)
 
 
@@ -187,7 +190,7 @@ def _sources(frames: Tensor) -> dict[str, int]:
 
 
 def _coding(codec: Codec, numel: int) -> tuple[str, _Coding | None]:
-    """The suffix of the names of a codec's kernels, and its coding of a row; None without kernels."""
+    """Returns the suffix of the names of a codec's kernels, and how a row is coded (None without kernels)."""
     if isinstance(codec, OwnCodec) and codec.published:
         return "_formats", _Coding(kind=[*FORMATS].index(codec.name), frame_bytes=codec.frame_bytes(numel))
     if isinstance(codec, Raw | OwnCodec):

@@ -1,9 +1,9 @@
-// Codes as bytes to a little-endian stream of bits, and back.
+// Packs codes, one in each byte, into a little-endian stream of bits, and unpacks them.
 #pragma once
 
 #include "job.hpp"
 
-// Zen 1 and 2 take some hundred cycles for an instruction of one cycle elsewhere.
+// FIELDS: use pext and pdep.  Not with BMI2 alone: Zen 1 and 2, which lack AVX-512, take hundreds of cycles for them.
 #if WIDE && defined(__BMI2__)
 #define FIELDS 1
 #else
@@ -12,11 +12,11 @@
 
 namespace {
 
-// The low BITS of each byte.
+// A mask of the low BITS of each byte.
 template <int BITS>
 constexpr u64 kEvery = ((1ull << BITS) - 1ull) * 0x0101010101010101ull;
 
-// Neighbours join pairwise, three times: 8 fields of BITS in bytes become one of 8 * BITS.
+// Joins neighbours pairwise three times, so that 8 bytes with BITS bits each become one word of 8 * BITS bits.
 template <int BITS>
 void pack(const u8* __restrict codes, u8* __restrict out, i64 count) {
     if constexpr (BITS == 8) {
@@ -39,7 +39,7 @@ void pack(const u8* __restrict codes, u8* __restrict out, i64 count) {
             word = (word & 0x0000ffff0000ffffull) | (word & 0xffff0000ffff0000ull) >> (16 - 2 * BITS);
             return (word & 0x00000000ffffffffull) | (word & 0xffffffff00000000ull) >> (32 - 4 * BITS);
         };
-        // Eight bytes are written for BITS: the next octet overwrites the rest.
+        // Eight bytes are written, of which the first BITS are meant; the next octet overwrites the others.
         const i64 bytes = (count * BITS + 7) / 8;
         i64 i = 0;
         for (; BITS * i + 8 <= bytes; ++i) {
@@ -55,7 +55,7 @@ void pack(const u8* __restrict codes, u8* __restrict out, i64 count) {
     }
 }
 
-// Reads up to 7 bytes beyond the codes: a frame has its scales there.
+// Reads up to 7 bytes beyond the codes, where a frame has its scales.
 template <int BITS>
 void unpack(const u8* __restrict in, u8* __restrict codes, i64 count) {
     if constexpr (BITS == 8) {

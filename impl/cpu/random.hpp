@@ -1,16 +1,16 @@
-// The random bits of many octets at once: `philox` of codec.cuh, a counter a lane.
+// The random bits of many octets at once: `philox` of codec.cuh with one counter in each vector lane.
 #pragma once
 
 #include "job.hpp"
 
 namespace {
 
-constexpr i64 kCounters = 16;  // octets of random bits that come together
+constexpr i64 kCounters = 16;  // octets whose random bits are computed together
 
-// Writes 16 bits an element for `octets` octets from `octet` on, rounded up to whole kCounters.
+// Writes 16 bits for each element of `octets` octets, beginning with `octet`, rounded up to a multiple of kCounters.
 //
-// A lane is 64 bits wide: a product of 32 bits each has its upper half where a shift brings it down, and
-// what is left above a word's 32 bits is ignored by the next product.
+// A lane has 64 bits and holds the whole product of two 32-bit words, whose upper half a shift brings down.  The
+// next product ignores what is left in the upper 32 bits of a lane.
 __attribute__((noinline)) inline void random_bits(const Words& key, u64 octet, i64 octets, u16* out) {
 #if WIDE
     const auto every = [](u64 value) { return _mm512_set1_epi64(i64(value)); };

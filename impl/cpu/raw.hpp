@@ -1,7 +1,8 @@
-// Raw frames: elements as they are, copied, and summed over several frames in one pass.
+// Frames of casts: rows are copied, and the rows of several frames are summed in one pass.
 //
-// Large rows that are decoded are written past the caches: a plain store first reads the line that it
-// overwrites, a third of a copy's traffic.  Frames and sums are not: they are read again at once.
+// Large rows that are decoded are written past the caches, since a plain store first reads the cache line that it
+// overwrites, which is a third of a copy's traffic.  Frames and sums are written to the caches, since they are read
+// again soon.
 #pragma once
 
 #include "job.hpp"
@@ -12,10 +13,10 @@
 
 namespace {
 
-constexpr i64 kStreamed = 1 << 22;  // bytes of a row that is written past the caches
+constexpr i64 kStreamed = 1 << 22;  // bytes from which on a row is written past the caches
 constexpr i64 kLine = 64;
 
-// Copies whole lines past the caches where processors can; `to` is aligned to them.
+// Copies whole cache lines past the caches if the processor can; `to` is aligned to a line.
 inline void stream_lines(u8* __restrict to, const u8* __restrict from, i64 bytes) {
 #if defined(__SSE2__)
     for (i64 at = 0; at < bytes; at += kLine) {
@@ -33,7 +34,7 @@ inline void stream_lines(u8* __restrict to, const u8* __restrict from, i64 bytes
 #endif
 }
 
-// Such stores are not ordered with others: a reader must see a row that is announced later.
+// Orders these stores before later ones, so that a process that sees a flag set later also sees the row.
 inline void finish_streams() {
 #if defined(__SSE2__)
     _mm_sfence();
@@ -52,7 +53,7 @@ inline void copy_bytes(u8* to, const u8* from, i64 bytes) {
     finish_streams();
 }
 
-// The sum of `COUNT` frames' elements, in order, after what `out` holds (ADD) or alone.
+// Writes the sum of `COUNT` frames' elements, in order, to `out`, or adds them to `out` (ADD).
 template <class T, int COUNT, bool ADD>
 void sum_raw(const u8* frame, i64 stride, i64 count, u32* __restrict out) {
     using Word = typename T::Word;
@@ -70,7 +71,7 @@ void sum_raw(const u8* frame, i64 stride, i64 count, u32* __restrict out) {
     }
 }
 
-// The sum over sources, in ascending order, of `count` elements from each of `frame` on.
+// Writes the sum over sources, in ascending order, of `count` elements; `frame` is that of the first source.
 template <class T>
 void sum_raw_sources(const u8* frame, i64 sources, i64 stride, i64 count, u32* out) {
     i64 left = sources;
@@ -85,7 +86,7 @@ void sum_raw_sources(const u8* frame, i64 sources, i64 stride, i64 count, u32* o
     for (; left >= 1; --left, frame += stride) sum_raw<T, 1, true>(frame, stride, count, out);
 }
 
-// A row of sums, a piece in the first-level cache after another.
+// Writes a row of sums piece by piece, so that each piece stays in the first-level cache.
 template <class T>
 void sum_raw_row(const Job& job, const u8* frame, u32* out) {
     for (i64 at = 0; at < job.numel; at += kPiece) {

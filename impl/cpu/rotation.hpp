@@ -1,12 +1,12 @@
-// Hadamard rotations of rows of fp32, group by group: `butterfly` of codec.cuh.  fp32 numbers are held as
-// their bits, as elements of every type are.
+// Hadamard rotations of rows of fp32, group by group, with `butterfly` of codec.cuh.  fp32 numbers are held as
+// their bits, as are elements of every type.
 #pragma once
 
 #include "job.hpp"
 
 namespace {
 
-// Butterflies of distance 1, 2, 4, ... below 16 inside a vector; a group has `size` elements.
+// The butterflies of distance 1, 2, 4 and 8 inside a vector, for groups of `size` elements.
 #if WIDE
 inline __m512 rotated_vector(__m512 v, i64 size) {
     const auto step = [](__m512 x, __m512 other, __mmask16 second) {
@@ -25,7 +25,7 @@ inline void meet(u32& first, u32& second) {
     first = bits_of(butterfly(a, b, false)), second = bits_of(butterfly(b, a, true));
 }
 
-// Rotates `count` values, whole groups of `size`, from `from` to `to`, which may be the same.
+// Rotates `count` values, which are whole groups of `size`, from `from` to `to`, which may be the same memory.
 __attribute__((noinline)) inline void rotate(const u32* from, u32* to, i64 count, i64 size, bool back) {
     const float part = 1.0f / float(size);
     i64 at = 0;
@@ -35,7 +35,7 @@ __attribute__((noinline)) inline void rotate(const u32* from, u32* to, i64 count
         _mm512_storeu_ps(to + at, rotated_vector(values, size));
     }
 #endif
-    // What is left over of vectors, where groups are smaller than they; without them, all.
+    // The values that fill no vector, because groups are smaller; without vectors, all values.
     for (i64 i = at; i < count; ++i) to[i] = bits_of(float_of(from[i]) * part);
     for (i64 small = 1; small < smaller(size, 16) && at < count; small *= 2) {
         for (i64 i = at; i < count; i += 2 * small) {

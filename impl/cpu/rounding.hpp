@@ -1,7 +1,8 @@
-// Values to codes: the extent of a block, its scale, and the code of each element as a byte.
+// Rounds values to codes: finds the extent of a block, its scale, and the code of each element, one in a byte.
 //
-// The arithmetic is codec.cuh's; here it is in forms without a branch for each element, which compilers
-// vectorise: a product decides for a group of elements, and a division where it leaves doubt.
+// The arithmetic is that of codec.cuh, here without a branch for each element, so that compilers vectorise it.  A
+// group of elements is rounded by products with the reciprocal; if one of them might differ from the quotient's
+// code, the whole group is divided.
 #pragma once
 
 #include "job.hpp"
@@ -10,12 +11,12 @@
 
 namespace {
 
-constexpr i64 kGroup = 256;  // elements that share one test for doubt
+constexpr i64 kGroup = 256;  // elements of a group, for which products or quotients are used
 
 // ---- extent and scale --------------------------------------------------------------------------
 
-// The largest key of a block.  Without an offset the stored words' magnitudes order as the numbers
-// do, so bf16 is compared as it is.
+// The largest keys of a block.  Without an offset, words of elements without their sign are ordered like magnitudes,
+// so bf16 is compared without widening it.
 template <class T, bool ASYMMETRIC>
 Extent extent(const typename T::Word* __restrict values, i64 count) {
     using Word = typename T::Word;
@@ -53,7 +54,7 @@ inline Stored stored_of(const Code& code, Extent extent) {
 
 // ---- one quotient ------------------------------------------------------------------------------
 
-// How a block's elements are rounded, ready for a loop.
+// How the elements of a block are rounded, with all that does not change in the loop.
 template <Kind KIND>
 struct Rule {
     Scheme<0> integers;
@@ -63,12 +64,13 @@ struct Rule {
         : integers(code.integers(KIND == kAsymmetric)), divider(divider_of(integers, stored)) {}
 
     u32 mask() const { return (1u << integers.bits()) - 1u; }
-    Scheme<0> known() const { return {integers.stated, KIND == kAsymmetric, KIND == kClipped}; }  // a constant, to the compiler
+    Scheme<0> known() const { return {integers.stated, KIND == kAsymmetric, KIND == kClipped}; }  // constant in the loop
     float numerator(float value) const { return numerator_of(known(), divider, value); }
 
-    // The pattern whose low bits are the code.  Without an offset, a clipped top and chance no quotient of a
-    // finite block passes the ends by more than a rounding.  With an offset none is negative, and the scale may be so
-    // much rounded that quotients are huge.  Patterns of positive floats order as they do.
+    // The bit pattern whose low bits are the code, clamped where a quotient may be out of range.  In a finite block
+    // of plain symmetric codes no quotient exceeds the range by more than its rounding.  With an offset quotients are
+    // not negative, but may be huge, since a tiny scale is rounded up.  Patterns of positive floats are ordered as
+    // the floats are.
     template <bool STOCHASTIC>
     u32 pattern(float quotient, float shift) const {
         const u32 most = bits_of(kRound + known().last()), least = bits_of(kRound + known().first());
@@ -79,11 +81,11 @@ struct Rule {
     }
 };
 
-// `pattern_of` of codec.cuh, with the scheme's choices taken out of the loop.
+// `pattern_of` of codec.cuh, with the scheme's branches taken out of the loop.
 template <>
 struct Rule<kFloats> {
     Divider divider;
-    u32 bits, mantissa, least, top;  // least: the smallest normal element's exponent, in fp32's bias
+    u32 bits, mantissa, least, top;  // least: exponent of the smallest normal element, with fp32's bias
 
     Rule(const Code& code, Stored stored)
         : divider(divider_of(code.floats(), stored)), bits(u32(code.bits)), mantissa(u32(code.mantissa)),
@@ -108,7 +110,7 @@ struct Rule<kFloats> {
 
 // ---- a product that decides alone ----------------------------------------------------------------
 
-// Whether the `bits` that codes have make 2^(bits - 1) - 1 and `mantissa` share a factor.
+// Whether 2^(bits - 1) - 1, the largest code of `bits` bits, and `mantissa` have a common factor.
 inline bool shares_factor(i64 bits, u32 mantissa) {
     const bool threes = mantissa % 3 == 0;
     switch (bits) {
@@ -122,14 +124,14 @@ inline bool shares_factor(i64 bits, u32 mantissa) {
     }
 }
 
-// A factor whose products round as the quotients do, or 0 if none is known.
+// A factor whose products round to the same codes as the quotients, or 0 if none is known.
 //
-// That is the reciprocal of a power of two.  It is also known for symmetric codes of bf16.  There the
-// largest magnitude A and an element x have mantissas a and x of 8 bits, and m x / A is a fraction: it is a
-// tie k + 1/2, or at least 1 / (2 m 2^8) > 2^-16 of itself away from each (for 2 m x - (2 k + 1) A is an
-// integer, times a power of two); scale, product and factor are off by less.  Where m and a share no factor,
-// the only tie is x = A / 2, since m must divide 2 k + 1.  How its quotient rounds is tried, and the
-// reciprocal moved by 2^-20 to that side.
+// If the scale is a power of two, that is its reciprocal.  There is also one for symmetric codes of bf16.  Let A be
+// the block's largest magnitude, with mantissa a, and x an element; both mantissas have 8 bits.  With m the largest
+// code, the quotient is m x / A.  It is either a tie k + 1/2, or at least 1 / (2 m 2^8) > 2^-16 of itself away from
+// every tie, because 2 m x - (2 k + 1) A is an integer times a power of two; the errors of scale, product and factor
+// are smaller than that.  If m and a have no common factor, the only tie is x = A / 2, since m must divide 2 k + 1.
+// It is tried how the quotient of that tie rounds, and the reciprocal is moved by 2^-20 to that side.
 template <class T, Kind KIND>
 float lone_factor(const Code& code, Divider divider) {
     constexpr u32 fraction = 0x7fffffu;
@@ -147,17 +149,18 @@ float lone_factor(const Code& code, Divider divider) {
 
 // ---- many values -------------------------------------------------------------------------------
 
-// Asks for memory, which need not exist.
+// Prefetches memory, which may lie beyond the row's end.
 template <class Word>
 void fetch(const Word* values, i64 count) {
     const auto* bytes = reinterpret_cast<const char*>(values);
     for (i64 at = 0; at < count * i64(sizeof(Word)); at += 64) __builtin_prefetch(bytes + at);
 }
 
-// How a quotient is found.
+// How a quotient is found: by a factor that always rounds correctly, by two products that enclose it, or by a
+// division.
 enum Way { kLone, kBracketed, kDivided };
 
-// Codes of values that share a scale; returns 0 where none is in doubt.
+// Writes the codes of values that share a scale; returns 0 if all of them are certain.
 template <class T, Kind KIND, bool STOCHASTIC, Way WAY>
 inline __attribute__((always_inline)) u32 round_each(
     const Rule<KIND> rule, float factor, const typename T::Word* __restrict values, const u16* __restrict random,
@@ -175,7 +178,7 @@ inline __attribute__((always_inline)) u32 round_each(
     };
     i64 first = 0;
     if constexpr (std::is_same_v<T, Bf16> && !STOCHASTIC && WAY != kDivided) {
-        // Two in a word: halves need no shuffles to become fp32.
+        // Two elements in one word, whose halves become fp32 without shuffles.
         for (i64 i = 0; i < count / 2; ++i) {
             u32 both;
             std::memcpy(&both, values + 2 * i, 4);
@@ -197,7 +200,7 @@ __attribute__((noinline)) void divide_each(
     round_each<T, KIND, STOCHASTIC, kDivided>(rule, 0.0f, values, random, codes, count);
 }
 
-// What round_values says, for one kind.
+// round_values for one kind of codes.
 template <class T, Kind KIND, bool STOCHASTIC>
 __attribute__((noinline)) void round_kind(
     const Code& code, Stored stored, const typename T::Word* values, const u16* random, i64 ahead, u8* codes,
@@ -216,10 +219,9 @@ __attribute__((noinline)) void round_kind(
     }
 }
 
-// Codes, a byte each, of `count` values of one block; `random` has 16 bits an element where they are drawn.
-// Prefetches the elements `ahead` of these, unless it is 0: memory would otherwise rest
-// while a block that has been fetched is rounded.  bf16 comes only for symmetric integers
-// to nearest.
+// Writes the codes, one in a byte, of `count` values of one block; for stochastic rounding, `random` has 16 bits for
+// each.  Unless `ahead` is 0, the elements that lie `ahead` of these are prefetched, since memory would be idle while
+// a block that is in the cache is rounded.  bf16 values occur only with symmetric integers, rounded to nearest.
 template <class T>
 __attribute__((noinline)) void round_values(
     const Code& code, Stored stored, const typename T::Word* values, const u16* random, i64 ahead, u8* codes,

@@ -1,4 +1,4 @@
-// Codes to values, and sums of values over several frames.
+// Decodes codes to values, and adds up the values of several frames.
 #pragma once
 
 #include "packing.hpp"
@@ -8,9 +8,9 @@
 
 namespace {
 
-constexpr int kSources = 4;  // added in one go
+constexpr int kSources = 4;  // most sources that one loop adds up
 
-// How codes of a kind are read.
+// Reads the codes of one kind.
 template <Kind KIND>
 struct Reader {
     Scheme<0> scheme;
@@ -21,12 +21,12 @@ struct Reader {
     }
 };
 
-// `value_of` of codec.cuh, with the scheme's choices taken out of the loop, and without denormal numbers,
-// which processors are slow at: below the smallest normal element the pattern is read as if a leading
-// bit stood there, which is then taken away.
+// `value_of` of codec.cuh, with the scheme's branches taken out of the loop, and without denormal numbers, with
+// which processors are slow: a pattern below the smallest normal element is read as if it had a leading bit, whose
+// value is then subtracted.
 template <>
 struct Reader<kFloats> {
-    u32 last, shift, bias, normal;  // last: bits before the sign; shift: of the pattern in fp32's
+    u32 last, shift, bias, normal;  // last: number of bits below the sign; shift: to the place in fp32's pattern
 
     explicit Reader(const Code& code)
         : last(u32(code.bits - 1)), shift(u32(23 - code.mantissa)), bias(u32(126 + code.floats().smallest()) << 23),
@@ -40,13 +40,13 @@ struct Reader<kFloats> {
     }
 };
 
-// One block, or its part, of several frames.
+// One block, or a part of it, of several frames.
 struct Terms {
     const u8* codes[kSources];
     Stored stored[kSources];
 };
 
-// Values of `COUNT` terms, in order, after what `out` holds (ADD) or alone.
+// Writes the sum of `COUNT` terms, in order, to `out`, or adds them to `out` (ADD).
 template <class T, Kind KIND, bool SATURATE, int COUNT, bool ADD>
 void sum_terms(const Code& code, const Terms& terms, typename T::Word* __restrict out, i64 count) {
     const Reader<KIND> reader(code);
@@ -81,7 +81,7 @@ void sum_terms(const Code& code, const Terms& terms, typename T::Word* out, i64 
     if (all) return sum_terms<T, KIND, false, COUNT, ADD>(code, terms, out, count);
     if constexpr (COUNT == 1) {
         sum_terms<T, KIND, true, 1, ADD>(code, terms, out, count);
-    } else {  // rare: one by one, which is the same order
+    } else {  // rarely; terms are added one by one, in the same order
         for (int term = 0; term < COUNT; ++term) {
             const Terms single{{terms.codes[term]}, {terms.stored[term]}};
             if (term == 0 && !ADD) sum_terms<T, KIND, true, 1, false>(code, single, out, count);
@@ -99,15 +99,15 @@ void sum_terms(const Code& code, const Terms& terms, typename T::Word* out, i64 
     }
 }
 
-// Values of `count` codes of one block, saturated.
+// Writes the values of `count` codes of one block, saturated.
 template <class T>
 void decode_block(const Code& code, Stored stored, const u8* codes, typename T::Word* out, i64 count) {
     sum_terms<T, 1, false>(code, Terms{{codes}, {stored}}, out, count);
 }
 
 #if WIDE
-// Codes of 4 bits are read from a table of 16 values in a register: `numbers` times a block's scale, as
-// `value_of` has it, saturated.
+// The 16 values of 4-bit codes in a block, as a table in a register: `numbers` times the block's scale as in
+// `value_of`, saturated.
 inline __m512 values_of(const Code& code, __m512 numbers, Stored stored) {
     const __m512 top = _mm512_set1_ps(Fp32::largest()), bottom = _mm512_set1_ps(-Fp32::largest());
     __m512 values;
@@ -117,7 +117,7 @@ inline __m512 values_of(const Code& code, __m512 numbers, Stored stored) {
     } else {
         values = _mm512_mul_ps(numbers, _mm512_set1_ps(stored.scale));
     }
-    return _mm512_max_ps(bottom, _mm512_min_ps(top, values));  // NaN is the second operand's
+    return _mm512_max_ps(bottom, _mm512_min_ps(top, values));  // the second operand's NaN is kept
 }
 
 template <Kind KIND>
@@ -128,7 +128,7 @@ __m512 numbers_of(const Code& code) {
     return _mm512_load_ps(numbers);
 }
 
-// As sum_piece, of 4-bit codes; begin, end and blocks are multiples of 32.
+// As sum_piece, for codes of 4 bits; begin, end and the block are multiples of 32.
 template <int COUNT, bool ADD>
 void sum_nibbles(const Code& code, const u8* frame, i64 stride, i64 begin, i64 end, u32* out) {
     const __m512 numbers = code.kind == kFloats      ? numbers_of<kFloats>(code)
@@ -155,7 +155,7 @@ void sum_nibbles(const Code& code, const u8* frame, i64 stride, i64 begin, i64 e
 #pragma GCC unroll 4
             for (int term = 0; term < COUNT; ++term) {
                 const auto* codes = reinterpret_cast<const __m128i*>(frame + term * stride + at / 2);
-                const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(codes));  // an index is 4 bits of it
+                const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(codes));  // two codes in each lane
                 const __m512 first = _mm512_permutexvar_ps(pairs, values[term]);
                 const __m512 second = _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), values[term]);
                 even = term == 0 && !ADD ? first : _mm512_add_ps(even, first);
@@ -168,8 +168,8 @@ void sum_nibbles(const Code& code, const u8* frame, i64 stride, i64 begin, i64 e
 }
 #endif
 
-// Values [begin, end) of `COUNT` frames, `stride` bytes apart; begin is a multiple of 8, and at most
-// kPiece elements follow.
+// Adds up elements [begin, end) of `COUNT` frames that are `stride` bytes apart; begin is a multiple of 8, and there
+// are at most kPiece elements.
 template <class T, int COUNT, bool ADD>
 void sum_piece(const Code& code, const u8* frame, i64 stride, i64 begin, i64 end, typename T::Word* out) {
 #if WIDE
@@ -202,14 +202,14 @@ void sum_piece(const Code& code, const u8* frame, i64 stride, i64 begin, i64 end
     }
 }
 
-// Rotates the elements from `begin` on back, and saturates them.  `numel` is the row's, whose last
-// elements, fewer than a group, have not been rotated.
+// Rotates elements [begin, end) of a row of `numel` elements back.  The last elements of a row, which fill no group,
+// have not been rotated.
 inline void rotate_back(const Code& code, i64 numel, i64 begin, i64 end, u32* values) {
     const i64 whole = smaller(end, numel / code.hadamard * code.hadamard);
     if (begin < whole) rotate(values, values, whole - begin, code.hadamard, true);
 }
 
-// Elements to fp32.
+// Converts elements to fp32.
 template <class T>
 void widen(const typename T::Word* __restrict from, u32* __restrict to, i64 count) {
     i64 i = 0;
@@ -224,7 +224,7 @@ void widen(const typename T::Word* __restrict from, u32* __restrict to, i64 coun
     for (; i < count; ++i) to[i] = bits_of(T::widen(from[i]));
 }
 
-// Runs body(T{}) for the type of elements that `type` says.
+// Runs body(T{}) for the type of elements with the number `type`.
 template <class Body>
 void with_type(i64 type, Body body) {
     if (type == 0) body(Fp32{});
@@ -232,7 +232,7 @@ void with_type(i64 type, Body body) {
     else body(Fp16{});
 }
 
-// Elements [begin, begin + count) of a row at an address, in fp32.
+// Converts elements [begin, begin + count) of the row at address `row` to fp32.
 inline void bring(i64 type, i64 row, i64 begin, i64 count, u32* to) {
     with_type(type, [&](auto kind) {
         using T = decltype(kind);
@@ -240,14 +240,14 @@ inline void bring(i64 type, i64 row, i64 begin, i64 count, u32* to) {
     });
 }
 
-// fp32 to elements, saturated.
+// Converts fp32 to elements, saturated.
 template <class T>
 void narrow(const u32* __restrict from, typename T::Word* __restrict to, i64 count) {
     i64 i = 0;
 #if WIDE
     if constexpr (std::is_same_v<T, Fp16>) {
         const __m512 top = _mm512_set1_ps(T::largest()), bottom = _mm512_set1_ps(-T::largest());
-        for (; i + 16 <= count; i += 16) {  // NaN is the second operand's
+        for (; i + 16 <= count; i += 16) {  // min and max keep the NaN of their second operand
             const __m512 values = _mm512_max_ps(bottom, _mm512_min_ps(top, _mm512_loadu_ps(from + i)));
             const __m256i words = _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), words);
@@ -257,7 +257,7 @@ void narrow(const u32* __restrict from, typename T::Word* __restrict to, i64 cou
     for (; i < count; ++i) to[i] = T::narrow(saturated(float_of(from[i]), T::largest()));
 }
 
-// Values [begin, end) of one frame in fp32, rotated back where they were rotated, and saturated there.
+// Decodes elements [begin, end) of one frame to fp32, saturated, and rotated back if the codec rotates.
 inline void values_piece(const Code& code, i64 numel, const u8* frame, i64 begin, i64 end, u32* out) {
     sum_piece<Fp32, 1, false>(code, frame, 0, begin, end, out);
     if (code.hadamard == 0) return;
@@ -265,7 +265,7 @@ inline void values_piece(const Code& code, i64 numel, const u8* frame, i64 begin
     for (i64 i = 0; i < end - begin; ++i) out[i] = bits_of(saturated(float_of(out[i]), Fp32::largest()));
 }
 
-// All values of a frame.
+// Decodes a whole frame.
 template <class T>
 void decode_row(const Code& code, i64 numel, const u8* frame, typename T::Word* out) {
     for (i64 at = 0; at < numel; at += kPiece) {
@@ -286,14 +286,14 @@ void decode_row(const Code& code, i64 numel, const u8* frame, typename T::Word* 
     }
 }
 
-// fp32 rounded to fp16, infinite beyond it.
+// Rounds fp32 to fp16, to infinity beyond its range.
 inline float halved(float value) {
     const u32 bits = bits_of(value), magnitude = bits & kAbs;
     if (magnitude >= 0x477ff000u && magnitude <= kInfinity) return float_of((bits & ~kAbs) | kInfinity);  // 65520
     return Fp16::widen(Fp16::narrow(value));
 }
 
-// Adds terms to sums that are fp16.
+// Adds terms to sums, where terms and sums are rounded to fp16.
 inline void add_halves(const u32* __restrict terms, u32* __restrict sums, i64 count) {
     i64 i = 0;
 #if WIDE
@@ -307,7 +307,8 @@ inline void add_halves(const u32* __restrict terms, u32* __restrict sums, i64 co
     for (; i < count; ++i) sums[i] = bits_of(halved(float_of(sums[i]) + halved(float_of(terms[i]))));
 }
 
-// The sum over sources, in ascending order, of [begin, end); begin is a multiple of 8 and of a rotation.
+// Writes the sum over sources, in ascending order, of elements [begin, end); begin is a multiple of 8 and of the
+// rotation's group.
 __attribute__((noinline)) inline void sum_sources(const Job& job, const u8* first, i64 begin, i64 end, u32* out) {
     const Code& code = job.coding;
     const i64 stride = job.source_stride;

@@ -1,1 +1,1 @@
-"""CUDA kernels as files and their launchers (CuPy); the only place that imports cupy."""
+"""Implements codecs on CUDA: the kernels' sources, and their launch by CuPy, which only this folder imports."""

@@ -1,9 +1,9 @@
-// The arithmetic of one value and one scale, once, for NVRTC, nvcc and the host compiler.
+// The arithmetic of codecs for one value and one scale, shared by NVRTC, nvcc and the host's compiler.
 //
-// impl/codecs/reference.py is the specification; every function here equals it bit for bit.  Rules that
-// make that possible: no fused multiply-add (--fmad=false, -ffp-contract=off), division by the
-// scale, denormals kept, nearest-even.  No header is included.  Conversions of bf16 and fp16 are integer arithmetic, so
-// the host runs the very instructions' meaning, but for `narrowed_two`.
+// impl/codecs/reference.py is the specification, which every function here equals bit for bit.  The rules that make
+// that possible: no fused multiply-add by the compiler (--fmad=false, -ffp-contract=off), division by the scale,
+// denormals are kept, and rounding is to nearest, ties to even.  No header is included.  bf16 and fp16 are converted
+// by integer arithmetic, so the host computes the same as the device; only `narrowed_two` uses instructions.
 #pragma once
 
 #ifdef __CUDACC__
@@ -48,7 +48,7 @@ CODEC_FN float magnitude(float value) {
 #endif
 }
 
-// a * b + c, rounded once.  Only for products in place of quotients, which need not be the reference's.
+// a * b + c, rounded once.  Used only for products that stand in for quotients, which need not equal the reference's.
 CODEC_FN float fused(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
     return __fmaf_rn(a, b, c);
@@ -57,8 +57,8 @@ CODEC_FN float fused(float a, float b, float c) {
 #endif
 }
 
-// What the main path leaves aside.  tests/support/cubin.py defines MAIN_PATH to count its instructions: what
-// is rare is then a trap, and the question whether it happens is counted.
+// Marks a condition that does not hold on the main path.  tests/support/cubin.py defines MAIN_PATH to count the
+// instructions of the main path: then the branch is a trap, and only testing the condition is counted.
 CODEC_FN bool rare(bool happens) {
 #if defined(MAIN_PATH) && defined(__CUDA_ARCH__)
     if (happens) __trap();
@@ -68,11 +68,11 @@ CODEC_FN bool rare(bool happens) {
 #endif
 }
 
-constexpr int kOctet = 8;  // elements, whose codes are whole bytes
+constexpr int kOctet = 8;  // elements of an octet, whose codes fill whole bytes
 constexpr u32 kAbs = 0x7fffffffu, kInfinity = 0x7f800000u, kNaN = 0x7fc00000u;
-constexpr float kSmallestNormal = 1.17549435082228750797e-38f;  // 2^-126, the floor of scales
+constexpr float kSmallestNormal = 1.17549435082228750797e-38f;  // 2^-126, the smallest scale
 
-// ---- element types: widen to fp32 exactly, narrow with nearest-even --------------------------
+// ---- element types: widen to fp32 exactly, narrow to nearest, ties to even --------------------
 
 struct Fp32 {
     using Word = u32;
@@ -108,13 +108,13 @@ struct Fp16 {
         if (magnitude >= 0x7c00u) bits |= kInfinity;
         return float_of(bits | (u32(word) & 0x8000u) << 16);
     }
-    // For NaN and for |value| <= 65504: decoding has saturated before.
+    // Only for NaN and |value| <= 65504, since decoding has saturated the value before.
     static CODEC_FN Word narrow(float value) {
         const u32 bits = bits_of(value), magnitude = bits & kAbs;
         u32 half;
         if (magnitude > kInfinity) {
             half = 0x7e00u;
-        } else if (magnitude < 0x38800000u) {  // below 2^-14: one ulp of 0.5f is fp16's smallest step
+        } else if (magnitude < 0x38800000u) {  // below 2^-14; fp16's smallest step is one ulp of 0.5f
             half = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
         } else {
             half = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
@@ -124,7 +124,8 @@ struct Fp16 {
     static CODEC_FN Word narrow_finite(float value) { return narrow(value); }
 };
 
-// Two numbers in 16 bits each, the first in the lower half; for what `narrow` takes, and infinities.  NaN is 0x7fff.
+// Two numbers in 16 bits each, the first in the lower half.  Takes what `narrow` takes, and infinities; NaN becomes
+// 0x7fff.
 template <class T>
 CODEC_FN u32 narrowed_two(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -145,10 +146,10 @@ CODEC_FN u32 narrowed_two(float low, float high) {
 #endif
 }
 
-// ---- the scheme: 2 to 8 bits, with or without an offset ----------------------------------------
+// ---- integer schemes: 2 to 8 bits, with or without an offset -----------------------------------
 
-// BITS is 2 to 8 where a kernel knows it, and 0 where the launch says it.  Of symmetric codes `clipped` uses all,
-// down to -2^(bits - 1), with a scale that the top exceeds by one.
+// BITS is 2 to 8 if a kernel is compiled for it, and 0 if the launch gives it (`stated`).  With `clipped`, symmetric
+// codes use all 2^bits codes, from -2^(bits - 1) on, and the largest positive value is one step beyond the last code.
 template <int BITS>
 struct Scheme {
     int stated;
@@ -158,15 +159,15 @@ struct Scheme {
     CODEC_FN int bits() const { return BITS != 0 ? BITS : stated; }
     CODEC_FN float first() const { return asymmetric ? 0.0f : -steps(); }
     CODEC_FN float last() const { return float((1 << (asymmetric ? bits() : bits() - 1)) - 1); }
-    CODEC_FN float steps() const { return clipped ? last() + 1.0f : last(); }  // scales in the extent
+    CODEC_FN float steps() const { return clipped ? last() + 1.0f : last(); }  // extent divided by scale
 };
 
-// Floats of 1, 2 or 3 bits of mantissa: e2m1, e5m2, e4m3.  MANTISSA is 0 where the launch says it.
-// Their patterns are ordered as their sizes, and those of fp32 with another bias.
+// Floats with 1, 2 or 3 bits of mantissa: e2m1, e5m2, e4m3.  MANTISSA is 0 if the launch gives it (`stated`).  Bit
+// patterns without the sign are ordered like magnitudes, and are those of fp32 with another bias.
 template <int MANTISSA>
 struct Floats {
     int stated;
-    bool powers;  // scales are powers of two, E8M0
+    bool powers;  // whether scales are powers of two (E8M0)
     static CODEC_FN Floats of(u32 mantissa, u32 special) { return {int(mantissa), special != 0}; }
     CODEC_FN int mantissa() const { return MANTISSA != 0 ? MANTISSA : stated; }
     CODEC_FN int bits() const { return mantissa() == 1 ? 4 : 8; }
@@ -177,9 +178,9 @@ struct Floats {
 
 // ---- the extent of a block: keys whose integer maximum is the extreme --------------------------
 
-// Symmetric: high is the sign-cleared bits, so NaN > infinity > every finite magnitude.
-// Asymmetric: high orders from -NaN to +NaN, low the other way.  The maximum does not depend on the
-// order in which elements come; {0, 0} is its identity.
+// Symmetric: `high` is the bits without the sign, so NaN > infinity > every finite magnitude.  Asymmetric: `high` is
+// ordered from -NaN to +NaN, and `low` the other way.  The maximum does not depend on the order of elements, and
+// {0, 0} does not change it.
 struct Extent {
     u32 high, low;
     CODEC_FN void include(Extent other) {
@@ -204,7 +205,7 @@ CODEC_FN Extent extent_of(Floats<MANTISSA>, float value) {
     return {bits_of(value) & kAbs, 0};
 }
 
-// Widen an extent by eight values of its block; the scheme is tested once.
+// Includes eight values of a block in its extent; the scheme is tested once for all of them.
 template <int BITS>
 CODEC_FN void include_octet(Scheme<BITS> scheme, const float (&values)[kOctet], Extent& extent) {
     if (scheme.asymmetric) {
@@ -240,8 +241,8 @@ CODEC_FN Stored stored_of(Scheme<BITS> scheme, Extent extent) {
     Stored stored{0.0f, 0.0f};
     if (rare(scheme.asymmetric)) {
         const float high = float_of(unordered(extent.high));
-        stored.low = float_of(unordered(~extent.low)) + 0.0f;  // -0 and 0 are stored alike
-        stored.scale = high / scheme.last() - stored.low / scheme.last();  // the difference may overflow
+        stored.low = float_of(unordered(~extent.low)) + 0.0f;  // -0 is stored as 0
+        stored.scale = high / scheme.last() - stored.low / scheme.last();  // high - low may overflow
     } else {
         stored.scale = float_of(extent.high) / scheme.steps();
     }
@@ -254,17 +255,17 @@ CODEC_FN Stored stored_of(Floats<MANTISSA> scheme, Extent extent) {
     if (extent.high >= kInfinity) return {float_of(kNaN), 0.0f};
     float scale = float_of(extent.high) / scheme.last();
     scale = scale < kSmallestNormal ? kSmallestNormal : scale;
-    if (scheme.powers) scale = float_of((bits_of(scale) + 0x7fffffu) & kInfinity);  // up: nothing saturates
+    if (scheme.powers) scale = float_of((bits_of(scale) + 0x7fffffu) & kInfinity);  // up, so nothing saturates
     return {scale, 0.0f};
 }
 
-// A scale that is a power of two, as its byte of the frame, and back.
+// A scale that is a power of two as one byte of the frame, and back.
 CODEC_FN u8 exponent_of(float scale) { return scale != scale ? u8(255) : u8(bits_of(scale) >> 23); }
 CODEC_FN float power_of(u8 exponent) { return float_of(exponent == 255 ? kNaN : u32(exponent) << 23); }
 
 // ---- random bits of stochastic rounding: Philox4x32-10 (impl/codecs/rounding_noise.py) --------------------------
 
-// 128 bits: of a key, the upper half of the counter and Philox's key; of an octet, 16 for each element.
+// 128 bits.  A key is the upper half of the counter and Philox's key; random bits are 16 for each element of an octet.
 struct Words {
     u32 word[4];
 };
@@ -285,7 +286,7 @@ CODEC_FN Words philox(Words key, u64 octet) {
     return {{a, b, c, d}};
 }
 
-// What 16 random bits add to a quotient before it is rounded: (bits - 32767.5) / 65536, exactly.
+// The number that 16 random bits add to a quotient before it is rounded: (bits - 32767.5) / 65536, exactly.
 CODEC_FN float shift_of(u32 bits) { return (float_of(0x43000000u | bits) - 128.0f) - (0.5f - 0x1p-17f); }
 
 // The same for element `i` of an octet.
@@ -298,7 +299,7 @@ CODEC_FN float shift_of(const Words& random, int i) {
 
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds |x| < 2^22 to nearest-even
 
-// What a block's elements share.
+// What all elements of a block are divided by, and the bounds within which products may stand in for quotients.
 struct Divider {
     float divisor, reciprocal, half_low, unsafe;
 };
@@ -325,7 +326,8 @@ CODEC_FN float clamped(Scheme<BITS> scheme, float quotient) {
     return quotient < first ? first : quotient;
 }
 
-// round(quotient): the code in the low bits of `rounded`, in two's complement, and how far it was.
+// round(quotient): `rounded` has the code in its low bits, in two's complement, and `rest` is the distance of the
+// quotient from that whole number.
 struct Rounded {
     float rounded, rest;
 };
@@ -340,12 +342,12 @@ CODEC_FN u32 low_bits(Scheme<BITS> scheme, float rounded) {
     return bits_of(rounded) & ((1u << scheme.bits()) - 1u);
 }
 
-// round(value / scale) clamped.
+// round(value / scale), clamped.
 //
-// A division costs ten instructions, a product one.  The product with the reciprocal differs from
-// the quotient by less than 2^-21 of it: the reciprocal is right to 2^-22 (it may be denormal), product
-// and quotient round by 2^-24 each; and the clamped quotient is at most `last`.  Farther than that from
-// a tie both round to the same code; nearer, the division decides.
+// A division takes ten instructions, a product one.  The product with the reciprocal differs from the quotient by
+// less than a relative 2^-21: the reciprocal is exact to 2^-22 (it may be denormal), product and quotient are each
+// rounded by 2^-24, and the clamped quotient is at most `last`.  If the product is farther than that from a tie, both
+// round to the same code; else the division decides.
 template <int BITS>
 CODEC_FN u32 code_of(Scheme<BITS> scheme, Divider divider, float value) {
     const float numerator = numerator_of(scheme, divider, value);
@@ -356,10 +358,10 @@ CODEC_FN u32 code_of(Scheme<BITS> scheme, Divider divider, float value) {
     return low_bits(scheme, result.rounded);
 }
 
-// Stochastic: round(quotient + shift), then clamped, for 127 + 0.49999 may round up.
+// Stochastic rounding: round(quotient + shift), clamped afterwards, since 127 + 0.49999 may be rounded up.
 //
-// With the product for the quotient, the sum is off by less than 2^-21 of `last` as above, and either sum
-// rounds by 2^-24 of at most last + 1: within twice the margin, which is what is left to the division.
+// With the product in place of the quotient, the sum differs by less than 2^-21 of `last`, as above, and each sum is
+// rounded by 2^-24 of at most last + 1.  That is within twice the margin, inside which the division decides.
 template <int BITS>
 CODEC_FN u32 code_of(Scheme<BITS> scheme, Divider divider, float value, float shift) {
     const float numerator = numerator_of(scheme, divider, value);
@@ -372,7 +374,7 @@ CODEC_FN u32 code_of(Scheme<BITS> scheme, Divider divider, float value, float sh
     return low_bits(scheme, result.rounded < first ? first : result.rounded);
 }
 
-// The same with the division at once: bits of kRound + code.
+// The same by division alone; returns the bits of kRound + code.
 template <int BITS>
 CODEC_FN u32 divided(Scheme<BITS> scheme, Divider divider, float value, float shift) {
     float rounded = numerator_of(scheme, divider, value) / divider.divisor + shift + kRound;
@@ -386,15 +388,15 @@ CODEC_FN u32 divided_code(Scheme<BITS> scheme, Divider divider, float value, flo
     return divided(scheme, divider, value, shift) & ((1u << scheme.bits()) - 1u);
 }
 
-// Floats: the product is the quotient where scales are powers of two.  Elsewhere a quotient is at most 16
-// steps of its quantum, so that product and sum are off by less than 2^-17 of a step; that also holds where
-// the exponent of one is above the other's, since both then round to the power of two between them.
+// Floats: if scales are powers of two, the product equals the quotient.  Otherwise a quotient is at most 16 steps of
+// its quantum, so product and sum are off by less than 2^-17 of a step.  That also holds if product and quotient have
+// different exponents, since both then round to the power of two between them.
 template <int MANTISSA>
 CODEC_FN Divider divider_of(Floats<MANTISSA> scheme, Stored stored) {
     return {stored.scale, 1.0f / stored.scale, 0.0f, scheme.powers ? 1.0f : 0.5f - 0x1p-16f};
 }
 
-// The pattern of a quotient, and how far its steps were from a whole number.
+// The bit pattern of a rounded quotient, and the distance of its steps from a whole number.
 struct Pattern {
     u32 code;
     float rest;
@@ -406,7 +408,7 @@ CODEC_FN Pattern pattern_of(Floats<MANTISSA> scheme, float quotient, float shift
     const u32 bits = bits_of(quotient), least = u32(127 + scheme.smallest());
     u32 exponent = bits >> 23 & 0xffu;
     exponent = exponent < least ? least : exponent;
-    // Steps of 2^(exponent - 127 - mantissa); without noise the shift is 0, which changes no magnitude.
+    // The quotient in steps of 2^(exponent - 127 - mantissa); without noise the shift is 0.
     const Rounded result = rounded_of(quotient * float_of((254u + u32(mantissa) - exponent) << 23) + shift);
     const int steps = int(bits_of(result.rounded) - bits_of(kRound));
     u32 size = ((exponent - least) << mantissa) + u32(steps < 0 ? -steps : steps);
@@ -428,10 +430,10 @@ CODEC_FN u32 divided_code(Floats<MANTISSA> scheme, Divider divider, float value,
     return pattern_of(scheme, value / divider.divisor, shift).code;
 }
 
-// The same question for many values at once, where a test and a branch each would cost too much: two
-// reciprocals, too small and too large by 2^-20, enclose the quotient (reciprocal and its factor are each
-// right to 2^-22 even where denormal, product and quotient to 2^-24).  Rounding keeps order: where both
-// products round alike, so does the quotient.
+// For many values at once, where a test and a branch for each would cost too much: two reciprocals, one too small
+// and one too large by 2^-20, whose products enclose the quotient.  (The reciprocal and its factor are each exact to
+// 2^-22 even if denormal, product and quotient to 2^-24.)  Rounding is monotonic, so if both products round to the
+// same code, the quotient does too.
 struct Bracket {
     float low, high;
 };
@@ -442,16 +444,16 @@ CODEC_FN Bracket bracket_of(Divider divider) {
 
 // ---- one code to its value ---------------------------------------------------------------------
 
-// Of the integer that a code stands for.  A NaN scale gives NaN.
+// The value of the integer for which a code stands; NaN if the scale is NaN.
 template <int BITS>
 CODEC_FN float value_of(Scheme<BITS> scheme, Stored stored, float integer) {
     if (!scheme.asymmetric) return integer * stored.scale;
-    return (integer * (stored.scale * 0.5f) + stored.low * 0.5f) * 2.0f;  // code * scale may exceed the largest fp32
+    return (integer * (stored.scale * 0.5f) + stored.low * 0.5f) * 2.0f;  // in halves: code * scale may overflow
 }
 
 template <int BITS>
 CODEC_FN float value_of(Scheme<BITS> scheme, Stored stored, u32 code) {
-    constexpr float kInteger = 8388608.0f;  // 2^23: the low bits of its pattern count up in ones
+    constexpr float kInteger = 8388608.0f;  // 2^23, to which the low bits of the pattern add integers
     const u32 half = scheme.asymmetric ? 0u : 1u << (scheme.bits() - 1);
     return value_of(scheme, stored, float_of((0x4b000000u | half) ^ code) - (kInteger + float(half)));
 }
@@ -459,13 +461,13 @@ CODEC_FN float value_of(Scheme<BITS> scheme, Stored stored, u32 code) {
 template <int MANTISSA>
 CODEC_FN float value_of(Floats<MANTISSA> scheme, Stored stored, u32 code) {
     const u32 sign = code >> (scheme.bits() - 1), size = code & ((1u << (scheme.bits() - 1)) - 1u);
-    // fp32's pattern with the element's bias; the product brings the bias, and normalises.
+    // fp32's pattern with the element's bias; the product corrects the bias and normalises.
     const float element = float_of(size << (23 - scheme.mantissa())) *
                           float_of(u32(127 + 126 + scheme.smallest()) << 23);
     return float_of(bits_of(element) | sign << 31) * stored.scale;
 }
 
-// Eight codes of one block; the scheme is tested once.
+// The values of eight codes of one block; the scheme is tested once for all of them.
 template <int BITS>
 CODEC_FN void values_of(Scheme<BITS> scheme, Stored stored, const u32 (&codes)[kOctet], float (&values)[kOctet]) {
     if (scheme.asymmetric) {
@@ -484,7 +486,7 @@ CODEC_FN void values_of(Floats<MANTISSA> scheme, Stored stored, const u32 (&code
     for (int i = 0; i < kOctet; ++i) values[i] = value_of(scheme, stored, codes[i]);
 }
 
-// Whether no value of the block exceeds `largest`: then its elements need no comparison each.
+// Whether no value of the block exceeds `largest`, so that single elements need not be compared with it.
 CODEC_FN bool within(Stored stored, float largest) {
     return stored.scale <= largest * 0x1p-10f && stored.low <= largest * 0.5f && stored.low >= largest * -0.5f;
 }
@@ -496,46 +498,46 @@ CODEC_FN bool within(Scheme<BITS>, Stored stored, float largest) {
 
 template <int MANTISSA>
 CODEC_FN bool within(Floats<MANTISSA>, Stored stored, float largest) {
-    return stored.scale <= largest * 0x1p-17f;  // the largest pattern of all is 7 * 2^14
+    return stored.scale <= largest * 0x1p-17f;  // the largest element of all patterns is 7 * 2^14
 }
 
 CODEC_FN float saturated(float value, float largest) {
     return value > largest ? largest : value < -largest ? -largest : value;
 }
 
-// ---- rotation: groups of n elements become H x / n, H Hadamard's matrix in Sylvester's order --------
+// ---- rotation: groups of n elements become H x / n, with the Hadamard matrix H in Sylvester's order --
 //
-// All elements are divided by n, then butterflies of distance 1, 2, 4, ... n / 2 replace (a, b) by
-// (a + b, a - b); on the way back they are multiplied by n at the end.
+// All elements are divided by n, then butterflies of distance 1, 2, 4, ... n / 2 replace (a, b) by (a + b, a - b).
+// The rotation back does the same, and multiplies all elements by n at the end.
 
-// An element's part in a butterfly, by whether it is the second of the pair.
+// One element of a butterfly's result; `second`: whether it is the second of the pair.
 CODEC_FN float butterfly(float mine, float other, bool second) { return second ? other - mine : mine + other; }
 
 // ---- error feedback ----------------------------------------------------------------------------
 
-// decay and 1 - decay, each rounded once from double.
+// `old` is the decay and `fresh` 1 - decay, each rounded once from double.
 struct Decay {
     float old, fresh;
 };
 
-// What an encoding leaves over: of `value`, the element with its carried error, which decodes to `decoded`.
+// The new error of an encoding: `value`, the element plus its old error, was encoded and decodes to `decoded`.
 CODEC_FN float carried_of(Decay decay, float error, float value, float decoded) {
     const float left = (value - decoded) * decay.fresh;
     error = error * decay.old + left;
     return (bits_of(error) & kAbs) < kInfinity ? error : 0.0f;
 }
 
-// The same as its state stores it.
+// The same, in the type in which the error is stored.
 template <class State>
 CODEC_FN typename State::Word carried_of(Decay decay, float error, float value, float decoded) {
     return State::narrow(saturated(carried_of(decay, error, value, decoded), State::largest()));
 }
 
-// ---- eight codes are whole bytes ---------------------------------------------------------------
+// ---- octets: eight codes, which fill whole bytes -----------------------------------------------
 
-// Values of one block, whose extent gave the divider, rounded by products: bits of kRound + code.  Gives
-// whether none is in doubt.  No symmetric quotient needs clamping but at a clipped top: it is at most `last` but
-// for rounding, and what a shift of 0.49999 carries over a tie is in doubt.
+// Rounds eight values of one block by products; `rounded` gets the bits of kRound + code.  Returns whether all codes
+// are certain.  Symmetric quotients are clamped only if `CLIPPED`: otherwise they are at most `last` except for their
+// rounding, and a quotient that a shift of 0.49999 carries over a tie is not certain.
 template <bool STOCHASTIC, bool ASYMMETRIC, bool CLIPPED, int BITS, class Shift>
 CODEC_FN bool quick_octet(Scheme<BITS> stated, Divider divider, const float (&values)[kOctet], Shift shift,
                           u32 (&rounded)[kOctet]) {
@@ -563,8 +565,8 @@ CODEC_FN bool quick_octet(Scheme<BITS> stated, Divider divider, const float (&va
     return sure;
 }
 
-// The same, all divided where any is in doubt: one branch for eight.  `shift(i)` is of element i; 0 rounds to
-// nearest.
+// The same, but if any code is not certain, all eight values are divided, which takes one branch for eight.
+// `shift(i)` is the shift of element i, 0 for rounding to nearest.
 template <bool STOCHASTIC, int BITS, class Shift>
 CODEC_FN void round_octet(Scheme<BITS> scheme, Divider divider, const float (&values)[kOctet], Shift shift,
                           u32 (&rounded)[kOctet]) {

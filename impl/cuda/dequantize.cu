@@ -1,11 +1,11 @@
-// Frames to elements, and to sums of elements over sources.
+// Kernels that decode frames to elements, or to sums of elements over sources.
 //
-// An octet a thread, 16-byte stores, scales through the cache: a scale is shared by a whole block, so its
-// loads hit the first-level cache.  decode_sum adds in registers, sources in ascending order, in fp32.
-// Versions (impl/cuda/kernels.py chooses):
-//   1. decode_general, decode_sum_general: any codec, types and rotation as the launch says.
-//   2. decode, decode_sum: integers of 4 and 8 bits without rotation, compiled for their types.  Codes are
-//      few bytes a thread: decode has two octets, decode_sum four sources under way.
+// Each thread decodes an octet and stores 16 bytes at once.  A whole block shares a scale, so loads of scales hit the
+// first-level cache.  decode_sum adds in registers, in fp32, in ascending order of the sources.
+// Versions, among which impl/cuda/kernels.py chooses:
+//   1. decode_general, decode_sum_general: any codec; the launch gives types and rotation.
+//   2. decode, decode_sum: integers of 4 and 8 bits without rotation, compiled for their types.  Codes are only a few
+//      bytes for a thread, so decode loads two octets and decode_sum up to four sources before it uses them.
 #include "teams.cuh"
 
 using namespace frames;
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(256) decode_sum_general(const Arguments a) {
     store_octet<Fp32>(row_start(a, a.values), a.values, a.values.vectors != 0, octet, count, together, sums);
 }
 
-// The octets of a turn.  WHOLE: the main path.
+// Decodes the octets of one turn of the loop.  WHOLE: this is the main path.
 template <class T, bool WHOLE, int BITS, int OCTETS>
 __device__ __forceinline__ void decode_octets(Scheme<BITS> scheme, const Arguments& a, const u8* frame, u8* row,
                                               u32 first) {

@@ -1,28 +1,29 @@
-// Elements to frames of formats that others published, and back: impl/codecs/published_formats.py specifies them.
+// Kernels that encode and decode published formats, which impl/codecs/published_formats.py specifies.
 //
-// An octet a thread.  A block is the octets of 1 to 16 neighbours in a warp, so that all that its elements share
-// comes by shuffles; a short last block repeats its last element.  Codes are followed at once by what each block
-// has beside them, which may lie off any alignment.
-//   encode_format: one read.  NVFP4 reads twice: encode_extents of quantize.cu has found the row's top before.
-//   decode_format: to elements; to fp32 also the sum over sources, in ascending order.
+// Each thread works on an octet.  A block is the octets of 1 to 16 neighbours in a warp, so that everything its
+// elements share is found by shuffles; a short last block is filled up with its last element.  In a frame, the codes
+// are directly followed by the further bytes of each block (such as its scale), which may not be aligned.
+//   encode_format: one read.  For NVFP4 a second one: encode_extents of quantize.cu finds the row's maximum before.
+//   decode_format: decodes to elements; to fp32 also the sum over sources, in ascending order.
 #include "teams.cuh"
 
 using namespace frames;
 
-// What a block has beside its codes; at most 10 bytes.
+// The further bytes of a block, in addition to its codes; at most 10.
 struct Beside {
     u32 words[3];
 };
 
-// `bits` of a code, elements of a block, bytes `beside` its codes, and whether a row has an fp32 number.  Of a
-// format that has a table of `entries`, threads read any: it waits in shared memory.
+// The layout of a frame: `bits` of a code, elements of a block (`size`), further bytes of a block (`beside`), and
+// whether the row has an fp32 number (`whole`).  A table of `entries` values is kept in shared memory, since each
+// thread may read any of them.
 template <int BITS, int SIZE, int BESIDE, int ENTRIES = 0, bool WHOLE = false>
 struct Layout {
     static constexpr int bits = BITS, size = SIZE, beside = BESIDE, entries = ENTRIES, team = SIZE / kOctet;
     static constexpr bool whole = WHOLE, infinities = false;
 };
 
-// ---- what the octets of a block find together; all lanes of the warp -----------------------------------
+// ---- extremes of a block, which the lanes of a warp find together --------------------------------------
 
 template <int TEAM, class Join>
 __device__ __forceinline__ u32 joined(u32 mine, Join join) {
@@ -48,7 +49,7 @@ __device__ __forceinline__ u32 lowest(const u32 (&keys)[kOctet]) {
     return joined<TEAM>(low, [](u32 a, u32 b) { return a < b ? a : b; });
 }
 
-// Bits of the largest magnitude; from kInfinity on, an element is not finite.
+// The bits of the largest magnitude; they are kInfinity or more if an element is not finite.
 template <int TEAM>
 __device__ __forceinline__ u32 most(const float (&values)[kOctet]) {
     u32 sizes[kOctet];
@@ -65,10 +66,10 @@ __device__ __forceinline__ void from_table(const float* table, const u32 (&codes
 
 __device__ __forceinline__ float floored(float scale) { return scale < kSmallestNormal ? kSmallestNormal : scale; }
 
-// ---- formats: the codes of an octet with what its block has beside, and back ------------------------------
+// ---- formats: from an octet to its codes and its block's further bytes, and back --------------------------
 
-// Floats of MANTISSA bits, the smallest exponent LEAST and the largest pattern TOP.  A code counts values from
-// the least, -TOP.
+// Small floats with MANTISSA bits of mantissa, smallest exponent LEAST and largest pattern TOP.  A code is the number
+// of a value in ascending order, so that the value with pattern -TOP has code 0.
 template <int MANTISSA, int LEAST, int TOP>
 struct Small {
     static constexpr u32 least = 127 + LEAST, bias = (least - 1) << 23;
@@ -95,7 +96,7 @@ struct Small {
     }
 };
 
-template <class ELEMENT, int TOP, int LARGEST>  // in eighths
+template <class ELEMENT, int TOP, int LARGEST>  // LARGEST: the largest element, in eighths
 struct Microscaled : Layout<6, 32, 1, 64> {
     static __device__ __forceinline__ float entry(u32 code) { return ELEMENT::entry(code); }
     static __device__ __forceinline__ void encode(const Arguments&, u32, const float (&values)[kOctet], float,
@@ -103,7 +104,7 @@ struct Microscaled : Layout<6, 32, 1, 64> {
         const u32 top = most<4>(values);
         const bool broken = top >= kInfinity;
         const u32 exponent = (bits_of(floored(float_of(top) / (LARGEST / 8.0f))) + 0x7fffffu) >> 23;
-        const float inverse = float_of((254 - exponent) << 23);  // of a power of two: exact
+        const float inverse = float_of((254 - exponent) << 23);  // exact, since the scale is a power of two
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) codes[i] = broken ? TOP : ELEMENT::code(values[i] * inverse);
         beside.words[0] = broken ? 255 : exponent;
@@ -150,7 +151,8 @@ struct NF4 : Layout<4, 64, 4, 16> {
         return value;
     }
     static __device__ __forceinline__ u32 nearest(float quotient) {
-        // The least fp32 number that is nearer to an entry than to the one before it, as fp32 rounds distances.
+        // For each entry but the first, the smallest fp32 number that is nearer to it than to the entry before it,
+        // where distances are rounded to fp32.
         constexpr float from[15] = {
             -0x1.b239b0p-1f, -0x1.38a4e0p-1f, -0x1.d70900p-2f, -0x1.5bd4ecp-2f, -0x1.e079d8p-3f, -0x1.1a7176p-3f,
             -0x1.74f0e2p-5f, 0x1.45f600p-5f,  0x1.ec90c6p-4f,  0x1.a0cfc2p-3f,  0x1.2b05aap-2f,  0x1.8ea7f4p-2f,
@@ -185,7 +187,7 @@ struct Spikes : Layout<BITS, 128, 10> {
     static __device__ __forceinline__ u32 bf16(float value) {
         return Bf16::narrow_finite(saturated(value, Bf16::largest()));
     }
-    // Of the first element in the block that has `key`.
+    // The place of the first element in the block that has `key`.
     static __device__ __forceinline__ u32 place_of(u32 key, u32 start, const u32 (&keys)[kOctet]) {
         u32 places[kOctet];
 #pragma unroll
@@ -197,11 +199,11 @@ struct Spikes : Layout<BITS, 128, 10> {
         const u32 start = octet % 16 * kOctet;
         u32 keys[kOctet];
 #pragma unroll
-        for (int i = 0; i < kOctet; ++i) keys[i] = ordered(bits_of(values[i] + 0.0f));  // -0 and 0 alike
+        for (int i = 0; i < kOctet; ++i) keys[i] = ordered(bits_of(values[i] + 0.0f));  // -0 counts as 0
         const u32 bottom = lowest<16>(keys), top = highest<16>(keys);
         const bool broken = bottom <= ordered(kInfinity | 0x80000000u) || top >= ordered(kInfinity);
         const u32 least = place_of(bottom, start, keys), largest = place_of(top, start, keys);
-        u32 spikes = 0, mask = 0;  // their values, and which elements of this octet are spikes
+        u32 spikes = 0, mask = 0;  // values of the spikes, and which elements of this octet are spikes
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) {
             const bool first = start + u32(i) == least, second = start + u32(i) == largest;
@@ -250,7 +252,8 @@ using Spike2 = Spikes<2>;
 using Spike3 = Spikes<3>;
 
 struct Sign1 : Layout<1, 128, 4> {
-    // Halves of a block are added, down to one sum.  While octets meet, each keeps half of what both have.
+    // Adds the second half of a block to the first, then halves of that, down to one sum.  Where two octets are added,
+    // each thread keeps half of the sums.
     static __device__ __forceinline__ double sum(u32 octet, const float (&values)[kOctet]) {
         double sums[kOctet];
 #pragma unroll
@@ -304,14 +307,14 @@ struct BF16SR : Layout<16, 8, 0> {
     }
 };
 
-// ---- codes and what is beside them, in the frame -------------------------------------------------------
+// ---- the codes and the blocks' further bytes in the frame -----------------------------------------------
 
-// 16 bits a code are the octets 2 * octet and 2 * octet + 1 of 8 bits.
+// Codes of 16 bits are stored as octets 2 * octet and 2 * octet + 1 of 8 bits.
 template <class F>
 __device__ __forceinline__ void store_format(u8* frame, bool vectors, u32 octet, int count, u32 (&codes)[kOctet]) {
 #pragma unroll
     for (int i = 1; i < kOctet; ++i)
-        if (i >= count) codes[i] = 0;  // spare bits are 0
+        if (i >= count) codes[i] = 0;  // bits beyond the row must be 0
     if constexpr (F::bits == 16) {
         const u64 low = codes[0] | codes[1] << 16 | u64(codes[2] | codes[3] << 16) << 32;
         const u64 high = codes[4] | codes[5] << 16 | u64(codes[6] | codes[7] << 16) << 32;
@@ -335,7 +338,7 @@ __device__ __forceinline__ void load_format(const u8* frame, bool vectors, u32 o
     }
 }
 
-// `aligned`: to 4 bytes, or to 2 where there are 10.
+// `aligned`: whether `to` is aligned to 4 bytes, or to 2 if there are 10 bytes.
 template <int BYTES>
 __device__ __forceinline__ void store_beside(u8* to, bool aligned, const Beside& beside) {
     const u32(&words)[3] = beside.words;
@@ -366,7 +369,7 @@ __device__ __forceinline__ Beside load_beside(const u8* from, bool aligned) {
     return beside;
 }
 
-// Where a row's blocks have what is beside their codes, and whether all of it is aligned.
+// Where the blocks' further bytes begin in a frame, and whether they are aligned.
 template <class F>
 __device__ __forceinline__ i64 codes_end(const Arguments& a) {
     return (i64(a.numel) * F::bits + 7) / 8;
@@ -380,13 +383,13 @@ __device__ __forceinline__ bool aligned(const Arguments& a, i64 at) {
 
 // ---- rows ----------------------------------------------------------------------------------------------
 
-// The scale of a row's scales from its largest magnitude.
+// The fp32 scale of an NVFP4 row, from its largest magnitude.
 __device__ __forceinline__ float row_extent(const Arguments& a) {
     const u32 top = reinterpret_cast<const u32*>(a.extents)[2 * (i64(blockIdx.z) * gridDim.y + blockIdx.y)];
     return top >= kInfinity ? float_of(kNaN) : floored(float_of(top) / 2688.0f);
 }
 
-// MAIN: the main path.
+// Encodes one octet.  MAIN: this is the main path.
 template <class F, class T, bool MAIN>
 __device__ __forceinline__ void encode_one(const Arguments& a, const u8* row, u8* frame, float of_row, u32 octet) {
     const bool vectors = MAIN || a.values.vectors != 0;
@@ -449,7 +452,7 @@ __device__ __forceinline__ void decode_one(const Arguments& a, const u8* frame, 
     const i64 at = codes_end<F>(a);
     float sums[kOctet];
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) sums[i] = -0.0f;  // changes no first term, zeros' signs included
+    for (int i = 0; i < kOctet; ++i) sums[i] = -0.0f;  // adding it to the first term changes no sign of a zero
 #pragma unroll 1
     for (u32 source = 0; source < (count == 0 ? 0u : kSums ? a.sources : 1u); ++source, frame += a.source_stride) {
         u32 codes[kOctet];

@@ -1,7 +1,7 @@
-// Rows and octets: how threads reach elements, codes and scales.  What they do with them: teams.cuh.
+// How threads load and store elements, codes and scales.  teams.cuh has what they do with them.
 //
-// An octet is eight consecutive elements of a row, starting at a multiple of eight: whatever the
-// width of a code, it is whole bytes of the frame, so no two threads ever write one byte.
+// An octet is eight consecutive elements of a row, starting at a multiple of eight.  Whatever the bits of a code,
+// the codes of an octet fill whole bytes of the frame, so no two threads write the same byte.
 #pragma once
 
 #include "codec.cuh"
@@ -10,34 +10,35 @@ namespace frames {
 
 using namespace codec;
 
-// Where rows lie: element or byte `i` of row (a, b, c) is at address + a*stride[0] + b*stride[1] +
-// c*stride[2] + i*inner; all in bytes.  `vectors`: every row starts on 16 bytes and inner is dense.
-// `kind`: type of the elements, Fp32, Bf16, Fp16, for kernels that were not compiled for one.
+// The place of a tensor: element or byte `i` of row (a, b, c) is at address + a*stride[0] + b*stride[1] +
+// c*stride[2] + i*inner, all in bytes.  `vectors`: whether every row starts on 16 bytes and its elements are
+// contiguous.  `kind`: type of the elements (0 Fp32, 1 Bf16, 2 Fp16), for kernels that were not compiled for one.
 struct Place {
     i64 address, stride[3], inner;
     u32 vectors, kind;
 };
 
-// `bits`: of mantissa, for floats.  `special`: an offset, or, for floats, scales that are powers of two.
-// `shift` is the logarithm of a block that is a power of two, 31 where there is one block, else -1.  `rotation`: elements, or 0.
+// How a row is coded.  `bits`: of a code; for floats, of the mantissa.  `special`: 1 for an offset, 2 for clipped
+// codes; for floats, 1 for scales that are powers of two.  `rotation`: elements of a group, 0 without rotation.
+// `shift`: the logarithm of the block if that is a power of two, 31 if there is only one block, else -1.
 struct Coding {
     i64 codes_end, scales_at, scales_end, frame_bytes;
     u32 bits, special, block, blocks, rotation;
     int shift;
 };
 
-// Random bits: octet `i` of row (a, b, c) is number start + a*stride[0] + b*stride[1] + c*stride[2] + i.
+// Random bits: the number of octet `i` of row (a, b, c) is start + a*stride[0] + b*stride[1] + c*stride[2] + i.
 struct Noise {
     i64 start, stride[3];
     Words key;
     u32 on, unused;
 };
 
-// The one argument of every kernel; impl/cuda/launch.py has the same fields.  Elements of a row are fewer
-// than 2^31, so that their numbers, and those of octets and blocks, are 32 bits.
+// The argument of every kernel; impl/cuda/launch.py has the same fields.  A row has fewer than 2^31 elements, so the
+// numbers of elements, octets and blocks have 32 bits.
 struct Arguments {
     i64 source_stride, extents;
-    u32 numel, middle;  // elements of a row; number of b's
+    u32 numel, middle;  // elements of a row; size of dimension b
     u32 loops, team_shift, tile, parts, sources, carried, exact, unused;
     Place values, frames, output, error;
     Coding coding, second;
@@ -45,7 +46,7 @@ struct Arguments {
     Decay decay;
 };
 
-// The grid is (thread blocks of a row, c's, a's * b's): no division where there is one b.
+// The grid is (thread blocks of a row, size of c, size of a times size of b), so if b has size 1, nothing is divided.
 __device__ __forceinline__ i64 row_offset(const Arguments& a, const i64 (&stride)[3]) {
     if (gridDim.y == 1 && gridDim.z == 1) return 0;
     const u32 outer = a.middle == 1 ? blockIdx.z : blockIdx.z / a.middle;
@@ -61,7 +62,7 @@ __device__ __forceinline__ Scheme scheme_of(const Coding& coding) {
     return Scheme::of(coding.bits, coding.special);
 }
 
-// Elements of octet `octet` that exist: 8, fewer at the end of a row, 0 beyond it.
+// How many elements octet `octet` has: 8, fewer at the end of a row, 0 beyond it.
 __device__ __forceinline__ int octet_count(u32 octet, u32 numel) {
     const u32 whole = numel / kOctet;
     return octet < whole ? kOctet : octet == whole ? int(numel % kOctet) : 0;
@@ -69,9 +70,9 @@ __device__ __forceinline__ int octet_count(u32 octet, u32 numel) {
 
 // ---- lanes -------------------------------------------------------------------------------------
 
-// Which octet of its thread block a thread has.  Even lanes of a warp have its first sixteen, odd lanes
-// the others: then two neighbours have two octets of fp32 whose halves they can swap, so that every load
-// and store of a warp covers 512 bytes without gaps.
+// Which octet of its thread block a thread has.  The even lanes of a warp have its first sixteen octets, the odd lanes
+// the others.  So two neighbouring lanes can swap halves of their octets of fp32, and every load and store of a warp
+// covers 512 contiguous bytes.
 __device__ __forceinline__ u32 slot() {
     const u32 thread = threadIdx.x;
     return (thread & ~31u) | (thread & 31u) >> 1 | (thread & 1u) << 4;
@@ -79,7 +80,7 @@ __device__ __forceinline__ u32 slot() {
 
 constexpr u32 kWarp = 0xffffffffu;
 
-// The bits of a lane to flip for the octet at `distance`, a power of two below 32.
+// The bit of the lane number to flip to get the lane whose octet is `distance` away, a power of two below 32.
 __device__ __forceinline__ u32 lanes_apart(int distance) { return distance == 16 ? 1u : u32(distance) << 1; }
 
 __device__ __forceinline__ uint4 swapped(uint4 mine) {
@@ -91,7 +92,8 @@ __device__ __forceinline__ uint4 either(bool first, uint4 x, uint4 y) {
     return make_uint4(first ? x.x : y.x, first ? x.y : y.y, first ? x.z : y.z, first ? x.w : y.w);
 }
 
-// The first of a lane's two quads of fp32: a half of its octet if it is even, of its neighbour's if it is odd.
+// The number of the first of two quads (four fp32) that a lane loads: a half of its own octet if the lane is even, of
+// its neighbour's if it is odd.
 __device__ __forceinline__ u32 near_quad(u32 octet, u32 apart) {
     return threadIdx.x % 2 == 0 ? octet * 2 : (octet - apart) * 2 + 1;
 }
@@ -129,8 +131,8 @@ struct Held {
     }
 };
 
-// An octet element by element: at the end of a row, or of rows that are strided or begin off 16 bytes.  Absent
-// elements repeat the first, which keeps them out of every extreme.
+// Loads an octet element by element: at the end of a row, and in rows that are strided or do not begin on 16 bytes.
+// Elements beyond the row repeat the first element, so they do not change any extreme.
 template <class T>
 __device__ __forceinline__ Held<T> load_singly(const u8* row, const Place& place, u32 octet, int count) {
     using Word = typename T::Word;
@@ -152,9 +154,9 @@ __device__ __forceinline__ void store_singly(u8* row, const Place& place, u32 oc
         if (i < count) *reinterpret_cast<typename T::Word*>(row + i * place.inner) = held.word(i);
 }
 
-// An octet.  `vectors`: as place says, or better known.  `together`: all lanes of the warp are here, and have
-// whole octets, those of lanes 16 slots apart `apart` octets apart; then each of two neighbours loads two halves
-// of fp32 octets that lie side by side in the warp, and they swap.
+// Loads an octet.  `vectors`: as in the place, or known when compiling.  `together`: all lanes of the warp take part
+// and have whole octets, and lanes that are 16 slots apart have octets that are `apart` octets apart.  Then of fp32
+// each lane loads two halves of octets, so that the loads of a warp are contiguous, and neighbours swap them.
 template <class T>
 __device__ __forceinline__ Held<T> load_octet(const u8* row, const Place& place, bool vectors, u32 octet,
                                               int count, bool together, u32 apart) {
@@ -215,7 +217,7 @@ __device__ __forceinline__ void widen_octet(const Held<T>& held, float (&values)
     for (int i = 0; i < kOctet; ++i) values[i] = T::widen(held.word(i));
 }
 
-// The same where the launch says the type.
+// The same for a type that the launch gives.
 __device__ __forceinline__ void load_any(const u8* row, const Place& place, u32 octet, int count, bool together,
                                          u32 apart, float (&values)[kOctet]) {
     const bool vectors = place.vectors != 0;
@@ -226,7 +228,7 @@ __device__ __forceinline__ void load_any(const u8* row, const Place& place, u32 
     }
 }
 
-// Values that saturated before.
+// Stores values, which must be saturated already, in a type that the launch gives.
 __device__ __forceinline__ void store_any(u8* row, const Place& place, u32 octet, int count, bool together,
                                           u32 apart, const float (&values)[kOctet]) {
     switch (place.kind) {
@@ -330,19 +332,19 @@ __device__ __forceinline__ void store_scale(Floats<MANTISSA> scheme, u8* frame, 
     }
 }
 
-// Zero the at most 15 bytes after the codes and after the scales; any 32 threads of a row.
+// Writes zeros to the padding, at most 15 bytes after the codes and after the scales; for any 32 threads of a row.
 __device__ __forceinline__ void store_padding(u8* frame, const Coding& c, int thread) {
     const i64 at = thread < 16 ? c.codes_end + thread : c.scales_end + thread - 16;
     const i64 end = thread < 16 ? c.scales_at : c.frame_bytes;
     if (thread < 32 && at < end) frame[at] = 0;
 }
 
-// The block of an element; a shift where it can be.
+// The number of an element's block, by a shift if the block is a power of two.
 __device__ __forceinline__ u32 block_of(const Coding& c, u32 element) {
     return rare(c.shift < 0) ? element / c.block : element >> c.shift;
 }
 
-// Which blocks an octet lies in: the first one, and how many elements until the next, at most eight.
+// The blocks of an octet: the number of the first, and how many elements of the octet are left in it (at most 8).
 struct Within {
     u32 block;
     int left;

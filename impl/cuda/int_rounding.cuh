@@ -1,4 +1,5 @@
-// Codes of an octet into the bits of one word, and back: 2 to 8 bits each, the first in the lowest bits.
+// Packs the codes of an octet into one word, with 2 to 8 bits each and the first in the lowest bits, and unpacks them;
+// rounds eight values stochastically to packed codes.
 #pragma once
 
 #include "codec.cuh"
@@ -19,7 +20,7 @@ CODEC_FN void unpacked(u64 word, u32 (&codes)[kOctet]) {
     for (int i = 0; i < kOctet; ++i) codes[i] = u32(word >> (i * BITS)) & ((1u << BITS) - 1u);
 }
 
-// Shifts by constants are cheap, by variables of 64 bits are not: choose once for eight codes.
+// Shifting 64 bits is cheap by constants and expensive by variables, so the width is chosen once for eight codes.
 template <int BITS>
 CODEC_FN u64 pack(Scheme<BITS> scheme, const u32 (&codes)[kOctet]) {
     if constexpr (BITS != 0) {
@@ -37,8 +38,8 @@ CODEC_FN u64 pack(Scheme<BITS> scheme, const u32 (&codes)[kOctet]) {
     }
 }
 
-// Eight codes as round_octet leaves them.  Where whole codes fill 32 bits, they need no mask each: biased to
-// be positive, they are summed, and the biases taken off at once.
+// Packs eight codes as round_octet returns them.  Since whole codes fill 32 bits, they need not be masked one by one:
+// they are biased to be positive and added up, and all biases are subtracted at once.
 template <int BITS>
 CODEC_FN u64 pack_rounded(Scheme<BITS> scheme, const u32 (&rounded)[kOctet]) {
     static_assert(BITS == 4 || BITS == 8, "whole codes in 32 bits");
@@ -57,15 +58,15 @@ CODEC_FN u64 pack_rounded(Scheme<BITS> scheme, const u32 (&rounded)[kOctet]) {
 
 // ---- stochastic rounding of eight codes of 4 or 8 bits ------------------------------------------
 
-// Where a code lies in the pattern of a float of `kBase`'s binade, its fraction in the bits below: 8 bits of code
-// leave it 15 of 23.
+// The place of a code in the bit pattern of a float between `kBase` and the next power of two: the code is above a
+// fraction of kFraction bits.  8 bits of code leave 15 of 23 bits to the fraction.
 template <int BITS, bool ASYMMETRIC>
 struct Floored {
     static_assert(BITS == 4 || BITS == 8, "compiled for these");
     static constexpr int kFraction = BITS == 4 ? 16 : 15;
     static constexpr float kBase = BITS == 4 ? 192.0f : ASYMMETRIC ? 256.0f : 384.0f;
 
-    // The codes of eight patterns: upper halves in pairs, summed in their places as in `pack_rounded`.
+    // Packs the codes of eight patterns: the upper halves of two patterns are added up at a time, as in `pack_rounded`.
     template <class Pattern>
     static CODEC_FN u64 pack(int count, Pattern pattern) {
         constexpr int kPairs = 16 / BITS, kUp = 16 - kFraction;
@@ -83,13 +84,15 @@ struct Floored {
     }
 };
 
-// Codes of eight values of one block, by the random bits of their octet; absent ones are 0.
+// Rounds eight values of one block stochastically, with the random bits of their octet, and packs the codes; codes
+// beyond `count` are 0.
 //
-// round(quotient + shift_of(bits)) is floor(quotient + (bits + 1/2) / 65536), and a floor is what a pattern has above
-// its fraction: one fused multiply-add an element, where rounding takes four sums.  Sums nearer than `kMargin` to
-// a whole number are in doubt, and all eight divided.  In units of 2^-kFraction a sum is off by a half for its
-// rounding, a half at most for the 1/2 left out and, in 8 bits, a half for the base's rounding; and by the
-// product's 2^-21 * (last + 1), as in `code_of`: a quarter of a unit in 4 bits, two in 8.
+// round(quotient + shift_of(bits)) equals floor(quotient + (bits + 1/2) / 65536), and the floor is the part of the bit
+// pattern above the fraction.  That takes one fused multiply-add for an element, where rounding takes four additions.
+// If a sum is nearer than `kMargin` to a whole number, its code is not certain, and all eight values are divided.
+// In units of 2^-kFraction the error of a sum is one half for its rounding, at most one half for the 1/2 that is left
+// out, with 8 bits one half for the rounding of the base, and for the product 2^-21 * (last + 1) as in `code_of`,
+// which is a quarter of a unit with 4 bits and two units with 8.
 template <bool ASYMMETRIC, bool CLIPPED, int BITS>
 CODEC_FN u64 drawn_word(Scheme<BITS> stated, Divider divider, const float (&values)[kOctet], const Words& random,
                         int count) {
@@ -102,7 +105,7 @@ CODEC_FN u64 drawn_word(Scheme<BITS> stated, Divider divider, const float (&valu
         const u32 bits = i % 2 == 0 ? random.word[i / 2] & 0xffffu : random.word[i / 2] >> 16;
         const float start = float_of(0x43400000u | bits) + (In::kBase - 192.0f);  // kBase + bits / 65536
         float sum = fused(numerator_of(scheme, divider, values[i]), divider.reciprocal, start);
-        if (ASYMMETRIC || CLIPPED) {  // to what is in doubt, and to what is surely the last code
+        if (ASYMMETRIC || CLIPPED) {  // below: to a sum that is not certain; above: to one that is the last code
             sum = sum < first ? first : sum;
             sum = sum > last ? last : sum;
         }
@@ -125,9 +128,10 @@ CODEC_FN u64 drawn_word(Scheme<BITS> scheme, Divider divider, const float (&valu
                                    : drawn_word<false, false>(scheme, divider, values, random, count);
 }
 
-// The integers of eight codes.  A code that lies in the mantissa of a power of two of the right size is that
-// power plus the code: one LOP3 each, or one PRMT where it is a byte, and one difference.  Two's complement is
-// biased to be positive by its sign bit, which comes from the launch: of two constants ptxas makes two LOP3s.
+// The integers of eight codes.  A code in the right place in the mantissa of a power of two makes the number that
+// power plus the code.  That takes one LOP3, or one PRMT if the code is a byte, and one subtraction for each code.
+// Codes in two's complement are made positive by flipping their sign bit, which is a value from the launch: with two
+// constants ptxas would use two LOP3s.
 template <int BITS>
 CODEC_FN void integers_of(Scheme<BITS> scheme, u64 word, float (&integers)[kOctet]) {
     static_assert(BITS == 4 || BITS == 8, "compiled for these");

@@ -1,21 +1,23 @@
-"""Codecs on CUDA: the choice of kernels, bit-equal to :mod:`impl.codecs.reference`.
+"""Chooses CUDA kernels for codecs, bit-equal to :mod:`impl.codecs.reference`, and prepares their launches.
 
-:class:`Kernels` turns an operation on tensors into launches, and hands them to whatever runs them: a
-device (:func:`impl.cuda.launch.on_device`), or a host that runs the same sources, in tests.  Raw codecs are
-casts, which the reference does.
+:class:`Kernels` turns an operation on tensors into launches and hands them to the function that runs them:
+:func:`impl.cuda.launch.on_device` on a device; in tests also a host that compiles the same sources.  Casts are
+left to the reference, which runs on CUDA tensors too.
 
-Which kernel (the sources give the reasons).  *Plain* are integers of 4 and 8 bits without rotation and error
-feedback: their kernels are compiled for codec and type.  General kernels read the codec at launch.
+A codec is called *plain* here if it has integers of 4 or 8 bits and no rotation, and the call has no error
+feedback: there are kernels compiled for each such codec and type.  General kernels read the codec's properties
+when they run.  The kernel that encodes depends on the block (the sources give the reasons):
 
-===================================  =============================================================
-block                                encode
-===================================  =============================================================
-multiple of 8, or the row; to 8,192  ``encode_held``, not plain ``encode_general``: one read
-other, lcm(block, 8) to 8,192        ``encode_staged``: one read
-all else                             ``encode_extents``, ``encode_given``: two launches, two reads
-===================================  =============================================================
+===========================================  ==========================================================
+elements of a block                          kernels
+===========================================  ==========================================================
+at most 8,192, a multiple of 8 or whole row  ``encode_held`` if plain, else ``encode_general``: one read
+others with lcm(block, 8) at most 8,192      ``encode_staged``: one read
+all others                                   ``encode_extents``, then ``encode_given``: two reads
+===========================================  ==========================================================
 
-Without a :data:`Part` the next row of the table, the general kernel, or two launches serve.
+Tests switch a :data:`Part` off; then the next row of the table, the general kernel, or two launches in place of
+a fused one, are used.
 """
 
 from __future__ import annotations
@@ -35,32 +37,37 @@ from impl.codecs.rounding_noise import OCTET
 from impl.cuda.launch import ARGUMENTS, Launch
 
 THREADS: Final = 256
-HELD: Final = 8_192  # elements of a block in registers: 512 threads of two octets, or more
-HELD_ALONE: Final = 4_096  # 512 threads of one octet
-STAGED: Final = 8_192  # elements of a tile in shared memory, kStaged of quantize.cu
-STAGED_BLOCKS: Final = 1_024  # kStagedBlocks
-STAGED_TILE: Final = 2_048  # a tile is about this where the block allows
+HELD: Final = 8_192  # most elements of a block in registers: 512 threads with two octets, or more threads
+HELD_ALONE: Final = 4_096  # most elements of a block in registers with one octet a thread: 512 threads
+STAGED: Final = 8_192  # most elements of a tile in shared memory, kStaged of quantize.cu
+STAGED_BLOCKS: Final = 1_024  # most blocks of a tile, kStagedBlocks of quantize.cu
+STAGED_TILE: Final = 2_048  # about the elements of a tile, where the block allows that
 SCANNED: Final = 4_096  # elements that a thread block of encode_extents scans
-LONGEST: Final = 2**31 - 1  # elements of a row
-SPREAD: Final = 4_096  # thread blocks, some thirty for each multiprocessor of a large device
-MOST_LOOPS: Final = 16  # parts that a thread block does
-MOST_ROWS: Final = 65_535  # along y, and along z
+LONGEST: Final = 2**31 - 1  # most elements of a row
+SPREAD: Final = 4_096  # thread blocks before they loop over parts: some 30 a multiprocessor of a large device
+MOST_LOOPS: Final = 16  # most parts over which a thread block loops
+MOST_ROWS: Final = 65_535  # most thread blocks of a grid along y, and along z
 TYPES: Final = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}
-KINDS: Final = {dtype: kind for kind, dtype in enumerate(TYPES)}  # as launches say them
-# Sources loaded ahead, by width: more would need more registers than 1,024 threads of a multiprocessor have.
+KINDS: Final = {
+    dtype: kind for kind, dtype in enumerate(TYPES)
+}  # numbers of the types in launches (``kind`` of PLACE)
+# How many sources a kernel loads ahead, by bits of a code.  With more, a multiprocessor would not have the
+# registers for 1,024 threads.
 AHEAD: Final = {4: 4, 8: 4}
-AHEAD_FUSED: Final = {4: 4, 8: 2}  # fewer, since they encode too
-DECODED: Final = 2  # octets a thread of the plain decode
+AHEAD_FUSED: Final = {4: 4, 8: 2}  # fewer in fused kernels, which need registers to encode too
+DECODED: Final = 2  # octets that a thread of the plain decode kernel decodes
 
 Part = Literal["plain", "held", "staged", "fused"]
-_ROUNDINGS: Final = ("false", "true")  # nearest, stochastic
+_ROUNDINGS: Final = ("false", "true")  # the kernels' template argument STOCHASTIC, by ``codec.stochastic``
 
 
 class _Call:
-    """The argument of a kernel while it is filled in, and the rows that its grid covers.
+    """The argument of a kernel while it is filled in, and the rows that the grid covers.
 
-    ``tensors``, of equal leading dimensions, and ``codecs`` are by the name of the argument's field;
-    ``frames`` are those of several sources, the first of which is in ``tensors``.
+    ``tensors``, of equal leading dimensions, and ``codecs`` are given by the name of their field in the
+    argument.  ``frames`` (sources, ...) are the frames of several sources, whose first is in ``tensors``.
+
+    Raises ValueError: for a row that is too long, or more rows than a grid covers.
     """
 
     def __init__(
@@ -74,20 +81,20 @@ class _Call:
         frames: Tensor | None = None,
     ) -> None:
         if numel > LONGEST:
-            raise ValueError(f"{numel} elements a row: the CUDA kernels take {LONGEST}")
+            raise ValueError(f"a row of {numel} elements: the CUDA kernels take at most {LONGEST}")
         noise, carried = options
         placed = {**tensors, "error": carried.error} if carried is not None else dict(tensors)
         merged = merged_rows([*placed.values()], noise, 3, "CUDA")
         merged = [(1, [0] * (len(placed) + 1))] * (3 - len(merged)) + merged
         a, b, c = self.sizes = [size for size, _ in merged]
         if a * b > MOST_ROWS or c > MOST_ROWS:
-            raise ValueError(f"{a * b} x {c} rows: a grid holds {MOST_ROWS} each way")
+            raise ValueError(f"{a * b} x {c} rows: the CUDA kernels take at most {MOST_ROWS} each way")
         self.numel, self.spread, self.arguments = numel, spread, np.zeros(1, ARGUMENTS)
         self.set(numel=numel, middle=b, loops=1, carried=carried is not None)
         if frames is not None:
             self.set(sources=len(frames), source_stride=frames.stride(0))
         source_stride = frames.stride(0) if frames is not None and len(frames) > 1 else 0
-        self.aligned = True  # all tensors to vectors, and blocks to octets
+        self.aligned = True  # whether all rows can be read in 16-byte vectors, and no octet spans two blocks
         for index, (name, tensor) in enumerate(placed.items()):
             strides, inner = [steps[index] for _, steps in merged], tensor.stride(-1) * tensor.element_size()
             starts = (tensor.data_ptr(), *strides, source_stride if name == "frames" else 0)
@@ -103,17 +110,20 @@ class _Call:
             octets = [steps[-1] // OCTET for _, steps in merged]
             self.set(noise=(noise.start // OCTET, octets, noise.philox, 1, 0))
         if carried is not None:
-            self.set(decay=(carried.decay, 1.0 - carried.decay))  # each rounded to fp32, once
+            self.set(decay=(carried.decay, 1.0 - carried.decay))  # each is rounded to fp32 once
 
     def set(self, **values: object) -> None:
-        """Write fields."""
+        """Write fields of the argument."""
         for name, value in values.items():
             self.arguments[name] = value
 
     def launch(
         self, file: str, kernel: str, parts: int, threads: int = THREADS, *, loops: bool = False
     ) -> Launch:
-        """The launch of ``parts`` thread blocks a row, which may do several, one after the other."""
+        """Returns a launch whose thread blocks work on ``parts`` parts of each row.
+
+        If it ``loops``, a thread block may work on several parts, one after the other.
+        """
         if loops:
             repeats = max(1, min(MOST_LOOPS, parts * math.prod(self.sizes) // self.spread))
             self.set(loops=repeats)
@@ -122,9 +132,9 @@ class _Call:
         return Launch(file, kernel, (parts, c, a * b), threads, self.arguments)
 
     def held(self, file: str, kernel: str, codec: Blocked, octets: int, *, loops: bool = True) -> Launch:
-        """The launch of a kernel whose teams hold a block of ``codec``, ``octets`` octets a thread."""
+        """Returns a launch in which a team of threads holds a block of ``codec``, ``octets`` octets a thread."""
         block = codec.block_size(self.numel)
-        shift = (-(-block // (octets * OCTET)) - 1).bit_length()  # of a team, the least power of two
+        shift = (-(-block // (octets * OCTET)) - 1).bit_length()  # a team has a power of two of threads
         team = 1 << shift
         threads = max(THREADS, team)
         self.set(team_shift=shift, exact=self.aligned and team * octets * OCTET == block)
@@ -132,12 +142,12 @@ class _Call:
         return self.launch(file, kernel, parts, threads, loops=loops)
 
     def octets(self, file: str, kernel: str, per_thread: int = 1, *, loops: bool = False) -> Launch:
-        """The launch of a kernel with ``per_thread`` octets a thread."""
+        """Returns a launch in which each thread works on ``per_thread`` octets."""
         self.set(exact=self.aligned)
         return self.launch(file, kernel, -(-self.numel // (OCTET * THREADS * per_thread)), loops=loops)
 
     def extents(self, codec: Blocked, device: torch.device) -> Launch:
-        """The launch that finds the extremes of each block, in memory that lives as long as this."""
+        """Returns the launch that writes each block's extremes to memory, which is kept as long as this object."""
         block, blocks = codec.block_size(self.numel), codec.blocks(self.numel)
         self._extremes = torch.zeros(2 * blocks * math.prod(self.sizes), dtype=torch.int32, device=device)
         parts, coding = -(-block // SCANNED), _coding(codec, self.numel)
@@ -145,14 +155,18 @@ class _Call:
         return self.launch("quantize.cu", f"encode_extents<{_any(codec)}>", blocks * parts)
 
     def format(self, operation: str, codec: OwnCodec, dtype: torch.dtype) -> Launch:
-        """The launch that encodes a published format from ``dtype``, or decodes it to that."""
+        """Returns the launch that encodes a published format from ``dtype``, or decodes it to ``dtype``."""
         self.set(coding=_coding(codec, self.numel))
-        name = FORMATS[codec.name].partition(":")[2]  # of a class here, and of a type in C++
+        name = FORMATS[codec.name].partition(":")[2]  # the class in Python and the type in C++ have this name
         return self.octets("formats.cu", f"{operation}_format<{name}, {TYPES[dtype]}>", loops=True)
 
 
 class Kernels(Operations):
-    """The operations as launches, run by ``run``; more than ``spread`` thread blocks loop over parts."""
+    """The operations as launches, which ``run`` carries out.
+
+    Where there would be more than ``spread`` thread blocks, each works on several parts.  ``without`` names
+    kernels that are not used, for tests (:data:`Part`).
+    """
 
     name = "cuda"
 
@@ -167,12 +181,12 @@ class Kernels(Operations):
         self._run, self._spread, self._without = run, spread, frozenset(without)
 
     def _launch(self, launch: Launch, tensors: Mapping[str, Tensor]) -> Repeat:
-        """Run ``launch`` on ``tensors`` by field; returns a function that runs it again."""
+        """Run ``launch`` on ``tensors``, given by field, and return a function that repeats it."""
         self._run(launch, tensors["frames"].device)
         return partial(self._repeat, launch, [*tensors])
 
     def _repeat(self, last: Launch, places: Sequence[str], *tensors: Tensor) -> None:
-        # A copy, since others may launch the same; as integers, since NumPy copies structures in 27 us.
+        # A copy, since other threads may launch the same; as integers, since NumPy takes 27 us for a structure.
         arguments = last.arguments.view(np.int64).copy().view(ARGUMENTS)
         for place, tensor in zip(places, tensors, strict=True):
             arguments[place]["address"] = tensor.data_ptr()
@@ -186,7 +200,8 @@ class Kernels(Operations):
         call = _Call(self._spread, x.shape[-1], tensors, {"coding": codec}, options=options)
         planned = self._encoding(call, codec, x, carries=carries)
         launches = [self._launch(launch, tensors) for launch in planned]
-        return launches[0] if len(launches) == 1 else None  # two have extents between them, zeroed anew
+        # Two launches share extents, which must be zero before each use, so they cannot be repeated.
+        return launches[0] if len(launches) == 1 else None
 
     def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> Repeat | None:
         return self._add_up("decode", codec, frames, out) or super()._decode(codec, frames, out)
@@ -195,7 +210,10 @@ class Kernels(Operations):
         return self._add_up("decode_sum", codec, frames, out) or super()._decode_sum(codec, frames, out)
 
     def _add_up(self, name: str, codec: Codec, frames: Tensor, out: Tensor) -> Repeat | None:
-        """Decode ``frames``, or sum them; None without a kernel.  Kernels of formats always sum."""
+        """Decode ``frames``, or decode and sum them; returns None if there is no kernel.
+
+        The kernels of published formats always sum, if need be over one source.
+        """
         if not has_kernels(codec):
             return None
         sources = frames if name == "decode_sum" else frames[None] if isinstance(codec, OwnCodec) else None
@@ -213,10 +231,11 @@ class Kernels(Operations):
         return self._launch(launch, tensors)
 
     def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
-        """Whether one launch sums and encodes.
+        """Returns whether one launch can sum and encode.
 
-        Threads that rotate back together must be neighbours where the second codec's blocks are encoded too:
-        they are, unless those blocks cut the groups at other places than their halves.
+        The threads that hold a group of the first codec's rotation must be neighbours also in the teams that
+        encode the second codec's blocks.  They are, unless these blocks cut a group at another place than its
+        half.
         """
         if not _holds(second, numel, HELD_ALONE) or (carried is not None and second.hadamard):
             return False
@@ -224,7 +243,7 @@ class Kernels(Operations):
             return False
         block = second.block_size(numel)
         whole = first.hadamard <= OCTET or block % first.hadamard == 0
-        return whole or block in (numel, block & -block)  # a power of two
+        return whole or block in (numel, block & -block)  # the whole row, or a power of two
 
     def _decode_sum_encode(
         self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, options: Options
@@ -242,19 +261,19 @@ class Kernels(Operations):
     def _encoding(
         self, call: _Call, codec: Blocked | OwnCodec, x: Tensor, *, carries: bool
     ) -> Iterator[Launch]:
-        """The launches that encode ``x``, as the table at the top says."""
+        """Yield the launches that encode ``x``, as the table at the top of this file says."""
         file = "quantize.cu"
         if isinstance(codec, OwnCodec):
-            if codec.name == "nvfp4":  # its scale depends on the row's largest magnitude
+            if codec.name == "nvfp4":  # the scale of a shard depends on the row's largest magnitude
                 yield call.extents(IntCodec(8, "shard"), x.device)
             yield call.format("encode", codec, x.dtype)
             return
         block = codec.block_size(call.numel)
-        whole = math.lcm(block, OCTET)  # whole blocks and whole octets
+        whole = math.lcm(block, OCTET)  # elements of the fewest whole blocks that are whole octets
         held = _holds(codec, call.numel, HELD) and "held" not in self._without
         if held and not carries and self._plain(codec):
             kernel = f"encode_held<{TYPES[x.dtype]}, {codec.bits}, {_ROUNDINGS[codec.stochastic]}>"
-            wide = x.dtype == torch.float32  # more octets would not fit the registers
+            wide = x.dtype == torch.float32  # more than two octets of fp32 would not fit into the registers
             yield call.held(file, kernel, codec, 2 if wide else 4)
         elif held:
             octets = 1 if block <= HELD_ALONE else 2
@@ -268,13 +287,13 @@ class Kernels(Operations):
             yield call.octets(file, f"encode_given<{_any(codec)}>")
 
     def _plain(self, codec: Blocked) -> TypeGuard[IntCodec]:
-        """Whether a kernel compiled for it exists and may be used."""
+        """Returns whether there is a kernel compiled for this codec, which may be used."""
         compiled = isinstance(codec, IntCodec) and codec.bits in AHEAD and not codec.hadamard
         return compiled and "plain" not in self._without
 
 
 def _coding(codec: Blocked | OwnCodec, numel: int) -> tuple[int, ...]:
-    """How a row is coded: the fields of CODING."""
+    """Returns how a row is coded: the fields of CODING, in order."""
     if isinstance(codec, OwnCodec):  # a published format
         return (0, 0, codec.own_bytes(numel), codec.frame_bytes(numel), 0, 0, 0, 0, 0, 0)
     block, scales_at = codec.block_size(numel), codec.scales_at(numel)
@@ -300,6 +319,6 @@ def _any(codec: Blocked) -> str:
 
 
 def _holds(codec: Blocked, numel: int, most: int) -> bool:
-    """Whether a block is whole octets, or the whole row, of at most ``most`` elements."""
+    """Returns whether a block has at most ``most`` elements and is a multiple of 8, or the whole row."""
     block = codec.block_size(numel)
     return block <= most and (block % OCTET == 0 or block == numel)

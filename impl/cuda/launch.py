@@ -1,8 +1,9 @@
-"""Compiling and launching the kernels of this folder on a CUDA device: CuPy loads and launches, torch owns.
+"""Compiles this folder's kernels, and launches them on a CUDA device with CuPy, on memory that torch owns.
 
 Every kernel takes one argument by value, ``Arguments`` of ``frames.cuh``, which :data:`ARGUMENTS` mirrors.
-Kernels are compiled when they are first launched, and kept on disk, beside CuPy's; with NVRTC, for
-``cupy.RawModule`` adds ``-ftz=true`` after all options (CuPy 14), and loses denormals.
+A kernel is compiled when it is first launched, and kept on disk in CuPy's cache.  It is compiled with NVRTC
+directly, since ``cupy.RawModule`` (CuPy 14) adds ``-ftz=true`` after all other options, which would flush
+denormals to zero.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ ARGUMENTS: Final = np.dtype(
         ("decay", DECAY),
     ]
 )
-# The same bytes without fields: CuPy asks for NumPy's description of fields at every launch.
+# The same bytes without fields, which is faster: CuPy asks NumPy to describe the fields at every launch.
 BYTES: Final = np.dtype((np.void, ARGUMENTS.itemsize))
 
 
@@ -60,17 +61,18 @@ BYTES: Final = np.dtype((np.void, ARGUMENTS.itemsize))
 class Launch:
     """One launch of a kernel."""
 
-    file: str  # the source's name in this folder
-    kernel: str  # the kernel with its template's values, as C++ writes it
-    grid: tuple[int, int, int]  # thread blocks (x, y, z)
-    threads: int  # of a thread block
-    arguments: NDArray[np.void]  # (1,) of :data:`ARGUMENTS`
+    file: str  # name of the source in this folder
+    kernel: str  # name of the kernel with its template arguments, as in C++
+    grid: tuple[int, int, int]  # number of thread blocks (x, y, z)
+    threads: int  # threads of a thread block
+    arguments: NDArray[np.void]  # (1,) of type :data:`ARGUMENTS`
 
 
 def on_device(launch: Launch, device: torch.device, *, idle_bytes: int = 0) -> None:
-    """Run ``launch`` on torch's current stream of ``device``, without waiting for it.
+    """Run ``launch`` on torch's current stream of ``device``, without waiting for it to end.
 
-    Each thread block reserves ``idle_bytes`` of shared memory without using it, so that fewer run at once.
+    Each thread block reserves ``idle_bytes`` of shared memory that it does not use, so that fewer thread blocks
+    run at once.
     """
     import cupy
 
@@ -82,17 +84,19 @@ def on_device(launch: Launch, device: torch.device, *, idle_bytes: int = 0) -> N
         kernel(launch.grid, (launch.threads, 1, 1), (launch.arguments.view(BYTES),), shared_mem=idle_bytes)
 
 
-_LOADED: Final[dict[tuple[str, str, int], str]] = {}  # SHA-256 of images by file, kernel and device
+_LOADED: Final[
+    dict[tuple[str, str, int], str]
+] = {}  # SHA-256 of each loaded image by file, kernel and device
 
 
 def loaded_sha256() -> str:
-    """SHA-256 over the images of all kernels that this process has loaded, as files hold them."""
+    """Returns one SHA-256 over the files of all kernels that this process has loaded."""
     return hashlib.sha256("".join(sorted(set(_LOADED.values()))).encode()).hexdigest()
 
 
 @functools.cache
 def _kernel(file: str, kernel: str, device: int) -> Any:
-    """The kernel, loaded on the current ``device``."""
+    """Returns the kernel, loaded on ``device``, which must be the current device."""
     import cupy
 
     cache = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
@@ -102,10 +106,10 @@ def _kernel(file: str, kernel: str, device: int) -> Any:
 
 
 class Compiled(NamedTuple):
-    """Kernels of one file, and the compiler's log."""
+    """The compiled kernels of one file, and the compiler's log."""
 
-    image: bytes  # the cubin; PTX, which the driver compiles, where NVRTC is older than the architecture
-    lowered: dict[str, str]  # name in the image by the name as C++ writes it
+    image: bytes  # a cubin, or, if NVRTC does not know the architecture yet, PTX, which the driver compiles
+    lowered: dict[str, str]  # each kernel's name in the image, by its name in C++
     log: str
 
 
@@ -117,7 +121,10 @@ def compile_kernels(
     *,
     options: Sequence[str] = (),
 ) -> Compiled:
-    """Compile ``kernels`` of ``file``, as in C++, for ``sm_<architecture>``; a RuntimeError if it fails."""
+    """Compile ``kernels`` of ``file``, named as in C++, for ``sm_<architecture>``.
+
+    Raises RuntimeError: if that fails, with the compiler's log.
+    """
     from cupy.cuda import nvrtc
 
     program = nvrtc.createProgram((sources / file).read_text(encoding="utf-8"), file, (), ())
@@ -128,7 +135,7 @@ def compile_kernels(
         known = architecture <= newest
         target = f"sm_{architecture}" if known else f"compute_{newest}"
         nvrtc.compileProgram(program, (*OPTIONS, f"-I{sources}", f"--gpu-architecture={target}", *options))
-        # CuPy takes the last byte off, as of a string.
+        # CuPy drops the last byte, as if the image were a string that ends with 0.
         image = nvrtc.getCUBIN(program) + b"\0" if known else nvrtc.getPTX(program)
         lowered = {kernel: nvrtc.getLoweredName(program, kernel) for kernel in kernels}
         return Compiled(image, lowered, nvrtc.getProgramLog(program))
@@ -140,7 +147,7 @@ def compile_kernels(
 
 @functools.cache
 def digest() -> str:
-    """16 hexadecimal digits that change with any source in this folder, and with the options."""
+    """Returns 16 hexadecimal digits that change with any source in this folder and with the options."""
     total = hashlib.sha256(" ".join(OPTIONS).encode())
     for path in sorted(SOURCES.glob("*.cu*")):
         total.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -148,7 +155,10 @@ def digest() -> str:
 
 
 def cubin(file: str, kernel: str, architecture: int, folder: Path) -> Path:
-    """``KEY.LOWERED.cubin`` in ``folder``, compiled where it is not there yet; as :func:`compile_kernels`."""
+    """Returns the path of the compiled kernel in ``folder``, ``KEY.LOWERED.cubin``, compiling it if needed.
+
+    Raises RuntimeError: as :func:`compile_kernels`.
+    """
     from cupy.cuda import nvrtc
 
     compiler = ".".join(map(str, nvrtc.getVersion()))
@@ -161,12 +171,12 @@ def cubin(file: str, kernel: str, architecture: int, folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return _written(folder / name, compiled.image)
-    except OSError:  # read-only, or full: this process uses a folder of its own
+    except OSError:  # the folder is read-only or the disk is full, so this process uses a temporary folder
         return _written(Path(tempfile.mkdtemp(prefix="zeropp-")) / name, compiled.image)
 
 
 def _written(path: Path, image: bytes) -> Path:
-    """Write the image to ``path`` by one rename; returns the path."""
+    """Write the image to another file, rename it to ``path``, and return the path."""
     aside = path.with_suffix(f".{os.getpid()}")
     try:
         aside.write_bytes(image)

@@ -1,33 +1,32 @@
-// Elements to frames: any codec with scales, any block, any length, strided rows, nearest or stochastic,
-// rotated or not, with error feedback or without.
+// Kernels that encode elements to frames: for any codec with scales, any block and length, strided rows, rounding to
+// nearest or stochastically, with or without rotation and error feedback.
 //
-// Versions, each for what the one before it cannot do as well (impl/cuda/kernels.py chooses):
-//   1. encode_extents + encode_given: two launches.  Extremes of a block are merged with an integer
-//      atomic maximum, whose result does not depend on the order, then every octet is encoded.  Any
-//      block; reads each element twice.
-//   2. encode_staged: one launch, one read.  A tile of whole blocks that is also whole octets waits in
-//      shared memory.  For blocks that are not multiples of 8.
-//   3. encode_general: one launch, one read.  A block waits in the registers of a team of threads; 16-byte
-//      loads, one shuffle tree.  For multiples of 8 (and whole rows) up to 8,192 elements: 512 threads of one
-//      octet or two; four spilled.
-//   4. encode_held: the same for integers of 4 and 8 bits without rotation and error feedback, compiled
-//      for their types.  Elements wait as they came, 64 bytes a thread.
-// Error feedback reads its elements a second
-// time, from the cache.  Rows are strided, so that the transpose of a two-hop reduction costs no pass of
-// its own.
+// Versions, each for cases that the one before it handles less well (impl/cuda/kernels.py chooses):
+//   1. encode_extents and encode_given: two launches.  The extremes of a block are merged by an integer atomic
+//      maximum, whose result does not depend on the order; then every octet is encoded.  For any block; each
+//      element is read twice.
+//   2. encode_staged: one launch, one read.  Shared memory holds a tile of whole blocks that is also a multiple of
+//      8 elements.  For blocks that are not multiples of 8.
+//   3. encode_general: one launch, one read.  The registers of a team of threads hold a block, with 16-byte loads and
+//      one tree of shuffles.  For multiples of 8, and whole rows, of up to 8,192 elements: 512 threads with one or two
+//      octets each; with four octets registers spilled.
+//   4. encode_held: the same for integers of 4 and 8 bits without rotation and error feedback, compiled for their
+//      types.  Elements are held in their own type, 64 bytes a thread.
+// With error feedback elements are read a second time, from the cache.  Rows may be strided, so that the transpose of
+// a two-hop reduction needs no pass of its own.
 #include "teams.cuh"
 
 using namespace frames;
 
-constexpr int kStaged = 8192;        // elements of a tile, 32 kB
-constexpr int kStagedBlocks = 1024;  // blocks of a tile, 8 kB
+constexpr int kStaged = 8192;        // most elements of a tile, 32 kB
+constexpr int kStagedBlocks = 1024;  // most blocks of a tile, 8 kB
 
-// (blocks, 2) merged extremes of this row, zero before the first launch.
+// The merged extremes (blocks, 2) of this row, which must be zero before the first launch.
 __device__ __forceinline__ u32* row_extents(const Arguments& a) {
     return reinterpret_cast<u32*>(a.extents) + 2 * i64(a.coding.blocks) * (i64(blockIdx.z) * gridDim.y + blockIdx.y);
 }
 
-// Version 1, first launch: blocks * a.parts thread blocks of 256 a row, a.tile elements each.
+// Version 1, first launch: blocks * a.parts thread blocks of 256 threads for a row, with a.tile elements each.
 template <class Scheme>
 __global__ void __launch_bounds__(256) encode_extents(const Arguments a) {
     const Coding& c = a.coding;
@@ -57,7 +56,7 @@ __global__ void __launch_bounds__(256) encode_extents(const Arguments a) {
     }
 }
 
-// Version 1, second launch: thread blocks of 256, an octet a thread.
+// Version 1, second launch: thread blocks of 256 threads with an octet each.
 template <class Scheme>
 __global__ void __launch_bounds__(256, 4) encode_given(const Arguments a) {
     const Coding& c = a.coding;
@@ -88,8 +87,8 @@ __global__ void __launch_bounds__(256, 4) encode_given(const Arguments a) {
     }
 }
 
-// Version 2: thread blocks of 256 with a tile each; a.tile is a multiple of the block and of 8.  A rotation
-// of such blocks has groups of 2 or 4, inside octets.
+// Version 2: thread blocks of 256 threads with a tile each; a.tile is a multiple of the block and of 8.  Rotations of
+// such blocks have groups of 2 or 4 elements, which lie inside octets.
 template <class Scheme>
 __global__ void __launch_bounds__(256, 4) encode_staged(const Arguments a) {
     __shared__ float staged[kStaged];
@@ -113,7 +112,7 @@ __global__ void __launch_bounds__(256, 4) encode_staged(const Arguments a) {
     }
     __syncthreads();
 
-    // A warp for each block of 32 and more, else a thread.
+    // A warp finds the extremes of a block of 32 or more elements, a single thread those of a smaller block.
     const int team = block >= 32 ? 32 : 1, lane = thread % team;
     for (int b = thread / team; b < blocks; b += 256 / team) {
         const int stop = (b + 1) * block < count ? (b + 1) * block : count;

@@ -1,20 +1,20 @@
-// Frames of several sources to the frame of their sum, with another codec: the middle of a two-hop
-// reduction.
+// Kernels that decode the frames of several sources, sum them, and encode the sum with another codec: the middle of a
+// two-hop reduction.
 //
-// Versions (impl/cuda/kernels.py chooses):
-//   1. decode_sum, then encode: two or three launches and an fp32 buffer between them.  Any codecs.
-//   2. decode_sum_encode_general: one launch; the sum never leaves the registers of the team that encodes
-//      it.  For second codecs whose block is a multiple of 8 (or the whole row) up to 4,096 elements, 512
-//      threads: 1024 spilled, and so did more octets a thread.  Error feedback too, but not of rotated sums: both would
-//      have to be held.
+// Versions, among which impl/cuda/kernels.py chooses:
+//   1. decode_sum, then encode: two or three launches with an fp32 buffer between them.  For any codecs.
+//   2. decode_sum_encode_general: one launch; the sum stays in the registers of the team that encodes it.  For second
+//      codecs whose block is a multiple of 8, or the whole row, with up to 4,096 elements: 512 threads, since with
+//      1024 threads or more octets a thread registers spilled.  With error feedback too, unless the sum is rotated:
+//      then both the sum and its rotation would have to be held.
 //   3. decode_sum_encode: the same for integers of 4 and 8 bits without rotation and error feedback.
-// Sums are fp32, sources in ascending order (DeepSpeed adds halves).
+// Sums are in fp32, in ascending order of the sources (DeepSpeed adds in fp16).
 #include "teams.cuh"
 
 using namespace frames;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr int kAhead = 1;  // two spill
+constexpr int kAhead = 1;  // with two, registers spill
 #else
 constexpr int kAhead = 2;
 #endif
@@ -23,7 +23,7 @@ template <class First, class Second>
 __global__ void __launch_bounds__(512, kHalf) decode_sum_encode_general(const Arguments a) {
     const Coding& c = a.second;
     const Second scheme = scheme_of<Second>(c);
-    const Team team(a, c, 0);  // one turn
+    const Team team(a, c, 0);  // there is only one turn
     const u32 octet = team.octet(0);
     const int count = team.count(a, c, 0);
     const bool together = team.together(count);
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(512, kHalf) decode_sum_encode_general(const Ar
         for (int i = 0; i < kOctet; ++i) values[i] = values[i] + errors[i];
     }
     if (c.rotation != 0) rotate_octet(c, octet, a.numel, false, values);
-    fill_absent(count, values);  // spare codes decode to offsets: out of extremes
+    fill_absent(count, values);  // spare codes may decode to offsets, which must not change the extremes
     Extent extent{0, 0};
     if (count > 0) include_octet(scheme, values, extent);
     const Stored stored = stored_of(scheme, team_extent(extent, team.size, true));
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(512, kHalf) decode_sum_encode_general(const Ar
     if (blockIdx.x == 0) store_padding(frame, c, int(threadIdx.x));
 }
 
-// Sums of elements, with codes of AHEAD sources under way where that costs no questions.
+// Brings sums of elements; on the main path it loads the codes of AHEAD sources before it uses them.
 template <int BITS, int AHEAD>
 struct Sums {
     const Arguments& a;

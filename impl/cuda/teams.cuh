@@ -1,6 +1,5 @@
-// Octets rotated, decoded, summed and encoded.  A team is a power of two of threads that share one block of the
-// codec.  No arithmetic of codecs: codec.cuh; no element, code or scale is loaded or stored elsewhere than in
-// frames.cuh.
+// Rotates, decodes, sums and encodes octets.  A team is a power of two of threads that work on one block of the codec.
+// The arithmetic of codecs is in codec.cuh; elements, codes and scales are loaded and stored only by frames.cuh.
 #pragma once
 
 #include "frames.cuh"
@@ -8,28 +7,28 @@
 
 namespace frames {
 
-// Thread blocks of 512 that make half of a multiprocessor's warps: 64, but 32 on sm_75.
+// How many thread blocks of 512 threads make half of a multiprocessor's 64 warps, of which sm_75 has 32.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
 constexpr int kHalf = 1;
 #else
 constexpr int kHalf = 2;
 #endif
 
-// The main path: all octets before `end` exist and lie in one block each, and all starts are aligned, so that
-// nothing is asked about either.
+// Whether this is the main path: all octets before `end` exist and each lies in one block, and all rows are aligned, so
+// that single octets need no tests.
 __device__ __forceinline__ bool whole(const Arguments& a, u32 end) {
     return !rare(a.exact == 0 || end > a.numel / kOctet);
 }
 
 // ---- rotation ----------------------------------------------------------------------------------
 
-// Rotate the groups of c.rotation elements that are whole in a row of `numel`; all lanes of the warp, whose
-// octets are those of their slots, in whole groups.  Absent elements are then to be filled again.
+// Rotates the groups of c.rotation elements that are whole in a row of `numel` elements.  All lanes of the warp must
+// take part, with the octets of their slots, in whole groups.  Elements beyond the row must be filled again afterwards.
 __device__ __forceinline__ void rotate_octet(const Coding& c, u32 octet, u32 numel, bool back,
                                              float (&values)[kOctet]) {
     const int size = int(c.rotation), inside = size < kOctet ? size : kOctet;
-    const u32 end = (octet * kOctet | (c.rotation - 1)) + 1;  // of the group of a whole octet
-    // Elements of this octet below `limit` are in whole groups.
+    const u32 end = (octet * kOctet | (c.rotation - 1)) + 1;  // end of the group in which the octet lies
+    // The elements of this octet before `limit` are in whole groups.
     const int limit = size <= kOctet ? octet_count(octet, numel) & ~(inside - 1) : end <= numel ? kOctet : 0;
     const float part = float_of(0x7f000000u - bits_of(float(size)));  // 1 / size
 #pragma unroll
@@ -69,7 +68,7 @@ __device__ __forceinline__ void fill_absent(int count, float (&values)[kOctet]) 
 
 // ---- decoding ----------------------------------------------------------------------------------
 
-// Codes and scale of an octet while they are under way.
+// The codes and the scale of an octet, loaded but not used yet.
 struct Fetched {
     u64 codes;
     Stored stored;
@@ -81,7 +80,7 @@ __device__ __forceinline__ Fetched fetch_octet(Scheme scheme, const u8* frame, b
     return {load_codes(frame, vectors, scheme.bits(), octet, count), load_scale(scheme, frame, vectors, c, in.block)};
 }
 
-// Any block, also one that begins inside the octet; saturates at `largest`.
+// Decodes an octet, in which another block may begin; values are saturated at `largest`.
 template <class Scheme>
 __device__ __forceinline__ void expand_octet(Scheme scheme, const u8* frame, bool vectors, const Coding& c,
                                              int count, float largest, Within in, Fetched fetched,
@@ -109,7 +108,7 @@ __device__ __forceinline__ void expand_octet(Scheme scheme, const u8* frame, boo
     }
 }
 
-// An octet in one block of which no value saturates.
+// Decodes an octet that lies in one block of which no value saturates.
 template <int BITS>
 __device__ __forceinline__ void expand_whole(Scheme<BITS> scheme, Fetched fetched, float (&values)[kOctet]) {
     integers_of(scheme, fetched.codes, values);
@@ -117,7 +116,7 @@ __device__ __forceinline__ void expand_whole(Scheme<BITS> scheme, Fetched fetche
     for (int i = 0; i < kOctet; ++i) values[i] = value_of(scheme, fetched.stored, values[i]);
 }
 
-// From the values of codes to elements: rotated back, where the codec rotates, and saturated.
+// Rotates decoded values back and saturates them.
 __device__ __forceinline__ void rotate_back(const Coding& c, u32 octet, u32 numel, float largest,
                                             float (&values)[kOctet]) {
     rotate_octet(c, octet, numel, true, values);
@@ -125,8 +124,8 @@ __device__ __forceinline__ void rotate_back(const Coding& c, u32 octet, u32 nume
     for (int i = 0; i < kOctet; ++i) values[i] = saturated(values[i], largest);
 }
 
-// Add the terms of `sources` sources to sums, in ascending order, in fp32; each saturates.  Codes and scales
-// of AHEAD sources are under way at a time.  ROTATED: the launch may ask for a rotation; then all lanes come.
+// Adds the saturated values of `sources` sources to `sums`, in ascending order, in fp32.  Codes and scales of AHEAD
+// sources are loaded before they are used.  ROTATED: the codec may have a rotation, in which all lanes must take part.
 template <class Scheme, int AHEAD, bool ROTATED>
 __device__ __forceinline__ void add_sources(const Arguments& a, const u8* frame, bool vectors, u32 octet, int count,
                                             u32 sources, float (&sums)[kOctet]) {
@@ -158,8 +157,8 @@ __device__ __forceinline__ void add_sources(const Arguments& a, const u8* frame,
     }
 }
 
-// The same on the main path, for sources from the one at `frame` on.  `scheme` says whether there are offsets
-// where the compiler knows it.
+// The same on the main path; `frame` is that of the first source.  `scheme` has its offsets as a constant, so that
+// the compiler drops the branch.
 template <int AHEAD, int BITS>
 __device__ __forceinline__ void add_whole(Scheme<BITS> scheme, const Arguments& a, const u8* frame, u32 octet,
                                           u32 sources, float (&sums)[kOctet]) {
@@ -194,7 +193,7 @@ __device__ __forceinline__ void add_whole(Scheme<BITS> scheme, const Arguments& 
     }
 }
 
-// As many as fill AHEAD, then half as many at a time.
+// Adds sources in steps of AHEAD as long as that many are left, then in steps of half as many, and so on.
 template <int AHEAD, int BITS>
 __device__ __forceinline__ void add_all(Scheme<BITS> scheme, const Arguments& a, const u8* frame, u32 octet,
                                         u32 sources, float (&sums)[kOctet]) {
@@ -205,12 +204,12 @@ __device__ __forceinline__ void add_all(Scheme<BITS> scheme, const Arguments& a,
     }
 }
 
-// The sum over all sources.  WHOLE: the main path.
+// The sum of an octet over all sources.  WHOLE: this is the main path.
 template <int BITS, int AHEAD, bool WHOLE>
 __device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, u32 octet, int count,
                                           float (&sums)[kOctet]) {
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) sums[i] = -0.0f;  // changes no first term, zeros' signs included
+    for (int i = 0; i < kOctet; ++i) sums[i] = -0.0f;  // adding it to the first term changes no sign of a zero
     if constexpr (!WHOLE) {
         add_sources<Scheme<BITS>, 1, false>(a, frame, a.frames.vectors != 0, octet, count, a.sources, sums);
     } else if (rare(scheme_of<Scheme<BITS>>(a.coding).asymmetric)) {
@@ -222,12 +221,12 @@ __device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, u
 
 // ---- encoding ----------------------------------------------------------------------------------
 
-// All threads of the thread block call it, `turn` 0, 1, 2, ...; blockDim is a multiple of the team and of
-// 32, and a team's threads are those of consecutive slots.  `two`: the extent has two ends.  WARPS: teams are
-// rarely less than a warp; else they rarely are one.
+// The extent of a team's block from the extents of its threads.  All threads of the thread block must call it, with
+// `turn` 0, 1, 2, ...  blockDim is a multiple of the team and of 32, and a team has consecutive slots.  `two`: whether
+// `low` is used too.  WARPS: optimise for teams of at least a warp, else for smaller ones.
 template <bool WARPS = true>
 __device__ __forceinline__ Extent team_extent(Extent mine, u32 team, bool two, u32 turn = 0) {
-    __shared__ u32 highs[2][32], lows[2][32];  // in turns, so that a warp one turn ahead overwrites nothing that is read
+    __shared__ u32 highs[2][32], lows[2][32];  // used in turns: a warp may be one turn ahead of others
     u32 shuffled = team;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     if (WARPS && !rare(team < 32)) {
@@ -255,8 +254,9 @@ __device__ __forceinline__ Extent team_extent(Extent mine, u32 team, bool two, u
     return mine;
 }
 
-// Which octets a thread of a team has: lane, lane + team, ... of its block; `apart` those that are of lanes 16
-// slots apart.  Blocks are multiples of 8, or the whole row.  A team has a.loops blocks, one a turn.
+// Which octets a thread has: those with numbers lane, lane + size, ... of its team's block.  `apart` is how many octets
+// apart those of two lanes are that are 16 slots apart.  Blocks are multiples of 8, or the whole row.  A team works on
+// a.loops blocks, one in each turn.
 struct Team {
     u32 size, lane, block, octets, apart;
     __device__ __forceinline__ Team(const Arguments& a, const Coding& c, u32 turn) {
@@ -280,7 +280,7 @@ __device__ __forceinline__ Words random_words(const Arguments& a, i64 row, u32 o
     return philox(a.noise.key, u64(a.noise.start + row + i64(octet)));
 }
 
-// The same where the launch says whether there are any.
+// The same if the launch says whether there are random bits; zeros if not.
 __device__ __forceinline__ Words any_words(const Arguments& a, u32 octet) {
     if (a.noise.on == 0) return {};
     return random_words(a, row_offset(a, a.noise.stride), octet);
@@ -294,11 +294,11 @@ template <class Scheme>
 __device__ __forceinline__ u64 word_of(Scheme scheme, Stored stored, int count, u32 (&codes)[kOctet]) {
 #pragma unroll
     for (int i = 1; i < kOctet; ++i)
-        if (i >= count) codes[i] = 0;  // spare bits are 0
+        if (i >= count) codes[i] = 0;  // bits beyond the row must be 0
     return stored.broken() ? 0 : pack(scheme, codes);
 }
 
-// The largest magnitude among elements as they are stored, which is in the order of their patterns.
+// The bit pattern of the largest magnitude among elements in their own type; patterns are ordered like magnitudes.
 template <class T>
 __device__ __forceinline__ u32 largest_pattern(const Held<T>& held, u32 largest) {
 #pragma unroll
@@ -306,7 +306,7 @@ __device__ __forceinline__ u32 largest_pattern(const Held<T>& held, u32 largest)
         if constexpr (Held<T>::kWords == kOctet) {
             const u32 word = held.words[i] & kAbs;
             largest = word > largest ? word : largest;
-        } else {  // in the upper half; what is below it only orders equals
+        } else {  // the result is in the upper half; the lower half matters only among equal magnitudes
             const u32 high = held.words[i] & 0x7fffffffu, low = held.words[i] << 16 & 0x7fffffffu;
             largest = high > largest ? high : largest;
             largest = low > largest ? low : largest;
@@ -315,9 +315,9 @@ __device__ __forceinline__ u32 largest_pattern(const Held<T>& held, u32 largest)
     return largest;
 }
 
-// Encode integers, OCTETS octets a thread in registers.  `source.bring<WHOLE>(team, octet, count)` brings an octet of
-// the row as Held<T>.  WHOLE: the main path, where blocks are OCTETS octets a thread.  Nothing of the next turn is under way meanwhile: that would double
-// what a thread holds, and halve the threads.
+// Encodes integers, with OCTETS octets of a thread in registers.  `source.bring<WHOLE>(team, octet, count)` brings an
+// octet of the row as Held<T>.  WHOLE: this is the main path, where a block has OCTETS octets for each thread.  Nothing
+// is loaded ahead for the next turn, since that would double the registers of a thread and halve the threads.
 template <class T, int BITS, int OCTETS, bool STOCHASTIC, class Source>
 struct Encoder {
     const Arguments& a;
@@ -369,7 +369,7 @@ struct Encoder {
                     round_octet<false>(scheme, divider, values, [](int) { return 0.0f; }, rounded);
 #pragma unroll
                     for (int i = 1; i < kOctet; ++i)
-                        if (i >= count) rounded[i] = bits_of(kRound);  // spare bits are 0
+                        if (i >= count) rounded[i] = bits_of(kRound);  // bits beyond the row must be 0
                     word = pack_rounded(scheme, rounded);
                 }
                 if (stored.broken()) word = 0;
@@ -405,9 +405,9 @@ __device__ __forceinline__ void encode_team(const Arguments& a, const Coding& c,
     Encoder<T, BITS, OCTETS, STOCHASTIC, Source>{a, c, place, row_start(a, place), source, noise_row}.run();
 }
 
-// ---- what general kernels do beside: rotation, error feedback, whatever the launch asks for ------
+// ---- general kernels: rotation, error feedback, and whatever else the launch asks for ------------
 
-// An octet with what it carries: x + error, not rotated.  All lanes of the warp.
+// Loads an octet plus its carried error, not rotated.  All lanes of the warp must take part.
 __device__ __forceinline__ void load_carried(const Arguments& a, const u8* row, const u8* error, u32 octet, int count,
                                              bool together, u32 apart, float (&values)[kOctet]) {
     load_any(row, a.values, octet, count, together, apart, values);
@@ -419,8 +419,8 @@ __device__ __forceinline__ void load_carried(const Arguments& a, const u8* row, 
     }
 }
 
-// Replace the carried error of an octet by what its codes leave over of `values`, which are x + error.
-// `decoded`: the values of its codes, still rotated.  All lanes of the warp.
+// Updates the carried error of an octet from `values`, which are x + error, and `decoded`, the values of their codes,
+// which are still rotated.  All lanes of the warp must take part.
 __device__ __forceinline__ void store_carried(const Arguments& a, const Coding& c, u8* error, u32 octet, int count,
                                               bool together, u32 apart, const float (&values)[kOctet],
                                               float (&decoded)[kOctet]) {
@@ -434,7 +434,7 @@ __device__ __forceinline__ void store_carried(const Arguments& a, const Coding& 
     store_any(error, a.error, octet, count, together, apart, errors);
 }
 
-// The codes of an octet in one block, and in `values` what they decode to, where it is wanted.
+// Encodes an octet that lies in one block.  If `decoded` is set, `values` are replaced by the values of the codes.
 template <class Scheme>
 __device__ __forceinline__ void encode_octet(const Arguments& a, const Coding& c, Scheme scheme, Stored stored,
                                              Divider divider, const Words& random, int count, bool decoded,
@@ -448,8 +448,8 @@ __device__ __forceinline__ void encode_octet(const Arguments& a, const Coding& c
     }
 }
 
-// The same for an octet that may lie in several blocks: `scale(block, starts)` gives a block's, and hears
-// whether the block starts in this octet.  Gives the word of its codes.
+// The same for an octet that may lie in several blocks; returns its packed codes.  `scale(block, starts)` returns a
+// block's scale; `starts` says whether the block starts in this octet.
 template <class Scheme, class Scale>
 __device__ __forceinline__ u64 encode_across(const Arguments& a, const Coding& c, Scheme scheme, const Words& random,
                                              u32 octet, int count, Scale scale, float (&values)[kOctet]) {

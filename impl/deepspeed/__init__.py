@@ -1,1 +1,1 @@
-"""DeepSpeed's configuration, read as a policy of this project."""
+"""Reads DeepSpeed configurations as policies of this project."""

@@ -1,9 +1,11 @@
-"""Reads a DeepSpeed configuration as a recipe: a policy, and the settings outside a policy.
+"""Reads a DeepSpeed configuration as a recipe: a policy, and the settings that are not part of a policy.
 
-Pure: no torch.  Keys that change what is sent, held or computed are honoured, or refused by name; the others
-are accepted and listed as without effect (:mod:`impl.deepspeed.keys` has them all).  A missing key has
-DeepSpeed's default, not ours: ``stage3_param_persistence_threshold`` is 1e5 in a configuration without it.
-``"auto"``, which HuggingFace's Trainer replaces before DeepSpeed reads it, counts as missing.
+Keys that change what is sent, held or computed are honoured, or refused by name.  All other known keys are
+accepted and reported as without effect (:mod:`impl.deepspeed.keys` lists every key).  A missing key has
+DeepSpeed's default, not this project's: without ``stage3_param_persistence_threshold`` its value is 1e5.
+``"auto"``, which HuggingFace's Trainer replaces before DeepSpeed reads the configuration, counts as missing.
+
+Pure: no torch.
 """
 
 from __future__ import annotations
@@ -36,15 +38,15 @@ from impl.plan.topology import Topology
 
 Kind = Literal["honoured", "without effect", "renamed", "changed"]
 
-QWZ: Final = IntCodec(8, 2048, clipped=True)  # clipped: DeepSpeed's scale rule
+QWZ: Final = IntCodec(8, 2048, clipped=True)  # clipped is DeepSpeed's scale rule
 QGZ: Final = IntCodec(4, 256, clipped=True)
 MOST_SCALE_POWER: Final = 126
-LARGEST: Final = 1e30  # number accepted; larger ones, infinity and NaN are mistakes
+LARGEST: Final = 1e30  # numbers beyond it, infinity and NaN are refused as mistakes
 LIVE: Final = f"{ZERO}.stage3_max_live_parameters"
 _WIRE_TYPES: Final[dict[str, Codec]] = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "bfp16": BF16}
 _DECAYS: Final[dict[str, Decay]] = {"WarmupLR": "none", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-_DECAY_LR: Final = 0.001  # WarmupDecayLR's default of warmup_max_lr
-_OF_SHARDS: Final = tuple(  # keys and tables without effect on parameters that persist
+_DECAY_LR: Final = 0.001  # default of warmup_max_lr in WarmupDecayLR
+_OF_SHARDS: Final = tuple(  # keys, and prefixes of tables, without effect on parameters that stay gathered
     f"{ZERO}.{name}."
     for name in (
         "zero_quantized_weights", "zero_hpz_partition_size", "zero_quantized_gradients", "zeropp_loco_param",
@@ -52,7 +54,7 @@ _OF_SHARDS: Final = tuple(  # keys and tables without effect on parameters that 
     )
 )  # fmt: skip
 _WANTED: Final = {
-    "switch": "true or false", "count": "a whole number from 0 on", "number": "a number from 0 on",
+    "switch": "true or false", "count": "a whole number of 0 or more", "number": "a number of 0 or more",
     "text": "text", "list": "a list",
 }  # fmt: skip
 TORCH_DECAY: Final = 0.01  # torch.optim.AdamW's default weight decay
@@ -60,12 +62,12 @@ TORCH_DECAY: Final = 0.01  # torch.optim.AdamW's default weight decay
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What became of one key of a configuration."""
+    """How one key of a configuration is treated."""
 
-    key: str  # its dotted path, as the configuration spells it
+    key: str  # dotted path, as the configuration spells it
     value: Any
-    kind: Kind  # ``changed`` if we do something else than the key says
-    text: str  # the meaning of that
+    kind: Kind  # ``changed`` if something other than what the key says is done
+    text: str  # explanation of the kind
 
     def __str__(self) -> str:
         return f"{self.key} = {as_json(self.value)}: {self.kind}: {self.text}"
@@ -73,7 +75,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamOptions:
-    """The optimizer of a configuration, by torch's name."""
+    """The optimizer of a configuration; ``type`` is torch's name."""
 
     type: Literal["Adam", "AdamW"]
     lr: float
@@ -84,38 +86,43 @@ class AdamOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The settings of a configuration."""
+    """The settings that a configuration asks for."""
 
-    policy: Policy  # what is sent, held and computed, precision and loss scale included
-    clip: float | None  # largest global norm of the mean gradient; None does not clip
+    policy: Policy  # what is sent, held and computed, including precision and loss scale
+    clip: float | None  # largest global norm of the mean gradient; None: gradients are not clipped
     accumulation: int  # micro-batches in a step
-    micro_batch: int | None  # sequences of one rank in a micro-batch; None where it is left open
-    optimizer: AdamOptions | None  # None where it is left to the caller
-    schedule: Schedule | None  # of its learning rate; None without one
-    peak: float | None  # learning rate at the end of warm-up; None for the optimizer's
-    findings: tuple[Finding, ...]  # one a key, in the configuration's order
+    micro_batch: int | None  # sequences of one rank in a micro-batch; None if the configuration has none
+    optimizer: AdamOptions | None  # None if the configuration leaves it to the caller
+    schedule: Schedule | None  # of the learning rate; None if it is constant
+    peak: float | None  # learning rate at the end of the warm-up; None: the optimizer's
+    findings: tuple[Finding, ...]  # one for each key, in the configuration's order
 
 
 def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology, steps: int | None = None) -> Recipe:
-    """Read a configuration: a table, JSON text (it begins with ``{``), or the path of a file in JSON.
+    """Read a configuration.
 
-    ``topology`` limits hpZ's groups and sets the batch; a schedule without ``total_num_steps`` decays in
-    ``steps``, those of the run.  Raises DeepSpeedError: for what is not JSON, is unknown, contradictory or
-    not possible here; one line.
+    Args:
+        config: a mapping, JSON text (which begins with ``{``), or the path of a JSON file.
+        topology: nodes and ranks, which limit hpZ's groups and determine the batch.
+        steps: optimizer steps of the run, in which a schedule without ``total_num_steps`` decays.
+
+    Raises:
+        DeepSpeedError: in one line, if the configuration is not JSON, or has a key or value that is unknown,
+            contradicts another, or is not supported here.
     """
     return _Reading(load(config), topology, steps).recipe()
 
 
 def laid_out(base: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
-    """The recipe for a model of ``units``, with findings on what they make of its keys.
+    """Returns the recipe with findings that depend on the model, whose units are ``units``.
 
-    If all of them persist, keys of shards are without effect; a unit that cannot be cut may be larger than
-    may be live.
+    If all parameters stay gathered (persist), the keys that concern shards have no effect.  If the largest unit
+    cannot be cut and exceeds ``stage3_max_live_parameters``, that key's finding becomes ``changed``.
     """
     sizes = {unit.name: unit.numel for unit in units if not unit.persistent}
     largest = max(sizes, key=sizes.__getitem__, default="")
     if (most := base.policy.memory.largest_unit) and sizes and sizes[largest] > most:
-        text = f"unit {largest!r} cannot be cut: {sizes[largest]:,} elements are gathered at once"
+        text = f"unit {largest!r} cannot be cut, so its {sizes[largest]:,} elements are gathered at once"
         findings = tuple(
             replace(note, kind="changed", text=text) if note.key == LIVE else note for note in base.findings
         )
@@ -123,7 +130,7 @@ def laid_out(base: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
     if base.policy.stage < 3 or not all(unit.persistent for unit in units):
         return base
     text = (
-        "all parameters persist: they stay gathered and travel unquantised "
+        "all parameters persist: they stay gathered, and are sent unquantised "
         f"(stage3_param_persistence_threshold = {base.policy.memory.persist_below - 1:,})"
     )
     findings = tuple(
@@ -136,14 +143,19 @@ def laid_out(base: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
 
 
 class _Reading:
-    """A configuration while it is read: values by current path, and findings that differ from KEYS."""
+    """A configuration while it is read.
+
+    "Current" paths are those that DeepSpeed uses today; older spellings are translated to them.
+    """
 
     def __init__(self, table: Mapping[str, Any], topology: Topology, steps: int | None) -> None:
         self.topology, self.steps = topology, steps
         self.entries: dict[str, Any] = dict(leaves(table))
-        self.values: dict[str, Any] = {}  # typed, under the current spelling
-        self.spelt: dict[str, str] = {}  # path -> as the configuration spells it
-        self.notes: dict[str, tuple[Kind, str]] = {}  # by path, where they differ from KEYS
+        self.values: dict[str, Any] = {}  # typed values, by current path
+        self.spelt: dict[str, str] = {}  # by current path, the path as the configuration spells it
+        self.notes: dict[
+            str, tuple[Kind, str]
+        ] = {}  # by current path, findings that differ from those in KEYS
         self.loco = isinstance(table.get(ZERO), Mapping) and table[ZERO].get("zeropp_loco_param") is not None
         for path, value in self.entries.items():
             if path in KEYS and value not in (None, AUTO):
@@ -151,10 +163,10 @@ class _Reading:
         stage = self.get(f"{ZERO}.stage")
         for path, value in self.values.items():
             if value and value != KEYS[path].default and stage < (least := KEYS[path].stage):
-                self.refuse(path, f"of stage {least}, but {self.says(f'{ZERO}.stage')}")
+                self.refuse(path, f"needs stage {least}, but {self.says(f'{ZERO}.stage')}")
 
     def _take(self, key: Key, value: Any) -> None:
-        """Check the type of a value and store it under its current path."""
+        """Check the type of a value, and store it by its current path."""
         target = key.means or key.path
         typed = _typed(key, value)
         if target.endswith(".device") and isinstance(typed, bool):
@@ -162,15 +174,15 @@ class _Reading:
         if target in self.values and self.values[target] != typed:
             other = self.spelt[target]
             both = f"{key.path} = {shown(value)} and {other} = {shown(self.entries[other])}"
-            raise DeepSpeedError(f"{both} mean the same key, with different values")
+            raise DeepSpeedError(f"{both} are two spellings of one key with different values: remove one")
         off = key.path in SWITCHED and isinstance(typed, Mapping) and typed.get("enabled") is False
         if key.fate == "only the default" and typed != key.default and not off:
-            raise DeepSpeedError(f"{key.path} = {shown(value)}: not possible: {key.text}")
+            raise DeepSpeedError(f"{key.path} = {shown(value)}: not supported: {key.text}")
         self.values[target] = typed
         self.spelt.setdefault(target, key.path)
 
     def recipe(self) -> Recipe:
-        """Everything, composed and checked."""
+        """Returns the recipe, after checking that its settings go together."""
         try:
             policy = self._policy()
             policy.check(self.topology)
@@ -190,33 +202,35 @@ class _Reading:
         )
 
     def get(self, path: str) -> Any:
-        """The configuration's value, or DeepSpeed's default."""
+        """Returns the configuration's value of the key ``path``, or DeepSpeed's default."""
         return self.values.get(path, KEYS[path].default)
 
     def says(self, path: str) -> str:
-        """``key = value`` as the configuration spells it."""
+        """Returns ``key = value`` as the configuration spells it, for messages."""
         spelt = self.spelt.get(path, path)
         return f"{spelt} = {shown(self.entries.get(spelt, self.get(path)))}"
 
     def refuse(self, path: str, reason: str) -> NoReturn:
-        """Refuse the value of a key."""
+        """Raise DeepSpeedError with the key, its value and the reason."""
         raise DeepSpeedError(f"{self.says(path)}: {reason}")
 
     def note(self, path: str, kind: Kind, text: str) -> None:
-        """Set the finding of a key, if the configuration has it; the first one counts."""
+        """Set the finding of a key, unless one was set before.  A key that is not given has no finding."""
         self.notes.setdefault(path, (kind, text))
 
     def _policy(self) -> Policy:
-        """Precision, techniques, limits and offload as one value."""
+        """Returns the policy: precision, techniques, limits and offload."""
         stage: Stage = self.get(f"{ZERO}.stage")
         for path in self.entries if stage < 3 else ():
             if path.startswith(f"{ZERO}.stage3_"):
-                self.note(KEYS[path].means or path, "without effect", f"of stage 3; this is stage {stage}")
+                self.note(
+                    KEYS[path].means or path, "without effect", f"for stage 3 only; this is stage {stage}"
+                )
         scatters = f"{ZERO}.reduce_scatter"
         if stage == 0:
-            self.note(scatters, "without effect", "of stages 1 to 3; this is stage 0")
+            self.note(scatters, "without effect", "for stages 1 to 3 only; this is stage 0")
         elif not self.get(scatters):
-            self.refuse(scatters, "gradients are reduced to shards, never all-reduced")
+            self.refuse(scatters, "not supported: gradients are reduced to shards and never all-reduced")
         compute, scale = self._precision()
         weights, gradients = self._codecs(compute)
         return Policy(
@@ -236,7 +250,7 @@ class _Reading:
     def _precision(self) -> tuple[Dtype, LossScale | None]:
         enabled = {section: self.get(f"{section}.enabled") for section in ("fp16", "bf16")}
         if all(enabled.values()):
-            self.refuse("fp16.enabled", f"not with {self.says('bf16.enabled')}")
+            self.refuse("fp16.enabled", f"contradicts {self.says('bf16.enabled')}: enable one of them")
         for path in self.entries:
             section, _, key = path.partition(".")
             if key != "enabled" and not enabled.get(section, True):
@@ -249,7 +263,9 @@ class _Reading:
         least, window = float(self.get("fp16.min_loss_scale")), self.get("fp16.loss_scale_window")
         if fixed:
             for name in ("initial_scale_power", "min_loss_scale", "loss_scale_window"):
-                self.note(f"fp16.{name}", "without effect", f"{self.says('fp16.loss_scale')} is fixed")
+                self.note(
+                    f"fp16.{name}", "without effect", f"{self.says('fp16.loss_scale')} is a fixed scale"
+                )
             return "fp16", LossScale(initial=fixed, window=0, least=min(1.0, fixed))
         if power > MOST_SCALE_POWER:
             self.refuse("fp16.initial_scale_power", f"expected at most {MOST_SCALE_POWER}")
@@ -258,41 +274,42 @@ class _Reading:
         return "fp16", LossScale(initial=2.0**power, window=window, least=least)
 
     def _codecs(self, compute: Dtype) -> tuple[Codec, Codec]:
-        """Of weights and of gradients: quantised, or the 16-bit type that DeepSpeed would send."""
+        """Returns the codecs of weights and of gradients: quantised, or the type that DeepSpeed would send."""
         quantises = f"{ZERO}.zero_quantized_gradients"
         weights = QWZ if self.get(f"{ZERO}.zero_quantized_weights") else _WIRE_TYPES[compute]
         if not self.get(quantises):
             return weights, _WIRE_TYPES[self.get("communication_data_type") or compute]
         if self.get("gradient_predivide_factor") != 1:
             self.refuse("gradient_predivide_factor", f"expected 1 with {self.says(quantises)}")
-        self.note("communication_data_type", "without effect", "gradients travel quantised, as int4")
+        self.note("communication_data_type", "without effect", "gradients are sent quantised, as int4")
         return weights, QGZ
 
     def _secondary(self) -> int:
-        """Ranks of hpZ's group: at most all."""
+        """Returns the ranks of hpZ's group, at most all ranks; 0 without hpZ."""
         path = f"{ZERO}.zero_hpz_partition_size"
         ranks, world, nodes = self.get(path), self.topology.world, self.topology.nodes
         if ranks > world:
-            span = f", which span {nodes} nodes: then hpZ saves no traffic between nodes" if nodes > 1 else ""
-            self.note(path, "changed", f"the hpZ group became all {world} ranks{span}")
+            span = f", which span {nodes} nodes, so hpZ saves no traffic between nodes" if nodes > 1 else ""
+            self.note(path, "changed", f"the hpZ group is all {world} ranks{span}")
         return min(ranks, world) if min(ranks, world) > 1 else 0
 
     def _group(self) -> int:
-        """Ranks of a group of MiCS; 0 for all."""
+        """Returns the ranks of a MiCS group; 0 if all ranks share one copy."""
         path, hpz = f"{ZERO}.mics_shard_size", f"{ZERO}.zero_hpz_partition_size"
         ranks, world = self.get(path), self.topology.world
         if ranks != int(ranks) or not -1 <= ranks <= world:
-            self.refuse(path, f"expected a whole number of the {world} ranks, or -1")
+            self.refuse(path, f"expected a whole number of ranks, at most {world}, or -1 for all")
         if ranks >= 1 and self.get(hpz) > 1:
-            self.refuse(path, f"not with {self.says(hpz)}: the ranks of a group hold all weights already")
+            has_copy = "each MiCS group holds all weights already, so hpZ has nothing to copy"
+            self.refuse(path, f"not supported with {self.says(hpz)}: {has_copy}; remove one of them")
         return int(ranks) if 1 <= ranks < world else 0
 
     def _feedback(self) -> Feedback | None:
-        """LoCo's errors, if the configuration has its table."""
+        """Returns LoCo's error feedback, if the configuration has LoCo's table."""
         if not self.loco:
             return None
         if not self.get(switch := f"{ZERO}.zero_quantized_gradients"):
-            raise DeepSpeedError(f"{LOCO}: LoCo corrects quantised gradients, but {self.says(switch)}")
+            raise DeepSpeedError(f"{LOCO}: LoCo needs quantised gradients, but {self.says(switch)}")
         decay, reset = float(self.get(f"{LOCO}.err_beta")), self.get(f"{LOCO}.reset_T")
         return Feedback(decay=decay, reset=reset, hops="all")
 
@@ -323,18 +340,19 @@ class _Reading:
             self.note(ratio, "without effect", "the optimizer is not offloaded")
             share = 0.0
         elif share < 1 and stage < 3:
-            self.refuse(ratio, f"a part is offloaded at stage 3 only, but {self.says(f'{ZERO}.stage')}")
+            stage_is = self.says(f"{ZERO}.stage")
+            self.refuse(ratio, f"offloading a part needs stage 3, but {stage_is}: set ratio to 1")
         weights = self.get(parameters) == "cpu"
         if weights and share < 1 and not self._secondary():
             text = (
-                "in host memory: weights that are not trained, and those whose optimizer is offloaded; "
-                "others have no frame there, since they are encoded from masters on the device"
+                "only frozen weights, and weights whose optimizer is offloaded, are in host memory; all others "
+                "are encoded for each gather from masters on the device"
             )
             self.note(parameters, "changed", text)
         return Offload(optimizer=share, weights=float(weights))
 
     def _batches(self) -> tuple[int | None, int]:
-        """(micro-batch, accumulation); any two of DeepSpeed's three sizes give the third."""
+        """Returns (micro-batch, accumulation); any two of DeepSpeed's three sizes determine the third."""
         names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         whole, micro, steps = sizes = [self.values.get(name) for name in names]
         if 0 in sizes:
@@ -345,22 +363,22 @@ class _Reading:
         known = world * (micro or 1) * (steps or 1)
         if micro and steps and known != whole:
             both = f"{self.says(names[1])}, {self.says(names[2])}"
-            self.refuse(names[0], f"but {both} and {world} ranks make {known}")
+            self.refuse(names[0], f"contradicts {both} and {world} ranks, which make {known}")
         if whole % known:
             others = "".join(f" x {self.says(name)}" for name in names[1:] if name in self.values)
             self.refuse(names[0], f"expected a multiple of {world} ranks{others}")
         return micro or whole // known, steps or (whole // known if micro else 1)
 
     def _kind(self, section: str) -> str | None:
-        """The type that a section of the configuration asks for; None without the section."""
+        """Returns the type (of optimizer or scheduler) in a section; None if there is no such section."""
         path = f"{section}.type"
         if path not in self.values and any(name.startswith(f"{section}.") for name in self.values):
             allowed = ", ".join(KEYS[path].allowed)
-            raise DeepSpeedError(f"{section} without {path}: expected one of {allowed}")
+            raise DeepSpeedError(f"{section} has no type: set {path} to one of {allowed}")
         return cast("str | None", self.get(path))
 
     def _schedule(self) -> tuple[Schedule | None, float | None]:
-        """The schedule of the learning rate, and the rate at the end of its warm-up, if it is set."""
+        """Returns the schedule of the learning rate, and the rate at the end of its warm-up, if that is set."""
         say, kind = "scheduler.params.{}".format, self._kind("scheduler")
         if kind is None:
             return None, None
@@ -369,7 +387,9 @@ class _Reading:
         if warmup < 1:
             self.refuse(say("warmup_num_steps"), "expected at least 1")
         if total is None and kind != "WarmupLR":
-            raise DeepSpeedError(f"scheduler.type = {kind}: expected {say('total_num_steps')} with it")
+            raise DeepSpeedError(
+                f"scheduler.type = {kind} needs a number of steps: set {say('total_num_steps')}"
+            )
         others = ("warmup_min_lr", "warmup_max_lr") if cosine else ("warmup_min_ratio", "cos_min_ratio")
         for name in others:
             self.note(say(name), "without effect", f"{kind} has no such parameter")
@@ -377,7 +397,7 @@ class _Reading:
         peak, least = self.values.get(say("warmup_max_lr"), usual), self.get(say("warmup_min_lr"))
         ends = self.get("optimizer.params.lr") if peak is None else peak
         if not cosine and least > ends:
-            reason = f"expected 0 to the learning rate that the warm-up ends at, {ends:g}"
+            reason = f"expected 0 to {ends:g}, the learning rate at the end of the warm-up"
             self.refuse(say("warmup_min_lr"), reason)
         begins = self.get(say("warmup_min_ratio")) if cosine else least / ends if ends else 0.0
         try:
@@ -402,18 +422,18 @@ class _Reading:
             name = "AdamW"
             self.note("optimizer.type", "changed", "AdamW: optimizer.params.adam_w_mode is true by default")
         elif name == "AdamW":
-            self.note(say("adam_w_mode"), "without effect", "AdamW is AdamW")
+            self.note(say("adam_w_mode"), "without effect", "the optimizer is AdamW in either case")
         decay, betas, rate = (self.get(say(key)) for key in ("weight_decay", "betas", "lr"))
         if self.get(say("torch_adam")) and name == "AdamW":
             self.note(say("torch_adam"), "honoured", KEYS[say("torch_adam")].text)
             if say("weight_decay") not in self.values:
                 decay = TORCH_DECAY
-                self.note(say("weight_decay"), "changed", f"torch's default: {decay}")
+                self.note(say("weight_decay"), "changed", f"torch's default, {decay}")
         if len(betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
             self.refuse(say("betas"), "expected two numbers in [0, 1)")
         if peak is not None and peak != rate:
             rate = peak
-            self.note(say("lr"), "changed", f"the schedule's scheduler.params.warmup_max_lr: {peak:g}")
+            self.note(say("lr"), "changed", f"{peak:g}, from scheduler.params.warmup_max_lr")
         return AdamOptions(
             type=cast("Literal['Adam', 'AdamW']", name),
             lr=float(rate),
@@ -423,18 +443,18 @@ class _Reading:
         )
 
     def _findings(self) -> Iterator[Finding]:
-        """One for every key of the configuration, in its order."""
+        """Yield a finding for every key of the configuration, in its order."""
         for path, value in self.entries.items():
             kind: Kind = "without effect"
             if value is None:
-                text = "null counts as not given"
+                text = "null counts as missing"
             elif path == LOCO:
-                kind, text = "honoured", f"LoCo, with its defaults: {self._feedback()}"
+                kind, text = "honoured", f"LoCo with its defaults: {self._feedback()}"
             elif path not in KEYS:
                 text = "an empty table"
             elif value == AUTO:
-                default = "left open" if KEYS[path].default is None else shown(KEYS[path].default)
-                kind, text = self.notes.get(path, ("changed", f"counts as not given: {default}"))
+                default = "no value" if KEYS[path].default is None else shown(KEYS[path].default)
+                kind, text = self.notes.get(path, ("changed", f"counts as missing: {default}"))
             else:
                 target = KEYS[(key := KEYS[path]).means or path]
                 plain: Kind = "honoured" if target.fate == "honoured" else "without effect"
@@ -445,7 +465,7 @@ class _Reading:
 
 
 def _typed(key: Key, value: Any) -> Any:
-    """The value as its key takes it; another is refused."""
+    """Returns the value in the type of its key.  Raises DeepSpeedError: for a value that the key does not take."""
     typed = wrong = object()
     match key.takes, value:
         case ("anything", _) | ("switch", bool()) | ("text", str()) | ("list", list() | tuple()):

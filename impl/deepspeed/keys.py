@@ -1,9 +1,9 @@
-"""DeepSpeed's configuration, key by key: its type, DeepSpeed's default, and what we do with it.
+"""Lists every key of DeepSpeed's configuration: its type, DeepSpeed's default, and how it is treated here.
 
-Configurations, files, JSON text or tables, are read as (path, value) pairs by the table ``keys.csv`` beside
-this, from which ``docs/guide/deepspeed.md`` is generated.
-Keys and defaults are those of DeepSpeed's ``runtime/zero/config.py`` and ``runtime/config.py``, which differ
-from its web pages in places.  No torch.
+The list is the table ``keys.csv``, from which ``docs/guide/deepspeed.md`` is generated.  :func:`load` reads a
+configuration (a file, JSON text or a mapping), and :func:`leaves` turns it into (path, value) pairs of known
+keys.  Keys and defaults are taken from DeepSpeed's ``runtime/zero/config.py`` and ``runtime/config.py``, which
+differ in places from its web pages.  No torch.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ Fate = Literal["honoured", "without effect", "renamed", "only the default"]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key, a row of the table."""
+    """One key of DeepSpeed's configuration, a row of the table."""
 
-    path: str  # dotted, from the top of the configuration
-    fate: Fate  # our treatment; ``only the default`` refuses every other value
-    takes: Takes  # a switch is true or false, a count a whole number, also as ``5e8``
-    default: Any  # DeepSpeed's and ours; None where there is none
-    text: str  # an explanation of the fate
-    means: str  # of a renamed key, the path of the key that it is read as
-    allowed: tuple[str, ...]  # values, of whatever case; any if there is none
-    stage: int  # of ZeRO, the lowest at which another value than the default is allowed
+    path: str  # dotted path from the top of the configuration
+    fate: Fate  # how the key is treated; ``only the default`` refuses every other value
+    takes: Takes  # type of the value: a switch is true or false, a count a whole number (``5e8`` too)
+    default: Any  # DeepSpeed's default, which holds here too; None: no default
+    text: str  # explanation of the fate
+    means: str  # for a renamed key, the path of the key as which it is read
+    allowed: tuple[str, ...]  # allowed values, in any case of letters; empty: all values
+    stage: int  # lowest ZeRO stage at which a value other than the default is allowed
 
 
 ZERO: Final = "zero_optimization"
 OFFLOAD_PARAM: Final = f"{ZERO}.offload_param"
 OFFLOAD_OPTIMIZER: Final = f"{ZERO}.offload_optimizer"
-AUTO: Final = "auto"  # HuggingFace's word, which counts as not given
+AUTO: Final = "auto"  # HuggingFace's placeholder; such a key counts as missing
 LOCO: Final = f"{ZERO}.zeropp_loco_param"
-NO_LIMIT: Final = 2**63 - 1  # sys.maxsize on 64 bits, DeepSpeed's default for no limit
+NO_LIMIT: Final = 2**63 - 1  # DeepSpeed's default for no limit, sys.maxsize on 64 bits
 
 SWITCHED: Final = (
     "elasticity", "compression_training", "data_efficiency", "curriculum_learning", "progressive_layer_drop",
     "eigenvalue", "quantize_training",
 )  # fmt: skip
-"""Unsupported tables, which ``"enabled": false`` switches off in DeepSpeed."""
+"""Tables that are not supported, unless they are switched off by ``"enabled": false``, as in DeepSpeed."""
 
 
 def _rows() -> Iterator[Key]:
@@ -71,13 +71,16 @@ SECTIONS: Final = frozenset(
 
 
 class DeepSpeedError(ValueError):
-    """A configuration that cannot be carried out as it asks; one line that names the key and its value."""
+    """A configuration cannot be carried out as it is; one line names the key, its value and the reason."""
 
 
 def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """The configuration as a table with unchecked keys; a DeepSpeedError if it is no table.
+    """Returns the configuration as a mapping whose keys are not checked yet.
 
-    As DeepSpeed reads it, in JSON or HJSON: comments, trailing commas, keys and texts without quotes.
+    Like DeepSpeed, this reads JSON and HJSON (with comments, trailing commas, and keys and texts without
+    quotes).
+
+    Raises DeepSpeedError: if the file cannot be read, or does not contain a mapping.
     """
     if isinstance(config, Mapping):
         return config
@@ -97,36 +100,36 @@ def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
 
 
 def _parsed(text: str) -> Any:
-    """Text in JSON, else in HJSON."""
+    """Parses text as JSON or, if that fails, as HJSON."""
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError:
-        import hjson  # only here: most files are JSON
+        import hjson  # imported only when needed, since most files are JSON
 
         return hjson.loads(text, object_pairs_hook=_unique)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A table; a ValueError for a key that stands twice, as in DeepSpeed, where Python takes the last."""
+    """Returns the pairs as a dict.  Raises ValueError, as DeepSpeed does, if a key occurs twice."""
     if len(table := dict(pairs)) < len(pairs):
         names = [key for key, _ in pairs]
-        raise ValueError(f"key {max(names, key=names.count)!r} stands twice")
+        raise ValueError(f"key {max(names, key=names.count)!r} occurs twice")
     return table
 
 
 def shown(value: Any) -> str:
-    """A value as JSON, short enough for a line."""
+    """Returns a value as JSON, shortened to fit into an error's line."""
     text = as_json(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def as_json(value: Any) -> str:
-    """A value as JSON on one line; other types by their ``repr``."""
+    """Returns a value as JSON on one line; values that JSON does not have are written by ``repr``."""
     return json.dumps(value, default=repr)
 
 
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of every key and every empty section; a DeepSpeedError for an unknown key."""
+    """Yield (path, value) of every key and every empty section.  Raises DeepSpeedError: for an unknown key."""
     for name, value in table.items():
         path = f"{prefix}{name}"
         if path in SECTIONS and isinstance(value, Mapping) and value:
@@ -140,9 +143,9 @@ def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _nearest(path: str) -> str:
-    """``"; did you mean ...?"`` for a path close to a known one in its section, or anywhere."""
+    """Returns ``"; did you mean ...?"`` if a known path is similar to ``path``, else where keys are listed."""
     known_paths = [*KEYS, *SECTIONS]
     short = {name.rpartition(".")[2]: name for name in known_paths}
     near = difflib.get_close_matches(path, known_paths, n=1, cutoff=0.7)
     near += [short[key] for key in difflib.get_close_matches(path.rpartition(".")[2], short, n=1)]
-    return f"; did you mean {near[0]!r}?" if near else "; docs/guide/deepspeed.md lists what there is"
+    return f"; did you mean {near[0]!r}?" if near else "; docs/guide/deepspeed.md lists all keys"

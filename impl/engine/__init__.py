@@ -1,1 +1,1 @@
-"""The training engine: what a loop calls, what hooks do in passes, what the optimizer steps."""
+"""The training engine: the methods that a training loop calls, the hooks that run in passes, the masters."""

@@ -1,8 +1,9 @@
-"""Chooses the codecs of an engine's units anew every few steps, within the policy's budget.
+"""Chooses the codecs of an engine's units anew every few steps, within the bit budget of the policy.
 
-In the passes before a choice, every candidate also encodes what the hop between nodes encodes, and the
-squared errors are added up.  After the optimizer's step the same is done with the masters.  One exchange adds
-all ranks' sums in rank order, so all ranks choose from the same bits.
+In the passes of the step before a choice, every candidate codec also encodes the gradients that the hop between
+nodes encodes, and the squared errors are added up.  After the optimizer's step, every candidate encodes the
+masters in the same way.  One exchange then adds the sums of all ranks in rank order, so that all ranks choose
+from the same bits.  :mod:`impl.plan.bit_budget` chooses.
 """
 
 from __future__ import annotations
@@ -27,15 +28,20 @@ from impl.unit.unit import Unit
 
 @dataclass(slots=True)
 class _Choice:
-    """The codecs chosen for one share, and the errors measured for the next choice."""
+    """The codecs chosen for one share of the budget, and the errors measured for the next choice."""
 
     share: Share
-    chosen: list[int]  # by unit, the index of its codec
-    squares: Tensor  # (units, 1 + codecs) fp64 sums of squared values, and of each codec's squared errors
+    chosen: list[int]  # for each unit, the index of its codec among the share's candidates
+    # (units, 1 + codecs) fp64: the sum of squared values, then the sum of squared errors of each codec
+    squares: Tensor
 
 
 class Renewal(Observer):
-    """The choices of one engine on one rank; a PolicyError if the policy's own codecs exceed its budget."""
+    """Measures candidates, and chooses the codecs of one engine's units on one rank.
+
+    Raises:
+        PolicyError: if the policy's own codecs exceed its budget.
+    """
 
     def __init__(self, budget: BitBudget, units: Sequence[Unit], context: UnitContext) -> None:
         self._every, self._wire, self._clock = budget.every, context.wire, context.clock
@@ -48,11 +54,11 @@ class Renewal(Observer):
             for share, part in zip(shares, torch.split(self._squares, self._sizes), strict=True)
         ]
         self._measuring = False
-        self.decisions: list[Decision] = []  # of every unit at every choice
+        self.decisions: list[Decision] = []  # one for every unit at every choice
         self._observe()
 
     def _observe(self) -> None:
-        """Observe the gradients of this step, if a choice follows it."""
+        """Begin to observe gradients if a choice follows this step; else stop."""
         due = self._clock.step % self._every == 0
         if due or self._measuring:
             self.forget()
@@ -61,7 +67,7 @@ class Renewal(Observer):
         self._measuring = due
 
     def encoded(self, unit: str, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
-        """Add up the errors of every candidate on what the hop between nodes encodes."""
+        """Add up the squared errors of every candidate on the ``values`` that the hop between nodes encodes."""
         del frames
         for choice in self._choices:
             share = choice.share
@@ -70,11 +76,11 @@ class Renewal(Observer):
                 choice.squares[share.units.index(unit)] += squares_of(share.codecs, values, key)
 
     def forget(self) -> None:
-        """Drop the measured errors: their gradients are not used."""
+        """Drop the measured errors, because their gradients are not used."""
         self._squares.zero_()
 
     def stepped(self) -> None:
-        """Choose anew, if the last step was measured; all ranks must call it."""
+        """After an optimizer's step, choose anew if that step was measured; all ranks must call it."""
         if self._measuring:
             self._choose()
         self._observe()
@@ -88,14 +94,14 @@ class Renewal(Observer):
                     key = self._clock.weights(name)
                     row.copy_(squares_of(choice.share.codecs, unit.master_shard.master, key, first))
         total = torch.zeros(self._squares.shape, dtype=torch.float64)
-        with self._wire.calling("optimizer.step()"):  # SQUARES_BYTES of each rank
+        with self._wire.calling("optimizer.step()"):  # each number is SQUARES_BYTES
             squares = self._wire.all_gather_small(self._squares).cpu()
-        for row in squares:  # in ranks' order
+        for row in squares:  # in rank order, so that all ranks round the sums alike
             total += row
         for choice, part in zip(self._choices, torch.split(total, self._sizes), strict=True):
             rows, share = part.view(choice.squares.shape).tolist(), choice.share
             if not any(row[0] for row in rows) or not math.isfinite(math.fsum(map(math.fsum, rows))):
-                continue  # nothing was reduced, or it overflowed: the codecs stay
+                continue  # keep the codecs, since nothing was reduced in this step, or its gradients overflowed
             self._adopt(choice, share.choose([row[1:] for row in rows]))
             for name, index, row in zip(share.units, choice.chosen, rows, strict=True):
                 error, codec = row[1 + index] / row[0] if row[0] else 0.0, share.codecs[index]
@@ -104,7 +110,7 @@ class Renewal(Observer):
                 )
 
     def _adopt(self, choice: _Choice, chosen: list[int]) -> None:
-        """Send in these codecs from here on."""
+        """Have the share's units send with the ``chosen`` codecs from here on."""
         share = choice.share
         for name, before, index in zip(share.units, choice.chosen, chosen, strict=True):
             if index != before:
@@ -113,12 +119,12 @@ class Renewal(Observer):
         choice.chosen = chosen
 
     def state(self) -> Tensor:
-        """(n,) fp64 the codecs' indices and the measured errors, to be loaded again."""
+        """Return the chosen codecs' indices and the measured errors, (n,) fp64, for a resumed run."""
         indices = [float(index) for choice in self._choices for index in choice.chosen]
         return torch.cat([torch.tensor(indices, dtype=torch.float64), self._squares.cpu()])
 
     def load(self, state: Tensor) -> None:
-        """Take over the :meth:`state` of the same rank, once the clock has its step."""
+        """Take over the :meth:`state` of the same rank; the clock must have been set to its step before."""
         sizes = [*(len(choice.chosen) for choice in self._choices), self._squares.numel()]
         *indices, squares = torch.split(state, sizes)
         for choice, chosen in zip(self._choices, indices, strict=True):
@@ -128,7 +134,11 @@ class Renewal(Observer):
 
 
 def squares_of(codecs: Sequence[Codec], values: Tensor, key: Key, start: int = 0) -> Tensor:
-    """(1 + codecs,) fp64 the sum of squared ``values`` (..., S), and of the squared errors of each codec."""
+    """Measure codecs on ``values`` (..., S).
+
+    Returns (1 + codecs,) fp64: the sum of squared values, then the sum of squared errors of each codec.  The
+    ``key`` and ``start``, the number of the first element, give the random bits of stochastic codecs.
+    """
     x = values.detach().float().contiguous()
     exact, numel = x.double(), x.shape[-1]
     strides = tuple(math.prod(x.shape[dim + 1 : -1]) * shard_stride(numel) for dim in range(x.dim() - 1))

@@ -1,8 +1,9 @@
-"""Finds out by steps on small tensors whether an optimizer is elementwise, as shards need.
+"""Tests, with a few steps on small tensors, whether an optimizer may step shards: whether it is elementwise.
 
-An optimizer of masters sees 1-D pieces of parameters, cut anywhere.  Copies of the optimizer take the same
-steps on a whole tensor and on pieces of it: if these differ, a sharded model would be trained by another
-algorithm.
+An optimizer of masters sees 1-D pieces of parameters that may be cut at any element.  It must therefore treat
+each element by itself.  To find out, copies of the optimizer take the same steps on a whole tensor, on two
+pieces of this tensor, and on the same elements in other shapes.  If the results differ, training a sharded
+model would follow another algorithm, and the optimizer is refused.
 """
 
 from __future__ import annotations
@@ -24,18 +25,22 @@ from torch.optim.optimizer import Optimizer
 
 from impl.errors import raised
 
-NUMEL: Final = 12288  # of a whole tensor; its pieces have more than 4096, from which on states are quantised
-CUT: Final = 5117  # where it is cut: no multiple of a block that shares a scale
-SHAPES: Final = ((96, 128), (3, 4, 32, 32))  # of the whole, beside 1-D
+# Elements of the whole tensor.  Both pieces have more than 4096, from which on 8-bit optimizers quantise states.
+NUMEL: Final = 12288
+CUT: Final = 5117  # the element at which the tensor is cut, which is no multiple of a quantisation block
+SHAPES: Final = ((96, 128), (3, 4, 32, 32))  # further shapes of the whole tensor
 STEPS: Final = 8
-KEPT: Final = 2  # tensors of each group that are stepped
-_SIZES: Final = (1e-3, 1.0, 100.0)  # of gradients in turn, for limits of every size
-_RATE: Final = 0.01  # in place of a learning rate of zero
-_SLACK: Final = 1e-4  # of an element's way: vectorised loops round their last elements differently
+KEPT: Final = 2  # how many tensors of each group are stepped
+_SIZES: Final = (1e-3, 1.0, 100.0)  # sizes of gradients in successive steps, to meet clipping of any size
+_RATE: Final = 0.01  # replaces a learning rate of zero
+# Tolerance, as a part of the distance that an element has moved: vectorised loops round their last elements
+# differently.
+_SLACK: Final = 1e-4
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
-# Classes whose steps are not tried: those of torch that pass with any options, by a test, and users' own.
+# Classes that are not tested at the first step: those of torch, which a unit test tries with all options, and
+# those that users vouch for.
 ELEMENTWISE: Final[set[type[Optimizer]]] = {
     getattr(torch.optim, name)
     for name in (
@@ -46,26 +51,30 @@ ELEMENTWISE: Final[set[type[Optimizer]]] = {
 
 
 def elementwise(kind: type[AnyOptimizer]) -> type[AnyOptimizer]:
-    """Vouch that optimizers of class ``kind`` may step shards, so that the engine takes them untried.
+    """Declare that optimizers of class ``kind`` may step shards, so that the engine does not test them.
 
-    Not for its subclasses.  May be used as a decorator.
+    The declaration does not extend to subclasses.  It may be used as a decorator; returns ``kind``.
     """
     ELEMENTWISE.add(kind)
     return kind
 
 
 def why_not(optimizer: Optimizer, *, closure: bool = False) -> str | None:
-    """Why an optimizer must not step shards, as a sentence that its name begins; None if it may.
+    """Return why an optimizer must not step shards; None if it may.
 
-    ``optimizer``, the states of random numbers and the counters of its class stay as they are.  With a
-    ``closure`` its steps get one.
+    The returned text continues a sentence that begins with the name of the optimizer's class.  The optimizer,
+    all random number generators and the counters of its class are unchanged afterwards.
+
+    Args:
+        optimizer: the optimizer, with the states that it has.
+        closure: whether its steps are called with a closure.
     """
     return _why_not(optimizer, closure=closure, every=False)
 
 
 def _why_not(optimizer: Optimizer, *, closure: bool, every: bool) -> str | None:
-    """:func:`why_not`; the first tensors of each group are stepped, or ``every`` one."""
-    wrong = "so on shards it would be another algorithm; take one that is, such as AdamW"
+    """Do the work of :func:`why_not`, with the first tensors of each group, or with ``every`` tensor."""
+    wrong = "so on shards it would be another algorithm; use an elementwise optimizer, such as AdamW"
     task = _Task.draw()
     with _restored(optimizer) as drew:
         try:
@@ -75,13 +84,13 @@ def _why_not(optimizer: Optimizer, *, closure: bool, every: bool) -> str | None:
                 _Twin(optimizer, task, (NUMEL - CUT,), first=CUT, every=every),
                 *(_Twin(optimizer, task, shape, every=every) for shape in SHAPES),
             ]
-        except Exception as error:  # of a user's code
-            return _unknown(optimizer, f"to copy it raised {raised(error)}")
+        except Exception as error:  # the code is a user's and may raise anything
+            return _unknown(optimizer, f"copying it raised {raised(error)}")
         before, way = flat.weights(), torch.zeros_like(flat.weights())
         for number in range(STEPS):
             errors = [twin.step(number, closure=closure) for twin in twins]
             if any(errors):
-                if not every:  # whose attributes may count on it
+                if not every:  # attributes of the optimizer may rely on all of its tensors
                     return _why_not(optimizer, closure=closure, every=True)
                 if not closure and "closure" in inspect.signature(type(optimizer).step).parameters:
                     return _why_not(optimizer, closure=True, every=True)
@@ -95,8 +104,8 @@ def _why_not(optimizer: Optimizer, *, closure: bool, every: bool) -> str | None:
             if not (_same(whole, pieces, way) and all(alike)):
                 if drew():
                     return (
-                        "is not elementwise: it draws random numbers, and for shards other ones than for the "
-                        f"whole{_way_out(optimizer)}"
+                        "is not elementwise: it draws random numbers, and draws other numbers for shards than for "
+                        f"the whole{_way_out(optimizer)}"
                     )
                 return (
                     "is not elementwise: its steps on two pieces of a tensor differ from those on the whole, "
@@ -118,24 +127,27 @@ def _unknown(optimizer: Optimizer, why: str) -> str:
 
 
 def _way_out(optimizer: Optimizer) -> str:
-    return f"; if it may step shards, say so by impl.zero.elementwise({type(optimizer).__name__})"
+    return f"; if it may step shards, declare this with impl.zero.elementwise({type(optimizer).__name__})"
 
 
 def _same(whole: Tensor, other: Tensor, way: Tensor) -> bool:
-    """Whether weights (K, N) are equal but for rounding, measured by the ``way`` of each element."""
+    """Return whether weights (K, N) are equal up to rounding.
+
+    The tolerance is relative to ``way``, the distance that each element has moved so far.
+    """
     equal = (whole == other) | (whole.isnan() & other.isnan())
     near = (whole - other).abs() <= _SLACK * way + 1e-6 * whole.abs()
     return bool((equal | near).all())
 
 
 def _alike(options: Tensor, others: Tensor) -> bool:
-    """Whether steps have made the same of two copies' options."""
+    """Return whether the options of two copies are equal up to rounding."""
     close = partial(torch.allclose, rtol=_SLACK, atol=0.0, equal_nan=True)
     return options.shape == others.shape and close(options, others)
 
 
 def bare_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """A class's step without the wrappers of torch, which call hooks and import the compiler."""
+    """Return a class's ``step`` without torch's wrappers, which call hooks and import the compiler."""
     step: Any = kind.step
     while hasattr(step, "__wrapped__") and step.__globals__["__name__"] == Optimizer.__module__:
         step = step.__wrapped__
@@ -143,11 +155,14 @@ def bare_step(kind: type[Optimizer]) -> Callable[..., Any]:
 
 
 class _Task(NamedTuple):
-    """What each tensor is trained on: (N,) ``start`` and ``bowl``, (STEPS, N) ``slopes``."""
+    """The training problem of each tensor: first weights (N,), and gradients in each of ``STEPS`` steps.
 
-    start: Tensor  # of many sizes, and every eighth is 0, where the smallest change shows
-    slopes: Tensor  # gradients at 0; their mean is not 0, as in training
-    bowl: Tensor  # what a weight adds to its gradient, times the weight, in steps with a closure
+    A step's gradient is its slope; in a step with a closure it is ``slope + bowl * weight``.
+    """
+
+    start: Tensor  # (N,) first weights of many sizes; every eighth is 0, where the smallest change shows
+    slopes: Tensor  # (STEPS, N) with a mean over steps that is not 0, as in training
+    bowl: Tensor  # (N,) curvatures
 
     @classmethod
     def draw(cls) -> _Task:
@@ -165,7 +180,10 @@ class _Task(NamedTuple):
 
 
 class _Twin:
-    """A copy of an optimizer whose tensors are probes, (n,) elements from ``first`` in one ``shape``."""
+    """A copy of an optimizer that steps probes in place of its tensors.
+
+    A probe has the elements of the task from ``first`` on, in the shape ``shape``.
+    """
 
     def __init__(
         self, optimizer: Optimizer, task: _Task, shape: tuple[int, ...], *, first: int = 0, every: bool
@@ -176,17 +194,17 @@ class _Twin:
         self._optimizer, self._probes = _copy(optimizer, task.start[part].view(shape), part, every=every)
 
     def weights(self) -> Tensor:
-        """(K, n) fp32 of all probes, on the host."""
+        """Return the weights (K, n) fp32 of all probes, on the host."""
         return torch.stack([probe.detach().flatten().float().cpu() for probe in self._probes])
 
     def options(self) -> Tensor:
-        """(M,) numbers among the options, where some optimizers keep what they adapt."""
+        """Return the options that are numbers, (M,): some optimizers keep there what they adapt."""
         groups = self._optimizer.param_groups
         numbers = [value for group in groups for value in group.values() if isinstance(value, int | float)]
         return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
     def step(self, number: int, *, closure: bool) -> str | None:
-        """Take the step of a ``number``; the error that it raised, if any."""
+        """Take step ``number``; returns the error that it raised as one line, or None."""
 
         def evaluate() -> Tensor:
             losses = []
@@ -203,24 +221,26 @@ class _Twin:
                 step(self._optimizer, *([evaluate] if closure else []))
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # of a user's code, SystemExit too
+        except BaseException as error:  # the code is a user's and may raise anything, SystemExit too
             return raised(error)
         return None
 
 
 def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> tuple[Any, list[nn.Parameter]]:
-    """A copy of an optimizer that steps probes, which have the values ``start``, in place of its tensors.
+    """Copy an optimizer so that it steps probes with the values ``start`` in place of its tensors.
 
-    It has the same options and attributes, and the same state: of what has the size of one of its tensors,
-    elements ``part`` of as many as the whole has, which repeat.
+    The copy has the same options, attributes and states.  A state with the shape of one of the tensors is
+    repeated to the size of the whole tensor, of which the copy gets the elements ``part``.
+
+    Returns the copy and its probes.
     """
     probes: list[nn.Parameter] = []
-    copies: dict[int, Any] = {}  # by id of the original, as copy.deepcopy() notes them
-    sizes: set[torch.Size] = set()
-    tensors: dict[int, nn.Parameter] = {}  # probes by id of the original
+    copies: dict[int, Any] = {}  # by id of the original, as in the memo of copy.deepcopy()
+    sizes: set[torch.Size] = set()  # shapes of the optimizer's tensors
+    tensors: dict[int, nn.Parameter] = {}  # probes by id of the tensor that they replace
 
     def cut(tensor: Tensor) -> Tensor:
-        """What stands for a state of the size of one of the tensors."""
+        """Return the state of a probe for the state of a tensor: its values, repeated and cut."""
         values = tensor.detach().flatten()[:NUMEL]
         if not values.numel():
             return torch.zeros(start.shape, dtype=tensor.dtype, device=tensor.device)
@@ -228,15 +248,15 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
         return repeated.view(start.shape).clone()
 
     def copied(value: Any) -> Any:
-        """A copy of an attribute, an option or a state, in which probes stand for tensors."""
+        """Copy an attribute, an option or a state, with probes in place of tensors."""
         if id(value) in copies:
             return copies[id(value)]
         result: Any
-        if isinstance(value, Optimizer):  # the given one, or one inside it
+        if isinstance(value, Optimizer):  # the given optimizer, or another optimizer inside it
             result = copies[id(value)] = object.__new__(type(value))
             for name, attribute in vars(value).items():
                 hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
-                if name != "step":  # a learning rate scheduler's, which would step the given one
+                if name != "step":  # a scheduler's wrapper, which would step the given optimizer
                     result.__dict__[name] = OrderedDict() if hooks else copied(attribute)
         elif type(value) in (Tensor, nn.Parameter) and value.shape in sizes:
             result = copies[id(value)] = cut(value)
@@ -244,9 +264,9 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
             result = copies[id(value)] = copy.copy(value)
             result.clear()
             for key, entry in value.items():
-                new = tensors.get(key) if type(key) is int else None  # a state by id
+                new = tensors.get(key) if type(key) is int else None  # a state by the id of its tensor
                 result[copied(key) if new is None else id(new)] = copied(entry)
-            if "params" in result and result.get("lr", 1) == 0:  # as where a warm-up begins
+            if "params" in result and result.get("lr", 1) == 0:  # a warm-up may begin with a rate of zero
                 result["lr"] = result["lr"] + (result.get("initial_lr") or _RATE)
         elif type(value) is list:
             result = copies[id(value)] = []
@@ -273,9 +293,9 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
 
 @contextlib.contextmanager
 def _restored(optimizer: Optimizer) -> Iterator[Callable[[], bool]]:
-    """What the body does to random numbers and to counters of the optimizer's classes is undone.
+    """Context that restores random number generators and the counters of the optimizer's classes.
 
-    Yields whether random numbers were drawn.
+    Yields a function that returns whether random numbers have been drawn.
     """
     devices = {tensor.device for group in optimizer.param_groups for tensor in group["params"]}
     generators = [torch.default_generator]
@@ -299,7 +319,7 @@ def _restored(optimizer: Optimizer) -> Iterator[Callable[[], bool]]:
     try:
         yield lambda: bool(moved()) or random.getstate() != pythons
     finally:
-        for number in moved():  # others may be drawing from those that did not
+        for number in moved():  # other threads may be drawing from the generators that did not move
             generators[number].set_state(states[number])
         random.setstate(pythons)
         if arrays is not None:

@@ -1,4 +1,7 @@
-"""The engine of a sharded model, as a training loop calls it; :mod:`impl.engine.hooks` run by themselves."""
+"""Defines :class:`Zero`, the engine of a sharded model, with the methods that a training loop calls.
+
+Forward and backward passes need no call: the hooks of :mod:`impl.engine.hooks` gather, reshard and reduce.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,10 @@ from impl.unit.unit import Unit
 
 
 class Zero:
-    """The engine of one sharded model on one rank; made by :func:`impl.zero.shard`.
+    """The engine of one sharded model on one rank, made by :func:`impl.zero.shard`.
 
-    ``units`` are the root's first, then in model order; ``scaler`` is the loss scale.
+    ``units`` are the model's units: the root's first, then the blocks' in model order.  ``masters`` are this
+    rank's fp32 weights, ``scaler`` has the loss scale, and ``wire.ledger`` the bytes that were sent.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], context: UnitContext, hooks: Hooks) -> None:
@@ -41,7 +45,7 @@ class Zero:
         self._meter, self._host, self._passes = context.meter, context.host, context.passes
         budget = context.policy.budget
         self.renewal = None if budget is None else Renewal(budget, self.units, context)
-        # By these the model holds the engine, which lives as long, even if nobody else keeps it.
+        # These bound methods also keep the engine alive as long as the model, even if the user drops the engine.
         model.zero_grad = self._zero_grad  # type: ignore[method-assign]
         model.load_state_dict = self._load_state_dict  # type: ignore[method-assign]
         watch_optimizers(self)
@@ -49,19 +53,30 @@ class Zero:
     # Training
 
     def param_groups(self, options: Mapping[int, Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
-        """The fp32 masters of this rank, for any elementwise ``torch.optim`` optimizer.
+        """Return this rank's fp32 masters as parameter groups for an elementwise ``torch.optim`` optimizer.
 
-        One dict per group with elements on any rank: ``params``, 1-D fp32 tensors (possibly none here), and
-        its ``options``, by the number from ``group_of``; anything else is a ZeroError.  A group partly
-        offloaded on a GPU has two dicts, one a device, as torch's fused and foreach kernels need.
+        Args:
+            options: for the number of each group, as ``group_of`` gave it to :func:`impl.zero.shard`, a table
+                of the group's options, such as ``{0: {"lr": 1e-3}}``.
+
+        Returns:
+            One dict for each group of the model: ``params``, which are 1-D fp32 tensors and may have no
+            elements on this rank, and the group's options.  With a GPU, a group that is partly offloaded has
+            two dicts, one per device, as torch's fused and foreach kernels need.
+
+        Raises:
+            ZeroError: if ``options`` is no such table.
         """
         return self.masters.groups(options)
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Backward passes inside add gradients up locally, in fp32; the next one outside reduces the sum.
+        """Context in which backward passes add gradients up locally, in fp32, and send nothing.
 
-        A ZeroError if the policy reduces every micro-batch.
+        The next backward pass outside of the context reduces the sum.
+
+        Raises:
+            ZeroError: if the policy reduces the gradients of every micro-batch.
         """
         self.accumulate(on=True)
         try:
@@ -70,42 +85,51 @@ class Zero:
             self.accumulate(on=False)
 
     def accumulate(self, *, on: bool) -> None:
-        """From here on backward passes add up locally, or reduce; see :meth:`accumulating`."""
+        """Switch local accumulation ``on`` or off for the backward passes that follow; see :meth:`accumulating`."""
         if not isinstance(on, bool):
             raise ZeroError(f"accumulate(on={on!r}): expected True or False")
         if on and self.policy.reduces_each_micro_batch:
             raise ZeroError(
-                f"accumulating() at stage {self.policy.stage}, which reduces each micro-batch into shards: "
-                "set the policy's reduce_every to 'step', and have memory for a whole local gradient"
+                f"accumulating() has no effect at stage {self.policy.stage}, which reduces each micro-batch into "
+                "shards: set the policy's reduce_every to 'step', which needs memory for a whole local gradient"
             )
         self._passes.accumulating = on
 
     def unsharded(self) -> contextlib.AbstractContextManager[None]:
-        """Context that is a forward pass of the model, whatever runs inside; all ranks must enter it.
+        """Return a context that counts as one forward pass of the model; all ranks must enter it.
 
-        Inside, modules show the root's parameters, and others where they are used; inputs are not cast.  Run
-        backward after the context, or several backward passes under :meth:`accumulating`.
+        Use it to compute a loss from weights directly, or to call parts of the model.  Inside, the root's
+        parameters have their values, and other parameters are gathered where they are used.  Inputs are not
+        cast to the compute type.  Call ``backward()`` after the context; to run several backward passes, run
+        them under :meth:`accumulating`.
         """
         return self.hooks.unsharded()
 
     def finish_backward(self) -> None:
         """End a backward pass that failed on this rank: send the messages that the other ranks wait for.
 
-        These are zeros after :meth:`drop_gradients`; inside :meth:`accumulating` there are none.  Autograd
-        ends other backward passes by itself.  Afterwards the mean over ranks has been added to the masters'
-        gradients; a parameter that no loss reached here counts as zero.
+        A backward pass that does not fail needs no call.  The messages carry the gradients that have arrived,
+        and zeros for all others; after :meth:`drop_gradients` they carry zeros only.  Afterwards, the mean over
+        all ranks has been added to the masters' gradients.  Inside :meth:`accumulating` nothing is sent.
         """
         self.hooks.finish_backward()
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Passes inside leave no trace: they run for their messages; later passes are as without them.
+        """Context whose passes have no effect on later training, for warm-up and for measuring messages.
 
-        Gradients are dropped, and weights gathered anew.  A ZeroError while there are gradients.
+        On leaving, gradients are dropped; buffers and the codecs' state are restored; weights will be gathered
+        anew.
+
+        Raises:
+            ZeroError: if masters have gradients when the context is entered.
         """
         self.hooks.check_finished("rehearsing()")
         if any(master.grad is not None for master in self.masters):
-            raise ZeroError("rehearsing() while masters have gradients: step and zero_grad() before it")
+            raise ZeroError(
+                "rehearsing() would drop the gradients that masters have: call optimizer.step() and zero_grad() "
+                "first"
+            )
         kept, finished, copied = self.communication_state(), self.hooks.finished, self.copied()
         with self.buffers.restored(), self.wire.calling("rehearsing()"):
             yield
@@ -119,8 +143,8 @@ class Zero:
     def drop_gradients(self) -> None:
         """Forget local gradients that have not been reduced: of a failed pass, or of :meth:`accumulating`.
 
-        Carried errors of gradient codecs are forgotten too, and weights are sent next, not differences.
-        After a pass that KeyboardInterrupt ended, the engine is outside of passes again.
+        The gradient codecs' carried errors are forgotten too, and the next gather sends weights instead of
+        differences.  If a pass was interrupted, for example by KeyboardInterrupt, the engine leaves it.
         """
         for unit in self.units:
             unit.weight_gather.secondary.distrust()
@@ -131,16 +155,25 @@ class Zero:
     def step(
         self, *optimizers: torch.optim.Optimizer, max_norm: float | None = None, norm_type: float = 2.0
     ) -> Stepped:
-        """Undo the loss scale, clip, and step; or skip the step on all ranks after an overflow.
+        """Undo the loss scale, clip gradients and step the optimizers; all ranks skip the step after an overflow.
 
-        For gradients of losses that ``scaler.scaled(loss)`` returned.  All models whose masters the
-        ``optimizers`` hold step together: the norm is that of their mean gradients as one, and their loss
-        scales must be equal; a loss of several models is scaled by one's scaler.
+        With a loss scale, call ``backward()`` on what ``scaler.scaled(loss)`` returns.  If the optimizers hold
+        masters of several models, these models step together: their mean gradients have one joint norm, and
+        their loss scales must be equal.  The scaler of any of these models may scale a loss of several.
 
-        With a loss scale ``optimizers`` must be all that hold masters with gradients.  Clipping limits the
-        global norm (:meth:`grad_norm`) to ``max_norm``; None does not clip.  Raises LossScaleError: for an
-        overflow at the smallest dynamic scale; ZeroError: with a loss scale, if an optimizer is missing or a
-        loss was not scaled; if the models cannot step together.
+        Args:
+            optimizers: the optimizers to step.  With a loss scale, pass all that hold masters with gradients.
+            max_norm: the largest global norm (:meth:`grad_norm`) that gradients may have; larger ones are
+                scaled down.  None does not clip.
+            norm_type: the p of the p-norm.
+
+        Returns:
+            The norm before clipping, if it was computed, and whether the optimizers have stepped.
+
+        Raises:
+            LossScaleError: if gradients overflow at the smallest dynamic loss scale.
+            ZeroError: with a loss scale, if an optimizer is missing or a loss was not scaled; if the models
+                cannot step together.
         """
         together = self._together("step()", optimizers, max_norm=max_norm)
         norm: float | None = None
@@ -170,26 +203,27 @@ class Zero:
     def _together(
         self, call: str, optimizers: Sequence[torch.optim.Optimizer], *, max_norm: float | None
     ) -> list[Zero]:
-        """The engines with masters among the optimizers', which ``call`` takes as one model, and this one.
+        """Return the engines whose masters the optimizers hold, which ``call`` treats as one model.
 
-        Raises a ZeroError if that is not possible.
+        Raises:
+            ZeroError: if this engine is not one of them, or if they cannot be treated as one model.
         """
         together = engines_of(optimizers) or [self]
         if self not in together:
             raise ZeroError(
-                f"{call} of optimizers that hold masters of other models alone: call it of the engine whose "
-                "param_groups() they were made of"
+                f"{call} got optimizers that hold masters of other models alone: call it on the engine whose "
+                "param_groups() they were made with"
             )
         for engine in together:
             mine, other = self.wire.mesh.global_ranks, engine.wire.mesh.global_ranks
             if mine != other:
                 raise ZeroError(
-                    f"{call} of optimizers that hold masters of models on global {ranks_in_words(mine)}, and "
-                    f"on global {ranks_in_words(other)}: give each model an optimizer of its own"
+                    f"{call} got optimizers that hold masters of a model on global {ranks_in_words(mine)} and of "
+                    f"one on global {ranks_in_words(other)}: give each model an optimizer of its own"
                 )
             if (self.policy.loss_scale, self.scaler.scale) != (engine.policy.loss_scale, engine.scaler.scale):
                 raise ZeroError(
-                    f"{call} of optimizers that hold masters of models whose loss scales differ, "
+                    f"{call} got optimizers that hold masters of models whose loss scales differ, "
                     f"{self.scaler.scale:g} and {engine.scaler.scale:g}: give them one loss_scale and "
                     "step them together from the start, or give each an optimizer of its own"
                 )
@@ -201,7 +235,7 @@ class Zero:
             if count := sum(id(tensor) not in sharded for tensor in others):
                 left = "keep the loss scale" if scaled else "not be clipped"
                 raise ZeroError(
-                    f"{call} of optimizers that also hold {count} tensors of no sharded model, whose "
+                    f"{call} got optimizers that also hold {count} tensors of no sharded model, whose "
                     f"gradients would {left}: give these tensors an optimizer of their own"
                 )
             if scaled:
@@ -212,10 +246,16 @@ class Zero:
         return together
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """() fp64 global norm of the mean gradient; NaN and infinity included.
+        """Compute the global norm () fp64 of the mean gradient, which may be NaN or infinite.
 
-        All ranks must call it, and get the same bits.  ``norm_type`` is p of the p-norm, above 0 and at most
-        8, or ``inf``; a ZeroError for another one, or after a backward pass that failed.
+        All ranks must call it, and all get the same bits.
+
+        Args:
+            norm_type: the p of the p-norm, above 0 and at most 8, or ``inf``.
+
+        Raises:
+            ZeroError: for another ``norm_type``; after a backward pass that failed; while gradients of
+                :meth:`accumulating` are not reduced yet.
         """
         self.hooks.check_finished("grad_norm()")
         with self.wire.calling("grad_norm()"):
@@ -228,37 +268,50 @@ class Zero:
         *,
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> Tensor:
-        """Scale all gradients so that their global norm (:meth:`grad_norm`) is at most ``max_norm``.
+        """Scale the gradients so that their global norm (:meth:`grad_norm`) is at most ``max_norm``.
 
-        These are this model's alone, or those of all models whose masters ``optimizers`` hold, by their joint
-        norm.
+        All ranks must call it.  A norm that is not finite makes the gradients NaN, as in
+        ``torch.nn.utils.clip_grad_norm_``.
 
-        Returns () fp64, the norm before.  A norm that is not finite makes the gradients NaN, as in
-        ``torch.nn.utils.clip_grad_norm_``.  A ZeroError with a loss scale: :meth:`step` clips then.
+        Args:
+            max_norm: the largest norm that the gradients may have afterwards.
+            norm_type: the p of the p-norm, as for :meth:`grad_norm`.
+            optimizers: if given, the gradients of all models whose masters these optimizers hold are scaled
+                by their joint norm; otherwise this model's alone.
+
+        Returns:
+            () fp64, the norm before scaling.
+
+        Raises:
+            ZeroError: if the policy has a loss scale; :meth:`step` clips then.
         """
         if self.policy.loss_scale is not None:
-            raise ZeroError("clip_grad_norm_() of scaled gradients: give max_norm to step() instead")
+            raise ZeroError(
+                "clip_grad_norm_() would clip gradients that still have the loss scale: give max_norm to step() "
+                "instead"
+            )
         together = self._together("clip_grad_norm_()", optimizers, max_norm=max_norm)
         norm = _joint_norm("clip_grad_norm_()", together, norm_type)
         for engine in together:
-            if engine.policy.feedback is not None and not norm.isfinite():  # which waits for the device
+            # isfinite() makes the host wait for the device, so it is read only where errors are carried.
+            if engine.policy.feedback is not None and not norm.isfinite():
                 engine._forget_overflow()  # noqa: SLF001
             engine.masters.scale_gradients(clip_factor(norm, max_norm).float())
         return norm
 
     def _forget_overflow(self) -> None:
-        """Drop the errors that codecs carry: their gradients are not used."""
+        """Drop carried and measured errors, since the gradients of an overflow are not used."""
         for unit in self.units:
             unit.reduction.clear_feedback()
         self._forget_measured()
 
     def _forget_measured(self) -> None:
-        """Drop the errors that a budget measured: their gradients are not used."""
+        """Drop the errors that were measured for a budget, since their gradients are not used."""
         if self.renewal is not None:
             self.renewal.forget()
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        """``model.zero_grad()``: clears the masters' gradients."""
+        """Clear the masters' gradients; ``model.zero_grad()`` calls this."""
         for master in self.masters:
             if set_to_none:
                 master.grad = None
@@ -272,19 +325,23 @@ class Zero:
     def weights_changed(self) -> None:
         """Drop all copies of the weights, because masters were written; all ranks must call it.
 
-        Writes that torch counts, and optimizers' steps, need no call.  Writes through ``.data`` do where hpZ,
-        a stage below 3, a persistent unit or offload keeps copies; a pass that would reuse these is refused.
+        Optimizer steps and writes that torch counts need no call.  Writes through ``.data`` do need one if
+        hpZ, a stage below 3, a persistent unit or offload keeps copies of the weights.  Without the call, a
+        pass that would reuse such a copy raises an error.
         """
         for unit in self.units:
             unit.weights_changed()
 
     def forget_gathered(self) -> None:
-        """Gather all weights anew from here on, though nothing changed them."""
+        """Have the next use of each unit gather its weights anew, although nothing has changed them."""
         for unit in self.units:
             unit.weights_changed("unchanged")
 
     def optimizer_stepped(self, held: set[int]) -> None:
-        """An optimizer of tensors ``held`` has stepped; several after one backward pass are one step."""
+        """Note that an optimizer has stepped; several optimizers after one backward pass are one step.
+
+        ``held`` are the :func:`id` of the optimizer's tensors.
+        """
         first = self.clock.micro_batch > 0
         if first:
             self.clock.step, self.clock.micro_batch = self.clock.step + 1, 0
@@ -296,10 +353,11 @@ class Zero:
             self.renewal.stepped()
 
     def communication_state(self) -> dict[str, Tensor]:
-        """The state of this rank's codecs beside weights: step, micro-batch, carried errors, the copies that
-        differences of weights start from, codecs that a budget chose.
+        """Return the state that this rank's messages depend on, apart from weights and gradients.
 
-        With masters and optimizer state it resumes a run, on the same topology and policy, bit for bit.
+        It holds the step and micro-batch, carried errors, the copies that differences of weights are taken
+        from, and the codecs that a budget has chosen.  Together with masters and optimizer state, it resumes a
+        run bit for bit on the same topology and policy.
         """
         state = {"step": torch.tensor(self.clock.step), "micro_batch": torch.tensor(self.clock.micro_batch)}
         if self.renewal is not None:
@@ -310,7 +368,11 @@ class Zero:
         return state
 
     def load_communication_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take it over, on the same rank, topology and policy; a ZeroError leaves the engine unchanged."""
+        """Take over a :meth:`communication_state` of the same rank, topology and policy.
+
+        Raises:
+            ZeroError: if the state does not fit; the engine is then unchanged.
+        """
         unit_states: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for key, tensor in state.items():
             name, _, entry = key.rpartition("/")
@@ -320,7 +382,10 @@ class Zero:
         numel = state["budget"].numel() if "budget" in state else 0
         expected = 0 if self.renewal is None else self.renewal.state().numel()
         if numel != expected:
-            raise ZeroError(f"state of a budget: {numel} numbers, expected {expected}")
+            raise ZeroError(
+                f"state of a budget has {numel} numbers, expected {expected}: load a state that was saved with "
+                "the same policy"
+            )
         self.clock.step, self.clock.micro_batch = int(state["step"]), int(state["micro_batch"])
         for unit in self.units:
             unit.load_communication_state(unit_states[unit.geometry.name])
@@ -330,11 +395,15 @@ class Zero:
     def full_state_dict(
         self, *, dtype: torch.dtype | str = torch.float32, allow_overflow: bool = False
     ) -> dict[str, Tensor]:
-        """The unsharded model's state: parameters and buffers by name; all ranks must call it.
+        """Gather the state dict of the unsharded model, parameters and buffers; all ranks must call it.
 
-        Parameters are in ``dtype`` (fp32, bf16, fp16, or a floating-point ``torch.dtype``).  A ZeroError on
-        all ranks, which names the parameters, for finite values beyond its largest; ``allow_overflow`` keeps
-        what the cast makes of them, infinity.
+        Args:
+            dtype: the type of the parameters: fp32, bf16, fp16, or a floating-point ``torch.dtype``.
+            allow_overflow: whether finite values beyond the largest of ``dtype`` may become infinite.
+
+        Raises:
+            ZeroError: on all ranks, if such values occur and ``allow_overflow`` is False; the message names
+                the parameters.
         """
         self.hooks.check_parameters()
         with self.wire.calling("full_state_dict()"):
@@ -342,10 +411,14 @@ class Zero:
             return state_dict.full_state_dict(self.model, self.units, dtype, allow_overflow=allow_overflow)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Overwrite weights and buffers with the unsharded model's, in any floating-point type and strides.
+        """Overwrite weights and buffers with the ``state`` dict of the unsharded model.
 
-        A ZeroError, before anything is changed, for other names or shapes, tied parameters with different
-        values, and values that would change: of other kinds of types, without data, beyond fp32.
+        Parameters may be in any floating-point type and any memory layout.
+
+        Raises:
+            ZeroError: before anything is changed, if names or shapes differ, if parameters that the model ties
+                have different values, if a tensor has no data, or if the model's type cannot hold a value: a
+                complex number, a finite value beyond fp32, an integer that fp32 would round.
         """
         self.hooks.check_parameters()
         self.check_hidden("load_full_state_dict()")
@@ -356,33 +429,49 @@ class Zero:
     def _load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """``model.load_state_dict()``: :meth:`load_full_state_dict`, or torch's, of values seen whole."""
+        """Load a full state dict; ``model.load_state_dict()`` calls this.
+
+        If GatheredParameters shows all parameters of the model, torch's own method is called.
+        """
         if all(len(unit.flat.shown) == len(unit.members) for unit in self.units):
             return type(self.model).load_state_dict(self.model, state_dict, strict, assign)
         if not strict or assign:
-            raise ZeroError("load_state_dict() of a sharded model: neither strict=False nor assign=True")
+            raise ZeroError(
+                "load_state_dict() of a sharded model supports neither strict=False nor assign=True: leave both "
+                "out, or call it under GatheredParameters of all parameters"
+            )
         self.load_full_state_dict(state_dict)
         return _IncompatibleKeys([], [])
 
     def memory(self) -> dict[str, int]:
-        """Most bytes that this rank's engine has held, by part (keys of :func:`impl.plan.memory.memory`)."""
+        """Return the peak bytes of this rank's engine, by part; the keys are those of
+        :func:`impl.plan.memory.memory`.
+        """
         return dict(self._meter.peak)
 
     def copied(self) -> dict[CopyKey, int]:
-        """Bytes copied between host and device so far (as :func:`impl.plan.traffic.predict` foresees)."""
+        """Return the bytes copied between host and device so far, which :func:`impl.plan.traffic.predict`
+        predicts.
+        """
         return dict(self._host.copied)
 
     # Refusals
 
     def check_hidden(self, call: str) -> None:
-        """Refuse a ``call`` that writes weights while parameters are seen whole: leaving would undo it."""
+        """Raise a ZeroError if GatheredParameters shows parameters, for a ``call`` that writes weights.
+
+        Leaving the context would undo such a write.
+        """
         for unit in self.units:
             if unit.flat.shown:
                 unit.check_hidden(f"{call} under")
 
 
 def _joint_norm(call: str, together: Sequence[Zero], norm_type: float) -> Tensor:
-    """() fp64 norm of the mean gradients of some models as one; all ranks must make the ``call``."""
+    """Return the joint norm () fp64 of several models' mean gradients.
+
+    ``call`` is the name of the public call that needs the norm, which all ranks must make.
+    """
     norms = []
     for engine in together:
         with engine.wire.calling(call):
@@ -391,7 +480,7 @@ def _joint_norm(call: str, together: Sequence[Zero], norm_type: float) -> Tensor
 
 
 def describe(zero: Zero) -> dict[str, Any]:
-    """Algorithms, transports and kernels that ran, for the record."""
+    """Return the algorithms, transports and kernels that an engine has used, for a trial's record."""
     policy, device, units = zero.policy, zero.wire.mesh.device, zero.units
     facts = {
         "stage": policy.stage,
@@ -404,14 +493,14 @@ def describe(zero: Zero) -> dict[str, Any]:
     if (warning := ops.warning_of(device)) is not None:
         facts["kernels_warning"] = warning
     if policy.offload != Offload():
-        facts["offload"] = {"memory": units[0].host.nature}  # what the host's memory is here
+        facts["offload"] = {"memory": units[0].host.nature}
     if policy.loss_scale is not None:
         facts["loss_scale"] = zero.scaler.state_dict()
     return facts
 
 
 class Owner(NamedTuple):
-    """The engine of a parameter, its unit and its number there."""
+    """The engine that a parameter belongs to, its unit, and its number in the unit."""
 
     engine: Zero
     unit: Unit
@@ -419,11 +508,18 @@ class Owner(NamedTuple):
 
 
 def find(parameter: Tensor) -> Owner | None:
-    """The owner of a sharded ``parameter``, None of others; a ZeroError if its engine is gone."""
+    """Return the owner of a sharded ``parameter``, or None if it is not sharded.
+
+    Raises:
+        ZeroError: if the parameter's engine no longer exists.
+    """
     if not isinstance(keeper := keeper_of(parameter), InUnit):
         return None
     for engine in engines():
         for unit in engine.units:
             if unit.flat is keeper.flat():
                 return Owner(engine, unit, keeper.number)
-    raise ZeroError("a parameter of a sharded model whose engine is gone")
+    raise ZeroError(
+        "this parameter is of a sharded model whose engine is gone: keep the model, or the engine that shard() "
+        "returned, as long as its parameters are used"
+    )

@@ -1,6 +1,16 @@
-"""Hooks on modules and gradients, which tell units, buffers, scaler and reductions of the events of a step.
+"""Runs the engine inside a training step, with hooks on modules and on gradients.
 
-Hooks of autograd hold the engine weakly: torch keeps them out of reach of Python's garbage collector.
+The hooks are installed once, when the model is sharded.  In a step they run in this order:
+
+1. *Before a module runs* (``_pre_forward``), check the model, cast inputs, and gather the module's units.
+2. *After a module has run* (``_post_forward``), reshard its units, and register hooks on its outputs.
+3. *When the gradient of an output arrives* (:meth:`Hooks.pre_backward`), gather the module's units again.
+4. *When the gradient of a parameter arrives* (:meth:`Hooks.collect_gradient`), hand it to the unit's reduction;
+   after the last one, reshard the unit.
+5. *When autograd has finished* (``_end_backward``), finish all reductions.
+
+Hooks that autograd keeps hold the engine weakly, because Python's garbage collector cannot see them: a strong
+reference would keep engine and model alive for ever.
 """
 
 from __future__ import annotations
@@ -27,9 +37,17 @@ from impl.unit.unit import Unit
 
 
 class Hooks:
-    """The passes of one sharded model on one rank; ``finished`` counts its backward passes.
+    """Runs the forward and backward passes of one sharded model on one rank.
 
-    ``units`` are the root's first, then in model order, each with its module in ``modules``.
+    ``finished`` is the number of backward passes so far.
+
+    Args:
+        model: the sharded model.
+        units: its units: the root's first, then the blocks' in model order.
+        modules: for each unit, the module whose passes it follows.
+        context: what the units share.
+        reductions: the queue of the units' gradient reductions.
+        casts_inputs: whether floating-point inputs of the hooked modules are cast to the compute type.
     """
 
     def __init__(
@@ -52,22 +70,25 @@ class Hooks:
         self._units_of: dict[nn.Module, list[Unit]] = {}
         for unit, module in zip(units, modules, strict=True):
             self._units_of.setdefault(module, []).append(unit)
-        self._inputs_left: dict[nn.Module, int] = {}  # by called module, inputs without a gradient yet
+        self._inputs_left: dict[
+            nn.Module, int
+        ] = {}  # for each module that ran, its inputs without a gradient yet
         self._follow_order()
-        # Units in the order they ran; None once it is known, or where model order counts.
+        # The units in the order in which they run in the first forward pass; None once that order is known, and
+        # below stage 3, where all ranks follow the model's order.
         self._seen: list[int] | None = None if passes.schedule.in_model_order else []
         self._parts = _parts(model)
         for module in dict.fromkeys((model, *self._units_of)):
-            # Compilers must compile between the hooks only: traced, hooks would repeat their first call.
+            # torch.compile must not trace the hooks: compiled hooks would repeat what their first call did.
             before = torch.compiler.disable(self._pre_forward)  # type: ignore[no-untyped-call]
             after = torch.compiler.disable(self._post_forward)  # type: ignore[no-untyped-call]
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             module.register_forward_hook(after, with_kwargs=True, always_call=True)
-            module.__deepcopy__ = _refuse_copy  # type: ignore[assignment]  # found by copy.deepcopy()
+            module.__deepcopy__ = _refuse_copy  # type: ignore[assignment]  # copy.deepcopy() looks it up
         for unit in units:
             if unit.geometry.trainable:
                 for number, member in enumerate(unit.members):
-                    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values
+                    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # no values are needed
                         for leaf, event in (
                             (member.parameter, Hooks.collect_gradient),
                             (member.placeholder, Hooks.collect_outside),
@@ -80,12 +101,13 @@ class Hooks:
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         passes, again = self._passes, torch._C._current_graph_task_id() != -1  # noqa: SLF001  # recomputing()
         first = not passes.running and not again
-        passes.running += 1  # at once: the hook after the module decrements it, whatever is refused here
+        # Before any check: the hook after the module always runs, and decrements the count.
+        passes.running += 1
         self.saved.calls.append(NOTHING)
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001  # there is no public one
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001  # there is no public function
             raise ZeroError(
                 f"{type(module).__name__} of a sharded model under a transform of torch.func (vmap, grad), "
-                "which cannot see its weights come and go: use autograd, or the model before shard()"
+                "which cannot follow the gathering of weights: use autograd, or the model before shard()"
             )
         units = self._units_of.get(module, ())
         if first and module is self._model:
@@ -98,12 +120,14 @@ class Hooks:
         changed = None
         if (dtype := self._input_dtype) is not None:
             changed = args, kwargs = cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
-        if again:  # a block is computed again: only gather resharded weights
+        if (
+            again
+        ):  # activation checkpointing recomputes a block: its weights must be there, and nothing else is due
             for unit in units:
                 if unit.policy.planes > 1:
                     raise ZeroError(
-                        f"unit {unit.geometry.name!r} runs again in backward, for which planes = 2 has "
-                        "the plane of columns, and not forward's: use planes = 1, or keep activations"
+                        f"unit {unit.geometry.name!r} runs again in backward, for which planes = 2 gathers the plane "
+                        "of columns, not forward's plane of rows: use planes = 1, or no activation checkpointing"
                     )
                 unit.all_gather("backward")
             return changed
@@ -119,14 +143,15 @@ class Hooks:
         return changed
 
     def _begin_forward(self) -> None:
-        """A forward pass of the model begins."""
+        """Begin a forward pass of the model: check it, and make its buffers equal on all ranks."""
         passes = self._passes
-        passes.in_forward = False  # until all checks have passed
+        passes.in_forward = False  # it stays so if a check fails
         training = torch.is_grad_enabled()
         if training and passes.in_backward:
             raise ZeroError(
-                "a forward pass after a backward pass that failed: call finish_backward(), as the other "
-                "ranks do, and drop its gradients with optimizer.zero_grad()"
+                "a forward pass follows a backward pass that failed and was not ended: call finish_backward() on "
+                "this rank, so that the other ranks get its messages, and drop the gradients with "
+                "optimizer.zero_grad()"
             )
         for unit in self._units:
             unit.check_unchanged(training=training)
@@ -142,13 +167,17 @@ class Hooks:
             self._seen = []
 
     def check_parameters(self) -> None:
-        """Refuse, with a ZeroError, parameters that were replaced, or came to the model, after shard()."""
+        """Raise a ZeroError if parameters were replaced in the model, or added to it, after shard()."""
         for unit in self._units:
             unit.check_unchanged(training=False)
         self._check_attached()
 
     def _check_attached(self) -> bool:
-        """Refuse parameters that came to the model since it was sharded; whether others came or went."""
+        """Raise a ZeroError if a parameter was added to the model after shard().
+
+        Returns whether modules, buffers or parameters without elements have been added or removed since the
+        last call.
+        """
         for part, children, *names in self._parts:
             if part._modules != children or [list(part._parameters), list(part._buffers)] != names:  # noqa: SLF001
                 break
@@ -157,8 +186,8 @@ class Hooks:
         for name, parameter in self._model.named_parameters():
             if not isinstance(keeper_of(parameter), InUnit) and parameter.numel():
                 raise ZeroError(
-                    f"parameter {name!r} came to the model after it was sharded: each rank would train its "
-                    "own; add it before shard()"
+                    f"parameter {name!r} was added to the model after it was sharded, so each rank would train its "
+                    "own copy: add it before shard()"
                 )
         self._parts = _parts(self._model)
         return True
@@ -169,9 +198,9 @@ class Hooks:
         passes, root = self._passes, module is self._model
         passes.running -= 1
         self.saved.leave()
-        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # recomputing(): kept until its backward
+        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # recomputing(): its backward needs the weights
             return
-        ends = root and not passes.running  # else the model called itself
+        ends = root and not passes.running  # otherwise the model has called itself
         units = () if root and not ends else self._units_of.get(module, ())
         outputs = [output] if isinstance(output, Tensor) else list(tensors_in(output))
         addresses = {memory_of(tensor) for tensor in outputs}
@@ -179,19 +208,24 @@ class Hooks:
         for unit in units:
             unit.post_forward(addresses, backward=backward)
         if ends:
-            if outputs:  # nothing was raised
+            if outputs:  # there are none if the forward pass raised an exception
                 self._gather_unused()
             self._end_forward(addresses, backward=backward)
         if passes.written:
             self._units[0].refuse_written()
-        if torch.is_grad_enabled() and module in self._units_of:  # gather its units again before its backward
+        if (
+            torch.is_grad_enabled() and module in self._units_of
+        ):  # gather the units again when backward gets here
             hook = self._weakly(Hooks.pre_backward, module)
             for tensor in outputs:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _backward_follows(self, outputs: Sequence[Tensor], units: Sequence[Unit]) -> bool:
-        """Whether a backward pass can follow: not if weights that stay for it were written."""
+        """Return whether a backward pass from ``outputs`` may follow.
+
+        It may not if weights of ``units`` that the schedule keeps for it were written, since that is an error.
+        """
         if not torch.is_grad_enabled():
             return False
         kept = self._passes.schedule.kept
@@ -200,13 +234,16 @@ class Hooks:
                 break
         else:
             return False
-        for unit in units:  # noqa: SIM110  # one call in place of one for each unit
+        for unit in units:  # noqa: SIM110  # all() would cost a call for each unit
             if unit.index in kept and unit.written():
                 return False
         return True
 
     def _end_forward(self, outputs: Collection[int], *, backward: bool) -> None:
-        """The model has run: end the use of units that were gathered ahead and not used."""
+        """End a forward pass of the model: take over the order of units, and reshard those still gathered.
+
+        Units are still gathered here if they were gathered ahead and not used, or used outside their modules.
+        """
         passes = self._passes
         passes.in_forward = False
         passes.escaped.clear()
@@ -220,98 +257,123 @@ class Hooks:
         passes.escaped.clear()
 
     def _gather_unused(self) -> None:
-        """Below stage 3 gather units that this rank's pass did not use, as all ranks gather all units."""
+        """Below stage 3, gather the units that this rank's pass did not use, since other ranks may use them.
+
+        All ranks must take part in every gather there.
+        """
         if self._passes.schedule.in_model_order and self._passes.in_forward:
-            for unit in self._units[-1:]:  # and all before it
+            for unit in self._units[-1:]:  # starting the last gather starts those of all units before it
                 if not unit.in_use:
                     unit.start_gather("forward" if torch.is_grad_enabled() else "evaluate")
                     unit.reshard()
 
     def _follow_order(self) -> None:
-        """Reduce gradients in the schedule's order from the next pass on."""
+        """Tell the queue to reduce gradients in the schedule's order."""
         order = self._passes.schedule.reduction_order
         self._reductions.order = [self._units[index].reduction for index in order]
 
     # Backward
 
     def _weakly(self, event: Callable[..., None], *args: Any, needed: bool = False) -> Callable[[Any], None]:
-        """A hook of autograd that calls ``event`` while the engine lives; ``needed`` ones raise after."""
+        """Return a hook for autograd that calls ``event`` but does not keep the engine alive.
+
+        Once the engine is gone, the hook does nothing, or raises a ZeroError if it is ``needed``.
+        """
         reference = weakref.ref(self)
 
         def hook(_: Any) -> None:
             if (hooks := reference()) is not None:
                 event(hooks, *args)
             elif needed:
-                raise ZeroError("a gradient arrived for a sharded model whose engine is gone")
+                raise ZeroError(
+                    "a gradient arrived for a sharded model whose engine is gone: keep the model, or the engine "
+                    "that shard() returned, until the backward pass has ended"
+                )
 
         return hook
 
     def _reshard_after(self, module: nn.Module, inputs: Sequence[Any]) -> None:
-        """Reshard a block, with parameters frozen or unused, once its inputs' gradients have arrived."""
+        """Reshard a block once the gradients of its ``inputs`` have arrived.
+
+        This matters for a block with parameters that are frozen or unused: their gradients never arrive.
+        """
         tensors: list[Tensor] = []
         for value in inputs:
             tensors += (value,) if isinstance(value, Tensor) else tensors_in(value)
-        # Leaves are left out: they outlive the pass, and so would the hook.
+        # No hooks on leaves: a leaf outlives the pass, and so would its hook.
         tensors = [tensor for tensor in tensors if tensor.grad_fn is not None]
-        # A call without such inputs counts one that never arrives: its backward may be yet to come.
+        # If no input needs a gradient, autograd never calls the hook.  Count one input that never arrives, so that
+        # the gradients of other calls of the module do not reshard it before this call's backward.
         self._inputs_left[module] = self._inputs_left.get(module, 0) + (len(tensors) or 1)
-        # torch's own register_multi_grad_hook() would keep the graph alive, and so the engine.
+        # torch's register_multi_grad_hook() would keep the graph alive, and through it the engine.
         hook = self._weakly(Hooks.reshard_unused, module)
         for tensor in tensors:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def pre_backward(self, module: nn.Module) -> None:
-        """The gradient of an output of ``module`` has arrived."""
+        """Gather the units of ``module``, because the gradient of one of its outputs has arrived."""
         if torch.is_grad_enabled():
-            raise ZeroError("create_graph=True: gradients of gradients are not supported")
+            raise ZeroError(
+                "create_graph=True asks for gradients of gradients, which a sharded model does not support: call "
+                "backward() without create_graph"
+            )
         if not self._passes.in_backward:
             self._begin_backward()
         for unit in self._units_of[module]:
             unit.pre_backward()
 
     def collect_gradient(self, index: int, number: int) -> None:
-        """The gradient of a parameter has arrived."""
+        """Collect the gradient that has arrived at parameter ``number`` of unit ``index``."""
         if not self._passes.in_backward:
             self._begin_backward()
         if self._units[index].reduction.collect(number):
             self._units[index].post_backward()
 
     def collect_outside(self, index: int, number: int) -> None:
-        """A gradient has arrived at the placeholder of a parameter."""
+        """Collect the gradient that has arrived at the placeholder of parameter ``number`` of unit ``index``.
+
+        Gradients arrive there from an ``autograd.Function`` that was given the placeholder.
+
+        Raises:
+            ZeroError: if GatheredParameters shows the parameter.
+        """
         unit = self._units[index]
         if number in unit.flat.shown:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 unit.members[number].placeholder.grad = None
             name = unit.geometry.slots[number].spec.name
             raise ZeroError(
-                f"backward() to parameter {name!r} under GatheredParameters, which no optimizer would see: "
-                "compute a loss with weights inside zero.unsharded(), or use torch.no_grad()"
+                f"backward() reached parameter {name!r} under GatheredParameters, whose gradient no optimizer "
+                "would see: compute a loss with weights inside zero.unsharded(), or use torch.no_grad()"
             )
         unit.reduction.collect_outside(number)
         if not self._passes.in_backward:
             self._begin_backward()
 
     def reshard_unused(self, module: nn.Module) -> None:
-        """The gradient of an input of a call of ``module`` has arrived."""
+        """Reshard the units of ``module`` if the gradients of all inputs of all its calls have arrived."""
         left = self._inputs_left[module] = self._inputs_left.get(module, 1) - 1
         if not left:
             for unit in self._units_of[module]:
                 unit.reshard()
 
     def _begin_backward(self) -> None:
-        """At a pass's first gradient, have autograd call :meth:`_end_backward` after it."""
+        """At the first gradient of a backward pass, have autograd call :meth:`_end_backward` after the pass."""
         passes = self._passes
         if passes.running:
             raise ZeroError(
-                "a backward pass inside a forward pass of a sharded model (a forward pass that was "
-                "interrupted: call drop_gradients())"
+                "a backward pass runs inside a forward pass of a sharded model: call backward() after the forward "
+                "pass (if a forward pass was interrupted: call drop_gradients())"
             )
         passes.in_backward = True
-        # As FSDP2 and DDP do; there is no public way.
+        # FSDP2 and DDP do the same; there is no public function for it.
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # noqa: SLF001
 
     def _end_backward(self) -> None:
-        """Called by autograd after a backward pass: start all reductions, wait for them, reshard."""
+        """End a backward pass: start the remaining reductions, wait for all of them, and reshard all units.
+
+        Autograd calls this after the pass.
+        """
         passes, context = self._passes, self._context
         self._reductions.finish(start=not passes.accumulating)
         for unit in self._units:
@@ -332,29 +394,33 @@ class Hooks:
             context.wire.check_order()
 
     def finish_backward(self) -> None:
-        """End a backward pass that failed on this rank: :meth:`impl.engine.engine.Zero.finish_backward`."""
+        """End a backward pass that failed on this rank; see :meth:`impl.engine.engine.Zero.finish_backward`."""
         if self._passes.in_backward:
             self._end_backward()
 
     def check_finished(self, call: str) -> None:
-        """Refuse ``call``, with a ZeroError, in or after a backward pass that was not finished."""
+        """Raise a ZeroError for ``call`` if a backward pass has not ended, or gradients are not reduced."""
         if self._passes.in_backward:
             raise ZeroError(f"{call} after a backward pass that failed: call finish_backward() first")
         for unit in self._units:
             if unit.reduction.local is not None:
                 raise ZeroError(
-                    f"{call} while gradients of accumulating() wait to be reduced: run the last micro-batch "
-                    "outside of it, or call drop_gradients()"
+                    f"{call} while gradients of accumulating() are not reduced yet: run the last micro-batch "
+                    "outside of accumulating(), or call drop_gradients()"
                 )
 
     # Other ways to run
 
     def run(self, module: nn.Module, entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``entry`` as the forward pass of ``module``, the model or a block; returns its output."""
+        """Call ``entry`` as a forward pass of ``module``, the model or a block, and return its output.
+
+        Raises:
+            ZeroError: if ``module`` is neither.
+        """
         if module is not self._model and module not in self._units_of:
             raise ZeroError(
-                f"{type(module).__name__} is neither the sharded model nor one of its blocks, whose weights "
-                "come and go together: register a method of one of those"
+                f"{type(module).__name__} is neither the sharded model nor one of its blocks, so its weights are "
+                "not gathered as a whole: register a method of the model or of a block"
             )
         output = None
         try:
@@ -366,7 +432,7 @@ class Hooks:
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
-        """A forward pass of the model: :meth:`impl.engine.engine.Zero.unsharded`."""
+        """Context that counts as a forward pass of the model; see :meth:`impl.engine.engine.Zero.unsharded`."""
         try:
             with self._context.wire.calling("unsharded()"):
                 self._pre_forward(self._model, (), {})
@@ -376,7 +442,7 @@ class Hooks:
             self._post_forward(self._model, (), {}, None)
 
     def drop(self) -> None:
-        """Leave a pass that failed: :meth:`impl.engine.engine.Zero.drop_gradients`."""
+        """Leave a pass that failed; see :meth:`impl.engine.engine.Zero.drop_gradients`."""
         self._passes.running = 0
         self._passes.written.clear()
         self.saved.leave_all()
@@ -385,16 +451,16 @@ class Hooks:
             unit.drop_gradients()
 
     def check_idle(self, call: str) -> None:
-        """Refuse ``call``, with a ZeroError, inside a forward or backward pass."""
+        """Raise a ZeroError for ``call`` inside a forward or backward pass."""
         if self._passes.running or recomputing():
             raise ZeroError(
-                f"{call} inside a forward or backward pass, which gathers what it uses itself (a pass that "
-                "was interrupted: call drop_gradients())"
+                f"{call} inside a forward or backward pass, which gathers the weights that it uses: leave it out, "
+                "or move it after the pass (if a pass was interrupted: call drop_gradients())"
             )
 
 
 def _parts(model: nn.Module) -> list[tuple[nn.Module, dict[str, nn.Module | None], list[str], list[str]]]:
-    """All modules, with their children, and the names of their parameters and of their buffers."""
+    """Return each module of ``model`` with its children and the names of its parameters and buffers."""
     return [
         (part, dict(part._modules), list(part._parameters), list(part._buffers))  # noqa: SLF001
         for part in model.modules()
@@ -403,6 +469,6 @@ def _parts(model: nn.Module) -> list[tuple[nn.Module, dict[str, nn.Module | None
 
 def _refuse_copy(_: object) -> None:
     raise ZeroError(
-        "deepcopy() of a sharded model: weights and hooks are one engine's; copy the model before shard(), "
-        "or give a new one Zero.full_state_dict()"
+        "deepcopy() of a sharded model is not supported, since its weights and hooks belong to one engine: copy "
+        "the model before shard(), or load Zero.full_state_dict() into a new model"
     )

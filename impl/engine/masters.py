@@ -1,7 +1,8 @@
-"""This rank's fp32 masters and mean gradients as an optimizer sees them, their norm, and fp16's loss scale.
+"""Hands this rank's masters to optimizers, computes the norm of their gradients, and keeps fp16's loss scale.
 
-With a loss scale the mean gradients are unscaled in the fp32 shards, and a step whose gradients overflowed is
-skipped on all ranks.  Overflow shows in their global norm, in any codec, with the same bits on all ranks.
+With a loss scale, the scale is removed from the mean gradients in the fp32 shards.  A step whose gradients
+overflow is skipped on all ranks.  Ranks detect an overflow by the global norm of the gradients: whatever codec
+sent them, it is infinite or NaN then, and it has the same bits on all ranks.
 """
 
 from __future__ import annotations
@@ -18,28 +19,32 @@ from impl.errors import ZeroError
 from impl.plan.policy import LARGEST_SCALE, LossScale
 from impl.unit.unit import Unit
 
-LARGEST_POWER: Final = 8  # of a norm: fp32 gradients to this power stay within fp64
-_LEAST: Final = 1e-6  # added to the norm, which may be 0, as in torch's clipping
+LARGEST_POWER: Final = 8  # the largest p of a p-norm: fp32 gradients to this power stay within fp64
+_LEAST: Final = (
+    1e-6  # added to a norm before dividing by it, since it may be 0; torch's clipping does the same
+)
 
 
 class Masters:
-    """The masters of one sharded model on one rank; ``numbers`` are their :func:`id`."""
+    """The masters of one sharded model on one rank; ``numbers`` are the masters' :func:`id`."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self._all = [master for unit in units for _, master in unit.master_shard.masters]
         self.numbers = frozenset(map(id, self._all))
-        self.unused: set[int] = set()  # of these, not stepped by an optimizer since a gradient arrived
+        self.unused: set[int] = (
+            set()
+        )  # numbers of masters that no optimizer has stepped since a backward pass
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._all)
 
     def groups(self, options: Mapping[int, Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-        """For an optimizer: :meth:`impl.engine.engine.Zero.param_groups`."""
+        """Return parameter groups for an optimizer; see :meth:`impl.engine.engine.Zero.param_groups`."""
         tables: Any = {} if options is None else options
         if not isinstance(tables, Mapping) or not all(isinstance(t, Mapping) for t in tables.values()):
             raise ZeroError(
-                "param_groups(options=...): expected a table of each group's options by its number, as "
+                "param_groups(options=...): expected a table with the options of each group by its number, such as "
                 '{0: {"lr": 1e-3}}'
             )
         numbers = sorted({slot.spec.group for unit in self._units for slot in unit.geometry.slots})
@@ -54,8 +59,10 @@ class Masters:
         ]
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply all gradients."""
-        factors: dict[torch.device, float | Tensor] = {}  # a tensor is read from its device once
+        """Multiply all gradients by ``factor``, in place."""
+        factors: dict[
+            torch.device, float | Tensor
+        ] = {}  # so that a tensor is copied to each device only once
         for gradient in (master.grad for master in self if master.grad is not None):
             device = gradient.device
             if device not in factors:
@@ -63,11 +70,11 @@ class Masters:
             gradient.mul_(factors[device])
 
     def norm(self, wire: Wire, norm_type: float = 2.0) -> Tensor:
-        """() fp64 global norm of the gradients: :meth:`impl.engine.engine.Zero.grad_norm`."""
+        """Compute the global norm () fp64 of the gradients; see :meth:`impl.engine.engine.Zero.grad_norm`."""
         power, largest = float(norm_type), norm_type == math.inf
         if not (largest or 0 < power <= LARGEST_POWER):
             raise ZeroError(f"norm_type = {norm_type}: expected inf, or above 0 and at most {LARGEST_POWER}")
-        add = torch.maximum if largest else torch.add  # both pass a NaN on
+        add = torch.maximum if largest else torch.add  # both propagate NaN
 
         def part_of(gradient: Tensor) -> Tensor:
             if largest:
@@ -84,81 +91,83 @@ class Masters:
         for part in sums.values():
             total = add(total, part.to(total.device))
         norm = torch.zeros_like(total)
-        for part in wire.all_gather_small(total.view(1)).view(-1):  # NORM_BYTES of each rank
+        for part in wire.all_gather_small(total.view(1)).view(-1):  # NORM_BYTES from each rank
             norm = add(norm, part)
         if largest:
             return norm
         return norm.sqrt() if power == 2 else norm.pow(1 / power)
 
     def check_complete(self, held: Collection[int]) -> None:
-        """Refuse, with a ZeroError that counts them, optimizers of tensors ``held`` that lack masters with
-        gradients.
-        """
+        """Raise a ZeroError if masters with gradients are not among the tensors whose ids are in ``held``."""
         expected = [id(master) for master in self if master.grad is not None]
         if missing := sum(number not in held for number in expected):
             raise ZeroError(
-                f"step() of optimizers that lack {missing} of {len(expected)} masters with gradients: "
+                f"step() got optimizers without {missing} of the {len(expected)} masters that have gradients: "
                 "with a loss scale, give all optimizers to one step()"
             )
 
     @property
     def unused_gradients(self) -> int:
-        """The number of masters with a gradient that no optimizer has stepped."""
+        """The number of masters with a gradient that no optimizer has stepped yet."""
         return sum(master.grad is not None and id(master) in self.unused for master in self)
 
 
 def joint_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
-    """() fp64 norm of all gradients together, from that of each model; on the device of the first."""
+    """Combine the norms of several models' gradients into their joint norm () fp64, on the first one's device."""
     first, *others = norms
     if not others:
         return first
     together = torch.stack([first, *(norm.to(first.device) for norm in others)])
     if norm_type == math.inf:
-        return together.amax()  # passes a NaN on
+        return together.amax()  # propagates NaN
     return together.pow(norm_type).sum().pow(1 / norm_type)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """() factor that limits gradients of ``norm`` to ``max_norm``; NaN if the norm is not finite."""
+    """Return the factor () that scales gradients of ``norm`` to at most ``max_norm``.
+
+    It is at most 1, and NaN if the norm is not finite.
+    """
     factor = (max_norm / (norm + _LEAST)).clamp(max=1.0)
     return torch.where(norm.isfinite(), factor, math.nan)
 
 
 class Stepped(NamedTuple):
-    """The outcome of a step."""
+    """The outcome of :meth:`impl.engine.engine.Zero.step`."""
 
-    norm: float | None  # global, of the unscaled mean gradient, before clipping; None if not computed
-    done: bool  # whether the optimizer stepped; False after an overflow, on all ranks alike
+    # the global norm of the mean gradient, without loss scale and before clipping; None if it was not computed
+    norm: float | None
+    done: bool  # whether the optimizers stepped; False after an overflow, on all ranks alike
 
 
 class LossScaleError(ArithmeticError):
-    """Gradients overflow at the smallest loss scale: the cause is elsewhere."""
+    """Gradients overflow at the smallest loss scale, so a smaller scale is no remedy."""
 
 
-# The scale of a backward pass's loss, by autograd's number of the pass: a loss of several models is scaled by
-# the scaler of one, and the others learn of it here.
+# The loss scale of each backward pass, by the number that autograd gives the pass.  When the scaler of one model
+# scales a loss of several models, the scalers of the others find the scale here.
 _scales: dict[int, float] = {}
-_PASSES: Final = 64  # that are remembered: more than run at once, in threads
+_PASSES: Final = 64  # how many passes are remembered: more than threads run at once
 
 
 def _autograd_pass() -> int:
-    """Autograd's number of the backward pass under way in this thread; -1 outside."""
-    return torch._C._current_graph_task_id()  # noqa: SLF001  # there is no public one
+    """Return autograd's number of the backward pass that runs in this thread; -1 if none does."""
+    return torch._C._current_graph_task_id()  # noqa: SLF001  # there is no public function for it
 
 
 class LossScaler:
-    """The loss scale of one run; without a ``setting`` it stays at 1, and no step is skipped."""
+    """The loss scale of one model.  Without a ``setting`` the scale stays 1, and no step is skipped."""
 
     def __init__(self, setting: LossScale | None) -> None:
         self._setting = setting
         self.scale = 1.0 if setting is None else setting.initial
-        self.skipped = 0  # steps that overflowed so far
+        self.skipped = 0  # how many steps were skipped because of an overflow
         self._since = 0  # steps since the scale last changed
-        self._reached = False  # whether the backward pass under way began at a loss that scaled() gave
-        self._unscaled = 0  # backward passes since the last step
+        self._reached = False  # whether the running backward pass began at a loss that scaled() returned
+        self._unscaled = 0  # backward passes since the last step whose loss was not scaled
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The scaled loss, for ``backward()``."""
+        """Return the scaled loss, on which to call ``backward()``."""
         if self.scale == 1.0:
             return loss
         scaled = loss * self.scale
@@ -173,32 +182,43 @@ class LossScaler:
             _scales.pop(min(_scales), None)
 
     def passed(self) -> None:
-        """A backward pass is over."""
+        """Note that a backward pass has ended, and whether its loss was scaled."""
         reached = self._reached or _scales.get(_autograd_pass()) == self.scale
         self._unscaled += self.scale != 1.0 and not reached
         self._reached = False
 
     def forget(self) -> None:
-        """The gradients of all passes since the last step are not used."""
+        """Forget the backward passes since the last step, because their gradients are not used."""
         self._unscaled, self._reached = 0, False
 
     def check_scaled(self) -> None:
-        """Refuse, with a ZeroError that counts them, passes of losses that were not scaled."""
+        """Raise a ZeroError if there were backward passes whose loss was not scaled."""
         if self._unscaled:
             raise ZeroError(
-                f"step() after {self._unscaled} backward passes whose loss was not scaled: it would divide "
-                f"their gradients by the loss scale of {self.scale:g}; run "
-                "zero.scaler.scaled(loss).backward() (model.zero_grad() drops these)"
+                f"step() after {self._unscaled} backward passes whose loss was not scaled would divide their "
+                f"gradients by the loss scale of {self.scale:g}: drop the gradients with model.zero_grad(), and run "
+                "zero.scaler.scaled(loss).backward()"
             )
 
     def factor(self, norm: float, max_norm: float | None) -> float | None:
-        """The factor for gradients of this unscaled norm; None if the step is to be skipped."""
+        """Return the factor that undoes the loss scale and clips; None if the step must be skipped.
+
+        After an overflow, this lowers a dynamic loss scale.
+
+        Args:
+            norm: the norm of the gradients without the loss scale.
+            max_norm: the largest norm that gradients may have; None does not clip.
+
+        Raises:
+            LossScaleError: after an overflow at the smallest dynamic scale.
+        """
         if (setting := self._setting) is not None and not math.isfinite(norm):
             self.skipped += 1
-            if setting.window:  # a fixed scale stays, and every overflow is a skipped step
+            if setting.window:  # a scale without a window is fixed: every overflow only skips a step
                 if self.scale <= setting.least:
                     raise LossScaleError(
-                        f"gradients overflow at a loss scale of {self.scale:g}, the smallest allowed"
+                        f"gradients overflow at a loss scale of {self.scale:g}, the smallest allowed: look for "
+                        "the cause in the model or its data, or lower the learning rate"
                     )
                 self.scale, self._since = max(self.scale / 2.0, setting.least), 0
             return None
@@ -208,19 +228,19 @@ class LossScaler:
         return factor
 
     def stepped(self) -> None:
-        """A step was not skipped."""
+        """Note that a step was not skipped; a dynamic scale doubles after enough such steps."""
         self._since += 1
         if self._setting is not None and 0 < self._setting.window <= self._since:
             self.scale, self._since = min(self.scale * 2.0, LARGEST_SCALE), 0
 
     def follow(self, other: LossScaler, *, skipped: bool) -> None:
-        """Take over the scale of ``other``, which stepped, or ``skipped`` a step, for both."""
+        """Take over the scale of ``other``, which has stepped, or ``skipped`` a step, for both models."""
         if other is not self:
             self.scale, self._since = other.scale, other._since
             self.skipped += skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run continues from."""
+        """Return the state that a resumed run continues from."""
         return {"scale": self.scale, "skipped": self.skipped, "since": self._since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,14 +1,23 @@
 """Keeps a sharded model's persistent buffers equal on all ranks.
 
+A persistent buffer, such as a running mean, is part of the model's state dict, and training passes change it on
+each rank.  Before a forward pass, and before a state dict is taken, the ranks compare their buffers and write
+the mean, or rank 0's value, to those that differ.
+
 [Note: writing buffers]
-Before a forward pass the engine may have to write buffers of which the graph of an earlier pass keeps views:
-two passes come before one backward pass, as in preference training, or with a GAN's discriminator.  Values
-that are equal on all ranks, as tables of rotary embeddings, are not written at all.  Others are written in
-place, so that users' references and views, and captured graphs of a GPU, go on seeing the buffer.  Before
-that, graphs are given copies of what they keep of it (:meth:`~impl.engine.outside_uses.SavedTensors.spare`),
-since they need the values that their pass used.  Writing past torch's version counters instead would leave
-them the new values, and so wrong gradients without an error.  What is saved outside of passes the engine does
-not see: there torch's own check raises in backward.
+A buffer may have to be written while autograd's graph of an earlier forward pass still holds views of it.  This
+happens when two forward passes come before one backward pass, for example in preference training, or with a
+GAN's discriminator.
+
+* A buffer with equal values on all ranks, such as a table of rotary embeddings, is not written at all.
+* Other buffers are written in place, so that users' references and views, and captured CUDA graphs, see the new
+  values.
+* Before the write, autograd's graphs get copies of what they hold of the buffer
+  (:meth:`~impl.engine.outside_uses.SavedTensors.spare`), because backward needs the values that its forward
+  pass used.  To write without torch's version counters noticing would be no alternative: backward would compute
+  with the new values, and gradients would be wrong without an error.
+* The engine does not see tensors that autograd saves outside of passes of the model.  For these, torch's own
+  check raises an error in backward.
 """
 
 from __future__ import annotations
@@ -27,41 +36,44 @@ from impl.errors import ZeroError
 from impl.plan.topology import ranks_in_words
 
 _AVERAGED: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_CHANGED: Final = 1  # last byte of a rank's message whose buffers have not the kinds that were agreed on
+# The last byte of a rank's message if its buffers do not have the shapes and types that ranks have agreed on.
+_CHANGED: Final = 1
 _WAY_OUT: Final = "or register it with persistent=False, so that each rank has its own"
 
 
 class ModuleBuffers:
-    """The persistent buffers (running means, counters) of one model, which each rank's passes change.
+    """The persistent buffers (running means, counters) of one model on one rank.
 
-    All ranks take the mean of floating-point buffers of 16 to 64 bits, and rank 0's values of others (DDP: of
-    all).  Shapes and types were compared by ``shard()``, and are compared again when they change on a rank.
+    :meth:`make_equal` gives all ranks the mean of floating-point buffers of 16 to 64 bits, and rank 0's values
+    of all others.  (DDP takes rank 0's values of all.)  ``shard()`` compares shapes and types between ranks;
+    they are compared again when they change on a rank.
     """
 
     def __init__(self, model: nn.Module, wire: Wire, saved: SavedTensors) -> None:
         self._model, self._wire, self._saved = model, wire, saved
         self._agree_on(persistent(model))
-        self.differ = True  # whether a training pass may have changed them; at first unknown
-        # Whether there are some, or names of some without values yet, or modules that came after shard().
+        self.differ = True  # whether buffers may differ between ranks; at first this is unknown
+        # Whether the model may have persistent buffers: it has names of some, with or without values, or modules
+        # were added after shard().
         self.possible = any(
             part._buffers.keys() - part._non_persistent_buffers_set  # noqa: SLF001
             for part in model.modules()
         )
 
     def _agree_on(self, buffers: Mapping[str, Tensor]) -> None:
-        """From here on messages have place for such ``buffers``."""
+        """Set the layout of messages: they have room for ``buffers`` of these shapes and types."""
         self._kinds = _kinds(buffers)
-        # Of a rank's message, whose last byte may be _CHANGED; 0 without buffers: then there is no message.
+        # Bytes of a rank's message, whose last byte may be _CHANGED.  Without buffers there is no message.
         self.nbytes = sum(buffer.nbytes for buffer in buffers.values()) + 1 if buffers else 0
 
     @staticmethod
     def changed_by(module: nn.Module) -> bool:
-        """Whether a pass of ``module`` may change some, as running means, without recording gradients."""
+        """Return whether a pass of ``module`` without gradients may still change buffers, as batch norm does."""
         return any(part.training and part._buffers for part in module.modules())  # noqa: SLF001
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Context that restores all buffers, also those that are not persistent."""
+        """Context that restores all buffers on leaving, including those that are not persistent."""
         differ, kept = self.differ, [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         held = [(part, dict(part._buffers)) for part in self._model.modules()]  # noqa: SLF001
         try:
@@ -69,15 +81,16 @@ class ModuleBuffers:
         finally:
             self.differ = differ
             for part, buffers in held:
-                part._buffers.update(buffers)  # noqa: SLF001  # where others were assigned
+                part._buffers.update(buffers)  # noqa: SLF001  # other tensors may have been assigned
             for buffer, values in kept:
                 write(buffer, values)
 
     @torch.no_grad()
     def make_equal(self) -> None:
-        """Make them equal if a pass may have changed them; all ranks must call it.
+        """Make buffers equal on all ranks, if a pass may have changed them; all ranks must call it.
 
-        Raises ZeroError: on all ranks, for a buffer whose shape or type differs between ranks.
+        Raises:
+            ZeroError: on all ranks, if the shape or type of a buffer differs between ranks.
         """
         if not self.differ:
             return
@@ -87,12 +100,12 @@ class ModuleBuffers:
         if (rows := self._gathered(buffers)) is None:
             self._compare(buffers)
             self._agree_on(buffers)
-            if (rows := self._gathered(buffers)) is None:  # there are none any more
+            if (rows := self._gathered(buffers)) is None:  # the model has no buffers any more
                 return
         self.differ = False
         sizes = [buffer.nbytes for buffer in buffers.values()]
         parts = dict(zip(buffers, torch.split(rows[:, :-1], sizes, dim=1), strict=True))  # (ranks, bytes)
-        # One transfer for all buffers, since the host waits for it.
+        # All answers are copied to the host at once, since the host waits for each copy.
         differ = torch.stack([(part != part[:1]).any() for part in parts.values()]).tolist()
         names = [name for name, differs in zip(parts, differ, strict=True) if differs]
         if not names:
@@ -110,8 +123,11 @@ class ModuleBuffers:
                 write(buffer, values)
 
     def _gathered(self, buffers: Mapping[str, Tensor]) -> Tensor | None:
-        """(ranks, bytes) of ``buffers`` on all ranks; None if on any of them these are not as agreed on."""
-        if not self.nbytes:  # the first ones came after shard(), to all ranks
+        """Gather the bytes of ``buffers`` on all ranks, (ranks, bytes) uint8.
+
+        Returns None if any rank's buffers do not have the shapes and types that ranks have agreed on.
+        """
+        if not self.nbytes:  # all ranks got their first buffers after shard()
             return None
         device = self._wire.mesh.device
         if _kinds(buffers) == self._kinds:
@@ -124,7 +140,10 @@ class ModuleBuffers:
         return None if (rows[:, -1] == _CHANGED).any() else rows
 
     def _compare(self, buffers: Mapping[str, Tensor]) -> None:
-        """Refuse, on all ranks, buffers whose kinds differ between ranks, or are none to make equal."""
+        """Raise a ZeroError, on all ranks, if a buffer's shape or type differs between ranks.
+
+        Buffers of which no mean can be taken are refused too.
+        """
         device = self._wire.mesh.device
         text = json.dumps(in_words(buffers)).encode()
         lengths = self._wire.all_gather_small(torch.tensor([len(text)], device=device), "buffers")
@@ -136,7 +155,7 @@ class ModuleBuffers:
         check(buffers)
 
     def _replace(self, buffer: Tensor, values: Tensor) -> None:
-        """Hold ``values`` in place of a pass's result, which cannot be written."""
+        """Put a new buffer with ``values`` in place of ``buffer``, a result of a pass that cannot be written."""
         with torch.inference_mode(mode=False), torch.no_grad():
             new = torch.empty_like(buffer, requires_grad=False).copy_(values)
         for part in self._model.modules():
@@ -146,17 +165,18 @@ class ModuleBuffers:
 
 
 def persistent(model: nn.Module) -> dict[str, Tensor]:
-    """Persistent buffers with elements, each once, in the model's order."""
+    """Return the persistent buffers that have elements, by name; each once, in the model's order."""
     buffers: dict[int, tuple[str, Tensor]] = {}
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():  # noqa: SLF001  # as state_dict() does
+        for name, buffer in module._buffers.items():  # noqa: SLF001  # the same walk as state_dict()'s
             if buffer is None or name in module._non_persistent_buffers_set or not buffer.numel():  # noqa: SLF001
                 continue
             buffers.setdefault(id(buffer), (f"{prefix}.{name}" if prefix else name, buffer))
     return dict(buffers.values())
 
 
-Kind = tuple[torch.Size, torch.dtype, torch.layout, type[Tensor], bool]  # last: whether on the meta device
+# The kind of a buffer: shape, type of elements, layout, class, and whether it is on the meta device.
+Kind = tuple[torch.Size, torch.dtype, torch.layout, type[Tensor], bool]
 
 
 def _kinds(buffers: Mapping[str, Tensor]) -> dict[str, Kind]:
@@ -164,7 +184,7 @@ def _kinds(buffers: Mapping[str, Tensor]) -> dict[str, Kind]:
 
 
 def in_words(buffers: Mapping[str, Tensor]) -> dict[str, str]:
-    """The kind of each buffer, for messages."""
+    """Return the kind of each buffer as text, such as ``(3, 3) float32 sparse_coo``."""
     return {name: _words(*kind) for name, kind in _kinds(buffers).items()}
 
 
@@ -178,7 +198,10 @@ def _words(shape: torch.Size, dtype: torch.dtype, layout: torch.layout, kind: ty
 
 
 def check(buffers: Mapping[str, Tensor]) -> None:
-    """Refuse, with a ZeroError, buffers without plain memory of their values: sparse ones, wrappers, meta."""
+    """Raise a ZeroError for a buffer that is sparse, quantised, a wrapper class or on the meta device.
+
+    Only a buffer with its values in memory of its own can be made equal on all ranks.
+    """
     for name, words in in_words(buffers).items():
         if not memory_of(buffers[name]) or buffers[name].is_quantized:
             raise ZeroError(
@@ -188,9 +211,12 @@ def check(buffers: Mapping[str, Tensor]) -> None:
 
 
 def difference(ranks: Sequence[Mapping[str, str]]) -> str | None:
-    """The error of kinds of buffers that differ, in order of ``ranks``; None if they are equal."""
+    """Return an error message for the first buffer whose kind differs between ranks; None if none does.
+
+    ``ranks`` has, for each rank in order, the kinds of its buffers as :func:`in_words` gives them.
+    """
     for name in {name: None for kinds in ranks for name in kinds}:
-        alike: dict[str, list[int]] = {}  # ranks by kind
+        alike: dict[str, list[int]] = {}  # kind -> ranks whose buffer is of this kind
         for rank, kinds in enumerate(ranks):
             alike.setdefault(kinds.get(name, "none"), []).append(rank)
         if len(alike) > 1:
@@ -202,7 +228,10 @@ def difference(ranks: Sequence[Mapping[str, str]]) -> str | None:
 
 
 def write(buffer: Tensor, values: Tensor) -> None:
-    """Write ``values`` in place; a buffer made by ``expand()`` has each once in memory."""
+    """Write ``values`` to ``buffer`` in place.
+
+    A buffer made by ``expand()`` has a single value in memory along each expanded dimension; it is written once.
+    """
     with torch.inference_mode(buffer.is_inference()), torch.no_grad():
         if buffer.layout is torch.strided:
             for dim, stride in enumerate(buffer.stride()):

@@ -1,4 +1,7 @@
-"""Casts whole weights to the type that another program wants, and notes the values that it cannot hold."""
+"""Casts whole weights to a narrower type for a state dict or an export, and reports values that are lost.
+
+Values are lost if they are finite but beyond the type's largest value, or if they become 0.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ from torch import Tensor
 from impl.codecs.reference import DTYPES, NAMES
 from impl.errors import ZeroError
 
-_MOST_NAMED: Final = 4  # tensors of one message
+_MOST_NAMED: Final = 4  # a message names at most this many tensors and counts the rest
 _OTHERS: Final = (torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
-    """The type that ``dtype`` is or names; a ZeroError if weights cannot be cast to it."""
+    """Return the type that ``dtype`` is, or names; raises a ZeroError if weights cannot be cast to it."""
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found not in (*DTYPES.values(), *_OTHERS):
         others = ", ".join(map(str, (*DTYPES.values(), *_OTHERS)))
@@ -27,27 +30,28 @@ def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
-    """Values of one tensor that the type does not hold."""
+    """Counts of the values of one tensor that the type cannot hold."""
 
     name: str
     numel: int
-    overflowed: int  # finite values beyond the type's largest
-    largest: float  # of the finite values, by magnitude, with its sign
-    vanished: int  # other values than 0 that became 0
-    not_finite: int  # values that were infinite or NaN before the cast
+    overflowed: int  # number of finite values beyond the type's largest value
+    largest: float  # the overflowed value with the largest magnitude; 0 if none overflowed
+    vanished: int  # number of values that were not 0 and became 0
+    not_finite: int  # number of values that were infinite or NaN before the cast
 
 
 class Narrowing:
-    """Casts tensors to ``dtype``, one after the other."""
+    """Casts tensors to ``dtype``, one after the other, and counts the values that are lost."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, info = dtype, torch.finfo(dtype)
-        # Values up to half a step beyond the largest are rounded to it; some types saturate at others.
+        # Values up to half a step beyond the largest value are rounded to it.  Values beyond this bound overflow,
+        # also where torch's cast does not make them infinite, as for types that saturate.
         self._bound = info.max + math.ldexp(info.eps, math.frexp(info.max)[1] - 2)
         self._lost: dict[str, _Lost] = {}
 
     def cast(self, name: str, values: Tensor) -> Tensor:
-        """``values`` (fp32), called ``name``, in the type; the same name counts once."""
+        """Cast ``values`` (fp32) and count what is lost under ``name``; a name that comes again replaces it."""
         cast = values.to(self.dtype)
         back, finite = cast.to(values.dtype), values.isfinite()
         overflowed = finite & ~back.isfinite()
@@ -64,7 +68,7 @@ class Narrowing:
         return cast
 
     def overflow(self) -> str | None:
-        """Which tensors have how many finite values beyond the type's largest; None if they have none."""
+        """Return a sentence that names the tensors with finite values beyond the type's largest; else None."""
         parts = [
             f"{lost.name!r} ({lost.overflowed:,} of {lost.numel:,}, largest {lost.largest:g})"
             for lost in self._lost.values()
@@ -78,7 +82,7 @@ class Narrowing:
         )
 
     def notes(self) -> tuple[str, ...]:
-        """A line for each kind: finite values that overflow, values that became 0 or were not finite."""
+        """Return a line for each kind of loss that occurred: overflow, values that became 0, NaN or infinity."""
         lines = [self.overflow()]
         for sentence, key in (
             (f"values became 0 in {self._kind}", "vanished"),

@@ -1,8 +1,12 @@
-"""Watches the optimizers of this process: a step changes weights, and some optimizers are refused.
+"""Watches all torch optimizers of this process, so that engines learn when their masters are stepped.
 
-No version counter shows that masters were stepped (fused AdamW leaves it alone), so every step is watched;
-the masters that an optimizer holds tell whose weights it changes.  With the last engine the watch ends, and
-torch is as before.
+Version counters do not show a step: fused AdamW does not increment them.  Therefore hooks run before and after
+every optimizer's step.  They find the engines whose masters the optimizer holds, refuse an optimizer that is not
+elementwise, and report the step to these engines.
+
+Some functions of torch would take one rank's masters for the whole model: ``clip_grad_norm_()``, ``GradScaler``
+and the loading of a state dict of another layout.  They are replaced by guards that refuse masters and otherwise
+call the original.  Hooks and guards are removed with the last engine.
 """
 
 from __future__ import annotations
@@ -32,15 +36,18 @@ from impl.engine.elementwise_probe import ELEMENTWISE, why_not
 from impl.errors import ZeroError
 from impl.unit.placeholder import Placeholder
 
-_engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # Zero, by creation
+_engines: weakref.WeakValueDictionary[int, Any] = (
+    weakref.WeakValueDictionary()
+)  # engines in order of creation
 _numbers = itertools.count()
-_tried: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # their options then
-# A garbage collection may end an engine, and so call _release(), while this thread holds it.
+# The optimizers that were found elementwise, with the switches among their options at that time.
+_tried: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+# Reentrant, because a garbage collection may end an engine and call _release() while this thread holds the lock.
 _lock = threading.RLock()
 
 
 def watch_optimizers(engine: Any) -> None:
-    """From now on steps of optimizers that hold masters of ``engine`` are reported to it."""
+    """From now on, report to ``engine`` the steps of optimizers that hold its masters."""
     with _lock:
         _engines[next(_numbers)] = engine
         _watch()
@@ -48,32 +55,33 @@ def watch_optimizers(engine: Any) -> None:
 
 
 def engines() -> list[Any]:
-    """All live engines, in the order of their creation, which is the same on all ranks."""
+    """Return all live engines in the order of their creation, which is the same on all ranks."""
     with _lock:
         return list(_engines.values())
 
 
 def engines_of(optimizers: Iterable[Optimizer]) -> list[Any]:
-    """The live engines with masters among the optimizers' tensors, in the order of their creation.
+    """Return the live engines whose masters the optimizers hold, in the order of their creation.
 
-    A ZeroError for an object that is no optimizer of torch, whose tensors and steps are not known.
+    Raises:
+        ZeroError: for an object that is no ``torch.optim.Optimizer``.
     """
     optimizers = list(optimizers)
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ZeroError(
-                f"step() of a {type(optimizer).__name__}, whose tensors are not known: expected a "
-                "torch.optim.Optimizer, such as the one inside it"
+                f"step() got a {type(optimizer).__name__}, whose tensors are not known: pass a "
+                "torch.optim.Optimizer, such as the optimizer that it wraps"
             )
     held = {id(tensor) for o in optimizers for group in o.param_groups for tensor in group["params"]}
     return [engine for engine in engines() if not held.isdisjoint(engine.masters.numbers)]
 
 
-# What is done to torch while there are engines
+# Changes to torch while there are engines
 
 
 class _Guard(NamedTuple):
-    """A function of torch that was replaced by one which refuses masters, and else calls it."""
+    """A function of torch, and the guard that has taken its place: attribute ``name`` of ``owner``."""
 
     owner: Any
     name: str
@@ -81,22 +89,23 @@ class _Guard(NamedTuple):
     guard: Callable[..., Any]
 
 
-_handles: Final[list[RemovableHandle]] = []  # of hooks of optimizers
+_handles: Final[list[RemovableHandle]] = []  # handles of the hooks on optimizers' steps
 _guards: Final[list[_Guard]] = []  # in the order in which they were set
-_STEP: Final = Optimizer.profile_hook_step(lambda: None).__code__  # calls the hooks
+_STEP: Final = Optimizer.profile_hook_step(lambda: None).__code__  # the code of torch that calls the hooks
 
 
 def _watch() -> None:
-    """Have torch call this file's hooks, and refuse what it would find in gradients of one rank's shards."""
+    """Install the hooks and guards that are not installed yet."""
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
         _handles.append(register_optimizer_step_post_hook(_after_step))
     for owner, name, guard_of in (
-        # clip_grad_norm_() looks it up when called; torch has no hook there, and optimizers see it too late.
+        # clip_grad_norm_() calls this function.  Torch has no hook for clipping, and at the optimizer's step it
+        # would be too late.
         (clip_grad, "_get_total_norm", _guard_norm),
         (utils, "get_total_norm", _guard_norm),
-        (GradScaler, "_unscale_grads_", _guard_unscaling),  # steps and unscale_() look for overflows in it
-        (Optimizer, "load_state_dict", _guard_loading),  # hooks of it are one optimizer's
+        (GradScaler, "_unscale_grads_", _guard_unscaling),  # step() and unscale_() detect overflows there
+        (Optimizer, "load_state_dict", _guard_loading),  # torch has hooks for it only on a single optimizer
     ):
         replaced = vars(owner)[name]
         if all(replaced is not guard.guard for guard in _guards):
@@ -105,9 +114,10 @@ def _watch() -> None:
 
 
 def _release() -> None:
-    """Without an engine, leave torch as it was before the first.
+    """If no engine is left, remove hooks and guards, so that torch is as it was before the first engine.
 
-    A guard that others have replaced since, and may call, stays and passes all calls on.
+    A guard whose place other code has taken since is left alone, since that code may call it.  It passes all
+    calls on to torch.
     """
     with _lock:
         if engines() or _stepping():
@@ -121,11 +131,11 @@ def _release() -> None:
 
 
 def _stepping() -> bool:
-    """Whether a thread is inside an optimizer's step, where torch goes through its hooks.
+    """Return whether a thread is inside an optimizer's step, where torch iterates over the hooks.
 
-    Garbage may be collected there, and hooks that are removed meanwhile would end the step in an error.
+    A garbage collection during the step may end an engine; removing hooks then would break torch's iteration.
     """
-    for frame in sys._current_frames().values():  # noqa: SLF001  # the public name of it
+    for frame in sys._current_frames().values():  # noqa: SLF001  # documented in spite of its name
         inner: FrameType | None = frame
         while inner is not None:
             if inner.f_code is _STEP:
@@ -146,7 +156,7 @@ def _guard_norm(torch_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
         held = {id(master.grad) for engine in watched for master in engine.masters}
         if not held.isdisjoint(map(id, gradients)):
             raise ZeroError(
-                "torch.nn.utils.clip_grad_norm_() of masters, which are this rank's shards: their norm is "
+                "torch.nn.utils.clip_grad_norm_() got masters, which are this rank's shards: their norm is "
                 "not the model's; use zero.step(max_norm=) or zero.clip_grad_norm_()"
             )
         return torch_norm(gradients, *args, **kwargs)
@@ -161,8 +171,8 @@ def _guard_unscaling(unscale: Callable[..., Any]) -> Callable[..., Any]:
             _release()
         elif _held(optimizer)[1]:
             raise ZeroError(
-                "GradScaler of masters, which are this rank's shards: after an overflow ranks would skip "
-                "different steps; use the policy's loss_scale and zero.step()"
+                "GradScaler got an optimizer of masters, which are this rank's shards: after an overflow, ranks "
+                "would skip different steps; use the policy's loss_scale and zero.step()"
             )
         return unscale(scaler, optimizer, *args, **kwargs)
 
@@ -175,7 +185,8 @@ def _guard_loading(load: Callable[..., None]) -> Callable[..., None]:
         check = None
         if not engines():
             _release()
-        elif _held(optimizer)[1]:  # a hook, as users' hooks, which run before it, may change the state
+        elif _held(optimizer)[1]:
+            # The check is a hook that runs last, because users' hooks may still change the state.
             check = optimizer.register_load_state_dict_pre_hook(_check_state)
         try:
             load(optimizer, state_dict)
@@ -187,37 +198,45 @@ def _guard_loading(load: Callable[..., None]) -> Callable[..., None]:
 
 
 def _check_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Refuse, with a ZeroError, a state of other tensors than masters, past whose end a fused step writes."""
+    """Raise a ZeroError for a state whose tensors do not have the sizes of the masters.
+
+    A fused step with such a state would read and write past the end of its tensors.
+    """
     saved, own = (
         [number for group in groups for number in group["params"]]
         for groups in (state_dict["param_groups"], optimizer.param_groups)
     )
     kind = type(optimizer)
-    by_element = kind.__module__.startswith("torch.optim.")  # all their states but single numbers are
-    for number, master in zip(saved, own, strict=False):  # torch compares how many there are
+    # In torch's optimizers, every state that is not a single number has one value per element.
+    by_element = kind.__module__.startswith("torch.optim.")
+    for number, master in zip(saved, own, strict=False):  # torch itself compares the numbers of tensors
         for key, value in state_dict["state"].get(number, {}).items():
             if not isinstance(value, Tensor) or not value.dim() or value.shape == master.shape:
                 continue
             if by_element or value.dim() > 1:  # masters have one dimension
                 raise ZeroError(
                     f"load_state_dict() of {kind.__name__}: {key!r} is {tuple(value.shape)} for a master of "
-                    f"{master.numel()} elements, this rank's shard: it is of a whole model, or of another "
+                    f"{master.numel()} elements, this rank's shard: the state is of a whole model, or of another "
                     "layout; use impl.checkpoint.save_load.load(), or impl.parameters.access.OptimizerState"
                 )
 
 
-# What hooks of optimizers do
+# Hooks on optimizers' steps
 
 
 def _held(optimizer: Optimizer) -> tuple[set[int], list[Any]]:
-    """The tensors of an optimizer, by :func:`id`, and the engines with masters among them."""
+    """Return the :func:`id` of an optimizer's tensors, and the engines that have masters among them.
+
+    Raises:
+        ZeroError: if the optimizer holds parameters of a sharded model instead of masters.
+    """
     held = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             held.add(id(parameter))
             if isinstance(parameter, Placeholder):
                 raise ZeroError(
-                    f"{type(optimizer).__name__} holds parameters of a sharded model, which it cannot "
+                    f"{type(optimizer).__name__} holds parameters of a sharded model, which an optimizer cannot "
                     "change: construct it with Zero.param_groups()"
                 )
     return held, [engine for engine in engines() if not held.isdisjoint(engine.masters.numbers)]
@@ -233,7 +252,10 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _check_elementwise(optimizer: Optimizer, *, closure: bool) -> None:
-    """Refuse, with a ZeroError, an optimizer that is not elementwise; tried anew if its switches change."""
+    """Raise a ZeroError for an optimizer that is not elementwise.
+
+    It is tested once, and again whenever an option that is a boolean or a text has changed.
+    """
     groups = optimizer.param_groups
     switches = [value for group in groups for value in group.values() if isinstance(value, bool | str)]
     if _tried.get(optimizer) != switches:

@@ -1,16 +1,18 @@
-"""Uses of weights that escape the events of modules: by other modules, and by what autograd saves.
+"""Handles uses of weights that the hooks on modules do not see: by other modules, and in autograd's graph.
 
 [Note: saved tensors]
-Events of modules say when a unit is gathered and resharded, but a use of weights can escape them: a block
-applied twice in a row, outputs that hide tensors, a detached copy.  So during a forward pass a tensor in a
-unit's flat buffer (P,) is saved as its :data:`~impl.unit.flat_buffer.View` and the version of the weights;
-unpacking it in backward gathers the unit if need be: a missed event costs time, never a crash.
+Hooks on modules gather and reshard units, but some uses of weights escape them: a block that is applied twice
+in a row, outputs that hide tensors in an object, a detached copy.  Therefore, when autograd saves a tensor that
+lies in a unit's flat buffer (P,), a saved-tensor hook stores only its :data:`~impl.unit.flat_buffer.View` and
+the version of the weights.  When backward needs the tensor, unpacking it gathers the unit if it is not gathered.
+A use that the hooks on modules have missed thus costs time, but is never an error.
 
-Torch calls only the saved-tensor hooks that were entered last.  Around a call of the model or of a block the
-engine's hide the user's, and so hand them every tensor that is not a weight.  Weights stay the engine's: what
-``save_on_cpu()`` keeps of them would be a copy of the whole model.  Where the user has no hooks, the engine's
-check for changes in place, as torch does only without hooks.  Hooks that the user enters inside of a block's
-forward pass are called instead of the engine's, for weights too; a unit's memory stays while they keep views.
+Torch calls only the saved-tensor hooks that were entered last.  During a call of the model or of a block, these
+are the engine's, which hide the user's.  The engine's hooks therefore pass every tensor that is not a weight on
+to the user's hooks.  Weights are not passed on, since ``save_on_cpu()`` would keep a copy of the whole model.  If
+the user has no hooks, the engine's hooks check that saved tensors are not changed in place, because torch makes
+this check only without hooks.  Hooks that the user enters inside of a block's forward pass are called instead of
+the engine's, for weights too; the unit's memory is then kept as long as they hold views of it.
 """
 
 from __future__ import annotations
@@ -35,39 +37,45 @@ from impl.unit.unit import Unit
 
 
 def register(module: nn.Module, unit: Unit) -> None:
-    """Gather ``unit`` ahead of each forward pass of ``module``, and reshard it after."""
-    gathered: list[bool] = []  # by call under way, the innermost last
+    """Gather ``unit`` before each forward pass of ``module``, and reshard it afterwards."""
+    gathered: list[bool] = []  # for each running call, the innermost last: whether it has gathered the unit
 
     def before(*_: Any) -> None:
-        gathered.append(not recomputing() and not unit.in_use)  # a block that runs again gathers by use
+        gathered.append(
+            not recomputing() and not unit.in_use
+        )  # a recomputed block gathers when it uses a weight
         if gathered[-1]:
             unit.gather_outside()
 
     def after(_: nn.Module, __: Any, output: Any) -> None:
-        if gathered and gathered.pop():  # none if an earlier hook failed
+        if gathered and gathered.pop():  # the list is empty if a hook before ours has failed
             unit.end_use_outside({memory_of(tensor) for tensor in tensors_in(output)})
 
-    module.register_forward_pre_hook(before)  # after the engine's own
+    module.register_forward_pre_hook(before)  # runs after the engine's own hook
     module.register_forward_hook(after, always_call=True)
 
 
-# What autograd keeps in place of a saved tensor: a function, which returns the tensor, and its arguments.
-# Plain tuples, one for every tensor that a forward pass saves: a dataclass takes five times as long to make.
+# What autograd keeps in place of a saved tensor: a function that returns the tensor, and the function's arguments.
+# A forward pass makes one for each tensor that it saves; a dataclass would take five times as long as a tuple.
 Packed = tuple[Any, ...]
-# Packs a tensor in memory that is looked up by address; None if it is to be saved as any other tensor.
+# Packs a tensor that lies in memory known by its address; returns None to save it like any other tensor.
 Special = Callable[[Tensor, Any], Packed | None]
-_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # that pack and unpack
+_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # a pair of hooks: pack and unpack
 
 
 def weights_in(units: Sequence[Unit]) -> Special:
-    """Pack a view of the flat buffer of a unit, given by index, as its place there."""
+    """Return a function that packs views of the units' flat buffers, as shape, strides and offset.
+
+    The function is called with a tensor and the index of the unit in whose memory it lies.
+    """
 
     def pack(tensor: Tensor, index: int) -> Packed | None:
         unit = units[index]
         if not unit.gathered or unit.flat.address != memory_of(tensor):
             return None
         if tensor.dtype != unit.flat.dtype or tensor.is_conj() or tensor.is_neg():
-            return _as_it_was, tensor.detach().clone(), 0  # seen as complex numbers, or negated when read
+            # A view as complex numbers, or one that is negated when it is read: as_strided() cannot restore it.
+            return _as_it_was, tensor.detach().clone(), 0
         view = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         return _gathered_again, unit, view, unit.master_shard.version
 
@@ -75,27 +83,38 @@ def weights_in(units: Sequence[Unit]) -> Special:
 
 
 def _gathered_again(unit: Unit, view: View, version: Version) -> Tensor:
-    """The view of the unit's weights, of this version, which are gathered if need be."""
+    """Return a view of the unit's weights that autograd has saved, gathering the weights if need be.
+
+    Raises:
+        ZeroError: if the weights are no longer of this ``version``.
+    """
     if version != unit.master_shard.version:
         raise ZeroError(
-            f"the weights of unit {unit.geometry.name!r} changed between its forward and its backward pass"
+            f"the weights of unit {unit.geometry.name!r} changed between its forward and its backward pass: "
+            "step optimizers and write weights after backward()"
         )
-    unit.all_gather("backward")  # unless gathered
+    unit.all_gather("backward")  # does nothing if they are gathered
     return unit.flat.attach().as_strided(*view)
 
 
 def _as_it_was(tensor: Tensor, version: int) -> Tensor:
-    """The saved tensor, unless it was changed in place, which torch checks only without hooks."""
+    """Return a saved tensor; raises a ZeroError if it was changed in place since.
+
+    Torch makes this check itself only where there are no saved-tensor hooks.
+    """
     if tensor._version != version:  # noqa: SLF001
         raise ZeroError(
             f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an inplace "
-            "operation"
+            "operation: change a clone of it instead"
         )
     return tensor
 
 
 class _Constant:
-    """A saved tensor that has no gradient, and so may be a view of a buffer; ``packed`` as any other."""
+    """A saved tensor that needs no gradient, and so may be a view of a module's buffer.
+
+    Its ``packed`` form can be replaced later: see :meth:`SavedTensors.spare`.
+    """
 
     __slots__ = ("__weakref__", "packed")
 
@@ -111,7 +130,8 @@ def _unpack(packed: Packed) -> Tensor:
     return tensor
 
 
-NOTHING: Final = object()  # in place of hooks, or None, where a call has not taken over
+# Marks, in SavedTensors.calls, a call that has not put the engine's hooks on torch's stack.
+NOTHING: Final = object()
 
 
 def _module(hook: Callable[..., Any]) -> str | None:
@@ -119,31 +139,44 @@ def _module(hook: Callable[..., Any]) -> str | None:
 
 
 class SavedTensors:
-    """Hooks of autograd's saving of tensors: ``special`` packs those in memory at the addresses ``places``.
+    """The engine's saved-tensor hooks; see [Note: saved tensors].
 
-    Each call of a module appends ``NOTHING`` to ``calls``, may :meth:`take_over`, ends with :meth:`leave`.
+    Each call of a hooked module appends ``NOTHING`` to ``calls``, may call :meth:`take_over`, and ends with
+    :meth:`leave`.
+
+    Args:
+        special: packs tensors in memory whose address is in ``places``; gets the tensor and the place.
+        places: maps addresses of memory to places, such as the index of a unit.
     """
 
     def __init__(self, special: Special, places: Mapping[int, Any]) -> None:
         self._special, self._places = special, places
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
-        self._users: _Hooks | None = None  # that ours hide
-        self.calls: list[Any] = []  # under way, the innermost last: ``_users`` before that took over
-        self._constants = weakref.WeakSet[_Constant]()  # those that graphs keep
+        self._users: _Hooks | None = None  # the user's hooks that the engine's hide
+        # One entry for each running call, the innermost last: the value that ``_users`` had before the call took
+        # over, or NOTHING.
+        self.calls: list[Any] = []
+        self._constants = weakref.WeakSet[_Constant]()  # the constants that autograd's graphs hold
 
     @property
     def active(self) -> bool:
-        """Whether a call is under way."""
+        """Whether a call is running."""
         return bool(self.calls)
 
     def take_over(self, *, needed: bool = True) -> None:
-        """For the innermost call, put the hooks on top of torch's stack, whose top alone is called.
+        """Put the engine's hooks on top of torch's stack of saved-tensor hooks, for the innermost call.
 
-        Nothing is done where they are there already, nor in a region of ``torch.utils.checkpoint``: its hooks
-        keep no tensor, but number all that are saved, weights too, to find them again when the region is
-        computed anew.  Where hooks are disabled, raises a ZeroError if these are ``needed``.
+        Nothing is done if they are called already, or in a region of ``torch.utils.checkpoint``.  The hooks of
+        such a region keep no tensors: they count all tensors that are saved, weights included, to find them
+        again when the region is recomputed.
+
+        Args:
+            needed: whether to raise an error where saved-tensor hooks are disabled, or do nothing.
+
+        Raises:
+            ZeroError: if saved-tensor hooks are disabled and ``needed``.
         """
-        # None without hooks, which torch does not declare.
+        # The result is None if there are no hooks, although torch does not declare this.
         top: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
         if self._hears(top) or (top is not None and _module(top[0]) == checkpoint.__name__):
             return
@@ -152,14 +185,17 @@ class SavedTensors:
             if not needed:
                 return
             raise ZeroError(
-                f"saved-tensor hooks are disabled ({disabled}), but a sharded model gathers weights again in "
-                "backward by them: call it outside of disable_saved_tensors_hooks(), or under torch.no_grad()"
+                f"saved-tensor hooks are disabled ({disabled}), but a sharded model needs them to gather weights "
+                "again in backward: call it outside of disable_saved_tensors_hooks(), or under torch.no_grad()"
             )
         self._hooks.__enter__()
         self.calls[-1], self._users = self._users, top
 
     def _hears(self, top: _Hooks | None) -> bool:
-        """Whether these hooks are on top, or hidden by those of other engines, which hand tensors on."""
+        """Return whether tensors reach these hooks, given the hooks on ``top`` of torch's stack.
+
+        They do if these hooks are on top, or if only hooks of other engines hide them, since those pass tensors on.
+        """
         while top is not None:
             owner = getattr(top[0], "__self__", None)
             if owner is self:
@@ -168,18 +204,21 @@ class SavedTensors:
         return False
 
     def leave(self) -> None:
-        """The innermost call ends."""
+        """End the innermost call, and remove the hooks if it had put them on the stack."""
         if self.calls and (users := self.calls.pop()) is not NOTHING:
             self._hooks.__exit__()
             self._users = users
 
     def leave_all(self) -> None:
-        """All calls were interrupted."""
+        """End all calls, because they were interrupted."""
         while self.calls:
             self.leave()
 
     def spare(self, memories: Collection[int]) -> None:
-        """Let graphs keep copies of the constants in memory at these addresses, which will be overwritten."""
+        """Replace constants that lie in memory at these addresses by copies, before that memory is written.
+
+        Autograd's graphs then keep the values that their forward pass used.
+        """
         copies: dict[tuple[Any, ...], Tensor] = {}
 
         def copied(tensor: Tensor) -> Tensor:
@@ -189,21 +228,21 @@ class SavedTensors:
             place = address, tensor.storage_offset(), tensor.shape, tensor.stride()
             view = *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()
             if view not in copies:
-                with torch.inference_mode(mode=False):  # they outlive a pass in inference mode
+                with torch.inference_mode(mode=False):  # the copies will outlive a pass in inference mode
                     copies[view] = tensor.detach().clone()
             return copies[view]
 
         for constant in self._constants:
             unpack, *kept = constant.packed
-            if unpack is not _as_it_was:  # the object of the user's hook
+            if unpack is not _as_it_was:  # kept[0] is what the user's hook returned
                 constant.packed = unpack, *(tree_map_only(Tensor, copied, each) for each in kept)
-            elif kept[0]._version == kept[1]:  # noqa: SLF001  # else the user's change is an error of backward
+            elif kept[0]._version == kept[1]:  # noqa: SLF001  # a change by the user must raise in backward
                 copy = copied(kept[0])
                 constant.packed = unpack, copy, copy._version  # noqa: SLF001
 
     def _pack(self, tensor: Tensor) -> Packed:
-        """What autograd keeps in place of a saved tensor."""
-        if type(tensor) is Placeholder:  # an argument of an autograd.Function, which asks for no values
+        """Return what autograd keeps in place of a saved tensor: the hook for packing."""
+        if type(tensor) is Placeholder:  # an autograd.Function saved its argument without computing with it
             tensor = values_of(tensor)
         place = self._places.get(memory_of(tensor))
         if place is not None and (packed := self._special(tensor, place)) is not None:
@@ -211,7 +250,7 @@ class SavedTensors:
         if (users := self._users) is not None:
             packed = users[1], users[0](tensor)
         else:
-            # Detached, since an output kept with its graph would keep itself.
+            # Detached, since an output that is kept with its graph would keep itself alive.
             packed = _as_it_was, tensor.detach(), tensor._version  # noqa: SLF001
         if tensor.requires_grad:
             return packed
@@ -221,7 +260,7 @@ class SavedTensors:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Address of the memory of ``tensor``; 0 if it has none, or several: sparse, wrappers."""
+    """Return the address of the memory of ``tensor``; 0 for sparse tensors and wrappers, which have no single one."""
     if tensor.layout is not torch.strided or (tensor.numel() and not tensor.data_ptr()):
         return 0
     return tensor.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""Full state dicts of a sharded model."""
+"""Gathers and loads full state dicts: those that the unsharded model would have."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from impl.unit.placeholder import Placeholder
 from impl.unit.unit import Unit
 from impl.unit.whole_values import WholeValues
 
-EXTRA: Final = "_extra_state"  # suffix of the entry of a module's get_extra_state()
+EXTRA: Final = "_extra_state"  # the last part of the name under which torch saves get_extra_state()
 
 
 def parameter_names(model: nn.Module, units: Sequence[Unit]) -> dict[str, str]:
-    """Maps names of sharded parameters in the state dict to the units' names; tied ones have several."""
+    """Map each name of a sharded parameter in the state dict to the parameter's name in its unit.
+
+    A tied parameter has several names in the state dict and one in its unit.
+    """
     names = {
         id(visible): slot.spec.name
         for unit in units
@@ -32,12 +35,12 @@ def parameter_names(model: nn.Module, units: Sequence[Unit]) -> dict[str, str]:
 
 
 def is_extra(name: str) -> bool:
-    """Whether an entry of a state dict is a module's ``get_extra_state()``."""
+    """Return whether an entry of a state dict is a module's ``get_extra_state()``."""
     return name.rpartition(".")[2] == EXTRA
 
 
 def load_entry(model: nn.Module, name: str, held: object, value: Any) -> None:
-    """Write ``value`` to a buffer ``held``, or to a module's extra state."""
+    """Write ``value`` to the buffer ``held``, or set it as a module's extra state, according to ``name``."""
     if is_extra(name):
         model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
     elif isinstance(held, Tensor):
@@ -46,25 +49,28 @@ def load_entry(model: nn.Module, name: str, held: object, value: Any) -> None:
 
 
 def check_repeated(name: str, held: Tensor, value: Tensor) -> None:
-    """Refuse, with a ZeroError, values of an expanded buffer that are not equal where it is expanded."""
+    """Raise a ZeroError if an expanded buffer cannot take ``value``.
+
+    Along an expanded dimension the buffer has one value in memory, so all values must be equal there.
+    """
     if held.layout is not torch.strided:
         return
     for dim, (size, stride) in enumerate(zip(held.shape, held.stride(), strict=True)):
         if size > 1 and not stride and not torch.equal(value, value.narrow(dim, 0, 1).expand_as(value)):
             raise ZeroError(
-                f"state {name!r} has {size} different values along dimension {dim}, where the buffer is made "
-                "by expand() and holds one: register a copy of it, made by contiguous()"
+                f"state {name!r} has {size} different values along dimension {dim}, where the buffer was made "
+                "by expand() and holds one value: register a contiguous() copy of the buffer"
             )
 
 
 def check_value(name: str, held: Tensor, value: object) -> None:
-    """Refuse, with a ZeroError, a ``value`` that the parameter or buffer ``held`` cannot take as it is."""
+    """Raise a ZeroError for a ``value`` that the parameter or buffer ``held`` cannot take without loss."""
     if not isinstance(value, Tensor):
         raise ZeroError(f"state {name!r} is a {type(value).__name__}, expected a tensor")
     if value.shape != held.shape:
         raise ZeroError(f"state {name!r} is {tuple(value.shape)}, expected {tuple(held.shape)}")
     if value.is_complex() and not held.is_complex():
-        raise ZeroError(f"state {name!r} is {value.dtype}, and the model's is real: load value.real")
+        raise ZeroError(f"state {name!r} is {value.dtype}, but the model's tensor is real: load value.real")
     odd = {
         "on the meta device": value.is_meta,
         "a parameter of a sharded model": isinstance(value, Placeholder),
@@ -75,7 +81,7 @@ def check_value(name: str, held: Tensor, value: object) -> None:
         raise ZeroError(f"state {name!r} is {what}, expected a dense tensor with values")
     if not isinstance(held, nn.Parameter):
         check_repeated(name, held, value)
-    dtype = torch.float32 if isinstance(held, nn.Parameter) else held.dtype  # masters are
+    dtype = torch.float32 if isinstance(held, nn.Parameter) else held.dtype  # masters are fp32
     if value.is_floating_point() and dtype.is_floating_point:
         if torch.finfo(value.dtype).max > torch.finfo(dtype).max:
             narrowing = Narrowing(dtype)
@@ -83,14 +89,15 @@ def check_value(name: str, held: Tensor, value: object) -> None:
             if (overflow := narrowing.overflow()) is not None:
                 raise ZeroError(f"state: {overflow}")
         return
-    codes = isinstance(held, nn.Parameter) and value.itemsize == 1  # whose scales are elsewhere
+    # A parameter in one byte an element is quantised, and its scales are not in this tensor.
+    codes = isinstance(held, nn.Parameter) and value.itemsize == 1
     if codes or not (dtype.is_complex or _same(value.to(dtype).to(value.dtype), value)):
         kind, wanted = (str(kind).removeprefix("torch.") for kind in (value.dtype, dtype))
         raise ZeroError(f"state {name!r} is {kind}, expected {wanted}: convert it first")
 
 
 def _same(value: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have equal shapes and values, NaN included."""
+    """Return whether two tensors have equal shapes and values, where NaN equals NaN."""
     if value is other:
         return True
     first, second = (t.double() if t.is_floating_point() else t for t in (value, other))
@@ -100,7 +107,10 @@ def _same(value: Tensor, other: Tensor) -> bool:
 def full_state_dict(
     model: nn.Module, units: Sequence[Unit], dtype: torch.dtype | str, *, allow_overflow: bool
 ) -> dict[str, Tensor]:
-    """The unsharded model's state: :meth:`impl.engine.engine.Zero.full_state_dict`, of equal buffers."""
+    """Gather the unsharded model's state dict; see :meth:`impl.engine.engine.Zero.full_state_dict`.
+
+    Buffers must have been made equal on all ranks before.
+    """
     narrowing = Narrowing(dtype_of(dtype))
     whole: dict[int, Any] = {}
     for unit in units:
@@ -110,7 +120,7 @@ def full_state_dict(
             same = narrowing.dtype == values.dtype
             whole[id(visible)] = values if same else narrowing.cast(slot.spec.name, values)
     if not allow_overflow and (overflow := narrowing.overflow()) is not None:
-        raise ZeroError(f"full_state_dict(): {overflow}; take a wider type, or pass allow_overflow=True")
+        raise ZeroError(f"full_state_dict(): {overflow}; pass a wider dtype, or allow_overflow=True")
     state: dict[str, Any] = {}
     for name, held in model.state_dict(keep_vars=True).items():
         if id(held) in whole:
@@ -121,18 +131,25 @@ def full_state_dict(
 
 
 def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping[str, Tensor]) -> None:
-    """:meth:`impl.engine.engine.Zero.load_full_state_dict`; of tied parameters one name is enough."""
+    """Load an unsharded model's state dict; see :meth:`impl.engine.engine.Zero.load_full_state_dict`.
+
+    A tied parameter may be given under any one of its names.
+    """
     held, given = dict(model.state_dict(keep_vars=True)), dict(state)
-    name_of = {id(tensor): name for name, tensor in held.items() if name in given}  # that is given
+    name_of = {
+        id(tensor): name for name, tensor in held.items() if name in given
+    }  # a name under which it is given
     given = {name: given[name_of[id(t)]] for name, t in held.items() if id(t) in name_of} | given
     if odd := sorted(held.keys() ^ given.keys()):
-        raise ZeroError(f"state does not match the model: {len(odd)} names differ, first {odd[0]!r}")
+        raise ZeroError(
+            f"state does not match the model: {len(odd)} names are in only one of them, the first is {odd[0]!r}"
+        )
     for name, tensor in held.items():
         if isinstance(tensor, Tensor) and not is_extra(name):
             check_value(name, tensor, given[name])
             if not _same(given[name], given[other := name_of[id(tensor)]]):
                 raise ZeroError(
-                    f"state {name!r} differs from {other!r}, which the model ties: give equal values"
+                    f"state {name!r} differs from {other!r}, but the model ties these parameters: give equal values"
                 )
     state = given
     names = {id(tensor): name for name, tensor in held.items()}
@@ -141,5 +158,5 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
         device = unit.master_shard.held.device
         WholeValues(unit).load_shard(shard_of(unit.geometry, unit.wire.mesh.rank, whole, device))
     for name, tensor in held.items():
-        if id(tensor) in names:  # not sharded
+        if id(tensor) in names:  # a buffer or an extra state, since sharded parameters were popped
             load_entry(model, name, tensor, state[name])

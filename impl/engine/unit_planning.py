@@ -1,9 +1,12 @@
-"""Cuts a model, also on the meta device, into units: which parameters are gathered and reduced together."""
+"""Divides a model into units, which are the parameters that are gathered and reduced together.
+
+It needs shapes and types only, so the model may be on the meta device.  :func:`find_blocks` finds the blocks,
+:func:`drafts_of` assigns each parameter to a unit, and :func:`geometries_of` lays the units out.
+"""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,15 +16,16 @@ from torch import nn
 from impl.codecs.reference import DTYPES
 from impl.errors import ZeroError
 from impl.plan.policy import Policy
-from impl.plan.shard_layout import FROZEN, PERSISTENT, ROOT, ParameterSpec, UnitGeometry, lay_out
+from impl.plan.shard_layout import PERSISTENT, ROOT, ParameterSpec, UnitGeometry
 from impl.plan.topology import Topology
+from impl.plan.unit_plan import Placed, geometries_of, members_of
 from impl.unit.flat_buffer import Holder
 
 GroupOf = Callable[[str, nn.Parameter], int]
 
 
 class Draft(NamedTuple):
-    """A unit before it is laid out: a module, and the parameters gathered for it, in slot order."""
+    """A unit before it is laid out: a module and the parameters that are gathered for it, in slot order."""
 
     name: str
     module: nn.Module
@@ -32,10 +36,13 @@ class Draft(NamedTuple):
 
 
 def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
-    """Children of the outermost ``ModuleList`` and ``Sequential`` containers, in model order.
+    """Return the children of the outermost ``ModuleList`` and ``Sequential`` containers, in model order.
 
-    A block of more elements than ``most`` (0: no limit) is replaced by its parts, and they by theirs, until
-    they fit or have none; so is the rest of the model.
+    Args:
+        model: the model.
+        most: the largest number of elements in a block; 0 for no limit.  A larger block is replaced by its
+            children, and these by theirs, until each has at most ``most`` elements or no children.  If the
+            parameters outside of all blocks have more elements, they are divided in the same way.
     """
     blocks = list(dict.fromkeys(_contained(model)))
     if not most:
@@ -47,7 +54,7 @@ def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
 
 
 def _contained(module: nn.Module) -> Iterator[nn.Module]:
-    """Children of the outermost containers inside ``module`` that have parameters and may be called."""
+    """Yield the children of the outermost containers in ``module`` that have parameters and can be called."""
     contains = isinstance(module, nn.ModuleList | nn.Sequential)
     for child in module.children():
         if contains and not isinstance(child, nn.ModuleList | nn.ModuleDict) and _has_parameters(child):
@@ -61,7 +68,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _with_neighbours(module: nn.Module, blocks: frozenset[nn.Module]) -> Iterator[nn.Module]:
-    """The blocks, and beside them the largest modules that hold none, in model order."""
+    """Yield the blocks, and the largest modules of ``module`` that contain no block, in model order."""
     for child in _called(module):
         if child in blocks or blocks.isdisjoint(child.modules()):
             yield child
@@ -70,8 +77,8 @@ def _with_neighbours(module: nn.Module, blocks: frozenset[nn.Module]) -> Iterato
 
 
 def _cut(module: nn.Module, most: int) -> list[nn.Module]:
-    """The module, or its parts where it has more than ``most`` elements and parts that fit."""
-    # Attention computes with its output projection's weight without calling it, so it stays whole.
+    """Return the module, or the parts into which it is divided if it has more than ``most`` elements."""
+    # MultiheadAttention uses the weight of its output projection without calling this module, so it stays whole.
     parts = [] if isinstance(module, nn.MultiheadAttention) else list(_called(module))
     if not parts or sum(parameter.numel() for parameter in module.parameters()) <= most:
         return [module]
@@ -79,7 +86,7 @@ def _cut(module: nn.Module, most: int) -> list[nn.Module]:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """Children with parameters that are called themselves: elements of lists, not the lists."""
+    """Yield the children with parameters that can be called; of a list or dict of modules, its elements."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _called(child)
@@ -88,22 +95,26 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def check_shapes(model: nn.Module) -> None:
-    """Refuse parameters and buffers of lazy modules that have no shape yet."""
+    """Raise a ZeroError if a parameter or buffer of a lazy module has no shape yet."""
     for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
         if nn.parameter.is_lazy(value):
             raise ZeroError(
-                f"{name!r} of a lazy module has no shape yet: call the model once on a batch before "
-                "it is sharded"
+                f"{name!r} of a lazy module has no shape yet: call the model once on a batch before shard()"
             )
 
 
 def drafts_of(
     model: nn.Module, blocks: Sequence[nn.Module] | None, group_of: GroupOf | None, policy: Policy
 ) -> list[Draft]:
-    """Every parameter in exactly one draft: the root's if it is shared between blocks or outside them.
+    """Assign every parameter to exactly one draft of a unit.
 
-    Small parameters form a draft of their own, next to the root's, as far as ``persist_most`` allows.  A
-    ZeroError refuses bad blocks or types, and units larger than ``largest_unit``.
+    A parameter that several blocks share, or that is outside of all blocks, belongs to the root's unit.
+    Parameters smaller than the policy's ``persist_below`` form a unit of their own, of up to ``persist_most``
+    elements.  Frozen parameters form a unit apart from the trained parameters of the same block.
+
+    Raises:
+        ZeroError: for a block that is no submodule, overlaps another, or has a reserved name; for a parameter
+            of an unsupported type; for a unit with more elements than ``largest_unit``.
     """
     check_shapes(model)
     if blocks is None:
@@ -112,81 +123,58 @@ def drafts_of(
     owner: dict[nn.Module, nn.Module] = {}
     for block in blocks:
         if block not in names or block is model:
-            raise ZeroError(f"block {type(block).__name__} is not a submodule of the model")
+            raise ZeroError(
+                f"blocks= has a {type(block).__name__} that is not a submodule of the model: pass submodules only"
+            )
         if names[block] in (ROOT, PERSISTENT):
-            raise ZeroError(f"a block is called {names[block]!r}, which means another unit here: rename it")
+            raise ZeroError(
+                f"a block is called {names[block]!r}, which is the name of another unit of the engine: rename it"
+            )
         for module in block.modules():
             if module in owner:
-                raise ZeroError(f"blocks {names[owner[module]]!r} and {names[block]!r} overlap")
+                raise ZeroError(
+                    f"blocks {names[owner[module]]!r} and {names[block]!r} overlap: leave one of them out of blocks="
+                )
             owner[module] = block
     holders: dict[nn.Parameter, list[Holder]] = {}
     for module in names:
-        for key, parameter in module._parameters.items():  # noqa: SLF001  # holders are needed, tied ones too
+        # named_parameters() would name a tied parameter once, but all its holders are needed.
+        for key, parameter in module._parameters.items():  # noqa: SLF001
             if parameter is not None:
                 holders.setdefault(parameter, []).append(Holder(module, key))
     modules = {ROOT: model, PERSISTENT: model, **{names[block]: block for block in blocks}}
-    entries: dict[tuple[str, bool], list[tuple[ParameterSpec, nn.Parameter, list[Holder]]]] = {
-        (name, trainable): [] for name in modules for trainable in (True, False)
-    }
-    limits, persist = policy.memory, 0
+    placed = []
     for parameter, places in holders.items():
         full = f"{names[places[0].module]}.{places[0].name}".removeprefix(".")
         if parameter.dtype not in (torch.float32, DTYPES[policy.compute]):
             raise ZeroError(
-                f"parameter {full!r} is {parameter.dtype}, but the policy computes in {policy.compute}: give "
-                "the model in that type or in fp32, or set the policy's compute"
+                f"parameter {full!r} is {parameter.dtype}, but the policy computes in {policy.compute}: convert "
+                "the model to that type or to fp32, or set the policy's compute"
             )
         homes = {names[owner.get(place.module, model)] for place in places}
-        home = homes.pop() if len(homes) == 1 else ""
-        if parameter.numel() < limits.persist_below and persist + parameter.numel() <= limits.persist_most:
-            home, persist = PERSISTENT, persist + parameter.numel()
         group = group_of(full, parameter) if group_of is not None else 0
         spec = ParameterSpec(full, tuple(parameter.shape), group)
-        entries[home or ROOT, parameter.requires_grad].append((spec, parameter, places))
-    held = [key for key, inside in entries.items() if any(spec.numel for spec, _, _ in inside)]
-    for key, inside in entries.items():  # parameters without elements join a unit with elements
-        host = next((other for other in held if other[1] == key[1]), None)
-        if host is not None and key not in held:
-            entries[host] += inside
+        placed.append(Placed(spec, homes.pop() if len(homes) == 1 else "", parameter.requires_grad))
+    parameters, holding, most = list(holders), list(holders.values()), policy.memory.largest_unit
     drafts = []
-    for name, trainable in held:
-        in_slots = sorted(entries[name, trainable], key=lambda entry: entry[0].group)  # as geometry does
-        unit = name if trainable else name + FROZEN
-        drafts.append(Draft(unit, modules[name], trainable, *zip(*in_slots, strict=True)))
-        numel, most = sum(spec.numel for spec in drafts[-1].specs), limits.largest_unit
-        if most and numel > most and name != PERSISTENT:
-            kind = type(modules[name]).__name__
-            contents = "holds what lies outside all blocks" if name == ROOT else f"is one {kind}"
+    for unit in members_of(placed, [names[block] for block in blocks], policy.memory):
+        module = modules[unit.home]
+        drafts.append(
+            Draft(
+                unit.name, module, unit.trainable, unit.specs,
+                [parameters[place] for place in unit.places], [holding[place] for place in unit.places],
+            )
+        )  # fmt: skip
+        numel = sum(spec.numel for spec in unit.specs)
+        if most and numel > most and unit.home != PERSISTENT:
+            kind = type(module).__name__
+            contents = "holds the parameters outside all blocks" if unit.home == ROOT else f"is one {kind}"
             raise ZeroError(
-                f"unit {unit!r} {contents}, with {numel:,} elements, but memory.largest_unit = {most:,} (of "
-                f"a DeepSpeed configuration, stage3_max_live_parameters): it cannot be cut further; allow "
-                f"{numel:,}"
+                f"unit {unit.name!r} {contents} and has {numel:,} elements, but memory.largest_unit = {most:,} (in "
+                "a DeepSpeed configuration, stage3_max_live_parameters), and it cannot be divided further: set "
+                f"the limit to at least {numel:,}"
             )
     return drafts
-
-
-def geometries_of(drafts: Sequence[Draft], topology: Topology, policy: Policy) -> list[UnitGeometry]:
-    """The layout of all units; a PaddingError names the most padded one, if it is padded too much."""
-
-    def laid_out(draft: Draft, max_padding: float) -> UnitGeometry:
-        shaped = policy.by_shape([spec.shape for spec in draft.specs], topology.world)
-        return lay_out(
-            draft.name,
-            draft.specs,
-            grain=shaped.grain,
-            world=topology.world,
-            max_padding=max_padding,
-            trainable=draft.trainable,
-            group=policy.group_ranks(topology),
-            grain_in_words=shaped.grain_in_words,
-        )
-
-    geometries = [laid_out(draft, math.inf) for draft in drafts]
-    judged = [pair for pair in zip(geometries, drafts, strict=True) if not pair[0].persistent]
-    if judged:
-        _, worst = max(judged, key=lambda pair: pair[0].padded / pair[0].numel)
-        laid_out(worst, policy.memory.max_padding)
-    return geometries
 
 
 def plan_units(
@@ -197,6 +185,9 @@ def plan_units(
     blocks: Sequence[nn.Module] | None = None,
     group_of: GroupOf | None = None,
 ) -> list[UnitGeometry]:
-    """The units that :func:`impl.zero.shard` would make, with its errors; the root's come first."""
+    """Return the layouts of the units that :func:`impl.zero.shard` would make, the root's first.
+
+    Raises the same errors as ``shard()`` for a model, policy or topology that do not fit.
+    """
     policy.check(topology)
     return geometries_of(drafts_of(model, blocks, group_of, policy), topology, policy)

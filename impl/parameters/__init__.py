@@ -1,1 +1,1 @@
-"""Parameters outside of passes: built in slices, gathered whole, read and written by name."""
+"""Access to parameters outside of passes: construct them in shards, gather them, read and write them by name."""

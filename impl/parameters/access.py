@@ -1,12 +1,17 @@
-"""Reads and writes a parameter's fp32 weights, gradient and optimizer state, whole or this rank's part.
+"""Reads and writes the fp32 weights, the gradient and the optimizer state of one parameter.
 
-``Weights(zero, which).full()`` and its like: ``which`` is a parameter as its module shows it, or its name in
-the unsharded model.  *Full* values have the parameter's shape, and are gathered along the ranks that share
-one copy: all must call it.  *Local* values are those of the elements in this rank's shard, 1-D, in order,
-possibly none.  Returned values are fp32 copies; all ranks must set full values, and equal ones.
+:class:`Weights`, :class:`Gradient` and :class:`OptimizerState` have the same four methods; for example::
 
-All raise :class:`~impl.errors.ZeroError` for anything but a parameter of the model, for values of another
-shape, and inside a forward or backward pass.
+    Weights(zero, "head.weight").full()          # (shape) gathered from all ranks
+    Weights(zero, model.head.weight).local()     # (n,) the elements in this rank's shard
+
+The parameter is given as its module holds it, or by its name in the unsharded model.  *Full* values have the
+parameter's shape; all ranks must call the methods for full values, and must set equal ones.  *Local* values are the
+elements in this rank's shard, 1-D and in order; there may be none.  Values are returned as fp32 copies, on the
+engine's device for full values.
+
+All raise a :class:`~impl.errors.ZeroError` for anything but a parameter of the model, for values of another shape,
+and inside a forward or backward pass.
 """
 
 from __future__ import annotations
@@ -26,20 +31,25 @@ Which = str | nn.Parameter
 
 
 class _Values(ABC):
-    """Values of one parameter; ``_local`` are this rank's elements in the shard."""
+    """The values of one parameter; subclasses say where this rank's part is read and written."""
 
-    _is_number = False
+    _is_number = False  # whether an optimizer's state is a single number, and not one for each element
 
     def __init__(self, zero: Zero, which: Which) -> None:
         zero.hooks.check_idle("access to a parameter's values")
         if isinstance(which, str):
             shown = dict(zero.model.named_parameters(remove_duplicate=False))
             if which not in shown:
-                raise ZeroError(f"the model has no parameter {which!r}")
+                raise ZeroError(
+                    f"the model has no parameter {which!r}: pass a name of model.named_parameters()"
+                )
             which = shown[which]
         if (owner := find(which)) is None or owner.engine is not zero:
             shape = tuple(which.shape)
-            raise ZeroError(f"a parameter of shape {shape} that is not one of this sharded model")
+            raise ZeroError(
+                f"got a parameter of shape {shape} that is not one of this sharded model: pass a parameter that a "
+                "module of the model holds, or its name"
+            )
         self._zero, self._unit, self._number = owner
         self._whole, self._slot = WholeValues(self._unit), self._unit.geometry.slots[self._number]
         self._local = slice(*self._whole.part(self._number))
@@ -47,35 +57,38 @@ class _Values(ABC):
 
     @abstractmethod
     def _get(self) -> Tensor | None:
-        """(n,) the local values, or () for a state that is one number."""
+        """Return the local values (n,), or () for a state that is a single number."""
 
     @abstractmethod
     def _set(self, part: Tensor) -> None:
         """Overwrite the local values."""
 
     def full(self) -> Tensor | None:
-        """(shape) full values; None for a gradient before there is one; () for a state that is one number."""
+        """Gather the full values, (shape) fp32; all ranks must call it.
+
+        Returns None if there is no gradient yet, and a tensor () for a state that is a single number.
+        """
         part = self.local()
         if part is None or part.dim() == 0:
             return part
         return self._whole.gather_member(self._number, part.float())
 
     def local(self) -> Tensor | None:
-        """(n,) local values; None and () as :meth:`full`."""
+        """Return the local values (n,); None and () have the meaning that they have in :meth:`full`."""
         return None if (part := self._get()) is None else part.clone()
 
     def set_full(self, value: Tensor) -> None:
-        """Overwrite them with ``value`` (shape)."""
+        """Overwrite the values with ``value`` (shape); all ranks must call it with equal values."""
         whole = self._checked(value, self._slot.spec.shape)
         geometry, rank = self._unit.geometry, self._unit.wire.mesh.rank
         self._set(whole if self._is_number else part_of(whole, geometry, self._slot, rank))
 
     def set_local(self, value: Tensor) -> None:
-        """Overwrite them with ``value`` (n,)."""
+        """Overwrite the local values with ``value`` (n,)."""
         self._set(self._checked(value, (self._length,)))
 
     def _checked(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """``value``, if it has ``shape``, or () for a state that is one number."""
+        """Return ``value`` in fp32; raises a ZeroError unless it has ``shape``, or () for a single number."""
         shape = () if self._is_number else shape
         if tuple(value.shape) != shape:
             raise ZeroError(f"value for {self._slot.spec.name!r} is {tuple(value.shape)}, expected {shape}")
@@ -86,7 +99,10 @@ class _Values(ABC):
 
 
 class Weights(_Values):
-    """From the masters; weights held as codes are decoded."""
+    """A parameter's weights, read from the masters and written to them.
+
+    Frozen weights that are held as codes are decoded and encoded again.
+    """
 
     def _get(self) -> Tensor:
         return self._unit.master_shard.master[self._local].detach()
@@ -97,7 +113,7 @@ class Weights(_Values):
 
 
 class Gradient(_Values):
-    """The mean gradient for the next step; refused after a backward pass that failed."""
+    """A parameter's mean gradient for the next step; raises a ZeroError after a backward pass that failed."""
 
     def __init__(self, zero: Zero, which: Which) -> None:
         zero.hooks.check_finished("access to a gradient")
@@ -114,13 +130,18 @@ class Gradient(_Values):
 
 
 class OptimizerState(_Values):
-    """State ``key`` (``exp_avg``, ...) of an optimizer; a ZeroError names those that it has."""
+    """The state ``key`` (such as ``exp_avg``) that an optimizer keeps for a parameter.
+
+    Raises a ZeroError if there is no such state; the message names the states that the optimizer has.
+    """
 
     def __init__(self, zero: Zero, which: Which, optimizer: Optimizer, key: str) -> None:
         super().__init__(zero, which)
         name, group = self._slot.spec.name, self._slot.spec.group
         spans = self._unit.geometry.spans(self._unit.wire.mesh.rank)
-        masters = zip(spans, self._unit.master_shard.masters, strict=False)  # none of a frozen unit
+        masters = zip(
+            spans, self._unit.master_shard.masters, strict=False
+        )  # a frozen unit has spans, but no masters
         spans_of_group = ((first, master) for (span, first, _), (_, master) in masters if span == group)
         if (pair := next(spans_of_group, None)) is None:
             raise ZeroError(f"parameter {name!r} is frozen: no optimizer holds it")

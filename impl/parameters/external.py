@@ -1,7 +1,8 @@
-"""External parameters: those of another module than the one that uses them.
+"""Handles external parameters, which a module uses although another module holds them.
 
-Most need nothing: a parameter that is used while its unit is released is gathered at its use.  Registering
-gathers it ahead of the module that uses it, and releases it right after.
+Most need no call: a parameter that is used in a pass while its unit is sharded is gathered then, and stays to the
+end of the forward pass.  If a parameter is registered, its unit is gathered before the module that uses it runs, and
+resharded right afterwards.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ _registered: MutableMapping[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDict
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Declare that ``module`` uses another module's ``parameter`` in its forward pass.
 
-    Its unit is gathered before each forward pass of ``module`` and released after it.  May be called before
-    or after the model is sharded.  Raises ZeroError: when it is sharded, if it lacks the parameter.
+    The parameter's unit is gathered before each forward pass of ``module`` and resharded after it.  This may be
+    called before or after the model is sharded.  If the model does not have the parameter, ``shard()`` raises a
+    ZeroError.
     """
     if (owner := find(parameter)) is not None:
         register(module, owner.unit)
@@ -32,15 +34,22 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Make ``module.name(...)`` a forward pass of ``module``, like a call of it, as FSDP2's function does.
+    """Make ``module.name(...)`` count as a forward pass of ``module``, as FSDP2's function of this name does.
 
-    Such entry points may call one another, and ``forward`` may call them.  Register after
-    :func:`impl.zero.shard`, on all ranks; ``module`` is a sharded model, or one of its blocks.  Raises
-    ZeroError: if it has no such method or is not sharded; on the first call, if it is a part of a block.
+    Registered methods may call one another, and ``forward`` may call them.  Call this after
+    :func:`impl.zero.shard`, on all ranks.
+
+    Args:
+        module: a sharded model, or one of its blocks.
+        name: the name of the method.
+
+    Raises:
+        ZeroError: if the module has no such method, or is not sharded.  If it is only a part of a block, the
+            first call of the method raises it.
     """
     entry = getattr(module, name, None)
     if not callable(entry):
-        raise ZeroError(f"{type(module).__name__} has no method {name!r}")
+        raise ZeroError(f"{type(module).__name__} has no method {name!r} to register: check the name")
     owner = next(filter(None, map(find, module.parameters())), None)
     if owner is None:
         raise ZeroError(f"{type(module).__name__} is not sharded: register {name!r} after shard()")
@@ -48,7 +57,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def external_to(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Yield, and forget, the modules of ``model`` with their registered parameters."""
+    """Yield each module of ``model`` with each parameter registered for it, and forget these registrations."""
     for module in model.modules():
         for parameter in _registered.pop(module, ()):
             yield module, parameter

@@ -1,4 +1,9 @@
-"""GatheredParameters: shows sharded parameters whole outside of passes, to read or to change them."""
+"""Defines GatheredParameters, a context that shows sharded parameters whole, to read or to change them.
+
+On entering, each parameter is gathered in fp32, cast to its type and put into the modules that hold it.  On
+leaving, the ranks compare their lists of parameters, and whether values were changed; then each rank receives its
+part of the values that one rank has written.
+"""
 
 from __future__ import annotations
 
@@ -25,30 +30,36 @@ from impl.unit.master_shard import part_of
 from impl.unit.placeholder import keeper_of
 from impl.unit.whole_values import WholeValues
 
-_REFUSED: Final = 2  # beside 0, as it was, and 1, changed
-_REASON_BYTES: Final = 1024  # of a message; a longer reason is cut
+_REFUSED: Final = 2  # how a rank reports a parameter whose values it refuses; 0: unchanged, 1: changed
+_REASON_BYTES: Final = 1024  # size of the message with a reason; a longer reason is cut
 
 
 class GatheredParameters:
-    """Context in which parameters are whole, in their type, in all modules that hold them.
+    """Context in which parameters have their whole values, in their type, in all modules that hold them.
 
-    All ranks must enter it.  Afterwards all ranks have the values that rank ``modifier_rank`` wrote; other
-    ranks' writes are discarded.  Unchanged elements keep their fp32 masters bit for bit.  Works on sharded
-    models outside of passes, after :class:`~impl.parameters.init.Init`, and inside it.  Plain parameters
-    outside of ``Init`` stay as they are.
+    All ranks must enter it.  Afterwards, all ranks have the values that rank ``modifier_rank`` wrote; writes of
+    other ranks are discarded.  Elements that were not changed keep their fp32 masters bit for bit.  The context
+    works on sharded models outside of passes, on models made under :class:`~impl.parameters.init.Init`, and inside
+    ``Init``.  Plain parameters outside of ``Init`` are left alone.
 
-    Values are written in place, or assigned to ``data`` in any memory layout; shape, type and device stay.
-    It shows values to be read and written: no gradient of them reaches an optimizer, and a backward pass that
-    needs them after the context is an error.  Use weights in a loss inside ``zero.unsharded()``.
+    Values may be written in place, or assigned to ``data`` in any memory layout; shape, type and device must stay.
+    Gradients of the shown values reach no optimizer, and a backward pass that needs the values after the context
+    raises an error.  To use weights in a loss, use ``zero.unsharded()``.
 
-    Contexts may be nested; a parameter is in one of them at a time.  After an exception inside, nothing is
-    written back.  Without ``enabled`` nothing at all is done.
+    Contexts may be nested, but no parameter may be in two of them at once.  If the body raises an exception,
+    nothing is written back.
 
-    Raises ZeroError: on entering inside a pass, or with a parameter of another context; on leaving, on all
-    ranks, after a change without ``modifier_rank``, if the ranks' parameters, their order or
-    ``modifier_rank`` differ, or if on any rank
-    a parameter has data of another shape, type or device, or a module of a sharded model holds another object
-    in place of the parameter: the values are then what they were.
+    Args:
+        parameters: one parameter or several.
+        modifier_rank: the rank whose values all ranks take; None if the parameters are only read.
+        enabled: False makes the context do nothing.
+
+    Raises:
+        ZeroError: on entering, inside a pass, or if another context shows one of the parameters.  On leaving, on
+            all ranks: if values were changed without ``modifier_rank``; if the ranks' lists of parameters or
+            ``modifier_rank`` differ; if on any rank a parameter has data of another shape, type or device, or a
+            module of a sharded model holds another object in place of the parameter.  The old values are then
+            restored.
     """
 
     def __init__(
@@ -62,7 +73,7 @@ class GatheredParameters:
         self._parameters = _checked(listed) if enabled else []
         self._modifier = modifier_rank
         self._open: list[_Place] = []
-        self._places: dict[int, _Place] = {}  # by address of the values shown
+        self._places: dict[int, _Place] = {}  # address of the shown values -> their place
         self._saved = SavedTensors(lambda tensor, place: place.pack(tensor), self._places)
 
     def __enter__(self) -> Self:
@@ -71,7 +82,9 @@ class GatheredParameters:
         known = not isinstance(self._modifier, bool | float) and self._modifier in range(world)
         if places and self._modifier is not None and not known:
             counting = places[0].wire.mesh.counting
-            raise ZeroError(f"modifier_rank {self._modifier} of {world} ranks{counting}")
+            raise ZeroError(
+                f"modifier_rank {self._modifier} of {world} ranks: expected 0 to {world - 1}, or None{counting}"
+            )
         try:
             for place in places:
                 with place.wire.calling("GatheredParameters"):
@@ -81,7 +94,7 @@ class GatheredParameters:
                 if address := memory_of(place.shown):
                     self._places[address] = place
             self._saved.calls.append(NOTHING)
-            self._saved.take_over(needed=False)  # for an error that says more than torch's
+            self._saved.take_over(needed=False)  # only for an error that explains more than torch's
         except BaseException:
             self._leave()
             raise
@@ -114,7 +127,7 @@ class GatheredParameters:
             raise ZeroError(refusal + wire.mesh.counting)
 
     def _leave(self, parts: Sequence[Tensor | None] = ()) -> None:
-        """Leave all places with ``parts`` as their new values, or with the old values."""
+        """Leave all places, with ``parts`` as this rank's new values, or with the old values where there is none."""
         self._saved.leave()
         self._places.clear()
         for place, part in itertools.zip_longest(self._open, parts):
@@ -124,13 +137,13 @@ class GatheredParameters:
 
 
 class _Place(abc.ABC):
-    """The place of one parameter's values while they are not whole."""
+    """One parameter of the context: gathers and shows its values, and writes new values back."""
 
-    shown: Tensor  # the whole values, in modules
-    left = False  # whether they are shown no more
-    mark = b""  # fingerprint of ``shown`` before changes
-    _memory: Tensor  # that of ``shown`` before changes
-    _resize: str  # how to have the parameter in another shape
+    shown: Tensor  # the parameter that modules hold in the context, with its whole values
+    left = False  # whether the context has been left
+    mark = b""  # the fingerprint of the values when they were first shown
+    _memory: Tensor  # the tensor that was first shown; users may assign other data to ``shown``
+    _resize: str  # for errors: how to give the parameter another shape
 
     def __init__(self, wire: Wire, geometry: UnitGeometry, number: int) -> None:
         self.wire, self._geometry, self._number = wire, geometry, number
@@ -139,10 +152,10 @@ class _Place(abc.ABC):
 
     @abc.abstractmethod
     def show(self) -> None:
-        """Gather the values."""
+        """Gather the values and show them in modules."""
 
     def reason(self) -> str:
-        """Why the values of ``shown`` cannot be taken on this rank; empty if they can."""
+        """Return why the values of ``shown`` cannot be taken on this rank; empty if they can."""
         data, memory = self.shown, self._memory
         if data.shape != memory.shape:
             shapes = f"{tuple(data.shape)} in place of {tuple(memory.shape)}"
@@ -160,10 +173,10 @@ class _Place(abc.ABC):
 
     @abc.abstractmethod
     def leave(self, part: Tensor | None) -> None:
-        """End showing with ``part`` (n,) fp32 as this rank's new values, or with the old values."""
+        """Stop showing the values; ``part`` (n,) fp32 are this rank's new values, None keeps the old values."""
 
     def pack(self, tensor: Tensor) -> Packed:
-        """What autograd keeps in place of a ``tensor`` in the memory of the values."""
+        """Return what autograd keeps in place of a ``tensor`` that is a view of the shown values."""
         return self._unpack, tensor.detach(), tensor._version  # noqa: SLF001
 
     def _unpack(self, tensor: Tensor, version: int) -> Tensor:
@@ -173,18 +186,21 @@ class _Place(abc.ABC):
 
     def _backward_error(self) -> ZeroError:
         return ZeroError(
-            f"backward() needs the values of parameter {self.name!r} that GatheredParameters showed to be "
-            "read or changed; no optimizer would see a gradient of them: compute a loss with weights inside "
-            "zero.unsharded(), or with a detached copy of them"
+            f"backward() needs the values of parameter {self.name!r} that GatheredParameters showed, but no "
+            "optimizer would see a gradient of them: compute a loss with weights inside zero.unsharded(), or with "
+            "a detached copy of the weights"
         )
 
     @abc.abstractmethod
     def before(self) -> Tensor:
-        """(n,) fp32 this rank's old values."""
+        """Return this rank's old values (n,) fp32."""
 
     @torch.no_grad()
     def received(self, source: int) -> Tensor:
-        """(n,) fp32: this rank's part of the values on ``source``; unchanged elements keep theirs."""
+        """Receive this rank's part (n,) fp32 of the values that rank ``source`` has written.
+
+        Elements that are equal in the parameter's type keep their old fp32 values.
+        """
         mesh, before = self.wire.mesh, self.before()
         parts = [part_of(self.shown, self._geometry, self._slot, rank) for rank in range(mesh.topology.world)]
         longest, tag = max(map(len, parts)), Tag("step", "state", self._geometry.name)
@@ -194,11 +210,14 @@ class _Place(abc.ABC):
         return torch.where(before.to(self.shown.dtype).float() == part, before, part)
 
     def _nested_error(self) -> ZeroError:
-        return ZeroError(f"GatheredParameters of {self.name!r} inside another one of it: leave that first")
+        return ZeroError(
+            f"GatheredParameters of {self.name!r} inside another GatheredParameters of this parameter: leave the "
+            "outer context first"
+        )
 
 
 class _Sharded(_Place):
-    """A parameter of a sharded model."""
+    """A parameter of a sharded model, whose values come from the masters and go back to them."""
 
     _resize = "resize it before shard(), or load full_state_dict(), with this entry resized, into a new model"
 
@@ -219,7 +238,8 @@ class _Sharded(_Place):
                     return self._refused(f"{change}, {shapes}", self._resize)
                 return self._refused(change, "write its values instead")
         if _layout(member.placeholder) == _layout(self._memory):
-            self.shown = member.parameter  # users may have taken it in a pass, and assigned its data
+            # The user may have taken the parameter's other leaf in a pass, and have assigned its data.
+            self.shown = member.parameter
         return super().reason()
 
     def show(self) -> None:
@@ -241,7 +261,7 @@ class _Sharded(_Place):
 
 
 class _BeforeSharding(_Place):
-    """A parameter without an engine yet: one that Init cut, or one to be cut, whole on each rank."""
+    """A parameter of a model that is not sharded yet: Init has cut it, or it is still whole on each rank."""
 
     _resize = "replace the parameter in its module instead of its data, before shard()"
 
@@ -265,17 +285,18 @@ class _BeforeSharding(_Place):
             else:
                 self._cut.gather()
         self._memory, self._kept = self.shown.data, self.shown.detach().clone()
-        # No engine owns it, so nothing would average its gradients.
+        # No engine owns the parameter, so nothing would average its gradients over ranks.
         self._guard = self.shown.register_hook(self._refuse) if self.shown.requires_grad else None  # type: ignore[no-untyped-call]
 
     def leave(self, part: Tensor | None) -> None:
         if self._guard is not None:
             self._guard.remove()
-        # Whole, not this rank's part alone: inside Init, or an outer context, it may be read next.
+        # The whole values are restored, not only this rank's part: inside Init, or in an outer context, the
+        # parameter may be read next.
         values = self._kept
         if part is not None:
             values = part if self._cut is None else self._cut.values(self._number, self.wire, part)
-        self.shown.data = self._memory  # users may have assigned other data
+        self.shown.data = self._memory  # the user may have assigned other data
         with torch.no_grad():
             self._memory.copy_(values.view(self._memory.shape))
         if self._cut is not None:
@@ -286,7 +307,7 @@ class _BeforeSharding(_Place):
     def _backward_error(self) -> ZeroError:
         return ZeroError(
             f"backward() under GatheredParameters reached parameter {self.name!r} before the model is "
-            "sharded: train after shard()"
+            "sharded: call backward() after shard()"
         )
 
     def before(self) -> Tensor:
@@ -297,7 +318,7 @@ class _BeforeSharding(_Place):
 
 
 def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:
-    """The place of each parameter; plain ones outside of Init are left out."""
+    """Return a :class:`_Place` for each parameter; plain parameters outside of Init are left out."""
     init = active()
     places: list[_Place] = []
     for parameter in parameters:
@@ -316,66 +337,72 @@ def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:
 
 
 def _checked(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters, each once; a ZeroError for what is none."""
+    """Return the parameters, each once; raises a ZeroError for anything that is no parameter."""
     listed: dict[int, nn.Parameter] = {}
     if isinstance(parameters, str | dict | nn.Module) or not isinstance(parameters, Iterable):
         raise ZeroError(
-            f"GatheredParameters of a {type(parameters).__name__}: expected parameters, as "
-            "model.parameters() gives"
+            f"GatheredParameters of a {type(parameters).__name__}: expected parameters, such as "
+            "model.parameters()"
         )
     for parameter in parameters:
         if not isinstance(parameter, Tensor):
             raise ZeroError(
-                f"GatheredParameters of a list with a {type(parameter).__name__}: expected parameters, as "
-                "model.parameters() gives"
+                f"GatheredParameters of a list with a {type(parameter).__name__}: expected parameters, such as "
+                "model.parameters()"
             )
         listed[id(parameter)] = parameter
     return list(listed.values())
 
 
 def _order_of(places: Sequence[_Place]) -> int:
-    """63 bits that tell lists of parameters apart, equal on all ranks."""
+    """Return a 63-bit hash of the list of parameters, equal on all ranks that give equal lists."""
     names = repr([place.name for place in places])
     return int.from_bytes(hashlib.blake2b(names.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _refusal(orders: Sequence[int], modifiers: Sequence[int], changed: Tensor) -> str | None:
-    """Why changes (ranks, parameters) are not kept, with -1 for no ``modifier_rank``; None if they are."""
+    """Return why changes are not kept; None if they are.
+
+    Args:
+        orders: each rank's hash of its list of parameters.
+        modifiers: each rank's ``modifier_rank``; -1 for None.
+        changed: (ranks, parameters) whether each rank has changed each parameter.
+    """
     for rank, order in enumerate(orders):
         if order != orders[0]:
             return (
                 f"GatheredParameters has other parameters on rank {rank} than on rank 0, or another order, "
-                "so their values were mixed: give the same list on all ranks"
+                "so values of different parameters were mixed: give the same list on all ranks"
             )
     for rank, modifier in enumerate(modifiers):
         if modifier != modifiers[0]:
             first, other = (None if number < 0 else number for number in (modifiers[0], modifier))
             return (
                 f"GatheredParameters has modifier_rank={first} on rank 0 and modifier_rank={other} on rank "
-                f"{rank}: give the same on all ranks"
+                f"{rank}: give the same modifier_rank on all ranks"
             )
     if modifiers[0] >= 0 or not changed.any():
         return None
     ranks = changed.any(1).nonzero().flatten().tolist()
     return (
         f"{int(changed.any(0).sum())} of {changed.shape[1]} gathered parameters were changed, on ranks "
-        f"{', '.join(map(str, ranks))}, without a modifier_rank: say whose values count"
+        f"{', '.join(map(str, ranks))}, without a modifier_rank: pass the rank whose values all ranks shall take"
     )
 
 
 def _reason_of(rank: int, reason: str, wire: Wire) -> str:
-    """The ``reason`` of ``rank``, on all ranks, which must call this."""
+    """Return the ``reason`` of ``rank`` on all ranks, all of which must call this."""
     text = bytearray(reason.encode()[:_REASON_BYTES].ljust(_REASON_BYTES))
     texts = wire.all_gather_small(torch.frombuffer(text, dtype=torch.uint8).to(wire.mesh.device))
     return texts[rank].cpu().numpy().tobytes().decode(errors="ignore").rstrip()
 
 
 def _layout(values: Tensor) -> tuple[object, ...]:
-    """Where values are in memory, and how they lie there."""
+    """Return the address, shape, strides and type of ``values``: equal ones are the same view of memory."""
     return values.data_ptr(), values.shape, values.stride(), values.dtype
 
 
 def _mark(values: Tensor) -> bytes:
-    """A fingerprint of the bits."""
+    """Return a fingerprint of the bits of ``values``."""
     bits = values.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
     return hashlib.blake2b(bits.data, digest_size=16).digest()

@@ -1,6 +1,8 @@
-"""Init: constructs models that are larger than one rank's memory, block by block.
+"""Defines Init, a context that constructs models that are larger than one rank's memory, block by block.
 
-Every block is cut when its constructor returns, so that a rank holds no more than its slices and one block.
+The parameters of every block are cut when the constructor of the block returns: each rank keeps its slice, and frees
+the rest.  A rank thus holds no more than its slices and one whole block.  :func:`give_values` does the same for a
+model on the meta device.
 """
 
 from __future__ import annotations
@@ -24,33 +26,38 @@ from impl.plan.policy import Policy
 
 BlockOf = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[type[nn.Module]], bool]
 
-WHOLE_BELOW: Final = 1024  # elements; to cut less saves nothing
+WHOLE_BELOW: Final = 1024  # elements; cutting a smaller parameter would save next to nothing
 
 
 class Init:
-    """Context that cuts the parameters of constructors at once; all ranks must construct the same.
+    """Context that cuts the parameters of modules as soon as their constructors return.
 
-    While a constructor runs, the parameters of its module are whole.  Those of earlier modules are gathered
-    when an operation uses them, on all ranks, and cut again when others are gathered or the outermost
-    constructor returns.  After the context a use of them is an error, except under
-    :class:`~impl.parameters.gathered.GatheredParameters`.
+    All ranks must construct the same modules.  While a constructor runs, the parameters of its module are whole.
+    If an operation in the context uses parameters that are cut already, they are gathered, which all ranks must
+    do; they are cut again when others are gathered, or when the outermost constructor returns.  After the context,
+    cut parameters may be used under :class:`~impl.parameters.gathered.GatheredParameters` only, until
+    ``shard()`` takes them over.
 
     Args:
-        mesh: the ranks, which must draw the same random numbers; or torch's ``DeviceMesh`` of them.
-        data_parallel_group: the ranks, in place of ``mesh``, as DeepSpeed's ``Init`` takes them: a process
-            group, of which :meth:`Mesh.create` makes a mesh; ``shard()`` takes it as ``mesh=init.mesh``.
-        policy: that the model will be sharded with; sharding with another one costs messages.
-        blocks: classes of the model's blocks, or a function that says whether a class is one.  Each block is
-            cut as a whole, the rest when the constructors of its modules return.
-        wire: that sends messages; a plain one by default.
-        remote_device: of new values and of slices; the mesh's by default, also as "none", which Megatron's
-            ``--remote-device`` says; "meta" makes no values.
-        enabled: False does nothing at all.
-        whole_below: smaller parameters outside blocks stay whole until the model is sharded.
-        seed: of torch's random numbers inside the context, which leave those outside as they were.
+        mesh: the ranks, which may be torch's ``DeviceMesh``.  They must draw the same random numbers.
+        data_parallel_group: a process group in place of ``mesh``, as DeepSpeed's ``Init`` takes it.
+            :meth:`Mesh.create` makes a mesh of it, which ``shard()`` takes as ``mesh=init.mesh``.
+        policy: the policy that the model will be sharded with.  With another policy, ``shard()`` has to send
+            the slices anew.
+        blocks: the classes of the model's blocks, or a function that returns whether a class is one.  Each
+            block is cut as a whole; a module outside of blocks is cut when its own constructor returns.
+        wire: the wire that sends messages; a new one by default.
+        remote_device: the device of new values and of slices; by default, and for "none", which Megatron's
+            ``--remote-device`` uses, the mesh's device.  On "meta" parameters have no values.
+        enabled: False makes the context do nothing.
+        whole_below: parameters outside of blocks with fewer elements stay whole until the model is sharded.
+        seed: the seed of torch's random numbers inside the context; the state of random numbers outside is
+            not changed.
 
-    Raises ZeroError: on entering inside another one; for a mesh and a group, or neither.  MeshError: for a
-        group that is no mesh.  PolicyError: if the policy does not fit the topology.
+    Raises:
+        ZeroError: on entering, inside another ``Init``; if both a mesh and a group are given, or neither.
+        MeshError: if no mesh can be made of the group.
+        PolicyError: if the policy does not fit the topology.
     """
 
     def __init__(
@@ -68,22 +75,24 @@ class Init:
     ) -> None:
         self._blocks, self._whole_below, self._seed, self.enabled = blocks, whole_below, seed, enabled
         self._constructing: list[nn.Module] = []
-        self._gathered: list[Cut] = []  # whole now, the last used last
+        self._gathered: list[
+            Cut
+        ] = []  # the cuts that are whole now, in the order in which they were gathered
         self._contexts = contextlib.ExitStack()
         self._mesh, self._data_parallel_group, self._policy = mesh, data_parallel_group, policy or Policy()
-        self.wire = functools.cache(lambda: wire_of(self.mesh, wire))  # when it is needed
+        self.wire = functools.cache(lambda: wire_of(self.mesh, wire))  # made at the first call
         if enabled:
             self._policy.check(self.mesh.topology)
             self._device = _device_of(remote_device) or self.mesh.device
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The mesh that was given, or of the group that was given."""
+        """The mesh that was given, or the mesh of the group that was given."""
         match self._mesh, self._data_parallel_group:
             case None, None:
                 raise ZeroError(
-                    "Init has neither mesh= nor data_parallel_group=: pass one of them; all ranks are "
-                    "data_parallel_group=dist.group.WORLD"
+                    "Init has neither mesh= nor data_parallel_group=: pass one of them, for example "
+                    "data_parallel_group=dist.group.WORLD for all ranks"
                 )
             case None, group:
                 return Mesh.create(group=group)
@@ -95,7 +104,7 @@ class Init:
         if not self.enabled:
             return self
         if active() is not None:
-            raise ZeroError("Init inside Init: one of them says how the model is laid out")
+            raise ZeroError("Init inside Init, but only one can lay the model out: leave one of them out")
         with contextlib.ExitStack() as stack:
             if self._seed is not None:
                 devices = [self._device] if self._device.type == "cuda" else []
@@ -115,8 +124,11 @@ class Init:
 
     @contextlib.contextmanager
     def constructing(self, module: nn.Module) -> Iterator[None]:
-        """Around a constructor of ``module``: cut its parameters after the outermost class's constructor."""
-        if any(module is other for other in self._constructing):  # a base class's
+        """Context around a constructor call for ``module``, after which the module's parameters are cut.
+
+        Constructors of base classes are inside that of the module's class, and cut nothing.
+        """
+        if any(module is other for other in self._constructing):  # this is the constructor of a base class
             yield
             return
         self._constructing.append(module)
@@ -124,20 +136,26 @@ class Init:
             yield
         finally:
             self._constructing.pop()
-        if not any(map(self._is_block, self._constructing)):  # else the block is cut as a whole
+        if not any(map(self._is_block, self._constructing)):  # inside a block, nothing is cut before its end
             whole = self._is_block(module)
             self.cut(module, recurse=whole, at_least=0 if whole else self._whole_below)
         if not self._constructing:
             self._settle()
 
     def cut(self, module: nn.Module, *, recurse: bool, at_least: int = 0) -> None:
-        """Cut the parameters of ``module`` that are not cut yet, of ``at_least`` elements each."""
+        """Cut the parameters of ``module`` that are not cut yet and have ``at_least`` elements each.
+
+        Args:
+            module: the module.
+            recurse: whether to cut the parameters of modules inside it too.
+            at_least: the least number of elements; the policy's ``persist_below`` if that is larger.
+        """
         small = max(at_least, self._policy.memory.persist_below)
         for trainable in (True, False):
             parameters = {
                 name: parameter
                 for name, parameter in module.named_parameters(recurse=recurse)
-                # Plain ones with values; others are checked when the model is sharded.
+                # Only plain floating-point parameters with values; shard() checks all others.
                 if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.is_floating_point()
                 if parameter.requires_grad == trainable and parameter.numel() >= small
                 if cut_of(parameter) is None
@@ -147,7 +165,7 @@ class Init:
                 Cut(kind, parameters, self._policy, mesh=self.mesh, wire=self.wire, on_use=self._use)
 
     def gather(self, cuts: Sequence[Cut]) -> None:
-        """Gather ``cuts``; others are cut again, unless there are views of them."""
+        """Gather ``cuts`` on all ranks; other gathered cuts are cut again, unless somebody holds views of them."""
         self._settle(cuts)
         for cut in cuts:
             cut.gather()
@@ -162,13 +180,13 @@ class Init:
         """Gather the cuts of an operation that uses parameter ``name``, or refuse the use."""
         if active() is not self:
             raise ZeroError(
-                f"parameter {name!r} is used after Init cut it: use it inside Init, or read or change it "
-                "under GatheredParameters"
+                f"parameter {name!r} is used after Init cut it, outside of Init: use it inside Init, or read or "
+                "change it under GatheredParameters"
             )
         self.gather(together)
 
     def _settle(self, kept: Sequence[Cut] = (), *, viewed: bool = False) -> None:
-        """Cut again what was gathered, except for ``kept``; where there are views, only if ``viewed``."""
+        """Cut all gathered cuts again, except for ``kept``, and those with views of them unless ``viewed``."""
         for cut in list(self._gathered):
             if cut not in kept and not cut.pinned and (viewed or not cut.viewed):
                 cut.cut()
@@ -176,9 +194,9 @@ class Init:
 
 
 def _device_of(remote_device: torch.device | str | None) -> torch.device | None:
-    """The device that ``remote_device`` names; None for the mesh's."""
+    """Return the device that ``remote_device`` names; None for the mesh's device."""
     if remote_device == "nvme":
-        raise ZeroError("remote_device='nvme': values are kept in memory only; use 'cpu'")
+        raise ZeroError("remote_device='nvme' is not supported, values are kept in memory only: use 'cpu'")
     return None if remote_device in (None, "none") else torch.device(remote_device)
 
 
@@ -189,10 +207,21 @@ def give_values(
     policy: Policy,
     initialise: Callable[[nn.Module], None] | None = None,
 ) -> None:
-    """Initialise a model on the meta device, one block at a time, and cut each at once.
+    """Give the modules of a model that are on the meta device their values, and cut each block at once.
 
-    Modules come after the modules that they hold, as constructors return: equal random numbers give the
-    values of a model constructed with values.  Modules with values are left alone.
+    A module is initialised after the modules that it holds, which is the order in which constructors return.  With
+    equal random numbers, the values are those of a model that was constructed with values.  Modules with values are
+    left alone.
+
+    Args:
+        model: the model.
+        blocks: its blocks, each of which is cut as a whole.
+        mesh: the ranks.
+        policy: the policy that the model will be sharded with.
+        initialise: gives a module its values; its ``reset_parameters()`` by default.
+
+    Raises:
+        ZeroError: if a module cannot be initialised, or if elements were left without a value.
     """
     fresh = {module for module in model.modules() if any(t.is_meta for t in _tensors(module).values())}
     if not fresh:
@@ -218,16 +247,26 @@ def give_values(
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Its parameters and buffers by name, without those of its children."""
+    """Return the module's own parameters and buffers by name, without those of its children."""
     return dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
 
 
 def _initialise(
     module: nn.Module, name: str, device: torch.device, initialise: Callable[[nn.Module], None] | None
 ) -> None:
-    """Initialise the module's parameters and buffers on the meta device; they stay the same objects.
+    """Give the module's parameters and buffers that are on the meta device memory and values.
 
-    Before that all bits are ones, a NaN that no arithmetic makes, or -1, to find elements left out.
+    They stay the same objects.  To find elements that the initialisation left out, all bits are set to ones before
+    it.  This is a NaN that no arithmetic produces, or the integer -1.
+
+    Args:
+        module: the module.
+        name: its name in the model, for errors.
+        device: the device of the values.
+        initialise: gives the module its values; its ``reset_parameters()`` by default.
+
+    Raises:
+        ZeroError: if there is nothing to initialise the module with, or if elements were left out.
     """
     reset = getattr(module, "reset_parameters", None)
     versions = {}
@@ -237,7 +276,7 @@ def _initialise(
         if initialise is None and not callable(reset):
             raise ZeroError(
                 f"{name} ({type(module).__name__}) has {key!r} on the meta device "
-                "and no reset_parameters(): give shard() an initialise function"
+                "and no reset_parameters(): add this method, or give shard() an initialise function"
             )
         empty: Tensor = torch.empty_like(tensor, device=device)
         if isinstance(tensor, nn.Parameter):
@@ -252,40 +291,44 @@ def _initialise(
     for key, tensor in _tensors(module).items():
         if key not in versions or not tensor.numel():
             continue
-        left = (_bits(tensor).view(tensor.numel(), -1) == 0xFF).all(1)  # all bits of an element
-        # Integers may all be -1, if they were written.
+        left = (_bits(tensor).view(tensor.numel(), -1) == 0xFF).all(
+            1
+        )  # whether all bits of an element are ones
+        # Integers may have been set to -1, so they are only missed if nothing was written at all.
         missed = left.any() if tensor.is_floating_point() else left.all() and tensor._version == versions[key]  # noqa: SLF001
         if missed:
             raise ZeroError(
-                f"{name} ({type(module).__name__}) was on the meta device, and was given no values for "
+                f"{name} ({type(module).__name__}) was on the meta device, and its initialisation gave no values for "
                 f"{int(left.sum())} of {tensor.numel()} elements of {key!r}: write all of them in "
                 "reset_parameters(), or give shard() an initialise function"
             )
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """View of its memory as uint8; writes to it do not count as changes of ``tensor``."""
+    """Return the tensor's memory as uint8; writes to it do not change the version of ``tensor``."""
     return tensor.detach().data.reshape(-1).view(torch.uint8)
 
 
-# All constructors are watched while any thread is inside an Init, as no class announces its end.
+# Torch has no hook for the end of a module's constructor.  Therefore, while any thread is inside an Init, the
+# constructors of all module classes are wrapped.
 
-_thread = threading.local()  # holds the Init of this thread
+_thread = threading.local()  # holds the Init that this thread is inside
 _lock = threading.Lock()
-_watched: dict[type[nn.Module], Any] = {}  # original constructors
-_inside: list[None] = []  # one element a context
+_watched: dict[type[nn.Module], Any] = {}  # the original constructors of the wrapped classes
+_inside: list[None] = []  # one element for each Init that a thread is inside
 
 
 def active() -> Init | None:
-    """The Init that this thread is inside."""
+    """Return the Init that this thread is inside, or None."""
     return getattr(_thread, "init", None)
 
 
 @contextlib.contextmanager
 def _watching() -> Iterator[None]:
+    """Context in which the constructors of all module classes are wrapped."""
     with _lock:
         if not _inside:
-            # New classes first: another thread may define one while the existing ones are walked.
+            # First for new classes: another thread may define one while the existing classes are walked.
             nn.Module.__init_subclass__ = classmethod(_watch_new)  # type: ignore[assignment,arg-type]
             for kind in type.__subclasses__(nn.Module):
                 _watch(kind)
@@ -309,7 +352,7 @@ def _watch_new(kind: type[nn.Module], **options: Any) -> None:
 
 
 def _watch(kind: type[nn.Module]) -> None:
-    """Wrap the constructors of ``kind`` and its subclasses."""
+    """Wrap the constructors of ``kind`` and of its subclasses."""
     for sub in type.__subclasses__(kind):
         _watch(sub)
     if "__init__" not in vars(kind) or kind in _watched:

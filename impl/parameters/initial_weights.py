@@ -1,8 +1,9 @@
-"""Checks, once when a model is sharded, that all ranks start from the same weights.
+"""Checks, when a model is sharded, that all ranks start from the same weights.
 
-Ranks compare a sum of each parameter's bits, before cuts if it was cut while it was made, and the shapes and
-types of buffers, through the store of their rendezvous, which is in no ledger.  Thread ranks have no store,
-and are not compared.
+Ranks compare a sum of the bits of each parameter, and the shapes and types of buffers.  For a parameter that
+:class:`~impl.parameters.init.Init` has cut, they compare sums of the values before each cut.  The comparison goes
+through the store of the ranks' rendezvous, so no ledger counts it.  Ranks that are threads have no store and are not
+compared.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from impl.unit.placeholder import Placeholder
 def check_same_start(
     wire: Wire, parameters: Mapping[str, Tensor], drawn: Mapping[str, int], buffers: Mapping[str, str]
 ) -> None:
-    """Refuse values that differ between ranks, on all of them; all must call this.
+    """Raise a ZeroError on all ranks if first values differ between ranks; all ranks must call this.
 
-    ``parameters`` that are cut already, or have no values, are left out; ``drawn`` has a number for the
-    values that each cut parameter was cut from on this rank; ``buffers`` are the kinds of buffers in words,
-    whose values may differ.
+    Args:
+        wire: the wire of the ranks.
+        parameters: the model's parameters; those that are cut already, or have no values, are ignored.
+        drawn: for each cut parameter, a number for the values that it was cut from on this rank.
+        buffers: the shape and type of each buffer as text; values of buffers may differ.
     """
     mesh, rank = wire.mesh, wire.mesh.rank
     store = mesh.store()
@@ -45,7 +48,7 @@ def check_same_start(
 
 
 def sums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """A number for the values of each parameter with values; equal values have equal numbers."""
+    """Return, for each parameter that has values, the sum of its bits; equal values have equal sums."""
     integers = {
         name: parameter.detach()
         .resolve_neg()
@@ -60,13 +63,16 @@ def sums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def difference(ranks: Sequence[Mapping[str, int]]) -> str | None:
-    """The error of sums that differ, in order of ``ranks``; None if they are equal."""
+    """Return an error message for the first parameter whose sum differs between ranks; None if none does.
+
+    ``ranks`` has the sums of each rank, in rank order.
+    """
     for name in {name: None for numbers in ranks for name in numbers}:
         others = [rank for rank, numbers in enumerate(ranks) if numbers.get(name) != ranks[0].get(name)]
         if others:
             return (
-                f"parameter {name!r} starts from other values on {ranks_in_words(others)} than on rank 0; "
-                "each rank would train its own slice: seed all ranks alike (Init has seed=), or load the "
-                "same state on all"
+                f"parameter {name!r} starts from other values on {ranks_in_words(others)} than on rank 0, so the "
+                "shards would not be of one model: seed all ranks alike (Init has seed=), or load the same state "
+                "on all ranks"
             )
     return None

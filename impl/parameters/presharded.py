@@ -1,7 +1,8 @@
-"""Parameters that Init cut before their model is sharded: each rank holds its slice alone.
+"""Holds parameters that Init has cut before their model is sharded: each rank has only its slice.
 
-A cut is laid out like a unit.  If :func:`impl.zero.shard` lays the same parameters out in the same way, it
-takes the slice over; otherwise it gathers one parameter after the other and cuts again.
+A :class:`Cut` is a group of parameters that is laid out like a unit.  If :func:`impl.zero.shard` lays the same
+parameters out in the same way, :func:`take_over` takes the slice over without a message.  Otherwise it gathers one
+parameter after the other and cuts again.
 """
 
 from __future__ import annotations
@@ -28,14 +29,20 @@ from impl.unit.master_shard import shard_of
 from impl.unit.placeholder import Placeholder, keeper_of, release, restore
 from impl.unit.whole_values import assemble
 
-_LARGE: Final = 2**61 - 1
+_LARGE: Final = 2**61 - 1  # the modulus of the hash of values
 
 
 class Cut:
-    """This rank's slice of some parameters, by name, all trainable or none.
+    """This rank's slice of some parameters, all of which are trainable, or all frozen.
 
-    ``wire`` makes the wire when it is needed; ``on_use``, called with the cut and all cuts of an operation,
-    gathers used values, or refuses.
+    Args:
+        name: the name of the cut, for errors.
+        parameters: the parameters by name.
+        policy: the policy that the model will be sharded with.
+        mesh: the ranks.
+        wire: a function that returns the wire; called when values are gathered.
+        on_use: a function that is called when an operation uses a cut parameter.  It gets this cut, all cuts that
+            the operation uses, and the parameter's name, and gathers the values or raises an error.
     """
 
     def __init__(
@@ -64,32 +71,39 @@ class Cut:
         self._axes, self._device = axes[outside:], first.device
         self._parameters = [weakref.ref(parameter) for parameter in parameters.values()]
         self._keepers = [_InCut(self, slot.spec.name) for slot in self.geometry.slots]
-        self.shard = torch.empty(0)  # (S,) fp32, this rank's slice, on the device of the values
-        self.pinned: set[int] = set()  # slots that a context shows whole
-        # By slot, a number of all values that this rank has cut it from; equal for equal values.
+        self.shard = torch.empty(
+            0
+        )  # (S,) fp32, this rank's slice, on the device of the values; empty while whole
+        self.pinned: set[int] = set()  # slots that GatheredParameters shows
+        # For each slot, a hash of all values from which this rank has cut it, so that ranks can compare them.
         self.drawn = [0] * len(self.geometry.slots)
-        self.whole = True  # whether the parameters have their values
-        self._uses: list[int] = []
+        self.whole = True  # whether the parameters have their whole values
+        self._uses: list[int] = []  # for each parameter, the handles of its memory when it was gathered
         self.cut()
 
     @property
     def parameters(self) -> list[nn.Parameter | None]:
-        """In slot order; None for a parameter that was replaced, and no longer exists."""
+        """The parameters in slot order; None for one that was replaced and no longer exists."""
         return [reference() for reference in self._parameters]
 
     def number(self, parameter: Tensor) -> int:
-        """The slot of ``parameter``, which is one of them."""
+        """Return the slot's number of ``parameter``, which must be one of this cut."""
         return [other is parameter for other in self.parameters].index(True)
 
     def cut(self) -> None:
-        """Keep this rank's slice of the present values; the rest is freed."""
+        """Keep this rank's slice of the present values, and free the rest.
+
+        Raises:
+            ZeroError: if a parameter's shape has changed since the first cut.
+        """
         parameters, values = self.parameters, []
         for parameter, slot in zip(parameters, self.geometry.slots, strict=True):
             values.append(torch.zeros(()).expand(slot.spec.shape) if parameter is None else parameter)
             if tuple(values[-1].shape) != slot.spec.shape:
                 raise ZeroError(
                     f"parameter {slot.spec.name!r} was {slot.spec.shape} when Init cut it and is now "
-                    f"{tuple(values[-1].shape)}: replace the parameter instead of its data"
+                    f"{tuple(values[-1].shape)}: to resize it, put a new parameter in its module instead of "
+                    "assigning its data"
                 )
         alive = {str(number): tensor for number, tensor in enumerate(parameters) if tensor is not None}
         for number, total in sums(alive).items():
@@ -101,7 +115,7 @@ class Cut:
         self.whole = False
 
     def gather(self) -> None:
-        """Gather the values on all ranks of a copy; all of them must call it."""
+        """Gather the whole values; all ranks that share the slices must call it."""
         if self.whole:
             return
         for number, parameter in enumerate(self.parameters):
@@ -113,7 +127,10 @@ class Cut:
         self.whole = True
 
     def values(self, number: int, wire: Wire, part: Tensor | None = None) -> Tensor:
-        """(shape) fp32: parameter ``number`` from all ranks' parts (n,); all ranks of a copy must call it."""
+        """Gather parameter ``number``, (shape) fp32, from the ranks' parts (n,); all ranks must call it.
+
+        ``part`` replaces this rank's part of the slice.
+        """
         start, end = self.geometry.part(self.geometry.slots[number], self.mesh.rank)
         part = (self.shard[start:end] if part is None else part).to(wire.mesh.device)
         tag = Tag("step", "state", self.name)
@@ -122,32 +139,33 @@ class Cut:
 
     @property
     def viewed(self) -> bool:
-        """Whether there are views of the whole values."""
+        """Whether anybody has taken views of the whole values since they were gathered."""
         return any(map(operator.gt, self._counts(), self._uses))
 
     def _counts(self) -> list[int]:
-        """For each parameter, the number of tensors in its memory, and handles of it."""
+        """Return, for each parameter, the number of handles of its memory."""
         return [0 if parameter is None else handles(parameter) for parameter in self.parameters]
 
 
 class _InCut:
-    """Keeper of one parameter of a cut."""
+    """The keeper of one parameter of a cut."""
 
     def __init__(self, cut: Cut, name: str) -> None:
         self.cut, self.name = cut, name
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
-        if not self.cut.whole:  # else gathered with another one of this operation
+        """Gather the cut, or refuse the use; return the parameter, which then is whole."""
+        if not self.cut.whole:  # it is whole if another parameter of this operation has had it gathered
             self.cut.on_use(self.cut, [*filter(None, map(cut_of, together))], self.name)
         return parameter
 
 
-# Keyed by identity: parameters of cuts that are whole now.
+# The cut of each parameter that is whole now; keyed by identity.
 _whole: MutableMapping[Tensor, weakref.ref[Cut]] = WeakTensorKeyDictionary()
 
 
 def cut_of(parameter: Tensor) -> Cut | None:
-    """The cut of ``parameter``, which may be whole now; None for others."""
+    """Return the cut that ``parameter`` belongs to, even if it is whole now; None if there is none."""
     if (keeper := keeper_of(parameter)) is not None:
         return keeper.cut if isinstance(keeper, _InCut) else None
     reference = _whole.get(parameter)
@@ -155,21 +173,21 @@ def cut_of(parameter: Tensor) -> Cut | None:
 
 
 def drawn_numbers(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """For each cut parameter, a number of the values that this rank has cut it from."""
+    """Return, for each cut parameter, a hash of the values from which this rank has cut it."""
     cuts = {name: _keeping(parameter) for name, parameter in parameters.items()}
     return {name: cut.drawn[cut.number(parameters[name])] for name, cut in cuts.items() if cut is not None}
 
 
 def _keeping(parameter: Tensor) -> Cut | None:
-    """The cut of ``parameter``, unless whole."""
+    """Return the cut that ``parameter`` belongs to; None if there is none, or if it is whole."""
     cut = cut_of(parameter)
     return None if cut is None or cut.whole else cut
 
 
 def take_over(geometry: UnitGeometry, parameters: Sequence[nn.Parameter], wire: Wire) -> Tensor | None:
-    """(S,) fp32 this rank's slice of ``parameters`` in the layout of ``geometry``; None if none is cut.
+    """Return this rank's slice (S,) fp32 of ``parameters`` in the layout of ``geometry``; None if none is cut.
 
-    All ranks must call it.  A slice in that layout already costs no message.
+    All ranks must call it.  If the slice is in this layout already, no message is sent.
     """
     cuts = [_keeping(parameter) for parameter in parameters]
     if all(cut is None for cut in cuts):
@@ -179,9 +197,9 @@ def take_over(geometry: UnitGeometry, parameters: Sequence[nn.Parameter], wire: 
         for slot, parameter in zip(geometry.slots, parameters, strict=True):
             start, end = geometry.part(slot, rank)
             part = first.shard[start:end]
-            part.copy_(part.to(parameter.dtype))  # a model may be cast after it was cut
+            part.copy_(part.to(parameter.dtype))  # the user may have cast the model after it was cut
         return first.shard
-    values = (  # one parameter at a time is whole
+    values = (  # a generator, so that only one parameter at a time is whole
         parameter if cut is None else cut.values(cut.number(parameter), wire).to(parameter.dtype)
         for parameter, cut in zip(parameters, cuts, strict=True)
     )
@@ -189,7 +207,7 @@ def take_over(geometry: UnitGeometry, parameters: Sequence[nn.Parameter], wire: 
 
 
 def _same(cut: Cut, geometry: UnitGeometry, parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether ``cut`` holds exactly these parameters, at the same places."""
+    """Return whether ``cut`` holds exactly these parameters, laid out as in ``geometry``."""
     layout, cut_layout = (
         (laid_out.padded, laid_out.shards, [(slot.offset, slot.spec.shape) for slot in laid_out.slots])
         for laid_out in (geometry, cut.geometry)

@@ -1,1 +1,1 @@
-"""Pure decisions: what is sent, held and computed, where it lies, and when.  No torch."""
+"""Decides, without torch, what a policy sends, holds and computes, and predicts bytes, memory and step time."""

@@ -1,7 +1,11 @@
-"""Bits by budget: chooses the codec of each part so that the sum of errors is least within a budget.
+"""Chooses each unit's codec so that the sum of encoding errors is least within a budget of bytes.
 
-Pure: no torch.  A knapsack with one choice for each part, taken greedily: from the smallest codecs on, the
-fitting change that saves most error per byte.  The choice is no worse than the best uniform one.
+This is a multiple-choice knapsack, solved greedily: every unit starts in its smallest codec, and as long as a
+change fits into the budget, the one that saves most error per byte is made.  The result is never worse than
+the best single codec for all units that fits.  :func:`shares_of` derives the budget in bytes from a policy,
+:class:`Share` chooses from measured errors, and :func:`at_most` bounds the traffic of any choice.
+
+Pure: no torch.
 """
 
 from __future__ import annotations
@@ -23,21 +27,23 @@ _Name = TypeVar("_Name")
 
 
 class Cost(NamedTuple):
-    """The cost of a part in one codec: bytes on the wire, and the sum of its squared errors."""
+    """The cost of one part (a unit's messages) in one codec: bytes sent, and the sum of squared errors."""
 
     bytes: int
     error: float
 
 
 def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
-    """The codec's name for each part, within ``budget`` bytes in all; all parts have the same codecs.
+    """Returns the name of the chosen codec for each part, within ``budget`` bytes for all parts together.
 
-    Raises ValueError: if even the smallest codecs take more, naming both numbers.
+    ``parts`` hold for each part the cost by codec; all parts have the same codecs.
+
+    Raises ValueError: if the smallest codecs take more than ``budget``, naming both numbers.
     """
     chosen = [min(part, key=part.__getitem__) for part in parts]
     spent = total(parts, chosen).bytes
     if spent > budget:
-        raise ValueError(f"a budget of {budget} bytes: the smallest codecs take {spent}")
+        raise ValueError(f"a budget of {budget} bytes is too small: the smallest codecs take {spent}")
     while steps := [
         (saved / extra if extra > 0 else math.inf, index, name, extra)
         for index, part in enumerate(parts)
@@ -45,7 +51,7 @@ def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
         if (saved := part[chosen[index]].error - cost.error) > 0
         and (extra := cost.bytes - part[chosen[index]].bytes) <= budget - spent
     ]:
-        _, index, chosen[index], extra = max(steps, key=lambda step: step[0])  # of equal ones the first
+        _, index, chosen[index], extra = max(steps, key=lambda step: step[0])  # the first of equal steps
         spent += extra
     candidates = [chosen, *([name] * len(parts) for name in (parts[0] if parts else ()))]
     fitting = [names for names in candidates if total(parts, names).bytes <= budget]
@@ -53,34 +59,35 @@ def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
 
 
 def total(parts: Sequence[Mapping[_Name, Cost]], chosen: Sequence[_Name]) -> Cost:
-    """Bytes and error of all parts in the chosen codecs."""
+    """Returns the bytes and the error of all parts together in the chosen codecs."""
     costs = [part[name] for part, name in zip(parts, chosen, strict=True)]
     return Cost(sum(cost.bytes for cost in costs), sum(cost.error for cost in costs))
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a budget for one purpose: all units' weight gathers, or reductions' hops between nodes."""
+    """The part of a budget for one purpose: the weight gathers, or the reductions' hop between nodes."""
 
     purpose: Budgeted
-    hop: str  # name of its axis; empty for gathers
-    codecs: tuple[Codec, ...]  # to choose from, the policy's own first
-    units: tuple[str, ...]  # names, in model order
-    bytes: tuple[tuple[int, ...], ...]  # of a step's frames between nodes, by unit and codec
-    limit: int  # bytes of all units together
+    hop: str  # name of the axis along which reductions cross nodes; empty for gathers
+    codecs: tuple[Codec, ...]  # the candidates, the policy's own first
+    units: tuple[str, ...]  # names of the units whose codec is chosen, in model order
+    bytes: tuple[tuple[int, ...], ...]  # bytes of a step's frames between nodes, by unit and codec
+    limit: int  # most bytes for all units together
 
     def choose(self, errors: Sequence[Sequence[float]]) -> list[int]:
-        """The index of each unit's codec, from the errors (unit, codec) measured on all ranks."""
+        """Returns the index of each unit's codec; ``errors`` (unit, codec) are sums over all ranks."""
         parts = [dict(enumerate(map(Cost, *costs))) for costs in zip(self.bytes, errors, strict=True)]
         return choose(parts, self.limit)
 
 
 def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry]) -> list[Share]:
-    """The shares of the policy's budget; none without one.
+    """Returns the shares of the policy's budget; an empty list if the policy has no budget.
 
-    ``units`` are in model order; frozen and persistent ones keep their codecs.
+    ``units`` are in model order; frozen and persistent units keep their codecs and are left out.
 
-    Raises PolicyError: if the policy's own codecs, which training begins with, take more than the budget.
+    Raises PolicyError: if the policy's own codecs, with which training begins, take more than the budget, or
+    if no unit is left to choose for.
     """
     kept, spared = kept_units(policy, units), policy.gather_axes(topology)[1]
     shares = []
@@ -98,13 +105,16 @@ def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry])
             sizes.append(tuple(times * sum(map(codec.frame_bytes, pieces)) for codec in codecs))
             elements += times * sum(pieces)
         if not names:
-            raise PolicyError(f"budget '{policy.budget}': all units are frozen or persistent; choose nothing")
+            raise PolicyError(
+                f"budget '{policy.budget}' has no unit to choose a codec for: all units are frozen or "
+                "persistent; remove budget, or lower memory.persist_below"
+            )
         initial, bits = sum(size[0] for size in sizes), getattr(policy.budget, purpose)
         limit = int(bits * elements / 8) if bits else initial
         if initial > limit:
             raise PolicyError(
-                f"budget '{policy.budget}' gives {purpose} {limit} bytes a rank, and {codecs[0]}, in which "
-                f"training begins, takes {initial}: begin with fewer bits"
+                f"budget '{policy.budget}' allows {limit} bytes a rank for {purpose}, but {codecs[0]}, with "
+                f"which training begins, takes {initial}: set {purpose} to a smaller codec, or raise the budget"
             )
         hop = topology.node_axis.name if purpose == "gradients" else ""
         shares.append(Share(purpose, hop, codecs, tuple(names), tuple(sizes), limit))
@@ -114,7 +124,10 @@ def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry])
 def at_most(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], sent: Mapping[LedgerKey, int]
 ) -> dict[Link, int]:
-    """Most bytes over each kind of link under any choice, from those ``sent`` in the policy's own codecs."""
+    """Returns an upper bound of the bytes over each kind of link, whatever the budget chooses.
+
+    ``sent`` are a rank's bytes in the policy's own codecs.
+    """
     left, totals = dict(sent), dict.fromkeys(get_args(Link), 0)
     for share in shares_of(policy, topology, units):
         sizes = {name: candidates[0] for name, candidates in zip(share.units, share.bytes, strict=True)}
@@ -122,7 +135,7 @@ def at_most(
         for key in sent:
             if key.purpose == share.purpose and key.unit in sizes and share.hop in ("", key.hop):
                 shared[key.link][key.unit] += left.pop(key)
-        # At most all of the budget goes to the unit that sends each byte most often.
+        # No choice sends more than if the whole budget went to the unit that sends each byte most often.
         for link, counts in shared.items():
             most = (-(-nbytes * share.limit // sizes[unit]) for unit, nbytes in counts.items())
             totals[link] += max(most, default=0)

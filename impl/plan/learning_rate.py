@@ -1,4 +1,4 @@
-"""Learning-rate schedules as a factor of the optimizer's rate by step: a warm-up, then a decay.  No torch."""
+"""Computes learning-rate schedules (a warm-up, then a decay) as a factor of the optimizer's rate.  No torch."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ Decay = Literal["none", "linear", "cosine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The factor of an optimizer's rate in each of ``steps`` steps.
+    """The factor of an optimizer's learning rate in each of ``steps`` steps.
 
-    Step s (from 0) of a warm-up of w steps has ``start + (1 - start) (s + 1) / w``.  The decay follows; with
-    ``p = (s + 1 - w) / (steps - w)`` it is ``floor + (1 - floor) (1 - p)``, or with a cosine
-    ``floor + (1 - floor) (1 + cos(pi p)) / 2``: the last step, and all later ones, have ``floor``.
+    Step s (counted from 0) of a warm-up of w steps has the factor ``start + (1 - start) (s + 1) / w``.  Then,
+    with ``p = (s + 1 - w) / (steps - w)``, a linear decay has ``floor + (1 - floor) (1 - p)`` and a cosine
+    decay ``floor + (1 - floor) (1 + cos(pi p)) / 2``.  The last step, and every step after it, has ``floor``.
+
+    Raises ValueError: for a warm-up that is negative or longer than ``steps``, or factors outside [0, 1].
     """
 
-    steps: int
+    steps: int  # of the whole schedule, warm-up included
     warmup: int = 0  # steps of the warm-up
-    start: float = 0.0  # factor that the warm-up begins above
-    shape: Literal["linear", "log"] = "linear"
+    start: float = 0.0  # factor before the first step of the warm-up
+    shape: Literal["linear", "log"] = "linear"  # of the warm-up; ``log`` exists only as DeepSpeed has it
     decay: Decay = "none"
     floor: float = 0.0  # factor at the end of the decay
-    # count steps as DeepSpeed's schedules do: the first step precedes their step 0, and has ``start``, or 0
-    # with a cosine; only DeepSpeed has ``log`` warm-ups
+    # Whether steps are counted as in DeepSpeed, whose schedules are first applied after the first step: that
+    # step has the factor ``start``, or 0 with a cosine, and the second step is step 0 of the schedule.
     as_deepspeed: bool = False
 
     def __post_init__(self) -> None:
@@ -35,7 +37,7 @@ class Schedule:
             raise ValueError(f"start = {self.start:g} and floor = {self.floor:g}: expected 0 to 1")
 
     def factor(self, step: int) -> float:
-        """The factor of step ``step``, from 0, for ``torch.optim.lr_scheduler.LambdaLR``."""
+        """Returns the factor of step ``step`` (from 0), as ``torch.optim.lr_scheduler.LambdaLR`` asks for it."""
         if self.as_deepspeed:
             return self._as_deepspeed(step - 1)
         if step < self.warmup:

@@ -1,6 +1,6 @@
-"""Predicts a rank's bytes of memory, by part, from the policy alone.
+"""Predicts the bytes of memory that a rank needs, part by part, from the policy and the units' layout alone.
 
-Pure: no torch.  Tests demand that the engine holds the bytes of :func:`memory`.
+Tests check that the engine holds exactly the bytes that :func:`memory` predicts.  Pure: no torch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ from impl.plan.topology import Topology
 from impl.plan.traffic import MASTER_BYTES, placements_of, reduction_hops, secondary_bytes
 
 ADAM_BYTES: Final = 8  # two fp32 moments per element
-STAGED: Final = 2  # mean gradients on their way to the host at most
+STAGED: Final = 2  # most mean gradients that are being copied to the host at once
 PARTS: Final = (
     "masters", "frozen", "gradients", "optimizer", "secondary", "feedback", "gathered", "local_gradients",
     "frames", "staging",
     "host_masters", "host_frozen", "host_gradients", "host_optimizer", "host_secondary", "host_frames",
 )  # fmt: skip
 """The parts of a rank's memory (:func:`memory`)."""
+
+
+def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
+    """The bytes by part of :func:`memory`, for ``size`` bytes of optimizer state an element."""
+    return parts | {part: size * (parts[part] // ADAM_BYTES) for part in ("optimizer", "host_optimizer")}
 
 
 def memory(
@@ -35,18 +40,28 @@ def memory(
     micro_batches: int = 1,
     backward: bool = True,
 ) -> dict[str, int]:
-    """Bytes that one rank holds, by part, at the worst moment of a step; S is the sum of shards.
+    """Returns the bytes that one rank holds, by part, at the moment of a step when that part is largest.
 
-    ``masters`` 4 S; ``frozen`` the codes of frozen weights, where the policy has a codec for them;
-    ``gradients`` 4 S of trainable units; ``optimizer`` 8 S (Adam); ``secondary`` hpZ's copy, with a budget in
-    the largest codec; ``feedback`` the kept errors; ``gathered`` in the compute type, unsharded: all below
-    stage 3, else the outer units and the largest block or, if more, those that stay for backward (without
-    ``backward`` none); ``local_gradients``: all, in fp32, where several micro-batches are added up locally,
-    else the outer units' and the largest block's in the compute type.  Gathering ahead adds ``prefetch``.
+    With S the elements of all of the rank's shards, the parts are:
 
-    Parts in host memory have the prefix ``host_``.  For them the device holds ``frames``, those of offloaded
-    masters unless frames are offloaded too, and ``staging``, two of the largest mean gradients on their way;
-    the host holds ``host_frames``, those of its fp32 shards, and its gradients twice where shards add up.
+    - ``masters``: 4 S, the fp32 weights; ``frozen`` instead for frozen weights that are kept as codes
+    - ``gradients``: 4 S, the mean gradients of trainable units
+    - ``optimizer``: 8 S, Adam's two moments of trainable units
+    - ``secondary``: hpZ's copy; with a budget, in the largest of its codecs
+    - ``feedback``: the kept errors of gradient codecs
+    - ``gathered``: unsharded weights in the compute type.  Below stage 3 all units; in stage 3 the outer units
+      and either the largest block or, if these are more, the units kept for backward (none without
+      ``backward``)
+    - ``local_gradients``: unsharded gradients.  All of them in fp32 where several micro-batches are added up
+      locally, else those of the outer units and the largest block, in the compute type
+
+    Units gathered ahead of their use are not included; they add at most ``memory.prefetch`` elements.
+
+    With offload, parts in host memory have the prefix ``host_``, and there are further parts.  The device
+    holds ``frames``, the encoded weights of offloaded masters, unless these are offloaded too, and
+    ``staging``, two of the largest mean gradients while they are copied to the host.  The host holds
+    ``host_frames``, the encoded weights of its fp32 shards, and gradients twice where micro-batches are added
+    up in shards.
     """
     item = ITEM_BYTES[policy.compute]
     parts = dict.fromkeys(PARTS, 0)
@@ -85,11 +100,12 @@ def memory(
 
 
 def _gathered(policy: Policy, units: Sequence[UnitGeometry], *, backward: bool) -> int:
-    """Most elements of weights that are gathered at once, without those gathered ahead of their use."""
+    """Returns the most elements of weights gathered at once, not counting units gathered ahead of their use."""
     if policy.stage < 3:
         return sum(unit.padded for unit in units)
-    # A block's units and, in backward, the frozen ones of the next block: these are resharded when the
-    # gradients of its inputs arrive, which also start the block before it.
+    # A block's units are gathered together with, in backward, the frozen units of the block after it: frozen
+    # units are resharded when the gradients of their block's inputs arrive, and these gradients also start
+    # the block before it.
     whole, frozen = Counter[str](), Counter[str]()
     for unit in units:
         if not unit.outer:
@@ -101,14 +117,17 @@ def _gathered(policy: Policy, units: Sequence[UnitGeometry], *, backward: bool) 
 
 
 def _around_and_most(units: Sequence[UnitGeometry], sizes: Sequence[int]) -> int:
-    """Elements of the outer units, plus the largest of ``sizes``."""
+    """Returns the elements of all outer units, plus the largest of ``sizes`` (elements)."""
     return sum(unit.padded for unit in units if unit.outer) + max(sizes, default=0)
 
 
 def secondary_either_way(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry]
 ) -> tuple[int, int] | None:
-    """Bytes of hpZ's copy on one rank, kept as frames and in 16 bits; None for a policy without one."""
+    """Returns the bytes of hpZ's copy on one rank if it is kept as frames, and if it is kept in 16 bits.
+
+    Returns None for a policy without hpZ.
+    """
     if policy.secondary == 0:
         return None
     pairs = [(policy.for_unit(unit), unit) for unit in units]

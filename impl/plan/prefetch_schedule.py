@@ -1,6 +1,8 @@
-"""Schedule: which units to gather ahead and to keep, and in which order gradients are reduced.
+"""Decides which units are gathered ahead, which stay gathered, and in which order gradients are reduced.
 
-Pure: no torch.  Units ask it at the events of a pass (:mod:`impl.unit.unit`); it knows them by index.
+Units look these decisions up in a :class:`Schedule` at the events of a pass (:mod:`impl.unit.unit`); so does
+the simulation of a step (:mod:`impl.plan.timeline`).  A schedule refers to units by their index in model
+order.  Pure: no torch.
 """
 
 from __future__ import annotations
@@ -16,27 +18,28 @@ from typing import Final
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry
 
-MOST_AHEAD: Final = 4  # units under way; each holds a slot of the shared arena
+MOST_AHEAD: Final = 4  # most units gathered ahead at once; each holds a slot of the shared memory
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order of units in a forward pass, and how far to gather ahead."""
+    """The order in which units run, and what is gathered ahead and kept."""
 
     sizes: Sequence[int]  # padded elements of each unit, by index
-    order: tuple[int, ...]  # units that run one after the other, in forward order
-    outer: tuple[int, ...]  # units in use around all others (the root's)
-    prefetch: int  # elements that may be gathered ahead of the unit in use
-    max_live: int = 1 << 62  # elements that may be gathered at once; nothing is gathered ahead beyond it
-    kept: frozenset[int] = frozenset()  # units that stay gathered from a forward pass to its backward pass
-    # Whether gradients are reduced in model order; else in forward order, so that none waits for its turn.
+    order: tuple[int, ...]  # the units that run one after the other, in forward order
+    outer: tuple[int, ...]  # the units in use during the whole pass (the root's, and the persistent ones)
+    prefetch: int  # most elements gathered ahead of the unit in use
+    max_live: int = 1 << 62  # most elements gathered at once; nothing is gathered ahead beyond it
+    kept: frozenset[int] = frozenset()  # the units that stay gathered from forward to backward
+    # Whether gradients are reduced in reverse model order; else in reverse forward order, in which gradients
+    # arrive, so that no reduction waits for its turn.
     in_model_order: bool = False
-    frozen: frozenset[int] = frozenset()  # units without gradients, which are not reduced
-    blocks: Sequence[str] = ()  # by unit, the block with which it runs; by default each runs by itself
+    frozen: frozenset[int] = frozenset()  # the units without gradients, which are not reduced
+    blocks: Sequence[str] = ()  # for each unit, the block with which it runs; empty: each runs by itself
 
     @classmethod
     def for_units(cls, policy: Policy, units: Sequence[UnitGeometry]) -> Schedule:
-        """The schedule of a model's ``units``, in model order."""
+        """Returns the schedule of a model whose ``units`` are in model order."""
         return cls(
             sizes=[unit.padded for unit in units],
             order=tuple(index for index, unit in enumerate(units) if not unit.outer),
@@ -57,26 +60,26 @@ class Schedule:
 
     @cached_property
     def runs(self) -> tuple[tuple[int, ...], ...]:
-        """Units of one block, which run together, in forward order."""
+        """The units grouped by block, in forward order; the units of a block run together."""
         groups = itertools.groupby(self.order, lambda unit: self.blocks[unit] if self.blocks else unit)
         return tuple(tuple(units) for _, units in groups)
 
     def after(self, seen: Sequence[int]) -> Schedule:
-        """The schedule of units ``seen`` to run in this order; units that did not run come last."""
+        """Returns this schedule with the order in which a pass ran the units ``seen``; others come last."""
         return replace(self, order=(*seen, *(index for index in self.order if index not in seen)))
 
     @cached_property
     def ahead_in_forward(self) -> Sequence[Sequence[int]]:
-        """For each unit, those to gather ahead before it runs, in order."""
+        """For each unit, the units to gather ahead when it is about to run in forward, in order."""
         return [self._ahead(unit, self.order) for unit in range(len(self.sizes))]
 
     @cached_property
     def ahead_in_backward(self) -> Sequence[Sequence[int]]:
-        """For each unit, those to gather ahead when its output's gradient arrives, in order."""
+        """For each unit, the units to gather ahead when its output's gradient arrives, in order."""
         return [self._ahead(unit, self.order[::-1]) for unit in range(len(self.sizes))]
 
     def _ahead(self, unit: int, order: tuple[int, ...]) -> list[int]:
-        """Units after ``unit`` in ``order`` that fit into the prefetch limit."""
+        """Returns the units after ``unit`` in ``order`` that fit into the prefetch limit."""
         start = 0 if unit in self.outer else order.index(unit) + 1 if unit in order else len(order)
         ahead: list[int] = []
         stays = sum(self.sizes[index] for index in {*self.outer, *self.kept, unit})
@@ -90,17 +93,19 @@ class Schedule:
 
 
 def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
-    """Indices of the units that stay gathered from a forward pass to its backward pass.
+    """Returns the indices of the units that stay gathered from a forward pass to its backward pass.
 
-    Outer units end forward and begin backward, so they stay unless ``max_reuse`` is 0.  On one rank all units
-    stay: gathering again would cast the masters again, 6 bytes a parameter, to save 2.  Whole blocks stay,
-    from the last one on, while fewer than ``max_reuse`` elements run between their forward and their
-    backward, and all that is gathered at once is within ``max_live``.  With two planes none stays: backward
-    computes with the other one.  ``units`` are in model order.
+    Outer units are used last in forward and first in backward, so they stay unless ``max_reuse`` is 0.  Then
+    whole blocks stay, beginning with the last, as long as fewer than ``max_reuse`` elements run between their
+    forward and their backward pass and all that is gathered at once fits into ``max_live``.  On one rank,
+    ``max_reuse`` does not limit the blocks: gathering again would move 6 bytes a parameter (the cast of the
+    masters) to save 2.  With two planes no unit stays, since backward computes with the other plane.
+
+    ``units`` are in model order.
     """
     if policy.planes > 1:
         return frozenset()
-    limits, sizes = policy.memory, Counter[str]()  # of blocks, in model order
+    limits, sizes = policy.memory, Counter[str]()  # elements by block, in model order
     for unit in units:
         sizes.update({} if unit.outer else {unit.block: unit.padded})
     live = sum(unit.padded for unit in units if unit.outer)

@@ -1,7 +1,10 @@
-"""Where each parameter, pad and shard of a unit lies.
+"""Lays out units: where each parameter, each rank's shard and the padding lie in a unit's flat buffer.
 
-Pure: no torch.  A unit is one flat buffer per block of the model.  Every parameter starts on the grain, a
-multiple of all codec blocks, so no block straddles two parameters and shards are cut on block boundaries.
+A unit holds the parameters of one block of the model in one flat buffer, which is cut into equal shards, one
+for each rank.  Every parameter and every shard starts on a multiple of the grain, which is a common multiple
+of all codecs' blocks.  So no block spans two parameters, and no shard boundary cuts a block.
+
+Pure: no torch.
 """
 
 from __future__ import annotations
@@ -12,18 +15,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-FROZEN: Final = ".frozen"  # suffix of the name of a block's second unit, of its frozen parameters
-PERSISTENT: Final = "persistent"  # the unit of parameters too small to be worth a gather each time
-ROOT: Final = "root"  # the unit of parameters outside all blocks
-MUCH_PADDING: Final = 0.05  # share of a model's elements beyond which its bytes and memory are marked
+FROZEN: Final = ".frozen"  # suffix of the name of a block's second unit, which holds its frozen parameters
+PERSISTENT: Final = "persistent"  # name of the unit of small parameters, which stays gathered
+ROOT: Final = "root"  # name of the unit of parameters outside all blocks
+MUCH_PADDING: Final = 0.05  # padding, as a share of a model's elements, beyond which pages mark its bytes
 
 
 class GeometryError(ValueError):
-    """A unit cannot be laid out; the message names it and the numbers."""
+    """A unit cannot be laid out; the message names the unit and the numbers."""
 
 
 class PaddingError(GeometryError):
-    """A unit would have too much padding; ``needed`` is the least ``max_padding`` that allows it."""
+    """A unit would have too much padding; ``needed`` is the smallest ``max_padding`` that allows it."""
 
     def __init__(self, message: str, needed: float) -> None:
         super().__init__(message)
@@ -32,128 +35,143 @@ class PaddingError(GeometryError):
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """A parameter before it is laid out, by its qualified name in the model."""
+    """A parameter before it is laid out."""
 
-    name: str
+    name: str  # qualified, as in ``named_parameters()``
     shape: tuple[int, ...]
-    group: int = 0  # its optimizer group (weight decay, learning rate)
+    group: int = 0  # index of its optimizer group (weight decay, learning rate)
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 class Band(NamedTuple):
-    """``bands`` of a matrix's rows side by side in a shard, from element ``start`` on."""
+    """Consecutive bands, each of the same number of whole rows, of one matrix in a shard."""
 
-    start: int
-    bands: int
-    columns: int
+    start: int  # first element, relative to the shard
+    bands: int  # how many bands follow one another
+    columns: int  # elements of a row
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A parameter's place: elements [offset, offset + numel) of its unit's flat buffer."""
+    """The place of a parameter: elements [offset, offset + numel) of its unit's flat buffer."""
 
     spec: ParameterSpec
     offset: int
 
     @property
     def end(self) -> int:
-        """One past the last element."""
+        """One past the parameter's last element in the flat buffer."""
         return self.offset + self.spec.numel
 
 
 @dataclass(frozen=True, slots=True)
 class UnitGeometry:
-    """A unit's layout for one world size."""
+    """The layout of one unit for one number of ranks.
+
+    A *shard* is what one rank holds of a unit: ``padded / group`` elements.  A *piece* is what one rank
+    receives of the mean gradient: ``padded / world`` elements.  They are the same unless there are several
+    groups, each of which holds the whole unit.
+    """
 
     name: str  # of the block, with the suffix :data:`FROZEN` if not trainable
-    slots: tuple[Slot, ...]  # parameters, ordered by optimizer group
-    padded: int  # elements of the flat buffer, a multiple of ``world * grain``
-    world: int  # all ranks; each ends a gradient's reduction with ``piece = padded / world`` elements
+    slots: tuple[Slot, ...]  # the parameters, ordered by optimizer group
+    padded: int  # elements of the flat buffer, padding included; a multiple of ``world * grain``
+    world: int  # number of all ranks, over which gradients are reduced
     trainable: bool = True  # False for a unit of frozen parameters, which sends no gradients
-    # ranks that share one copy of the unit, with ``shard = padded / group`` elements each; 0 for all.  Ranks
-    # ``k * group`` to ``(k + 1) * group - 1`` are one group
+    # Number of ranks that share one copy of the unit, 0 for all ranks.  Ranks ``k * group`` to
+    # ``(k + 1) * group - 1`` form one group.
     group: int = 0
 
     @property
     def block(self) -> str:
-        """The name of its block, whose units are gathered together."""
+        """The name of the unit's block; the units of one block are gathered together."""
         return self.name if self.trainable else self.name.removesuffix(FROZEN)
 
     @property
     def persistent(self) -> bool:
-        """Whether it holds the small parameters that stay gathered."""
+        """Whether the unit holds the small parameters that stay gathered."""
         return self.block == PERSISTENT
 
     @property
     def outer(self) -> bool:
-        """Whether it is in use around all blocks."""
+        """Whether the unit is in use during the whole pass, from before the first block to after the last."""
         return self.block in (ROOT, PERSISTENT)
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters, without padding."""
+        """Number of elements of the parameters, without padding."""
         return sum(slot.spec.numel for slot in self.slots)
 
     @property
     def shards(self) -> int:
-        """Ranks that share one copy."""
+        """Number of shards of one copy: the ranks of a group."""
         return self.group or self.world
 
     @property
     def shard(self) -> int:
-        """Elements of one rank's shard."""
+        """Number of elements of one rank's shard."""
         return self.padded // self.shards
 
     @property
     def piece(self) -> int:
-        """Elements of which one rank has the mean gradient after a reduction: a part of its shard."""
+        """Number of elements of the mean gradient that one rank receives, which are a part of its shard."""
         return self.padded // self.world
 
     def piece_stride(self, stride: int) -> int:
-        """Distance in pieces, in unit order, between the pieces of ranks an axis's ``stride`` apart.
+        """Returns how many pieces apart in the unit the pieces of two ranks lie that are ``stride`` apart.
 
-        The pieces of a shard lie together: rank ``k * group + i`` has piece ``i * (world / group) + k``.
+        ``stride`` is an axis's.  The pieces of a shard are consecutive: rank ``k * group + i`` has piece number
+        ``i * (world / group) + k`` of the unit.
         """
         return stride * (self.world // self.shards) if stride < self.shards else stride // self.shards
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """(first, end) elements of the unit that ``rank``'s shard holds."""
+        """Returns (start, end) of ``rank``'s shard in the unit."""
         index = rank % self.shards
         return index * self.shard, (index + 1) * self.shard
 
     def overlap(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """(first, end) elements of the unit that are both ``slot``'s and in ``rank``'s shard; maybe empty."""
+        """Returns (start, end) in the unit of ``slot``'s elements in ``rank``'s shard; it may be empty."""
         low, _ = self.bounds(rank)
         start, end = self.part(slot, rank)
         return low + start, low + end
 
     def part(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """(start, end) of ``slot``'s elements in ``rank``'s shard, relative to the shard; maybe empty."""
+        """Returns (start, end) in ``rank``'s shard of ``slot``'s elements; it may be empty."""
         return self._clipped(slot.offset, slot.end, rank)
 
     def _clipped(self, start: int, end: int, rank: int) -> tuple[int, int]:
-        """Elements [start, end) of the unit cut to ``rank``'s shard, relative to the shard; maybe empty."""
+        """Returns the elements [start, end) of the unit that are in ``rank``'s shard, relative to the shard."""
         low, high = self.bounds(rank)
         return min(max(start, low), high) - low, min(max(end, low), high) - low
 
     def own_piece(self, rank: int) -> tuple[int, int]:
-        """(first, end) elements of the shard that ``rank`` alone reduces: all ranks' count each once."""
+        """Returns (start, end) in ``rank``'s shard of the elements that only this rank counts or saves.
+
+        Groups hold copies of one another; the own pieces of all ranks together cover each element once.
+        """
         replica = rank // self.shards
         return replica * self.piece, (replica + 1) * self.piece
 
     def received_piece(self, rank: int) -> tuple[int, int]:
-        """(first, end) elements of the unit: a piece of the mean on ``rank``; all ranks' pieces fill it."""
+        """Returns (start, end) in the unit of a piece of the mean that ``rank`` has after a reduction.
+
+        Together the pieces of all ranks cover the unit.
+        """
         low, _ = self.bounds(rank)
         first, end = self.own_piece((rank + self.shards) % self.world)
         return low + first, low + end
 
     def spans(self, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """(group, start, end) of an optimizer group with its padding, relative to the shard, maybe empty."""
-        starts: dict[int, int] = {}  # by group, its first element in the unit
+        """Returns (group, start, end) in ``rank``'s shard for each optimizer group, with its padding.
+
+        A span may be empty.
+        """
+        starts: dict[int, int] = {}  # the first element of each group in the unit
         for slot in self.slots:
             starts.setdefault(slot.spec.group, slot.offset)
         bounds = zip(starts, itertools.pairwise([*starts.values(), self.padded]), strict=True)
@@ -161,18 +179,21 @@ class UnitGeometry:
 
     @property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """(start, end) of the unit's padding, none empty."""
+        """(start, end) in the unit of each stretch of padding, none of them empty."""
         starts = [0, *(slot.end for slot in self.slots)]
         ends = [*(slot.offset for slot in self.slots), self.padded]
         return tuple((start, end) for start, end in zip(starts, ends, strict=True) if start < end)
 
     def pads(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """(start, end) of the padding inside ``rank``'s shard, relative to the shard, none empty."""
+        """Returns (start, end) in ``rank``'s shard of each stretch of padding, none of them empty."""
         clipped = (self._clipped(start, end, rank) for start, end in self.gaps)
         return tuple((start, end) for start, end in clipped if start < end)
 
     def bands(self, rank: int, rows: int) -> tuple[Band, ...]:
-        """Bands of ``rows`` whole rows in ``rank``'s shard, of matrices whose columns ``rows`` divides."""
+        """Returns the bands of ``rows`` whole rows in ``rank``'s shard.
+
+        Only matrices whose number of columns is a multiple of ``rows`` have bands.
+        """
         bands = []
         low, _ = self.bounds(rank)
         for slot in self.slots:
@@ -195,9 +216,12 @@ def lay_out(
     group: int = 0,
     grain_in_words: str = "",
 ) -> UnitGeometry:
-    """Place parameters one after the other, ordered by group and then in their order, each on the grain.
+    """Lay out a unit: its parameters one after the other, ordered by optimizer group, each on the grain.
 
-    ``max_padding`` is a share of the unit's elements; all else is as in :class:`UnitGeometry`.
+    Parameters of one group keep their order, and every parameter and shard starts on a multiple of ``grain``
+    elements.  ``max_padding`` is the largest padding allowed, as a share of the parameters' elements;
+    ``grain_in_words`` is the reason for the grain, for the error message.  All else is as in
+    :class:`UnitGeometry`.
 
     Raises PaddingError: if padding exceeds ``max_padding``.
     """
@@ -207,7 +231,7 @@ def lay_out(
     slots = tuple(map(Slot, specs, offsets))
     unit = UnitGeometry(name, slots, padded, world, trainable, 0 if group == world else group)
     padding = padded - unit.numel
-    if padding > max_padding * unit.numel:
+    if padding and padding / unit.numel > max_padding:  # a product could round below ``needed``
         needed = -(-100 * padding // unit.numel) / 100
         codecs = f" ({grain_in_words})" if grain_in_words else ""
         share = f"{padding / unit.numel:.1%} of {unit.numel}, allowed {max_padding:.1%} by max_padding"
@@ -220,17 +244,22 @@ def lay_out(
 
 
 def padding_share(units: Iterable[tuple[int, int]]) -> float:
-    """Padding over elements of ``units``, (elements, elements with padding) each; 0 without elements."""
+    """Returns padding over elements for ``units``, each given as (elements, elements with padding).
+
+    Returns 0 if there are no elements.
+    """
     sizes = list(units)
     numel = sum(elements for elements, _ in sizes)
     return (sum(padded for _, padded in sizes) - numel) / numel if numel else 0.0
 
 
 def chunked(piece: int, chunks: int, grain: int) -> tuple[tuple[int, int], ...]:
-    """(start, end) of the chunks of a piece, in their order, none empty.
+    """Returns (start, end) of the chunks into which a piece is cut, in order, none of them empty.
 
-    There are at most ``chunks``, which start on ``grain`` elements.  From three on they are as 1:3:...:3:1 as
-    ``grain`` allows: ``n`` equal ones hide at most ``1 - 1 / n`` of the shorter hop, 1:3:3:1 seven eighths.
+    There are at most ``chunks``, and each starts on a multiple of ``grain``.  With three or more, the first
+    and the last are a third as long as the others (1:3:...:3:1), as far as the grain allows.  That hides more
+    of the shorter hop behind the longer: four chunks 1:3:3:1 hide seven eighths, ``n`` equal ones at most
+    ``1 - 1 / n``.
     """
     whole = max(1, piece // grain)
     weights = [1] * chunks if chunks < 3 else [1, *[3] * (chunks - 2), 1]

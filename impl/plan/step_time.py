@@ -1,12 +1,17 @@
-"""Predicts the seconds of a training step from its bytes, its computation and a machine.
+"""Predicts the seconds of a training step from its bytes, its computation and a description of the machine.
 
-Pure: no torch.  A :class:`Machine` says what a cluster achieves, as measured or as published, and how the
-system overlaps: ``none`` (``step = compute + wire``), ``full`` (``max(compute, wire)``, which no schedule
-surpasses), or ``schedule``, that of this engine, unit by unit and hop by hop (:mod:`impl.plan.timeline`).
+A :class:`Machine` holds the rates of a cluster, measured or published, and how messages overlap computation:
 
-The first two need only sums (:class:`Work`), so that systems that little is known about are modelled, too:
-``parameters * (fixed + tokens * per_token)`` seconds of computation a rank, and the bytes that leave one node
-over what its adapters carry together.
+- ``none``: ``step = compute + wire``
+- ``full``: ``step = max(compute, wire)``, a lower bound for every schedule
+- ``schedule``: the step of this engine is simulated, unit by unit and hop by hop (:mod:`impl.plan.timeline`)
+
+:func:`step_time` models the first two.  It needs only sums (:class:`Work`), so it works for systems of which
+little is known: computation takes ``parameters * (fixed + tokens * per_token)`` seconds a rank, and the wire
+takes the bytes that leave one node over the rate of its adapters together.  :func:`step_of` simulates a
+:class:`Step` of this engine.
+
+Pure: no torch.
 """
 
 from __future__ import annotations
@@ -25,13 +30,13 @@ from impl.plan.timeline import Collective, Hop, Load, Pass, in_chunks, pass_time
 from impl.plan.topology import Axis, Topology
 from impl.plan.traffic import destinations, gather_hops, reduction_hops
 
-BACKWARD: Final = 2.0  # operations of a backward pass over those of a forward pass
-FLOPS_PER_TOKEN: Final = 8  # for each parameter: forward 2, again for activation checkpointing 2, backward 4
+BACKWARD: Final = 2.0  # ratio of a backward pass's operations to those of a forward pass
+FLOPS_PER_TOKEN: Final = 8  # per parameter: forward 2, repeated for activation checkpointing 2, backward 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecCost:
-    """Seconds of one processor for each element."""
+    """Seconds that one processor takes to encode and to decode one element."""
 
     encode: float
     decode: float
@@ -39,40 +44,41 @@ class CodecCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What one cluster achieves in training.
+    """The rates of one cluster in training.
 
-    Seconds are of one processor (a core, or a GPU), and longer where more ranks than processors share a host.
+    Seconds are those of one processor (a core or a GPU) that serves one rank; they are stretched where more
+    ranks than processors share a host.
 
     Raises ValueError: naming a field that is negative, not finite, or out of its range.
     """
 
     name: str
-    source: str
-    fixed: float  # seconds of a step for each parameter of the model, whatever the batch
-    per_token: float  # further seconds for each parameter and each token of a rank
+    source: str  # where the numbers come from
+    fixed: float  # seconds a step for each parameter of the model, whatever the batch
+    per_token: float  # seconds for each parameter and each token of a rank
     efficiency: float  # share of an adapter's nominal rate that messages achieve, above 0 and at most 1
-    fewest: float  # tokens of a rank between which ``fixed`` and ``per_token`` were measured
-    most: float
-    smallest: float = 0.0  # parameters of the measured models; 0 for any
-    largest: float = 0.0
-    overlap: Literal["none", "full", "schedule"] = "none"  # how the system hides messages
+    fewest: float  # fewest tokens of a rank with which ``fixed`` and ``per_token`` were measured
+    most: float  # most tokens of a rank with which they were measured
+    smallest: float = 0.0  # parameters of the smallest model measured
+    largest: float = 0.0  # parameters of the largest model measured; 0: models of any size are in range
+    overlap: Literal["none", "full", "schedule"] = "none"  # how messages overlap computation
     latency: float = 0.0  # seconds from the end of sending a message to its arrival
-    inside: float = 0.0  # bytes a second that a rank sends inside its node; 0 for any number
-    launch: float = 0.0  # further seconds for each unit of the model
-    unit: float = 0.0  # the engine's seconds for each unit in each half of a pass
-    element: float = 0.0  # for each element of a unit in each half of a pass
-    message: float = 0.0  # for each message that a rank sends
-    sent: float = 0.0  # further seconds for each byte to another node
+    inside: float = 0.0  # bytes a second that a rank sends inside its node; 0: no limit
+    launch: float = 0.0  # seconds of the model's computation for each unit, in addition to ``fixed``
+    unit: float = 0.0  # the engine's seconds for each unit, in forward and again in backward
+    element: float = 0.0  # the engine's seconds for each element of a unit, in forward and again in backward
+    message: float = 0.0  # seconds for each message that a rank sends
+    sent: float = 0.0  # seconds of the processor for each byte sent to another node
     optimizer: float = 0.0  # seconds for each element that a rank's optimizer steps
-    processors: int = 0  # of a host; 0 for one for each rank
-    emulated: bool = False  # all nodes are one host, whose processors they share
-    spread: float = 0.0  # relative standard deviation of a step around its prediction
-    date: str = ""  # when and on what it was calibrated; empty for one that was published
-    host: str = ""
-    # What its numbers are: measured by ``zeropp calibrate``, fitted to published steps, or taken from data
-    # sheets; by default a calibration where there is a host.
+    processors: int = 0  # processors of a host; 0: one for each rank
+    emulated: bool = False  # whether all nodes are one host, whose processors they share
+    spread: float = 0.0  # relative standard deviation of measured steps around the prediction
+    date: str = ""  # day of the calibration; empty for published numbers
+    host: str = ""  # machine of the calibration; empty for published numbers
+    # Whether the numbers were measured by ``zeropp calibrate``, fitted to published steps, or taken from data
+    # sheets.  Empty: a calibration if there is a host, else unknown.
     nature: Literal["", "calibration", "published steps", "data sheet"] = ""
-    codecs: Mapping[str, CodecCost] = field(default_factory=dict)  # by their text, such as ``int4:128``
+    codecs: Mapping[str, CodecCost] = field(default_factory=dict)  # costs by a codec's text, as ``int4:128``
 
     def __post_init__(self) -> None:
         numbers = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -80,23 +86,32 @@ class Machine:
             numbers |= {f"codecs.{text}.encode": cost.encode, f"codecs.{text}.decode": cost.decode}
         for name, value in numbers.items():
             if isinstance(value, float | int) and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"machine {self.name}: {name} is {value}, not a finite number from 0 on")
+                raise ValueError(
+                    f"machine {self.name}: {name} is {value}, expected a finite number of 0 or more"
+                )
         if not 0 < self.efficiency <= 1:
-            raise ValueError(f"machine {self.name}: efficiency is {self.efficiency}, not in (0, 1]")
+            raise ValueError(
+                f"machine {self.name}: efficiency is {self.efficiency}, expected 0 < efficiency <= 1"
+            )
         if self.fixed + self.per_token == 0:
-            raise ValueError(f"machine {self.name}: fixed and per_token are 0, so nothing takes time")
+            raise ValueError(
+                f"machine {self.name}: fixed and per_token are both 0, so no step would take time"
+            )
 
     def compute(self, parameters: float, tokens: float, units: int = 0) -> float:
-        """Seconds of one processor for the passes over ``tokens`` of a model."""
+        """Returns the seconds of forward and backward over ``tokens``, on a processor of its own."""
         return units * self.launch + parameters * (self.fixed + tokens * self.per_token)
 
     def knows(self, parameters: float, tokens: float) -> bool:
-        """Whether a model and a batch are within the measured range."""
+        """Returns whether the model's parameters and a rank's tokens are within the measured range."""
         sizes = self.largest == 0 or self.smallest <= parameters <= self.largest
         return sizes and self.fewest <= tokens <= self.most
 
     def basis(self, *, known: bool) -> str:
-        """What a predicted step rests on, in words; ``known`` ones are within the machine's range."""
+        """Returns in words what a predicted step is based on.
+
+        ``known`` says whether the step is within the measured range.
+        """
         match self.nature or ("calibration" if self.host else ""):
             case "calibration":
                 return "calibrated" if known else "transferred"
@@ -107,24 +122,28 @@ class Machine:
         return "not calibrated"
 
     def times(self, codec: Codec) -> bool:
-        """Whether a codec of this type and these bits was measured; true for machines without codecs."""
+        """Returns whether a codec of the same type and bits was measured; True if no codec was."""
         family = str(codec).split(":")[0]
         return not self.codecs or any(text.split(":")[0] == family for text in self.codecs)
 
     def stretch(self, nodes: int, ranks_per_node: int) -> float:
-        """The factor of a rank's seconds because others share its host's processors."""
+        """Returns the factor by which a rank's seconds grow because ranks share their host's processors."""
         ranks = nodes * ranks_per_node if self.emulated else ranks_per_node
         return max(1.0, ranks / self.processors) if self.processors else 1.0
 
     def cost(self, codec: Codec) -> CodecCost:
-        """The cost of a codec, or of the measured codec most like it: first by type, then by options."""
+        """Returns the cost of a codec, or of the most similar measured codec; zero if no codec was measured."""
         if not self.codecs:
             return CodecCost(encode=0.0, decode=0.0)
         return self.codecs[max(sorted(self.codecs), key=lambda text: _likeness(text, str(codec)))]
 
 
 def _likeness(text: str, other: str) -> tuple[bool, bool, int]:
-    """Whether two codecs' texts agree in type and bits, and in type; minus the options of only one."""
+    """Returns how similar two codecs are, as a tuple to compare.
+
+    That is whether type and bits agree, whether the type agrees, and minus the number of options that only one
+    of them has; block sizes do not count.
+    """
     (head, *options), (other_head, *other_options) = text.split(":"), other.split(":")
     same_type = re.sub(r"[0-9].*", "", head) == re.sub(r"[0-9].*", "", other_head)
     differing = {option for option in {*options} ^ {*other_options} if not option.isdigit()}
@@ -133,34 +152,34 @@ def _likeness(text: str, other: str) -> tuple[bool, bool, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one step computes and sends."""
+    """What one step computes and sends, as sums."""
 
-    parameters: float  # of the model, without padding
-    tokens: float  # of one rank in a step
-    egress_bytes: float  # that one node sends to all others in a step
-    rate: float  # bytes a second that all adapters of one node carry nominally; infinite where nodes are one
+    parameters: float  # parameters of the model, without padding
+    tokens: float  # tokens of one rank in a step
+    egress_bytes: float  # bytes that one node sends to all others in a step
+    rate: float  # nominal bytes a second of all adapters of one node together; infinite on one node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """A predicted step, in seconds."""
+    """The prediction of one step, in seconds."""
 
-    compute: float  # of the model's passes and the optimizer
-    wire: float  # of the messages between nodes, hidden or not
-    seconds: float  # of the step
-    calibrated: bool  # whether such models, batches and codecs are within the machine's range
-    exposed: float = math.nan  # in which the rank waits for messages, where the schedule is known
-    spread: float = 0.0  # relative standard deviation of such steps
+    compute: float  # the model's passes and the optimizer
+    wire: float  # sending messages between nodes, whether computation hides it or not
+    seconds: float  # the whole step
+    calibrated: bool  # whether the model, the batch and the codecs are within the machine's measured range
+    exposed: float = math.nan  # time in which the rank waits for messages; NaN if the schedule is not known
+    spread: float = 0.0  # relative standard deviation of measured steps around the prediction
 
     @property
     def critical(self) -> str:
-        """The resource that is busy longest."""
+        """The resource that is busy longest, ``link`` or ``processor``."""
         busy = self.compute if math.isnan(self.exposed) else self.seconds - self.exposed
         return "link" if self.wire > busy else "processor"
 
 
 def step_time(machine: Machine, work: Work) -> StepTime:
-    """Returns the predicted step of a system, from sums alone."""
+    """Predicts a step from sums alone, with the machine's ``overlap`` as ``none`` or ``full``."""
     compute = machine.compute(work.parameters, work.tokens)
     wire = work.egress_bytes / (work.rate * machine.efficiency)
     return StepTime(
@@ -173,33 +192,37 @@ def step_time(machine: Machine, work: Work) -> StepTime:
 
 
 def least_seconds(work: Work, peak_flops: float) -> float:
-    """Returns a lower bound of any step: the wire at its nominal rate, or operations at ``peak_flops``."""
+    """Returns a lower bound of the step, in seconds: the wire at its nominal rate or the operations at peak.
+
+    ``peak_flops`` are a rank's operations a second.
+    """
     return max(work.egress_bytes / work.rate, flops(work) / peak_flops)
 
 
 def flops(work: Work) -> float:
-    """Returns the floating-point operations of a rank in a step, with activation checkpointing."""
+    """Returns a rank's floating-point operations in a step with activation checkpointing."""
     return FLOPS_PER_TOKEN * work.parameters * work.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step of this engine."""
+    """A step of this engine: the input of the simulation."""
 
     policy: Policy
     topology: Topology
-    units: Sequence[UnitGeometry]  # of the model, in model order, laid out for the topology's world
-    parameters: float  # of the model, without padding
-    tokens: float  # of a rank in a micro-batch
-    micro_batches: int = 1  # in a step
+    units: Sequence[UnitGeometry]  # the model's units, in model order, laid out for the topology's ranks
+    parameters: float  # parameters of the model, without padding
+    tokens: float  # tokens of a rank in a micro-batch
+    micro_batches: int = 1  # micro-batches in a step
     recompute: bool = False  # whether backward runs the forward pass again (activation checkpointing)
-    rate: float = math.inf  # bytes a second of the slowest node's adapters; infinite without a limit
+    rate: float = math.inf  # bytes a second of all adapters of the slowest node; infinite: no limit
 
 
 def step_of(machine: Machine, step: Step) -> StepTime:
-    """Returns the predicted step of this engine, unit by unit, of the rank that sends most.
+    """Predicts a step of this engine by simulating it, unit by unit, for the rank that sends most.
 
-    Computation is divided by elements; the first pass finds no copy of the weights kept.
+    The model's computation is divided among units in proportion to their elements.  As after an optimizer
+    step, the first pass gathers all weights anew, without hpZ's copy.
     """
     policy, units, passes = step.policy, step.units, passes_of(machine, step)
     stretch = machine.stretch(step.topology.nodes, step.topology.ranks_per_node)
@@ -215,7 +238,7 @@ def step_of(machine: Machine, step: Step) -> StepTime:
 
 
 def passes_of(machine: Machine, step: Step) -> list[Pass]:
-    """The simulated passes of a step's micro-batches."""
+    """Simulates the passes of a step, one for each micro-batch, and returns them in order."""
     policy, units = step.policy, step.units
     seconds, (forward, backward) = _Seconds(machine, step.topology, step.rate), _computing(machine, step)
     elements, schedule, passes = sum(unit.padded for unit in units), Schedule.for_units(policy, units), []
@@ -239,42 +262,43 @@ def passes_of(machine: Machine, step: Step) -> list[Pass]:
 
 
 def _computing(machine: Machine, step: Step) -> tuple[float, float]:
-    """Seconds of a rank's forward and backward pass over one micro-batch, without the engine."""
+    """Returns the seconds of a rank's forward and backward pass over one micro-batch, without the engine."""
     stretch = machine.stretch(step.topology.nodes, step.topology.ranks_per_node)
     forward = machine.compute(step.parameters, step.tokens, len(step.units)) * stretch / (1 + BACKWARD)
     return forward, forward * (BACKWARD + step.recompute)
 
 
 class _Seconds:
-    """Turns hops into seconds of one machine."""
+    """Turns the collectives of a policy into seconds on one machine."""
 
     def __init__(self, machine: Machine, topology: Topology, rate: float) -> None:
         self._machine, self._topology, self._rate = machine, topology, rate
         self.stretch = machine.stretch(topology.nodes, topology.ranks_per_node)
 
     def gather(self, policy: Policy, unit: UnitGeometry, *, again: bool) -> Collective:
-        """The gather of a unit's weights; ``again`` from hpZ's copy, if there is one."""
+        """Returns the gather of a unit's weights; with ``again``, from hpZ's copy if there is one."""
         copied = policy.gather_axes(self._topology)[1]  # hops before hpZ's copy
         again = again and copied > 0
-        # of every step but the first, which sends weights, not differences
+        # With differences this is any step but the first, which sends the weights themselves.
         codec = policy.copy_codec if again else policy.differences or policy.weights
         before = 0.0 if again else policy.planes * self._coding(codec, unit.shard, "encode")
         hops, ring = list[Hop](), policy.gather == "flat"
         spared = copied if policy.differences and not again else None
         sends = gather_hops(policy, self._topology, unit, codec, again=again)
         for index, (axis, sent, elements, size) in enumerate(sends):
-            if sent != codec or index == spared:  # differences are added to the copy, whatever its type
+            # Differences are decoded even if the copy has their codec, since they are added to the copy.
+            if sent != codec or index == spared:
                 before, codec = self._coding(codec, elements, "decode"), sent
             if axis.size > 1:
                 hops.append(self._hop(axis, size, ring=ring, before=before))
                 before = 0.0
-            elif not (again or hops) and index + 1 == copied:  # hpZ on one node keeps its copy in the wait
+            elif not (again or hops) and index + 1 == copied:  # on one node hpZ keeps its copy while waiting
                 hops.append(Hop(adapter=0.0, before=before, sends=False))
                 before = 0.0
         return Collective(hops=tuple(hops), after=self._coding(codec, unit.padded, "decode"))
 
     def reduction(self, policy: Policy, unit: UnitGeometry) -> Collective:
-        """The reduction of a unit's gradient, and the gather of its mean between groups."""
+        """Returns the reduction of a unit's gradient, followed by the gather of the mean between groups."""
         if policy.reduce == "ring":
             hops, after = self._ring(policy, unit)
         else:
@@ -288,9 +312,9 @@ class _Seconds:
         return Collective(hops=tuple(hops), after=after, crosses=any(map(self._topology.crosses, crosses)))
 
     def _chunked_hops(self, policy: Policy, unit: UnitGeometry) -> tuple[list[Hop], float]:
-        """Hops in the order of posting, and the seconds to decode what the last one brings."""
+        """Returns the hops in the order in which they are posted, and the seconds to decode the last one."""
         lengths = [end - start for start, end in chunked(unit.piece, policy.chunks, policy.grain)]
-        by_hop, summed = list[list[Hop]](), 0.0  # seconds to decode the hop before
+        by_hop, summed = list[list[Hop]](), 0.0  # ``summed``: seconds to decode the hop before
         for axis, codec, slices, sizes in reduction_hops(policy, self._topology, unit.piece, policy.grain):
             elements = slices * axis.size * unit.piece
             before = summed + self._coding(codec, elements, "encode")
@@ -302,7 +326,7 @@ class _Seconds:
         return list(in_chunks(by_hop)), summed
 
     def _ring(self, policy: Policy, unit: UnitGeometry) -> tuple[list[Hop], float]:
-        """The steps of a ring, each of which decodes the partial sum that the one before brought."""
+        """Returns the steps of a ring, each of which first decodes the partial sum of the step before."""
         ring = reduction_hops(policy, self._topology, unit.piece, policy.grain)
         hops, after = list[Hop](), 0.0
         for axis, codec, _, sizes in ring:
@@ -313,11 +337,13 @@ class _Seconds:
         return hops, after
 
     def _hop(self, axis: Axis, size: int, *, before: float, ring: bool = False, step: bool = False) -> Hop:
-        """One message of ``size`` bytes to every other rank along ``axis``.
+        """Returns the hop in which a rank sends ``size`` bytes to every other rank along ``axis``.
 
-        In a ``ring`` all go to the next rank; one ``step`` of it sends one of them.
+        In a ``ring`` all these messages go to the next rank; with ``step`` the hop is one step of the ring,
+        which sends one of them.
         """
-        machine, ranks = self._machine, range(self._topology.ranks_per_node)  # of node 0; all send the same
+        # The ranks of node 0 stand for those of every node, which send the same.
+        machine, ranks = self._machine, range(self._topology.ranks_per_node)
         counts = [destinations(self._topology, axis, rank, ring=ring) for rank in ranks]
         if step:
             counts = [{link: count // (axis.size - 1) for link, count in by.items()} for by in counts]

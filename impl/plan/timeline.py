@@ -1,14 +1,16 @@
-"""The timeline of a step: what a rank computes, encodes and waits for, in the order of the schedule.
+"""Simulates a forward and a backward pass: when one rank computes, encodes, sends and waits.
 
-Pure: no torch.  All ranks do the same at the same time, so this follows one of them.  It is driven by the
-engine's own :class:`~impl.plan.prefetch_schedule.Schedule` and
-:class:`~impl.plan.reduction_queue.ReductionQueue`, and posts messages when the engine
-(:mod:`impl.unit.unit`) does: a gather's first hop when it starts and each further one in the wait for the
-weights; a reduction's first hop at the unit's last gradient, each further one at the first gradient of the
-next trained unit.  Tests hold the order of both (``tests/impl/plan/test_issue_order.py``).
+All ranks do the same at the same time, so the simulation follows one rank.  It uses the engine's own
+:class:`~impl.plan.prefetch_schedule.Schedule` and :class:`~impl.plan.reduction_queue.ReductionQueue`, and
+posts messages at the same events as the engine (:mod:`impl.unit.unit`).  The first hop of a gather is posted
+when the gather starts, each further hop while the rank waits for the weights.  The first hop of a reduction
+is posted at the unit's last gradient, each further hop at the first gradient of the next trained unit.
+``tests/impl/plan/test_issue_order.py`` compares the order of events with the engine's.
 
 Three resources serve one request at a time, in order: the rank's *processor* (or GPU stream), the node's
-*adapter* to other nodes, and the connection of ranks *inside* the node.
+*adapter* to other nodes, and the links of ranks *inside* the node.
+
+Pure: no torch.
 """
 
 from __future__ import annotations
@@ -25,38 +27,38 @@ from impl.plan.prefetch_schedule import MOST_AHEAD, Schedule
 from impl.plan.reduction_queue import Progress, ReductionQueue
 
 Seconds = float | NDArray[np.float64]
-FIRST_GRADIENT: Final = 1 / 3  # of a unit's backward pass has run when the first of its gradients arrives
+FIRST_GRADIENT: Final = 1 / 3  # share of a unit's backward pass that has run when its first gradient arrives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """One exchange of a collective, in seconds."""
+    """One exchange of a collective; times are in seconds."""
 
-    adapter: float  # of all messages of a node on its adapter
-    inside: float = 0.0  # of all messages of a rank inside its node
-    latency: float = 0.0  # from the end of sending to the arrival, beside other messages
-    before: float = 0.0  # of the processor, to encode or copy the message
-    follows: int = 1  # how many places before it stands the hop that must have arrived; 0 for none
-    sends: bool = True  # False for a hop along an axis of one rank, which only takes its turn
-    at_once: bool = False  # whether it is posted together with the hop before it, not at the next event
+    adapter: float  # time of all messages of a node on its adapter
+    inside: float = 0.0  # time of all messages of a rank inside its node
+    latency: float = 0.0  # time from the end of sending to the arrival, in which other messages can be sent
+    before: float = 0.0  # time of the processor, before the message is posted, to decode, encode or copy
+    follows: int = 1  # the hop so many places before this one must have arrived first; 0: none
+    sends: bool = True  # False for a hop along an axis of one rank, which sends nothing but takes its turn
+    at_once: bool = False  # whether this hop is posted together with the hop before it, not at the next event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """Hops in the order in which they are posted, and the processor's seconds after the last, to decode."""
+    """One gather or reduction of a unit."""
 
-    hops: tuple[Hop, ...] = ()
-    after: float = 0.0
-    # Whether the last hop crosses nodes: a reduction's is then waited for when the bucket is full or the pass
-    # over, else at the next event.
+    hops: tuple[Hop, ...] = ()  # in the order in which they are posted
+    after: float = 0.0  # seconds of the processor after the last hop, to decode
+    # Whether the last hop crosses nodes.  A reduction then waits for its last hop only when the bucket is full
+    # or the pass ends, else at the next event.
     crosses: bool = True
 
 
 def in_chunks(hops: Sequence[Sequence[Hop]]) -> tuple[Hop, ...]:
-    """Hops of a reduction, each in as many chunks, in the order in which they are posted.
+    """Returns the chunks of a reduction's hops, given as (hop, chunk), in the order in which they are posted.
 
-    A chunk is posted on its next hop as soon as the chunk after it was posted on this one, as
-    :class:`impl.comm.reduce_scatter.Reduction` does.
+    Chunk i is posted on hop h + 1 right after chunk i + 1 has been posted on hop h, as in
+    :class:`impl.comm.reduce_scatter.Reduction`.
     """
     chunks = len(hops[0]) if hops else 0
     posted, places = list[Hop](), dict[tuple[int, int], int]()
@@ -69,7 +71,7 @@ def in_chunks(hops: Sequence[Sequence[Hop]]) -> tuple[Hop, ...]:
     for turn in range(chunks + len(hops) - 1):
         if turn < chunks:
             post(0, turn, at_once=turn > 0)
-        first = turn >= chunks  # of this event
+        first = turn >= chunks  # whether the next post is the first of this event
         for hop in range(1, len(hops)):
             if 0 <= turn - hop < chunks:
                 post(hop, turn - hop, at_once=not first)
@@ -79,14 +81,17 @@ def in_chunks(hops: Sequence[Sequence[Hop]]) -> tuple[Hop, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What one unit computes and sends in a pass."""
+    """What one unit computes and sends in a pass; times are in seconds.
 
-    forward: Seconds  # of computation; or (n,) of n passes at once
-    backward: Seconds
-    gather: Collective = Collective()  # of its weights, before its forward pass
-    regather: Collective = Collective()  # before its backward pass
-    reduce: Collective = Collective()  # of its gradient
-    engine: float = 0.0  # further seconds of the processor in each of forward and backward
+    ``forward`` and ``backward`` may be arrays (n,), which simulates n passes at once.
+    """
+
+    forward: Seconds  # computation in the forward pass
+    backward: Seconds  # computation in the backward pass
+    gather: Collective = Collective()  # gather of the weights before the forward pass
+    regather: Collective = Collective()  # gather of the weights before the backward pass
+    reduce: Collective = Collective()  # reduction of the gradient
+    engine: float = 0.0  # the engine's own time on the processor, in forward and again in backward
 
 
 def pass_time(
@@ -98,11 +103,18 @@ def pass_time(
     least_forward: Seconds = 0.0,
     reduces: bool = True,
 ) -> Pass:
-    """One forward and backward pass of ``loads``, by unit, with ``bucket`` elements in reduction at most.
+    """Simulates one forward and backward pass, and returns it.
 
-    Outer units (embedding, head) compute where most of their computation is done: after the blocks in
-    forward, before them in backward, which does not begin before ``least_forward``.  A block computes once
-    all its units are gathered.  A pass that only accumulates gradients (not ``reduces``) sends none.
+    A block computes once all its units are gathered.  Outer units (embedding, head) compute where most of
+    their work is done: after the blocks in forward and before them in backward.
+
+    Args:
+        schedule: the order of units.
+        loads: what each unit computes and sends, by index.
+        bucket: most elements in reduction at once.
+        first_gradient: share of a unit's backward pass that has run when its first gradient arrives.
+        least_forward: seconds before which the backward pass does not begin.
+        reduces: whether gradients are reduced; a pass that only accumulates them sends none.
     """
     run, outer = Pass(schedule, loads, bucket), [loads[unit] for unit in schedule.outer]
     for unit in schedule.outer:
@@ -117,7 +129,7 @@ def pass_time(
         run.gather(unit, schedule.ahead_in_backward[unit])
     run.compute(sum(load.backward + load.engine for load in outer))
     for units in reversed(schedule.runs):
-        for unit in units:  # in model order, as the hook before a block's backward pass goes through them
+        for unit in units:  # in model order, in which the hook before a block's backward pass gathers them
             run.gather(unit, schedule.ahead_in_backward[unit])
         backward = sum(loads[unit].backward for unit in units)
         trained = [unit for unit in units if unit not in schedule.frozen]
@@ -135,10 +147,11 @@ def pass_time(
 
 
 def least_pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> Seconds:
-    """Least seconds of one forward and backward pass, of loads with computation and adapter times alone.
+    """Returns a lower bound of a forward and a backward pass, in seconds.
 
-    Outer units compute while the adapter is free, and gradients arrive when backward begins.  Never above the
-    prediction of :func:`pass_time` for the same loads or larger ones.
+    The bound is never above :func:`pass_time` for the same loads or larger ones: here the computation of outer
+    units delays no message, and each unit's first gradient arrives when its backward pass begins.  ``loads``
+    have times of computation and of the adapter only.
     """
     inner = [
         replace(load, forward=0.0, backward=0.0) if unit in schedule.outer else load
@@ -151,12 +164,12 @@ def least_pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> Seconds:
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A collective under way: the hops posted so far are those with an arrival."""
+    """A collective under way."""
 
     unit: int
     purpose: Literal["weights", "gradients"]
     collective: Collective
-    arrivals: list[Seconds]
+    arrivals: list[Seconds]  # when each hop posted so far arrives, in seconds since the pass began
 
     @property
     def left(self) -> bool:
@@ -165,7 +178,7 @@ class _UnderWay:
 
 
 class _Reduction:
-    """The simulated reduction of one unit, in the engine's queue."""
+    """The simulated reduction of one unit, which :class:`ReductionQueue` drives."""
 
     def __init__(self, run: Pass, unit: int, elements: int, collective: Collective) -> None:
         self.elements, self.progress = elements, Progress.COLLECTING
@@ -176,11 +189,11 @@ class _Reduction:
         """Post the first hop."""
         self._under_way = self._run.start(self._unit, "gradients", self._collective)
         self.progress = Progress.REDUCING
-        if not self._collective.hops:  # of one rank
+        if not self._collective.hops:  # on one rank
             self.post_next_hop(finish=True)
 
     def post_next_hop(self, *, finish: bool = False) -> None:
-        """Post the next hop once the hop before has arrived, or ``finish``."""
+        """Post the next hop once the hop before it has arrived; with ``finish`` complete the reduction."""
         under_way = self._under_way
         if self.progress is not Progress.REDUCING or under_way is None:
             return
@@ -192,20 +205,20 @@ class _Reduction:
 
 
 class Pass:
-    """A pass under way, in seconds since it began."""
+    """A simulated pass; all times are in seconds since it began."""
 
     def __init__(self, schedule: Schedule, loads: Sequence[Load], bucket: float) -> None:
-        self.seconds: Seconds = 0.0  # until now; in the end, until the last gradient is reduced
-        self.forward: Seconds = 0.0  # of the forward pass
-        self.exposed: Seconds = 0.0  # of waits for messages
-        self.adapter = 0.0  # of the node's busy adapter
-        # In order, each message that was posted, by its purpose, and each mean that was taken, with the unit.
+        self.seconds: Seconds = 0.0  # the current time; in the end, the time of the whole pass
+        self.forward: Seconds = 0.0  # time of the forward pass
+        self.exposed: Seconds = 0.0  # time in which the processor waited for messages
+        self.adapter = 0.0  # time in which the node's adapter was busy
+        # In order, (purpose, unit) of each posted message, and ("mean", unit) when a reduction ends.
         self.events: list[tuple[Literal["weights", "gradients", "mean"], int]] = []
         self._schedule, self._loads = schedule, loads
         self._backward = False
-        self._adapter_free: Seconds = 0.0  # when all posted messages will have been sent
-        self._inside_free: Seconds = 0.0
-        self._gathers: dict[int, _UnderWay | None] = {}  # by unit, under way or finished (None)
+        self._adapter_free: Seconds = 0.0  # time at which the adapter will have sent all posted messages
+        self._inside_free: Seconds = 0.0  # the same for the links inside the node
+        self._gathers: dict[int, _UnderWay | None] = {}  # gathers by unit; None: the unit is gathered
         self._reductions = {
             unit: _Reduction(self, unit, schedule.sizes[unit], loads[unit].reduce)
             for unit in schedule.reduction_order
@@ -214,17 +227,17 @@ class Pass:
         self._queue.order = list(self._reductions.values())
 
     def compute(self, seconds: Seconds) -> None:
-        """The processor works."""
+        """Let the processor work for ``seconds``."""
         self.seconds = self.seconds + seconds
 
     def turn(self, least: Seconds) -> None:
-        """End the forward pass: only units that the schedule keeps stay gathered."""
+        """End the forward pass, not before ``least``; only the units that the schedule keeps stay gathered."""
         self.seconds = self.forward = np.maximum(self.seconds, least)
         self._gathers = {unit: self._gathers[unit] for unit in self._gathers.keys() & self._schedule.kept}
         self._backward = True
 
     def gather(self, unit: int, ahead: Sequence[int]) -> None:
-        """Gather ``unit`` and those ``ahead`` of it, unless gathered or under way; wait for ``unit``."""
+        """Start to gather ``unit`` and the units ``ahead``, unless that was started, and wait for ``unit``."""
         self._start_gather(unit)
         for index in ahead:
             under_way = sum(gather is not None for gather in self._gathers.values())
@@ -236,7 +249,7 @@ class Pass:
         if unit in self._gathers:
             return
         if self._schedule.in_model_order and not self._backward:
-            for earlier in range(unit):  # below stage 3 all ranks gather all units in one order
+            for earlier in range(unit):  # below stage 3 all ranks gather all units in model order
                 self._start_gather(earlier)
                 self._finish_gather(earlier)
         load = self._loads[unit]
@@ -248,11 +261,11 @@ class Pass:
             self._gathers[unit] = None
 
     def first_gradient(self) -> None:
-        """The first gradient of a unit has arrived: every reduction under way posts its next hop."""
+        """Handle the first gradient of a unit: every reduction under way posts its next hop."""
         self._queue.post_next_hops()
 
     def last_gradient(self, units: Sequence[int], reduced: Sequence[int]) -> None:
-        """All gradients of ``units`` have arrived: drop their weights, and start the reductions of some."""
+        """Handle the last gradient of ``units``: drop their weights, and start reductions of ``reduced``."""
         for unit in units:
             del self._gathers[unit]
         for unit in reduced:
@@ -260,18 +273,18 @@ class Pass:
         self._queue.start_ready()
 
     def finish(self, *, reduces: bool) -> None:
-        """Start all reductions if the pass ``reduces``, and wait for them."""
+        """Wait for all reductions; if the pass ``reduces``, start those that have not started before."""
         self._queue.finish(start=reduces)
 
     def start(self, unit: int, purpose: Literal["weights", "gradients"], collective: Collective) -> _UnderWay:
-        """Start a collective: post its first hop."""
+        """Start a collective by posting its first hop."""
         under_way = _UnderWay(unit, purpose, collective, [])
         if under_way.left:
             self.post(under_way)
         return under_way
 
     def complete(self, under_way: _UnderWay) -> None:
-        """Post the hops that are left, wait for the last one, and decode."""
+        """Post all hops that are left, wait for the last one, and decode."""
         while under_way.left:
             self.post(under_way)
         if under_way.arrivals:
@@ -281,7 +294,7 @@ class Pass:
             self.events.append(("mean", under_way.unit))
 
     def post(self, under_way: _UnderWay) -> None:
-        """Post the next hop, and those that are posted with it, each once the hop that it follows arrived."""
+        """Post the next hop and the hops posted at once with it, each after the hop that it follows arrived."""
         hops, arrivals = under_way.collective.hops, under_way.arrivals
         self._post(under_way, hops[len(arrivals)])
         while under_way.left and hops[len(arrivals)].at_once:

@@ -1,7 +1,7 @@
-"""Topology: nodes, ranks per node, and the axes along which collectives hop.
+"""Defines the topology (nodes and ranks per node) and the axes along which the hops of collectives run.
 
-Pure: no torch.  A topology is a *value* that the caller chooses, so that two-node algorithms run and are
-tested on one machine.  ``rank = node * ranks_per_node + local``.
+A topology is a value that the caller chooses, so two-node algorithms can run and be tested on one machine.
+Ranks are numbered ``rank = node * ranks_per_node + local``.  Pure: no torch.
 """
 
 from __future__ import annotations
@@ -12,25 +12,28 @@ from typing import NamedTuple
 
 
 class Axis(NamedTuple):
-    """One digit of the mixed-radix rank number: the ranks that differ only in it are a group."""
+    """One digit of the rank number in a mixed radix; the ranks that differ only in this digit form a group."""
 
     name: str  # for the ledger and the process groups
-    size: int  # ranks in a group
-    stride: int  # between neighbouring ranks of a group
+    size: int  # number of ranks in a group
+    stride: int  # difference between neighbouring ranks of a group
 
     def digit(self, rank: int) -> int:
-        """Index of ``rank`` inside its group along this axis."""
+        """Returns the index of ``rank`` inside its group along this axis."""
         return rank // self.stride % self.size
 
     def group(self, rank: int) -> tuple[int, ...]:
-        """The ranks of ``rank``'s group, ascending."""
+        """Returns the ranks of ``rank``'s group along this axis, ascending."""
         first = rank - self.digit(rank) * self.stride
         return tuple(first + i * self.stride for i in range(self.size))
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """``nodes`` x ``ranks_per_node``.  Raises ValueError: if either count is not positive."""
+    """``nodes`` nodes with ``ranks_per_node`` ranks each.
+
+    Raises ValueError: if either number is not positive.
+    """
 
     nodes: int
     ranks_per_node: int
@@ -44,36 +47,39 @@ class Topology:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return self.nodes * self.ranks_per_node
 
     def node_of(self, rank: int) -> int:
-        """The node on which ``rank`` lives."""
+        """Returns the index of the node on which ``rank`` runs."""
         return rank // self.ranks_per_node
 
     @property
     def world_axis(self) -> Axis:
-        """All ranks as one group."""
+        """The axis whose only group is all ranks."""
         return Axis("world", self.world, 1)
 
     @property
     def node_axis(self) -> Axis:
-        """Ranks of equal local index, one on each node."""
+        """The axis whose groups are the ranks of equal local index, one on each node."""
         return Axis("node", self.nodes, self.ranks_per_node)
 
     @property
     def local_axis(self) -> Axis:
-        """Ranks of one node."""
+        """The axis whose groups are the ranks of one node."""
         return Axis("local", self.ranks_per_node, 1)
 
     def crosses(self, axis: Axis) -> bool:
-        """Whether groups along ``axis`` have ranks on more than one node."""
+        """Returns whether the groups along ``axis`` have ranks on more than one node."""
         return axis.size > 1 and axis.stride * axis.size > self.ranks_per_node
 
     def check_group(self, name: str, ranks: int) -> None:
-        """Refuse a size of the group ``name`` that this topology cannot hold; 0 is no group.
+        """Check that this topology can be cut into groups of ``ranks`` ranks; 0 means no group.
 
-        Raises ValueError: unless it divides a node's ranks, or is a multiple of them that divides the world.
+        ``name`` is what the error message calls the group.
+
+        Raises ValueError: unless ``ranks`` divides the ranks of a node, or is a multiple of them that divides
+        the number of all ranks.
         """
         per_node, world = self.ranks_per_node, self.world
         if ranks < 0 or (ranks and per_node % ranks and (ranks % per_node or world % ranks)):
@@ -83,11 +89,11 @@ class Topology:
             )
 
     def gather_axes(self, secondary: int) -> tuple[tuple[Axis, ...], int]:
-        """Hops of the hierarchical gather, first hop first, and the number of hops before hpZ's copy.
+        """Returns the hops of a hierarchical gather, first hop first, and how many come before hpZ's copy.
 
-        After these a rank holds the secondary shard, which ``secondary`` ranks share: 0 for none, else a size
-        that :meth:`check_group` lets pass.  A backward gather repeats the later hops alone.  The product of
-        the sizes is the world; a hop of size 1 sends nothing.
+        After these hops a rank holds its part of the secondary copy, which ``secondary`` ranks share (0: there
+        is none; else a size that passes :meth:`check_group`), and a backward gather repeats only the hops
+        after them.  The product of the hops' sizes is the world size; a hop of size 1 sends nothing.
         """
         per_node = self.ranks_per_node
         if secondary in (0, per_node):
@@ -100,6 +106,6 @@ class Topology:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0, 2 and 5``."""
+    """Returns ``rank 3`` or ``ranks 0, 2 and 5``, in ascending order."""
     *others, last = map(str, sorted(ranks))
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"

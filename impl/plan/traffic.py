@@ -1,7 +1,9 @@
-"""Predicts the bytes that a policy sends, from the policy alone.
+"""Predicts the bytes and messages that a policy sends, from the policy and the units' layout alone.
 
-Pure: no torch.  The engine's ledger must equal :func:`predict` to the byte.  A message counts once per
-destination, self excluded; in a ring the neighbour is the only one.
+Tests check that the engine's ledger equals :func:`predict` to the byte.  A message counts once for each
+destination, not counting the sender itself; in a ring all messages of a rank go to its neighbour.
+
+Pure: no torch.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ Event = Literal[
     "forward", "accumulate", "backward", "evaluate", "norm", "step", "changed", "forgotten", "dropped"
 ]
 
-ORDER_BYTES: Final = 16  # of a fingerprint message: the count of exchanges, and the hash of their order
-NORM_BYTES: Final = 8  # one fp64 per rank: its sum of squares
-SQUARES_BYTES: Final = 8  # one fp64 per rank, unit and codec of a budget: its sum of squared errors
+ORDER_BYTES: Final = 16  # of a check of the order: the count of exchanges, and a hash of their order
+NORM_BYTES: Final = 8  # of a rank's sum of squares for a norm: one fp64
+SQUARES_BYTES: Final = 8  # of a rank's sum of squared errors for one unit and codec of a budget: one fp64
 MASTER_BYTES: Final = 4  # fp32
 
 
 class Tag(NamedTuple):
-    """The purpose of a message; a ledger adds axis and link."""
+    """The purpose of a message; a :class:`LedgerKey` adds the hop and the kind of link."""
 
     phase: Phase
     purpose: Purpose
@@ -44,24 +46,24 @@ class Tag(NamedTuple):
 
 
 class LedgerKey(NamedTuple):
-    """The purpose of a byte, its hop and the kind of its link."""
+    """The entry of a ledger to which a message belongs."""
 
     phase: Phase
     purpose: Purpose
     unit: str
-    hop: str
+    hop: str  # name of the axis
     link: Link
 
 
 class Sent(NamedTuple):
-    """Payload bytes and messages (one per destination)."""
+    """Payload bytes and number of messages, one for each destination."""
 
     bytes: int
     messages: int
 
 
 class CopyKey(NamedTuple):
-    """The direction of a copy between host and device, its purpose and its unit."""
+    """The entry of a ledger to which a copy between host and device belongs."""
 
     direction: Direction
     purpose: Copied
@@ -69,18 +71,21 @@ class CopyKey(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A codec that a budget chose for a unit's messages, from a step's gathers and reductions on."""
+    """A budget's choice of a codec for a unit's messages, in effect from one optimizer step on."""
 
-    step: int  # optimizer steps before it
+    step: int  # number of optimizer steps before the first that uses the codec
     purpose: Budgeted
     unit: str
     hop: str  # name of the axis; empty for weights
     codec: Codec
-    vnmse: float  # in the step before: sum((decoded - x)^2) / sum(x^2) on all ranks; 0 for zeros
+    vnmse: float  # error in the step before: sum((decoded - x)^2) / sum(x^2) over all ranks; 0 if x is 0
 
 
 def passes(policy: Policy, *, micro_batches: int = 1, norms: int = 0) -> list[Event]:
-    """The passes of a step; ``accumulate`` is a backward pass that reduces nothing."""
+    """Returns the events of a step with ``micro_batches``; ``accumulate`` is a backward that reduces nothing.
+
+    ``norms`` is how often a gradient norm is computed before the optimizer steps.
+    """
     first: list[Event] = ["forward", "backward" if policy.reduces_each_micro_batch else "accumulate"]
     norm: list[Event] = ["norm"]
     return [*first * (micro_batches - 1), "forward", "backward", *norm * norms, "step"]
@@ -88,9 +93,9 @@ def passes(policy: Policy, *, micro_batches: int = 1, norms: int = 0) -> list[Ev
 
 @functools.cache
 def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Mapping[Link, int]:
-    """The number of messages that ``rank`` sends over each kind of link in one exchange along ``axis``.
+    """Returns how many messages ``rank`` sends over each kind of link in one exchange along ``axis``.
 
-    In a ``ring`` all size - 1 messages go to the next rank of the group, else one to each.
+    Each other rank of the group gets one message; in a ``ring`` the next rank of the group gets all of them.
     """
     group, me = axis.group(rank), axis.digit(rank)
     targets = [group[(me + 1) % axis.size]] * (axis.size - 1) if ring else [r for r in group if r != rank]
@@ -101,7 +106,7 @@ def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Ma
 
 @dataclass(slots=True)
 class Book:
-    """Adds up one rank's messages, and its copies between host and device; sizes are in bytes."""
+    """Adds up one rank's messages, and its copies between host and device; all sizes are in bytes."""
 
     topology: Topology
     rank: int
@@ -109,24 +114,30 @@ class Book:
     copied: Counter[CopyKey] = field(default_factory=Counter)
 
     def exchange(self, tag: Tag, axis: Axis, size: int, *, ring: bool = False) -> None:
-        """One message of ``size`` to every other rank along ``axis``."""
+        """Count one message of ``size`` to every other rank along ``axis``."""
         for link, count in destinations(self.topology, axis, self.rank, ring=ring).items():
             key = LedgerKey(*tag, axis.name, link)
             nbytes, messages = self.sent.get(key, (0, 0))
             self.sent[key] = Sent(nbytes + count * size, messages + count)
 
     def control(self, size: int, purpose: Purpose = "control") -> None:
-        """One message of ``size`` from every rank to all others."""
+        """Count one message of ``size`` to every other rank."""
         self.exchange(Tag("step", purpose), self.topology.world_axis, size)
 
     def gather(self, tag: Tag, axes: Iterable[Axis], size: int, *, ring: bool = False) -> None:
-        """Hops along ``axes``; each forwards all that the hops before it gathered of messages of ``size``."""
+        """Count a gather of messages of ``size`` in hops along ``axes``.
+
+        Each hop sends all that the hops before it have gathered.
+        """
         for axis in axes:
             self.exchange(tag, axis, size, ring=ring)
             size *= axis.size
 
     def reduction(self, policy: Policy, unit: str, piece: int, grain: int) -> None:
-        """A reduction to ``piece`` elements a rank, in chunks on ``grain``, and the gather of copies."""
+        """Count a reduction to ``piece`` elements a rank, and the gather of the mean between groups.
+
+        Chunks start on multiples of ``grain`` elements.
+        """
         tag = Tag("backward", "gradients", unit)
         for axis, _, _, sizes in reduction_hops(policy, self.topology, piece, grain):
             for size in sizes:
@@ -138,10 +149,10 @@ class Book:
 def gather_hops(
     policy: Policy, topology: Topology, unit: UnitGeometry, codec: Codec, *, again: bool
 ) -> Iterator[tuple[Axis, Codec, int, int]]:
-    """Each hop of the weight gather of a ``unit`` with its own ``policy``.
+    """Yield (axis, codec, elements, bytes) of each hop of a unit's weight gather, of the message of one rank.
 
-    Yields its axis, and the codec, elements and bytes of a rank's message.  ``codec`` is that of the hops
-    before an hpZ group; a gather ``again`` starts from hpZ's copy.
+    ``policy`` is the unit's own (:meth:`Policy.for_unit`).  ``codec`` is the codec of the hops before an hpZ
+    group.  A gather ``again`` starts from hpZ's copy.
     """
     axes, spared = policy.gather_axes(topology)
     frames = 1
@@ -156,9 +167,10 @@ def gather_hops(
 def reduction_hops(
     policy: Policy, topology: Topology, piece: int, grain: int
 ) -> Iterator[tuple[Axis, Codec, int, list[int]]]:
-    """Each hop of a reduction to ``piece`` elements a rank, in chunks on ``grain``.
+    """Yield (axis, codec, pieces, bytes) of each hop of a reduction to ``piece`` elements a rank.
 
-    Yields its axis and codec, the pieces in a rank's message to another, and that message's bytes by chunk.
+    ``pieces`` is how many pieces one rank sends to another in this hop, and ``bytes`` lists the bytes of that
+    message for each chunk.  Chunks start on multiples of ``grain`` elements.
     """
     slices = topology.world
     lengths = [end - start for start, end in chunked(piece, policy.chunks, grain)]
@@ -177,18 +189,28 @@ def predict(
     buffer_bytes: int = 0,
     decisions: Collection[Decision] = (),
 ) -> Book:
-    """Everything that ``rank`` sends in ``events``, and its copies between host and device for offload.
+    """Predicts everything that ``rank`` sends in ``events``, and its copies between host and device.
 
-    For an offloaded master 4 S bytes go to the host per reduction, and its frame to the device once a step
-    or, where frames are offloaded, whenever it is sent.  Offloaded secondary frames go to the host when they
-    are kept and to the device when they are used again.
+    Events change what later events send: a ``step`` changes the trained weights, ``changed``
+    (``Zero.weights_changed``) all weights; after ``forgotten`` (``Zero.forget_gathered``) all weights are
+    gathered anew; after ``dropped`` (``Zero.drop_gradients``) the next gather sends weights, not differences.
 
-    ``units`` are in model order, laid out for ``topology.world`` ranks.  A ``step`` changes the trained
-    weights, ``changed`` (``Zero.weights_changed``) all; after ``forgotten`` (``Zero.forget_gathered``) all
-    are gathered anew; after ``dropped`` (``Zero.drop_gradients``) the next gather sends no differences.
-    ``buffer_bytes`` are of the model's persistent buffers; ``decisions`` of a budget count steps.
+    With offload, each reduction copies the mean gradient of an offloaded master (4 bytes an element of the
+    shard) to the host.  The encoded master is copied to the device once a step or, if frames are offloaded
+    too, whenever it is sent.  Offloaded frames of hpZ's copy are copied to the host when they are kept and to
+    the device when they are used again.
 
-    Raises PolicyError: if the policy does not fit the topology.
+    Args:
+        policy: the policy of the model.
+        topology: nodes and ranks.
+        units: the model's units, in model order, laid out for ``topology.world`` ranks.
+        rank: the rank that sends.
+        events: passes and changes, in order (:func:`passes`).
+        buffer_bytes: bytes of the model's persistent buffers.
+        decisions: the choices of the policy's budget.
+
+    Raises:
+        PolicyError: if the policy does not fit the topology.
     """
     policy.check(topology)
     book = Book(topology, rank)
@@ -207,7 +229,8 @@ def predict(
                     if event != "step" or sender.unit.trainable:
                         sender.weights_changed(event)
                 if event == "step" and policy.budget is not None:
-                    if steps % policy.budget.every == 0:  # sums of values, and of each codec's errors
+                    # Ranks exchange the sum of squared values, and of errors for each codec.
+                    if steps % policy.budget.every == 0:
                         chosen = sum(unit.trainable and not unit.persistent for unit in units)
                         sums = sum(1 + len(codecs) for codecs in policy.candidates.values())
                         book.control(SQUARES_BYTES * chosen * sums)
@@ -236,17 +259,17 @@ def predict(
 
 
 class Placement(NamedTuple):
-    """The parts of one unit in host memory."""
+    """Which parts of one unit are in host memory."""
 
-    shard: bool = False  # the master with its mean gradient and optimizer state, or the frozen shard
-    frames: bool = False  # the encoded shard, and hpZ's secondary frames
+    shard: bool = False  # the master, its mean gradient and optimizer state; of a frozen unit, the shard
+    frames: bool = False  # the encoded shard, and the frames of hpZ's copy
 
 
 ON_DEVICE = Placement()
 
 
 def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Placement]:
-    """The placement of each unit's states; ``units`` are in model order, shares are of padded elements."""
+    """Returns the placement of each unit; ``units`` are in model order, and shares are of padded elements."""
     stepped = _chosen([unit.padded if unit.trainable else 0 for unit in units], offload.optimizer)
     framed = _chosen([unit.padded for unit in units], offload.weights)
     rows = zip(units, stepped, framed, strict=True)
@@ -254,26 +277,30 @@ def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Place
 
 
 def _chosen(sizes: Sequence[int], share: float) -> list[bool]:
-    """For each size whether it is needed, from the first on, to reach ``share`` of the sum; never for 0."""
+    """Returns for each size whether it is among the first that together reach ``share`` of the sum.
+
+    A size of 0 is never chosen.
+    """
     wanted, before = share * sum(sizes), itertools.accumulate(sizes, initial=0)
     return [size > 0 and held < wanted for size, held in zip(sizes, before, strict=False)]
 
 
 @dataclass(slots=True)
 class _Sender:
-    """One unit on one rank, with the state that its next messages depend on."""
+    """One unit on one rank, with the state on which its next messages depend."""
 
     book: Book
     policy: Policy
     unit: UnitGeometry
     placement: Placement
-    gathered: bool = False  # its weights stayed from the pass before
-    current: bool = False  # hpZ's secondary holds these weights
-    uploaded: bool = False  # the device holds the frame of an offloaded master
-    steps: int | None = None  # optimizer steps since the weights themselves were sent; None: they are next
+    gathered: bool = False  # whether the weights are still gathered from the pass before
+    current: bool = False  # whether hpZ's copy holds the current weights
+    uploaded: bool = False  # whether the device holds the current frame of an offloaded master
+    # Optimizer steps since the weights themselves were sent; None: they are sent next, not differences.
+    steps: int | None = None
 
     def weights_changed(self, event: Event) -> None:
-        """All kept copies are stale; after an optimizer step differences may still start from them."""
+        """Mark all kept copies as stale; after an optimizer step differences to them may still be sent."""
         self.gathered = self.current = self.uploaded = False
         if event == "changed":
             self.steps = None
@@ -281,7 +308,7 @@ class _Sender:
             self.steps += 1
 
     def gather(self, phase: Phase, *, keep: bool) -> None:
-        """Gather the weights, unless gathered; ``keep`` them, or reshard."""
+        """Count a gather of the weights unless they are gathered; ``keep`` them gathered, or reshard."""
         policy, book, placement, unit = self.policy, self.book, self.placement, self.unit
         if not self.gathered:
             if placement.shard and not self.current and (placement.frames or not self.uploaded):
@@ -299,7 +326,7 @@ class _Sender:
         self.gathered = keep or policy.stage < 3
 
     def _sent(self) -> Codec:
-        """The codec of the hops before an hpZ group: of weights, or of differences from its copy."""
+        """Returns the codec of the hops before an hpZ group, for weights or for differences to its copy."""
         policy = self.policy
         if policy.differences is not None and not self.current:
             if self.steps is not None and not (policy.refresh and self.steps >= policy.refresh):
@@ -308,7 +335,7 @@ class _Sender:
         return policy.weights
 
     def reduce(self) -> None:
-        """Reduce the gradient of a trained unit."""
+        """Count the reduction of a trained unit's gradient."""
         policy, unit, book = self.policy, self.unit, self.book
         if self.placement.shard:
             book.copied[CopyKey("to_host", "gradients", unit.name)] += MASTER_BYTES * unit.shard
@@ -316,7 +343,10 @@ class _Sender:
 
 
 def secondary_bytes(policy: Policy, topology: Topology, unit: UnitGeometry, kept: Codec | None = None) -> int:
-    """Bytes on one rank of hpZ's copy of a unit with its own ``policy``, or with codec ``kept``."""
+    """Returns the bytes of hpZ's copy of a unit on one rank; 0 without hpZ.
+
+    ``policy`` is the unit's own.  ``kept`` is the codec of the copy, by default the policy's.
+    """
     axes, spared = policy.gather_axes(topology)
     copies = math.prod(axis.size for axis in axes[:spared]) if spared else 0
     return copies * (kept or policy.copy_codec).frame_bytes(unit.shard)

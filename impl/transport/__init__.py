@@ -1,1 +1,1 @@
-"""How bytes move inside a node on a CPU: shared memory, and waiting for it."""
+"""What moves bytes below the wire: shared memory inside a node, side streams of a GPU, groups of ranks."""

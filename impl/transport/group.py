@@ -1,4 +1,4 @@
-"""The group of ranks along one axis, as transports and collectives see it."""
+"""Defines the group of ranks along one axis of a mesh, which transports and collectives use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from impl.plan.topology import Axis
 
 
 class MeshError(RuntimeError):
-    """The process group does not fit the topology, or has ended; the message names sizes or ranks."""
+    """A process group does not fit the topology, or has been destroyed; the message names sizes or ranks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -20,26 +20,31 @@ class Group:
     """This rank's group along one axis."""
 
     axis: Axis
-    ranks: tuple[int, ...]  # of the mesh, ascending
-    index: int  # of this rank among them
-    same_node: bool  # whether all of them share this rank's node
-    handle: weakref.ref[dist.ProcessGroup]  # of torch's group, which torch alone holds
-    counting: str = ""  # how errors say that ranks are counted
-    others: Sequence[int] = field(init=False)  # indices of the other ranks, from the next one on
+    ranks: tuple[int, ...]  # the ranks of the group as the mesh counts them, ascending
+    index: int  # the index of this rank among them
+    same_node: bool  # whether all ranks of the group are on this rank's node
+    handle: weakref.ref[dist.ProcessGroup]  # torch's group; weak, so that torch alone holds it
+    counting: str = ""  # the end of errors that name ranks: how the mesh counts them
+    others: Sequence[int] = field(init=False)  # indices of the other ranks, beginning after this rank
 
     def __post_init__(self) -> None:
         self.others = [(self.index + step) % self.size for step in range(1, self.size)]
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """Torch's group.  Raises MeshError: after ``destroy_process_group()``."""
+        """Torch's process group.
+
+        Raises:
+            MeshError: after ``destroy_process_group()``.
+        """
         if (group := self.handle()) is None:
             raise MeshError(
-                f"the process group of ranks {self.ranks} along {self.axis.name} was destroyed{self.counting}"
+                f"the process group of ranks {self.ranks} along {self.axis.name} was destroyed: use the mesh "
+                f"before destroy_process_group(){self.counting}"
             )
         return group
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks in the group."""
         return len(self.ranks)

@@ -1,19 +1,20 @@
-"""Shared-memory transport inside a node on a CPU: one arena that the ranks of a group read and write.
+"""Exchanges messages between the ranks of a node in shared memory, on a CPU.
 
-Not a process-group backend: slots, with one row per rank in each.  A rank writes its row, posts the
-exchange's number, and reads the others' rows *in place* once theirs are posted.  A slot is written again only
-after all have marked it read.  Each rank alone chooses an exchange's slot: the first that it has finished
-with.  Ranks open and finish exchanges in the same order, so they choose alike.
+This is not a process-group backend.  The ranks of a group share one *arena* with a number of *slots*, and each
+slot has one row for each rank.  For an exchange, a rank writes its row of a slot, sets a flag to the number of the
+exchange, and reads the other ranks' rows *in place* once their flags are set.  A slot is written again only after
+all ranks have marked it as read.  Each rank chooses the slot of an exchange by itself: the first slot that it has
+finished with.  Since all ranks open and finish exchanges in the same order, they choose the same slot.
 
-A flag must not be seen before the row that it announces.  The C++ library of :mod:`impl.cpu` sets flags with
-release and reads them with acquire.  x86 alone keeps this order by itself, so without that library Python's
-plain writes and reads serve there, and other processors are refused.
+A flag must not become visible before the row that it announces.  The C++ library of :mod:`impl.cpu` sets flags
+with release and reads them with acquire order.  x86 processors keep this order by themselves; therefore, if the
+library is missing, Python's plain writes and reads are used on x86, and an error is raised on other processors.
 
-Waits are Linux's futex through the C library: with more ranks than cores, a rank that spins, or sleeps for a
-guessed time, takes processor time from the rank that it waits for.
+Ranks wait with Linux's futex, called through the C library.  With more ranks than cores, a rank that spins, or
+sleeps for a guessed time, would take processor time from the rank that it waits for.
 
-The arena is an anonymous file (``memfd``) of the group's first rank, opened by the others through ``/proc``:
-it has no name to clean up, and vanishes with its last user, however that ends.
+The arena is an anonymous file (``memfd``) of the group's first rank, which the others open through ``/proc``.  It
+has no name to clean up, and vanishes with its last user, however that process ends.
 """
 
 from __future__ import annotations
@@ -39,22 +40,26 @@ from impl.transport.group import Group
 SLOTS: Final = 16  # exchanges that may be under way at once in one group
 LINE: Final = 64  # bytes; each flag has a cache line of its own
 
-# Number of the system call, by machine; all are little-endian: a futex is 32 bits, the lower half of a flag.
+# The number of the futex system call on each machine.  All of these are little-endian: a futex is 32 bits, the
+# lower half of a flag.
 _FUTEX: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}.get(platform.machine(), 0)
-_WAIT, _WAKE = 0, 1  # operations on memory that processes share
+_WAIT, _WAKE = 0, 1  # the futex operations for memory that processes share
 
-_KEEPS_ORDER: Final = ("x86_64", "AMD64")  # machines whose processors keep the order of writes, and of reads
+_KEEPS_ORDER: Final = ("x86_64", "AMD64")  # machines whose processors keep the order of writes and of reads
 
 _Timespec = ctypes.c_long * 2  # seconds, nanoseconds
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 class SharedMemoryError(RuntimeError):
-    """The arena cannot be made, or has no room; the message says why."""
+    """The arena cannot be made, or has no free slot; the message says why."""
 
 
 class FlagFunctions(ctypes.PyDLL):
-    """``post_flag`` and ``least_flag`` of the C++ library; calls keep Python's lock, as they never wait."""
+    """The functions ``post_flag`` and ``least_flag`` of the C++ library.
+
+    Calls keep Python's global lock, because they never wait.
+    """
 
     def __init__(self, library: str) -> None:
         super().__init__(library)
@@ -65,9 +70,10 @@ class FlagFunctions(ctypes.PyDLL):
 
 @functools.cache
 def flag_functions() -> FlagFunctions | None:
-    """The functions that order flags and messages; None on x86, where there is no library and no need.
+    """Return the functions that set and read flags in order with messages; None on x86 without the library.
 
-    Raises SharedMemoryError: without a library on another machine.
+    Raises:
+        SharedMemoryError: if the library is missing on a machine that reorders writes.
     """
     try:
         return FlagFunctions(str(build.library(build.user_folder())))
@@ -75,18 +81,27 @@ def flag_functions() -> FlagFunctions | None:
         if platform.machine() in _KEEPS_ORDER:
             return None
         raise SharedMemoryError(
-            f"transport 'shm' on {platform.machine()}, which reorders writes, needs our C++ library: make it "
-            f"buildable, or use transport 'backend' ({problem})"
+            f"transport 'shm' on {platform.machine()}, which reorders writes, needs the C++ kernels: install what "
+            f"their build lacks, or use transport 'backend' ({problem})"
         ) from problem
 
 
 def patience(backend: str, limit: timedelta) -> tuple[timedelta, ...]:
-    """Arguments of ``Work.wait``: gloo takes a limit, NCCL would block the host, thread ranks raise."""
+    """Return the arguments of ``Work.wait()``: a time limit for gloo alone.
+
+    With a limit, NCCL would block the host, and the works of ranks that are threads would raise.
+    """
     return (limit,) if backend == "gloo" else ()
 
 
 def shared_file(group: Group, timeout: float, total: int) -> int:
-    """This rank's handle of an anonymous file of ``total`` zeros, which all ranks of a group must open."""
+    """Open the group's shared anonymous file of ``total`` bytes, all zero; all ranks of the group must call it.
+
+    Returns this process's file descriptor.
+
+    Raises:
+        SharedMemoryError: if the system has no memfd or futex, or if a rank cannot open the first rank's file.
+    """
     if _libc is None or not _FUTEX:
         raise SharedMemoryError("transport 'shm' needs Linux's memfd and futex; use transport 'backend'")
     flag_functions()
@@ -104,18 +119,19 @@ def shared_file(group: Group, timeout: float, total: int) -> int:
         except OSError as error:
             raise SharedMemoryError(
                 f"rank {group.ranks[group.index]} cannot open the memory of rank {group.ranks[0]} ({path}: "
-                f"{error.strerror}): unless on one machine, under one user, use transport 'backend'"
+                f"{error.strerror}): run the ranks on one machine as one user, or use transport 'backend'"
                 f"{group.counting}"
             ) from error
-    # The first rank's handle must outlive the opening.
+    # The first rank must not close its descriptor before the others have opened the file.
     dist.barrier(group=group.process_group, async_op=True).wait(*limit)
     return handle
 
 
 class Arena:
-    """Slots shared by the ranks of one group on one node, for messages of up to ``row_bytes`` a rank.
+    """The slots that the ranks of one group on one node share, with rows of at least ``row_bytes`` bytes.
 
-    All ranks must construct it together, within ``timeout`` seconds.  Raises SharedMemoryError.
+    All ranks must construct it together, within ``timeout`` seconds.  Raises a SharedMemoryError if it cannot be
+    made, as :func:`shared_file` says.
     """
 
     def __init__(self, row_bytes: int, group: Group, timeout: float) -> None:
@@ -127,21 +143,30 @@ class Arena:
         whole = torch.frombuffer(mmap.mmap(handle, total), dtype=torch.uint8)
         os.close(handle)
         lines = whole[:flags].view(torch.int64).view(2, SLOTS, size, LINE // 8)
-        self._posted = Flags(lines[0], group, timeout)  # numbers of the exchanges last written
-        self._read = Flags(lines[1], group, timeout)  # numbers of the exchanges last read
+        self._posted = Flags(lines[0], group, timeout)  # by slot and rank, the exchange last written
+        self._read = Flags(lines[1], group, timeout)  # by slot and rank, the exchange last read
         self._marks = lines[0, :, :, 1].numpy().view("uint64")  # (slot, rank) marks of posted messages
-        # Views made once, (rank, byte) by slot: making one takes longer than reading a flag.
+        # For each slot a view (rank, byte).  Views are made once, as making one takes longer than reading a flag.
         self._whole = list(whole[flags:].view(SLOTS, size, self.row_bytes).unbind())
         self._rows: list[Tensor] = [rows[group.index] for rows in self._whole]
         self._count, self._free = 0, list(range(SLOTS))
-        self._slots: dict[int, int] = {}  # of the exchanges under way, by number
-        self._last = [0] * SLOTS  # by slot, number of its last exchange
+        self._slots: dict[int, int] = {}  # number of each exchange under way -> its slot
+        self._last = [0] * SLOTS  # for each slot, the number of its last exchange
 
     def claim(self) -> int:
-        """Take a slot for the next exchange, once all have read its last; returns the exchange's number."""
+        """Take a slot for the next exchange, and return the number of the exchange.
+
+        Waits until all ranks have read the last exchange in the slot.
+
+        Raises:
+            SharedMemoryError: if no slot is free.
+        """
         if not self._free:
             axis = self.group.axis.name
-            raise SharedMemoryError(f"{SLOTS} exchanges along {axis} are under way: no room for another")
+            raise SharedMemoryError(
+                f"{SLOTS} exchanges along {axis} are under way, the most that transport 'shm' has room for: finish "
+                "one before starting another"
+            )
         slot = min(self._free)
         self._read.wait(slot, self._last[slot], "did not read")
         self._free.remove(slot)
@@ -151,57 +176,64 @@ class Arena:
         return number
 
     def row(self, number: int) -> Tensor:
-        """(row_bytes,) this rank's part of an exchange's slot."""
+        """Return this rank's row (row_bytes,) uint8 of the slot of exchange ``number``."""
         return self._rows[self._slots[number]]
 
     def post(self, number: int, mark: int) -> None:
-        """Tell the others that this rank's row is written, with a 64-bit ``mark`` of the exchange."""
+        """Announce that this rank's row is written, with a 64-bit ``mark`` that identifies the exchange."""
         self._marks[self._slots[number], self.group.index] = mark
         self._posted.set(self._slots[number], self.group.index, number)
 
     def wait(self, number: int) -> Tensor:
-        """(ranks, row_bytes) all rows of the exchange, once posted; valid until :meth:`done`."""
+        """Wait until all ranks have posted; returns their rows (ranks, row_bytes), valid until :meth:`done`."""
         slot = self._slots[number]
         self._posted.wait(slot, number, "did not send")
         return self._whole[slot]
 
     def agree(self, number: int, mark: int) -> bool:
-        """Whether all ranks posted ``mark``; after :meth:`wait`."""
+        """Return whether all ranks have posted the same ``mark``; to be called after :meth:`wait`."""
         marks = self._marks[self._slots[number]].tolist()
         return bool(marks.count(mark) == len(marks))
 
     def done(self, number: int) -> None:
-        """Tell the others that this rank has read the slot."""
+        """Announce that this rank has read the rows of exchange ``number``, and free its slot."""
         slot = self._slots.pop(number)
         self._read.set(slot, self.group.index, number)
         self._free.append(slot)
 
 
 class Flags:
-    """A growing number for each slot and rank, in ``lines`` (slot, rank, cache line) int64."""
+    """Flags in shared memory: for each slot and rank a number that only grows.
+
+    ``lines`` (slot, rank, 8) int64 is their memory, one cache line for each flag.
+    """
 
     def __init__(self, lines: Tensor, group: Group, timeout: float) -> None:
         self._size, first = group.size, lines.data_ptr()
         self._ranks, self._timeout = group.ranks, timeout
-        # By slot and rank, since making one takes as long as reading a flag.
+        # Addresses by slot and rank, computed once, as computing one takes as long as reading a flag.
         self._addresses = [
             [first + (slot * self._size + rank) * LINE for rank in range(self._size)]
             for slot in range(len(lines))
         ]
         self._functions = flag_functions()
-        # A numpy view: reading one is 50 ns, a tensor's item() over a microsecond.
+        # A NumPy view, from which a read takes 50 ns; item() of a tensor takes more than a microsecond.
         self._numbers = lines[:, :, 0].numpy()
 
     def set(self, slot: int, rank: int, number: int) -> None:
-        """Set a flag, and wake the processes that wait for it."""
+        """Set the flag of ``slot`` and ``rank`` to ``number``, and wake the processes that wait for it."""
         if self._functions is not None:
             self._functions.post_flag(self._addresses[slot][rank], number)
             return
         self._numbers[slot, rank] = number
-        _futex(self._addresses[slot][rank], _WAKE, 2**31 - 1, None)  # all sleepers
+        _futex(self._addresses[slot][rank], _WAKE, 2**31 - 1, None)  # wakes all waiting processes
 
     def wait(self, slot: int, number: int, failure: str) -> None:
-        """Wait until all ranks' flags of ``slot`` reach ``number``; TimeoutError: with ranks' ``failure``."""
+        """Wait until the flags of all ranks for ``slot`` have reached ``number``.
+
+        Raises:
+            TimeoutError: after the timeout; the message names the late ranks and their ``failure``.
+        """
         if self._least(slot) >= number:
             return
         deadline = time.monotonic() + self._timeout
@@ -214,17 +246,17 @@ class Flags:
                 nap = min(left, 1.0)
                 span = _Timespec(int(nap), int(nap % 1 * 1e9))
                 _futex(self._addresses[slot][rank], _WAIT, seen, span)
-        self._least(slot)  # with acquire, unlike the loop's reads
+        self._least(slot)  # reads with acquire order, which the reads in the loop do not have
 
     def _least(self, slot: int) -> int:
-        """The least number of all ranks' flags of ``slot``; what they announced can be read."""
+        """Return the least of all ranks' flags for ``slot``; the rows that they announce can then be read."""
         if self._functions is not None:
             return self._functions.least_flag(self._addresses[slot][0], self._size, LINE)  # type: ignore[no-any-return]
         return int(min(self._numbers[slot].tolist()))
 
 
 def _futex(address: int, operation: int, value: int, span: ctypes.Array[ctypes.c_long] | None) -> None:
-    """Sleep while the shared 32 bits at ``address`` are ``value``, or wake ``value`` sleepers."""
+    """Call futex: sleep while the 32 bits at ``address`` are ``value``, or wake ``value`` sleeping processes."""
     assert _libc is not None  # noqa: S101  # checked by shared_file()
     word, limit = ctypes.c_uint32(value & 0xFFFFFFFF), None if span is None else ctypes.byref(span)
     _libc.syscall(_FUTEX, ctypes.c_void_p(address), operation, word, limit, None, 0)

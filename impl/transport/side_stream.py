@@ -1,4 +1,4 @@
-"""Work beside a GPU's computation: a stream of its own, and an event at its end."""
+"""Runs work beside a GPU's computation, on a stream of its own, with an event at the end of the work."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """The end of work under way; without an event it has ended."""
+    """The end of some work on a side stream; without an event, the work has ended already."""
 
-    event: torch.cuda.Event | None = None  # recorded on its stream, after it
+    event: torch.cuda.Event | None = None  # recorded on the side stream after the work
 
     def join(self) -> None:
-        """Let later work of the current stream wait for the end."""
+        """Make later work of the current stream wait for the end."""
         if self.event is not None:
             self.event.wait()
 
     def finish(self) -> None:
-        """Block this thread until the end, so that it may read or overwrite the work's memory."""
+        """Block this thread until the end, so that the host may read or overwrite the work's memory."""
         if self.event is not None:
             self.event.synchronize()
 
 
 class SideStream:
-    """A stream of a GPU beside that of its computation."""
+    """A stream of a GPU, beside the stream of its computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -35,7 +35,10 @@ class SideStream:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[Arrival]:
-        """Enqueue the body here, after the current stream's earlier work; yields its end."""
+        """Enqueue the body's work on this stream, after all earlier work of the current stream.
+
+        Yields the end of the body's work, which is known when the context is left.
+        """
         arrival = Arrival()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

@@ -1,1 +1,1 @@
-"""One block of the model: its shard, its gathered weights, its gradients."""
+"""Units: one block of the model with its shard, its gathered weights and its gradients."""

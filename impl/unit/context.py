@@ -1,7 +1,11 @@
-"""The units' context in one engine: wire, policy, counters, memory and host memory, and the pass under way.
+"""Holds what all units of one engine share: the wire, the policy, memory, counters, and the state of a pass.
 
-On CUDA host memory is pinned, and copies run on two streams of their own, one each way.  On a CPU the same
-copies run at once, so that their bytes are counted and tested (:data:`ACCOUNTING`).
+:class:`UnitContext` bundles these objects.  :class:`Reserve` hands out flat buffers, :class:`Meter` counts
+bytes, :class:`HostMemory` offloads, and :class:`Passes` records which forward or backward pass is running.
+
+With a GPU, host memory is pinned, and copies to and from the host run on one side stream per direction.  On a
+CPU, host and device are the same memory; the same copies are still made, at once, so that their bytes can be
+counted and tested (:data:`ACCOUNTING`).
 """
 
 from __future__ import annotations
@@ -29,50 +33,58 @@ ACCOUNTING: Final = "accounting only: on this device host and device are one mem
 
 @dataclass(slots=True, eq=False)
 class Meter:
-    """Bytes of the engine now and at most, by part (keys of :func:`impl.plan.memory.memory`)."""
+    """Counts the engine's bytes, now and at the peak, for each part that :func:`impl.plan.memory.memory` names."""
 
     now: dict[str, int] = field(default_factory=dict)
     peak: dict[str, int] = field(default_factory=dict)
 
     def add(self, part: str, nbytes: int, *, host: bool = False) -> None:
-        """Count an allocation on the ``host`` or the device, or a release if negative."""
+        """Count an allocation of ``nbytes`` on the device or the ``host``; a release has negative ``nbytes``."""
         part = f"host_{part}" if host else part
         self.now[part] = self.now.get(part, 0) + nbytes
         self.peak[part] = max(self.peak.get(part, 0), self.now[part])
 
 
 class Reserve:
-    """Flat buffers of one type, by exact size, counted as ``part``: no more than were in use at once."""
+    """A pool of flat buffers of one type, which the meter counts as ``part``.
+
+    A buffer is reused only for a request of exactly its size.  Free buffers are dropped, the largest first,
+    when keeping them would hold more elements than were in use at the same time in the last pass.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, meter: Meter, part: str) -> None:
         self._dtype, self._device, self._meter, self._part = dtype, device, meter, part
-        self._free: dict[int, list[Tensor]] = {}  # by elements
-        self._held = self._used = 0  # elements: free and in use, in use
-        self._most = self._lately = 0  # in use at most: the limit of those held, and since the last trim()
+        self._free: dict[int, list[Tensor]] = {}  # free buffers by their number of elements
+        self._held = self._used = 0  # elements of all buffers, and of those in use
+        # The most elements in use at once: the limit for all buffers, and the peak since the last trim().
+        self._most = self._lately = 0
 
     def take(self, numel: int) -> Tensor:
-        """(numel,) of any content."""
+        """Return a buffer (numel,) with arbitrary content."""
         self._used += numel
         self._lately, self._most = max(self._lately, self._used), max(self._most, self._used)
         if self._free.get(numel):
             return self._free[numel].pop()
         self._shrink(self._most - numel)
         self._count(numel)
-        with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
+        with torch.inference_mode(mode=False):  # the buffer will outlive a pass in inference mode
             return torch.empty(numel, dtype=self._dtype, device=self._device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Free a buffer from :meth:`take`; nothing may use it any more."""
+        """Return a buffer from :meth:`take` to the pool; the caller must not use it any more."""
         self._used -= buffer.numel()
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def trim(self) -> None:
-        """After a pass, drop buffers that it did not need; the first one may use more."""
+        """After a pass, set the limit to what that pass needed, and drop free buffers beyond it.
+
+        The first pass may need more than later ones.
+        """
         self._most, self._lately = self._lately, self._used
         self._shrink(self._most)
 
     def _shrink(self, most: int) -> None:
-        """Drop free buffers, the largest first, until at most ``most`` elements are held, or none is free."""
+        """Drop free buffers, the largest first, until the pool holds ``most`` elements or has no free buffer."""
         while self._held > most and any(self._free.values()):
             largest = max(size for size, free in self._free.items() if free)
             self._free[largest].pop()
@@ -84,29 +96,35 @@ class Reserve:
 
 
 class HostMemory:
-    """The host's memory, for the units of one engine."""
+    """Allocates host memory for offloaded states, and copies between host and device, for one engine."""
 
     def __init__(self, device: torch.device, meter: Meter) -> None:
         self.copied: dict[CopyKey, int] = defaultdict(int)  # bytes by direction, purpose and unit
         self._device, self._meter = device, meter
         cuda = device.type == "cuda"
-        self.nature = PINNED if cuda else ACCOUNTING  # for the record
+        self.nature = PINNED if cuda else ACCOUNTING  # what records say about this memory
         self._up = SideStream(device) if cuda else None
         self._down = SideStream(device) if cuda else None
-        self._staging: Tensor | None = None  # (STAGED, S) fp32 on the device, used in turn
-        self._left = [Arrival() for _ in range(STAGED)]  # of the copies out of each row
+        self._staging: Tensor | None = None  # (STAGED, S) fp32 on the device, whose rows are used in turn
+        self._left = [Arrival() for _ in range(STAGED)]  # for each row, the end of the last copy out of it
         self._turn = 0
 
     def empty(self, part: str, numel: int, dtype: torch.dtype = torch.uint8, *, host: bool = True) -> Tensor:
-        """(numel,) of any content, counted as ``part``, on the host, pinned for a GPU, or on the device."""
+        """Allocate (numel,) with arbitrary content, on the ``host`` or the device, counted as ``part``.
+
+        Host memory is pinned if the device is a GPU.
+        """
         device, pinned = (MEMORY, self._up is not None) if host else (self._device, False)
-        with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
+        with torch.inference_mode(mode=False):  # the memory will outlive a pass in inference mode
             memory = torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
         self._meter.add(part, memory.nbytes, host=host)
         return memory
 
     def ahead(self) -> contextlib.AbstractContextManager[Arrival]:
-        """The body's work comes after all that was enqueued before, and beside what is enqueued later."""
+        """Enqueue the body's work on the stream of copies from the host, so that later computation overlaps it.
+
+        The work starts after everything that was enqueued before.  Yields its end.
+        """
         return contextlib.nullcontext(Arrival()) if self._up is None else self._up.beside()
 
     def copy(self, way: Direction, source: Tensor, target: Tensor, purpose: Copied, unit: str) -> None:
@@ -115,7 +133,10 @@ class HostMemory:
         self.copied[CopyKey(way, purpose, unit)] += source.nbytes
 
     def stage(self, numel: int) -> Tensor:
-        """(numel,) fp32 on the device for the next :meth:`download`: a row whose last copy is done."""
+        """Return (numel,) fp32 on the device, to be filled for the next :meth:`download`.
+
+        Rows are used in turn.  Before a row is written, the current stream waits for the last copy out of it.
+        """
         if self._staging is None or self._staging.shape[1] < numel:
             if self._staging is not None:
                 self._meter.add("staging", -self._staging.nbytes)
@@ -126,11 +147,11 @@ class HostMemory:
         return self._staging[self._turn, :numel]
 
     def download(self, staged: Tensor, target: Tensor, purpose: Copied, unit: str) -> Arrival:
-        """Copy the row of the last :meth:`stage` to the host, beside the computation."""
+        """Copy the row that the last :meth:`stage` returned to the host, while computation goes on."""
         self.copied[CopyKey("to_host", purpose, unit)] += staged.nbytes
         with contextlib.nullcontext(Arrival()) if self._down is None else self._down.beside() as arrival:
             target.copy_(staged, non_blocking=True)
-            if staged.is_cuda:  # replaced rows stay until they are read
+            if staged.is_cuda:  # the staging memory may be replaced, but must stay until it has been read
                 staged.record_stream(torch.cuda.current_stream(self._device))
         self._left[self._turn] = arrival
         return arrival
@@ -138,24 +159,25 @@ class HostMemory:
 
 @dataclass(slots=True, eq=False)
 class Passes:
-    """The progress of one model's passes on this rank; units are known by index."""
+    """Records which pass of one model is running on this rank; units are given by their index."""
 
     schedule: Schedule
-    running: int = 0  # forward calls of hooked modules under way
-    in_forward: bool = False  # whether the model's forward pass is under way, and all checks passed
-    in_backward: bool = False  # whether a backward pass is under way, or failed and was not finished
-    accumulating: bool = False  # whether backward passes add to local gradients, and reduce nothing
-    gathering: set[int] = field(default_factory=set)  # units with an all-gather under way
-    escaped: set[int] = field(default_factory=set)  # units used outside of their modules, in this forward
-    # by address of memory, the unit whose weights were last gathered there
+    running: int = 0  # how many forward calls of hooked modules are running, one inside the other
+    in_forward: bool = False  # whether the model's forward pass is running and all checks have passed
+    in_backward: bool = False  # whether a backward pass is running, or has failed and was not finished
+    accumulating: bool = False  # whether backward passes only add to local gradients and reduce nothing
+    gathering: set[int] = field(default_factory=set)  # units whose all-gather is under way
+    # units whose weights were used outside of their own module in this forward pass, and stay to its end
+    escaped: set[int] = field(default_factory=set)
+    # maps the address of a flat buffer to the unit whose weights were last gathered there
     weights_at: dict[int, int] = field(default_factory=dict)
-    # parameters that were written before their unit was resharded, and not refused yet
+    # names of parameters that were written while gathered, which no error has reported yet
     written: list[str] = field(default_factory=list)
 
 
 def recomputing() -> bool:
-    """Whether this runs inside a backward pass: a block is computed again."""
-    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001  # there is no public one
+    """Return whether autograd is running a backward pass, so that a forward call recomputes a block."""
+    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001  # there is no public function for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +185,10 @@ class UnitContext:
     """The objects that the units of one engine share."""
 
     wire: Wire
-    policy: Policy  # the model's; in the parts of a unit, the unit's own
+    policy: Policy  # the model's policy; the parts of a unit get a context with the unit's own policy
     meter: Meter
-    clock: Clock  # of stochastic codecs and feedback
-    gradients: Reserve  # of local gradients
-    weights: Reserve  # of gathered weights
+    clock: Clock  # the step and micro-batch, for stochastic codecs and error feedback
+    gradients: Reserve  # buffers of local gradients
+    weights: Reserve  # buffers of gathered weights
     host: HostMemory
     passes: Passes

@@ -1,14 +1,16 @@
-"""The memory of one unit's gathered weights, and the parameters that are views of it.
+"""Holds the memory of one unit's gathered weights, and the parameters that are views of it.
 
 [Note: flat buffer]
-A gathered unit is one tensor (P,), P its padded elements, in the compute type.  Each parameter is a leaf of
-its own whose ``data`` is a view of it: so each counts its own versions, and filling the buffer again for
-backward is no in-place change of saved tensors.  The memory comes from a reserve.  While the unit is sharded
-there is no such tensor, and modules hold placeholders.
+A gathered unit is one tensor (P,) in the compute type, where P counts the unit's elements with padding.  Each
+parameter is a leaf of its own whose ``data`` is a view of this tensor.  Therefore each parameter has its own
+version counter, and filling the buffer again for backward does not look like an in-place change of tensors
+that autograd has saved.  The memory comes from a :class:`~impl.unit.context.Reserve`.  While the unit is
+sharded there is no such tensor, and modules hold placeholders (:mod:`impl.unit.placeholder`).
 
-Autograd may still hold views when the unit is resharded: of weights that were used outside a forward pass,
-or in a block that is computed again.  Such memory is not reused, or the views would show another unit's
-weights.  Torch's count of the storage's handles shows whether there are views.
+Autograd may still hold views of the buffer when the unit is resharded: views of weights that were used
+outside a forward pass, or in a block that is recomputed.  Memory with such views is not given back, since the
+views would then show another unit's weights.  Torch's count of the storage's handles shows whether there are
+any.
 """
 
 from __future__ import annotations
@@ -30,39 +32,44 @@ from impl.unit.placeholder import Placeholder, keep, keeper_of, release
 
 
 class Holder(NamedTuple):
-    """A module that holds a parameter under a name; tied weights have several."""
+    """A module and the name under which it holds a parameter; a tied parameter has several holders."""
 
     module: nn.Module
     name: str
 
     @property
     def held(self) -> nn.Parameter | None:
-        """The parameter that the module holds now."""
+        """The parameter that the module holds under this name now."""
         return self.module._parameters.get(self.name)  # noqa: SLF001
 
 
-View = tuple[torch.Size, tuple[int, ...], int]  # of a unit's flat buffer: shape, strides and offset
+View = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset of a view of a unit's flat buffer
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A parameter of a unit."""
+    """A parameter of a unit: the leaf that computes, and the placeholder that stands in for it."""
 
-    # the leaf view of the flat buffer; without values, like the placeholder, while sharded
+    # the leaf whose data is a view of the flat buffer; without values, like the placeholder, while sharded
     parameter: nn.Parameter
-    placeholder: nn.Parameter  # held by modules outside of their passes: same shape and type, no values
+    # the parameter that modules hold between their passes: the same shape, type and device, but no values
+    placeholder: nn.Parameter
     holders: Sequence[Holder]
-    view: View  # of the flat buffer
-    no_values: Tensor  # its values while there is no flat buffer: one NaN, expanded
+    view: View  # where the parameter is in the flat buffer
+    no_values: Tensor  # the data of both leaves while there is no flat buffer: one NaN, expanded to the shape
 
     def place(self, shown: nn.Parameter) -> None:
-        """Let all its holders hold ``shown``: the parameter or the placeholder."""
+        """Have all holders hold ``shown``, which is the parameter or the placeholder."""
         for module, name in self.holders:
-            module._parameters[name] = shown  # noqa: SLF001  # setattr would re-register
+            module._parameters[name] = shown  # noqa: SLF001  # setattr would register the parameter anew
 
 
 class FlatBuffer:
-    """One unit's flat buffer on one rank, of ``members`` in slot order; ``originals`` lose their values."""
+    """One unit's flat buffer on one rank, with its parameters as ``members``, in slot order.
+
+    The constructor replaces the model's parameters, ``originals``, in their ``holders`` by placeholders, and
+    takes their values away.
+    """
 
     def __init__(
         self,
@@ -79,22 +86,25 @@ class FlatBuffer:
             name, shape, no_values = slot.spec.name, original.shape, nan.expand(original.shape)
             parameter = nn.Parameter(no_values.data, requires_grad=geometry.trainable)
             placeholder = nn.Parameter(no_values.data, requires_grad=geometry.trainable)
-            parameter.__dict__ = placeholder.__dict__ = original.__dict__  # users' attributes
+            parameter.__dict__ = placeholder.__dict__ = original.__dict__  # attributes that users have set
             for leaf in (parameter, placeholder):
                 keep(leaf, InUnit(self, name, len(self.members)))
             view = shape, torch.empty(shape, device="meta").stride(), slot.offset
             self.members.append(Member(parameter, placeholder, places, view, no_values))
             self.members[-1].place(placeholder)
             release(original, Taken(name))
-        self.address = 0  # of the gathered weights, while there is memory
-        self.shown: dict[int, Tensor] = {}  # by member, the values (shape) that GatheredParameters shows
-        self.used_outside: Callable[[str], None]  # the unit's, of a parameter's name: gathers or refuses
-        self._flat: Tensor | None = None  # (P,) the gathered weights, while there is memory for them
-        self._own_views = 0  # handles of that memory by this object and the parameters
-        self._marks: list[tuple[int, int]] = []  # of the members, when they were gathered
+        self.address = 0  # the address of the flat buffer; 0 while there is none
+        # for each member that GatheredParameters shows, its number and the values (shape) that are shown
+        self.shown: dict[int, Tensor] = {}
+        # The unit sets this function.  It is called with the name of a parameter that is used while modules
+        # hold placeholders, and gathers the unit or refuses the use.
+        self.used_outside: Callable[[str], None]
+        self._flat: Tensor | None = None  # (P,) the flat buffer, while the unit has one
+        self._own_views = 0  # handles of its memory that belong to this object and to the parameters
+        self._marks: list[tuple[int, int]] = []  # version and address of each member, from expose() on
 
     def attach(self) -> Tensor:
-        """(P,) memory for the gathered weights; the parameters become views of it."""
+        """Return the flat buffer (P,), taking memory for it if need be; the parameters become views of it."""
         if self._flat is None:
             flat = self._flat = self._reserve.take(self._geometry.padded)
             self.lay()
@@ -102,7 +112,7 @@ class FlatBuffer:
         return self._flat
 
     def detach(self) -> None:
-        """Give the memory back, unless there are other views of it ([Note: flat buffer])."""
+        """Give the flat buffer's memory back, unless others hold views of it ([Note: flat buffer])."""
         flat = self._flat
         if flat is None or self.shown or handles(flat) != self._own_views:
             return
@@ -113,7 +123,10 @@ class FlatBuffer:
         self._reserve.give_back(flat)
 
     def lay(self) -> None:
-        """Make parameters views of the flat buffer, except those seen whole; users may have moved them."""
+        """Make the parameters views of the flat buffer again, since users may have assigned other data.
+
+        Parameters that GatheredParameters shows are left alone.
+        """
         if (flat := self._flat) is None:
             return
         with torch.inference_mode(mode=False), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
@@ -122,17 +135,21 @@ class FlatBuffer:
                     member.parameter.data = flat.as_strided(*member.view)
 
     def expose(self) -> None:
-        """Let modules hold the parameters with their values; :meth:`written` notices writes from here on."""
+        """Have modules hold the parameters; :meth:`written` reports writes to them from here on."""
         self._marks = marks = []
         for member in self.members:
             parameter = member.parameter
             parameter.__class__ = nn.Parameter
-            marks.append((parameter._version, parameter.data_ptr()))  # noqa: SLF001  # the public way warns
-            for module, name in member.holders:
-                module._parameters[name] = parameter  # noqa: SLF001  # as Member.place() does, in fewer calls
+            marks.append((parameter._version, parameter.data_ptr()))  # noqa: SLF001  # the public name warns
+            for module, name in member.holders:  # Member.place(), without the cost of its call
+                module._parameters[name] = parameter  # noqa: SLF001
 
     def conceal(self, *, sharded: bool) -> None:
-        """Let modules hold placeholders; once ``sharded``, taken parameters are placeholders too."""
+        """Have modules hold the placeholders.
+
+        If the unit becomes ``sharded``, the parameters turn into placeholders too, so that a parameter that a
+        user took from a module during the pass is not read without values.
+        """
         self._marks = []
         for member in self.members:
             if sharded:
@@ -141,36 +158,43 @@ class FlatBuffer:
                 module._parameters[name] = member.placeholder  # noqa: SLF001
 
     def written(self) -> list[str]:
-        """Names of the parameters written since :meth:`expose`, by their version counters."""
+        """Return the names of the parameters that were written, or given other memory, since :meth:`expose`."""
         names = []
+        # A loop, since a comprehension would be a further function call for each unit.
         for slot, member, mark in zip(self._geometry.slots, self.members, self._marks, strict=False):
             if (member.parameter._version, member.parameter.data_ptr()) != mark:  # noqa: SLF001
-                names.append(slot.spec.name)  # a call less than a comprehension
+                names.append(slot.spec.name)
         return names
 
 
 class InUnit:
-    """Keeper of a member's placeholder; holds the flat buffer weakly."""
+    """The keeper of a member's placeholder and parameter; it holds the flat buffer weakly."""
 
     def __init__(self, flat: FlatBuffer, name: str, number: int) -> None:
         self.name, self.flat, self.number = name, weakref.ref(flat), number
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
-        """The member's values, gathered or refused by its unit."""
+        """Have the unit gather the member's values, or refuse the use; return its parameter."""
         if (flat := self.flat()) is None:
-            raise ZeroError(f"parameter {self.name!r} of a sharded model whose engine is gone")
+            raise ZeroError(
+                f"parameter {self.name!r} is of a sharded model whose engine is gone: keep the model, or the "
+                "engine that shard() returned, as long as its parameters are used"
+            )
         flat.used_outside(self.name)
         return flat.members[self.number].parameter
 
 
 class Taken:
-    """Keeper of a parameter taken from a model before it was sharded: a use of it would train nothing."""
+    """The keeper of a parameter that a user took from the model before shard(), which replaced it there.
+
+    It refuses every use, since computing with the old parameter would train nothing.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
-        """Refuse."""
+        """Raise a ZeroError."""
         raise ZeroError(
             f"parameter {self.name!r} was taken from its module before the model was sharded: take it "
             "from the module again"
@@ -178,19 +202,26 @@ class Taken:
 
 
 def check_hooks(name: str, parameter: nn.Parameter, *, allowed: int = 0) -> None:
-    """Refuse, with a ZeroError, gradient hooks beyond those ``allowed``, the engine's; no values are used."""
-    after = parameter._post_accumulate_grad_hooks or ()  # noqa: SLF001  # there is no public way
+    """Raise a ZeroError if a parameter has gradient hooks of a user.
+
+    ``allowed`` is the number of the engine's own hooks on the parameter.  No values are needed.
+    """
+    after = parameter._post_accumulate_grad_hooks or ()  # noqa: SLF001  # there is no public name
     hooks = parameter._backward_hooks or (after if len(after) > allowed else ())  # noqa: SLF001
     if hooks:
         hook = list(hooks.values())[-1]
         raise ZeroError(
             f"parameter {name!r} has a gradient hook, {getattr(hook, '__qualname__', hook)}, which would see "
-            "one rank's gradient, not the mean: remove it, and change the masters' after the backward pass"
+            "one rank's gradient, not the mean over ranks: remove the hook, and change the masters' gradients "
+            "after the backward pass"
         )
 
 
 def check_plain(model: nn.Module) -> None:
-    """Refuse, with a ZeroError, a model with parameters that are sharded, have hooks, or are subclasses."""
+    """Raise a ZeroError unless all parameters can be sharded.
+
+    A parameter is refused if it is sharded already, has gradient hooks, or is of a subclass of nn.Parameter.
+    """
     for name, parameter in model.named_parameters():
         if isinstance(keeper_of(parameter), InUnit):
             raise ZeroError(
@@ -201,9 +232,11 @@ def check_plain(model: nn.Module) -> None:
             check_hooks(name, parameter)
         if type(parameter) not in (nn.Parameter, Placeholder):
             kind = type(parameter).__name__
-            raise ZeroError(f"parameter {name!r} is a {kind}: only plain parameters can be sharded")
+            raise ZeroError(
+                f"parameter {name!r} is a {kind}: only plain parameters can be sharded; make it an nn.Parameter"
+            )
 
 
 def handles(tensor: Tensor) -> int:
-    """The number of tensors that share the memory of ``tensor``, and handles of it."""
+    """Return how many handles torch counts for the storage of ``tensor``: its tensors, and what else holds it."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # noqa: SLF001

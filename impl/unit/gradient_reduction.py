@@ -1,27 +1,30 @@
-"""The reduce-scatter of one unit's gradient: the mirror of :mod:`impl.unit.weight_gather`.
+"""Reduce-scatters one unit's gradient; the counterpart for weights is :mod:`impl.unit.weight_gather`.
 
-The path of a gradient through a ZeRO++ step, on two nodes of two ranks, file by file.  A unit's P padded
-elements end as shards of S = P / 4; F is the bytes of a frame of S elements.
+The list follows a gradient through one ZeRO++ step on two nodes of two ranks, and names the files that take
+part.  A unit has P elements with padding, and each of the four ranks ends with the mean of a shard of
+S = P / 4 elements.  A frame, which is one encoded shard, has F bytes.
 
-1. *Autograd accumulates a parameter's gradient*; :mod:`impl.engine.hooks` calls
-   :meth:`GradientReduction.collect`, which moves it to its place in one flat buffer (P,), in the type of the
-   pass; where frames are elements, that buffer is the message of hop 1 itself.  Passes that accumulate
-   without reducing add there, in fp32.
-2. *The unit's last gradient starts the reduction*, in its turn in the
-   :class:`~impl.plan.reduction_queue.ReductionQueue`, which is the same on all ranks.
-3. *Hop 1 stays inside the node*: :class:`impl.comm.reduce_scatter.Reduction` encodes the slices in the order
-   (local, node, S), INT4 with qgZ (paper section 3.3), and sends each rank of the node its slices,
-   (node, F) = (2, F) uint8.
-4. *The sum is encoded again*: one kernel decodes, adds in fp32 and encodes, when the next unit's first
-   gradient arrives; by then hop 1 has arrived.
-5. *Hop 2 crosses the link*, among the ranks of equal local index: one frame (F,) to each of the two nodes.
-6. *The mean is decoded* when the bucket is full, or the pass over: (S,) fp32, the sum over 4.
-7. *The master's gradient takes it*: :mod:`impl.unit.master_shard` stores it, or adds it to that of earlier
-   micro-batches.
+1. *Autograd accumulates a parameter's gradient.*  A hook in :mod:`impl.engine.hooks` calls
+   :meth:`GradientReduction.collect`, which moves the gradient to its place in one flat buffer (P,) in the
+   compute type.  If the codec of hop 1 sends the elements as they are, this buffer is the message of hop 1
+   itself.  Passes that accumulate without reducing add into an fp32 buffer instead.
+2. *The unit's last gradient makes the reduction ready.*  It starts when its turn comes in the
+   :class:`~impl.plan.reduction_queue.ReductionQueue`, whose order is the same on all ranks.
+3. *Hop 1 stays inside the node.*  :class:`impl.comm.reduce_scatter.Reduction` encodes the shards in the order
+   (local, node, S), with INT4 in qgZ (paper section 3.3), and sends each rank of the node the shards that the
+   rank will reduce: (node, F) = (2, F) uint8.
+4. *The sum is encoded again.*  When the first gradient of the next unit arrives, hop 1 has usually arrived
+   too; one kernel then decodes the messages, adds them in fp32 and encodes the sum.
+5. *Hop 2 crosses the link between nodes*, among the ranks of equal local index: one frame (F,) to each of
+   the two nodes.
+6. *The mean is decoded*, (S,) fp32: the sum divided by 4.  This happens when another reduction needs the room
+   in the bucket, or at the end of the pass.
+7. *The mean becomes the masters' gradient.*  :mod:`impl.unit.master_shard` stores the mean, or adds it to the
+   mean of earlier micro-batches.
 8. *The optimizer steps the masters* and clears their gradients.
 
-On a GPU steps 4 to 7 are queued on a side stream as soon as hop 1 is posted, and
-:meth:`GradientReduction.post_next_hop` joins it.
+On a GPU, steps 4 to 7 are enqueued on a side stream as soon as hop 1 is posted, and
+:meth:`GradientReduction.post_next_hop` makes the computation wait for their end.
 """
 
 from __future__ import annotations
@@ -48,7 +51,11 @@ from impl.unit.master_shard import MasterShard
 
 
 class GradientReduction:
-    """The reductions of one unit on one rank, by its ``collective``, in the ``queue``'s turn for it."""
+    """Collects the gradients of one unit on one rank, and reduces them when the ``queue`` starts it.
+
+    ``collective`` is the object that reduces, hop by hop.  This class is the queue's
+    :class:`~impl.plan.reduction_queue.Reducing`.
+    """
 
     def __init__(
         self,
@@ -63,17 +70,18 @@ class GradientReduction:
         self._master_shard, self._members, self.elements = master_shard, members, geometry.padded
         self._dtype, self._gaps, self._outer = DTYPES[context.policy.compute], geometry.gaps, geometry.outer
         self.progress, self.queue = Progress.COLLECTING, queue
-        self.missing = set[int]()  # members whose gradient has not arrived, once another one has
+        # The members whose gradient has not arrived in this pass; empty before the unit's first gradient.
+        self.missing = set[int]()
         self.local: Tensor | None = None  # (P,) the local gradients, while any wait to be reduced
-        self._buffer: Tensor | None = None  # their memory, from the reserve,
-        self._opened: Exchange | None = None  # or the message that is
-        self._written: set[int] = set()  # members with a gradient there
-        self._arrival: Arrival | None = None  # of the hops after the first, beside a GPU's computation
-        self._errors: Errors | None = None  # of the gradient codecs, from the first reduction on
+        self._buffer: Tensor | None = None  # the memory of ``local``, if it comes from the reserve
+        self._opened: Exchange | None = None  # the exchange whose message is ``local``, if it is one
+        self._written: set[int] = set()  # members that have a gradient in ``local``
+        self._arrival: Arrival | None = None  # on a GPU, the end of the hops after the first
+        self._errors: Errors | None = None  # the gradient codecs' carried errors, from the first reduction on
         self.follow(context.policy)
 
     def follow(self, policy: Policy) -> None:
-        """Reduce as ``policy`` says from here on; carried errors stay."""
+        """Reduce according to ``policy`` from here on; carried errors are kept."""
         self._policy = policy
         geometry, wire = self._geometry, self._wire
         topology, rank = wire.mesh.topology, wire.mesh.rank
@@ -94,17 +102,22 @@ class GradientReduction:
         plain = policy.reduce != "ring" and policy.feedback is None and geometry.trainable
         self._collects = plain and self.collective.collects(DTYPES[policy.compute])
         self._draws = any(codec.stochastic for codec in policy.gradients)
-        # An offset, or a rotation, changes padding's zeros; the change must not reach norms or weights.
+        # A codec with offsets or a rotation may decode the zeros in padding to other values.  These are set to
+        # zero again in the mean, since padding must not count in norms or change weights.
         self._pads = () if all(map(_keeps_zeros, policy.gradients)) else geometry.pads(rank)
 
     # Collecting
 
     def collect(self, number: int) -> bool:
-        """Take the gradient that has just arrived at member ``number``; True if none is missing."""
+        """Take the gradient that has just arrived at member ``number``.
+
+        Returns whether all gradients of the unit have now arrived.
+        """
         if not self.missing:
             self._begin()
-        # A block's first: post at the same event on all ranks.  Outer units' gradients come from all over the
-        # model, and one just after a reduction's start would have its first hop waited for at once.
+        # A block's first gradient is the event at which all ranks post the next hops.  The gradients of outer
+        # units are no such event: they arrive at any point of the pass, and one that arrives just after a
+        # reduction has started would make this rank wait for that reduction's first hop at once.
         if len(self.missing) == len(self._members) and not self._outer:
             self.queue.post_next_hops()
         self._add(number, self._members[number].parameter)
@@ -114,30 +127,38 @@ class GradientReduction:
         return not self.missing
 
     def collect_outside(self, number: int) -> None:
-        """Take the gradient that an ``autograd.Function`` brought to the placeholder of member ``number``."""
-        self._begin()  # more may arrive: it stays missing, if none does to the end of the pass
+        """Take the gradient that an ``autograd.Function`` brought to the placeholder of member ``number``.
+
+        The member stays missing, since its parameter may still get a gradient.  If it gets none, the end of the
+        pass starts the reduction.
+        """
+        self._begin()
         self._add(number, self._members[number].placeholder)
 
     def _begin(self) -> None:
-        """Begin collecting, unless that has begun; refuse a gradient that comes after the reduction."""
+        """Begin to collect in this pass, unless it has begun; refuse a gradient after the reduction's start."""
         if self.progress >= Progress.REDUCING:
             raise ZeroError(
                 f"a gradient arrived for unit {self._geometry.name!r}, which was already reduced in this "
-                "backward pass: in reentrant checkpoints a parameter that is used twice brings its gradient "
-                "in parts, so use_reentrant=False there; a loss with weights belongs inside zero.unsharded()"
+                "backward pass: if the model uses a parameter twice in reentrant checkpoints, set "
+                "use_reentrant=False; if the loss uses weights itself, compute it inside zero.unsharded()"
             )
         if self.progress is Progress.COLLECTING and not self.missing:
             self.missing = set(range(len(self._members)))
 
     def _add(self, number: int, leaf: nn.Parameter) -> None:
-        """Move the gradient of ``leaf`` to the part of member ``number``, cleared or not."""
+        """Add the gradient of ``leaf`` to the part of member ``number`` in ``local``, and clear it at the leaf.
+
+        The first gradient in a part overwrites what the memory held.
+        """
         flat = self._open() if self.local is None else self.local
         shape, strides, offset = self._members[number].view
         part = flat.as_strided(shape, strides, flat.storage_offset() + offset)
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # a released leaf asks for no values here
+        # The leaf may be a placeholder, whose values are not needed here.
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             gradient = leaf.grad
-            assert gradient is not None  # noqa: S101  # just accumulated
-            if gradient.layout is not torch.strided:  # of an embedding it may be sparse; messages are dense
+            assert gradient is not None  # noqa: S101  # autograd has just accumulated it
+            if gradient.layout is not torch.strided:  # an embedding's may be sparse, but messages are dense
                 gradient = gradient.to_dense()
             if number in self._written:
                 part.add_(gradient)
@@ -147,22 +168,31 @@ class GradientReduction:
             leaf.grad = None
 
     def _open(self) -> Tensor:
-        """(P,) to collect in: the masters' gradients, the message of hop 1, or a buffer of the reserve."""
+        """Choose and return the memory (P,) to collect gradients in.
+
+        On one rank, this is the memory of the masters' gradients, since the gradient is the mean.  Otherwise it
+        is the message of hop 1, where that is possible, or a buffer of the reserve.
+        """
         reduces = not self._passes.accumulating
-        if reduces and not self.collective.hops and self._in_place:  # one rank: its gradient is the mean
+        if reduces and not self.collective.hops and self._in_place:
             self.local = self._master_shard.gradient()
         elif reduces and self._collects and self.queue.is_next(self):
             self._opened = self.collective.open_message()
             self.local = self._opened.send.view(-1).view(self._dtype)
             self._meter.add("local_gradients", self.local.nbytes)
         else:
-            dtype = self._dtype if reduces else torch.float32  # other passes will add to it
+            dtype = (
+                self._dtype if reduces else torch.float32
+            )  # later passes will add to an accumulated gradient
             self._buffer = self._reserve.take(self.elements * dtype.itemsize // self._dtype.itemsize)
             self.local = self._buffer.view(dtype)
         return self.local
 
     def _completed(self) -> Tensor:
-        """(P,) all gradients, with zeros in padding and where none arrived: other ranks may have one."""
+        """Return all gradients (P,), with zeros in padding and for members without a gradient.
+
+        Such a member still takes part in the reduction, since other ranks may have a gradient for it.
+        """
         flat = self._open() if self.local is None else self.local
         for start, end in self._gaps:
             flat[start:end].zero_()
@@ -172,7 +202,7 @@ class GradientReduction:
         return flat
 
     def _forget(self) -> None:
-        """Let the buffer go: the gradients are encoded, or in the message."""
+        """Release the memory of ``local``, since its gradients are encoded, or dropped."""
         if self.local is not None and self._opened is not None:
             self._meter.add("local_gradients", -self.local.nbytes)
         if self._buffer is not None:
@@ -181,7 +211,10 @@ class GradientReduction:
         self._written.clear()
 
     def end_pass(self) -> None:
-        """End a backward pass: land its means; gradients that it only collected stay."""
+        """End a backward pass: wait for means that are copied to the host.
+
+        Gradients that the pass collected without reducing are kept.
+        """
         self.missing.clear()
         self.progress = Progress.COLLECTING
         if self._master_shard.placement.shard:
@@ -191,14 +224,17 @@ class GradientReduction:
 
     @property
     def _in_place(self) -> bool:
-        """Whether the mean may be written to the masters' gradients."""
+        """Whether the mean may be written straight to the memory of the masters' gradients."""
         shard = self._master_shard
         return not self.collective.replicas and not shard.placement.shard and shard.fresh
 
     def start(self) -> None:
-        """Hand over the gradients that have arrived, and post the first hop."""
+        """Start the reduction with the gradients that have arrived, and post its first hop.
+
+        On a GPU, all later hops are enqueued here too, on a side stream.
+        """
         self.missing.clear()
-        self.progress = Progress.FAILED  # unless this returns
+        self.progress = Progress.FAILED  # stays so if this method is interrupted
         reduction = self.collective
         reduction.start(
             self._completed(),
@@ -213,23 +249,27 @@ class GradientReduction:
             with self._wire.beside(stream) as self._arrival:
                 self._take(reduction.finish())
         self.progress = Progress.REDUCING
-        if reduction.mean is not None:  # of one rank
+        if reduction.mean is not None:  # with one rank there is no hop
             self.post_next_hop(finish=True)
 
     def post_next_hop(self, *, finish: bool = False) -> None:
-        """Post the next hop's message, or ``finish``: wait until the mean is in this rank's shard.
+        """Post the next hop's message; with ``finish``, wait until the mean is in this rank's shard.
 
-        [Note: deferred last hop] says when the mean is taken.  A ZeroError after an interruption.
+        Without ``finish``, the mean is taken here only if its last hop stays inside a node: see
+        [Note: deferred last hop] in :mod:`impl.comm.reduce_scatter`.
+
+        Raises:
+            ZeroError: if the reduction was interrupted.
         """
         if self.progress is Progress.FAILED:
             raise ZeroError(
-                "a reduction that was interrupted cannot be finished: its gradients are lost on this rank; "
+                "a reduction that was interrupted cannot be finished, and its gradients are lost on this rank: "
                 "call drop_gradients(), finish_backward() and zero_grad(), and run the step anew"
             )
         arrival, reduction = self._arrival, self.collective
         if self.progress is not Progress.REDUCING or (arrival is not None and not finish):
             return
-        self.progress = Progress.FAILED  # unless this returns
+        self.progress = Progress.FAILED  # stays so if this method is interrupted
         if arrival is not None:
             self._wire.join(arrival)
         else:
@@ -243,7 +283,7 @@ class GradientReduction:
         self.progress = Progress.REDUCED
 
     def _take(self, mean: Tensor) -> None:
-        """Let this rank's shard take ``mean`` (S,)."""
+        """Hand the mean (S,) to the master shard, with zeros in padding, and show it to the observer."""
         for start, end in self._pads:
             mean[start:end] = 0
         if self._wire.observer is not None:
@@ -253,8 +293,9 @@ class GradientReduction:
         self._master_shard.take(mean)
 
     def drop(self) -> None:
-        """Forget gradients that were collected and not reduced, and carried errors."""
-        if self._opened is not None and self.progress is not Progress.FAILED:  # the other ranks wait for it
+        """Forget carried errors, and gradients that were collected but not reduced."""
+        if self._opened is not None and self.progress is not Progress.FAILED:
+            # The exchange is in the log already, so the other ranks wait for its message.
             self._opened.post()
             self._opened.wait()
             self._opened.close()
@@ -265,7 +306,7 @@ class GradientReduction:
         self.clear_feedback()
 
     def feedback(self) -> Errors | None:
-        """The errors that this step's reduction starts with; None without feedback, or if frozen."""
+        """Return the carried errors that this step's reduction adds; None without feedback or if frozen."""
         if self._policy.feedback is None or not self._geometry.trainable:
             return None
         if self._errors is None:
@@ -276,11 +317,11 @@ class GradientReduction:
         return self._errors
 
     def clear_feedback(self) -> None:
-        """Forget the carried errors: their gradients are not used."""
+        """Forget the carried errors, because the gradients that they come from are not used."""
         if self._errors is not None:
             self._errors.clear()
 
 
 def _keeps_zeros(codec: Codec) -> bool:
-    """Whether a zero decodes to zero in any block; unknown of users' codecs."""
+    """Return whether a zero decodes to zero in every block; False for users' codecs, of which it is unknown."""
     return isinstance(codec, Raw) or (isinstance(codec, Blocked) and not (codec.asymmetric or codec.hadamard))

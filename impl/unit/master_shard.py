@@ -1,21 +1,21 @@
-"""A rank's master shard of a unit: (S,) fp32 weights, with the mean gradient that steps them.
+"""Holds a rank's shard of a unit: (S,) fp32 master weights, and the mean gradient that steps them.
 
-Frozen weights may be held as codes instead.  An offloaded shard lies in host memory with its gradient, and
-its encoded frame is copied to the device.
+Frozen weights may be held as a codec's codes instead of in fp32.  An offloaded shard is in host memory,
+together with its gradient; its encoded frame is copied to the device for each gather.
 
 [Note: what users do to masters]
 The masters that an optimizer holds are views of the shard, and users treat them like any parameter:
 
-* ``p.data = values`` gives a master other memory.  :meth:`MasterShard.adopt` copies its values to the shard
-  before a forward pass, and where the shard is read outside of passes; it makes the master a view of the
-  shard again once nobody else holds that memory.
-* ``old = p.data; p.data = values`` keeps the master's old memory, to be assigned again.  That memory is the
-  user's from then on, and the shard moves to other memory before it takes the new values over.
-* ``p.data.copy_(values)`` writes the shard, and torch does not count the write.  Whoever encodes the master
-  reads the new values, but copies that are reused would be stale: hpZ's copy, weights that stay gathered and
-  frames in host memory.  So the sums of the shard's bits are taken when such a copy is made, and compared
-  when a forward pass is about to reuse it.
-* ``g = p.grad; optimizer.zero_grad()`` keeps a gradient.  The next one is then written to other memory.
+* ``p.data = values`` gives a master other memory.  :meth:`MasterShard.adopt` copies these values to the shard
+  before a forward pass, and whenever the shard is read outside of passes.  It makes the master a view of the
+  shard again, unless somebody else holds the assigned memory.
+* ``old = p.data; p.data = values`` keeps the master's old memory, to be assigned again later.  From then on
+  the old memory belongs to the user, so the shard moves to other memory before it takes the new values.
+* ``p.data.copy_(values)`` writes to the shard, but torch does not count the write.  The next gather that
+  encodes the master sends the new values.  Copies that a later pass reuses would be stale, however: hpZ's
+  secondary shard, weights that stay gathered, and frames of offloaded masters.  Therefore sums of the shard's
+  bits are taken when such a copy is made, and compared before a forward pass reuses the copy.
+* ``g = p.grad; optimizer.zero_grad()`` keeps a gradient.  The next gradient is then written to other memory.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from impl.transport.side_stream import Arrival
 from impl.unit.context import MEMORY, UnitContext
 from impl.unit.flat_buffer import handles
 
-ALONE: Final = 2  # handles() of memory that one tensor alone has
-_ROW: Final = 1024  # numbers of 8 bytes in a row, when bits are summed
+ALONE: Final = 2  # what handles() returns for memory that belongs to a single tensor
+_ROW: Final = 1024  # 8-byte numbers in a row when bits are summed by rows and columns
 
 
 def shard_of(geometry: UnitGeometry, rank: int, values: Iterable[Tensor], device: torch.device) -> Tensor:
-    """(S,) fp32 of ``rank``: its slice of the laid-out ``values``, one tensor per slot."""
+    """Cut the shard (S,) fp32 of ``rank`` from the whole ``values``, which are one tensor per slot."""
     shard = torch.zeros(geometry.shard, dtype=torch.float32, device=device)
     for slot, value in zip(geometry.slots, values, strict=True):
         start, end = geometry.part(slot, rank)
@@ -52,32 +52,37 @@ def shard_of(geometry: UnitGeometry, rank: int, values: Iterable[Tensor], device
 
 
 def part_of(value: Tensor, geometry: UnitGeometry, slot: Slot, rank: int) -> Tensor:
-    """(n,) the elements of ``rank``'s shard from the whole ``value`` of ``slot``."""
+    """Return the elements (n,) of the whole ``value`` of ``slot`` that are in the shard of ``rank``."""
     first, end = geometry.overlap(slot, rank)
     return value.detach().reshape(-1)[first - slot.offset : end - slot.offset]
 
 
-Version = tuple[int, int]  # of weights: changes reported to the engine, and changes counted by torch
+# A version of the weights: how many changes were reported to the engine, and how many torch has counted.
+Version = tuple[int, int]
 
 
 class MasterShard:
-    """One rank's ``shard`` (S,) fp32 of one unit; the policy of ``context`` is the unit's own."""
+    """One rank's shard (S,) of one unit, its masters and their gradients.
+
+    ``placement`` says what of it is offloaded; the policy of ``context`` is the unit's own.
+    """
 
     def __init__(
         self, geometry: UnitGeometry, context: UnitContext, placement: Placement, shard: Tensor
     ) -> None:
         policy, mesh = context.policy, context.wire.mesh
-        self.placement, self.crosses = placement, placement.shard or placement.frames  # to the device
+        self.placement, self.crosses = placement, placement.shard or placement.frames  # from host to device
         self._geometry, self._mesh, self._host, self._meter = geometry, mesh, context.host, context.meter
         self._clock = context.clock
         self.encode_as(policy.weights)
-        self.changes = 0  # of the weights, reported to the engine
+        self.changes = 0  # changes of the weights that were reported to the engine
         self._encoded: Tensor | None = None  # (F,) on the host: the frame of an offloaded master
-        self._sent: Tensor | None = None  # (F,) the same on the device, unless frames are offloaded too
-        self._encoded_of: tuple[Version, int] | None = None  # its master's version, and noise
+        self._sent: Tensor | None = None  # (F,) its copy on the device, unless frames are offloaded too
+        # The version of the master, and the step of its random bits, that each of these two was made from.
+        self._encoded_of: tuple[Version, int] | None = None
         self._sent_of: tuple[Version, int] | None = None
-        self.arrival = Arrival()  # of the last gather's copies from the host
-        # (S,) fp32 masters, or the frame (F,) uint8 of weights held as codes
+        self.arrival = Arrival()  # the end of the last gather's copies from the host
+        # ``held`` is the masters (S,) fp32, or the frame (F,) uint8 of frozen weights that are held as codes.
         self.held, self.codes = shard.to(MEMORY if placement.shard else mesh.device), None
         if not geometry.trainable and policy.frozen is not None:
             codes = self._host.empty("frozen", self._frame_bytes, host=placement.shard)
@@ -85,31 +90,34 @@ class MasterShard:
             self.held = self.codes = codes
         else:
             context.meter.add("masters", self.held.nbytes, host=placement.shard)
-        # (group, leaf view of the master), empty where the group has no elements here; as many on all ranks
+        # The number of an optimizer group, and the leaf that is its part of the shard.  All ranks have equally
+        # many; a leaf is empty if the group has no elements in this rank's shard.
         self.masters: list[tuple[int, nn.Parameter]] = []
-        self._spans: list[tuple[nn.Parameter, int, int]] = []  # the same, with their bounds in the shard
+        self._spans: list[
+            tuple[nn.Parameter, int, int]
+        ] = []  # the same leaves with their bounds in the shard
         for group, start, end in geometry.spans(mesh.rank) if geometry.trainable else ():
             master = nn.Parameter(self.held[start:end], requires_grad=True)
             self.masters.append((group, master))
             self._spans.append((master, start, end))
-        # for each master its part of the shard, which it is a view of unless a user assigned its data
+        # For each master its part of the shard.  The master is a view of it, unless a user assigned its data.
         self._own = [self.held[start:end] for _, start, end in self._spans]
-        self._foreign = False  # whether a master has memory that somebody else holds too
-        self._sums: tuple[Version, Tensor] | None = None  # of the shard's bits, when it was last encoded
-        self._mean: Tensor | None = None  # (S,) fp32, accumulated mean gradient
-        self._landing: tuple[Arrival, Tensor] | None = None  # (S,) a mean on its way to the host
-        self._landed: Tensor | None = None  # (S,) where it arrives if added to another
+        self._foreign = False  # whether a master has memory that a user holds too
+        self._sums: tuple[Version, Tensor] | None = None  # sums of the shard's bits, from mark()
+        self._mean: Tensor | None = None  # (S,) fp32, the memory of the masters' gradients
+        self._landing: tuple[Arrival, Tensor] | None = None  # (S,) a mean that is being copied to the host
+        self._landed: Tensor | None = None  # (S,) where a mean arrives that is then added to an earlier one
 
     # Weights
 
     @property
     def version(self) -> Version:
-        """Changes whenever the weights do, by a report or a write that torch counts."""
-        return self.changes, self.held._version  # noqa: SLF001  # the public way warns
+        """The version of the weights, which changes with each reported change and each write torch counts."""
+        return self.changes, self.held._version  # noqa: SLF001  # the public name warns
 
     @property
     def master(self) -> Tensor:
-        """(S,) fp32 this rank's shard of the weights, on the host if offloaded; codes are decoded."""
+        """This rank's shard of the weights (S,) fp32, on the host if offloaded; codes are decoded."""
         if self.codes is None:
             self.adopt()
             return self.held
@@ -118,7 +126,7 @@ class MasterShard:
         return master
 
     def load_part(self, start: int, end: int, values: Tensor) -> None:
-        """Overwrite elements [start, end) with ``values`` (end - start,) fp32."""
+        """Overwrite elements [start, end) of the shard with ``values`` (end - start,) fp32."""
         master = self.master
         with torch.no_grad():
             master[start:end] = values
@@ -126,22 +134,24 @@ class MasterShard:
                 for (parameter, _, _), own in zip(self._spans, self._own, strict=True):
                     parameter.data.copy_(own)
         if self.codes is not None and start < end:
-            self.arrival.finish()  # of a copy from them to the device
+            self.arrival.finish()  # the codes may still be read by a copy to the device
             ops.encode(self._codec, master, self.codes, noise=self.noise(self._codec))
 
     def load_codes(self, frame: Tensor) -> None:
-        """Overwrite weights that are held as codes, in the same layout."""
+        """Overwrite weights that are held as codes with a ``frame`` (F,) of the same layout."""
         assert self.codes is not None  # noqa: S101  # checkpoints have codes for no other unit
-        self.arrival.finish()  # of a copy from them to the device
+        self.arrival.finish()  # the codes may still be read by a copy to the device
         self.codes.copy_(frame)
 
     # Writes by users ([Note: what users do to masters])
 
     def adopt(self) -> None:
-        """Take over the values of masters whose ``data`` a user assigned.
+        """Copy to the shard the values of masters to whose ``data`` a user has assigned another tensor.
+
+        [Note: what users do to masters] says what becomes of the two memories.
 
         Raises:
-            ZeroError: if the assigned tensor has another shape, type or device.
+            ZeroError: if the assigned tensor has another shape, type or device than the master.
         """
         self._foreign = False
         assigned = []
@@ -152,7 +162,9 @@ class MasterShard:
                 and master.dtype is own.dtype
                 and master.is_contiguous()
             ):
-                assigned.append((master, own))  # a comprehension is one call more a step
+                assigned.append(
+                    (master, own)
+                )  # a loop, since a comprehension costs a further call in each step
         if not assigned:
             return
         for master, own in assigned:
@@ -161,19 +173,24 @@ class MasterShard:
                 raise ZeroError(
                     f"a master of unit {self._geometry.name!r} was given data of shape {tuple(data.shape)}, "
                     f"{data.dtype}, on {data.device}, in place of {tuple(own.shape)}, {own.dtype}, on "
-                    f"{own.device}: assign p.data a tensor like it, or write p.copy_(values) under "
-                    "torch.no_grad()"
+                    f"{own.device}: assign a tensor of that shape, type and device to p.data, or write "
+                    "p.copy_(values) under torch.no_grad()"
                 )
-            del data  # a handle of the memory
-        sharing = Counter(_storage_of(master) for master, _, _ in self._spans)  # masters by their memory
+            del data  # it would count as a handle of the memory
+        sharing = Counter(
+            _storage_of(master) for master, _, _ in self._spans
+        )  # how many masters share a memory
         inside = _storage_of(self.held)
-        kept = handles(self.held) > ALONE + len(self._own) + sharing[inside]  # as in old = p.data
+        kept = handles(self.held) > ALONE + len(self._own) + sharing[inside]  # a user did old = p.data
         if kept or any(_storage_of(master) == inside for master, _ in assigned):
             self._move()
             assigned = [(master, own) for (master, _, _), own in zip(self._spans, self._own, strict=True)]
         for master, own in assigned:
-            own.data.copy_(master.data)  # not counted, as the assignment was not: ranks count alike
-        # What is not resizable belongs to another library, as NumPy, whose handles torch does not know.
+            # Through .data, so that torch does not count the write.  It has not counted the assignment either, and
+            # the counts must be equal on all ranks.
+            own.data.copy_(master.data)
+        # Memory is this master's alone if torch counts no other handles.  Memory that is not resizable belongs to
+        # another library, such as NumPy, whose handles torch does not count.
         alone = {
             _storage_of(master)
             for master, _ in assigned
@@ -187,37 +204,40 @@ class MasterShard:
                 self._foreign = True
 
     def _move(self) -> None:
-        """Give the shard other memory, as the values in its own belong to users from here on."""
-        with torch.inference_mode(mode=False):  # it outlives a pass
+        """Move the shard to other memory, because its present memory belongs to a user from here on."""
+        with torch.inference_mode(mode=False):  # the memory will outlive a pass in inference mode
             self.held.data = self.held.detach().clone()
             self._own = [self.held[start:end] for _, start, end in self._spans]
 
     def check_usable(self) -> None:
-        """Refuse, with a ZeroError, masters that were frozen or given gradient hooks, which do nothing."""
+        """Raise a ZeroError if a master was frozen, or was given a gradient hook, which would never run."""
         for master, _, _ in self._spans:
             if not master.requires_grad:
                 raise ZeroError(
-                    f"a master of unit {self._geometry.name!r} was frozen, but its parameters are trained: "
-                    "set requires_grad of the model's parameters before shard()"
+                    f"a master of unit {self._geometry.name!r} was frozen, but the model's parameters in it are "
+                    "trained: set requires_grad of the model's parameters before shard()"
                 )
             if hooks := master._backward_hooks or master._post_accumulate_grad_hooks:  # noqa: SLF001
                 hook = list(hooks.values())[-1]
                 raise ZeroError(
                     f"a master of unit {self._geometry.name!r} has a gradient hook, "
-                    f"{getattr(hook, '__qualname__', hook)}, which nothing calls, as autograd does not reach "
-                    "masters: remove it, and change p.grad after the backward pass"
+                    f"{getattr(hook, '__qualname__', hook)}, which would never run, since autograd does not reach "
+                    "masters: remove the hook, and change p.grad after the backward pass"
                 )
 
     def mark(self) -> None:
-        """Note the values that a copy is made of, which later passes will reuse."""
+        """Take sums of the shard's bits, for :meth:`check_unwritten`, when a copy of the shard is made."""
         version = self.version
         if self._sums is None or self._sums[0] != version:
             self._sums = version, sums_of_bits(self.held)
 
     def check_unwritten(self) -> None:
-        """Refuse, with a ZeroError, to reuse copies of weights that were written since without a count."""
+        """Raise a ZeroError if masters were written since :meth:`mark` without torch counting the write.
+
+        Copies of the old values would otherwise be reused.
+        """
         if self._sums is None or self._sums[0] != self.version:
-            return  # changes were counted or reported: nothing is reused
+            return  # the change is known, so no copy will be reused
         if not torch.equal(self._sums[1], sums_of_bits(self.held)):
             raise ZeroError(
                 f"masters of unit {self._geometry.name!r} were written through .data, which torch does not "
@@ -228,11 +248,14 @@ class MasterShard:
     # Frames
 
     def encode_as(self, codec: Codec) -> None:
-        """Write frames in this codec from here on."""
+        """Encode frames with ``codec`` from here on."""
         self._codec, self._frame_bytes = codec, codec.frame_bytes(self._geometry.shard)
 
     def write_frame(self, frame: Tensor) -> None:
-        """Write this rank's frame to a message."""
+        """Write this rank's encoded shard to ``frame`` (F,) uint8, the message of the first hop.
+
+        An offloaded master is encoded on the host, and its frame copied to the device.
+        """
         if not self.placement.shard:
             if self.codes is None:
                 ops.encode(self._codec, self.held, frame, noise=self.noise(self._codec))
@@ -251,19 +274,22 @@ class MasterShard:
         frame.copy_(self._sent)
 
     def _kept_frame(self) -> Tensor:
-        """(F,) uint8 on the host: the frame of an offloaded master, encoded anew if master or noise is."""
+        """Return the frame (F,) uint8 of an offloaded master, on the host.
+
+        It is encoded anew only if the master has changed, or the random bits of a stochastic codec have.
+        """
         varies = self._codec.stochastic and self._geometry.trainable
         now = (self.version, self._clock.step if varies else 0)
         if self._encoded is None:
             self._encoded = self._host.empty("frames", self._frame_bytes)
         if self._encoded_of != now:
-            self.arrival.finish()  # of the last copy from it
+            self.arrival.finish()  # the last copy from the frame to the device
             ops.encode(self._codec, self.held, self._encoded, noise=self.noise(self._codec))
             self._encoded_of = now
         return self._encoded
 
     def noise(self, codec: Codec) -> Noise | None:
-        """The random bits of this rank's shard for a stochastic ``codec``."""
+        """Return the random bits for this rank's shard if ``codec`` is stochastic; else None."""
         if not codec.stochastic:
             return None
         key = self._clock.weights(self._geometry.name, frozen=not self._geometry.trainable)
@@ -273,14 +299,17 @@ class MasterShard:
 
     @property
     def fresh(self) -> bool:
-        """Whether the masters have no gradients yet."""
-        for _, master in self.masters:  # noqa: SIM110  # one call in place of one for each master
+        """Whether none of the masters has a gradient."""
+        for _, master in self.masters:  # noqa: SIM110  # all() would cost a call for each master
             if master.grad is not None:
                 return False
         return True
 
     def take(self, mean: Tensor) -> None:
-        """Add ``mean`` (S,) fp32 to the masters' gradients; where offloaded, in :meth:`land`."""
+        """Add ``mean`` (S,) fp32 to the masters' gradients.
+
+        For an offloaded shard this only starts the copy to the host; :meth:`land` adds the mean.
+        """
         if not self.placement.shard:
             self._accumulate(mean)
             return
@@ -295,7 +324,7 @@ class MasterShard:
         self._landing = arrival, target
 
     def land(self) -> None:
-        """Wait for a mean gradient on its way to the host, and accumulate it."""
+        """Wait for a mean gradient that is being copied to the host, and add it to the masters' gradients."""
         if self._landing is not None:
             arrival, mean = self._landing
             arrival.finish()
@@ -317,7 +346,10 @@ class MasterShard:
                     master.grad.copy_(mean[start:end])
 
     def gradient(self) -> Tensor:
-        """(S,) fp32 the memory of the masters' gradients; other memory if a user kept an earlier gradient."""
+        """Return the memory (S,) fp32 of the masters' gradients.
+
+        If a user has kept an earlier gradient, that gradient keeps its memory, and new memory is taken.
+        """
         host = self.placement.shard
         if self._mean is not None and handles(self._mean) > ALONE and self.fresh:
             self._meter.add("gradients", -self._mean.nbytes, host=host)
@@ -328,30 +360,33 @@ class MasterShard:
         return self._mean
 
     def _kept_by_user(self) -> bool:
-        """Whether something beside the masters' gradients holds their memory."""
+        """Return whether anything but the masters' gradients holds the memory of :meth:`gradient`."""
         own = sum(self._is_own(master, start, end) for master, start, end in self._spans)
         return self._mean is not None and handles(self._mean) > ALONE + own
 
     def _is_own(self, master: nn.Parameter, start: int, end: int) -> bool:
-        """Whether the gradient of a master is a view of the memory of :meth:`gradient`."""
+        """Return whether the gradient of a master is a view of the memory of :meth:`gradient`."""
         if self._mean is None or master.grad is None:
             return False
         return start == end or master.grad.data_ptr() == self._mean[start:end].data_ptr()
 
     def mean_gradient(self) -> Tensor | None:
-        """(S,) fp32 accumulated mean gradient of this rank's shard, None before the first."""
+        """Return the accumulated mean gradient (S,) fp32 of this rank's shard; None if there is none."""
         if self.fresh:
             return None
         if all(self._is_own(*span) for span in self._spans):
             return self._mean
         whole = torch.zeros_like(self.held)
-        for master, start, end in self._spans:  # a user assigned some of them
+        for master, start, end in self._spans:  # a user has assigned some of the gradients
             if master.grad is not None:
                 whole[start:end] = master.grad
         return whole
 
     def own_gradients(self) -> Iterator[Tensor]:
-        """Parts of the masters' gradients that this rank alone counts in a norm over all ranks."""
+        """Yield the parts of the masters' gradients that this rank counts in a norm over all ranks.
+
+        If several ranks hold a copy of the shard, each counts a different part.
+        """
         low, high = self._geometry.own_piece(self._mesh.rank)
         for master, start, end in self._spans:
             first, last = max(start, low), min(end, high)
@@ -370,17 +405,20 @@ class MasterShard:
 
 
 def _storage_of(tensor: Tensor) -> int:
-    """The identity of a tensor's memory, also where it is empty."""
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  # an address tells empty ones not apart
+    """Return a number that identifies a tensor's storage; an address would be 0 for all empty ones."""
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
 
 
 def sums_of_bits(values: Tensor) -> Tensor:
-    """(n,) int64 sums of the bits of ``values`` (S,) fp32 by rows and by columns; they tell writes apart.
+    """Return sums (n,) int64 of the bits of ``values`` (S,) fp32, by rows and by columns, to detect writes.
 
-    One write changes the sum of its row and of its column; several keep all sums only if they cancel in
-    every row and every column.  It reads memory once for each, at the speed of a copy.
+    The bits are read as 8-byte integers in a matrix with rows of :data:`_ROW`.  A single write changes the sum
+    of its row and the sum of its column; several writes go unnoticed only if they cancel in every row and every
+    column.  Memory is read twice, once by rows and once by columns, at the speed of a copy.
     """
     numbers = values.detach()[: values.numel() // 2 * 2].view(torch.int64)
     rows = numbers[: numbers.numel() // _ROW * _ROW].view(-1, _ROW)
-    rest = values.detach()[2 * rows.numel() :].view(torch.int32)  # fewer than 2 * _ROW + 1
+    rest = values.detach()[2 * rows.numel() :].view(
+        torch.int32
+    )  # at most 2 * _ROW elements, kept as they are
     return torch.cat([rows.sum(1), rows.sum(0), rest])

@@ -1,7 +1,8 @@
-"""Placeholder: a parameter with a shape, a type and a device, whose values are sharded.
+"""Defines the placeholder: a parameter with shape, type and device, whose values are sharded.
 
-It stands where torch expects a parameter: each use that needs values asks its keeper, which returns them or
-raises an error.  Gathered parameters are plain, so that computing pays nothing for this.
+Modules hold placeholders while their parameters are not gathered.  Each operation on a placeholder that needs
+values asks its *keeper*, which gathers and returns them, or raises an error.  Parameters that are gathered are
+plain ``nn.Parameter`` objects, so that this costs nothing during computation.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ from impl.errors import ZeroError
 
 
 class Keeper(Protocol):
-    """Returns, or refuses, the values of a released parameter."""
+    """Provides the values of a parameter that has become a placeholder, or refuses to."""
 
     name: str
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
-        """The tensor to compute with in its place; ``together`` are all released ones of the operation."""
+        """Return the tensor to compute with in place of ``parameter``, or raise an error.
+
+        ``together`` are all placeholders among the arguments of the operation.
+        """
 
 
-# Keyed by identity; a keeper holds its parameters weakly, or it would live for ever.
+# Keyed by identity.  A keeper must hold its parameters weakly, or neither would ever be freed.
 _keepers: MutableMapping[Tensor, Keeper] = WeakTensorKeyDictionary()
 
 
@@ -38,12 +42,12 @@ _METHODS: Final = (
     "size dim numel nelement element_size is_floating_point is_complex __len__ __hash__ "
     "requires_grad_ _fix_weakref new_empty new_zeros new_ones new_full"
 )
-# Functions that need no values, or set a flag.
+# Functions that need no values of their arguments, or only set a flag.
 _HARMLESS: Final = frozenset(
     [
         *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES.split()),
         *(getattr(torch.Tensor, name) for name in _METHODS.split()),
-        vars(torch._C.TensorBase)["requires_grad"].__set__,  # noqa: SLF001  # where the descriptor is
+        vars(torch._C.TensorBase)["requires_grad"].__set__,  # noqa: SLF001  # this class has the descriptor
         torch.numel,
         torch.is_floating_point,
         torch.is_complex,
@@ -57,7 +61,8 @@ _HARMLESS: Final = frozenset(
 )
 
 
-# Gathered values are contiguous; the one NaN in their place is not, so these answer from the shape.
+# Gathered values are contiguous, but the expanded NaN that takes their place is not.  These functions are
+# therefore answered for a contiguous tensor of the same shape.
 _OF_LAYOUT: Final = frozenset([torch.Tensor.stride, torch.Tensor.is_contiguous])
 _OF_GRADIENTS: Final = frozenset(
     [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook]
@@ -65,27 +70,28 @@ _OF_GRADIENTS: Final = frozenset(
 
 
 class Placeholder(nn.Parameter):
-    """A parameter without values; :func:`release` makes one of a plain parameter, in place."""
+    """A parameter without values; :func:`release` turns a plain parameter into one, in place."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run ``func`` with the keepers' values."""
+        """Run ``func`` with the values that the keepers provide in place of placeholders."""
         kwargs = kwargs or {}
         if func in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # how torch's own subclasses do it
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # torch's own subclasses use it too
                 return func(*args, **kwargs)
         if func in _OF_GRADIENTS:
             raise ZeroError(
-                f"{func.__name__}() on parameter {_keepers[args[0]].name!r}, whose gradient is sharded: "
-                "change the masters' (Zero.param_groups()) after the backward pass"
+                f"{func.__name__}() on parameter {_keepers[args[0]].name!r}, whose gradient is sharded: change the "
+                "gradients of the masters (Zero.param_groups()) after the backward pass instead"
             )
         if func in _OF_LAYOUT:
             return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
         leaves, structure = tree_flatten((tuple(args), kwargs))
         together = [leaf for leaf in leaves if isinstance(leaf, Placeholder)]
-        keepers = [_keepers[leaf] for leaf in together]  # restored ones lose theirs
+        # All keepers are looked up first: the first one may restore other parameters, which then have none.
+        keepers = [_keepers[leaf] for leaf in together]
         uses = zip(together, keepers, strict=True)
         values = {id(leaf): keeper.use(leaf, together) for leaf, keeper in uses}
         args, kwargs = tree_unflatten([values.get(id(leaf), leaf) for leaf in leaves], structure)
@@ -95,36 +101,36 @@ class Placeholder(nn.Parameter):
         return f"Placeholder({_keepers[self].name!r}, {tuple(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.clone()  # of its values, or the keeper's error
+        return self.clone()  # which asks the keeper for the values
 
 
 def values_of(parameter: Placeholder) -> Tensor:
-    """The keeper's tensor to compute with in place of ``parameter``."""
+    """Return the tensor that the keeper provides to compute with in place of ``parameter``."""
     return _keepers[parameter].use(parameter, [parameter])
 
 
 def keep(parameter: nn.Parameter, keeper: Keeper) -> None:
-    """Hide the values of ``parameter``, by its class: from here on uses ask ``keeper``."""
+    """Make ``parameter`` a placeholder without changing its data: from here on, uses ask ``keeper``."""
     _keepers[parameter] = keeper
     parameter.__class__ = Placeholder
 
 
 def release(parameter: nn.Parameter, keeper: Keeper) -> None:
-    """Take the values of ``parameter`` away: from here on uses ask ``keeper``."""
+    """Take the values of ``parameter`` away and make it a placeholder: from here on, uses ask ``keeper``."""
     shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-        # One NaN, expanded: reads past the keeper show NaN, and torch refuses writes.
+        # One NaN, expanded to the shape: code that reads past the keeper sees NaN, and torch refuses writes.
         parameter.data = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
     keep(parameter, keeper)
 
 
 def restore(parameter: nn.Parameter, values: Tensor) -> None:
-    """Give ``parameter`` the memory of ``values``; it is a plain parameter again."""
+    """Make ``parameter`` a plain parameter again, with ``values`` as its data."""
     parameter.__class__ = nn.Parameter
     _keepers.pop(parameter, None)
     parameter.data = values
 
 
 def keeper_of(parameter: Tensor) -> Keeper | None:
-    """The keeper of ``parameter``'s values; None for a plain one."""
+    """Return the keeper of a placeholder's values; None for a plain parameter."""
     return _keepers.get(parameter)

@@ -1,18 +1,20 @@
-"""hpZ's secondary shard: the frames from the hops between nodes, kept for the backward all-gather.
+"""Keeps hpZ's secondary shard: the frames that crossed between nodes, reused by the backward all-gather.
 
 [Note: lifetime of the secondary]
-The frames (node, F) from the hops between nodes are this rank's copy of weights of one version, kept as they
-arrived, or decoded and cast to 16 bits (paper section 3.2).  They are CURRENT until the weights change: by
-a step, a load, or a write under GatheredParameters or by hand, which :meth:`SecondaryShard.holds` notices
-by the version.  Then they are STALE and never used as weights again.  Only this file decides that;
-DeepSpeed, which decides it in many places, trained on stale copies in eight ways.
+The frames (node, F) that arrive from the hops between nodes are this rank's secondary copy of the weights.
+They are kept as they arrived, or decoded and cast to 16 bits (paper section 3.2).  They are CURRENT until the
+weights change: by an optimizer step, a load, or a write under GatheredParameters or by hand.
+:meth:`SecondaryShard.holds` detects a change by comparing versions.  After a change the frames are STALE and
+never used as weights again.  This file alone decides whether frames are current.  DeepSpeed decides it in many
+places, and has trained on stale copies in eight ways.
 
 [Note: differences]
-Stale copies are equal on all ranks that hold them, so the next all-gather may send the masters' differences
-from them (SDP4Bit, 2410.15526).  Every rank, the owner too, adds the decoded difference in fp32 and rounds
-the sum to the type of the copy: copies stay equal to the bit, and errors of encoding and rounding are part of
-the next difference.  After a load, or a master written by hand, the weights themselves are sent; unchanged
-weights that are gathered again differ by zero, so evaluations leave no trace.
+A stale copy is equal on all ranks that hold it.  The next all-gather may therefore send the difference between
+the masters and this copy instead of the weights (SDP4Bit, 2410.15526).  Every rank, the owner included, adds
+the decoded difference in fp32 and rounds the sum to the type of the copy.  Thus copies stay equal to the bit,
+and the errors of encoding and rounding become part of the next difference.  After a load, or after a user has
+written to a master, the weights themselves are sent.  Weights that are gathered again without a change have a
+difference of zero, so an evaluation does not change later training.
 """
 
 from __future__ import annotations
@@ -32,14 +34,20 @@ from impl.unit.context import UnitContext
 from impl.unit.master_shard import Version
 
 Change = Literal["stepped", "loaded", "unchanged"]
-"""Why weights are gathered anew: an optimizer stepped them, they were written otherwise, or nothing did."""
+"""Why weights are gathered anew: an optimizer stepped them, something else wrote them, or nothing changed."""
 
 
 class SecondaryShard:
-    """One unit's secondary shard on one rank, which spares the hops along ``axes``, between nodes.
+    """One unit's secondary shard on one rank.
 
-    An ``offloaded`` one lies on the host; the policy of ``context`` is the unit's own.  F below is the bytes
-    of a frame, K those of a copy in ``codec``.
+    While it is current, gathers skip the hops along ``axes``, which cross between nodes.  Below, F is the number
+    of bytes in a frame as it arrives, and K the number in a frame as it is kept, in ``codec``.
+
+    Args:
+        geometry: the unit's layout.
+        context: its policy is the unit's own.
+        axes: the axes of the hops that the secondary shard makes unnecessary.
+        offloaded: whether it is kept in host memory.
     """
 
     def __init__(
@@ -48,22 +56,23 @@ class SecondaryShard:
         self._policy, self.codec = context.policy, context.policy.copy_codec
         self._unit, self._numel, self._offloaded = geometry.name, geometry.shard, offloaded
         self._host, self._meter = context.host, context.meter
-        self.copies, self._index = 1, 0  # of shards of S elements, and the index of this rank's shard
+        self.copies, self._index = 1, 0  # number of shards that it holds, and the index of this rank's own
         for axis in axes:
             self._index += axis.digit(context.wire.mesh.rank) * self.copies
             self.copies *= axis.size
         self._frames: Tensor | None = None  # (copies * K,) uint8
-        self._version: Version | None = None  # of the weights they are of, while CURRENT
-        # optimizer steps before the last gather of the weights themselves; None if they are sent next
+        self._version: Version | None = None  # the version of the weights in the frames, while CURRENT
+        # The optimizer step at the last gather of the weights themselves; None if the next gather must send the
+        # weights instead of differences.
         self.begun: int | None = None
-        self._settled: int | None = None  # torch's version of the master that the copies have the values of
+        self._settled: int | None = None  # torch's version of the master whose values the copies have
 
     def holds(self, version: Version) -> bool:
-        """Whether the frames are of the weights' ``version``; no version occurs twice."""
+        """Return whether the frames hold this ``version`` of the weights; no version occurs twice."""
         return self._version == version
 
     def end(self, change: Change) -> None:
-        """Make the frames stale after a ``change``."""
+        """Make the frames stale because of ``change``."""
         self._version = None
         if change == "loaded":
             self.distrust()
@@ -71,11 +80,17 @@ class SecondaryShard:
             self._settled = None
 
     def distrust(self) -> None:
-        """Have the weights themselves sent next: a gather was interrupted, maybe not on all ranks alike."""
+        """Have the next gather send the weights themselves, because copies may differ between ranks.
+
+        This is so after a gather that may have been interrupted on some ranks only.
+        """
         self.begun = None
 
     def keep(self, received: Tensor, version: Version, *, step: int = 0) -> None:
-        """Keep the frames (..., F) uint8 that the spared hops brought of the weights' ``version``."""
+        """Keep the frames (..., F) uint8 of this ``version`` of the weights, which just arrived between nodes.
+
+        ``step`` is the number of optimizer steps so far.
+        """
         cast = self._cast(received) if self.codec != self._policy.weights else received
         kept = self._memory().view(cast.shape)
         if self._offloaded:
@@ -85,20 +100,20 @@ class SecondaryShard:
         self._version, self.begun, self._settled = version, step, version[1]
 
     def _memory(self) -> Tensor:
-        """(copies * K,) uint8, the memory of the frames."""
+        """Return the memory (copies * K,) uint8 of the frames, allocated on first use."""
         if self._frames is None:
             nbytes = self.copies * self.codec.frame_bytes(self._numel)
             self._frames = self._host.empty("secondary", nbytes, host=self._offloaded).zero_()
         return self._frames
 
     def let_go(self) -> None:
-        """Give the frames' memory back, before gathers in another codec."""
+        """Free the frames' memory, because the next gathers use another codec."""
         if self._frames is not None:
             self._meter.add("secondary", -self._frames.nbytes, host=self._offloaded)
             self._frames = None
 
     def _cast(self, received: Tensor) -> Tensor:
-        """(..., K) uint8: the frames (..., F), decoded and encoded again in the copy's codec."""
+        """Decode the frames (..., F) and return them encoded in the copy's codec, (..., K) uint8."""
         codec, ranks = self.codec, received.shape[:-1]
         dtype = DTYPES[codec.dtype] if isinstance(codec, Raw) else torch.float32
         values = torch.empty((*ranks, self._numel), dtype=dtype, device=received.device)
@@ -110,8 +125,8 @@ class SecondaryShard:
         return kept
 
     def write(self, message: Tensor) -> None:
-        """Write the frames to a message of equal size."""
-        assert self._frames is not None  # noqa: S101  # current
+        """Write the frames to ``message``, which has the same number of bytes."""
+        assert self._frames is not None  # noqa: S101  # the frames are current
         if self._offloaded:
             self._host.copy("to_device", self._frames, message, "secondary", self._unit)
         else:
@@ -120,28 +135,34 @@ class SecondaryShard:
     # Differences ([Note: differences])
 
     def sends_difference(self, step: int) -> bool:
-        """Whether the gather of optimizer step ``step`` sends differences; the same answer on all ranks."""
+        """Return whether a gather after ``step`` optimizer steps sends differences; equal on all ranks."""
         refresh = self._policy.refresh
         if self._policy.differences is None or self.begun is None:
             return False
         return not refresh or step - self.begun < refresh
 
     def settled(self, version: Version) -> bool:
-        """Whether the copies have the master's values already, though of another ``version``."""
+        """Return whether the copies already have the master's values, so that the difference is zero.
+
+        This is so if torch has counted no write to the master since, whatever else ``version`` counts.
+        """
         return self._settled == version[1]
 
     def _values(self) -> Tensor:
-        """(copies, S) the kept weights."""
+        """Return the kept weights (copies, S), a view of the frames in the type of the copy."""
         assert isinstance(self.codec, Raw)  # noqa: S101  # a policy adds differences to nothing else
         return self._memory().view(DTYPES[self.codec.dtype]).view(self.copies, -1)[:, : self._numel]
 
     def copy_of_shard(self) -> Tensor:
-        """(S,) the copy of this rank's shard, equal on all ranks that hold it."""
+        """Return the copy (S,) of this rank's own shard, which is equal on all ranks that hold it."""
         return self._values()[self._index]
 
     def add(self, received: Tensor, version: Version) -> None:
-        """Add the differences (copies, D) uint8 that the spared hops brought of the weights' ``version``."""
-        assert self._policy.differences is not None  # noqa: S101  # they were sent
+        """Add the differences (copies, D) uint8, which just arrived between nodes, to the copies.
+
+        Afterwards the copies hold this ``version`` of the weights.
+        """
+        assert self._policy.differences is not None  # noqa: S101  # differences were sent
         kept = self._values()
         sums = torch.empty(kept.shape, device=kept.device)
         ops.decode(self._policy.differences, received.view(self.copies, -1), sums)
@@ -149,14 +170,17 @@ class SecondaryShard:
         self._version, self._settled = version, version[1]
 
     def state(self, version: Version) -> dict[str, Tensor]:
-        """The copies of a master of ``version``, to be loaded again; empty without differences."""
+        """Return the copies, so that a resumed run can send differences; empty without differences.
+
+        ``version`` is the present version of the master.
+        """
         if self._policy.differences is None:
             return {}
         begun = torch.tensor([-1 if self.begun is None else self.begun, self.settled(version)])
         return {"copy": self._values().clone(), "begun": begun}
 
     def load(self, state: Mapping[str, Tensor], version: Version) -> None:
-        """Take over the :meth:`state` of the same rank, for weights that are now of ``version``."""
+        """Take over the :meth:`state` of the same rank; ``version`` is the present version of the master."""
         self._version = self.begun = self._settled = None
         if "copy" in state:
             self._values().copy_(state["copy"])

@@ -1,10 +1,16 @@
-"""A unit: one block of the model, with its weights and gradients in one shard a rank.
+"""Gathers, reshards and reduces one unit: a block of the model whose parameters are sharded together.
 
-A step calls four events: :meth:`Unit.pre_forward`, :meth:`Unit.post_forward`, :meth:`Unit.pre_backward` and
-:meth:`Unit.post_backward`.  Their memory and messages are described, in the order of a step, in
-:mod:`~impl.unit.master_shard`, :mod:`~impl.unit.weight_gather`, :mod:`~impl.unit.secondary_shard`,
-:mod:`~impl.unit.flat_buffer` and :mod:`~impl.unit.gradient_reduction`.  Outside of passes
-:mod:`~impl.unit.whole_values` shows and writes its values.
+In a training step, the engine's hooks call four methods of each unit, in this order:
+:meth:`Unit.pre_forward`, :meth:`Unit.post_forward`, :meth:`Unit.pre_backward` and :meth:`Unit.post_backward`.
+A :class:`Unit` has the parts that do the work:
+
+* :mod:`~impl.unit.master_shard`: this rank's fp32 weights and their mean gradient;
+* :mod:`~impl.unit.weight_gather`: the all-gather of the weights;
+* :mod:`~impl.unit.secondary_shard`: hpZ's copy of the weights inside a node;
+* :mod:`~impl.unit.flat_buffer`: the memory of the gathered weights, and the parameters in it;
+* :mod:`~impl.unit.gradient_reduction`: the reduce-scatter of the gradients.
+
+Outside of passes, :mod:`~impl.unit.whole_values` shows and writes the values of whole parameters.
 """
 
 from __future__ import annotations
@@ -31,28 +37,41 @@ from impl.unit.weight_gather import WeightGather
 
 
 class State(enum.Enum):
-    """State of a unit's weights on this rank."""
+    """The state of a unit's weights on this rank."""
 
-    SHARDED = enum.auto()  # this rank has its shard; modules hold placeholders
-    GATHERING = enum.auto()  # an all-gather is under way
-    UNSHARDED = enum.auto()  # gathered, and modules hold the parameters
-    HIDDEN = enum.auto()  # gathered, and modules hold placeholders: between passes below stage 3
+    SHARDED = enum.auto()  # this rank has only its shard; modules hold placeholders
+    GATHERING = enum.auto()  # an all-gather is under way; modules hold placeholders
+    UNSHARDED = enum.auto()  # the weights are gathered, and modules hold the parameters
+    HIDDEN = (
+        enum.auto()
+    )  # the weights are gathered, but modules hold placeholders: between passes below stage 3
 
 
 class Unit:
-    """One unit on one rank."""
+    """One unit on one rank.
+
+    Args:
+        geometry: the unit's layout.
+        originals: the model's parameters, in slot order; they lose their values.
+        holders: for each original, the modules that hold it.
+        context: what the units of the engine share, with the model's policy.
+        placement: which of the unit's states are in host memory.
+        siblings: the list of the model's units in order, to which the caller will append this unit.
+        queue: the queue of the model's gradient reductions.
+        cut: (S,) fp32 this rank's shard, if the originals have no values.
+    """
 
     def __init__(
         self,
         geometry: UnitGeometry,
-        originals: Sequence[nn.Parameter],  # the model's, in slot order, with their values
-        holders: Sequence[Sequence[Holder]],  # by original, the modules that hold it
+        originals: Sequence[nn.Parameter],
+        holders: Sequence[Sequence[Holder]],
         context: UnitContext,
         placement: Placement = ON_DEVICE,
         *,
-        siblings: Sequence[Unit],  # the model's units in order, to which this one will be appended
+        siblings: Sequence[Unit],
         queue: ReductionQueue,
-        cut: Tensor | None = None,  # (S,) fp32 this rank's slice, if the originals have no values
+        cut: Tensor | None = None,
     ) -> None:
         self.index, self._siblings, self._passes = len(siblings), siblings, context.passes
         self.geometry, self.wire, self.host, self.meter = geometry, context.wire, context.host, context.meter
@@ -64,12 +83,12 @@ class Unit:
         self.master_shard = MasterShard(geometry, context, placement, shard)
         self.flat = FlatBuffer(geometry, context, originals, holders)
         self.flat.used_outside = self._used_outside
-        self.members: Sequence[Member] = self.flat.members  # its parameters, in slot order
+        self.members: Sequence[Member] = self.flat.members  # the unit's parameters, in slot order
         self.weight_gather = WeightGather(geometry, context, self.master_shard, self.flat)
         self.reduction = GradientReduction(geometry, context, self.master_shard, self.members, queue)
         self.state = State.SHARDED
-        self._persists = self.policy.stage < 3  # gathered until the weights change
-        # Whether a pass may compute with copies of the weights that an earlier pass made.
+        self._persists = self.policy.stage < 3  # whether weights stay gathered until they change
+        # Whether a pass may compute with a copy of the weights that an earlier pass made.
         self._keeps_copies = self.master_shard.crosses or self.weight_gather.spared > 0
 
     @property
@@ -81,27 +100,36 @@ class Unit:
     # The events of a step
 
     def pre_forward(self, phase: Phase) -> None:
-        """All-gather the weights before the unit's module runs, and start gathering those that run next."""
+        """All-gather the weights before the unit's module runs, and start to gather the units that run next."""
         self.all_gather(phase, self._passes.schedule.ahead_in_forward[self.index])
 
     def post_forward(self, outputs: Collection[int], *, backward: bool) -> None:
-        """End the use of the weights once the unit's module has run, unless they are :meth:`used_after`."""
+        """Reshard the weights after the unit's module has run, unless :meth:`used_after` says they are needed.
+
+        Args:
+            outputs: addresses of the memory of the module's outputs.
+            backward: whether a backward pass may follow.
+        """
         if not self.used_after(outputs, backward=backward):
             self.end_use()
 
     def used_after(self, outputs: Collection[int], *, backward: bool) -> bool:
-        """Whether the weights are used after their module has run; ``outputs`` are memory addresses."""
+        """Return whether the weights are needed after their module has run.
+
+        They are if the module returns one of them, if other modules use them in this forward pass, or if the
+        schedule keeps the unit gathered for backward.  Arguments are those of :meth:`post_forward`.
+        """
         passes = self._passes
-        if self.gathered and self.flat.address in outputs:  # a parameter is returned, as Megatron's bias is
+        if self.gathered and self.flat.address in outputs:  # Megatron's linear layers return their bias
             passes.escaped.add(self.index)
         return (backward and self.index in passes.schedule.kept) or self.index in passes.escaped
 
     def pre_backward(self) -> None:
-        """All-gather the weights again when an output's gradient arrives; start gathering those ahead."""
+        """All-gather the weights when the gradient of an output arrives, and start to gather the units ahead."""
         self.all_gather("backward", self._passes.schedule.ahead_in_backward[self.index])
 
     def post_backward(self) -> None:
-        """Reshard the weights at the last gradient, and hand the gradients to the queue."""
+        """Reshard the weights once all gradients of the unit have arrived, and start reductions that are ready."""
         self.reshard()
         if not self._passes.accumulating:
             self.reduction.queue.start_ready()
@@ -110,7 +138,7 @@ class Unit:
 
     @property
     def gathered(self) -> bool:
-        """Whether the weights are gathered, shown or hidden."""
+        """Whether the weights are gathered, whether or not modules hold them."""
         return self.state is State.UNSHARDED or self.state is State.HIDDEN
 
     @property
@@ -119,19 +147,27 @@ class Unit:
         return self.state is not State.SHARDED
 
     def all_gather(self, phase: Phase, ahead: Sequence[int] = ()) -> None:
-        """All-gather the weights, and start gathering those of the units ``ahead``, which run next."""
+        """All-gather the weights; modules hold the parameters afterwards.
+
+        The units ``ahead``, given by index, run next.  Their all-gathers are started here, so that they overlap
+        this unit's computation.
+        """
         current = self.state is State.UNSHARDED and self.weight_gather.version == self.master_shard.version
         if not current:
-            self.start_gather(phase)  # this one first: all ranks post in one order
+            self.start_gather(phase)  # before the units ahead, so that all ranks post in the same order
         for index in ahead:
             unit = self._siblings[index]
             if unit.state is State.SHARDED and len(self._passes.gathering) <= MOST_AHEAD:
-                unit.start_gather(phase)  # travels while this one computes
+                unit.start_gather(phase)
         if not current:
             self.wait()
 
     def start_gather(self, phase: Phase) -> None:
-        """Start the all-gather, unless gathered or under way; a ZeroError while values are seen whole."""
+        """Start the all-gather, unless the weights are gathered or an all-gather is under way.
+
+        Raises:
+            ZeroError: if GatheredParameters shows one of the unit's parameters.
+        """
         if self.flat.shown:
             self.check_hidden("a pass inside")
         if self.state is State.GATHERING:
@@ -139,11 +175,11 @@ class Unit:
         if self.state is not State.SHARDED:
             if self.weight_gather.version == self.master_shard.version:
                 return
-            self._become_sharded()  # a master was written by hand
-        if self.geometry.trainable and phase != "backward":  # whose weights are those of its forward pass
+            self._become_sharded()  # a user wrote to a master, so the gathered weights are old
+        if self.geometry.trainable and phase != "backward":  # backward uses the weights of the forward pass
             self.master_shard.mark()
         if self._passes.in_forward and self._passes.schedule.in_model_order:
-            # Below stage 3 all ranks gather all units in one order, whichever units a rank's pass calls.
+            # Below stage 3, all ranks gather all units in model order, whichever units this rank's pass calls.
             for unit in self._siblings[: self.index]:
                 if not unit.in_use:
                     unit.start_gather(phase)
@@ -158,12 +194,15 @@ class Unit:
         self._passes.gathering.add(self.index)
 
     def wait(self) -> None:
-        """Finish gathering: afterwards modules hold the parameters with their values."""
+        """Wait for the all-gather to finish; afterwards modules hold the parameters with their values.
+
+        A unit that is sharded stays sharded.
+        """
         if self.state is State.GATHERING:
             try:
                 if self.master_shard.crosses:
                     self.master_shard.arrival.join()
-                self.state = State.SHARDED  # if the gather is interrupted
+                self.state = State.SHARDED  # the state that remains if the gather is interrupted
                 self.weight_gather.finish()
             finally:
                 self._passes.gathering.discard(self.index)
@@ -174,9 +213,12 @@ class Unit:
         self.state = State.UNSHARDED
 
     def end_use(self) -> None:
-        """End the use of the weights, and note parameters that were written meanwhile."""
+        """Reshard the weights, and record parameters that were written while they were gathered.
+
+        Below stage 3, modules hold placeholders afterwards, but the weights stay gathered.
+        """
         if self.state is State.GATHERING:
-            self.wait()  # its bytes are sent
+            self.wait()  # its messages are already posted
         if self.state is State.SHARDED:
             return
         if written := self.written():
@@ -189,54 +231,63 @@ class Unit:
         self.flat.detach()
 
     def reshard(self) -> None:
-        """:meth:`end_use`, and raise a WrittenError if parameters were written."""
+        """Reshard the weights with :meth:`end_use`, and raise a WrittenError if parameters were written."""
         self.end_use()
         if self._passes.written:
             self.refuse_written()
 
     def refuse_written(self) -> None:
-        """Raise a WrittenError with the noted parameters and those written in other units."""
+        """Raise a WrittenError that names all parameters that were written, in this unit and the others."""
         names = (*self._passes.written, *(name for unit in self._siblings for name in unit.written()))
         self._passes.written.clear()
         raise WrittenError(names)
 
     def gather_outside(self) -> None:
-        """All-gather the weights for a use outside of the unit's module; they stay to the end of forward."""
+        """All-gather the weights for a use outside of the unit's module.
+
+        They stay gathered until :meth:`end_use_outside`, or to the end of the forward pass.
+        """
         self._passes.escaped.add(self.index)
         self.all_gather("forward" if torch.is_grad_enabled() else "evaluate")
 
     def end_use_outside(self, outputs: Collection[int]) -> None:
-        """End the use that :meth:`gather_outside` began, unless they are :meth:`used_after`."""
+        """Reshard the weights that :meth:`gather_outside` gathered, unless they are still needed.
+
+        ``outputs`` are addresses of the memory of the outputs of the module that used them.
+        """
         self._passes.escaped.discard(self.index)
         if not self.used_after(outputs, backward=torch.is_grad_enabled()):
             self.reshard()
 
     def _used_outside(self, name: str) -> None:
-        """Parameter ``name`` is used while modules hold placeholders: gather it in a pass, else refuse."""
+        """Handle a use of parameter ``name`` while modules hold placeholders: gather the unit inside a pass.
+
+        Raises:
+            ZeroError: outside of passes.
+        """
         if recomputing():
             self.all_gather("backward")
         elif self._passes.running:
             self.gather_outside()
         else:
             raise ZeroError(
-                f"parameter {name!r} is used outside of a forward pass, where its values are sharded: "
-                "compute a loss with it inside zero.unsharded(); read or change it under GatheredParameters, "
-                "from which no gradient reaches the optimizer; gradients are the masters' "
-                "(Zero.clip_grad_norm_(), impl.parameters.access)"
+                f"parameter {name!r} is used outside of a forward pass, where its values are sharded: to compute "
+                "a loss with it, do so inside zero.unsharded(); to read or change it, use GatheredParameters; to "
+                "clip or read gradients, use Zero.clip_grad_norm_() or impl.parameters.access"
             )
 
     def hide(self) -> None:
-        """Let modules hold placeholders."""
+        """Have modules hold placeholders, while the weights stay gathered."""
         if self.state is State.UNSHARDED:
             self.flat.conceal(sharded=False)
             self.state = State.HIDDEN
 
     def written(self) -> Sequence[str]:
-        """Parameters written since modules hold them."""
+        """Return the names of parameters that were written while modules hold them."""
         return self.flat.written()
 
     def weights_changed(self, change: Change = "loaded") -> None:
-        """The weights have new values: make all copies stale."""
+        """Make all copies of the weights stale, because the masters have new values."""
         self.master_shard.changes += 1
         if self.weight_gather.spared:
             self.weight_gather.secondary.end(change)
@@ -248,12 +299,12 @@ class Unit:
             self.flat.detach()
 
     def _become_sharded(self) -> None:
-        """End the use of gathered weights; their memory may be kept for the next ones."""
+        """Have modules hold placeholders, and count the unit as sharded; its memory may be kept."""
         self.flat.conceal(sharded=True)
         self.state = State.SHARDED
 
     def follow(self, policy: Policy) -> None:
-        """Send in the codecs of another ``policy`` from here on; no reduction is under way."""
+        """Send with the codecs of another ``policy`` from here on; no reduction may be under way."""
         if policy.weights != self.policy.weights:
             self.weights_changed("unchanged")
             self.weight_gather.secondary.let_go()
@@ -266,17 +317,18 @@ class Unit:
     # Gradients
 
     def drop_gradients(self) -> None:
-        """Forget collected gradients that were not reduced, and those that a failed pass left at leaves."""
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values
+        """Forget gradients that were collected but not reduced, and those that a failed pass left at leaves."""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # no values are needed
             for member in self.members:
                 member.parameter.grad = member.placeholder.grad = None
         self.reduction.drop()
 
-    # State of codecs beside weights: carried errors by hop, and the copies that differences start from
+    # State of communication: carried errors by hop, and the copies that differences are taken from
 
     def communication_state(self) -> dict[str, Tensor]:
-        """This rank's state, to be loaded again."""
-        if self.geometry.trainable and self._keeps_copies:  # copies that are saved are of these masters
+        """Return this rank's carried errors and copies of weights, which a resumed run needs."""
+        if self.geometry.trainable and self._keeps_copies:
+            # The copies must be those of the present masters, which a user may have written.
             self.master_shard.adopt()
             self.master_shard.check_unwritten()
         errors = self.reduction.feedback()
@@ -284,16 +336,19 @@ class Unit:
         return copies if errors is None else copies | errors.state()
 
     def check_communication_state(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse, with a ZeroError that names this unit, a state of other hops, shapes or types."""
+        """Raise a ZeroError, which names this unit, for a state of other hops, shapes or types."""
         expected, shapes = (
             {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
             for tensors in (self.communication_state(), state)
         )
         if shapes != expected:
-            raise ZeroError(f"state of unit {self.geometry.name!r} is {shapes}, expected {expected}")
+            raise ZeroError(
+                f"state of unit {self.geometry.name!r} is {shapes}, expected {expected}: load a state that was "
+                "saved by this rank with the same policy and topology"
+            )
 
     def load_communication_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a checked state."""
+        """Take over a state that :meth:`check_communication_state` has accepted."""
         if (errors := self.reduction.feedback()) is not None:
             errors.load(state)
         self.weight_gather.secondary.load(state, self.master_shard.version)
@@ -301,15 +356,20 @@ class Unit:
     # Refusals
 
     def check_hidden(self, place: str) -> None:
-        """Refuse ``place``, with a ZeroError, while parameters are seen whole."""
+        """Raise a ZeroError if GatheredParameters shows a parameter of this unit.
+
+        ``place`` begins the message: what is done, and "inside" or "under".
+        """
         for number in self.flat.shown:
             name = self.geometry.slots[number].spec.name
             raise ZeroError(f"{place} GatheredParameters of {name!r}: leave its context first")
 
     def check_unchanged(self, *, training: bool) -> None:
-        """Refuse, with a ZeroError, parameters that were replaced, frozen or unfrozen, or given hooks.
+        """Raise a ZeroError if a user has changed what the engine relies on.
 
-        The same of masters, and writes to them that copies of the weights lack.
+        Refused are parameters that were replaced in their modules, and masters that were written in a way that
+        torch does not count while copies of the old values are kept.  If ``training``, parameters and masters
+        that were frozen, unfrozen or given gradient hooks are refused too.
         """
         shown, trainable = self.state is State.UNSHARDED, self.geometry.trainable
         if trainable:
@@ -318,7 +378,7 @@ class Unit:
                 self.master_shard.check_unwritten()
             if training:
                 self.master_shard.check_usable()
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # no values are needed
             for member, slot in zip(self.members, self.geometry.slots, strict=True):
                 parameter, placeholder = member.parameter, member.placeholder
                 for module, name in member.holders:
@@ -330,12 +390,12 @@ class Unit:
                         )
                 if not training:
                     continue
-                after = parameter._post_accumulate_grad_hooks  # noqa: SLF001  # there is no public way
+                after = parameter._post_accumulate_grad_hooks  # noqa: SLF001  # there is no public name
                 if parameter._backward_hooks or len(after or ()) > trainable:  # noqa: SLF001
                     check_hooks(slot.spec.name, parameter, allowed=trainable)
                 if not parameter.requires_grad is trainable is placeholder.requires_grad:
                     was, now = ("trained", "frozen") if trainable else ("frozen", "trained")
                     raise ZeroError(
                         f"parameter {slot.spec.name!r} was {was} when the model was sharded and is now "
-                        f"{now}: set requires_grad before"
+                        f"{now}: set requires_grad before shard()"
                     )

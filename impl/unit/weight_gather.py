@@ -1,32 +1,37 @@
-"""The all-gather of one unit's weights: the mirror of :mod:`impl.unit.gradient_reduction`.
+"""All-gathers one unit's weights; the counterpart for gradients is :mod:`impl.unit.gradient_reduction`.
 
-The path of a weight shard through a ZeRO++ step, on two nodes of two ranks, file by file.  A unit of P padded
-elements is cut into shards of S = P / 4; a frame, a shard's codes and scales, has F bytes.
+The list follows a shard of weights through one ZeRO++ step on two nodes of two ranks, and names the files that
+take part.  A unit has P elements with padding, and each of the four ranks holds a shard of S = P / 4 elements.
+A frame is one encoded shard, codes and scales, and has F bytes.
 
-1. *The master is encoded.*  :mod:`impl.unit.master_shard` holds the shard as ``master`` (S,) fp32 and
-   writes its frame (F,) uint8 straight into the message of the first hop; with an INT8 codec that is qwZ
-   (paper section 3.1).
-2. *Hop 1 crosses the link.*  :class:`impl.comm.all_gather.FrameGather` all-gathers along ``node``, among
-   the ranks of equal local index: (node, F) = (2, F) uint8.
-3. *The secondary is kept.*  Those frames are hpZ's secondary shard (section 3.2), copied by
-   :mod:`impl.unit.secondary_shard`, in 16 bits where the policy says so, and, unchanged, the message of the
-   next hop.
-4. *Hop 2 stays inside the node*, along ``local``: (local, node, F) = (2, 2, F) uint8.  Every rank now has
-   every frame, its own too, and all decode the same bytes: replicas are equal to the bit.
-5. *The frames are decoded* into the flat buffer (P,) of :mod:`impl.unit.flat_buffer`, seen as (local, node,
-   S); the parameters are views of it.  Unquantised frames are their elements and not decoded where the only
-   hop is gloo's: messages arrive in the flat buffer.  One rank alone casts into it.
-6. *The forward pass computes with it*, and :mod:`impl.unit.unit` reshards: the memory goes, unless the
-   schedule keeps the unit for backward, and the secondary stays.
-7. *Backward gathers again*, from the secondary, which is written to the message of hop 2; nothing crosses
-   the link.
-8. *The optimizer steps the masters*: the secondary is stale, and the next forward pass begins at 1.  Where
-   the policy sends differences, step 1 encodes the master's difference from its copy in the secondary, and
-   step 3 adds it to the copies ([Note: differences] in :mod:`impl.unit.secondary_shard`).
+1. *The master is encoded.*  :mod:`impl.unit.master_shard` holds the shard (S,) in fp32, and encodes it
+   straight into the message of the first hop: one frame (F,) uint8.  With an INT8 codec this is qwZ (paper
+   section 3.1).
+2. *Hop 1 crosses the link between nodes.*  :class:`impl.comm.all_gather.FrameGather` all-gathers along the
+   axis ``node``, among the ranks of equal local index: (node, F) = (2, F) uint8.
+3. *The secondary shard is kept.*  The received frames are hpZ's secondary shard (section 3.2).
+   :mod:`impl.unit.secondary_shard` keeps a copy of them, cast to 16 bits if the policy says so.  The frames
+   are also, unchanged, the message of hop 2.
+4. *Hop 2 stays inside the node*, along the axis ``local``: (local, node, F) = (2, 2, F) uint8.  Every rank now
+   has every frame, including its own, and all ranks decode the same bytes, so their weights are bit-equal.
+5. *The frames are decoded* into the flat buffer (P,) of :mod:`impl.unit.flat_buffer`, viewed as
+   (local, node, S); the parameters are views of this buffer.  There are two shortcuts: if frames are the
+   elements themselves and gloo carries the only hop, messages arrive in the flat buffer and nothing is
+   decoded; a single rank casts its master into the flat buffer.
+6. *The forward pass computes with the weights*, and :mod:`impl.unit.unit` reshards them: the flat buffer is
+   given back, unless the schedule keeps the unit for backward.  The secondary shard stays.
+7. *The backward pass gathers again*, from the secondary shard, which is written to the message of hop 2.
+   Nothing crosses the link between nodes.
+8. *The optimizer steps the masters.*  Now the secondary shard is stale, and the next forward pass begins at
+   step 1.  If the policy sends differences, step 1 encodes the difference between the master and its copy in
+   the secondary shard, and step 3 adds the difference to the copies ([Note: differences] in
+   :mod:`impl.unit.secondary_shard`).
 
-:meth:`impl.unit.unit.Unit.all_gather` starts this, gathers ahead as :mod:`impl.plan.prefetch_schedule` says,
-and waits; docs/design/engine.md has a table of a parameter's states.  Each path is a class: its ``start``
-posts the first hop, and its ``finish`` does all else.
+:meth:`impl.unit.unit.Unit.all_gather` starts this sequence, starts the gathers of units that run next, as
+:mod:`impl.plan.prefetch_schedule` says, and waits.  docs/design/engine.md has a table of a parameter's states.
+
+What is sent along which hops is one of several *paths*, and each path is a class below: its ``start`` posts
+the first hop, and its ``finish`` does the rest.
 """
 
 from __future__ import annotations
@@ -51,7 +56,10 @@ from impl.unit.secondary_shard import SecondaryShard
 
 
 class WeightGather:
-    """The all-gathers of one unit on one rank to ``flat``; the policy of ``context`` is the unit's own."""
+    """All-gathers one unit on one rank into its flat buffer, ``flat``.
+
+    The policy of ``context`` is the unit's own.
+    """
 
     def __init__(
         self, geometry: UnitGeometry, context: UnitContext, master_shard: MasterShard, flat: FlatBuffer
@@ -59,20 +67,24 @@ class WeightGather:
         policy, wire, shard = context.policy, context.wire, geometry.shard
         self.geometry, self.wire, self.clock = geometry, wire, context.clock
         self.master_shard, self.flat = master_shard, flat
-        # a current copy spares the first of these axes
+        # The axes of all hops, first hop first, and how many of the first ones a current secondary shard spares.
         self.axes, self.spared = policy.gather_axes(wire.mesh.topology)
         wire.make_groups(self.axes)
         sizes, strides = zip(*((axis.size, axis.stride * shard) for axis in self.axes[::-1]), strict=True)
-        self.target = (*sizes, shard), (*strides, 1)  # of the flat buffer seen as shards by rank digits
+        self.target = (
+            (*sizes, shard),
+            (*strides, 1),
+        )  # shape and strides: the flat buffer as shards by rank digits
         between, offloaded = self.axes[: self.spared], master_shard.placement.frames
         self.secondary = SecondaryShard(geometry, context, between, offloaded=offloaded)
-        self.version: Version = (-1, -1)  # of the weights that are gathered
+        self.version: Version = (-1, -1)  # the version of the weights that are gathered
         purpose: Purpose = "persistent" if geometry.persistent else "weights"
         self._tags = {phase: Tag(phase, purpose, geometry.name) for phase in get_args(Phase)}
         plain = are_elements(policy.weights, DTYPES[policy.compute], shard) and not between
         sending = [axis for axis in self.axes if axis.size > 1]
         self._alone = plain and not sending
-        # Messages arrive in the flat buffer unless the wire keeps a reference, which would look like a view.
+        # Messages may arrive in the flat buffer, unless the wire keeps a reference to its memory afterwards: the
+        # flat buffer would take the reference for a view of autograd's.
         in_place = plain and len(sending) == 1 and wire.lets_go(sending[0])
         frames = _Frames(self, policy.weights, in_place=in_place)
         self._weights: _Frames | _Between = frames
@@ -85,12 +97,15 @@ class WeightGather:
             self._weights = _Between(self, policy.weights, copy if policy.sends_copy else frames)
             if policy.differences is not None:
                 self._differences = _Differences(self, policy.differences, copy)
-        self._path: _Frames | _Between | None = None  # of the gather under way
-        self._arrival: Arrival | None = None  # of the hops after the first, beside a GPU's computation
+        self._path: _Frames | _Between | None = None  # the path of the gather under way
+        self._arrival: Arrival | None = None  # on a GPU, the end of the hops after the first
 
     def start(self, phase: Phase) -> None:
-        """Encode this rank's frame, or take it from the secondary, and post hop 1: steps 1, 2 and 7."""
-        self._path = self._arrival = None  # of an interrupted gather
+        """Encode this rank's frame, or take it from the secondary shard, and post the first hop.
+
+        These are steps 1, 2 and 7 of the list above.  On a GPU, all later hops are enqueued on a side stream.
+        """
+        self._path = self._arrival = None  # an interrupted gather may have left them
         self.version = self.master_shard.version
         if self._alone:
             self.master_shard.write_frame(self.flat.attach().view(torch.uint8))
@@ -103,23 +118,26 @@ class WeightGather:
         self._path = path
         path.start(self._tags[phase])
         if (stream := self.wire.gathers) is not None:
-            self.flat.attach()  # memory of the computation's stream, which uses it last
+            self.flat.attach()  # here, since the memory belongs to the stream of the computation
             with self.wire.beside(stream) as arrival:
                 self.finish()
             self._arrival = arrival
 
     def finish(self) -> None:
-        """Wait for all hops, keep hpZ's copy, and decode the frames to the flat buffer: steps 3 to 5."""
+        """Wait for all hops, keep hpZ's copy, and decode the frames into the flat buffer.
+
+        These are steps 3 to 5 of the list above.
+        """
         if self._arrival is not None:
             self.wire.join(self._arrival)
             self._arrival = None
-        if self._path is not None:  # else alone, or received beside the computation
+        if self._path is not None:  # None with one rank, and if the side stream has finished the path
             self._path.finish()
             self._path = None
 
 
 class _Frames:
-    """Path of masters' frames over all hops or, once they crossed nodes, over the hops inside a node."""
+    """The path of the masters' frames over all hops, or over the hops inside a node after :class:`_Between`."""
 
     def __init__(
         self, gather: WeightGather, codec: Codec, *, planes: int = 1, in_place: bool = False
@@ -149,11 +167,14 @@ class _Frames:
 
 
 class _Planes(_Frames):
-    """Path of two planes: forward computes with blocks of rows, backward with blocks of columns."""
+    """The path of two planes (``planes=2``): the weights are sent twice, quantised along rows and columns.
+
+    The forward pass decodes the plane of rows, the backward pass the plane of columns.
+    """
 
     def __init__(self, gather: WeightGather, codec: Blocked) -> None:
         super().__init__(gather, codec, planes=2)
-        self._rows = codec.block_size(gather.geometry.shard)  # of a band, by shard
+        self._rows = codec.block_size(gather.geometry.shard)  # rows of a band, for each shard
         self._bands = [gather.geometry.bands(index, self._rows) for index in range(gather.geometry.shards)]
 
     def start(self, tag: Tag) -> None:
@@ -174,18 +195,21 @@ class _Planes(_Frames):
 
 
 class _Copy(_Frames):
-    """Path of hpZ's copies, inside a node."""
+    """The path of hpZ's copies over the hops inside a node."""
 
     def start(self, tag: Tag) -> None:
         self._gather.secondary.write(self._hops.open(tag))
         self._hops.post()
 
     def pass_on(self, tag: Tag, frames: Tensor) -> None:
-        self.start(tag)  # the kept copies
+        self.start(tag)  # sends the copies that were kept, not the frames that arrived
 
 
 class _Between:
-    """Path of masters' frames between nodes, which are kept there and go ``onward`` inside nodes."""
+    """The path of the masters' frames over the hops between nodes, where hpZ's copy is kept.
+
+    ``onward`` is the path that then sends them over the hops inside the node.
+    """
 
     def __init__(self, gather: WeightGather, codec: Codec, onward: _Frames) -> None:
         self._gather, self._codec, self._onward = gather, codec, onward
@@ -212,7 +236,10 @@ class _Between:
 
 
 class _Differences(_Between):
-    """Path of differences from the copies: [Note: differences] in :mod:`impl.unit.secondary_shard`."""
+    """The path of differences between masters and copies over the hops between nodes.
+
+    See [Note: differences] in :mod:`impl.unit.secondary_shard`.
+    """
 
     def _write(self, message: Tensor) -> None:
         gather, master = self._gather, self._gather.master_shard.master

@@ -1,4 +1,7 @@
-"""Gathers one unit's values outside of passes: for state dicts, GatheredParameters and access by name."""
+"""Gathers and writes the values of whole parameters of one unit, outside of passes.
+
+State dicts, GatheredParameters and the access to parameters by name use it.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,18 @@ from impl.unit.unit import Unit
 
 
 class WholeValues:
-    """Reads, shows and overwrites the values of one unit; overwriting makes hpZ's secondary stale."""
+    """Reads, shows and overwrites the values of one unit; overwriting makes all copies of the weights stale."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit, self._geometry, self._wire = unit, unit.geometry, unit.wire
         self._master_shard = unit.master_shard
         topology = unit.wire.mesh.topology
         axes, outside = topology.gather_axes(unit.policy.group_ranks(topology))
-        self._axes = axes[outside:]  # along which ranks share one copy
+        self._axes = axes[outside:]  # the axes along which ranks share one copy of the shards
         self._tag = Tag("step", "state", unit.geometry.name)
 
     def masters(self) -> list[Tensor]:
-        """All parameters in fp32, one tensor per slot; all ranks must call it."""
+        """Gather all parameters in fp32, one tensor per slot; all ranks must call it."""
         master = self._master_shard.master
         if self._master_shard.placement.shard:
             master = torch.empty(self._geometry.shard, device=self._wire.mesh.device)
@@ -38,22 +41,25 @@ class WholeValues:
         return [whole[slot.offset : slot.end].view(slot.spec.shape).clone() for slot in self._geometry.slots]
 
     def gather_member(self, number: int, part: Tensor) -> Tensor:
-        """(shape) fp32 member ``number``, assembled from all ranks' parts; all must call it."""
+        """Gather a parameter (shape) fp32 from all ranks' parts (n,); all ranks must call it."""
         part = part.to(self._wire.mesh.device)
         return assemble(self._geometry, number, part, self._axes, wire=self._wire, tag=self._tag)
 
     def part(self, number: int) -> tuple[int, int]:
-        """(start, end) of member ``number`` in this rank's shard; maybe empty."""
+        """Return the bounds (start, end) of member ``number`` in this rank's shard; the part may be empty."""
         return self._geometry.part(self._geometry.slots[number], self._wire.mesh.rank)
 
     def show(self, number: int, values: Tensor) -> nn.Parameter:
-        """Show ``values`` (shape) as member ``number``, to read and write; returns the modules' parameter."""
+        """Show ``values`` (shape) as member ``number``, to read and write.
+
+        Returns the parameter that modules hold, which is the placeholder with these values.
+        """
         unit, member = self._unit, self._unit.members[number]
         unit.wait()
         unit.hide()
         unit.flat.shown[number] = values
         unit.meter.add("gathered", values.nbytes)
-        for leaf in (member.placeholder, member.parameter):  # users may have taken the latter in a pass
+        for leaf in (member.placeholder, member.parameter):  # users may hold the parameter since a pass
             leaf.__class__ = nn.Parameter
             leaf.data = values
         return member.placeholder
@@ -61,13 +67,14 @@ class WholeValues:
     def end_showing(self, number: int) -> None:
         """Undo :meth:`show`; nothing is written back."""
         unit, member = self._unit, self._unit.members[number]
-        member.place(member.placeholder)  # users may have replaced it, or its data
+        member.place(member.placeholder)  # users may have replaced the placeholder, or its data
         values = unit.flat.shown.pop(number)
         member.placeholder.data = values
         unit.meter.add("gathered", -values.nbytes)
         member.parameter.data = member.no_values
         unit.flat.lay()
-        torch.autograd.graph.increment_version(member.placeholder)  # backward may not use its values
+        # A graph that saved the placeholder must raise in backward, rather than compute without its values.
+        torch.autograd.graph.increment_version(member.placeholder)
         release(member.placeholder, InUnit(unit.flat, self._geometry.slots[number].spec.name, number))
         if not unit.gathered:
             member.parameter.__class__ = Placeholder
@@ -91,7 +98,7 @@ class WholeValues:
 def assemble(
     geometry: UnitGeometry, number: int, part: Tensor, axes: Sequence[Axis], *, wire: Wire, tag: Tag
 ) -> Tensor:
-    """(shape) fp32: slot ``number``, assembled from the parts (n,) of all ranks along ``axes``."""
+    """Gather the parameter of slot ``number``, (shape) fp32, from the parts (n,) of all ranks along ``axes``."""
     slot = geometry.slots[number]
     bounds = [geometry.overlap(slot, rank) for rank in range(geometry.shards)]
     longest = torch.zeros(max(end - first for first, end in bounds), device=part.device)

@@ -7,6 +7,7 @@ the time of ranks' steps in which they did not wait.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Hashable
 from typing import Final
 
@@ -20,6 +21,7 @@ from impl.plan.timeline import Collective, Hop, Load, in_chunks, least_pass_seco
 from report.data.frames import Frames
 
 BITS_PER_MBIT: Final = 1e6
+_COMPUTED: Final = ("forward", "backward", "rest")  # parts of a step
 _Seconds = NDArray[np.float64]
 
 
@@ -31,14 +33,16 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
     sent = frames.bytes[frames.bytes["source"].eq("ledger") & frames.bytes["link"].eq("inter")]
     by = ["id", "unit", "phase", "purpose"]
     busiest = sent.groupby([*by, "node"])["bytes"].sum().groupby(level=by).max()
-    egress = {identity: sums.droplevel(0).to_dict() for identity, sums in busiest.groupby(level="id")}
+    sent_a_step = defaultdict[str, dict[Hashable, float]](dict)
+    for key, size in zip(busiest.index.tolist(), busiest, strict=True):
+        identity, *place = key
+        sent_a_step[identity][tuple(place)] = size / steps.loc[identity]
     seconds = {}
-    for identity, computed in computations(frames).groupby("id"):
-        parts = computed[["forward", "backward", "rest"]].astype(float).to_numpy()
-        if not np.isnan(parts).any():
-            sent_a_step = {key: size / steps.loc[identity] for key, size in egress.get(identity, {}).items()}
-            bound = _bound(frames, str(identity), achieved[identity], sent_a_step, parts)
-            seconds[identity] = pd.Series(bound, index=computed["index"]).groupby(level=0).max().median()
+    computed = computations(frames).astype(dict.fromkeys(_COMPUTED, float))
+    for identity, of_trial in computed.groupby("id"):
+        if not np.isnan(parts := of_trial[[*_COMPUTED]].to_numpy()).any():
+            bound = _bound(frames, str(identity), achieved[identity], sent_a_step[str(identity)], parts)
+            seconds[identity] = pd.Series(bound, index=of_trial["index"]).groupby(level=0).max().median()
     return pd.Series(seconds, dtype=float)
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -25,6 +25,7 @@ from report.data.text import listed, number, with_interval
 BEYOND: Final = "beyond what was measured"
 _BESIDE: Final = 1e-9  # of the way to the next rate: a place just beside a measured one
 _three_digits: Final = number(3)
+_Value = TypeVar("_Value", int, float)
 Outcome = Literal["crosses", "pays", "costs", "not determined"]
 
 
@@ -73,13 +74,12 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
 def of_points(points: Sequence[tuple[float, pd.DataFrame]]) -> BreakEven:
     """The break-even of one configuration's pairs at each rate, in ascending order of rates."""
     ratios, logs = [speedup(pairs) for _, pairs in points], [_logs(pairs) for _, pairs in points]
+    sweeps = [_by_pair(pairs, pairs["sweep"]) for _, pairs in points]
     significant = [ratio.known and not ratio.contains(1.0) for ratio in ratios]
-    parts: list[
-        tuple[float, float]
-    ] = []  # of the way along the points, without a significant difference from 1
+    # Parts of the way along the points, without a significant difference from 1.
+    parts: list[tuple[float, float]] = []
     for index, (below, above) in enumerate(pairwise(logs)):
-        sweeps = _by_pair(points[index][1])["sweep"].to_dict()
-        for low, high in undecided(below.to_dict(), above.to_dict(), sweeps):
+        for low, high in undecided(below, above, sweeps[index]):
             # Two neighbouring rates that share few repeats have no line between them, although the speed-up at each
             # of the two rates may be significant.
             after = _BESIDE if low == 0 and significant[index] else 0.0
@@ -144,17 +144,17 @@ def _end(mbit: float) -> str:
     return BEYOND if math.isinf(mbit) else _three_digits(mbit)
 
 
-def _by_pair(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Pairs by seed and repeat; one run again under another time limit is no new pair."""
-    keys = ["seed", "repeat"]
-    return pairs.drop_duplicates(keys).set_index(keys)
+def _by_pair(pairs: pd.DataFrame, values: pd.Series[_Value]) -> dict[tuple[int, int], _Value]:
+    """Values of pairs by seed and repeat; of one run again under another time limit the first counts."""
+    by_pair: dict[tuple[int, int], _Value] = {}
+    for seed, repeat, value in zip(pairs["seed"], pairs["repeat"], values, strict=True):
+        by_pair.setdefault((seed, repeat), value)
+    return by_pair
 
 
-def _logs(pairs: pd.DataFrame) -> pd.Series[float]:
+def _logs(pairs: pd.DataFrame) -> dict[tuple[int, int], float]:
     """Logarithms of the speed-ups by seed and repeat."""
-    by_pair = _by_pair(pairs)
-    logs: pd.Series[float] = np.log(by_pair["baseline_seconds"]) - np.log(by_pair["step_seconds"])
-    return logs
+    return _by_pair(pairs, np.log(pairs["baseline_seconds"]) - np.log(pairs["step_seconds"]))
 
 
 def _zeros(means: Sequence[float]) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -143,9 +144,7 @@ def records_of(derived: Derived, row: pd.Series) -> list[str]:
         return ids.split()
     if not {"configuration", "where"} <= set(row.index):
         return []
-    trials = derived.finished
-    behind = (trials["configuration"] == row["configuration"]) & (trials["where"] == row["where"])
-    return sorted(set(map(str, trials[behind]["id"])))
+    return derived.ids_by_place.get((row["configuration"], row["where"]), [])
 
 
 def split(frames: Frames) -> pd.DataFrame:
@@ -222,6 +221,15 @@ class Derived:
         contrast = trials["role"].eq("contrast") if named_in_suite else ~trials["configuration"].isin(names)
         configurations = tuple(map(str, trials[contrast]["configuration"].unique()))
         return Comparison(listed(names), configurations, named_in_suite)
+
+    @cached_property
+    def ids_by_place(self) -> dict[tuple[str, str], list[str]]:
+        """Sorted ids of finished trials by configuration and description of their setting."""
+        ids: dict[tuple[str, str], list[str]] = defaultdict(list)
+        columns = (self.finished[name] for name in ("configuration", "where", "id"))
+        for name, where, identity in sorted(zip(*columns, strict=True)):
+            ids[name, where].append(identity)
+        return dict(ids)
 
     @property
     def finished(self) -> pd.DataFrame:

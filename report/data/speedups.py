@@ -41,8 +41,8 @@ def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "
     """Geometric mean of the ratio of two columns over seeds and repeats; its interval includes the spread
     between sweeps.  For :func:`pairs` of one configuration in one setting it is the speed-up.
     """
-    by_pair = group.set_index(["seed", "repeat"])  # a trial run again under another time limit: no new pair
-    columns = (by_pair[name].to_dict() for name in (above, below, "sweep"))
+    keys = list(zip(group["seed"], group["repeat"], strict=True))  # of a trial run again, the last counts
+    columns = (dict(zip(keys, group[name], strict=True)) for name in (above, below, "sweep"))
     return paired_ratio_interval(*columns)
 
 

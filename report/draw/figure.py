@@ -33,6 +33,7 @@ _METADATA: Final[dict[str, dict[str, Any]]] = {
 FORMS: Final = tuple(_METADATA)
 _MARGIN: Final = 0.05  # inches around what is drawn
 _LETTERS: Final = 36  # of a line above or below a narrow panel
+_PANEL: Final = 1.0  # inches of a panel at least, with the air around it
 _LAYOUTS: Final = 4  # at most; labels keep their widths, so the width converges
 
 
@@ -126,13 +127,24 @@ def style_of(derived: Derived, width: float = WIDTH) -> Style:
 
 def _laid_out(figure: matplotlib.figure.Figure, style: Style) -> Bbox:
     """Lay a figure out, once for all forms, at the width of its style, or wider if labels need it."""
-    inner = style.inches - 2 * _MARGIN
+    inner, layout = style.inches - 2 * _MARGIN, figure.get_layout_engine()
+    assert layout is not None  # noqa: S101  # axes.grid sets one
+    least = _least_inches(figure) if style.narrow else 1.0
+    figure.set_figwidth(max(figure.get_figwidth(), least))
     for _ in range(_LAYOUTS):
-        figure.draw_without_rendering()
-        drawn = figure.get_tightbbox()
-        if abs(drawn.width - inner) < _MARGIN / 2:
+        layout.execute(figure)  # without drawing, which takes as long again
+        drawn, before = figure.get_tightbbox(), figure.get_figwidth()
+        width = max(least, before + inner - drawn.width)
+        if abs(width - before) < _MARGIN / 2:
             break
-        figure.set_figwidth(max(1.0, figure.get_figwidth() + inner - drawn.width))
+        figure.set_figwidth(width)
     figure.set_layout_engine(None)  # "none" leaves a placeholder, for which each form is drawn twice
     middle, width = (drawn.x0 + drawn.x1) / 2, max(style.inches, drawn.width)
     return Bbox.from_extents(middle - width / 2, drawn.y0 - _MARGIN, middle + width / 2, drawn.y1 + _MARGIN)
+
+
+def _least_inches(figure: matplotlib.figure.Figure) -> float:
+    """The least width at which panels above one another have room beside the names of their rows."""
+    boxes = [(ax, ax.get_tightbbox()) for ax in figure.axes]
+    beside = [box.width - ax.bbox.width for ax, box in boxes if box is not None]
+    return max(beside, default=0.0) / figure.dpi + _PANEL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, Final
 
 import pandas as pd
@@ -97,6 +98,7 @@ def time(derived: Derived) -> Table:
     )
 
 
+@lru_cache(maxsize=1)  # both tables ask for them
 def _rows(derived: Derived) -> list[dict[str, Any]]:
     return [row | _row(derived, trials) for row, trials in rows_of(derived.trials)]
 

@@ -1,10 +1,11 @@
-// Runs CUDA kernels on the host: one fiber a thread, one thread block after the other, one OS thread.
+// Runs CUDA kernels on the host: each CUDA thread is a fiber, thread blocks run one after the other, all in one OS
+// thread.
 //
-// Included before an unmodified .cu file.  Threads switch only where CUDA lets them wait (barriers and
-// warp collectives), in an order that the launch chooses; a kernel without races gives the same result
-// in every order.  Reported instead of hanging: a barrier or warp collective that not all reach.
-// Atomics are plain operations for the same reason.  Not here: inline PTX, dynamic shared memory,
-// textures, cooperative groups.
+// This is included before an unmodified .cu file.  Threads switch only where CUDA lets them wait (at barriers and
+// warp collectives), in an order that the launch chooses; a kernel without races gives the same result in every order.
+// A barrier or warp collective that not all threads reach is reported, where a GPU would hang.  Atomics are plain
+// operations, since threads do not switch inside them.  Not supported: inline PTX, dynamic shared memory, textures,
+// cooperative groups.
 #pragma once
 
 #include <sys/mman.h>
@@ -27,7 +28,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __shared__ static  // one thread block at a time; a global, so that ASan guards its ends
+#define __shared__ static  // thread blocks run one at a time; static, so that ASan guards the ends of the array
 
 struct Dimensions {
     unsigned x = 1, y = 1, z = 1;
@@ -52,7 +53,7 @@ enum class Source { exact, exclusive, every };  // lane = argument, lane = own ^
 struct Fiber {
     void* stack_pointer = nullptr;
     State state = State::ready;
-    unsigned mask = 0, value = 0, argument = 0;  // of the collective that it waits in
+    unsigned mask = 0, value = 0, argument = 0;  // of the collective in which the thread waits
     Source source = Source::exact;
 };
 
@@ -65,7 +66,7 @@ inline unsigned current;
 #if !defined(__x86_64__)
 #error "the fiber switch is written for x86-64"
 #endif
-// Saves the callee's registers on one stack and loads them from another.
+// Saves the callee-saved registers on one stack and loads them from another.
 __asm__(
     ".text\n.p2align 4\ncuda_on_cpu_switch:\n"
     "pushq %rbp\npushq %rbx\npushq %r12\npushq %r13\npushq %r14\npushq %r15\n"
@@ -87,7 +88,7 @@ inline void enter() {
         misuse = problem.what();
     }
     wait(State::done);
-    std::abort();  // a fiber that is done is never resumed
+    std::abort();  // a fiber that has ended is never resumed
 }
 
 inline std::string stuck() {
@@ -98,14 +99,14 @@ inline std::string stuck() {
            std::to_string(at[2]) + " in a warp collective, " + std::to_string(at[3]) + " have returned";
 }
 
-// Let go of all threads where all are at a barrier.
+// Releases all threads if all of them are at a barrier.
 inline bool release_barrier() {
     if (std::any_of(fibers.begin(), fibers.end(), [](const Fiber& f) { return f.state != State::barrier; })) return false;
     for (Fiber& fiber : fibers) fiber.state = State::ready;
     return true;
 }
 
-// Let go of those of a warp whose collective is complete; whether there were any.
+// Releases the threads of a warp whose collective is complete; returns whether there were any.
 inline bool release_warp(std::size_t warp) {
     bool any = false;
     const std::size_t lanes = std::min<std::size_t>(32, fibers.size() - warp);
@@ -140,9 +141,9 @@ inline void run_ready(unsigned thread) {
     if (!misuse.empty()) throw std::runtime_error(std::exchange(misuse, {}));
 }
 
-// Orders: 0 ascending, 1 descending, others shuffled by that seed, anew after every barrier.  In order 0 all
-// warps go from one wait to the next together; in the others each goes as far as it can, up to a barrier,
-// before another begins: a warp that is ahead shows what it overwrites too early.
+// Orders of threads: 0 ascending, 1 descending, others shuffled with that seed, anew after every barrier.  In order 0
+// all warps run together from one wait to the next.  In the others each warp runs as far as it can, up to a barrier,
+// before another runs, so that a warp that is ahead overwrites what others still need, if that is possible.
 inline void run_block(unsigned order) {
     std::mt19937 random(order);
     std::vector<unsigned> warps((fibers.size() + 31) / 32), lanes(32);
@@ -188,7 +189,7 @@ inline void launch(void (*kernel)(const void*), Dimensions grid, unsigned thread
         fibers.assign(threads, Fiber{});
         for (unsigned thread = 0; thread < threads; ++thread) {
             void** top = reinterpret_cast<void**>(stacks[thread] + kStack) - 2;
-            top[0] = reinterpret_cast<void*>(&enter);  // where the first switch returns to
+            top[0] = reinterpret_cast<void*>(&enter);  // the address to which the first switch returns
             top[1] = nullptr;
             fibers[thread].stack_pointer = top - 6;  // six saved registers
         }
@@ -273,7 +274,7 @@ void call(void (*kernel)(Argument), const void* argument) {
 extern const Kernel kernels[];
 extern const std::size_t kernel_count;
 
-// An empty string, or what went wrong.
+// Returns an empty string, or an error's message.
 extern "C" const char* launch(const char* name, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned order,
                               const void* argument) {
     static std::string error;

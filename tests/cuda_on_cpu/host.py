@@ -1,4 +1,4 @@
-"""Compile a ``.cu`` file with the host's compiler and launch its kernels through ctypes."""
+"""Compiles a ``.cu`` file with the host's compiler, and launches its kernels through ctypes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1", 
 
 
 class KernelError(RuntimeError):
-    """A deadlock or a misused collective, found by the shim."""
+    """The shim found a deadlock or a misused collective."""
 
 
 def build(source: Path, kernels: Sequence[str], folder: Path, *, sanitize: bool = False) -> Path:
-    """A library of ``kernels`` of a .cu file, built once for its content, flags and compiler."""
+    """Returns a library of ``kernels`` of a .cu file, built once for its content, flags and compiler."""
     rows = "\n".join(f'    {{"{k}", [](const void* a) {{ call({k}, a); }}}},' for k in kernels)
     count = "const std::size_t kernel_count = sizeof kernels / sizeof *kernels;"
     text = (
@@ -57,7 +57,7 @@ def load(library: Path) -> ctypes.CDLL:
 
 
 def call(library: ctypes.CDLL, launch: Launch, order: int = 0) -> None:
-    """Run ``launch`` to its end, with threads in ``order``."""
+    """Run ``launch`` to its end, with its threads in the order ``order``."""
     address = launch.arguments.ctypes.data
     error = library.launch(launch.kernel.encode(), *launch.grid, launch.threads, order, address)
     if error:

@@ -1,4 +1,4 @@
-// Kernels with one planted bug each, and their correct twins: what the shim must find, and must not.
+// Kernels with one planted bug each, which the shim must find, and their correct twins, which it must accept.
 #include "codec.cuh"
 
 using codec::i64;
@@ -7,7 +7,7 @@ struct Planted {
     i64 values, out, count;
 };
 
-// Neighbours exchange through shared memory; `SYNC` says whether they wait for each other.
+// Neighbours exchange values through shared memory; `SYNC` says whether they wait for each other.
 template <bool SYNC>
 __global__ void rotate(const Planted a) {
     __shared__ int held[256];
@@ -17,7 +17,7 @@ __global__ void rotate(const Planted a) {
     reinterpret_cast<int*>(a.out)[thread] = held[(thread + 1) % 256];
 }
 
-// Warps exchange twice; `BUFFERS` is 1 where the second turn overwrites what a slower warp still reads.
+// Warps exchange values twice; if `BUFFERS` is 1, the second turn overwrites what a slower warp still reads.
 template <int BUFFERS>
 __global__ void two_turns(const Planted a) {
     __shared__ int held[2][8];
@@ -40,13 +40,13 @@ __global__ void barrier_in_a_branch(const Planted a) {
     }
 }
 
-// The mask names 32 lanes, 16 come.
+// The mask names 32 lanes, but only 16 reach the collective.
 __global__ void half_a_warp_shuffles(const Planted a) {
     if (threadIdx.x % 32 < 16)
         reinterpret_cast<int*>(a.out)[threadIdx.x] = __shfl_xor_sync(0xffffffffu, int(threadIdx.x), 1);
 }
 
-// A lane takes part in a shuffle whose mask lacks it.
+// A lane takes part in a shuffle whose mask does not name it.
 __global__ void wrong_mask(const Planted a) {
     reinterpret_cast<int*>(a.out)[threadIdx.x] = __shfl_xor_sync(0x0000ffffu, int(threadIdx.x), 1);
 }

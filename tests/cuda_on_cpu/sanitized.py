@@ -1,7 +1,7 @@
-"""Runs kernels under the address and undefined-behaviour sanitizers; a process of its own.
+"""Runs kernels under the address and undefined-behaviour sanitizers, in a process of its own.
 
-``python -m tests.cuda_on_cpu.sanitized FOLDER`` runs every operation of codecs of all kinds on tensors that
-end where their memory ends.  A finding ends the process.
+``python -m tests.cuda_on_cpu.sanitized FOLDER`` runs every operation of codecs of all kinds on tensors that end
+where their memory ends.  A finding ends the process.
 """
 
 from __future__ import annotations

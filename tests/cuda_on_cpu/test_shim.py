@@ -22,7 +22,7 @@ KERNELS = (
 
 
 def run(cuda_libraries: Path, kernel: str, order: int = 0) -> torch.Tensor:
-    """(256,) int32 that ``kernel`` of planted.cu makes of 0, 1, 2, ..."""
+    """Returns (256,) int32 that ``kernel`` of planted.cu makes of 0, 1, 2, ..."""
     library = host.load(host.build(PLANTED, KERNELS, cuda_libraries))
     values, out = torch.arange(256, dtype=torch.int32), torch.zeros(256, dtype=torch.int32)
     arguments = np.array([values.data_ptr(), out.data_ptr(), 256])
@@ -31,14 +31,14 @@ def run(cuda_libraries: Path, kernel: str, order: int = 0) -> torch.Tensor:
 
 
 def test_a_race_shows_between_orders(cuda_libraries: Path) -> None:
-    """Without its barrier, the exchange gives different results in different orders."""
+    """Without its barrier, the exchange gives different results in different orders of threads."""
     up, *others = (run(cuda_libraries, "rotate<false>", order) for order in (0, 1, 7))
     assert not any(torch.equal(up, other) for other in others)
 
 
 @pytest.mark.parametrize("order", range(5))
 def test_a_correct_kernel_does_not_depend_on_the_order(cuda_libraries: Path, order: int) -> None:
-    """With its barrier the exchange is right in all orders; so are two buffers, one is not."""
+    """With its barrier the exchange is right in all orders; so it is with two buffers, but not with one."""
     assert torch.equal(run(cuda_libraries, "rotate<true>", order), torch.arange(256).roll(-1).int())
     wanted = (((torch.arange(256) // 32 + 1) % 8) * 2 + 100).int()
     assert torch.equal(run(cuda_libraries, "two_turns<2>", order), wanted)
@@ -58,14 +58,14 @@ def test_a_correct_kernel_does_not_depend_on_the_order(cuda_libraries: Path, ord
     ],
 )
 def test_what_would_hang_or_be_undefined_is_reported(cuda_libraries: Path, kernel: str, message: str) -> None:
-    """A barrier or collective that not all threads reach ends with counts, and does not hang."""
+    """A barrier or collective that not all threads reach ends with an error that has counts, and does not hang."""
     with pytest.raises(host.KernelError, match=message):
         run(cuda_libraries, kernel)
 
 
 @pytest.mark.long
 def test_kernels_are_clean_under_sanitizers(cuda_libraries: Path) -> None:
-    """No kernel reads or writes outside its tensors, at tails of every kind, or has undefined behaviour."""
+    """No kernel accesses memory outside its tensors, at row ends of every kind, or has undefined behaviour."""
     command = ["g++", "-print-file-name=libasan.so"]
     runtime = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not Path(runtime).is_absolute():

@@ -176,11 +176,11 @@ def test_one_damaged_record(folder: Path, capsys: pytest.CaptureFixture[str], ze
 def test_records_of_another_suite_of_that_name(
     folder: Path, zeropp: Zeropp, machinery: list[tuple[Any, ...]]
 ) -> None:
-    """A run says how many records of its folder it does not ask for, if there are any."""
+    """A run reports how many records in its folder are of trials that its suite does not have."""
     assert "also holds" not in zeropp("run", suite(folder)).stderr
     for seed in (1, 2):
         record(CRASHED, seed=seed)
-    assert "also holds 2 records that this suite does not ask for" in zeropp("run", "q.toml").stderr
+    assert "also holds 2 records of trials that this suite does not have" in zeropp("run", "q.toml").stderr
 
 
 def test_bytes_of_peers_are_those_of_the_interfaces(folder: Path, zeropp: Zeropp) -> None:
@@ -281,7 +281,7 @@ def test_seeds_of_a_cell_are_one_row_of_a_plan(folder: Path, zeropp: Zeropp) -> 
         text = " ".join(zeropp("plan", "q.toml").stdout.split())
         assert count in text
         assert text.count(" zeropp ") == 1
-        short = "Too short for a verdict on losses: 5 steps where 100 are needed, and 3 seeds where 6 are"
+        short = "Too short for a verdict on losses: 5 steps (100 are needed) and 3 seeds (6 are needed)."
         assert (short in text, "Too short" in text) == (seeds < 6, seeds < 6)
 
 
@@ -313,7 +313,9 @@ def test_plan_says_which_limit_stops_each_combination(folder: Path, zeropp: Zero
         assert "elements would be padding" in reason
         assert "allowed 20.0% by max_padding) for blocks of 4096 (the common multiple of " in reason
         assert ("of bf16, align = 4096) on 4 ranks" if common else "of int8:4096, ") in reason
-        assert ("for policy.align = 4096, the blocks of all policies of its suite" in reason) == common
+        assert (
+            "its units are aligned to 4096 elements, a multiple of the blocks of all policies" in reason
+        ) == common
     outcomes = sorted(line.rpartition("  ")[2] for line in lines if line.split()[:1] == ["ddp"])
     assert outcomes == [f"over its limit: {limit}", "yes"]
 
@@ -438,14 +440,19 @@ def by_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     ("command", "heavy"),
     [
         (("plan", "--help"), "torch"),
-        (("plan", "q.toml"), "torch._dynamo"),
-        (("plan", "q.toml"), "torch.distributed.fsdp"),
+        (("plan", "q.toml"), "torch"),
+        (("plan", "q.toml"), "pandas"),
+        (("plan", "cut/q.toml"), "torch._dynamo"),
+        (("plan", "cut/q.toml"), "torch.distributed.fsdp"),
     ],
 )
 def test_what_takes_seconds_is_not_imported(folder: Path, command: tuple[str, ...], heavy: str) -> None:
-    """Torch for help, its compiler or FSDP to predict a policy and a peer."""
+    """Torch for help, and to predict a preset; its compiler or FSDP to predict a model that has to be built."""
     suite(folder, SMALL + '[matrix]\nstrategy = ["zeropp", "ddp"]\n')
-    code = "import sys; from harness.cli import main; status = main(sys.argv[2:]); "
+    (folder / "cut").mkdir()
+    suite(folder / "cut", SMALL + "policy.largest_unit = 100_000_000\n" + '[matrix]\nstrategy = ["zeropp"]\n')
+    measured = "from harness import expected_time; expected_time.core_flops = lambda: 1e10; "
+    code = f"import sys; from harness.cli import main; {measured}status = main(sys.argv[2:]); "
     process = by_python(code + "assert sys.argv[1] not in sys.modules; sys.exit(status)", heavy, *command)
     assert process.returncode == 0, process.stderr
 

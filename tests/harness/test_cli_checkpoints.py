@@ -57,7 +57,7 @@ def test_what_was_checked_is_said(tmp_path: Path, zeropp: Zeropp) -> None:
     assert all(line.endswith("; sizes checked, contents not (--verify)") for line in lines)
     process = zeropp("checkpoints", tmp_path, "--verify", status=2)
     first, second = process.stdout.splitlines()
-    message = "rank-00001.safetensors: altered since it was written: its digest is another"
+    message = "rank-00001.safetensors: altered since it was written: its digest differs"
     assert re.search(rf"checkpoint-000001: step 0, .*; BROKEN: .*{message}$", first)
     assert second.endswith("; sizes and digests checked")
     assert process.stderr.endswith(f"{message}\n")
@@ -67,7 +67,11 @@ def test_what_was_checked_is_said(tmp_path: Path, zeropp: Zeropp) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("rank-00001.safetensors", b"cut", r"rank-00001.safetensors: 3 bytes, the manifest says \d+"),
+        (
+            "rank-00001.safetensors",
+            b"cut",
+            r"rank-00001.safetensors: has 3 bytes, but \d+ according to the manifest",
+        ),
         ("manifest.json", b"{}", "manifest.json: "),
         ("manifest.json", None, "not a checkpoint: manifest.json: No such file or directory"),
     ],
@@ -170,8 +174,10 @@ def test_bad_input_is_one_line_and_status_2(
 
 
 def test_the_documented_program_reads_a_checkpoint(tmp_path: Path) -> None:
-    """docs/guide/checkpoints.md, "Reading one without this project", with the format's own library."""
-    text = Path("docs/guide/checkpoints.md").read_text(encoding="utf-8").partition("Reading one without")[2]
+    """The program of docs/guide/checkpoints.md, "Reading a checkpoint without this project", reads one."""
+    text = (
+        Path("docs/guide/checkpoints.md").read_text(encoding="utf-8").partition("## Reading a checkpoint")[2]
+    )
     (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     namespace: dict[str, Any] = {}
     exec(program, namespace)  # noqa: S102  # our own docs

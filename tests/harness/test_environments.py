@@ -1,4 +1,4 @@
-"""Commands in environments that lack something end in one line, or do what they can."""
+"""In environments that lack something, commands end in one line, or do what they can."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ MAIN = "import sys; from harness.cli import main; sys.exit(main())"
 
 @pytest.mark.parametrize("package", ["typer", "pydantic", "seaborn", "torch", "pandas"])
 def test_a_missing_package_is_one_line(package: str) -> None:
-    """With the command that installs it and status 2, whether it is needed at once or late."""
+    """A missing package gives one line with the command that installs it, and status 2, at whatever time it is
+    needed.
+    """
     process = python(HIDDEN, package, "plan", "s.toml")
     assert process.returncode == cli.REFUSED
     line = process.stderr.decode()
@@ -63,7 +65,7 @@ def test_a_missing_package_is_one_line(package: str) -> None:
 
 
 def test_packages_that_are_there_are_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several that are missing all are named; an error of a part of ours is shown in full."""
+    """All missing packages are named together; an import error in our own code is shown with its traceback."""
     check_installed()
     monkeypatch.setattr(errors, "_NEEDED", ("torch", "no_such_a", "no_such_b"))
     with pytest.raises(Refusal, match="no_such_a, no_such_b are not installed"):
@@ -78,7 +80,7 @@ def test_packages_that_are_there_are_not_missed(monkeypatch: pytest.MonkeyPatch)
     "command", [["plan", "s.toml"], ["--help"], ["doctor"], ["show", "none", "--results", "ü¶"]]
 )
 def test_a_terminal_that_is_not_utf_8_gets_other_characters(command: list[str]) -> None:
-    """For those that it cannot show, in output and in errors."""
+    """Characters that the terminal cannot show are replaced, in output and in errors."""
     process = python(MAIN, *command, **NOT_UTF_8)
     assert b"Traceback" not in process.stderr
     assert b"UnicodeEncodeError" not in process.stderr
@@ -88,7 +90,7 @@ def test_a_terminal_that_is_not_utf_8_gets_other_characters(command: list[str]) 
 
 @pytest.mark.parametrize(("then", "status"), [(">&-", 0), (">&- 2>&-", 0), ("<&-", 0), (">/dev/full", 2)])
 def test_closed_and_full_outputs(then: str, status: int) -> None:
-    """What nobody reads is not written; what cannot be written is an error."""
+    """Output to a closed stream is dropped; output to a full device is an error."""
     process = python(MAIN, "plan", "s.toml", then=then)
     assert process.returncode == status
     assert b"Traceback" not in process.stderr
@@ -97,7 +99,7 @@ def test_closed_and_full_outputs(then: str, status: int) -> None:
 
 
 def test_an_output_that_ends_early_is_no_error() -> None:
-    """As that of `zeropp plan s.toml | head -1`."""
+    """A reader that closes the pipe early, such as `zeropp plan s.toml | head -1`, causes no error."""
     process = python(MAIN, "plan", "s.toml", then="| head -1")
     assert process.stdout.startswith(b"s: Does it print?")
     assert process.stderr == b""
@@ -105,7 +107,7 @@ def test_an_output_that_ends_early_is_no_error() -> None:
 
 @pytest.mark.parametrize("columns", ["0", "1", "20", "x"])
 def test_every_width_prints(zeropp: Zeropp, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
-    """Also 0, which terminals without a size set: it counts as unknown."""
+    """Tables print at every width; a width of 0, from terminals without a size, counts as unknown."""
     monkeypatch.setenv("COLUMNS", columns)
     output = zeropp("plan", "s.toml").stdout
     assert "".join(output.split()).startswith("s:Doesitprint?")
@@ -127,7 +129,7 @@ def test_every_width_prints(zeropp: Zeropp, monkeypatch: pytest.MonkeyPatch, col
     ids=["a byte order mark", "ends of lines as in Windows", "Latin-1", "UTF-16"],
 )
 def test_encodings_of_suites(folder: Path, zeropp: Zeropp, content: bytes, message: str | None) -> None:
-    """UTF-8 with or without its mark is read; another one is named with the place."""
+    """Suites are read in UTF-8, with or without a byte order mark; other encodings are refused with the place."""
     (folder / "s.toml").write_bytes(content)
     process = zeropp("plan", "s.toml", status=cli.OK if message is None else cli.REFUSED)
     assert message is None or message in process.stderr

@@ -13,7 +13,7 @@ from harness.suites.trial import STRATEGIES
 
 @given(st.text(max_size=2000))
 def test_a_message_is_one_printable_line_of_readable_words(text: str) -> None:
-    """Whatever it names: nothing moves the cursor, ends the line, or fills the screen with one word."""
+    """Whatever a message contains, it moves no cursor, ends no line, and fills no screen with one word."""
     line = one_line(text)
     assert line.isprintable()
     assert all(len(word) <= 300 for word in line.split())
@@ -21,7 +21,7 @@ def test_a_message_is_one_printable_line_of_readable_words(text: str) -> None:
 
 
 def test_what_cannot_be_read_is_escaped_or_cut() -> None:
-    """A NUL, an escape sequence, a lone surrogate, a word of a thousand characters; a path stays as it is."""
+    """NUL, escape sequences and lone surrogates are escaped, a word of a thousand characters is cut, a path is not."""
     assert one_line("a\0b\x1b[31mc\udc80\n d") == r"a\x00b\x1b[31mc\udc80 d"
     assert one_line(f"x = {'9' * 1000}: too much") == f"x = {'9' * 297}... too much"
     assert one_line(path := "/a/path" * 40) == path
@@ -32,5 +32,5 @@ def test_what_cannot_be_read_is_escaped_or_cut() -> None:
     [("zero++", "; did you mean 'zeropp'?"), ("ZeRO-3", "; did you mean 'zero3'?"), ("nothing like it", "")],
 )
 def test_a_name_close_to_a_known_one_is_suggested(name: str, hint: str) -> None:
-    """As the literature writes it, too: ZeRO++ is zeropp, and not the nearest by letters, zero3."""
+    """For ZeRO++, as the literature writes it, zeropp is suggested, and not zero3, which has the nearer letters."""
     assert suggestion(name, STRATEGIES) == hint

@@ -9,6 +9,8 @@ import json
 import lzma
 import os
 import socket
+import subprocess
+import sys
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -32,6 +34,7 @@ from tests.report.records import record_of
 pytestmark = pytest.mark.timeout(60)
 SMALL = '[defaults]\nmodel.name = "gpt-tiny"\nsequence = 32\ntokens_per_rank = 64\n'
 SUITE = f'name = "q"\nquestion = "?"\n{SMALL}'
+ROOT = Path(__file__).parents[2]
 ID = "0123456789ab"
 
 
@@ -131,7 +134,7 @@ def test_a_special_file_in_place_of_an_input_is_named(
     put(folder / "checkpoint-000001" / MANIFEST, maker)
     refused(zeropp, Path(MANIFEST), "checkpoints", "checkpoint-000001")
     put(folder / "some.safetensors", maker)
-    with pytest.raises(Refusal, match=r"some.safetensors: no safetensors file that can be read: a FIFO"):
+    with pytest.raises(Refusal, match=r"some.safetensors: cannot be read as safetensors: a FIFO"):
         units_of(folder / "some.safetensors")
 
 
@@ -314,3 +317,47 @@ def test_seconds_that_no_clock_shows_are_refused(
     assert stderr.count("\n") == 1
     assert message in stderr
     zeropp("show", "q", status=2 if "infinite" in message else 0)
+
+
+TOO_LARGE = {
+    "a billion layers": "[defaults]\nmodel.arguments.layers = 1000000000\n",
+    "a million layers": "[defaults]\nmodel.arguments.layers = 1000000\n",
+    "layers as a field": "[defaults]\nmodel.layers = 1000000000\n",
+    "dotted keys": "[defaults]\n" + "".join(f"policy.k{number}.b = {number}\n" for number in range(5000)),
+    "arguments": "[defaults]\n" + "".join(f"model.arguments.a{number} = 1\n" for number in range(5000)),
+    "axes": "[matrix]\n" + "".join(f"model.arguments.a{number} = [1]\n" for number in range(5000)),
+    "as many axes as are allowed": "[matrix]\n"
+    + "".join(f"optimizer.arguments.a{number} = [1.0]\n" for number in range(100)),
+    "as many keys as are allowed": "[defaults]\n"
+    + "".join(f"optimizer.arguments.a{number} = 1.0\n" for number in range(990)),
+    "a deep key": f"[defaults]\n{'.'.join('a' * 5000)} = 1\n",
+    "values of one axis": f"[matrix]\nseed = {[*range(3000)]}\n",
+    "repeats": "[defaults]\nsteps = 2\n",
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_a_suite_that_is_too_large_is_refused_within_seconds(folder: Path, name: str) -> None:
+    """In one line, with 500 MB of memory beside what a process takes anyway."""
+    head = 'name = "q"\nquestion = "?"\n' + ("repeats = 1000000000\n" if name == "repeats" else "")
+    (folder / "q.toml").write_text(head + TOO_LARGE[name], encoding="utf-8")
+    refused_in_a_process(folder, "plan" if "layers" not in name else "run", "q.toml")
+
+
+def test_a_billion_sweeps_are_refused_within_seconds(folder: Path) -> None:
+    """Before any trial is made."""
+    assert "at most 2000" in refused_in_a_process(folder, "run", "q.toml", "--sweeps", "1000000000")
+
+
+def refused_in_a_process(folder: Path, *command: str) -> str:
+    """Run a command in a process with limited memory and time; it ends with one line and status 2."""
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES)); "
+        "from harness.cli import main; sys.exit(main())"
+    ).replace("BYTES", str(500 << 20))
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command],
+        cwd=folder, capture_output=True, text=True, check=False, timeout=30, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    return done.stderr

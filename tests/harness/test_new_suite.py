@@ -1,4 +1,4 @@
-"""A first suite is for this machine, runs as it is written, and every axis in it can be switched on."""
+"""A first suite fits this machine, runs as it is written, and every axis in it can be switched on."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_is_written_and_fits_here(folder: Path, zeropp: Zeropp) -> None:
-    """In its own name, without a question; twelve trials, six pairs, which all can run, in five minutes."""
+    """The suite has twelve trials, six pairs, which can all run and take at most five minutes by estimate."""
     process = zeropp("new", "mine")
     assert (process.stdout, "Expected here: about" in process.stderr) == ("mine.toml\n", True)
     suite = load(Path("mine.toml"))
@@ -57,7 +57,7 @@ def test_it_is_written_and_fits_here(folder: Path, zeropp: Zeropp) -> None:
 
 
 def test_a_slow_machine_gets_fewer_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And smaller batches, down to the smallest."""
+    """The slower the machine, the fewer steps and the smaller batches, down to the smallest size."""
     written = []
     for seconds in (0.01, 1.0, 100.0):  # of a pass
         monkeypatch.setattr(expected_time, "core_flops", lambda took=seconds: OPERATIONS / took)
@@ -69,7 +69,7 @@ def test_a_slow_machine_gets_fewer_steps(folder: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("axis", AXES)
 def test_every_axis_can_be_switched_on(folder: Path, axis: str) -> None:
-    """By taking its # away; it multiplies the cells, and all of them can run."""
+    """Removing the # before an axis adds it to the matrix, and all combinations can run."""
     text = new_suite.suite_text("mine", HERE, 512, 8)
     line = next(line for line in text.splitlines() if line.startswith(f"# {axis} = "))
     assert len(line) <= 120
@@ -83,7 +83,7 @@ def test_every_axis_can_be_switched_on(folder: Path, axis: str) -> None:
 
 
 def test_every_field_of_a_trial_is_an_axis_or_known_not_to_be() -> None:
-    """A key that is added has to be in the file, or among those that are no axes of their own."""
+    """A new key must be added to the template, or to the keys that are not axes of their own."""
     fields = set(fields_of_a_trial()) | {"optimizer.arguments.lr"}
     assert set(AXES) <= fields
     assert fields - set(AXES) == NO_AXIS
@@ -100,14 +100,14 @@ def test_every_field_of_a_trial_is_an_axis_or_known_not_to_be() -> None:
     ],
 )
 def test_the_cluster_is_what_the_machine_has(host: Host, lines: list[str]) -> None:
-    """Ranks that its memory holds, GPUs for four ranks, namespaces or a paced link."""
+    """The cluster has as many ranks as memory holds, GPUs if there are four, and a paced link without namespaces."""
     text = new_suite.suite_text("mine", host, 512, 8)
     assert all(f"\n{line}" in text for line in lines)
     assert ("cuda" in text) == (len(host.gpus) >= 4)
 
 
 def test_an_existing_file_is_not_overwritten(folder: Path, zeropp: Zeropp) -> None:
-    """Nor is a name taken that no suite can have; both with status 2, in one line."""
+    """Existing files, and names that a suite cannot have, are refused in one line with status 2."""
     (folder / "mine.toml").write_text("mine", encoding="utf-8")
     for name, message in (
         ("mine", "mine.toml: File exists"),

@@ -130,7 +130,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(folder: Path, body: str) -> str:
-    """The suite's path."""
+    """Write the suite, and return its path."""
     (folder / "q.toml").write_text(HEAD + body, encoding="utf-8")
     return str(folder / "q.toml")
 
@@ -154,12 +154,12 @@ def zeropp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 def losses(record: Record) -> list[float]:
-    """Of the first rank."""
+    """Return the losses of the first rank."""
     return [step.loss for step in record.ranks[0].steps]
 
 
 def single(records: list[Record], strategy: str, **fields: Any) -> Record:
-    """The only record of a strategy with these fields in its trial."""
+    """Return the only record of a strategy whose trial has these fields."""
     (record,) = (
         record
         for record in records
@@ -172,7 +172,9 @@ def single(records: list[Record], strategy: str, **fields: Any) -> Record:
 @pytest.mark.long
 @pytest.mark.usefixtures("undrawn")
 def test_all_that_is_ones_own_runs_together(folder: Path, zeropp: Callable[..., Process]) -> None:
-    """Found in the suite's folder, on the record; checkpointing changes no loss; reports need none of it."""
+    """A suite with the user's own codec, data and optimizer runs; checkpointing changes no loss, and reports need
+    none of these modules.
+    """
     body = BODY + (
         'optimizer.schedule = { warmup = 2, decay = "cosine", floor = 0.1 }\n'
         '[matrix]\nstrategy = ["single", "ddp", "qwz", "zeropp"]\npolicy.weights = ["mine:Eighths"]\n'
@@ -199,7 +201,7 @@ def test_all_that_is_ones_own_runs_together(folder: Path, zeropp: Callable[..., 
 
 
 def test_rates_follow_the_schedule(folder: Path, zeropp: Callable[..., Process]) -> None:
-    """A single step at the end of a decay has no rate: weights stay what they were; in peers likewise."""
+    """A single step at the end of a decay has a learning rate of 0, so weights do not change, in peers neither."""
     body = BODY.replace("lr = 0.5", "lr = 50.0") + (
         "[matrix]\nstrategy = ['single', 'ddp', 'exact']\n"
         "[[zip]]\noptimizer.schedule.decay = ['none', 'linear']\n"
@@ -246,7 +248,7 @@ def test_an_image_classifier_of_ones_own_learns(folder: Path, zeropp: Callable[.
     classes; the images' digest is on the record, and other images are another corpus.
     """
     guide = (machine.ROOT / "docs" / "guide" / "suites.md").read_text(encoding="utf-8")
-    section = guide.partition("### Examples of any kind")[2].partition("### Batches")[0]
+    section = guide.partition("### Inputs of any shape")[2].partition("### Batches")[0]
     module = section.partition("```python\n")[2].partition("```")[0]
     body = section.partition("```toml\n")[2].partition("```")[0]
     (folder / "mine.py").write_text(module, encoding="utf-8")
@@ -263,20 +265,20 @@ def test_an_image_classifier_of_ones_own_learns(folder: Path, zeropp: Callable[.
 
 
 DATA = {
-    "mine:signed": "has a token -5; expected 0 and above",
-    "mine:one": "returned a ndarray; expected tokens for training",
+    "mine:signed": "has a token -5; expected tokens of 0 and above",
+    "mine:one": "returned a ndarray; expected two values, for training and for validation",
     "mine:raising": "raised RuntimeError: no data today",
     "mine:leaving": "raised SystemExit: 0",
-    "mine:pairs": "pairs of arrays, and model 'gpt-tiny' reads text of ours",
-    "mine:uneven": "9 inputs and 8 targets for training; expected as many of both",
+    "mine:pairs": "pairs of arrays, and the preset 'gpt-tiny' reads tokens or glyphs",
+    "mine:uneven": "9 inputs and 8 targets for training; expected as many inputs as targets",
     "mine:reshaped": "inputs are (2,) of float64 for training and (3,) of float64 for validation",
     "mine:retyped": "targets are () of int64 for training and () of float64 for",
-    "mine:named": "target for training: an array of <U1; expected numbers",
-    "mine:pickled": "input for training: an array of object; expected numbers",
-    "mine:endless": "input for training: holds NaN or infinity",
-    "mine:empty": "input for validation: an array (0, 2); expected one example or more",
-    "mine:three": "3 arrays for training; expected a pair, input and target",
-    "half": "expected the files train.npy and validation.npy, or neither",
+    "mine:named": "target for training: is an array of <U1; expected numbers",
+    "mine:pickled": "input for training: is an array of object; expected numbers",
+    "mine:endless": "input for training: contains NaN or infinity",
+    "mine:empty": "input for validation: is an array of shape (0, 2); expected at least one example",
+    "mine:three": "returned 3 arrays for training; expected a pair of inputs and targets",
+    "half": "has only train.npy; a corpus of tokens needs train.npy and validation.npy",
     "hollow": "train.npy: EOFError",
     "~nosuchuser/x": "'~nosuchuser/x': no such file or folder in",
 }
@@ -291,8 +293,8 @@ CODECS = {
     "mine:Broken": "mine:Broken breaks zero",
     "mine:No": "mine:No: mine has no 'No'",
     "mine:Uncounted": "KeyError: ",
-    "mine:Halves": "expected fp32 too",
-    "mine:Shrinking": "and made them",
+    "mine:Halves": "add fp32, the type of master shards",
+    "mine:Shrinking": "changed the shapes of its tensors",
     "mine:Elsewhere": "expected any, cpu, cuda",
     "mine:OnGpu": "mine:OnGpu is for cuda, and the tensors are on cpu",
 }
@@ -307,16 +309,19 @@ CODECS = {
             (("", f"[matrix]\nstrategy = ['qwz']\npolicy.weights = ['{c}']\n"), message)
             for c, message in CODECS.items()
         ),
-        (("vocab = 512", "vocab = 256"), "its largest token is 299, and the vocabulary has 256"),
-        (('"gpt-tiny"', '"mine:flat"\nactivation_checkpointing = true'), "the model has no blocks"),
+        (("vocab = 512", "vocab = 256"), "its largest token is 299, and the model's vocabulary has 256"),
+        (('"gpt-tiny"', '"mine:flat"\nactivation_checkpointing = true'), "and the model has none"),
         (("lr = 0.5", "lr = 0.5\noptimizer.schedule.warmup = 5"), "the trial has 4 steps in all"),
-        (("lr = 0.5", "lr = 0.5\ntokenizer = 'mine:lengths'"), "has tokens already; expected no tokenizer"),
+        (
+            ("lr = 0.5", "lr = 0.5\ntokenizer = 'mine:lengths'"),
+            "consists of tokens already; remove tokenizer",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_first_trial(
     folder: Path, change: tuple[str, str], message: str, zeropp: Callable[..., Process]
 ) -> None:
-    """In one line, with status 2; nothing is written."""
+    """Inputs that do not fit are refused in one line with status 2, before anything is written."""
     (folder / "json.py").write_text(MINE, encoding="utf-8")  # which the standard library's hides
     for place, names in (("half", ["train.npy"]), ("hollow", ["train.npy", "validation.npy"])):
         (folder / place).mkdir()
@@ -336,7 +341,7 @@ def test_what_does_not_fit_is_refused_before_the_first_trial(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("mine:tokens", "mine:other"), "of the corpus than the process that started it"),
+        (("mine:tokens", "mine:other"), "than the process that started it ("),
         (("'zero3'", "'qwz'"), "codec mine:Apart decodes the same elements differently on rank 1"),
         (("gpt-tiny", "mine:one_input"), "model 'mine:one_input': raised TypeError: Embedding.forward()"),
     ],
@@ -344,7 +349,9 @@ def test_what_does_not_fit_is_refused_before_the_first_trial(
 def test_a_users_code_that_fails_on_a_rank_is_named(
     folder: Path, change: tuple[str, str], message: str, zeropp: Callable[..., Process]
 ) -> None:
-    """Data that differ each time, a codec that decodes differently on another rank, a model that raises."""
+    """The record names the user's code if data differ between draws, a codec decodes differently on a rank, or a
+    model raises.
+    """
     body = BODY + "[matrix]\nstrategy = ['zero3']\n"
     body = body.replace(*change) + ("policy.weights = ['mine:Apart']\n" if "qwz" in change[1] else "")
     process = zeropp("run", "--no-report", write(folder, body))

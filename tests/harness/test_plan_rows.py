@@ -1,4 +1,4 @@
-"""A plan for programs holds what its table shows."""
+"""Plans as JSON and CSV hold what the printed table shows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUITES = Path(__file__).parents[2] / "suites"
 
 @pytest.mark.parametrize("suite", ["quickstart", "peers", "generation", "offload"])
 def test_json_and_csv_hold_the_same_trials(suite: str, zeropp: Zeropp) -> None:
-    """Every trial of the suite once, under its id, with its predictions; unknown is null, or empty."""
+    """JSON and CSV have every trial once, under its id, with its predictions; what is not known is null or empty."""
     path = SUITES / f"{suite}.toml"
     rows = json.loads(zeropp("plan", path, "--json").stdout)["trials"]
     lines = list(csv.DictReader(io.StringIO(zeropp("plan", path, "--csv").stdout)))
@@ -39,7 +39,9 @@ def test_json_and_csv_hold_the_same_trials(suite: str, zeropp: Zeropp) -> None:
 
 
 def test_what_cannot_run_says_why(zeropp: Zeropp) -> None:
-    """With status 1; two forms at once are refused with status 2."""
+    """A plan with trials that cannot run has status 1 and their reasons; --json with --csv is refused with status
+    2.
+    """
     path = SUITES / "gpu_node.toml"
     line = next(csv.DictReader(io.StringIO(zeropp("plan", path, "--csv", status=cli.SOME_FAILED).stdout)))
     assert (line["runs_here"], "need a GPU" in line["why"]) == ("False", True)
@@ -47,7 +49,9 @@ def test_what_cannot_run_says_why(zeropp: Zeropp) -> None:
 
 
 def test_a_machine_adds_seconds(zeropp: Zeropp) -> None:
-    """By trial, over ZeRO-3 of the same setting, and what the prediction rests on."""
+    """With a machine, each trial has predicted seconds, a speed-up over ZeRO-3 of the same setting, and their
+    basis.
+    """
     path, machine = SUITES / "paper_scale.toml", SUITES / "machines" / "v100-dgx2.toml"
     planned = partial(zeropp, "plan", path, "--machine", machine, status=cli.SOME_FAILED)
     table = json.loads(planned("--json").stdout)["trials"]
@@ -64,8 +68,8 @@ def test_a_machine_adds_seconds(zeropp: Zeropp) -> None:
         assert (row["modelled_speed_up"] == 1) == (row["strategy"] == "zero3")
     assert "TFLOPS" in planned().stdout
     for command, file, message in (
-        ("plan", path, "no key of a machine"),
-        ("run", machine, "nothing is run by it"),
+        ("plan", path, "unknown key 'question' of a machine"),
+        ("run", machine, "zeropp run needs one that is calibrated here"),
     ):
         assert message in zeropp(command, path, "--machine", file, status=cli.REFUSED).stderr
 
@@ -84,7 +88,7 @@ def test_a_machine_adds_seconds(zeropp: Zeropp) -> None:
 def test_a_plan_names_what_its_seconds_rest_on(
     lines: str, basis: str, says: str, zeropp: Zeropp, tmp_path: Path
 ) -> None:
-    """Only what a calibration or a fit measured is called so, in rows for programs and in the notes."""
+    """Only predictions that rest on a calibration or fit are called calibrated or fitted, in rows and notes."""
     machine = tmp_path / "m.toml"
     usual = "" if "fewest" in lines else "fewest = 1\n"
     rates = "fixed = 1e-9\nper_token = 0.0\nefficiency = 1.0\nmost = 10.0"
@@ -101,13 +105,13 @@ def test_a_plan_names_what_its_seconds_rest_on(
 
 
 def test_the_machine_of_data_sheets_says_so() -> None:
-    """The shipped one is not called calibrated."""
+    """The shipped machine that rests on data sheets is not called calibrated."""
     machine = machine_file.read(SUITES / "machines" / "h100-dgx.toml")
     assert machine.basis(known=True) == "data sheet"
 
 
 def test_the_published_machine_is_the_fitted_one() -> None:
-    """The shipped numbers are those of the fit to the published bars, to four digits."""
+    """The numbers of the shipped machine equal those of the fit to published bars, to four digits."""
     shipped = machine_file.read(SUITES / "machines" / "v100-dgx2.toml")
     fitted = predict(read(published.FOLDER / "zeropp_throughput.csv")).machine
     for name in ("fixed", "per_token", "efficiency"):
@@ -115,7 +119,7 @@ def test_the_published_machine_is_the_fitted_one() -> None:
 
 
 def test_a_rate_gives_the_least_time() -> None:
-    """Of all steps, untimed ones too; not of peers, whose bytes are not known."""
+    """The least time counts all steps, warm-ups too; peers have none, since their bytes are not known."""
     cluster = Cluster(rate="8 Mbit/s")  # type: ignore[arg-type]
     trial = Trial(strategy="zero3", cluster=cluster, steps=3, warmup=2)
     (row,) = rows([Forecast(trial, parameters=1, egress=2_000_000, wire_seconds=2.0)])

@@ -1,4 +1,4 @@
-"""An error that all ranks of torchrun meet is one line; no rank's own error is lost."""
+"""An error that all ranks of torchrun meet is printed once, and no rank's own error is lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.print_once import speaks
 
 
 def test_equal_errors_are_printed_once_and_different_ones_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the first to fail, again after a restart; by all where no store answers or without torchrun."""
+    """The first rank to fail prints an error, again after a restart; without torchrun or its store, all ranks do."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(print_once, "_PATIENCE", timedelta(milliseconds=200))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -31,11 +31,11 @@ def test_equal_errors_are_printed_once_and_different_ones_each(monkeypatch: pyte
 
 @pytest.mark.long
 def test_torchrun_prints_a_refusal_once() -> None:
-    """Both ranks refuse the same flags with status 2; processes of torchrun take seconds."""
+    """If both ranks of a real torchrun refuse the same flags, the refusal is printed once."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python",
         sys.executable, "-m", "harness.cli", "train", "--fp16", "--bf16",
     ]  # fmt: skip
     process = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert process.returncode != 0
-    assert process.stderr.count("zeropp: flags: fp16.enabled = true: not with bf16.enabled = true") == 1
+    assert process.stderr.count("zeropp: flags: fp16.enabled = true: contradicts bf16.enabled = true") == 1

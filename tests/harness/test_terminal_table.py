@@ -27,7 +27,7 @@ def shown(rows: list[dict[str, Any]], columns: list[Column], width: int) -> str:
 
 @pytest.mark.parametrize("name", ["quickstart", "bits", "peers", *nightly("paper_scale")])
 def test_plans_fit_the_terminal(name: str) -> None:
-    """No line is longer than the terminal, no heading's word is cut, and columns left out are named."""
+    """No line is longer than the terminal, no word of a heading is cut, and columns left out are named."""
     suite = load(SUITES / f"{name}.toml")
     forecasts = forecast(suite.trials, any_host())
     for width in (80, 100, 120, 170, 190):
@@ -38,12 +38,12 @@ def test_plans_fit_the_terminal(name: str) -> None:
         heading = text.partition("\u2500")[0].split()
         assert "strategy" in heading
         assert not {"strateg", "policy.seco", "policy.gradient", "seconda"} & set(heading)
-        assert "memory/rank" in text.partition("between, inside nodes:")[0]
+        assert "memory/rank" in text.partition("between nodes, inside nodes:")[0]
     assert "left out" not in text
 
 
 def test_what_does_not_vary_is_a_line() -> None:
-    """With its unit; a table of one row keeps all its columns but the unknown ones."""
+    """Columns with one value become a line with their units; a table of one row keeps all columns with a value."""
     columns = [
         Column("strategy"),
         Column("sent", "", BYTES, "/step", mark=lambda row: row["mark"]),
@@ -58,7 +58,7 @@ def test_what_does_not_vary_is_a_line() -> None:
 
 
 def test_the_least_important_columns_are_left_out_first() -> None:
-    """The columns in which rows differ stay, folded at last."""
+    """Columns in which rows differ stay, and are folded if nothing else helps."""
     rows = [
         {"model.name": "gpt-small", "strategy": "zero3", "step": 0, "sequence": 128, "memory": 0},
         {"model.name": "bert-tiny", "strategy": "zeropp", "step": 1, "sequence": 64, "memory": 1},
@@ -76,7 +76,7 @@ def test_the_least_important_columns_are_left_out_first() -> None:
 
 
 def test_bytes_of_a_column_have_one_unit() -> None:
-    """That of the largest, in its heading; None is a dash."""
+    """All cells have the unit that suits the largest value, which is in the heading; None is a dash."""
     rows = [{"sent": sent} for sent in (1_500_000, 2_000, None)]
     cells = shown(rows, [Column("sent", "", BYTES, "/step")], 80).split()
     assert cells[:2] == ["sent,", "MB/step"]

@@ -1,4 +1,4 @@
-"""Operations choose a backend by device, and name it."""
+"""Tests that operations choose a backend by the device, and name it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from impl.cuda.launch import Launch
 
 @pytest.fixture
 def _fresh() -> Iterator[None]:
-    """Choices made under a test's patches do not outlive it."""
+    """Forget choices that were made under a test's patches."""
     ops._choose.cache_clear()
     yield
     ops._choose.cache_clear()
@@ -31,7 +31,7 @@ def _fresh() -> Iterator[None]:
 def test_a_cuda_device_uses_the_kernels_where_cupy_is_installed(
     monkeypatch: pytest.MonkeyPatch, spec: object, backend: str
 ) -> None:
-    """Without CuPy a CUDA device runs the reference, by name too."""
+    """Without CuPy, a CUDA device uses the reference, also if the backend is asked for by name."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
     assert ops.backend_of(torch.device("cuda")) == backend
     warning = ops.warning_of(torch.device("cuda"))
@@ -43,7 +43,7 @@ def test_a_cuda_device_uses_the_kernels_where_cupy_is_installed(
 def test_a_cpu_without_a_library_uses_the_reference_and_says_why(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, loads: bool
 ) -> None:
-    """One line says why a library cannot be built or loaded."""
+    """One line says why the library cannot be built or loaded."""
 
     def library(_: Path) -> Path:
         if not loads:
@@ -63,7 +63,7 @@ def test_a_cpu_without_a_library_uses_the_reference_and_says_why(
 
 
 def test_a_codec_whose_kernels_do_not_run_is_named_before_the_first_step() -> None:
-    """Each codec with scales and each format is tried; an error names it and the device."""
+    """Every codec with kernels is tried, and an error names the codec and the device."""
     launched: list[str] = []
 
     def fail(launch: Launch, _: torch.device) -> None:
@@ -80,7 +80,7 @@ def test_a_codec_whose_kernels_do_not_run_is_named_before_the_first_step() -> No
 
 
 def test_a_device_without_kernels_is_refused() -> None:
-    """A device of another kind raises, naming it."""
+    """A device of another type raises an error that names it."""
     with pytest.raises(ValueError, match="no kernels for device meta: expected one of cpu, cuda"):
         ops.backend_of(torch.device("meta"))
 
@@ -117,10 +117,10 @@ def test_tensors_that_kernels_cannot_read_or_write_are_refused(backend: str, spe
     total = torch.zeros(64)
     operations.decode_sum(codec, frames, total)
     for odd, message in (
-        (torch._neg_view(x), r"negated elements, which torch has not computed: pass resolve_neg\(\)"),
+        (torch._neg_view(x), r"torch negates this tensor lazily: pass tensor.resolve_neg\(\)"),
         (x.to_sparse(), "codecs read and write dense tensors with memory, got sparse_coo"),
-        (_freed(x.clone()), "a Tensor without memory: pass a plain tensor"),
-        (Wrapper(x), "got Wrapper|a Wrapper without memory: pass a plain tensor"),
+        (_freed(x.clone()), "a Tensor has no memory of its own: pass a plain tensor"),
+        (Wrapper(x), "got Wrapper|a Wrapper has no memory of its own: pass a plain tensor"),
     ):
         with pytest.raises(ValueError, match=message):
             operations.encode(codec, odd, frames)

@@ -1,4 +1,4 @@
-"""Arguments of modules are cast to the type of computation; their containers keep their types."""
+"""Tests that arguments of modules are cast to the compute type, in containers of the same types."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _containers(x: Tensor) -> list[Any]:
 
 @pytest.mark.parametrize("value", _containers(torch.ones(2)), ids=lambda value: type(value).__name__)
 def test_containers_keep_their_type_when_tensors_in_them_are_cast(value: Any) -> None:
-    """Named tuples, subclasses of dict, dataclasses: the original is not changed, and other values stay."""
+    """Named tuples, subclasses of dict, and dataclasses are copied; the original and other values do not change."""
     new = cast_tensors(value, torch.bfloat16)
     assert type(new) is type(value)
     for container, dtype in ((value, torch.float32), (new, torch.bfloat16)):
@@ -64,7 +64,7 @@ def test_containers_keep_their_type_when_tensors_in_them_are_cast(value: Any) ->
 
 
 class Widens(nn.Module):
-    """Norms in fp32 between blocks."""
+    """A model with norms in fp32 between its blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Widens(nn.Module):
 
 @each_rank(1, 2)
 def test_blocks_that_are_given_fp32_compute_in_the_type_of_their_weights(mesh: Mesh) -> None:
-    """The root takes a named tuple, blocks take fp32 from an operation between them; gradients arrive."""
+    """The root takes a named tuple, blocks take fp32 from an operation between them, and gradients arrive."""
     zero = shard(net := model(Widens), mesh=mesh, policy=preset("zero3", compute="bf16", memory=ROOMY))
     x = torch.randn(4, 16, requires_grad=True)
     net(Point(x, "a")).backward()
@@ -89,7 +89,7 @@ def test_blocks_that_are_given_fp32_compute_in_the_type_of_their_weights(mesh: M
 
 
 class _Wrapper(Tensor):
-    """A tensor of another's shape, and no memory of its own, as subclasses of several tensors are."""
+    """A tensor subclass with a shape but without memory of its own, like subclasses that hold several tensors."""
 
     @classmethod
     def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
@@ -97,7 +97,7 @@ class _Wrapper(Tensor):
 
 
 def test_what_has_no_one_memory_is_nobodys_view() -> None:
-    """Wrappers, sparse tensors and those of the meta device have no address; a view has that of its whole."""
+    """Wrappers, sparse tensors and tensors on the meta device have no address; a view has that of its base."""
     whole = torch.ones(4)
     wrapper = Tensor._make_wrapper_subclass(_Wrapper, whole.shape)  # type: ignore[attr-defined]
     for other in (wrapper, whole.to_sparse(), whole.to("meta")):

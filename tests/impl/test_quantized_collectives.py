@@ -1,4 +1,4 @@
-"""The collectives by themselves: any shape, any length, any codec."""
+"""Tests of the quantised collectives alone, with tensors of any shape and any codec."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def values(rank: int, *shape: int) -> torch.Tensor:
 def test_a_gather_is_every_ranks_tensor_bit_equal_everywhere(
     topology: Topology, codec: Codec, gather: str, shape: tuple[int, ...]
 ) -> None:
-    """Every rank gets every rank's tensor, of any shape: encoded and decoded once, in rank order."""
+    """All ranks get every rank's tensor in rank order, with the same bits, encoded and decoded once."""
 
     def gathered(mesh: Mesh) -> torch.Tensor:
         return quantized_all_gather(values(mesh.rank, *shape), codec, mesh, gather=gather, key=KEY)
@@ -65,7 +65,7 @@ def test_a_gather_is_every_ranks_tensor_bit_equal_everywhere(
 def test_a_reduction_is_that_of_the_engine(
     topology: Topology, codec: Codec, reduce: Any, shape: tuple[int, ...]
 ) -> None:
-    """Every rank gets its part of the mean of tensors of any shape, to the bit as gradients are reduced."""
+    """Every rank gets its part of the mean, with the bits that the engine's reduction gives."""
 
     def scattered(mesh: Mesh) -> None:
         x = values(mesh.rank, mesh.topology.world * shape[0], *shape[1:])
@@ -101,7 +101,7 @@ def test_raw_tensors_arrive_exactly(mesh: Mesh, topology: Topology, transport: s
 @pytest.mark.parametrize("start", [0, 16])
 @each_rank(3, 2)
 def test_noise_follows_the_number_of_the_element(mesh: Mesh, hop: int, start: int) -> None:
-    """Each hop's bits are those of (hop, source, element of the unit), whatever rows it encodes."""
+    """Random bits depend on hop, source and the element's number in the unit, whatever rows a hop encodes."""
     codec, stride = parse("int4:8:stochastic"), 24  # a shard of 20 elements takes whole octets
     reduction = Reduction(
         wire=Wire(mesh),
@@ -133,13 +133,13 @@ def _ring_draws(mesh: Mesh) -> None:
 
 
 def test_a_ring_draws_anew_at_every_step() -> None:
-    """Step k of a ring draws bits of hop k for the shard that it passes on."""
+    """Step k of a ring draws the bits of hop k for the shard that it sends."""
     on_threads(Topology(1, 1), _ring_draws)
     on_processes(Topology(1, 4), _ring_draws)
 
 
 def layouts(rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Tensors of many layouts, whose first dimensions 2 and 4 ranks can share, by name."""
+    """Return tensors of many layouts by name, whose first dimension 2 and 4 ranks can share."""
     x = values(rank, 2, 8, 6, 10).to(dtype)
     wide, line = x[0, :, 0, :], x.flatten()[:64]
     waves = torch.complex(values(rank, 8, 3), values(rank + 9, 8, 3))
@@ -218,7 +218,7 @@ def test_every_layout_is_sent_as_its_contiguous_copy(
 @pytest.mark.parametrize("codec", ["int4:8:stochastic", OWN])
 @each_rank(2, 2)
 def test_layouts_do_not_change_random_bits_nor_users_codecs(mesh: Mesh, codec: str, chunks: int) -> None:
-    """Chunks, random bits and a user's codec see the values in row-major order, as of the copy."""
+    """Chunks, random bits and users' codecs get the values in row-major order."""
     for name, x in layouts(mesh.rank, torch.float32).items():
         copy = (x.detach() + 0).clone(memory_format=torch.contiguous_format)
         key = KEY if "stochastic" in codec else None
@@ -237,7 +237,7 @@ def test_layouts_do_not_change_random_bits_nor_users_codecs(mesh: Mesh, codec: s
 def test_a_gather_may_read_from_the_tensor_that_it_writes(
     mesh: Mesh, topology: Topology, codec: str, gather: Any
 ) -> None:
-    """A row of ``out``, this rank's or another's, or a part across two, is read before it is overwritten."""
+    """A row of ``out``, or a part across two rows, is read before it is overwritten."""
     world, size = topology.world, 8
     wanted = quantized_all_gather(values(mesh.rank, size), codec, mesh, gather=gather)
     for start in (0, size, mesh.rank * size, mesh.rank * size + 3 * (mesh.rank + 1 < world), 3):
@@ -250,7 +250,7 @@ def test_a_gather_may_read_from_the_tensor_that_it_writes(
 
 @each_rank(1, 2)
 def test_a_gather_writes_into_a_parameter_where_gradients_are_off(mesh: Mesh) -> None:
-    """As torch's in-place operations do; with gradients on it is refused."""
+    """Like torch's in-place operations, it writes to a parameter under no_grad(), and is refused otherwise."""
     out = torch.nn.Parameter(torch.zeros(2, 8))
     with torch.no_grad():
         quantized_all_gather(values(mesh.rank, 8), "int8:8", mesh, out=out)
@@ -269,17 +269,17 @@ class Mine(torch.Tensor):
 @pytest.mark.parametrize(
     ("collective", "arguments", "options", "error", "message"),
     [
-        (quantized_reduce_scatter, (ZEROS[:7], "bf16"), {}, ValueError, r"2 ranks cannot share \(7,\)"),
+        (quantized_reduce_scatter, (ZEROS[:7], "bf16"), {}, ValueError, r"x of shape \(7,\) cannot be cut for 2 ranks"),
         (quantized_all_gather, (ZEROS.long(), "bf16"), {}, ValueError, "fp32, bf16, fp16, got torch.int64"),
         (quantized_all_gather, (ZEROS, "int9:8"), {}, CodecError, "2 to 8 bits"),
         (quantized_all_gather, (ZEROS, "bf16"), {"out": torch.zeros(8, 2).t()}, ValueError,
-         r"out holds \(2, 8\) torch.float32 side by side, got \(2, 8\)"),
+         r"out must be a contiguous \(2, 8\) torch.float32, got \(2, 8\)"),
         (quantized_all_gather, (ZEROS, "int8:8:stochastic"), {}, ValueError,
-         "int8:8:stochastic rounds stochastically: it needs a key"),
+         "int8:8:stochastic rounds stochastically and needs random bits: pass key="),
         (quantized_reduce_scatter, (ZEROS, "bf16"), {"reduce": "twohop"}, PolicyError, "reduce = 'twohop'"),
         (quantized_all_gather, (ZEROS, "bf16"), {"gather": "falt"}, PolicyError, "gather = 'falt'"),
         (quantized_reduce_scatter, (ZEROS, ["bf16", "bf16", "fp32"]), {}, ValueError,
-         "one for each of two hops, got 3"),
+         "codecs has 3 entries: pass one codec, or one for each of the two hops"),
         (quantized_all_gather, (ZEROS, object()), {}, CodecError, "is a object: expected fp32"),
         (quantized_reduce_scatter, (ZEROS, object()), {}, CodecError, "is a object: expected fp32"),
         (quantized_reduce_scatter, (ZEROS, ("bf16", "fp32")), {"reduce": "ring"}, PolicyError, "has one hop"),
@@ -290,23 +290,23 @@ class Mine(torch.Tensor):
                 (ZEROS.double(), "fp32, bf16, fp16, got torch.float64"),
                 (ZEROS.bool(), "fp32, bf16, fp16, got torch.bool"),
                 (ZEROS.to(torch.complex64).conj(), "fp32, bf16, fp16, got torch.complex64"),
-                (ZEROS.view(2, 4).to_sparse(), "x is a sparse_coo tensor: pass a dense one, as x.to_dense"),
-                (ZEROS.to("meta"), "x is on meta, and the mesh is on cpu: move it there"),
-                (ZEROS.as_subclass(Mine), "x is a Mine, expected a plain torch.Tensor"),
-                ([0.0] * 8, "x is a list, expected a plain torch.Tensor"),
+                (ZEROS.view(2, 4).to_sparse(), "x is a sparse_coo tensor: pass a dense one, such as x.to_dense"),
+                (ZEROS.to("meta"), "x is on meta, but the mesh is on cpu: move x there"),
+                (ZEROS.as_subclass(Mine), "x is a Mine: pass a plain torch.Tensor"),
+                ([0.0] * 8, "x is a list: pass a plain torch.Tensor"),
             )
         ),
-        (quantized_reduce_scatter, (torch.tensor(1.0), "bf16"), {}, ValueError, r"2 ranks cannot share \(\)"),
+        (quantized_reduce_scatter, (torch.tensor(1.0), "bf16"), {}, ValueError, r"x of shape \(\) cannot be cut"),
         *(
             (quantized_all_gather, (ZEROS, "bf16"), {"out": out}, ValueError, message)
             for out, message in (
                 (torch.zeros(2, 16)[:, ::2], r"got \(2, 8\) torch.float32 with strides \(16, 2\)"),
                 (torch.zeros(8).expand(2, 8), r"got \(2, 8\) torch.float32 with strides \(0, 1\)"),
-                (torch._neg_view(torch.zeros(2, 8)), r"side by side, .*, negated \(resolve_neg\(\) makes"),
-                (torch.zeros(2, 8).bfloat16(), r"side by side, got \(2, 8\) torch.bfloat16"),
-                (torch.zeros(2, 8, device="meta"), "out is on meta, and the mesh is on cpu"),
+                (torch._neg_view(torch.zeros(2, 8)), r"contiguous .*, negated \(resolve_neg\(\) makes"),
+                (torch.zeros(2, 8).bfloat16(), r"contiguous .*, got \(2, 8\) torch.bfloat16"),
+                (torch.zeros(2, 8, device="meta"), "out is on meta, but the mesh is on cpu"),
                 (torch.zeros(2, 8).to_sparse(), "out is a sparse_coo tensor"),
-                (torch.zeros(2, 8).as_subclass(Mine), "out is a Mine, expected a plain torch.Tensor"),
+                (torch.zeros(2, 8).as_subclass(Mine), "out is a Mine: pass a plain torch.Tensor"),
             )
         ),
     ],
@@ -315,6 +315,6 @@ class Mine(torch.Tensor):
 def test_misuse_is_one_clear_line(
     mesh: Mesh, *, collective: Any, arguments: Any, options: Any, error: type[Exception], message: str
 ) -> None:
-    """Each raises before anything is sent, and names the numbers."""
+    """Every misuse raises an error that names the numbers, before anything is sent."""
     with pytest.raises(error, match=message):
         collective(*arguments, mesh, **options)

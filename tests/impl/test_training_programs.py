@@ -1,4 +1,4 @@
-"""Programs as users write them train as one process does, or are refused in one line."""
+"""Tests that programs as users write them train as one process does, or are refused in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOLERANCE = 1e-4  # of the largest value: sums over ranks are in another order
 
 
 def outcome(program: Program) -> str:
-    """Return "trained", as one process does, or the line that refuses the program."""
+    """Return "trained" if the program trains as in one process, or the line that refuses it."""
     outputs, states = run(OneProcess(program), program)
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -41,7 +41,7 @@ def close(ours: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 @given(programs())
 def test_programs_train_as_one_process_or_are_refused(program: Program) -> None:
-    """Twenty programs: none trains to other weights, none hangs."""
+    """Twenty programs train to the weights of one process or are refused; none hangs."""
     outcome(program)
 
 
@@ -49,13 +49,13 @@ def test_programs_train_as_one_process_or_are_refused(program: Program) -> None:
 @settings(max_examples=200)
 @given(programs())
 def test_many_programs_train_as_one_process_or_are_refused(program: Program) -> None:
-    """Two hundred, drawn anew each time."""
+    """Two hundred programs, drawn anew at each run, train or are refused."""
     outcome(program)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_plain_programs_train(policy: str) -> None:
-    """A program of each policy with nothing unusual in it is not refused."""
+    """A program of each policy that does nothing unusual is not refused."""
     steps = Step(action="average", micro_batches=2, max_norm=0.5), Step(action="checkpoint")
     program = Program(policy=policy, topology=Topology(2, 2), optimizer="AdamW", tied=True, steps=steps)
     assert outcome(program) == "trained"
@@ -69,7 +69,7 @@ def test_plain_programs_train(policy: str) -> None:
     ],
 )
 def test_what_shards_cannot_train_is_refused(program: Program, words: str) -> None:
-    """With the reason, in one line."""
+    """Programs that shards cannot train are refused with the reason in one line."""
     refusal = outcome(program)
     assert words in refusal
     assert "\n" not in refusal

@@ -1,4 +1,4 @@
-"""Training with shards equals training in a single process, and every byte is predicted."""
+"""Tests that sharded training equals training in one process, and that every byte is predicted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FIVE = [Topology(1, 4), Topology(2, 2), Topology(2, 3), Topology(3, 2), Topology
 def test_exact_gradients_are_those_of_one_process(
     mesh: Mesh, topology: Topology, gather: Any, reduce: Any
 ) -> None:
-    """With policy exact the reduced gradient is the mean over ranks, within 1e-5, on any topology."""
+    """With the policy "exact", the reduced gradient is the mean over ranks within 1e-5, on any topology."""
     unsharded, net = model(), model()
     zero = shard(net, mesh=mesh, policy=replace(EXACT, gather=gather, reduce=reduce))
     net(batch(0, mesh.rank)).backward()
@@ -55,7 +55,7 @@ def test_exact_gradients_are_those_of_one_process(
 @pytest.mark.parametrize("topology", [*FIVE[:3], *nightly(*FIVE[3:])], ids=str)
 @pytest.mark.parametrize("name", ["zero3", "zeropp"])
 def test_training_follows_a_single_process(topology: Topology, name: str) -> None:
-    """Losses over 5 steps follow one process within 2 %, in 16 and in 8 bits."""
+    """Losses over 5 steps follow one process within 2 %, in 16-bit and in 8-bit codecs."""
     policy = preset(name, **(SMALL if name == "zeropp" else {"memory": ROOMY}))
     results = on_threads(topology, train, model(), policy, 5)
     assert mean_losses(results) == pytest.approx(single(model(), topology.world, 5), rel=0.02)
@@ -76,7 +76,7 @@ def _passed(mesh: Mesh, net: nn.Module, policy: Policy, passes: list[str], width
 
 @given(st.data(), PASSES)
 def test_bytes_are_those_foreseen_and_replicas_equal(data: st.DataObject, passes: list[str]) -> None:
-    """For any policy, topology, model and passes ledgers are as predicted, and ranks gather equal bits."""
+    """For any policy, topology, model and passes, ledgers are as predicted and all ranks gather the same bits."""
     topology = data.draw(topologies(6))
     policy = data.draw(as_published(data.draw(policies(topology))))
     net, width = model(Odd), 7
@@ -95,7 +95,7 @@ def test_bytes_are_those_foreseen_and_replicas_equal(data: st.DataObject, passes
 
 
 def test_plan_equals_what_is_sharded() -> None:
-    """Units planned from a model on the meta device are those that sharding makes."""
+    """Units planned from a model on the meta device are the units that sharding makes."""
     topology = Topology(2, 3)
     policy = preset("zeropp", **SMALL)
     with torch.device("meta"):
@@ -107,7 +107,7 @@ def test_plan_equals_what_is_sharded() -> None:
 @pytest.mark.parametrize("prefetch", [0, ROOMY.prefetch])
 @pytest.mark.parametrize("frozen", [("norm",), ("up", "norm"), ("up", "down", "norm")])
 def test_memory_counts_frozen_units_with_their_block(frozen: tuple[str, ...], prefetch: int) -> None:
-    """Frozen parameters of a block are gathered with it, and in backward with the block before too."""
+    """A block's frozen parameters are gathered with it; in backward they are also gathered with the block before."""
     net = model(depth=3)
     for name, parameter in net.named_parameters():
         parameter.requires_grad_(not any(part in name.split(".") for part in frozen))
@@ -121,7 +121,7 @@ def test_memory_counts_frozen_units_with_their_block(frozen: tuple[str, ...], pr
 @pytest.mark.parametrize("transport", ["backend", "shm"])
 @each_rank(2, 1, processes=True)
 def test_elements_of_one_hop_arrive_where_they_are_used(mesh: Mesh, transport: Transport) -> None:
-    """Between nodes of one rank, weights in the type of computation are received in place, not decoded."""
+    """Between nodes of one rank, unquantised weights arrive in the flat buffer and are not decoded."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("decoded")
@@ -133,7 +133,7 @@ def test_elements_of_one_hop_arrive_where_they_are_used(mesh: Mesh, transport: T
 
 
 def test_what_is_no_policy_is_refused() -> None:
-    """A configuration or None instead of a policy or mesh is refused; one line names the type expected."""
+    """A configuration or None in place of a policy or a mesh is refused in one line that names the expected type."""
     with pytest.raises(ZeroError, match=r"policy is a dict: expected an impl\.plan\.policy\.Policy"):
         shard(nn.Linear(1, 1), mesh=None, policy={"stage": 3})  # type: ignore[arg-type]
     with pytest.raises(MeshError, match=r"mesh is a NoneType: expected an impl\.comm\.mesh\.Mesh"):
@@ -143,7 +143,7 @@ def test_what_is_no_policy_is_refused() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @each_rank(1, 2)
 def test_what_is_sharded_already_is_refused(mesh: Mesh, stage: int) -> None:
-    """The same model, a part of it, or one that holds it is refused, and the first engine goes on."""
+    """Sharding the same model, a part of it, or a model that holds it is refused, and the first engine goes on."""
     net = Stack()
     policy = replace(EXACT, stage=stage)
     shard(net, mesh=mesh, policy=policy)

@@ -1,4 +1,4 @@
-"""Unusual models that the engine trains: each once crashed or gave a wrong result."""
+"""Tests of unusual models that the engine trains; each once crashed or gave a wrong result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDTH = 8
 
 
 class Layer(nn.Module):
-    """A weight and an elementwise gain: the gain's backward reads freed memory first."""
+    """A weight and an elementwise gain, whose backward reads freed memory first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """An embedding, layers, a head; subclasses apply the layers, or one layer, in other ways."""
+    """An embedding, layers and a head; subclasses apply the layers, or one layer, in other ways."""
 
     Inner: Callable[[], nn.Module] = Layer
 
@@ -169,7 +169,7 @@ class OneCheckpointOfDetachedCopies(UsesADetachedCopy):
 
 
 class ComplexWeights(Stack):
-    """Conjugates and their imaginary parts are views whose values are computed when they are read."""
+    """A model whose weights are read as conjugates and imaginary parts, which torch computes when they are read."""
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -240,7 +240,7 @@ def of_data(loss_of: Callable[[nn.Module, Tensor], Tensor]) -> LossOf:
 def check(
     base: nn.Module, loss_of: Any = nn.Module.__call__, policy: Policy = EXACT, *, transport: str = "backend"
 ) -> None:
-    """Three steps on four thread ranks change the weights as one process does; with shm, on one node."""
+    """Assert that three steps on four thread ranks change the weights as one process does; with shm, on one node."""
     topology = Topology(2, 2) if transport == "backend" else Topology(1, 4)
     got = on_threads(topology, _weights, base, loss_of, policy, transport)
     wanted = copy.deepcopy(base)
@@ -264,7 +264,7 @@ HOW = pytest.mark.parametrize(("secondary", "transport"), [("node", "backend"), 
 @pytest.mark.parametrize("kind", KINDS)
 @HOW
 def test_models_train_as_in_one_process(kind: type[nn.Module], secondary: Any, transport: str) -> None:
-    """However a model uses its blocks and parameters, it is trained as in one process."""
+    """However a model uses its blocks and parameters, it trains as in one process."""
     check(model(kind), policy=replace(EXACT, secondary=secondary), transport=transport)
 
 
@@ -279,20 +279,20 @@ LOOPS = {
 @HOW
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loops_train_as_in_one_process(loop: str, secondary: Any, transport: str) -> None:
-    """However a loop calls a model, it is trained as in one process."""
+    """However a loop calls a model, the model trains as in one process."""
     check(model(Stack), LOOPS[loop], replace(EXACT, secondary=secondary), transport=transport)
 
 
 @pytest.mark.parametrize("transport", ["backend", "shm"])
 @pytest.mark.parametrize("kind", [Stack, HidesItsOutput, UsesADetachedCopy])
 def test_blocks_may_be_called_by_themselves(kind: type[nn.Module], transport: str) -> None:
-    """Without the model's own forward pass, the weights that autograd saved are there in backward."""
+    """Blocks may be called without the model's forward pass; backward finds the weights that autograd saved."""
     check(model(kind), lambda net, x: net.middle(x).square().mean(), transport=transport)
 
 
 @pytest.mark.parametrize("changes", [{"secondary": "node"}, {"gather": "flat", "reduce": "one_hop"}], ids=str)
 def test_many_blocks_never_wait_for_themselves_in_shared_memory(changes: dict[str, Any]) -> None:
-    """With more blocks than slots of the arena, all prefetched, training goes on and is right."""
+    """With more blocks than slots of the arena, all prefetched, training does not block and is right."""
     rest = model(Stack, depth=24), nn.Module.__call__, preset("exact", memory=ROOMY, **changes)
     topology = Topology(2, 2) if "secondary" in changes else Topology(1, 3)
     shared = on_processes(topology, _weights, *rest, "shm")[0]
@@ -301,7 +301,7 @@ def test_many_blocks_never_wait_for_themselves_in_shared_memory(changes: dict[st
 
 
 class _Looks(Layer):
-    """A view of its weight outlives its forward pass."""
+    """A model that keeps a view of its weight after its forward pass."""
 
     seen: Tensor
 
@@ -313,7 +313,7 @@ class _Looks(Layer):
 @pytest.mark.parametrize("transport", ["backend", "shm"])
 @each_rank(1, 2)
 def test_a_view_that_somebody_holds_never_shows_another_units_weights(mesh: Mesh, transport: Any) -> None:
-    """Memory of released weights is reused, but not while another view of it lives."""
+    """Memory of resharded weights is reused, but not while somebody holds a view of it."""
     base, net = (model(Stack, layer=_Looks, depth=4) for _ in range(2))
     policy = preset("exact", memory=MemoryLimits(prefetch=0, max_padding=9))
     shard(net, mesh=mesh, policy=policy, wire=Wire(mesh, transport=transport))

@@ -18,10 +18,12 @@ import pytest
 
 from docs.numbers import REFERENCE, ROOT
 from harness import cli
+from harness.cluster.interrupts import REFUSED
 from harness.measure import machine
 from harness.records.trial_record import Failure, RecordError, write
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.build import build
+from report.command import report_after_run
 from report.data.frames import ReportError
 from tests.harness.records.test_record_checks import halved
 from tests.report.records import CRASHED, changed, record_of, records_of, taken_by_others
@@ -402,3 +404,49 @@ def test_a_folder_of_archives_is_reported_whole(
     pages = [Path(page) for page in capsys.readouterr().out.split()]
     assert pages == [tmp_path / suite / "report.html" for suite in ("rlhf", "stages")]
     assert all(page.stat().st_size > 1000 for page in pages)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("undrawn")
+def test_a_broken_archive_leaves_the_pages_of_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Paths of the pages are printed, then why the others have none, in one line each; the status is 2."""
+    shutil.copy(ROOT / REFERENCE / "stages.tar.xz", tmp_path)
+    for broken in ("a", "z"):
+        (tmp_path / f"{broken}.tar.xz").write_bytes(b"no archive")
+    assert cli.main(["report", str(tmp_path)]) == REFUSED
+    printed = capsys.readouterr()
+    assert printed.out == f"{tmp_path / 'stages' / 'report.html'}\n"
+    first, second = printed.err.splitlines()
+    assert first.startswith(f"zeropp: {tmp_path / 'a.tar.xz'}: cannot be unpacked: ")
+    assert second.startswith(f"zeropp: {tmp_path / 'z.tar.xz'}: cannot be unpacked: ")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_builds_a_page_of_the_same_records_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second time it prints the path and the lead alone; another record, or no page, builds it again."""
+    built = mock.Mock(side_effect=build)
+    monkeypatch.setattr("report.build.build", built)
+    folder = _folder(tmp_path, "quickstart")
+
+    def printed() -> tuple[str, str]:
+        report_after_run(folder)
+        return tuple(capsys.readouterr())  # type: ignore[return-value]
+
+    path, lead = printed()
+    assert path == f"{folder / 'report.html'}\n"
+    assert "a step of qwZ is " in lead
+    assert printed() == (path, lead)
+    assert built.call_count == 1
+    (folder / "report.html").unlink()
+    assert printed() == (path, lead)
+    assert built.call_count == 2
+    next(folder.glob("*.json")).unlink()
+    printed()
+    assert built.call_count == 3
+    build(folder, width=84.0)  # another page than a run's
+    printed()
+    assert built.call_count == 4

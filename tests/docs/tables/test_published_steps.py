@@ -69,11 +69,11 @@ def test_the_blogs_bars_follow_from_four_of_them() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"system": "zero9"}, "row 1: what zero9 sends is not known"),
+        ({"system": "zero9"}, "row 1: the volume that system zero9 sends is not known"),
         ({"adapters": 0}, "row 1: adapters is 0"),
         ({"parameters_billion": float("nan")}, "row 1: parameters_billion is nan"),
         ({"tokens_per_gpu": "many"}, "row 1: tokens_per_gpu is many"),
-        ({"seconds": 0.0}, "row 1: seconds, by tflops_per_gpu if not said, is 0.0"),
+        ({"seconds": 0.0}, "row 1: seconds \\(or tflops_per_gpu\\) is 0.0"),
     ],
 )
 def test_a_table_that_cannot_be_modelled_is_refused(

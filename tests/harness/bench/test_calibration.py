@@ -25,7 +25,7 @@ TRUTH = Machine(
 
 
 def _measured(truth: Machine) -> list[Measured]:
-    """What the trials of a calibration would take on ``truth``."""
+    """Return what the calibration's trials would take on machine ``truth``."""
     measured = []
     for planned in forecast(trials(), any_host()):
         assert planned.step is not None
@@ -43,7 +43,7 @@ def _measured(truth: Machine) -> list[Measured]:
 
 @given(factor=st.floats(0.2, 5), sent=st.floats(0, 1e-8))
 def test_the_machine_behind_the_trials_is_fitted(factor: float, sent: float) -> None:
-    """Every trial's step is predicted by what was fitted to processor seconds, whatever they were."""
+    """The fitted machine predicts every trial's step, although only processor seconds were fitted."""
     truth = replace(TRUTH, per_token=TRUTH.per_token * factor, unit=TRUTH.unit * factor, sent=sent)
     blank = replace(
         truth, fixed=1.0, per_token=0.0, launch=0, unit=0, element=0, message=0, sent=0, optimizer=0,
@@ -59,7 +59,7 @@ def test_the_machine_behind_the_trials_is_fitted(factor: float, sent: float) -> 
 
 
 def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """Through TOML to the bit, codecs and all."""
+    """Writing a machine to TOML and reading it back gives an equal machine, codecs included."""
     machine_file.write(tmp_path / "m.toml", TRUTH)
     assert machine_file.read(tmp_path / "m.toml") == TRUTH
 
@@ -74,11 +74,11 @@ def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("overlop = 'none'", "did you mean 'overlap'"),
         ("[codecs.bf16]\nencode = -1\ndecode = 0", "codecs.bf16.encode"),
         ("[codecs.bf16]\nencode = 1", "codecs.bf16.decode"),
-        ("[[", "no TOML"),
+        ("[[", "not TOML"),
     ],
 )
 def test_what_a_machine_cannot_have_is_refused_by_its_key(tmp_path: Path, line: str, named: str) -> None:
-    """One line with the file and the key."""
+    """A missing, unknown or wrong key is refused in one line that names the file and the key."""
     machine_file.write(path := tmp_path / "m.toml", replace(TRUTH, codecs={}))
     key = line.split(" ", maxsplit=1)[0]
     kept = [kept for kept in path.read_text().splitlines() if not kept.startswith(f"{key} ")]
@@ -91,12 +91,12 @@ def test_what_a_machine_cannot_have_is_refused_by_its_key(tmp_path: Path, line: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"host": ""}, "nothing is run by it"),
+        ({"host": ""}, "zeropp run needs one that is calibrated here"),
         ({"host": "elsewhere"}, "calibrated on elsewhere"),
         ({"date": "2020-01-01"}, "days ago"),
     ],
 )
 def test_a_stale_or_foreign_calibration_is_refused(changes: dict[str, str], message: str) -> None:
-    """Nothing is run by a machine that is not this one, or was long ago."""
+    """A run refuses a machine that was calibrated on another host, or too long ago."""
     with pytest.raises(Refusal, match=message):
         machine_file.check_host(Path("m.toml"), replace(TRUTH, **changes), "here")  # type: ignore[arg-type]

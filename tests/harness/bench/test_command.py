@@ -1,4 +1,4 @@
-"""``zeropp bench`` times what it says it does, keeps raw seconds, and refuses in one line."""
+"""``zeropp bench`` times what it documents, keeps raw seconds, and refuses bad input in one line."""
 
 from __future__ import annotations
 
@@ -44,10 +44,13 @@ BAD = {
     "one rank": (("collectives", "--nodes", "1", "--ranks", "1"), "expected 2 to 64 ranks"),
     "no such benchmark": (("codec",), "No such command"),
     "no benchmark": ((), "Missing command"),
-    "a link of one node": (("collectives", "--nodes", "1", "--rate", "1 Gbit/s"), "one node has no link"),
+    "a link of one node": (
+        ("collectives", "--nodes", "1", "--rate", "1 Gbit/s"),
+        "needs a link between nodes",
+    ),
     "no GPU": pytest.param(
         ("codecs", "--backend", "cuda"),
-        "backend 'cuda' is not here: torch finds no CUDA device",
+        "backend 'cuda' is not available here: torch finds no CUDA device",
         marks=pytest.mark.needs("no CUDA device"),
     ),
 }
@@ -57,20 +60,20 @@ BAD = {
 def test_bad_input(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
-    """What cannot be measured is one line with status 2, and nothing is touched."""
+    """What cannot be measured is refused in one line with status 2, and nothing is written."""
     assert message in refused(folder, capsys, "bench", *arguments)
 
 
 @pytest.mark.parametrize("below", ["", "there"])
 def test_results_that_are_no_folder(folder: Path, capsys: pytest.CaptureFixture[str], below: str) -> None:
-    """A file where the results should go is noticed before anything is measured, not after."""
+    """A file in the place of the results folder is refused before anything is measured, not after."""
     (folder / "file").write_text("", encoding="utf-8")
     error = refused(folder, capsys, "bench", "collectives", "--results", str(Path("file", below)))
-    assert "is no folder" in error
+    assert "is not a folder" in error
 
 
 def test_other_machines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Records of another machine or code are not joined."""
+    """A folder with records of another machine or other code is refused."""
     bench_record.write(folder / "results" / "bench-codecs", codecs())
     assert "another machine or code" in refused(folder, capsys, "bench", "codecs")
 
@@ -110,7 +113,9 @@ def test_moved_bytes() -> None:
 
 @given(st.integers(1, 4), st.integers(1, 6), st.floats(0.0, 1.0))
 def test_candidates_take_turns(candidates: int, most: int, seconds: float) -> None:
-    """Each candidate runs once a round; turns rotate, a warm-up is left out, and rounds keep their limits."""
+    """Each candidate runs once a round in rotating order; the warm-up is left out, and the number of rounds keeps
+    its limits.
+    """
     calls: list[int] = []
 
     def contend(number: int) -> int:
@@ -132,7 +137,9 @@ def test_candidates_take_turns(candidates: int, most: int, seconds: float) -> No
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (1, 2)])
 def test_collectives(folder: Path, capsys: pytest.CaptureFixture[str], nodes: int, ranks: int) -> None:
-    """Two ranks leave all algorithms and codecs, bytes beside gloo's; shared memory is for hops in a node."""
+    """Two ranks measure all algorithms and codecs, with the bytes of gloo; shared memory is used only for hops
+    inside a node.
+    """
     arguments = ["--nodes", str(nodes), "--ranks", str(ranks), "--megabytes", "1", "--seconds", "0"]
     assert cli.main(["bench", "collectives", *arguments]) == cli.OK
     assert "times gloo" in capsys.readouterr().out
@@ -151,7 +158,7 @@ def test_collectives(folder: Path, capsys: pytest.CaptureFixture[str], nodes: in
 
 
 def test_together() -> None:
-    """A round lasts as long as the slowest rank's; all ranks' bytes add up."""
+    """Over all ranks, a round takes as long as on the slowest rank, and bytes add up."""
     sample = collectives().samples[0]
     fast, slow = (
         sample.model_copy(
@@ -166,7 +173,7 @@ def test_together() -> None:
 
 
 def test_records_refuse(tmp_path: Path) -> None:
-    """Unpaired seconds, other schemas and suites' records are no records of a benchmark."""
+    """Unpaired seconds, other schemas and records of suites are refused as records of a benchmark."""
     sample = collectives().samples[0].model_dump()
     with pytest.raises(ValueError, match="seconds has 2 rounds, reference_seconds has 1"):
         Sample(**(sample | {"reference_seconds": [1.0]}))
@@ -188,7 +195,7 @@ def test_records_refuse(tmp_path: Path) -> None:
 def test_what_fails_is_not_bad_input(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that end badly are one line with status 1 and leave no record; what they refuse is bad input."""
+    """A rank that fails gives one line with status 1 and no record; a refusal of a rank gives status 2."""
     (folder / "results").mkdir(exist_ok=True)
     crash = "rank 1 was killed by signal 9 (SIGKILL)"
     for error, status, message in (
@@ -210,7 +217,7 @@ OVERLAP = ("overlap", "--layers", "2", "--sequences", "1", "--megabytes", "1")
 @pytest.mark.timeout(180)
 @pytest.mark.long
 def test_overlap(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run holds the link to the rate that follows from compute alone, and keeps every round's seconds."""
+    """The link has the rate that follows from compute alone, and the record keeps the seconds of every round."""
     assert cli.main(["bench", *OVERLAP, "--seconds", "0"]) == cli.OK
     assert "shorter hop hidden" in capsys.readouterr().out
     (record,) = bench_record.read_all(folder / "results" / "bench-overlap")
@@ -237,7 +244,7 @@ def test_overlap(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_overlap_needs_namespaces(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no link can be shaped the run ends in one line: a pacer holds only what passes our wire."""
+    """Without network namespaces the command ends in one line, since a pacer would limit only messages of our wire."""
     refusal = mock.Mock(side_effect=errors.LinkError("no network namespaces here"))
     monkeypatch.setattr(link, "_open_namespaces", refusal)
     assert "no network namespaces here" in refused(folder, capsys, "bench", *OVERLAP)

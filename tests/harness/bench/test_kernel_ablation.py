@@ -1,4 +1,4 @@
-"""The kernels with one thing taken away do what the whole ones do, by other launches."""
+"""Kernels without an optimisation write the same bits as the complete ones, with other launches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WANTED = {
 
 @pytest.mark.parametrize("name", ABLATED)
 def test_each_is_the_reference_by_other_launches(name: str, cuda_libraries: Path) -> None:
-    """Frames, elements, sums and sums encoded again are the reference's bits; the kernels are those named."""
+    """Frames, decoded elements and sums equal the reference's bits, and the expected kernels are launched."""
     host, wide, idle = Host(cuda_libraries), [], []
 
     def run(launch: Launch, device: torch.device, **options: Any) -> None:

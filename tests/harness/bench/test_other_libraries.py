@@ -1,4 +1,4 @@
-"""Quantisers beside ours: those that are here do what they say, the others say what they lack."""
+"""Quantisers of other libraries compute what they describe; those that are missing give the reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from harness.bench import other_libraries
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_lines_of_pytorch_quantise(dtype: torch.dtype) -> None:
-    """What ``torch.compile`` is timed on errs by at most half a step of a block; bytes are right."""
+    """The function timed under ``torch.compile`` errs by at most half a step of its block, and its bytes are
+    counted right.
+    """
     x = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0)).to(dtype)
     sizes = {}
     with torch.compiler.set_stance("force_eager"):
@@ -30,6 +32,6 @@ def test_lines_of_pytorch_quantise(dtype: torch.dtype) -> None:
 
 @pytest.mark.needs("no CUDA device")
 def test_what_needs_a_gpu_says_so() -> None:
-    """DeepSpeed's quantisers are of fp16 on a GPU: elsewhere they are missing, and none is timed."""
+    """DeepSpeed's quantisers need fp16 on a GPU; elsewhere they are reported as missing, and none is timed."""
     assert other_libraries.why_missing("deepspeed") == "deepspeed: its quantisers need a CUDA device"
     assert not list(other_libraries.codings("deepspeed", torch.zeros(8, dtype=torch.float16)))

@@ -1,4 +1,4 @@
-"""A trace is a file that Chrome and Perfetto read, and what it says of hiding follows from its spans."""
+"""A trace can be opened by Chrome and Perfetto, and its summary follows from its spans."""
 
 from __future__ import annotations
 
@@ -44,13 +44,15 @@ strategy = ["zeropp", "zero3", "ddp"]
 def test_a_step_of_every_rank_is_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A process for each rank, a thread for each lane, whose events follow each other; nothing else."""
+    """The file has a process for each rank and a thread for each lane, whose events do not overlap, and nothing
+    else.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "q.toml").write_text(SUITE)
     trials = {trial.strategy: trial for trial in load(tmp_path / "q.toml").trials}
     assert cli.main(["trace", "q.toml", trials["zeropp"].id[:8]]) == cli.OK
     out = capsys.readouterr().out
-    assert "messages between nodes were under way" in out
+    assert "messages between nodes were in flight" in out
     path = tmp_path / "results" / "q" / "traces" / f"trace-{trials['zeropp'].id}.json"
     picture = path.with_suffix(".svg")
     assert out.endswith(f"/traces/{path.name}\n{picture.relative_to(tmp_path)}\n")
@@ -83,7 +85,7 @@ def test_a_step_of_every_rank_is_in_the_file(
 def test_an_unknown_trial_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], identity: str, message: str
 ) -> None:
-    """In a line that names the trials of the suite."""
+    """An unknown trial is refused in one line that names the trials of the suite."""
     (tmp_path / "q.toml").write_text(SUITE)
     assert cli.main(["trace", str(tmp_path / "q.toml"), identity]) == cli.REFUSED
     assert message in capsys.readouterr().err
@@ -99,7 +101,7 @@ def test_an_unknown_trial_is_refused(
     ],
 )
 def test_what_has_no_trace_is_refused(fields: dict[str, Any], message: str) -> None:
-    """Peers, GPUs and generations, saying why."""
+    """Trials of peers, on GPUs and of generation are refused with the reason."""
     assert message in (refusal(Trial(**fields)) or "")
     assert refusal(Trial()) is None
 
@@ -111,7 +113,7 @@ _TIMES = st.tuples(st.integers(0, 50), st.integers(1, 20)).map(lambda pair: (pai
 def test_computing_is_what_is_left(
     waits: list[tuple[int, int]], coding: list[tuple[int, int]], parts: list[tuple[int, int]]
 ) -> None:
-    """Second by second: inside a part, and neither waiting nor coding."""
+    """A moment counts as computing exactly if it is inside a part of the step, and neither in a wait nor in coding."""
     spans = [
         Span(lane, "x", begin, end)
         for lane, times in ((WAITING, waits), (CODING, coding), ("part of the step", parts))
@@ -127,7 +129,7 @@ def test_computing_is_what_is_left(
 def test_hidden_is_what_was_under_way_without_waiting(
     waits: list[tuple[int, int]], messages: list[tuple[int, int]]
 ) -> None:
-    """Second by second; messages inside nodes, and waits for them, count for nothing."""
+    """A moment counts as hidden if a message between nodes is in flight and nothing waits for one."""
     spans = [Span(WAITING, ACROSS, *span) for span in waits] + [Span(BETWEEN, "", *span) for span in messages]
     under_way = {second for begin, end in messages for second in range(begin, end)}
     waited = {second for begin, end in waits for second in range(begin, end)}
@@ -141,7 +143,9 @@ def _run(mesh: Mesh, name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["zeropp", "ring", "two_hop in 4 chunks"])
 def test_noting_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses and ledgers are those without, to the bit; noted messages between nodes are the ledger's."""
+    """Losses and ledgers equal those without tracing, and the messages between nodes in the trace are those of the
+    ledger.
+    """
     topology = Topology(2, 2)
     wanted = on_threads(topology, _run, name)
     timelines: dict[int, Timeline] = {}

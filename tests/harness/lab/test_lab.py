@@ -1,4 +1,4 @@
-"""Snapshots and what formats do to them."""
+"""Snapshots hold what training has, and formats are ranked by their errors on snapshots."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_snapshot_is_what_training_has(snapshot: Path) -> None:
-    """Each kind of each unit at each step; Adam's first changes are as long as its rate; ranks differ."""
+    """A snapshot has every kind of values of every unit at every chosen step, and the values are those of training."""
     units, sizes = units_of(snapshot)
     assert sizes == (2, 2)
     assert {unit.kind for unit in units} == {"weights", "changes", "gradients"}
@@ -48,8 +48,8 @@ def test_a_snapshot_is_what_training_has(snapshot: Path) -> None:
 
 
 def test_steps_that_a_trial_lacks_are_refused(tmp_path: Path) -> None:
-    """A step beyond the last one is named."""
-    with pytest.raises(Refusal, match="expected some of 0 to 2"):
+    """A step beyond the last one is refused by its number."""
+    with pytest.raises(Refusal, match="expected numbers from 0 to 2"):
         take(TINY, [3], tmp_path / "s", lambda _: None)
 
 
@@ -57,7 +57,7 @@ def test_steps_that_a_trial_lacks_are_refused(tmp_path: Path) -> None:
 def test_by_default_steps_are_kept_as_far_as_a_trial_goes(
     steps: int, kept: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A suite of five steps, as zeropp new writes it, has a snapshot of its first one."""
+    """Of the default steps, those that the trial has are saved: of a trial of five steps, the first."""
     suite, taken = tmp_path / "q.toml", list[list[int]]()
     lines = ["name = 'q'", "question = 'Why?'", "[defaults]", f"steps = {steps}", "warmup = 1"]
     suite.write_text("\n".join([*lines, "[matrix]", "strategy = ['zero3']"]))
@@ -67,7 +67,7 @@ def test_by_default_steps_are_kept_as_far_as_a_trial_goes(
 
 
 def test_formats_are_ranked_by_their_errors(snapshot: Path) -> None:
-    """More bits err less, for every kind of values; bits are those of frames; unbiased ones have no bias."""
+    """More bits err less, for every kind of values; the bits are those of frames, and unbiased codecs have no bias."""
     codecs = rank_codecs(measure(*units_of(snapshot), ["int2:128", "int4:128", "int8:128", "fp32"]))
     for kind in ("weights", "changes", "gradients"):
         rows = codecs[codecs["kind"] == kind]
@@ -79,7 +79,7 @@ def test_formats_are_ranked_by_their_errors(snapshot: Path) -> None:
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(1, 4), (2, 2), (4, 1)]))
 def test_reductions_of_equal_gradients_err_as_one_or_two_encodings(seed: int, sizes: tuple[int, int]) -> None:
-    """Equal gradients of all ranks: hop by hop each decodes to the same, so int8 errs as its bound says."""
+    """If all ranks have equal gradients, the error is at most that of one encoding for each hop."""
     row = torch.randn(500, generator=torch.Generator().manual_seed(seed))
     rows = measure([Unit("gradients", "u@0", row.expand(4, -1).contiguous())], sizes, ["int8:shard"])
     hops = 1 if sizes[0] == 1 else 2
@@ -88,7 +88,7 @@ def test_reductions_of_equal_gradients_err_as_one_or_two_encodings(seed: int, si
 
 
 def test_a_budget_of_snapshots_is_kept(snapshot: Path) -> None:
-    """On 20 parts of snapshots: within the budget of bits, and no worse than one codec of as many bytes."""
+    """The chosen codecs stay within the budget, and err no more than the best single codec with as many bytes."""
     texts = ["int2:128", "int3:128", "int4:128", "nf4", "mxfp6e2m3", "int8:128"]
     measured = measure(*units_of(snapshot), texts)
     tried = 0
@@ -108,7 +108,7 @@ def test_a_budget_of_snapshots_is_kept(snapshot: Path) -> None:
 
 @given(st.integers(-100, 100), st.integers(1, 4))
 def test_lossless_bits_are_8_and_the_entropy_of_exponents(exponent: int, kinds: int) -> None:
-    """Values of 2^k equally likely exponents take 8 + k bits, whichever exponents, signs and zeros."""
+    """With 2^k equally likely exponents a value takes 8 + k bits, whatever the exponents, signs and zeros."""
     values = torch.cat(
         [torch.full((6,), (-1.5) ** (e % 2) * 2.0 ** (exponent + 2 * e)) for e in range(2**kinds)]
     )
@@ -117,7 +117,7 @@ def test_lossless_bits_are_8_and_the_entropy_of_exponents(exponent: int, kinds: 
 
 
 def test_any_safetensors_file_is_measured(tmp_path: Path) -> None:
-    """Tensors of other names are weights, integers are left out; what is no such file is refused."""
+    """Tensors with other names count as weights, integers are left out, and other files are refused."""
     path = tmp_path / "own.safetensors"
     save_file({"layer.w": torch.randn(8, 8), "ids": torch.arange(3), "gradients/x": torch.randn(3, 40)}, path)
     units, sizes = units_of(path)
@@ -131,18 +131,18 @@ def test_any_safetensors_file_is_measured(tmp_path: Path) -> None:
 
 
 def test_the_ranking_is_compared_with_committed_losses(snapshot: Path) -> None:
-    """Losses of the suite formats and errors of a snapshot rank its codecs alike, or the number says not."""
+    """The rank correlation uses the committed losses of suite formats; with too few codecs it is refused."""
     texts = ["int8:128", "fp8e4m3:128", "mxfp8", "int4:128", "int4:128:clip", "mxfp4", "int4:128:hadamard32"]
     codecs = rank_codecs(measure(*units_of(snapshot), texts))
     ranks = agreement(codecs, Path(__file__).parents[3] / "results" / "reference" / "formats.tar.xz")
     assert -1 <= ranks.low <= ranks.correlation <= ranks.high <= 1
     assert (ranks.codecs, ranks.seeds) == (7, 6)
-    with pytest.raises(Refusal, match="expected 5 or more"):
+    with pytest.raises(Refusal, match="a rank correlation needs at least 5"):
         agreement(codecs[:2], Path(__file__).parent)
 
 
 def test_the_commands_print_a_table(snapshot: Path) -> None:
-    """Ranked, as CSV too; a codec that means nothing is refused with status 2."""
+    """The command prints a ranking, also as CSV, and refuses an unknown codec with status 2."""
     arguments = ["bench", "formats", str(snapshot), "--codec", "nvfp4", "--codec", "int8:64", "--csv"]
     printed = CliRunner().invoke(app, arguments)
     assert printed.exit_code == 0, printed.output

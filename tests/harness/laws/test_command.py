@@ -14,7 +14,8 @@ from harness.laws import command
 from harness.laws.subject import REPRESENTATIVE, why_missing
 from impl.codecs.codec import FORMATS, Codec, parse
 
-BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"```(python|text)\n(.*?)```", re.DOTALL)
+OWN = (DOCS / "guide" / "own_kernel.md").read_text(encoding="utf-8")
 
 
 def plain(text: str) -> str:
@@ -24,10 +25,11 @@ def plain(text: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the page's codec in it, as ``mine`` and, mended, as ``mended``."""
-    code = dict(BLOCK.findall((DOCS / "reference" / "codecs.md").read_text(encoding="utf-8")))["python"]
+    """A working folder with the guide's codec, as ``mine`` and, mended, as ``mended``, and its ``kernel``."""
+    code, kernel = (text for language, text in BLOCK.findall(OWN) if language == "python")
     (tmp_path / "mine.py").write_text(code, encoding="utf-8")
     (tmp_path / "mended.py").write_text(code.replace("block.max()", "block.abs().max()"), encoding="utf-8")
+    (tmp_path / "kernel.py").write_text(kernel, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
@@ -36,14 +38,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.long
 @pytest.mark.usefixtures("folder")
 def test_the_pages_example_is_real(capsys: pytest.CaptureFixture[str]) -> None:
-    """The codec of the page breaks what the page says, by the smallest row that it shows; mended it holds."""
-    wanted = dict(BLOCK.findall((DOCS / "reference" / "codecs.md").read_text(encoding="utf-8")))["text"]
+    """The guide's codec breaks the laws that the guide prints; mended it holds, and so does its kernel."""
+    (wanted,) = (text for language, text in BLOCK.findall(OWN) if language == "text")
     assert cli.main(["check", "codecs", "--codec", "mine:Int8"]) == command.VIOLATED
     assert plain(capsys.readouterr().out) == plain(wanted)
     assert cli.main(["check", "codecs", "--codec", "mended:Int8"]) == cli.OK
     out = capsys.readouterr().out
     assert out.count("holds") == 6
     assert "FAILS" not in out
+    assert cli.main(["check", "codecs", "--codec", "kernel:Kernel"]) == cli.OK
+    assert "FAILS" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("texts", [SHOWN, REPRESENTATIVE])
@@ -172,8 +176,11 @@ def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
         (("--codec", "users:Nothing"), "users:Nothing: has no method 'encode'"),
         (("--codec", "users:Lawless"), "has neither 'codec' nor a list 'laws' with some of bound, zero"),
         (("--codec", "users:Outlaw"), "unknown law 'speed': expected some of bound"),
-        (("--codec", "users:Unblocked"), "block None: expected a number of elements from 1, or 'shard'"),
-        (("--codec", "users:Certain"), "promises unbiased, and is not stochastic"),
+        (
+            ("--codec", "users:Unblocked"),
+            "block None: expected a number of elements of 1 or more, or 'shard'",
+        ),
+        (("--codec", "users:Certain"), "promises the law 'unbiased', but is not stochastic"),
         (("--codec", "users:Odd"), "users:Odd: codec 'int9:4': int9: integer codecs"),
         (("--codec", "users:Wide"), "kinds ['fp64']: expected a list with some of fp32, bf16, fp16"),
         (("--codec", "users:Elsewhere"), "users:Elsewhere: device 'nonsense': expected any, cpu, cuda"),

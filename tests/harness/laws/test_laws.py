@@ -1,4 +1,4 @@
-"""The laws hold for every codec that declares them, and find codecs that break them."""
+"""The laws hold for every codec that declares them, and the checks find codecs that break them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROW = torch.tensor([-1e-45, 0.0, 1e-45])
 
 
 def trials(codecs: st.SearchStrategy[Codec]) -> st.SearchStrategy[tuple[Codec, Case]]:
-    """Codecs, each with a row that is hard on its blocks."""
+    """Return a strategy for codecs, each with a row that is hard for its blocks."""
     return codecs.flatmap(lambda codec: st.tuples(st.just(codec), cases(getattr(codec, "block", 1))))
 
 
@@ -52,7 +52,7 @@ def check(backend: str, claim: Claim, codec: Codec, case: Case) -> None:
 @example(trial=(parse("int8:shard"), Case(torch.tensor([3.4028234e38, -3.4028234e38, 1.0]))))
 @example(trial=(parse("int3:shard:asym"), Case(torch.tensor([3.4028234e38, -3.4028234e38, 1.0]))))
 def test_every_claim_is_kept(backend: str, claim: Claim, trial: tuple[Codec, Case]) -> None:
-    """Codecs keep all that they declare on hostile rows, in every type, on every backend."""
+    """Codecs keep all laws that they declare on adversarial rows, in every type and on every backend."""
     check(backend, claim, *trial)
 
 
@@ -61,7 +61,7 @@ def test_every_claim_is_kept(backend: str, claim: Claim, trial: tuple[Codec, Cas
 @given(trial=trials(stochastic_codecs))
 @example(trial=(parse("int4:32:asym:stochastic"), Case(1 + torch.arange(21.0) * 2.0**-23)))  # range: 20 ulps
 def test_random_rounding_is_unbiased(backend: str, trial: tuple[Codec, Case]) -> None:
-    """The mean over random bits is the value; an unbiased codec fails once in 1e9 rows."""
+    """The mean over random bits is the value itself; the check blames an unbiased codec once in 1e9 rows."""
     check(backend, Law.UNBIASED, *trial)
 
 
@@ -78,7 +78,7 @@ def test_random_rounding_is_unbiased(backend: str, trial: tuple[Codec, Case]) ->
     ],
 )
 def test_what_is_not_declared_does_not_hold(text: str, law: Law) -> None:
-    """Laws that a codec leaves out are ones that it breaks."""
+    """A law that a codec does not declare is one that the codec breaks."""
     assert law not in parse(text).laws
     subject, random = subject_of(parse(text), "reference"), torch.Generator().manual_seed(0)
     rows = (Case(torch.randn(4, generator=random)) for _ in range(300))
@@ -86,7 +86,9 @@ def test_what_is_not_declared_does_not_hold(text: str, law: Law) -> None:
 
 
 class Toy:
-    """Eight bits, blocks of 4, fp32 scales behind the codes: keeps every law of a deterministic codec."""
+    """A codec of eight bits in blocks of 4, with fp32 scales behind the codes; it keeps all laws of deterministic
+    codecs.
+    """
 
     laws = ("bound", "zero", "idempotent", "sign", "power_of_two", "nonfinite")
     block = 4
@@ -121,7 +123,7 @@ class Toy:
 
 
 class Random(Toy):
-    """The same, with random bits."""
+    """A :class:`Toy` that rounds at random."""
 
     laws = ("bound", "zero", "unbiased", "nonfinite", "power_of_two")
     stochastic = True
@@ -133,7 +135,7 @@ class Random(Toy):
 
 
 class Remembering(Toy):
-    """Decodes what it encoded last, whatever the frame."""
+    """A codec that decodes the row that it encoded last, whatever the frame."""
 
     def encode(self, x: Tensor, frame: Tensor, noise: Noise | None = None) -> None:
         self.last = x.clone()
@@ -151,12 +153,12 @@ toy = partial(changed, Toy)
 
 
 def decoding(change: Callable[[Tensor, Tensor], object], **methods: Any) -> Any:
-    """A :class:`Toy` that decodes as it should, and then changes its frame or what it decoded."""
+    """Return a :class:`Toy` that decodes correctly, and then changes its frame or the decoded elements."""
     return toy(decode=lambda self, frame, out: (Toy.decode(self, frame, out), change(frame, out)), **methods)
 
 
 def bounded(bound: float) -> Any:
-    """One that decodes to zeros, within a bound that is none."""
+    """Return a codec that decodes everything to zeros, and declares ``bound`` as its error bound."""
     return decoding(lambda _, out: out.zero_(), error_bound=lambda *_: bound)
 
 
@@ -169,7 +171,7 @@ def toy_subject(implementation: Any) -> Subject:
 
 
 def search(subject: Subject, claim: Claim, **options: int) -> Violation | None:
-    """The violation by the smallest row that breaks a claim, or None."""
+    """Return the violation on the smallest row that breaks a claim, or None."""
     return falsify(subject, claim, **options).violation
 
 
@@ -178,7 +180,7 @@ def broken(kind: Any, claim: Claim) -> Violation | None:
 
 
 class Summing(Toy):
-    """Offers sums, and frames of sums."""
+    """A codec that also offers decode_sum and decode_sum_encode."""
 
     def decode_sum(self, frames: Tensor, out: Tensor) -> None:
         terms = torch.empty(len(frames), len(out))
@@ -194,7 +196,7 @@ class Summing(Toy):
 
 @pytest.mark.parametrize(("kind", "sums"), [(Toy, []), (Random, []), (Summing, [Duty.SUM, Duty.FUSED])])
 def test_honest_codecs_of_others_pass(kind: type[Toy], sums: list[Duty]) -> None:
-    """An object that keeps its promises is found to keep them; sums are tried where it offers them."""
+    """A user's codec that keeps its laws passes, and sums are checked if the codec offers them."""
     subject = toy_subject(kind)
     assert {*subject.claims} == {Duty.FRAME, Duty.LOCAL, *sums, *(Law[law.upper()] for law in kind.laws)}
     for claim in subject.claims:
@@ -206,14 +208,14 @@ def test_honest_codecs_of_others_pass(kind: type[Toy], sums: list[Duty]) -> None
     [
         (  # leaves the last byte of its frame as it was
             toy(frame_bytes=lambda self, numel: Toy.frame_bytes(self, numel) + 4),
-            Duty.FRAME, 1, "byte 5 of 9 depends on what was there: 00 or ff",
+            Duty.FRAME, 1, "byte 5 of 9 depends on what its buffer held before: 00 or ff",
         ),
         (Remembering, Duty.FRAME, 1, "depends on more than its frame"),
         (  # changes what it is given
             toy(encode=lambda self, x, frame, _=None: (Toy.encode(self, x, frame), x.add_(1.0))),
             Duty.FRAME, 1, "encoding changed element 0",
         ),
-        (decoding(lambda frame, _: frame.bitwise_not_()), Duty.FRAME, 1, "decoding changed byte 0 of 5"),
+        (decoding(lambda frame, _: frame.bitwise_not_()), Duty.FRAME, 1, "decoding changed byte 0 of the 5 bytes"),
         (toy(encode=lambda *_: sys.exit(0)), Duty.FRAME, 1, "raised SystemExit: 0, at "),
         (  # takes its scale from the maximum, not from the magnitude
             toy(scales=lambda _, blocks: (blocks.amax(dim=1, keepdim=True) / 127).clamp(min=2.0**-126)),
@@ -246,21 +248,21 @@ def test_codecs_that_break_a_law_are_found(kind: type[Toy], claim: Claim, most: 
 
 
 def test_a_bound_that_allows_everything_does_not_hide_a_bias() -> None:
-    """UNBIASED refuses such a bound too."""
+    """UNBIASED refuses an error bound of NaN, within which any bias would be allowed."""
     lax = toy_subject(changed(Random, error_bound=lambda *_: float("nan")))
     assert "error_bound(" in str(violation_of(lax, Law.UNBIASED, Case(ROW)))
 
 
 @pytest.mark.parametrize(("shift", "refused"), [(0.02, False), (0.1, True)])
 def test_the_power_of_the_means_is_as_stated(shift: float, refused: bool) -> None:
-    """A bias of a tenth of a step is found, of a fiftieth is not."""
+    """A bias of a tenth of a step is found, and a bias of a fiftieth is not."""
     shifted = changed(Random, rounded=lambda self, x, noise: Random.rounded(self, x + shift, noise))
     case = Case(torch.tensor([127.0, 0.0, 0.5, -3.25]))
     assert (violation_of(toy_subject(shifted), Law.UNBIASED, case) is not None) == refused
 
 
 def claiming(text: str, change: Callable[[Tensor, Tensor], object]) -> Subject:
-    """The reference, whose frames of a row are changed afterwards."""
+    """Return a subject that encodes as the reference does and then changes the frames."""
     honest = subject_of(parse(text), "reference")
 
     def encode(x: Tensor, frames: Tensor, noise: Noise) -> None:
@@ -272,7 +274,7 @@ def claiming(text: str, change: Callable[[Tensor, Tensor], object]) -> Subject:
 
 @pytest.mark.parametrize("text", ["int8:16", "mxfp4", "int4:32:hadamard8:stochastic", *FORMATS])
 def test_other_bits_than_the_references_are_found(text: str) -> None:
-    """A frame that differs in one bit of a code or of a scale is no frame of the codec, ours or published."""
+    """A frame that differs from the reference's in one bit of a code or scale is found."""
     assert Duty.BITS not in subject_of(parse(text), "reference").claims  # which is not held to itself
     changes: list[Callable[[Tensor, Tensor], object]] = [
         lambda *_: None,
@@ -314,10 +316,10 @@ def test_what_a_library_raises_is_shown_where_it_was_called() -> None:
 
 
 def test_what_does_not_repeat_is_said_to() -> None:
-    """A codec that fails by chance is a violation too."""
+    """A codec that breaks a law only once is reported as not deterministic."""
     times = iter([True] + [False] * 10**6)
     moody = decoding(lambda _, out: out.add_(float(next(times))))
-    assert str(broken(moody, Law.ZERO)) == "zero broke once, and not when the same row was tried again"
+    assert "zero was broken once, but held when the same row was tried again" in str(broken(moody, Law.ZERO))
 
 
 def nosy(frame: Tensor, out: Tensor) -> None:
@@ -347,7 +349,7 @@ def test_what_a_short_row_alone_does_not_show_is_found() -> None:
 
 @pytest.mark.long
 def test_the_shortest_beginning_of_a_long_row_is_shown() -> None:
-    """Wrong from element 6000 on shows in 6001 elements, and is not looked for in shorter rows."""
+    """A fault from element 6000 on is shown on a row of 6001 elements, and not looked for in shorter rows."""
     violation = broken(LATE, Law.BOUND)
     assert violation is not None
     assert 6001 <= violation.x.numel() < 6100  # one of those after 6000 may be 0
@@ -355,7 +357,7 @@ def test_the_shortest_beginning_of_a_long_row_is_shown() -> None:
 
 
 def test_cases_are_counted() -> None:
-    """All fixed and drawn rows, and the long one; with a violation those up to it."""
+    """The count has all fixed rows, drawn rows and the long row; after a violation, the rows up to it."""
     subject = toy_subject(Toy)
     fixed = len(fixed_cases(subject, Law.ZERO))
     outcome = falsify(subject, Law.ZERO, examples=30, seed=0)
@@ -438,7 +440,7 @@ def test_a_product_instead_of_a_quotient_is_found(bits: int, option: str, of_sca
      "fp8e5m2:shard", "mxfp8", "mxfp8e5m2", "mxfp4"],
 )  # fmt: skip
 def test_levels_are_what_codes_decode_to(text: str) -> None:
-    """At scale 1 numbers of the whole range decode to levels alone, and every level to itself."""
+    """At scale 1 all numbers in range decode to levels, and each level to itself."""
     codec = parse(text)
     assert not isinstance(codec, Raw)
     user_codec = levels(codec).float()

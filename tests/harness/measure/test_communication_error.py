@@ -1,4 +1,4 @@
-"""Errors of messages, against plain numpy; measuring them changes nothing."""
+"""Errors of communication equal those computed with plain numpy, and measuring them changes nothing."""
 
 from __future__ import annotations
 
@@ -143,7 +143,9 @@ def ratio(error: CommunicationError) -> float:
     "topology", [Topology(2, 2), pytest.param(Topology(4, 2), marks=pytest.mark.nightly)], ids=str
 )
 def test_plain_numpy_finds_the_errors_on_record(text: str, tmp_path: Path, topology: Topology) -> None:
-    """Of every trial of suite ``algorithms``, end to end and of each hop, within 1 %."""
+    """Recorded errors of all trials of suite ``algorithms`` are within 1 % of numpy's, for hops and whole
+    reductions.
+    """
     trials = suite_trials(text, topology)
     assert {trial.policy.reduce for trial in trials} == set(ALGORITHMS)
     printed: dict[tuple[str, str], float] = {}
@@ -216,7 +218,7 @@ ROOMY: Final[dict[str, Any]] = {"policy": {"max_padding": 1e6}, "validate_every"
     ],
 )
 def test_measuring_changes_no_step(text: str, tmp_path: Path, strategy: str, changes: dict[str, Any]) -> None:
-    """Losses, norms, validations, ledgers, predictions, memory and copies are equal to the last bit."""
+    """Losses, norms, validations, ledgers, predictions, memory and copies are bit-equal with and without measuring."""
     plain, measured = (
         result(trial(text, strategy, **ROOMY | changes, measure_quantisation=on), tmp_path / "log")
         for on in (False, True)
@@ -235,7 +237,7 @@ def test_measuring_changes_no_step(text: str, tmp_path: Path, strategy: str, cha
 
 
 def test_weights_err_as_their_codec_also_from_the_copy(text: str, tmp_path: Path) -> None:
-    """In fp32 nothing errs but by rounding of sums; in int8 weights do, and hpZ's copy exactly as much."""
+    """In fp32 only the rounding of sums errs; in int8 weights err, and hpZ's copy exactly as much."""
     exact = result(trial(text, "exact", measure_quantisation=True), tmp_path / "log")
     for error in exact.communication_errors:
         assert ratio(error) <= (0 if error.purpose == "weights" else 1e-12)
@@ -252,7 +254,7 @@ def test_weights_err_as_their_codec_also_from_the_copy(text: str, tmp_path: Path
 
 @pytest.mark.long
 def test_feedback_errs_more_in_a_step_and_less_over_steps(text: str, tmp_path: Path) -> None:
-    """A step's error is larger than without feedback, that of a sum of eight reductions far smaller."""
+    """With feedback the error of one step is larger, and the error of the mean of eight reductions far smaller."""
     plain, carried = (
         result(
             trial(text, "qgz", policy={**LOSSLESS, "feedback": feedback}, measure_quantisation=True),
@@ -270,7 +272,7 @@ def test_feedback_errs_more_in_a_step_and_less_over_steps(text: str, tmp_path: P
 
 @pytest.mark.parametrize("strategy", ["mics", "zero0", "ddp+qgz"])
 def test_what_other_groups_send_is_part_of_the_error(text: str, tmp_path: Path, strategy: str) -> None:
-    """Where the mean goes on to other groups, encoded once more, that is a hop too, and in the error."""
+    """If the mean is encoded again for other groups, that counts as a hop and is part of the error."""
     record = result(trial(text, strategy, policy=LOSSLESS, measure_quantisation=True), tmp_path / "log")
     hops = [e for e in record.communication_errors if e.step == 0 and e.hop is not None and not e.unit]
     assert [e.hop for e in hops] == [0, 1, 2]

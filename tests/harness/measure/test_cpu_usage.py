@@ -1,4 +1,4 @@
-"""Processor use, from the system's counts."""
+"""CPU usage is computed from the system's counts."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ def read(monkeypatch: pytest.MonkeyPatch, *times: tuple[float, ...]) -> dict[str
 
 
 def test_counts_of_this_process_processors_are_by_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Niced programs are programs, interrupts one; idleness, guests and other processors are left out."""
+    """Niced programs count as programs and soft interrupts as interrupts; idle time, guests and other CPUs do not
+    count.
+    """
     busy = read(monkeypatch, Times(*[1.0] * 10), Times(1.0, 0.2, 0.3, 40.0, 0.5, 0.06, 0.07, 0.8, 0.9, 0.1))
     assert busy == pytest.approx({"user": 1.2, "system": 0.3, "interrupts": 0.13, "steal": 0.8})
 
 
 def test_what_the_system_does_not_count_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zeros, other columns and other processors give nothing rather than a wrong number."""
+    """If counts are zeros or lack columns, the result is None rather than a wrong number."""
     assert read(monkeypatch, Times(*[1.0] * 10), Times(*[0.0] * 10)) is None
     assert read(monkeypatch, (1.0,) * 4, (1.0,) * 4) is None
     assert read(monkeypatch, Times(*[1.0] * 10)) is None
 
 
 def test_what_this_process_computes_is_in_what_the_machine_did() -> None:
-    """Half a second is this process's own, and the machine's programs had no less, where it counts them."""
+    """Half a second of computing is in this process's seconds, and the machine's seconds are not less."""
     meter = ProcessorMeter()
     compute(0.5)
     use = meter.use()
@@ -50,7 +52,7 @@ def test_what_this_process_computes_is_in_what_the_machine_did() -> None:
 
 
 def test_a_thread_sleeps_while_it_neither_runs_nor_could(tmp_path: Path) -> None:
-    """A pause is slept, and no more than all is; without the kernel's count nothing is known."""
+    """A pause counts as sleep; without the kernel's count of waiting, sleep is not known."""
     clock = ThreadClock()
     time.sleep(0.05)
     seconds, slept = clock.read()

@@ -1,4 +1,4 @@
-"""The bound of reduced gradients: what codecs promise one after the other."""
+"""The bound of reduced gradients holds for one codec, and for several codecs in turn."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def through(codec: Codec, x: torch.Tensor) -> torch.Tensor:
 def test_one_codec_keeps_every_element_within_its_relative_bound(
     text: str, magnitude: float, seed: int, spiky: bool
 ) -> None:
-    """Whatever the block's largest magnitude, no element's error is above the bound times it."""
+    """No element's error exceeds the relative bound times the block's largest magnitude, whatever that magnitude."""
     codec = parse(text)
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn((1, 64), generator=draw)
@@ -54,7 +54,7 @@ def test_one_codec_keeps_every_element_within_its_relative_bound(
 def test_two_hops_keep_a_mean_within_the_composed_bound(
     first: str, second: str, seed: int, nodes: int
 ) -> None:
-    """Of the ranks' largest magnitudes together: sums inside nodes, encoded again and summed between them."""
+    """A mean that is encoded in two hops errs by at most the composed bound times the mean of largest magnitudes."""
     draw = torch.Generator().manual_seed(seed)
     gradients = torch.randn((nodes * 2, 64), generator=draw) * torch.rand((nodes * 2, 1), generator=draw)
     codecs = parse(first), parse(second)
@@ -66,7 +66,7 @@ def test_two_hops_keep_a_mean_within_the_composed_bound(
 
 
 def test_bounds_compose() -> None:
-    """Of one codec of 4 bits half its step, of two a little more than twice that; 2 bits keep half."""
+    """The bound of 4 bits is half a step, that of two such codecs a little more than twice as large."""
     four = parse("int4:256")
     assert composed([]) == 0
     assert composed([parse("fp32")]) < 1e-6

@@ -1,4 +1,4 @@
-"""Facts about the machine are plain data, and the pool key follows those that matter."""
+"""Facts about the machine are plain data, and the pool key depends on those that affect measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.measure import machine
 
 
 def test_facts_are_plain() -> None:
-    """Facts survive JSON and name neither the host nor a path of it."""
+    """Facts survive JSON, and contain neither the host's name nor a path."""
     facts = machine.facts()
     text = json.dumps(facts)
     assert json.loads(text) == facts
@@ -27,7 +27,7 @@ def test_facts_are_plain() -> None:
 
 
 def test_source_digest(tmp_path: Path) -> None:
-    """The digest follows content and name of sources, and nothing else."""
+    """The digest depends on the names and contents of sources, and on nothing else."""
     (tmp_path / "impl").mkdir()
     (tmp_path / "impl" / "a.py").write_text("1")
     first = machine.source_digest(tmp_path)
@@ -43,7 +43,7 @@ def test_source_digest(tmp_path: Path) -> None:
 
 
 def test_every_file_of_code_counts() -> None:
-    """No kind of file that holds code is left out of the digest."""
+    """The digest includes every kind of file that holds code."""
     kinds = {path.suffix for folder in machine.SOURCES for path in (machine.ROOT / folder).rglob("*.*")}
     assert kinds - {".pyc", ".toml", ".md", ".txt"} <= machine.SOURCE_SUFFIXES
 
@@ -66,7 +66,7 @@ def test_pool_key_follows_machine_and_sources(change: dict[str, object], same: b
 @pytest.mark.needs("c++")
 @pytest.mark.parametrize("change", [{"FLAGS": ("-O1",)}, {"COMPILERS": ("no-such-compiler",)}])
 def test_pool_key_follows_the_kernels(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records made with other flags of the compiler, or without a compiler, join no others."""
+    """Records that were made with other compiler flags, or without a compiler, are not pooled."""
     code = machine.code()
     for name, value in change.items():
         monkeypatch.setattr(machine.build, name, value)
@@ -76,7 +76,7 @@ def test_pool_key_follows_the_kernels(change: dict[str, Any], monkeypatch: pytes
 
 
 def test_adapters_that_work_are_listed_by_number(tmp_path: Path) -> None:
-    """Those with an active port, the tenth after the second; none without InfiniBand."""
+    """Only adapters with an active port are listed, sorted by number; without InfiniBand none is."""
     assert machine.hcas(tmp_path / "none") == []
     states = {
         "mlx5_10": ["4: ACTIVE"],

@@ -1,4 +1,4 @@
-"""A step's clock."""
+"""The clock of a step counts wall-clock and CPU seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def compute(seconds: float) -> None:
 
 
 def test_processor_seconds_are_those_of_all_threads_of_the_step_alone() -> None:
-    """Computing in a helping thread counts; sleep in a step, and computing between steps, do not."""
+    """Computing in another thread counts; sleeping in a step, and computing between steps, do not."""
     clock = StepClock(lambda: None, torch.device("cpu"))
     before = time.process_time()
     for index in range(2):

@@ -1,4 +1,4 @@
-"""Whatever goes wrong with training after its first step fails the trial, by name; nothing else does."""
+"""Each way to train wrongly after the first step fails the trial with a message that names it; nothing else does."""
 
 from __future__ import annotations
 
@@ -192,27 +192,30 @@ def little_waiting(_: Rank) -> Iterator[None]:
 
 SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "a rank reads another rank's batches": (other_batches, "in step 0 rank 1 read another batch"),
-    "every second step skipped": (half_the_steps, "after step . element .* by AdamW of the trial"),
+    "every second step skipped": (half_the_steps, "after step . element .* but the trial's AdamW gives"),
     "clipping by local norms": (local_norms, "gradient norms of step 0 differ between ranks"),
-    "gradients divided by 4": (quartered, "gradients of .* err by"),
-    "a stale copy": (stale_secondary, "secondary of .* and what they are copies of by"),
+    "gradients divided by 4": (quartered, "the vNMSE of gradients of .* is"),
+    "a stale copy": (stale_secondary, "secondary of .* but that of the weights that they copy is"),
     "a clock that stops early": (stops_early, "the clock misses a part"),
     "another codec of equal bytes": (another_codec, "gradients of .* were sent as int4:64:clip in hop"),
     "half a loss": (half_a_loss, "before step 2 rank .'s reduced gradient of unit"),
     "a better loss on record": (better_loss, "in step 2 rank . trained at a loss of"),
-    "no clipping": (no_clipping, "has a norm of .* and was to be clipped to 0.1"),
+    "no clipping": (no_clipping, "has a norm of .* although the whole should be clipped to 0.1"),
     "a late update": (
         a_late_update,
         "in step . the optimizer of rank . had other gradients than a rehearsal",
     ),
-    "batches without a step": (batches_without_a_step, "read in step 2 what it had read in a step before"),
+    "batches without a step": (
+        batches_without_a_step,
+        "read in step 2 a batch that it had read in an earlier step",
+    ),
     "validation on training": (validation_on_training, "validates on other samples than those held out"),
     "little waiting": (
         little_waiting,
         "recorded that it waited .* s for messages in .* its thread slept for",
     ),
     "halved steps": (halves_steps, "the clock counts too much"),
-    "a biased kernel": (biased_kernel, "kernels of int8:64 do not do what the reference does"),
+    "a biased kernel": (biased_kernel, "kernels of int8:64 do not equal the reference"),
 }
 REPRESENTATIVE: Final = "every second step skipped"
 CLEAN: Final[dict[str, dict[str, Any]]] = {
@@ -255,14 +258,14 @@ def outcomes(
     "name", [REPRESENTATIVE, *long(*(name for name in SABOTAGES if name != REPRESENTATIVE))]
 )
 def test_each_sabotage_is_named(name: str, outcomes: dict[str, tuple[list[Outcome], Trial]]) -> None:
-    """The trial fails, and the message says what is wrong, and where."""
+    """A trial with a sabotage fails, and the message names what is wrong and where."""
     with pytest.raises(TrialError, match=SABOTAGES[name][1]):
         assembled(*outcomes[name])
 
 
 @pytest.mark.parametrize("name", ["zeropp", *long(*(name for name in CLEAN if name != "zeropp"))])
 def test_no_check_fires_on_a_clean_trial(name: str, outcomes: dict[str, tuple[list[Outcome], Trial]]) -> None:
-    """Policies, hosts and peers pass, and where the optimizer's masters are plain every step is replayed."""
+    """Policies, hosts and peers pass all checks, and every step of a plain AdamW is computed again."""
     record = assembled(*outcomes[name])
     assert [rank.steps for rank in record.ranks]
     for outcome in outcomes[name][0]:
@@ -282,7 +285,9 @@ def _error(step: int, purpose: str, error: float) -> CommunicationError:
 @given(first=st.floats(0, 1), factor=st.floats(0, 100), carried=st.booleans())
 @example(first=1e-6, factor=20.0, carried=False)
 def test_an_error_that_grows_is_refused(first: float, factor: float, carried: bool) -> None:
-    """From GROWTH times the first step's on, where that is above what bf16 errs by; not of carried errors."""
+    """An error above GROWTH times that of the first step is refused, except with error feedback or below a cast's
+    error.
+    """
     later = first * factor
     policy = Policy(feedback=Feedback() if carried else None)
     wrong = refusal([_error(0, "gradients", first), _error(9, "gradients", later)], policy)
@@ -292,7 +297,7 @@ def test_an_error_that_grows_is_refused(first: float, factor: float, carried: bo
 @given(st.floats(1e-6, 1), st.floats(0, 2))
 @example(6.29e-5, 6.37 / 6.29)  # DeepSpeed's, which rounds what was decoded to bf16
 def test_a_copy_may_err_by_its_own_rounding_alone(error: float, factor: float) -> None:
-    """A copy in 16 bits errs as the weights and a cast, copied frames exactly as the weights."""
+    """A copy (hpZ) in 16 bits may add the error of its cast to that of the weights; a copy kept as frames may not."""
     errors = [_error(0, "weights", error), _error(0, "secondary", factor * error)]
     for kept, rounding in (("frames", 0.0), ("bf16", BF16_VNMSE)):
         policy = Policy(weights=parse("int8:64"), secondary="node", secondary_format=kept)  # type: ignore[arg-type]
@@ -303,7 +308,7 @@ def test_a_copy_may_err_by_its_own_rounding_alone(error: float, factor: float) -
     "codec", ["int8:256", "int3:64:asym", "fp8e4m3:128", "mxfp4:stochastic", "bf16", *FORMATS]
 )
 def test_kernels_are_the_reference(codec: str) -> None:
-    """Compiled kernels pass, published formats included; one that reads a little more is named."""
+    """Compiled kernels pass, those of published formats too; a kernel with a small deviation is named."""
     assert wrong_kernel([parse(codec)], torch.device("cpu")) is None
     with biased_kernel(None):  # type: ignore[arg-type]
         wrong = wrong_kernel([parse(codec)], torch.device("cpu"))

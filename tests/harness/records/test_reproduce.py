@@ -167,4 +167,4 @@ def test_a_record_without_the_file_of_a_run(tmp_path: Path, zeropp: Zeropp) -> N
     made = record_of(Trial(steps=2, warmup=0))
     trial_record.write(tmp_path / "q", made)
     refused = zeropp("show", made.id, "--results", tmp_path, "--reproduce", status=cli.REFUSED)
-    assert "names no file of its run" in refused.stderr
+    assert "--reproduce needs a record that names its run's file" in refused.stderr

@@ -105,6 +105,7 @@ def slurm(folder: Path, nodes: int = 2) -> Iterator[dict[str, str]]:
                 process.wait()
 
 
+TORCHRUN = "Starting a suite with torchrun"  # the heading of its lines in docs/guide/cluster.md
 SUITE = """
 name = "walk"
 question = "Does a sweep across hosts always finish?"
@@ -144,7 +145,7 @@ def test_a_suite_with_failing_ranks_finishes_across_hosts(tmp_path: Path) -> Non
     written on the first.
     """
     with hosts(2, tmp_path, walk("torchrun")) as both:
-        assert type_lines(both, lines_of("torchrun"), "walk.toml") == [1, 1], both[0].output
+        assert type_lines(both, lines_of(TORCHRUN), "walk.toml") == [1, 1], both[0].output
         first, second = both
         assert not list(second.folder.rglob("*.json"))
         output, _, _ = second.output.partition("failed (exitcode")  # torchrun's own lines follow
@@ -175,7 +176,7 @@ def test_a_rate_between_hosts_is_kept_by_pacing(tmp_path: Path) -> None:
     """
     text = rates("paced", '["qgz"]').replace("faulty:model", "gpt-tiny").replace("'50 Mbit/s', ", "")
     with hosts(2, tmp_path, {"walk.toml": text}) as both:
-        assert type_lines(both, lines_of("torchrun"), "walk.toml") == [0, 0], both[0].output
+        assert type_lines(both, lines_of(TORCHRUN), "walk.toml") == [0, 0], both[0].output
         (record,) = read_all(both[0].folder / "results" / "walk")
         assert (record.link.kind, record.link.why) == ("paced", "distinct hosts")
         assert reached(record.link, record.trial["cluster"]["rate"])
@@ -197,7 +198,7 @@ def test_a_rate_between_hosts_is_kept_by_their_interfaces(tmp_path: Path) -> Non
     )
     with hosts(2, tmp_path, walk("torchrun") | {"walk.toml": text}) as both:
         before = [host.queues() for host in both]
-        assert type_lines(both, lines_of("torchrun"), "walk.toml") == [1, 1], both[0].output
+        assert type_lines(both, lines_of(TORCHRUN), "walk.toml") == [1, 1], both[0].output
         assert [host.queues() for host in both] == before
         records = read_all(both[0].folder / "results" / "walk")
         failed = [record.failure.kind for record in records if record.failure is not None]
@@ -335,7 +336,8 @@ def test_a_suite_with_failing_ranks_finishes_on_hosts(tmp_path: Path) -> None:
         assert not list(both[1].folder.rglob("*.json"))
         command[3] = "doctor"
         assert both[0].start(command, PATH=path).wait(timeout=240) == 0, both[0].output
-        assert "What differs: interface." in both[0].output  # interfaces are named after their hosts
+        # The interfaces are named after their hosts, and so differ.
+        assert "The nodes differ in: interface." in both[0].output
         assert "2 nodes on 2 hosts." in both[0].output
 
 

@@ -1,4 +1,4 @@
-"""Controls are spoilt where they say, and nowhere else."""
+"""Controls spoil the engine where they should, and nowhere else."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_an_old_secondary_changes_gradients_from_the_second_step_on() -> None:
 
 
 def test_half_a_batch_is_its_first_half(text: str) -> None:
-    """Each micro-batch has the first half of its sequences; validation has all of them."""
+    """Training reads the first half of each micro-batch's sequences; validation reads all of them."""
     whole, half = (
         RankBatches(trial(text, "zero3", tokens_per_rank=32, control=control), 1, torch.device("cpu"))
         for control in (None, "half_batch")
@@ -80,7 +80,7 @@ def _reduced(mesh: Mesh, spoilt: bool) -> tuple[list[torch.Tensor], dict[LedgerK
 
 
 def test_without_the_reordering_two_hops_end_on_other_ranks() -> None:
-    """Of 2 nodes with 2 ranks the middle ones have each other's slices; no byte sent differs."""
+    """With 2 nodes of 2 ranks, the two middle ranks get each other's slices, and the bytes sent do not change."""
     right, wrong = (on_threads(Topology(2, 2), _reduced, spoilt) for spoilt in (False, True))
     assert [sent for _, sent in wrong] == [sent for _, sent in right]
     for rank, owner in enumerate([0, 2, 1, 3]):

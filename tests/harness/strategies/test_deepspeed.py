@@ -1,4 +1,4 @@
-"""DeepSpeed as a peer: what it cannot do here is a typed record with its reason, and no crash."""
+"""What DeepSpeed cannot do here becomes a typed record with the reason, not a crash."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def refusal(refused: Trial, folder: Path) -> str:
 
 
 def test_a_deepspeed_that_is_not_here_is_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is planned, not run, and says how to install it; the rest of the suite runs."""
+    """Without DeepSpeed its trial is planned but not run, and the record tells how to install it; the others run."""
     monkeypatch.setattr(deepspeed, "why_missing", lambda: deepspeed.MISSING)
     peer = trial("deepspeed")
     assert "pip install" in refusal(peer, tmp_path)
@@ -52,7 +52,7 @@ def test_a_deepspeed_that_is_not_here_is_on_record(tmp_path: Path, monkeypatch: 
 @INSTALLED
 @pytest.mark.parametrize("switch", ["zero_quantized_weights", "zero_quantized_gradients"])
 def test_quantisers_without_a_gpu_are_on_record(tmp_path: Path, switch: str) -> None:
-    """QwZ and qgZ on CPUs are refused by name before anything starts."""
+    """On CPUs, DeepSpeed's qwZ and qgZ are refused by their keys, before anything starts."""
     peer = trial("deepspeed", deepspeed_config=config(**{switch: True}))
     message = refusal(peer, tmp_path)
     assert switch in message
@@ -67,7 +67,9 @@ def test_quantisers_without_a_gpu_are_on_record(tmp_path: Path, switch: str) -> 
 @INSTALLED
 @pytest.mark.timeout(180)
 def test_what_deepspeed_refuses_by_itself_is_a_refusal_in_its_words(tmp_path: Path) -> None:
-    """A configuration that it does not take ends no process badly: kind refused, one line, its version."""
+    """A configuration that DeepSpeed refuses is recorded as refused, in one line with DeepSpeed's message and
+    version.
+    """
     peer = gpt_trial("stdlib", "deepspeed", deepspeed_config=config(zero_hpz_partition_sise=2))
     with pytest.raises(LaunchError) as caught:
         outcomes(peer, tmp_path / "log")
@@ -78,7 +80,9 @@ def test_what_deepspeed_refuses_by_itself_is_a_refusal_in_its_words(tmp_path: Pa
 
 
 def test_the_trial_says_batches_clipping_and_type() -> None:
-    """DeepSpeed's configuration agrees with the trial's own fields; by itself it would clip at 1.0."""
+    """The configuration given to DeepSpeed has the trial's batch, clipping and type; DeepSpeed's default would clip
+    at 1.0.
+    """
     peer = gpt_trial("stdlib", "deepspeed", accumulation=3, clip=None, peer={"compute": "bf16"})
     table = deepspeed.configuration(peer)
     assert table["gradient_clipping"] == 0.0

@@ -1,4 +1,4 @@
-"""Optimizers by name: what a suite may train shards with, before anything runs."""
+"""Before anything runs, it is checked which optimizers may train shards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def of_ones_own(name: str, **arguments: Any) -> Optimizer:
     ],
 )
 def test_elementwise_optimizers_may_train_shards(optimizer: Optimizer, size: int) -> None:
-    """Those that change gradients in place too."""
+    """Elementwise optimizers pass, also those that change gradients in place."""
     check_elementwise(optimizer)
     assert state_bytes_per_element(optimizer) == size
 
@@ -60,7 +60,7 @@ def test_elementwise_optimizers_may_train_shards(optimizer: Optimizer, size: int
     ],
 )
 def test_others_are_refused(optimizer: Optimizer, why: str) -> None:
-    """In one line, which names the suite's key."""
+    """Other optimizers are refused in one line that names the suite's key."""
     with pytest.raises(Refusal, match=r"optimizer\.name = ") as refusal:
         check_elementwise(optimizer)
     assert str(refusal.value).startswith(f"optimizer.name = {optimizer.name!r} is not ")
@@ -68,7 +68,7 @@ def test_others_are_refused(optimizer: Optimizer, why: str) -> None:
 
 
 def test_a_users_word_counts() -> None:
-    """For the class that it is given for, as with the engine."""
+    """A class that the user has declared elementwise passes, as with the engine."""
     ELEMENTWISE.add(own.Langevin)
     try:
         check_elementwise(of_ones_own("Langevin"))

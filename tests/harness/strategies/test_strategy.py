@@ -59,8 +59,8 @@ def losses(record: Record) -> list[float]:
 def test_all_train_like_a_single_process(
     text: str, strategy: str, fields: dict[str, Any], setting: tuple[float | None, int, bool]
 ) -> None:
-    """Peers and the exact policy have a single process's losses within 1e-4 over 20 steps, and its validation
-    losses; peers have no ledger.
+    """Over 20 steps, losses of peers and of the exact policy are within 1e-4 of a single process's, validation
+    included; peers have no ledger.
     """
     record, expected = trained(text, strategy, setting, **fields), reference(text, "single", setting)
     assert record.reference_loss == pytest.approx(expected.reference_loss, abs=1e-6)
@@ -84,7 +84,7 @@ def test_all_train_like_a_single_process(
 def test_in_16_bits_all_train_nearly_like_a_single_process(
     text: str, strategy: str, fields: dict[str, Any]
 ) -> None:
-    """Each has the fp32 losses within bf16's 2^-8 of them over 20 steps, and not the same ones."""
+    """Over 20 steps in bf16, losses are within 2^-8 of those in fp32, and not equal to them."""
     setting = (0.5, 2, False)
     record, expected = trained(text, strategy, setting, **fields), reference(text, "single", setting)
     assert losses(record) == pytest.approx(losses(expected), rel=2**-8)

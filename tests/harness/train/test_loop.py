@@ -1,4 +1,4 @@
-"""``zeropp train``: the tutorials' launch lines, what fits, and a log line a step."""
+"""``zeropp train`` accepts the tutorials' launch lines, refuses what does not fit, and logs a line a step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEP = re.compile(r"loss ([\d.]+)")
 
 
 def config(folder: Path, snippet: str) -> str:
-    """A file with a section ``zero_optimization`` of DeepSpeed's tutorials, or that text."""
+    """Return the path of a file with a configuration of DeepSpeed's tutorials, or with this text."""
     file = folder / "ds.config"
     text = json.dumps({"zero_optimization": SNIPPETS[snippet]}) if snippet in SNIPPETS else snippet
     file.write_text(text, encoding="utf-8")
@@ -47,7 +47,7 @@ def losses(text: str) -> list[float]:
 
 
 def output(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
-    """What is printed where all goes well."""
+    """Run the command, which must succeed, and return what it prints."""
     assert main(["train", *flags]) == 0
     return capfd.readouterr().out
 
@@ -60,31 +60,31 @@ def refusal(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Three steps in one go are one and two more; on other ranks it says what it did not take over."""
+    """Three steps equal one step, a checkpoint and two more; on other ranks, the log says what was not restored."""
     folder = str(tmp_path / "checkpoints")
     base = [*TOY, "--batch-size", "1", "--zero-stage", "3", "--ranks-per-node", "2"]
     whole = STEP.findall(output(capfd, *base, "--steps", "3"))
     first = output(capfd, *base, "--steps", "1", "--save", folder)
     assert "saved " in first
     then = output(capfd, *base, "--steps", "3", "--load", folder, "--save", folder, "--keep", "1")
-    assert "goes on after step 1" in then
+    assert "continues after step 1" in then
     assert STEP.findall(first) + STEP.findall(then) == whole
     assert [path.name for path in Path(folder).iterdir()] == ["checkpoint-000002"]
     other = [*TOY, "--batch-size", "1", "--zero-stage", "1", "--ranks-per-node", "3", "--steps", "4"]
-    assert "goes on after step 3\nnot taken over: " in output(capfd, *other, "--load", folder)
+    assert "continues after step 3\nnot restored: " in output(capfd, *other, "--load", folder)
 
 
 def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """No checkpoint there, no step left, another seed, nowhere to save: one line each."""
+    """A missing checkpoint, no steps left, another seed, and no folder to save in are refused in one line each."""
     folder = str(tmp_path / "checkpoints")
     base = [*TOY, "--batch-size", "1", "--ranks-per-node", "1"]
     assert "no such folder" in refusal(capfd, *base, "--load", folder)
     output(capfd, *base, "--steps", "1", "--save", folder)
-    assert "has 1 steps behind it, --steps 1 leaves none" in refusal(
+    assert "1 steps are done, so --steps 1 leaves none to run" in refusal(
         capfd, *base, "--load", folder, "--steps", "1"
     )
-    assert "seed 0, not 3" in refusal(capfd, *base, "--load", folder, "--seed", "3")
-    assert "--save-every: where to?" in refusal(capfd, *base, "--save-every", "1")
+    assert "with seed 0, and this run has 3" in refusal(capfd, *base, "--load", folder, "--seed", "3")
+    assert "--save-every needs a folder for checkpoints" in refusal(capfd, *base, "--save-every", "1")
 
 
 def test_where_checkpoints_cannot_be_is_refused_before_anything_runs(
@@ -104,14 +104,16 @@ def test_where_checkpoints_cannot_be_is_refused_before_anything_runs(
 def test_a_module_larger_than_may_be_live_is_gathered_whole(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As DeepSpeed does: the largest matrix is said to be, and the losses are those without a limit."""
+    """As in DeepSpeed, the largest matrix is gathered whole; the output says so, and losses are those without a
+    limit.
+    """
     trained = []
     for most in (3000, 10**9):
         keys = {"stage": 3, "stage3_max_live_parameters": most, "stage3_param_persistence_threshold": 0}
         file = tmp_path / f"{most}.config"
         file.write_text(json.dumps({"zero_optimization": keys}), encoding="utf-8")
         text = output(capfd, *TOY, "--max-padding", "9", "--steps", "2", "--deepspeed_config", str(file))
-        said = rf"_live_parameters = {most}: changed: unit '\S+' cannot be cut: [\d,]+ elements are gathered"
+        said = rf"_live_parameters = {most}: changed: unit '\S+' cannot be cut, so its [\d,]+ elements are gathered"
         assert bool(re.search(said, text)) == (most == 3000)
         trained.append(losses(text))
     assert len(trained[0]) == 2
@@ -125,12 +127,12 @@ def _never(job: object) -> None:
 def test_a_run_goes_on_with_the_learning_rate_that_is_asked_for(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The configuration's and the flags' options count, not the checkpoint's, and what differs is said."""
+    """A resumed run uses the options of its flags and configuration, not the checkpoint's, and logs what differs."""
     folder = str(tmp_path / "checkpoints")
     base = [*TOY, "--batch-size", "1", "--ranks-per-node", "1", "--save", folder]
     output(capfd, *base, "--lr", "0.001", "--steps", "1")
     resumed = output(capfd, *base, "--lr", "0.0", "--steps", "3", "--load", folder)
-    assert "\nas asked: lr = 0.0, not the checkpoint's 0.001\n" in resumed
+    assert "\nchanged for this run: lr = 0.0, not the checkpoint's 0.001\n" in resumed
     weights = []
     for path in sorted(Path(folder).iterdir()):
         assert main(["export", str(path), str(tmp_path / path.name)]) == 0
@@ -153,7 +155,7 @@ def test_a_run_goes_on_with_the_learning_rate_that_is_asked_for(
 def test_the_learning_rate_is_the_flag_s_or_the_configuration_s(
     optimizer: object, flags: list[str], lr: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then DeepSpeed's default where an optimizer is named, else 3e-4, which "auto" also means."""
+    """Otherwise it is DeepSpeed's default if an optimizer is named, else 3e-4, which "auto" means too."""
     jobs: list[Job] = []
     monkeypatch.setattr(train_command, "_run", jobs.append)
     file = config(tmp_path, json.dumps({} if optimizer is None else {"optimizer": optimizer}))
@@ -164,14 +166,16 @@ def test_the_learning_rate_is_the_flag_s_or_the_configuration_s(
 def test_padding_is_refused_with_the_option_that_allows_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A toy's root unit would be 19.8 % padding: refused below, and trained with what the refusal says."""
+    """A unit with 19.8 % of padding is refused below that limit, and trained with the option that the refusal
+    names.
+    """
     keys = {"stage": 3, "zero_quantized_weights": True, "stage3_param_persistence_threshold": 0}
     small = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--steps", "1"]
     flags = [*small, "--deepspeed-config", config(tmp_path, json.dumps({"zero_optimization": keys}))]
     message = refusal(capfd, *flags, "--max-padding", "0.19")
     assert re.search(r"\d% of \d+, allowed 19.0% by max_padding", message)
     needed = message.rpartition(" ")[2].strip()
-    assert message.endswith(f"raise max_padding to {needed}: --max-padding {needed}\n")
+    assert message.endswith(f"raise max_padding to {needed}, with --max-padding {needed}\n")
     assert "'--max-padding'" in refusal(capfd, *flags, "--max-padding", "nan")
     assert "step 1/1 | loss " in output(capfd, *flags, "--max-padding", needed)
 
@@ -179,10 +183,10 @@ def test_padding_is_refused_with_the_option_that_allows_it(
 def test_as_many_ranks_as_torchrun_started_are_asked_for(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other numbers of nodes and ranks are refused in one line."""
+    """Numbers of nodes and ranks that do not agree with torchrun's are refused in one line."""
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert "started 2 ranks, --nodes x" in refusal(capfd, *TOY, "--nodes", "3")
+    assert "started 2 ranks, but --nodes x" in refusal(capfd, *TOY, "--nodes", "3")
 
 
 @pytest.mark.parametrize("error", [LossScaleError("too small"), ZeroError("odd"), CheckpointError("gone")])
@@ -248,7 +252,9 @@ def test_a_rank_of_torchrun_that_fails_waits_for_nobody() -> None:
 
 
 def test_zero_tutorial_story(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """1.5 B parameters: some 18 GB of Adam's states become an eighth on 8 ranks; nothing is built."""
+    """For 1.5 B parameters, 18 GB of Adam's states become an eighth on 8 ranks; --plan computes this without
+    building the model.
+    """
     file = config(tmp_path, "zero_tutorial stage 1")
     shape = ["--num-layers", "48", "--hidden-size", "1600", "--num-attention-heads", "16"]
     flags = [*shape, "--batch-size", "1", "--deepspeed_config", file, "--ranks-per-node", "8", "--plan"]
@@ -260,7 +266,7 @@ def test_zero_tutorial_story(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
 
 
 def test_offloaded_states_have_rows_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A row of the device and one of the host, whose sum is what Adam's states are without offload."""
+    """With offloading each stage has rows for device and host, whose sum is Adam's states without offloading."""
     keys: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
     outputs = []
     for offload in ({}, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}):
@@ -277,27 +283,27 @@ def test_offloaded_states_have_rows_of_their_own(tmp_path: Path, capfd: pytest.C
         assert states + sum(others) == pytest.approx(last, abs=4e-3)
     assert min(held) > 0.4 * adam
     assert sum(held) == pytest.approx(adam, abs=2e-3)
-    assert "host: offloaded states, beside what lies on the device; on a CPU both are one memory" in half
+    assert "in addition to those on the device. On a CPU both are in the same memory" in half
     states_of = re.compile(r"Adam's states are [\d.]+ GB, and [\d.]+ GB")
     assert states_of.findall(half) == states_of.findall(plain)
 
 
 def test_a_plan_has_the_bytes_between_nodes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Of each stage, as many as a suite's plan predicts; on one node none are printed."""
+    """For each stage, --plan prints the bytes that a suite's plan predicts; on one node it prints none."""
     table = json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
     flags = [*TOY, "--deepspeed-config", config(tmp_path, table), "--plan", "--nodes"]
     assert "between nodes" not in output(capfd, *flags, "1")
     lines = output(capfd, *flags, "2").splitlines()
-    (line,) = [line for line in lines if line.startswith("sent between nodes")]
+    (line,) = [line for line in lines if line.startswith("All ranks together send between nodes")]
     model = Model(name="gpt-tiny")
     recipe = Trial(strategy="recipe", deepspeed_config=table, model=model, sequence=32, tokens_per_rank=32)
     (same,) = forecast([recipe], this_host())
     assert same.inter is not None
-    assert line.endswith(f", {same.inter / 1e6:.4g} MB at stage 3")
+    assert line.endswith(f", {same.inter / 1e6:.4g} MB at stage 3.")
 
 
 def rows(text: str, head: str) -> list[list[float]]:
-    """The numbers of a table's rows that begin so."""
+    """Return the numbers of the table's rows that begin with ``head``."""
     lines = re.findall(rf"^ *{head} +(\d.*)$", text, re.MULTILINE)
     return [[float(cell) for cell in line.split()] for line in lines]
 
@@ -306,7 +312,7 @@ def rows(text: str, head: str) -> list[list[float]]:
 def test_too_large_a_shape_is_refused_with_its_numbers(
     preset_name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anything is allocated, with a table of all stages."""
+    """A model that does not fit is refused before anything is allocated, with a table of all stages."""
     assert main(["train", "--preset", preset_name, "--zero-stage", "0", "--ranks-per-node", "64"]) == 2
     captured = capfd.readouterr()
     assert re.search(r"too big for memory: 64 of 64 ranks x [\d.]+ GB = [\d.]+ GB at stage 0", captured.err)
@@ -317,22 +323,30 @@ def test_too_large_a_shape_is_refused_with_its_numbers(
     ("table", "flags", "message"),
     [
         (None, ["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2: only 1"),
-        (None, ["--fp16", "--bf16"], "fp16.enabled = true: not with bf16.enabled = true"),
-        (None, ["--hidden-size", "65"], "4 heads do not divide a width of 65"),
+        (None, ["--fp16", "--bf16"], "fp16.enabled = true: contradicts bf16.enabled = true"),
+        (None, ["--hidden-size", "65"], "a width of 65 is not divisible by 4 heads"),
         (None, ["--deepspeed_config", "none.json"], "none.json: cannot read"),
         (None, ["--zero-stage", "7"], "zero-stage"),
         (None, ["--steps", "1" + "0" * 30], "--steps"),
         (None, ["--hidden-size", "1000000000", "--plan"], "--hidden-size"),
-        ({"zero_optimization": {"stage": 2}}, ["--zero-stage", "3"], "--zero-stage 3, but .* stage = 2"),
-        ({"train_micro_batch_size_per_gpu": 4}, ["--batch-size", "2"], "--batch-size 2, but .* = 4"),
+        (
+            {"zero_optimization": {"stage": 2}},
+            ["--zero-stage", "3"],
+            "--zero-stage 3 contradicts .* stage = 2",
+        ),
+        ({"train_micro_batch_size_per_gpu": 4}, ["--batch-size", "2"], "--batch-size 2 contradicts .* = 4"),
         ({"train_batch_size": 3}, [], "train_batch_size = 3"),
-        ({"optimizer": {"type": "Adam", "params": {"lr": 2}}}, ["--lr", "0.5"], "--lr 0.5, but .*lr = 2"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": 2}}},
+            ["--lr", "0.5"],
+            "--lr 0.5 contradicts .*lr = 2",
+        ),
     ],
 )
 def test_flags_that_cannot_be_are_refused(
     table: object, flags: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line; flags and configuration must agree."""
+    """Impossible flags, and flags that contradict the configuration, are refused in one line."""
     both = [] if table is None else [*TOY, "--deepspeed-config", config(tmp_path, json.dumps(table))]
     assert re.search(message, refusal(capfd, *both, *flags))
 
@@ -343,7 +357,7 @@ def test_flags_that_cannot_be_are_refused(
 def test_a_wrong_configuration_is_named_once(
     text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether it is no JSON, no table, or says what cannot be."""
+    """A file that is not JSON, not a table, or has impossible values is named once in the refusal."""
     assert refusal(capfd, "--deepspeed-config", config(tmp_path, text)).count("ds.config") == 1
 
 

@@ -115,9 +115,9 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CorpusError, match="no files"):
         load(str(tmp_path))
     (tmp_path / "text").write_bytes(b"x" * 100)
-    message = "5 tokens for validation or training do not hold one sequence of 8 "
+    message = "has 5 tokens for validation or training, too few for one sequence of 8 "
     with pytest.raises(CorpusError, match=message):
         check(str(tmp_path), 8)
     monkeypatch.setattr(corpus, "LARGEST_BYTES", 99)
-    with pytest.raises(CorpusError, match="100 bytes, at most 99"):
+    with pytest.raises(CorpusError, match="has 100 bytes; every rank holds all of them, so at most 99"):
         load(str(tmp_path))

@@ -68,14 +68,14 @@ def test_another_input(tmp_path: Path, zeropp: Zeropp, changed: str, *, failed: 
     code, results = machine.code(), tmp_path / "results" / "q"
     made = record_of(trial, code=code, inputs=digests(trial), failure=CRASHED if failed else None)
     write(results, made)
-    check_inputs(results, [trial])
+    check_inputs(results, {trial.id: trial}, [made])
     assert finished(results, trial, made.pool)
     assert (finished(results, trial, "another") is None) == failed
     file = {"corpus": "text", "model": "mine_b.py", "module": "help_b.py"}[changed]
     (tmp_path / file).write_text("# another\n" * 100)
     inputs._corpus_digest.cache_clear()
     if failed:
-        check_inputs(results, [trial])
+        check_inputs(results, {trial.id: trial}, [made])
         assert not finished(results, trial, made.pool)
         return
     repeats = tmp_path / "repeats.toml"

@@ -17,7 +17,8 @@ from harness.errors import Refusal
 from harness.suites.model_sizes import IMAGE_SIDE, PATCHES, PRESETS, GPTShape, step_flops
 from harness.suites.trial import Model, Trial
 from harness.workloads.generation import decode
-from harness.workloads.models import GPT, build, shape_of
+from harness.workloads.models import GPT, build
+from harness.workloads.preset_parameters import shape_of
 from harness.workloads.rank_batches import RankBatches
 
 LOG = Path(__file__).resolve().parents[3] / "report" / "published" / "zeropp_tutorial_log.csv"
@@ -138,10 +139,10 @@ def test_a_users_function_builds_the_model() -> None:
         (Model(arguments={"widht": 3}), "did you mean 'width'"),
         (Model(arguments={"width": 0}), "width = 0"),
         (Model(arguments={"tied": 1}), "true or false"),
-        (Model(arguments={"width": 257}), "4 heads do not divide a width of 257"),
+        (Model(arguments={"width": 257}), "a width of 257 is not divisible by 4 heads"),
         (Model(name="no_such_module:f"), "cannot import 'no_such_module'"),
         (Model(name=f"{__name__}:nothing"), "has no 'nothing'"),
-        (Model(name=f"{__name__}:not_a_model"), "not an nn.Module"),
+        (Model(name=f"{__name__}:not_a_model"), "expected an nn.Module"),
         (Model(name="vit-tiny", arguments={"classes": 5}), "unknown argument 'classes'"),
     ],
 )
@@ -175,5 +176,7 @@ def test_published_teraflops_follow_from_their_shapes() -> None:
 
 def test_patches_that_make_no_image_are_refused() -> None:
     """A vision model whose sequence is no square of equal patches is refused, naming those that are."""
-    with pytest.raises(Refusal, match=r"sequence = 128 patches do not .* one of 1, 4, 16, 64, 256, 1024"):
+    with pytest.raises(
+        Refusal, match=r"cannot be cut into sequence = 128 patches; expected one of 1, 4, 16, 64, 256, 1024"
+    ):
         build(Model(name="vit-tiny"), 128)

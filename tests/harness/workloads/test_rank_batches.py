@@ -60,8 +60,14 @@ def test_masked_text_is_of_the_corpus() -> None:
 @pytest.mark.parametrize(
     ("unfit", "message"),
     [
-        (trial("gpt-tiny", corpus="glyphs"), "model 'gpt-tiny' reads text; expected a text"),
-        (trial("vit-tiny", corpus="stdlib"), "model 'vit-tiny' reads images; expected 'glyphs'"),
+        (
+            trial("gpt-tiny", corpus="glyphs"),
+            "does not fit model 'gpt-tiny', which reads text; expected a text",
+        ),
+        (
+            trial("vit-tiny", corpus="stdlib"),
+            "does not fit model 'vit-tiny', which reads images; expected 'glyphs'",
+        ),
     ],
 )
 def test_another_form_is_refused(unfit: Trial, message: str) -> None:

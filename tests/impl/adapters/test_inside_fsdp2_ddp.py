@@ -1,4 +1,4 @@
-"""FSDP2 and DDP with our collectives train as without them, and send the predicted bytes."""
+"""FSDP2 and DDP train with this project's collectives as without them, and send the predicted bytes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HOSTS: tuple[Host, ...] = ("fsdp2", "ddp")
 
 
 def quantised(host: Host, **changes: Any) -> Policy:
-    """4-bit gradients inside ``host``, and 8-bit weights where it gathers them."""
+    """Returns a policy with 4-bit gradients inside ``host``, and with 8-bit weights if the host gathers them."""
     codec = parse("int4:32")
     weights = {"weights": parse("int8:64")} if host == "fsdp2" else {}
     return replace(EXACT[host], **weights, **{"gradients": (codec, codec), **changes})
@@ -53,7 +53,7 @@ def quantised(host: Host, **changes: Any) -> Policy:
 
 @dataclass(frozen=True)
 class Case:
-    """One training run of a host; with its own collectives if there is no policy."""
+    """One training run of a host; without a policy it uses the host's own collectives."""
 
     host: Host
     policy: Policy | None = None
@@ -63,7 +63,7 @@ class Case:
 
 @dataclass
 class Trained:
-    """Losses of every micro-batch, whole gradients of the last step, bytes sent and predicted."""
+    """Losses of every micro-batch, whole gradients of the last step, and the bytes sent and predicted."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Trained:
 
 
 def net() -> Net:
-    """The same on every rank."""
+    """Returns a model that is the same on every rank."""
     torch.manual_seed(3)
     return Net(width=WIDTH, hidden=42, depth=2)
 
@@ -82,7 +82,7 @@ def inputs(step: int, rank: int) -> torch.Tensor:
 
 
 def wrapped(host: Host, model: nn.Module, shape: tuple[int, ...], part: DeviceMesh | None = None) -> Any:
-    """``model`` in its host over a device mesh of ``shape``, or over ``part``."""
+    """Returns ``model`` in its host over a device mesh of ``shape``, or over ``part``."""
     if host == "ddp":
         group = None if part is None else part.get_group()
         # Several buckets for this small model.
@@ -96,7 +96,7 @@ def wrapped(host: Host, model: nn.Module, shape: tuple[int, ...], part: DeviceMe
 
 
 def train(mesh: Mesh, case: Case, part: DeviceMesh | None = None) -> Trained:
-    """An evaluation, then a few steps of AdamW."""
+    """Evaluate once, then train a few steps with AdamW."""
     model = wrapped(case.host, net(), (mesh.topology.world,), part)
     wire = Wire(mesh, transport=case.transport)
     kind: Any = InFSDP2 if case.host == "fsdp2" else InDDP
@@ -142,7 +142,7 @@ def _train_all(mesh: Mesh, cases: list[Case]) -> list[Trained]:
 
 
 def cases_of(host: Host) -> dict[str, Case]:
-    """Different runs of one host on 2x2 ranks."""
+    """Returns different runs of one host on 2x2 ranks."""
     int4, int8 = parse("int4:32"), parse("int8:96")
     other = {"fsdp2": {"gather": "flat", "reduce": "one_hop"}, "ddp": {"reduce": "ring"}}[host]
     return {
@@ -155,14 +155,13 @@ def cases_of(host: Host) -> dict[str, Case]:
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_four_ranks(host: Host) -> None:
-    """On 2x2 gloo processes each host with our collectives equals itself, trains when quantised, and sends
-    what is predicted.
+    """On 2x2 gloo processes hosts equal themselves with exact codecs, train with others, and send what is predicted.
 
-    With fp32 frames the first loss is the host's bit for bit, and all losses and gradients are within 1e-6:
-    sums have another order.  For all codecs, hops, chunks and transports each rank's ledger is the
-    prediction, row by row.  Every rank decodes the same frames, its own part too: replicas of DDP cannot
-    drift apart.  With 4-bit gradients, and 8-bit weights in FSDP2, mean losses follow the host's within a
-    tenth of the first, and halve; at most half of fp32's bytes cross between nodes.
+    With fp32 frames the first loss is the host's bit for bit, and all losses and gradients are within 1e-6, since sums
+    have another order.  For all codecs, hops, chunks and transports each rank's ledger equals the prediction, row by
+    row.  Every rank decodes the same frames, its own part too, so replicas of DDP cannot drift apart.  With 4-bit
+    gradients, and 8-bit weights in FSDP2, mean losses stay within a tenth of the first loss of the host's and halve; at
+    most half of fp32's bytes cross between nodes.
     """
     cases = cases_of(host)
     ranks = on_processes(Topology(2, 2), _train_all, list(cases.values()))  # once, to save time
@@ -194,7 +193,7 @@ def test_four_ranks(host: Host) -> None:
 
 @each_rank(1, 2, processes=True)
 def test_two_ranks_equal_their_host_bit_for_bit(mesh: Mesh) -> None:
-    """With fp32 frames on two ranks, in one node or two, losses and gradients are the host's own bits."""
+    """With fp32 frames on two ranks, on one node or two, losses and gradients equal the host's bit for bit."""
     for host in HOSTS:
         host_run = train(mesh, Case(host, clip=None))
         for topology in (Topology(1, 2), Topology(2, 1)):
@@ -206,7 +205,7 @@ def test_two_ranks_equal_their_host_bit_for_bit(mesh: Mesh) -> None:
 
 @each_rank(1, 4, processes=True)
 def test_hosts_over_some_of_the_ranks(mesh: Mesh) -> None:
-    """Two groups side by side equal their hosts bit for bit; a wire over other ranks is refused."""
+    """Two groups of ranks equal their hosts bit for bit; a wire over other ranks is refused."""
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     part = Mesh.of(halves["dp"])
     for host in HOSTS:
@@ -218,7 +217,7 @@ def test_hosts_over_some_of_the_ranks(mesh: Mesh) -> None:
         model = wrapped(host, net(), (), halves["tp"])
         kind: Any = InFSDP2 if host == "fsdp2" else InDDP
         ranks = ", ".join(map(str, part.global_ranks))
-        with pytest.raises(HostError, match=f"{host} is over global ranks ., ., the wire over {ranks}: give"):
+        with pytest.raises(HostError, match=f"{host} runs on global ranks ., ., the wire on {ranks}: give"):
             kind(model, Wire(part), EXACT[host])
 
 
@@ -243,7 +242,7 @@ def test_a_hierarchical_gather_crosses_each_link_once(
 
 
 def test_tied_and_frozen_parameters() -> None:
-    """A tied weight is in its group once, a frozen one is gathered and not reduced."""
+    """A tied weight is in its group once; a frozen weight is gathered and not reduced."""
     model = Net(width=8, hidden=8, depth=1, tied=True)
     model.blocks[0].up.weight.requires_grad_(requires_grad=False)
     root, block = fsdp2_groups(model, find_blocks(model), Topology(1, 2))
@@ -264,7 +263,7 @@ def test_tied_and_frozen_parameters() -> None:
     ],
 )
 def test_what_a_host_cannot_do_is_refused(host: Host, changes: dict[str, Any], message: str) -> None:
-    """A field that a host cannot carry out is refused by its value; docs/reference/support.md has more."""
+    """A field that a host cannot carry out is refused with its value; docs/reference/support.md has more."""
     policy = replace(EXACT[host], **changes)
     with pytest.raises(PolicyError, match=message):
         check_host(host, policy)
@@ -272,7 +271,7 @@ def test_what_a_host_cannot_do_is_refused(host: Host, changes: dict[str, Any], m
 
 @each_rank(1, 2, processes=True)
 def test_what_a_host_refuses_when_it_runs(mesh: Mesh) -> None:
-    """Scalars, unsharded models, replicas, two modules a group, hooks, sparse gradients: a line each."""
+    """Scalars, unsharded models, replicas, two modules in a group, deleted hooks, sparse gradients: one line each."""
 
     def refused(message: str) -> Any:
         return pytest.raises((HostError, PolicyError), match=rf"\A[^\n]*{re.escape(message)}[^\n]*\Z")
@@ -280,13 +279,13 @@ def test_what_a_host_refuses_when_it_runs(mesh: Mesh) -> None:
     wire = Wire(mesh)
     scalar = nn.Linear(2, 2)
     scalar.gain = nn.Parameter(torch.tensor(1.0))
-    with refused("FSDP2 cannot cut parameter 'gain'"):
+    with refused("FSDP2 cannot shard parameter 'gain'"):
         fsdp2_groups(scalar, [], mesh.topology)
     with refused("Net is not sharded"):
         InFSDP2(net(), wire, EXACT["fsdp2"])
     with refused("secondary = node"):
         InFSDP2(net(), wire, replace(EXACT["fsdp2"], secondary="node"))
-    with refused("on a device mesh of (2, 1), expected (2,)"):
+    with refused("over a device mesh of shape (2, 1), expected (2,)"):
         InFSDP2(wrapped("fsdp2", net(), (2, 1)), wire, EXACT["fsdp2"])
     pairs = net()
     fully_shard([pairs.embed, pairs.head], mesh=init_device_mesh("cpu", (2,)))
@@ -296,9 +295,9 @@ def test_what_a_host_refuses_when_it_runs(mesh: Mesh) -> None:
         pairs(inputs(0, mesh.rank))
     ddp = wrapped("ddp", net(), ())
     InDDP(ddp, wire, EXACT["ddp"])
-    with refused("the InDDP of its model is gone"):
+    with refused("the InDDP of its model was deleted"):
         ddp(inputs(0, mesh.rank)).backward()
     ddp = wrapped("ddp", nn.Embedding(4, 2, sparse=True), ())
     kept = InDDP(ddp, wire, EXACT["ddp"])
-    with refused("DDP brings sparse gradients"):
+    with refused("gradients in DDP are sparse"):
         ddp(torch.tensor(kept.wire.mesh.rank)).sum().backward()

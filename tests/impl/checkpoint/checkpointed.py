@@ -1,4 +1,4 @@
-"""Shared by tests of checkpoints: a run in training, and the contents of a checkpoint."""
+"""Helpers for tests of checkpoints: a run in training, and the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ POLICIES = {
 
 
 class Run(Training):
-    """A sharded model in training on one rank, whose vectors do not decay."""
+    """A sharded model in training on one rank; vectors have no weight decay."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ def _group_of(name: str, parameter: nn.Parameter) -> int:
 
 
 class Dropping(nn.Module):
-    """Draws random numbers, and counts its passes in a buffer and in extra state."""
+    """A module that draws random numbers, and counts its passes in a buffer and in extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def written(mesh: Mesh, folder: Path, policy: Policy, net: nn.Module, width: int
 
 
 def contents(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All that a checkpoint holds by name: whole tensors of weights and states; options and numbers."""
+    """Returns everything in a checkpoint by name: whole tensors of weights and states, options and numbers."""
     manifest = read_manifest(path)
     parts = Parts(path, manifest)
     tensors = {

@@ -1,4 +1,4 @@
-"""Which folders are checkpoints, how they are completed, and what a killed save leaves."""
+"""Which folders are checkpoints, how saves complete, and what a killed save leaves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.training import model
 
 
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
-    """Partial ones do not count; numbers go on; broken saves are removed, and other folders kept."""
+    """Partial checkpoints do not count, numbers continue, and leftovers of saves are removed but no other folders."""
     (tmp_path / "notes").mkdir()
     assert latest(tmp_path) is None
     assert latest(tmp_path / "nowhere") is None
@@ -41,19 +41,23 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
-def test_what_cannot_be_removed_is_said(
+def test_a_checkpoint_that_cannot_be_removed_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A disk that refuses is a warning, not an error."""
+    """A checkpoint that cannot be removed is a warning, not an error."""
     for _ in range(2):
         commit(begin(tmp_path), EMPTY.text())
     monkeypatch.setattr(os, "rename", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
     thin(tmp_path, 1)
-    assert "checkpoint-000001: older than the 1 to be kept, and stays: Permission denied" in caplog.text
+    assert (
+        "checkpoint-000001: older than the newest 1, but cannot be removed: Permission denied" in caplog.text
+    )
 
 
-def test_a_disk_that_is_full_at_the_manifest_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its file, on all ranks, and nothing of the checkpoint stays."""
+def test_a_disk_that_is_full_at_the_manifest_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks raise an error that names the file, and nothing of the checkpoint is left."""
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))  # as write() says it, without a name
 
     def fails(mesh: Mesh) -> None:
@@ -71,7 +75,7 @@ OPERATIONS = ("mkdir", "fsync", "rename", "unlink", "rmdir")  # of the disk
 
 
 class Killed(BaseException):
-    """The process is gone: no handler may act on it."""
+    """The process was killed: no handler may act on this."""
 
 
 def numbered(mesh: Mesh, folder: Path, number: int, keep: int | None = None) -> None:
@@ -84,7 +88,7 @@ def numbered(mesh: Mesh, folder: Path, number: int, keep: int | None = None) -> 
 
 
 def sound(mesh: Mesh, folder: Path) -> int:
-    """Load the newest checkpoint, and make sure that it is whole: the number that it was saved with."""
+    """Load the newest checkpoint and check that it is whole: it returns the number that it was saved with."""
     zero = shard(model(depth=1), mesh=mesh, policy=EXACT)
     number = load(folder, zero).extra
     weights = [v for name, v in zero.full_state_dict().items() if name != "scale"]
@@ -93,7 +97,7 @@ def sound(mesh: Mesh, folder: Path) -> int:
 
 
 def _stop_before(monkeypatch: pytest.MonkeyPatch, operation: int) -> None:
-    """Let the disk stop for good before its n-th operation."""
+    """Make the disk stop for good before its n-th operation."""
     done = [0]
 
     def stopping(name: str) -> Any:
@@ -112,7 +116,7 @@ def _stop_before(monkeypatch: pytest.MonkeyPatch, operation: int) -> None:
 
 
 def test_a_save_stopped_before_any_operation_leaves_the_one_before(tmp_path: Path) -> None:
-    """With keep=1, if the disk stops before any n-th operation, the old or new checkpoint is whole."""
+    """With keep=1, if the disk stops before its n-th operation, the old or the new checkpoint is whole."""
     whole, stops = False, 0
     while not whole:
         stops += 1

@@ -1,4 +1,4 @@
-"""Whole state dicts out of checkpoints."""
+"""Whole state dicts are read from checkpoints and exported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _saved(mesh: Mesh, folder: Path, policy: Policy, net: nn.Module) -> dict[str
 
 @pytest.mark.parametrize("net", [TIED, ODD], ids=["tied", "odd"])
 def test_a_checkpoint_is_a_plain_state_dict(tmp_path: Path, net: nn.Module) -> None:
-    """Without ranks or model: as the engine's and the unsharded model's, tied weights under both names."""
+    """Without ranks or the model, the state dict equals the unsharded model's, with tied weights under both names."""
     state, *_ = on_threads(Topology(2, 2), _saved, tmp_path, ZEROPP, net)
     loaded = consolidated(tmp_path)
     assert list(loaded) == list(net.state_dict())
@@ -44,7 +44,7 @@ def test_a_checkpoint_is_a_plain_state_dict(tmp_path: Path, net: nn.Module) -> N
 
 @pytest.mark.parametrize("name", [torch.float32, torch.bfloat16, torch.float16, "bf16", "fp16"])
 def test_an_export_is_the_state_in_one_file(tmp_path: Path, name: torch.dtype | str) -> None:
-    """Parameters in the requested type, buffers in their own; engines load it, 16 bits as masters of 32."""
+    """Parameters have the requested type, buffers their own; engines load the file, 16 bits as fp32 masters."""
     on_threads(Topology(1, 3), _saved, tmp_path, ZEROPP, TIED)
     out, dtype = tmp_path / "out", dtype_of(name)
     assert export(tmp_path, out, dtype=name) == ()
@@ -60,11 +60,11 @@ def test_an_export_is_the_state_in_one_file(tmp_path: Path, name: torch.dtype | 
 
 
 def test_an_export_that_cannot_be_is_one_line(tmp_path: Path) -> None:
-    """An existing file, a missing folder, no checkpoint; nothing is left behind."""
+    """An existing file, a missing folder and a folder without checkpoints are refused; nothing is left behind."""
     on_threads(Topology(1, 1), _saved, tmp_path / "run", ZEROPP, TIED)
     (tmp_path / "there").touch()
     for folder, path, message in [
-        ("run", "there", "there: is there already"),
+        ("run", "there", "there: exists already"),
         ("run", "no/out", "No such file"),
         (".", "out", "no checkpoint in it"),
     ]:
@@ -75,7 +75,7 @@ def test_an_export_that_cannot_be_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp16", torch.float8_e5m2, torch.float8_e4m3fn])
 def test_an_export_of_values_that_overflow_is_refused(tmp_path: Path, dtype: torch.dtype | str) -> None:
-    """By name, count and largest value, with no file left; if asked for, they are written, and said."""
+    """The refusal has name, count and largest value, and no file is left; if allowed, they are written and reported."""
     net = copy.deepcopy(TIED)
     with torch.no_grad():
         net.head.weight[0, :3] = torch.tensor([1e5, -3e6, torch.nan])
@@ -100,7 +100,7 @@ def test_an_export_of_values_that_overflow_is_refused(tmp_path: Path, dtype: tor
 
 
 def test_an_export_in_no_type_for_weights_is_refused(tmp_path: Path) -> None:
-    """By name or as torch's; nothing is written."""
+    """A type that weights cannot have is refused, by name or as torch's; nothing is written."""
     on_threads(Topology(1, 1), _saved, tmp_path / "run", ZEROPP, TIED)
     for dtype in ("half", torch.int8):
         with pytest.raises(CheckpointError, match=r"dtype=.*: expected 'fp32', 'bf16', 'fp16', torch"):

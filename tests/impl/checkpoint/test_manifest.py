@@ -1,4 +1,4 @@
-"""A manifest comes back as it was written, or is refused in one line."""
+"""A manifest is read as it was written, or refused in one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.impl.checkpoint.checkpointed import EMPTY
 
 
 def test_a_manifest_comes_back(tmp_path: Path) -> None:
-    """With all its fields."""
+    """All fields are read as they were written."""
     assert read_manifest(commit(begin(tmp_path), EMPTY.text())) == EMPTY
 
 
@@ -33,7 +33,7 @@ FIELDS = json.loads(EMPTY.text())
     ],
 )
 def test_what_is_no_manifest_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
-    """Nested too deeply, cut short, foreign, of another version, altered."""
+    """Files that are nested too deeply, cut short, foreign, of another version or altered."""
     (tmp_path / MANIFEST).write_text(text)
     with pytest.raises(CheckpointError, match=rf"^{tmp_path}/manifest.json: .*{message}.*$"):
         read_manifest(tmp_path)

@@ -1,4 +1,4 @@
-"""Optimizers' states are saved by parameter name, for all states by element and all cuts of groups."""
+"""Optimizers' states are saved by parameter name, for all states by element and all divisions into groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.strategies import EXACT
 
 
 class Mixed(torch.optim.Optimizer):
-    """Momentum in 16 bits, a count of 64 and a sum in 64, for each element; a number of 64."""
+    """State by element: momentum in 16 bits, a count and a sum in 64; and a number of 64 bits."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -56,7 +56,7 @@ class Mixed(torch.optim.Optimizer):
     ids=["sgd", "momentum", "adagrad", "nadam", "tensor_lr", "mixed types"],
 )
 def test_every_elementwise_optimizer_is_saved(tmp_path: Path, optimizer: Any) -> None:
-    """States by element of any type, numbers, tensors among options: another world saves the same again."""
+    """States by element of any type, numbers and tensors among options: another world loads and saves the same."""
     on_threads(Topology(2, 1), _optimizer, tmp_path, optimizer, False)
     on_threads(Topology(1, 3), _optimizer, tmp_path, optimizer, True)
     (tensors, numbers), (resaved, numbers_again) = [contents(path) for path in checkpoints(tmp_path)]
@@ -75,7 +75,7 @@ def _optimizer(mesh: Mesh, folder: Path, optimizer: Any, loads: bool) -> None:
 
 
 def _split(zero: Zero, at: int, lr: float = 1e-2) -> torch.optim.Optimizer:
-    """AdamW with the engine's first group in two dicts, as where some of its masters lie on the host."""
+    """AdamW with the engine's first group in two groups, as if some of its masters were on the host."""
     first, *rest = zero.param_groups({1: {"weight_decay": 0.0}})
     masters = first["params"]
     halves = [{"params": masters[:at], "lr": lr}, {"params": masters[at:]}]
@@ -85,7 +85,7 @@ def _split(zero: Zero, at: int, lr: float = 1e-2) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("at", [0, 3])
 @each_rank(1, 2)
 def test_a_group_may_lie_on_two_devices(mesh: Mesh, tmp_path: Path, at: int) -> None:
-    """An engine's group may be two of the optimizer's, cut anywhere, unless these have different options."""
+    """A group of the engine may be two of the optimizer's, divided anywhere, unless their options differ."""
     run, resumed = (Run(mesh, EXACT, NET) for _ in range(2))
     run.optimizers = [_split(run.zero, 1)]
     run.step(0)
@@ -96,5 +96,5 @@ def test_a_group_may_lie_on_two_devices(mesh: Mesh, tmp_path: Path, at: int) -> 
     assert resumed.step(1) == loss
     assert same(resumed.state(), run.state())
     save(tmp_path, resumed.zero, [_split(resumed.zero, 2, lr=0.5)])
-    with pytest.raises(CheckpointError, match="share options here, but not in it"):
+    with pytest.raises(CheckpointError, match=r"has different options for .* which share them here"):
         resumed.load(tmp_path)

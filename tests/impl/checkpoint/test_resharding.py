@@ -1,4 +1,4 @@
-"""Where ranges lie, and that checkpoints of one layout are loaded by another without loss."""
+"""Ranges have the right places, and a checkpoint of one layout is loaded by another without loss."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _passed_on(  # noqa: PLR0917  # thread ranks pass by position
 
 @st.composite
 def two_layouts(draw: st.DrawFn) -> list[tuple[Topology, Policy]]:
-    """Topologies, with a policy of each; frozen weights in fp32, since codes are not kept."""
+    """Draw two topologies with a policy each; frozen weights are in fp32, since their codes would be dropped."""
     pairs = []
     for _ in range(2):
         topology = draw(topologies(6))
@@ -42,10 +42,10 @@ def two_layouts(draw: st.DrawFn) -> list[tuple[Topology, Policy]]:
 
 @given(two_layouts(), st.booleans())
 @settings(max_examples=15)
-def test_any_layout_hands_on_to_any_other(
+def test_any_layout_loads_checkpoints_of_any_other(
     tmp_path_factory: pytest.TempPathFactory, layouts: list[tuple[Topology, Policy]], blocks: bool
 ) -> None:
-    """For all worlds, stages, groups, codecs and units loading and saving keeps all values; it trains on."""
+    """For all worlds, stages, groups, codecs and units, loading and saving keeps all values, and training continues."""
     folder = tmp_path_factory.mktemp("any")
     (first, policy), (second, other) = layouts
     on_threads(first, written, folder, policy, ODD, 7)
@@ -56,14 +56,14 @@ def test_any_layout_hands_on_to_any_other(
     shutil.rmtree(folder)
 
 
-def test_what_is_left_is_said(tmp_path: Path) -> None:
-    """On another topology carried errors, random states and the loss scale are dropped, a line each."""
+def test_state_that_cannot_be_kept_is_reported(tmp_path: Path) -> None:
+    """On another topology carried errors, random states and the loss scale are dropped, with a line for each."""
     policy = replace(POLICIES["feedback"], loss_scale=LossScale(initial=8.0))
     on_threads(Topology(2, 2), written, tmp_path, policy, NET)
     other = replace(policy, loss_scale=None)
     (dropped,) = set(on_threads(Topology(1, 2), _passed_on, tmp_path, other, NET, True))
     assert dropped == (
-        "loss scale LossScale(initial=8.0, window=1000, least=1.0): here None",
-        "state of feedback: it was saved with topology 2x2, here 1x2",
-        "random states of 4 ranks: here 2",
+        "loss scale: saved with LossScale(initial=8.0, window=1000, least=1.0), here None",
+        "state of feedback: saved with topology 2x2, here 1x2",
+        "random states: saved by 4 ranks, here 2",
     )

@@ -1,4 +1,4 @@
-"""Checkpoints: a run goes on bit for bit, and is not held up by a save."""
+"""A run that is loaded from a checkpoint continues bit for bit, and a save does not change the run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.training import model
 def _resumed(  # noqa: PLR0917  # thread ranks pass by position
     mesh: Mesh, folder: Path, policy: Policy, accumulation: int, net: nn.Module, into: Policy | None = None
 ) -> None:
-    """Assert that a run that is loaded after two steps, ``into`` another policy, ends as one that went on."""
+    """Assert that a run loaded after two steps, with the policy ``into``, ends like a run that was not interrupted."""
     run = Run(mesh, policy, net)
     for number in range(2):
         run.step(number, accumulation)
@@ -53,14 +53,14 @@ RESUMED = ["exact", "zeropp", "zero1", "feedback", "sdp4bit", "budget"]
 @pytest.mark.parametrize("name", [*RESUMED, *nightly(*(name for name in POLICIES if name not in RESUMED))])
 @each_rank(2, 2)
 def test_a_resumed_run_equals_an_uninterrupted_one(mesh: Mesh, tmp_path: Path, name: str) -> None:
-    """Under every preset, loss scale, feedback and noise: losses and weights are equal bit for bit."""
+    """With every preset, loss scale, feedback and noise, losses and weights are equal bit for bit."""
     _resumed(mesh, tmp_path, POLICIES[name], 1, model(tied=True))
 
 
 @pytest.mark.parametrize("shares", [(0, 1), (1, 0), (0.5, 1)], ids=str)
 @each_rank(2, 2)
 def test_a_run_may_be_offloaded_from_here_on(mesh: Mesh, tmp_path: Path, shares: tuple[float, float]) -> None:
-    """A run goes on bit for bit with another share of its optimizer and weights on the host."""
+    """A run continues bit for bit with other shares of its optimizer and weights on the host."""
     before, after = (
         replace(POLICIES["zeropp"], offload=Offload(optimizer=share, weights=share)) for share in shares
     )
@@ -71,7 +71,7 @@ def test_a_run_may_be_offloaded_from_here_on(mesh: Mesh, tmp_path: Path, shares:
 @pytest.mark.parametrize("group", [0, 1])
 @each_rank()
 def test_frozen_weights_keep_their_codes(mesh: Mesh, tmp_path: Path, topology: Topology, group: int) -> None:
-    """Weights held as codes are restored as the same codes, not by encoding again."""
+    """Weights that are kept as codes are restored as the same codes, not encoded again."""
     policy = Policy(group=group, frozen=parse("int4:8:asym"), memory=ROOMY)
     run, resumed = (Run(mesh, policy, ODD, width=7) for _ in range(2))
     run.step(0)
@@ -88,7 +88,7 @@ def test_frozen_weights_keep_their_codes(mesh: Mesh, tmp_path: Path, topology: T
 @pytest.mark.parametrize("name", ["zero1", "feedback"])
 @each_rank(1, 2)
 def test_resuming_at_a_boundary_of_accumulation(mesh: Mesh, tmp_path: Path, name: str) -> None:
-    """With micro-batches added up locally, or in shards, a run that is saved between steps goes on alike."""
+    """Saved between steps, a run continues alike, with micro-batches added up locally or in shards."""
     _resumed(mesh, tmp_path, POLICIES[name], 3, NET)
 
 
@@ -113,13 +113,13 @@ def _tensors(run: Run) -> dict[str, Tensor]:
 
 
 def test_random_numbers_buffers_and_extra_state_go_on_in_processes(tmp_path: Path) -> None:
-    """Over gloo: dropout, Python's and NumPy's numbers, running means, extra states are as before."""
+    """Over gloo, dropout, Python's and NumPy's numbers, running means and extra states continue as before."""
     for result in on_processes(Topology(2, 1), _processes, str(tmp_path)):
         assert result == (True, 1, [True, True, True])
 
 
 def test_a_full_disk_of_one_rank_is_an_error_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only complete checkpoints stay."""
+    """If one rank's disk is full, all ranks raise the error, and only complete checkpoints are left."""
     sync, failed = resharding.sync, set()
 
     def full(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be loaded, or saved, are refused by all ranks alike, in one line."""
+"""Checkpoints that cannot be loaded or saved are refused by all ranks alike, in one line."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def _refused(mesh: Mesh, folder: Path, net: nn.Module, optimizer: Any, count: in
 
 SPOILT: dict[str, Callable[[Path], object]] = {  # by its error
     r"rank-00002.safetensors: No such file": lambda file: file.unlink(),
-    r"rank-00002.safetensors: \d+ bytes, the manifest says \d+": lambda file: file.write_bytes(
-        file.read_bytes()[:-1]
+    r"rank-00002.safetensors: has \d+ bytes, but \d+ according to the manifest": lambda file: (
+        file.write_bytes(file.read_bytes()[:-1])
     ),
     "rank-00002.safetensors: altered since it was written": lambda file: file.write_bytes(
         file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1])
@@ -51,7 +51,7 @@ SPOILT: dict[str, Callable[[Path], object]] = {  # by its error
 
 @pytest.mark.parametrize("message", SPOILT)
 def test_broken_checkpoints_are_refused_by_all_ranks(tmp_path: Path, message: str) -> None:
-    """Missing, truncated, altered: one line on every rank, and nothing has changed."""
+    """Missing, truncated and altered files give one line on every rank, and nothing is changed."""
     on_threads(Topology(2, 2), written, tmp_path, EXACT, NET)
     path = latest(tmp_path)
     SPOILT[message](path / "rank-00002.safetensors")
@@ -76,24 +76,24 @@ class Fewer(Net):
     ("net", "optimizer", "count", "message"),
     [
         (model(hidden=24), torch.optim.AdamW, 1,
-         r"'blocks.0.up.weight' is {.* 'shape': \[40, 16\]} in it, {.*\[24, 16\]} in the model"),
+         r"'blocks.0.up.weight' is {.* 'shape': \[40, 16\]} in the checkpoint, but {.*\[24, 16\]} in the model"),
         (model(depth=2), torch.optim.AdamW, 1,
-         "5 entries of the state dict differ, first 'blocks.2.down.weight', not in the model"),
+         "5 entries of the state dict differ, the first is 'blocks.2.down.weight', only in the checkpoint"),
         (model(Fewer), torch.optim.AdamW, 1,
-         r"'scale' is {'buffer': 'float32', 'shape': \[\]} in it, {.*\[1\]} in"),
+         r"'scale' is {'buffer': 'float32', 'shape': \[\]} in the checkpoint, but {.*\[1\]} in"),
         (model(More), torch.optim.AdamW, 1,
-         "1 entries of the state dict differ, first 'more', only in the model"),
+         "1 entries of the state dict differ, the first is 'more', only in the model"),
         (model(tied=True), torch.optim.AdamW, 1,
-         "'head.weight' is {'parameter': 'head.weight', .*} in it, {'parameter': 'embed.weight', .*} in the"),
-        (NET, torch.optim.Adagrad, 1, "optimizer 0 is Adagrad, it holds the state of AdamW"),
-        (NET, torch.optim.AdamW, 2, "optimizer 1 holds twice a master of this engine"),
+         "'head.weight' is {'parameter': 'head.weight', .*} in the checkpoint, but {.* 'embed.weight', .*} in the"),
+        (NET, torch.optim.Adagrad, 1, "has the state of AdamW for optimizer 0, which is Adagrad"),
+        (NET, torch.optim.AdamW, 2, "optimizer 1 holds a master of this engine that is already held"),
     ],
     ids=["shape", "names", "buffer", "a buffer more", "tied", "kind", "twice"],
 )  # fmt: skip
 def test_checkpoints_of_others_are_refused(
     tmp_path: Path, net: nn.Module, optimizer: Any, count: int, message: str
 ) -> None:
-    """Other shapes, names, buffers or optimizers: one line that names the first."""
+    """Other shapes, names, buffers or optimizers give one line that names the first difference."""
     on_threads(Topology(1, 2), written, tmp_path, EXACT, NET)
     (refusal,) = set(on_threads(Topology(1, 2), _refused, tmp_path, net, optimizer, count))
     assert re.search(message, refusal)
@@ -129,14 +129,14 @@ def _nothing(_: Run) -> None:
     ("spoil", "options", "message"),
     [
         (_nothing, lambda rank: {"extra": {"tensor": torch.ones(1)} if rank else None},
-         r"rank 1: extra\['tensor'\]: Tensor cannot be written as JSON"),
+         r"rank 1: extra\['tensor'\]: a value of type Tensor cannot be saved"),
         (_nothing, lambda rank: {"extra": rank // 2},
-         "rank 2 would save another extra, or options of optimizers, than rank 0"),
-        (_another_rate, None, "rank 1 would save another extra, or options of optimizers"),
-        (_passed, None, "save\\(\\) with gradients that no optimizer has used, of \\d+ masters"),
-        (_of_others, None, "optimizer 0 holds what is no master of this engine"),
+         "rank 2 has another extra, or other options of optimizers, than rank 0"),
+        (_another_rate, None, "rank 1 has another extra, or other options of optimizers"),
+        (_passed, None, "save\\(\\) with gradients of \\d+ masters that no optimizer has used"),
+        (_of_others, None, "optimizer 0 holds a tensor that is not a master of this engine"),
         (_factored, None, "state 'factor' has 3 elements for a master of"),
-        (_attached, None, "rank 1: parameter 'adapter.weight' came to the model after it was sharded"),
+        (_attached, None, "rank 1: parameter 'adapter.weight' was added to the model after it was sharded"),
         (_nothing, lambda _: {"keep": 0}, "keep = 0: expected 1 or more"),
     ],
 )  # fmt: skip
@@ -144,7 +144,7 @@ def _nothing(_: Run) -> None:
 def test_what_cannot_be_saved_is_refused_by_all_ranks(
     mesh: Mesh, tmp_path: Path, *, spoil: Callable[[Run], None], options: Any, message: str
 ) -> None:
-    """One line on every rank, whichever is at fault, and no checkpoint."""
+    """Every rank raises one line, whichever rank is at fault, and no checkpoint is left."""
     run = Run(mesh, EXACT, NET)
     spoil(run)
     with pytest.raises(CheckpointError, match=message):
@@ -154,12 +154,12 @@ def test_what_cannot_be_saved_is_refused_by_all_ranks(
 
 @each_rank(1, 2)
 def test_weights_can_be_loaded_without_optimizers(mesh: Mesh, tmp_path: Path) -> None:
-    """The result says that the optimizers' state was dropped; a missing state is refused."""
+    """The result says that the optimizers' state was dropped; loading a state that was not saved is refused."""
     written(mesh, tmp_path, EXACT, NET)
     run = Run(mesh, EXACT, NET)
-    assert load(tmp_path, run.zero).dropped == ("state of 1 optimizers: not asked for",)
+    assert load(tmp_path, run.zero).dropped == ("state of 1 optimizers: load() was given no optimizers",)
     save(tmp_path, run.zero)
-    with pytest.raises(CheckpointError, match="it holds 0 optimizers, 1 are to be loaded"):
+    with pytest.raises(CheckpointError, match="has the state of 0 optimizers, but 1 are to be loaded"):
         run.load(tmp_path)
     with pytest.raises(CheckpointError, match="no such folder"):
         load(tmp_path / "nowhere", run.zero)
@@ -203,12 +203,12 @@ def _attempted(mesh: Mesh, errors: dict[int, Exception]) -> list[Any] | str:
     ],
 )
 def test_an_error_of_one_is_an_error_of_all(errors: dict[int, Exception], outcome: object) -> None:
-    """All raise the first failing rank's error, in one line, with its number unless all are equal."""
+    """All ranks raise the first failing rank's error in one line, with its number unless all errors are equal."""
     assert on_threads(WORLD, _attempted, errors) == [outcome] * 3
 
 
 @given(st.text(min_size=1, max_size=3000))
 def test_any_error_fits_the_message(text: str) -> None:
-    """An error of any length and letters is cut to the bytes of a message."""
+    """An error of any length and with any letters is cut to the bytes of a message."""
     (message,) = on_threads(Topology(1, 1), _attempted, {0: CheckpointError(text)})
     assert len(message) <= MESSAGE_BYTES

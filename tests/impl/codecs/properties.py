@@ -1,7 +1,7 @@
-"""Tests of every backend of the codecs, which must equal the reference byte by byte.
+"""Tests that every backend of the codecs must pass: it equals the reference byte by byte.
 
-A backend's test module imports these tests, and its conftest has the fixture ``backend``.  Its own tests say
-which codecs it must not leave to the reference.
+A backend's test module imports these tests, and its conftest has the fixture ``backend``.  The module's own tests
+say which codecs the backend must not leave to the reference.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.strategies import blocked_codecs, blocks_of_values, codecs, s
 
 @dataclass
 class Run:
-    """How kernels run."""
+    """Whatever runs kernels: a host or a device."""
 
     order: int = 0  # of threads, where it can be chosen
     ran: list[str] = field(default_factory=list)  # kernels launched so far, where launches can be seen
@@ -75,7 +75,7 @@ VERSIONS = [(64, 300), (8192, 8193), (16_384, 16_400), (100, 1001), (1028, 2100)
 
 
 def garbage(codec: Codec, shape: torch.Size, device: torch.device, skew: int = 0) -> Tensor:
-    """(..., F) uint8 frames of 0xA5 for ``shape`` elements, each row ``skew`` bytes off any alignment."""
+    """Returns frames (..., F) uint8 of 0xA5 for ``shape`` elements, with rows ``skew`` bytes off any alignment."""
     flat = torch.full(
         (*shape[:-1], codec.frame_bytes(shape[-1]) + skew), 0xA5, dtype=torch.uint8, device=device
     )
@@ -83,13 +83,13 @@ def garbage(codec: Codec, shape: torch.Size, device: torch.device, skew: int = 0
 
 
 def noise_of(codec: Codec, lead: Sequence[int]) -> Noise | None:
-    """Random bits for rows in no order of a dense tensor."""
+    """Returns random bits for rows whose strides are in no order that a dense tensor has."""
     strides = tuple(8 * (1 + dim) for dim in range(len(lead)))
     return KEY.noise(8 * (2**32 - 3), strides) if codec.stochastic else None
 
 
 def encoded(codec: Codec, x: Tensor, noise: Noise | None = None) -> Tensor:
-    """The reference's frames of ``x``, on the CPU."""
+    """Returns the reference's frames of ``x``, on the CPU."""
     frames = garbage(codec, x.shape, x.device)
     reference.encode(codec, x, frames, noise=noise or noise_of(codec, x.shape[:-1]))
     return frames
@@ -104,7 +104,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 def check(
     backend: Backend, codec: Codec, x: Tensor, out: torch.dtype, *, skew: int = 0, noise: Noise | None = None
 ) -> None:
-    """Encode ``x`` and decode it on both, and compare every byte."""
+    """Encode ``x`` and decode the frames with backend and reference, and compare every byte."""
     noise = noise or noise_of(codec, x.shape[:-1])
     wanted, got = encoded(codec, x, noise), garbage(codec, x.shape, backend.device, skew)
     backend.kernels.encode(codec, backend.moved(x), got, noise=noise)
@@ -118,7 +118,7 @@ def check(
 def check_sum(
     backend: Backend, codec: Codec, frames: Tensor, shape: Sequence[int], sums: Sums = "fp32"
 ) -> None:
-    """Sum ``frames`` over their first dimension on both, and compare every bit."""
+    """Sum ``frames`` over their first dimension with backend and reference, and compare every bit."""
     wanted, got = torch.empty(shape), torch.empty(shape, device=backend.device)
     reference.decode_sum(codec, frames, wanted, sums=sums)
     backend.kernels.decode_sum(codec, backend.moved(frames), got, sums=sums)
@@ -134,7 +134,7 @@ def check_sum_encode(
     skew: int = 0,
     carried: Carried | None = None,
 ) -> None:
-    """Encode the sum of frames of one codec in another on both, and compare frames and carried errors."""
+    """Sum frames of one codec and encode the sum with another, on both, and compare frames and carried errors."""
     (first, second), shape = hops, torch.Size(shape)
     noise, moved = noise_of(second, shape[:-1]), carried
     if carried is not None:
@@ -150,7 +150,7 @@ def check_sum_encode(
 
 
 def without_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the reference's coding of blocks, so that no call uses it unnoticed."""
+    """Disable the reference's coding of blocks, so that a backend cannot use it unnoticed."""
     for name in ("_encode_blocks", "_decode_blocks"):
         monkeypatch.delattr(reference, name)
 
@@ -176,7 +176,7 @@ def use_all(backend: Backend, codec: Codec, *, carries: bool) -> None:
 def test_it_has_kernels_for_all_blocked_codecs(
     backend: Backend, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    """Only casts are left to the reference, as docs/reference/codecs.md says: no other call reaches it."""
+    """Only casts are left to the reference, as docs/reference/codecs.md says; no other call uses it."""
     without_reference(monkeypatch)
     for carries in (False, True):
         use_all(backend, parse(text), carries=carries)
@@ -185,7 +185,7 @@ def test_it_has_kernels_for_all_blocked_codecs(
 def check_carried(
     backend: Backend, codec: Codec, x: Tensor, error: Tensor, decay: float, *, rounds: int = 2
 ) -> None:
-    """Encode ``x`` with carried error some times on both, and compare frames and errors every time."""
+    """Encode ``x`` with carried errors several times on both, and compare frames and errors every time."""
     noise = noise_of(codec, x.shape[:-1])
     actual = Carried(backend.moved(error).clone(memory_format=torch.preserve_format), decay)
     expected = Carried(error.clone(memory_format=torch.preserve_format), decay)
@@ -200,7 +200,7 @@ def check_carried(
 
 @dataclass(frozen=True)
 class Drawn:
-    """The inputs of a property."""
+    """The inputs that a property draws."""
 
     codec: Any
     x: Tensor  # (n,) fp32
@@ -215,7 +215,7 @@ class Drawn:
 
 
 def drawn(codecs: st.SearchStrategy[Any], *, finite: bool | None = None) -> st.SearchStrategy[Drawn]:
-    """With finite elements, with broken ones, or with either."""
+    """Draw inputs with only finite elements, with broken ones, or with either."""
     values = [blocks_of_values(finite=f) for f in ([True, False] if finite is None else [finite])]
     return st.builds(Drawn, codecs, st.one_of(values), DTYPES, DTYPES, ORDERS, st.integers(0, 2**31))
 
@@ -228,12 +228,12 @@ BIG = 3.4028234e38
 @example(Drawn(parse("int4:8"), torch.tensor([-1e-45, 0.0, 1e-45]), out=torch.float16))
 @example(Drawn(parse("int3:shard:asym"), torch.tensor([BIG, -BIG, 1.0]), out=torch.bfloat16, order=1, seed=1))
 @example(Drawn(parse("int3:shard:asym"), torch.tensor([torch.nan]), order=1, seed=1))
-@example(Drawn(parse("int2:2:asym"), torch.tensor([0.0, -0.0])))  # which is the minimum: by the order
+@example(Drawn(parse("int2:2:asym"), torch.tensor([0.0, -0.0])))  # which zero is least depends on the order
 # the largest sum of scale and rotation
 @example(Drawn(parse("int2:32:hadamard32"), torch.tensor([BIG] * 32)))
 @example(Drawn(parse("int2:32:hadamard32"), torch.full((32,), torch.inf)))
 def test_hostile_blocks_are_coded_as_the_reference_does(backend: Backend, case: Drawn) -> None:
-    """Frames and decoded values of every codec are equal, in every order of threads, aligned or not."""
+    """Frames and decoded values of every codec are equal, in every order of threads, with and without alignment."""
     backend.run.order = case.order
     skew = 0 if isinstance(case.codec, Raw) else case.seed % 2 * 3
     check(backend, case.codec, case.x.to(case.kind), case.out, skew=skew)
@@ -248,7 +248,7 @@ def test_hostile_blocks_are_coded_as_the_reference_does(backend: Backend, case: 
 def test_every_edge_between_two_levels_is_rounded_as_the_reference_does(
     backend: Backend, head: str, option: str
 ) -> None:
-    """Ties, and the numbers beside them, at scales where a reciprocal's product is not the quotient."""
+    """Ties, and the numbers next to them, at scales where the product with a reciprocal differs from the quotient."""
     if option and head.endswith("clip"):
         return  # refused: a clipped top is rounded to nearest
     for index, (kind, dtype) in enumerate(reference.DTYPES.items()):
@@ -261,7 +261,7 @@ def test_every_edge_between_two_levels_is_rounded_as_the_reference_does(
 
 @pytest.mark.parametrize("kind", FLOATS[1:], ids=str)
 def test_every_16_bit_number_is_read_and_written_as_by_torch(backend: Backend, kind: torch.dtype) -> None:
-    """All patterns widen to torch's fp32; at, beside and between them fp32 narrows as torch's cast does."""
+    """All bit patterns widen to torch's fp32; at, next to and between them fp32 narrows as torch's cast does."""
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(kind)
     check(backend, parse("int8:1:asym"), patterns, torch.float32)  # the offset is the number
     half = 1 << (15 if kind is torch.bfloat16 else 12)
@@ -289,7 +289,7 @@ def test_every_16_bit_number_is_read_and_written_as_by_torch(backend: Backend, k
 def test_strided_batches_are_coded_in_place(
     backend: Backend, case: Drawn, sizes: tuple[int, int, int], start: int, strides: tuple[int, int, int]
 ) -> None:
-    """A transposed batch becomes the reference's frames, each row with random bits of its own place."""
+    """A transposed batch becomes the reference's frames, and each row gets the random bits of its own place."""
     a, b, numel = sizes
     x = torch.randn(b, 2, a, numel + case.seed % 3, generator=case.random).to(case.kind)
     noise = KEY.noise(8 * start, tuple(8 * stride for stride in strides)) if case.codec.stochastic else None
@@ -300,7 +300,7 @@ def test_strided_batches_are_coded_in_place(
     "text", ["int5:24", "int4:150", "fp8e5m2:24", "int8:32:hadamard16:stochastic", "mxfp4"]
 )
 def test_elements_need_not_be_contiguous(backend: Backend, text: str) -> None:
-    """Every second element of a tensor is coded, and decoded into, where it lies."""
+    """Every second element of a tensor is encoded, and decoded into, without a copy by the caller."""
     codec, x = parse(text), torch.randn(4, 150)[:, ::2]
     check(backend, codec, x, torch.float32)
     frames = encoded(codec, x)
@@ -314,7 +314,7 @@ def test_elements_need_not_be_contiguous(backend: Backend, text: str) -> None:
 @pytest.mark.parametrize("head", ["int4", "int5", "int8", "fp8e4m3"])
 @pytest.mark.parametrize("block", LENGTHS)
 def test_lengths_at_every_edge(backend: Backend, head: str, block: int | str) -> None:
-    """Rows around octets, tiles, scans, registers and shared memory, and long ones, are coded alike."""
+    """Rows with lengths around octets, tiles, scans, registers and shared memory, and long rows, are coded alike."""
     for index, numel in enumerate(LENGTHS[block]):
         backend.run.order = (1, 0, 7)[index % 3]
         codec = parse(f"{head}:{block}" + (":stochastic" if index // 2 % 2 else ""))
@@ -333,7 +333,7 @@ def test_lengths_at_every_edge(backend: Backend, head: str, block: int | str) ->
     ],
 )
 def test_rotations_of_every_size(backend: Backend, text: str, size: int) -> None:
-    """Groups inside an octet, of a few octets and of a whole warp are rotated and back, remainders not."""
+    """Groups inside an octet, of a few octets and of a whole warp are rotated there and back; remainders are not."""
     backend.run.order = 7
     for multiple, numel in [(1, 3 * size + size // 2 + 1), (3, 9 * size - 1), (0, 8195), (0, 1)]:
         codec = parse(f"{text.format(multiple * size or 'shard')}:hadamard{size}")
@@ -359,7 +359,7 @@ def test_error_feedback_is_that_of_the_reference(backend: Backend, case: Drawn, 
 def test_error_feedback_in_each_version(
     backend: Backend, head: str, block: int | str, numel: int, state: torch.dtype
 ) -> None:
-    """Blocks of every size, held, staged or read twice, carry their error alike."""
+    """Blocks of every size, whether kernels hold, stage or read them twice, carry their error alike."""
     backend.run.order = 1
     x, error = torch.randn(numel).to(FLOATS[numel % 3]), torch.randn(numel).mul(0.1).to(state)
     check_carried(backend, parse(head.format(block)), x, error, 0.8 if numel % 2 else 0.0, rounds=1)
@@ -368,7 +368,7 @@ def test_error_feedback_in_each_version(
 @BUDGET
 @given(drawn(blocked_codecs, finite=False), st.integers(1, 9), st.sampled_from(["fp32", "fp16"]))
 def test_sums_are_those_of_the_reference(backend: Backend, case: Drawn, sources: int, sums: Sums) -> None:
-    """The sum over sources is bit-equal: ascending, saturating term by term; in fp16 it overflows."""
+    """Sums are bit-equal: in ascending order, saturating term by term; in fp16 they overflow."""
     backend.run.order = case.order
     values = case.x * torch.randn(sources, 2, 1, generator=case.random)
     check_sum(backend, case.codec, encoded(case.codec, values), (2, case.x.numel()), sums)
@@ -393,7 +393,7 @@ RAMP = torch.arange(-80.0, 70.0)
 def test_sums_encoded_again_are_those_of_the_reference(
     backend: Backend, case: Drawn, second: Codec, sizes: tuple[int, int], decay: float | None
 ) -> None:
-    """Frames of sums are bit-equal for any two codecs, also into strided frames, with carried error too."""
+    """Frames of sums are bit-equal for any two codecs, also in strided frames and with carried errors."""
     backend.run.order = case.order
     random = case.random
     values = case.x.clamp(-6e4, 6e4) * torch.randn(*sizes, 1, generator=random)
@@ -408,7 +408,7 @@ def test_sums_encoded_again_are_those_of_the_reference(
 @pytest.mark.parametrize("block", [64, 256, 2048, 4096, 8200, 1001, "shard"])
 @pytest.mark.parametrize("option", ["", ":stochastic"])
 def test_large_sums_encoded_again(backend: Backend, block: int | str, option: str) -> None:
-    """Blocks below and above what the fused kernel holds give the reference's frames."""
+    """Blocks that the fused kernel can and cannot hold give the reference's frames."""
     first, second, numel = parse("int4:256"), parse(f"int8:{block}{option}"), 16_411
     check_sum_encode(backend, (first, second), encoded(first, torch.randn(9, numel)), [numel])
 
@@ -416,8 +416,8 @@ def test_large_sums_encoded_again(backend: Backend, block: int | str, option: st
 @pytest.mark.parametrize(
     "text", ["fp32", "bf16", "int8:256", "int4:96:asym", "mxfp4", "int6:64:hadamard64", "int8:256:stochastic"]
 )
-def test_an_operation_is_done_again_where_other_tensors_lie(backend: Backend, text: str) -> None:
-    """Repeated operations on whole, strided or misaligned tensors of equal shapes are the reference's."""
+def test_repeated_operations_work_on_other_tensors(backend: Backend, text: str) -> None:
+    """Operations repeated on whole, strided or misaligned tensors of equal shapes equal the reference's."""
     codec, numel = parse(text), 2500
     for step in range(8):
         x = torch.randn(3 * 2 * numel + 3)[step % 4 :][: 3 * 2 * numel].view(3, 2, numel) * 2.0**step

@@ -1,4 +1,4 @@
-"""Codecs as values: text forms, sizes, promises, refusals."""
+"""Codecs are values: their text forms, sizes, promises and refusals."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ every_codec = st.one_of(codecs, stochastic_codecs)
 
 @given(every_codec)
 def test_text_form_reads_back(codec: Codec) -> None:
-    """Reading a codec's text form gives the codec."""
+    """Parsing a codec's text form gives the codec."""
     assert parse(str(codec)) == codec
 
 
 @given(every_codec, st.integers(0, 5000))
 def test_frames_hold_codes_and_scales_and_nothing_else(codec: Codec, numel: int) -> None:
-    """Codes, and scales of 4 bytes or 1, with offsets if asymmetric, each padded to 16 bytes."""
+    """A frame has codes, and scales of 4 bytes or 1, with offsets if asymmetric; each part is padded to 16 bytes."""
     size = codec.frame_bytes(numel)
     assert size % 16 == 0
     assert 0 <= size - codec.code_bytes(numel) - codec.scale_bytes(numel) < 32
@@ -45,7 +45,7 @@ def test_frames_hold_codes_and_scales_and_nothing_else(codec: Codec, numel: int)
     ],
 )
 def test_bytes_equal_the_published_ratio(text: str, bits_per_element: float) -> None:
-    """Overhead is that of facts A2, 32 / block bits, twice that with offsets, and of MX, 8 / 32."""
+    """The overhead is 32 / block bits (facts A2), twice that with offsets, and 8 / 32 bits for MX."""
     numel = 1 << 20
     assert parse(text).frame_bytes(numel) * 8 / numel == bits_per_element
 
@@ -62,34 +62,36 @@ def test_bytes_equal_the_published_ratio(text: str, bits_per_element: float) -> 
         ("int4:64:clip:asym", "expected fp32, bf16"),
         (
             "int4:64:clip:stochastic",
-            "clip cuts the top of symmetric codes, rounded to nearest; not with stoch",
+            "clip needs symmetric codes that are rounded to nearest: remove clip or stoch",
         ),
         ("fp8e4m3:64:clip", "expected fp32, bf16"),
         ("fp8e4m3", "expected"),
         ("fp8e4m3:64:asym", "expected fp32, bf16"),
         ("mxfp4:64", "expected fp32, bf16"),
-        ("mxfp4:hadamard64", "does not divide the block"),
-        ("int4:64:hadamard24", "no power of two from 2 to 256"),
+        ("mxfp4:hadamard64", "mxfp4:32: the block must be a multiple of hadamard64"),
+        ("int4:64:hadamard24", "not a power of two from 2 to 256"),
         ("int4:64:hadamard0", "expected fp32, bf16"),
-        ("int4:48:hadamard32", "hadamard32 does not divide the block"),
+        ("int4:48:hadamard32", "the block must be a multiple of hadamard32"),
         ("int4:64:stochastic:hadamard32", "expected fp32, bf16"),
     ],
 )
 def test_impossible_codecs_are_refused_by_name(text: str, message: str) -> None:
-    """A text that is no codec raises one line with the allowed forms."""
+    """A text that is no codec is refused in one line with the allowed forms."""
     with pytest.raises(CodecError, match=message):
         parse(text)
 
 
 def test_impossible_elements_are_refused_by_name() -> None:
-    """Values that no text gives are refused too."""
+    """Values that no text form has are refused too."""
     for other in (5, None, ["int8:64"], b"int8:64"):
         with pytest.raises(CodecError, match=f"is a {type(other).__name__}: expected"):
             parse(other)  # type: ignore[arg-type]
-    with pytest.raises(CodecError, match="rounded to nearest; not with asym"):
+    with pytest.raises(CodecError, match="remove clip or asym"):
         IntCodec(4, 64, asymmetric=True, clipped=True)
     for fields in (("e4m3", 64, "e8m0"), ("e2m1", 32, "fp32"), ("e3m4", 32, "fp32")):
-        message = "{0} with a scale in {2} for {1} elements: expected fp8e4m3, .*, of which MX have 32"
+        message = (
+            "{0} with a scale in {2} for {1} elements: expected fp8e4m3, .*, and 32 elements for MX formats"
+        )
         with pytest.raises(CodecError, match=message.format(*fields)):
             FloatCodec(*fields)  # type: ignore[arg-type]
 

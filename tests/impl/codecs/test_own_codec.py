@@ -1,4 +1,4 @@
-"""A user's codec works in the collectives and in training as ours do; a defect is one line."""
+"""A user's codec works in the collectives and in training like built-in ones; a defect is one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.training import model, train
 
 
 class Claims:
-    """Equals a built-in codec, by the reference, and claims so."""
+    """A codec that equals a built-in codec, by using the reference, and claims to."""
 
     codec = "int8:64"
     kinds: ClassVar = ["fp32", "bf16", "fp16"]
@@ -35,7 +35,7 @@ class Claims:
 
 
 class Claims4(Claims):
-    """The same, of gradients."""
+    """The same for gradients."""
 
     codec = "int4:32"
 
@@ -44,7 +44,7 @@ class Claims4(Claims):
 
 
 class Sixteenths:
-    """Elements in fp32 rounded to a sixteenth, in int8, saturated at +-7.9375; frames of any length."""
+    """Rounds fp32 elements to a sixteenth, in int8, saturated at +-7.9375; takes rows of any length."""
 
     laws: ClassVar = ["zero", "sign", "idempotent"]
     block = 1
@@ -97,7 +97,7 @@ def test_what_claims_to_be_ours_is(shape: list[int], numel: int, kind: Any, back
 
 
 def test_frames_of_any_length_are_padded_with_zeros() -> None:
-    """To 16 bytes, whatever was there."""
+    """Frames are padded to 16 bytes with zeros, whatever was in memory before."""
     codec, frame = user_codec(Sixteenths()), torch.full((16,), 9, dtype=torch.uint8)
     assert codec.frame_bytes(5) == 16
     REFERENCE.encode(codec, torch.ones(5, dtype=torch.bfloat16), frame)
@@ -129,7 +129,7 @@ def test_what_is_given_to_read_is_not_written() -> None:
 
 
 def test_training_is_that_of_the_claimed_codecs() -> None:
-    """Losses and weights equal to the bit, with weights and both hops of gradients in own codecs and hpZ."""
+    """Losses and weights are bit-equal, with users' codecs for weights and both hops of gradients, and hpZ."""
     changes = {"weights": parse("int8:64"), "gradients": (parse("int4:32"),) * 2}
     claims = {"weights": parse(f"{HERE}:Claims"), "gradients": (parse(f"{HERE}:Claims4"),) * 2}
     topology = Topology(2, 2)
@@ -141,7 +141,7 @@ def test_training_is_that_of_the_claimed_codecs() -> None:
 
 
 def test_a_new_codec_trains() -> None:
-    """One without blocks, scales or a bound carries weights; losses are near those without it."""
+    """A codec without blocks, scales or a bound carries weights; losses are close to those without it."""
     topology = Topology(2, 2)
     wanted = on_threads(topology, train, model(), preset("zero3"), 3)
     trained = on_threads(topology, train, model(), preset("zero3", weights=user_codec(Sixteenths)), 3)
@@ -150,13 +150,13 @@ def test_a_new_codec_trains() -> None:
 
 
 @each_rank(1, 2)
-def test_what_cannot_carry_is_refused(mesh: Mesh) -> None:
-    """A codec of another device, one that hides overflows from a loss scale, and objects that are none."""
+def test_codecs_that_cannot_be_used_are_refused(mesh: Mesh) -> None:
+    """A codec for another device, one that hides overflows from a loss scale, and objects that are no codecs."""
     with pytest.raises(ValueError, match="OnGpu is for cuda, and the tensors are on cpu"):
         shard(model(), mesh=mesh, policy=preset("zero3", weights=user_codec(OnGpu)))
     codec, scale = user_codec(Sixteenths), LossScale(initial=8.0)
     scaled = preset("zero3", compute="fp16", loss_scale=scale, weights=codec)
-    with pytest.raises(PolicyError, match="Sixteenths does not promise 'nonfinite'"):
+    with pytest.raises(PolicyError, match="Sixteenths does not promise the law 'nonfinite'"):
         scaled.check(Topology(1, 2))
     for text, message in (
         ("no_such_module:Codec", "cannot import 'no_such_module'"),

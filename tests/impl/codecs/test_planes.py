@@ -1,4 +1,4 @@
-"""Blocks of a turned shard are columns of whole rows of its matrices, and turning back undoes it."""
+"""Blocks of a transposed shard are columns of whole rows of its matrices, and transposing back restores it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = st.lists(
 
 @given(SHAPES, st.integers(1, 5), st.sampled_from([4, 8]))
 def test_blocks_of_a_turned_shard_are_columns(shapes: list[tuple[int, ...]], world: int, rows: int) -> None:
-    """Each block is a column of ``rows`` rows; in whole matrices only rows after the last band are not."""
+    """Each block is a column of ``rows`` rows; in whole matrices only the rows after the last band are left out."""
     specs = [ParameterSpec(f"p{i}", shape) for i, shape in enumerate(shapes)]
     unit = lay_out("u", specs, grain=8, world=world, max_padding=math.inf)
     whole = torch.arange(unit.padded, dtype=torch.float32)

@@ -29,7 +29,7 @@ BITS = {
 
 @pytest.mark.parametrize("text", FORMATS)
 def test_every_claim_of_a_format_is_kept(text: str) -> None:
-    """Hostile rows of a few blocks break no law that a format declares."""
+    """Adversarial rows of a few blocks break no law that a format promises."""
     subject = subject_of(parse(text), "reference")
     assert subject.claims
     for claim in subject.claims:
@@ -39,7 +39,7 @@ def test_every_claim_of_a_format_is_kept(text: str) -> None:
 
 @pytest.mark.parametrize("text", FORMATS)
 def test_bits_are_those_of_codes_and_scales(text: str) -> None:
-    """A long row takes its codes, the scales of its blocks, and at most 4 bytes and padding more."""
+    """A long row takes its codes and its blocks' scales, and at most 4 bytes and padding in addition."""
     codec = parse(text)
     assert str(codec) == text
     numel = 1 << 16
@@ -51,7 +51,7 @@ class MX4(_Microscaled):
 
 
 class MX8(_Microscaled):
-    """MXFP8 by the table; its 8-bit code counts E4M3's 253 values."""
+    """MXFP8 by a table of values; its 8-bit code numbers E4M3's 253 values."""
 
     bits = 8
     table = tuple(v for v in _float_table(8, 3, -6) if abs(v) <= 448)
@@ -60,7 +60,7 @@ class MX8(_Microscaled):
 @pytest.mark.parametrize(("table", "text"), [(MX4(), "mxfp4"), (MX8(), "mxfp8")], ids=["mxfp4", "mxfp8"])
 @given(x=blocks_of_values())
 def test_tables_round_as_the_kernels_do(table: _Microscaled, text: str, x: torch.Tensor) -> None:
-    """A table of all values decodes, bit for bit, to the values of MXFP4's and MXFP8's kernels."""
+    """Tables of all values decode, bit for bit, to the values of MXFP4's and MXFP8's kernels."""
     codec = parse(text)
     frames = torch.zeros(codec.frame_bytes(x.numel()), dtype=torch.uint8)
     frame = torch.zeros(table.frame_bytes(x.numel()), dtype=torch.uint8)
@@ -74,7 +74,7 @@ def test_tables_round_as_the_kernels_do(table: _Microscaled, text: str, x: torch
 
 @given(st.integers(0, 2**32 - 1))
 def test_formats_of_normal_values_err_as_published(seed: int) -> None:
-    """Of normally distributed values NF4 errs less than MXFP4, NVFP4 less than both, 6 bits a tenth of it."""
+    """For normally distributed values NF4's error is below MXFP4's, NVFP4's below both, and 6 bits have a tenth."""
     x = torch.randn(1 << 13, generator=torch.Generator().manual_seed(seed))
     errors = {}
     for text in ("nvfp4", "nf4", "mxfp4", "mxfp6e2m3"):
@@ -86,7 +86,7 @@ def test_formats_of_normal_values_err_as_published(seed: int) -> None:
 
 @pytest.mark.parametrize("text", ["nvfp4", "spike3"])
 def test_a_format_carries_weights_and_gradients(text: str) -> None:
-    """Training in it follows one process, as a codec with kernels does."""
+    """Training with a format follows a single process, as with a built-in codec."""
     codec = parse(text)
     policy = preset("zeropp", weights=codec, gradients=(codec, codec), memory=ROOMY)
     results = on_threads(Topology(2, 2), train, model(), policy, 3)

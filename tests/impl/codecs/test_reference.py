@@ -1,4 +1,4 @@
-"""The specification: codes, scales and packing against other sources; layouts, sums and refusals.
+"""The reference's codes, scales and packing agree with other sources; layouts, sums and refusals.
 
 That it keeps the laws of its codecs is tested in ``tests/harness/laws/test_laws.py``.
 """
@@ -64,7 +64,7 @@ def test_four_bit_floats_are_those_of_the_table() -> None:
 
 @given(st.sampled_from(["mxfp8", "mxfp8e5m2", "mxfp4"]), blocks_of_values(most=MX_BLOCK))
 def test_shared_scales_are_the_least_powers_of_two_that_hold_the_block(text: str, x: Tensor) -> None:
-    """An E8M0 byte is the biased exponent of the smallest scale at which no element saturates."""
+    """An E8M0 byte is the biased exponent of the smallest scale with which no element saturates."""
     codec = parse(text)
     exponent = int(encoded(codec, x)[-16]) - 127
     top = x.abs().max().double().item()
@@ -74,7 +74,7 @@ def test_shared_scales_are_the_least_powers_of_two_that_hold_the_block(text: str
 
 
 def test_a_broken_shared_scale_is_255() -> None:
-    """A block with an infinity has E8M0's NaN, and codes 0."""
+    """A block with an infinity has E8M0's NaN as its scale, and codes of 0."""
     frame = encoded(parse("mxfp8"), torch.tensor([1.0, torch.inf, 3.0]))
     assert frame[:3].tolist() == [0, 0, 0]
     assert frame[-16].item() == 255
@@ -82,7 +82,7 @@ def test_a_broken_shared_scale_is_255() -> None:
 
 @given(rotated_codecs(), st.integers(1, 100), st.integers(0, 2**31))
 def test_rotations_are_hadamards(codec: Blocked, numel: int, seed: int) -> None:
-    """Groups are multiplied by Sylvester's matrix over their size; the rest stays."""
+    """Groups are multiplied by Sylvester's matrix divided by their size; remaining elements stay."""
     x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
     size = codec.hadamard
     whole = numel // size * size
@@ -94,7 +94,7 @@ def test_rotations_are_hadamards(codec: Blocked, numel: int, seed: int) -> None:
 
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_packing_is_exact_for_every_byte(bits: int) -> None:
-    """Codes, whole groups or not, unpack to themselves and are little-endian; few bits exhaustively."""
+    """Codes, in whole groups or not, unpack to themselves and are little-endian; few bits exhaustively."""
     top = 1 << bits
     if bits <= 4:
         sequences = torch.tensor(list(itertools.product(range(top), repeat=3)), dtype=torch.uint8)
@@ -115,7 +115,7 @@ def test_packing_is_exact_for_every_byte(bits: int) -> None:
     st.integers(0, 2**31),
 )  # fmt: skip
 def test_batches_and_strides_do_not_matter(codec: Codec, a: int, b: int, numel: int, seed: int) -> None:
-    """A strided batch encodes to the frames of its rows, and decodes into strided places."""
+    """A strided batch encodes to the frames of its rows, and decodes into strided memory."""
     x = torch.randn(b, a, numel, generator=torch.Generator().manual_seed(seed)).transpose(0, 1)
     frames = encoded(codec, x, replace(NOISE, strides=(400, 80)))
     out = torch.empty(b, a, numel).transpose(0, 1)
@@ -134,7 +134,7 @@ def test_batches_and_strides_do_not_matter(codec: Codec, a: int, b: int, numel: 
     st.sampled_from([1e-7, 1.0, 3e4, 1e6]),
 )
 def test_a_sum_in_fp16_is_numpys(codec: Codec, sources: int, numel: int, seed: int, scale: float) -> None:
-    """Sums in fp16 are NumPy's, term by term, and not finite where one is beyond 65504."""
+    """Sums in fp16 are NumPy's, term by term, and not finite if a term or sum is beyond 65504."""
     x = scale * torch.randn(sources, numel, generator=torch.Generator().manual_seed(seed))
     out, terms = torch.empty(numel), through(codec, x)
     reference.decode_sum(codec, encoded(codec, x), out, sums="fp16")
@@ -152,7 +152,7 @@ def test_a_sum_in_fp16_is_numpys(codec: Codec, sources: int, numel: int, seed: i
 def test_scale_rules_err_on_normal_numbers_as_stated(
     bits: int, unclipped: float, clipped: float, mean: float
 ) -> None:
-    """As in codecs.md for blocks of 256: both vNMSE, and our mean error over that of a clipped top."""
+    """Both scale rules have the vNMSE in codecs.md for blocks of 256, and their mean errors the stated ratio."""
     x = torch.randn(4096, 256, generator=torch.Generator().manual_seed(0)).flatten()
     errors = [through(IntCodec(bits, 256, clipped=cut), x) - x for cut in (False, True)]
     vnmse = [float((e**2).sum() / (x**2).sum()) for e in errors]

@@ -1,4 +1,4 @@
-"""Random bits are Philox's, and belong to elements, whatever the layout."""
+"""Random bits are Philox's and depend on the element, not on the layout."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ ONES = 0xFFFFFFFF
     ],
 )
 def test_philox_gives_its_authors_answers(counter: Words, key: tuple[int, int], wanted: Words) -> None:
-    """Philox4x32-10 equals the known answers that its authors publish with Random123."""
+    """Philox4x32-10 gives the known answers that its authors publish with Random123."""
     assert philox(counter, key) == wanted
 
 
 @given(noises, st.integers(1, 40), st.integers(1, 3))
 @example(Noise((ONES, ONES, ONES, ONES), 2**35 - 8), 24, 1)  # the counter's second word begins
 def test_tensors_of_bits_equal_the_oracle(noise: Noise, numel: int, rows: int) -> None:
-    """The vectorised bits of every element are those of plain integers."""
+    """The vectorised bits of every element equal those computed with plain integers."""
     strided = replace(noise, strides=(80,))
     bits = reference.random_bits(strided, torch.Size([rows]), numel, torch.device("cpu"))
     wanted = [[bits_of(noise, noise.start + 80 * row + i) for i in range(numel)] for row in range(rows)]
@@ -55,7 +55,7 @@ def test_tensors_of_bits_equal_the_oracle(noise: Noise, numel: int, rows: int) -
     st.integers(0, 2**31),
 )
 def test_bits_do_not_depend_on_the_layout(codec: Blocked, key: Key, parts: list[int], seed: int) -> None:
-    """Shards, chunks and rows cut on blocks and octets decode as the whole does, bit for bit."""
+    """Shards, chunks and rows that are cut on blocks and octets decode like the whole, bit for bit."""
     grain = math.lcm(OCTET, codec.grain)
     codec = codec if codec.block != "shard" else replace(codec, block=grain)
     x = torch.randn(sum(parts) * grain, generator=torch.Generator().manual_seed(seed))
@@ -88,7 +88,7 @@ def test_bits_do_not_depend_on_the_layout(codec: Blocked, key: Key, parts: list[
 def test_the_mean_over_all_random_bits_is_the_value(
     text: str, low: float, high: float, places: list[float]
 ) -> None:
-    """Rounded with each of the 65536 values of its random bits, its mean is within 2^-16 of a step."""
+    """The mean of a value rounded with each of the 65536 random bits is the value, within 2^-16 of a step."""
     codec = parse(text)
     x = torch.tensor([low, high, *(low + (high - low) * place for place in places)])
     draws = torch.arange(1 << BITS).view(-1, 1).expand(-1, x.numel())
@@ -113,7 +113,7 @@ def test_other_keys_have_other_bits(first: Key, second: Key) -> None:
 
 
 def test_the_clock_keys_what_is_encoded() -> None:
-    """Weights draw alike in all micro-batches of a step; gradients of every rank, pass and step draw anew."""
+    """Weights get the same bits in all micro-batches of a step; gradients get others for each rank, pass and step."""
     clock = Clock(seed=3)
     weights, gradients = clock.weights("a"), {clock.gradients("a", rank) for rank in (0, 1)}
     clock.micro_batch += 1
@@ -127,6 +127,6 @@ def test_the_clock_keys_what_is_encoded() -> None:
 
 @pytest.mark.parametrize(("start", "strides"), [(4, ()), (-8, ()), (0, (12,)), (8, (16, -8))])
 def test_other_starts_are_refused(start: int, strides: tuple[int, ...]) -> None:
-    """Starts and strides that cut an octet raise, naming the number."""
+    """Starts and strides that cut an octet are refused, and the error names the number."""
     with pytest.raises(ValueError, match="multiples of 8 elements, got"):
         Noise((0, 0, 0, 0), start, strides)

@@ -20,7 +20,7 @@ KEY = Key(7, 3, 0, "blocks.0", "weights")
 
 
 def blocks(language: str) -> list[list[tuple[str, str]]]:
-    """Fenced blocks of a language, as pairs of a line's first word and rest, continued by indentation."""
+    """Returns the fenced blocks of a language, as pairs of a line's first word and the rest of it."""
     examples = []
     for block in re.findall(rf"^```{language}\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL):
         joined = re.sub(r"\n {11}", " ", block)
@@ -34,7 +34,7 @@ def numbers(text: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("lines", blocks("frame"), ids=lambda lines: dict(lines)["codec"])
 def test_frames_are_what_the_reference_writes(lines: list[tuple[str, str]]) -> None:
-    """An example's elements become its frame, byte by byte, which decodes to its numbers."""
+    """An example's elements are encoded to its frame, byte by byte, which decodes to its numbers."""
     fields = dict(lines)
     codec, x = parse(fields["codec"]), numbers(fields["elements"])
     frame, decoded = torch.empty(codec.frame_bytes(len(x)), dtype=torch.uint8), torch.empty(len(x))
@@ -47,7 +47,7 @@ def test_frames_are_what_the_reference_writes(lines: list[tuple[str, str]]) -> N
 
 
 def test_the_first_frame_is_what_the_reference_writes() -> None:
-    """The frame that the page draws, of eight elements in int4:4, byte by byte."""
+    """The frame that the page draws, of eight elements in int4:4, is right byte by byte."""
     (block,) = re.findall(r"^```text\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
     stated = [byte for line in block.splitlines() for byte in line.split("   ")[0].split()]
     codec = parse("int4:4")
@@ -57,7 +57,7 @@ def test_the_first_frame_is_what_the_reference_writes() -> None:
 
 
 def test_every_kind_has_an_example() -> None:
-    """Integers, a clipped top, floats, MX, random rounding and rotation each have one."""
+    """Integers, clipped integers, floats, MX, stochastic rounding and rotation each have an example."""
     shown = [dict(lines)["codec"] for lines in blocks("frame")]
     assert {re.sub(r"\d+", "", text) for text in shown} == {
         "fpem:", "mxfp", "int::clip", "int::stochastic", "int::hadamard",

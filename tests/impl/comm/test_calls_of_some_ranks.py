@@ -1,4 +1,4 @@
-"""A call that all ranks must make, made on some alone: every rank soon reads which call, and who made it."""
+"""Tests of calls that only some ranks make: every rank soon reads which call it was, and who made it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _other_call(call: str) -> str:
 
 
 def _body(mesh: Mesh, case: tuple[str, Sequence[int], str, str]) -> str:
-    """The error that this rank reads, or what it did without one."""
+    """Return the error that this rank raises, or what it did without an error."""
     call, callers, others_do, transport = case
     wire = Wire(mesh, transport=transport, timeout=60)
     zero = shard(nn.Linear(6, 6), mesh=mesh, policy=preset("exact", memory=ROOMY), wire=wire)
@@ -126,7 +126,7 @@ def _body(mesh: Mesh, case: tuple[str, Sequence[int], str, str]) -> str:
 
 
 def _ended(folder: Path, world: int, case: tuple[str, Sequence[int], str, str]) -> dict[int, str]:
-    """The texts of the ranks, which all end by themselves; those that hang for a minute have none."""
+    """Return the texts of the ranks, which must all exit by themselves; a rank that hangs for a minute has none."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "impl.zero"])
     ranks = [
@@ -168,10 +168,10 @@ def _words(ranks: Sequence[int]) -> str:
 def check(
     call: str, callers: Sequence[int], others_do: str, world: int = 2, transport: str = "backend"
 ) -> None:
-    """Run the case, and check that each caller's error, and the others', name the call and ranks."""
+    """Run the case, and check that the errors of callers and others name the call and the ranks."""
     texts = _texts((call, callers, others_do, transport), world)
     others = [rank for rank in range(world) if rank not in callers]
-    line = f"all ranks must call {call}: {_words(callers)} did, no call came from {_words(others)}"
+    line = f"all ranks must call {call}: {_words(callers)} did, {_words(others)} did not"
     for rank in callers:
         first, *rest = texts[rank].splitlines()
         # Shared memory shows at once that the ranks' messages differ.
@@ -192,7 +192,7 @@ def check(
 @pytest.mark.parametrize("others_do", ["train", "exit"])
 @pytest.mark.parametrize("call", ["save()", "grad_norm()"])
 def test_a_call_on_rank_0_alone_is_named(call: str, others_do: str) -> None:
-    """While rank 1 trains on, both ranks read it; if rank 1 has exited, rank 0 reads it."""
+    """If rank 1 trains on, both ranks read the error; if it has exited, rank 0 does."""
     check(call, [0], others_do)
 
 
@@ -200,7 +200,7 @@ def test_a_call_on_rank_0_alone_is_named(call: str, others_do: str) -> None:
 @pytest.mark.parametrize(("caller", "others_do"), [(0, "train"), (1, "make another call")])
 @pytest.mark.parametrize("call", CALLS)
 def test_every_call_on_one_rank_alone_is_named(call: str, caller: int, others_do: str) -> None:
-    """Whatever the call, whether the other rank trains on or makes another call."""
+    """The error names any call, whether the other rank trains on or makes another call."""
     check(call, [caller], others_do)
 
 
@@ -209,15 +209,15 @@ def test_every_call_on_one_rank_alone_is_named(call: str, caller: int, others_do
 @pytest.mark.parametrize("others_do", ["train", "make another call", "come late", "are interrupted", "exit"])
 @pytest.mark.parametrize("call", ["save()", "grad_norm()"])
 def test_whatever_the_other_rank_does_the_call_is_named(call: str, others_do: str, caller: int) -> None:
-    """On either rank."""
+    """The call is named on either rank, whatever the other one does."""
     check(call, [caller], others_do)
 
 
 def test_a_rank_lost_in_a_call_has_made_it() -> None:
-    """Where the call's first exchange arrived, no rank is said not to have called."""
+    """If the first exchange of the call has arrived, the error blames no rank for a missing call."""
     (text,) = _texts(("grad_norm() twice", [0], "exit after the first", "backend"), 2).values()
     assert "for step control in twice()" in text.splitlines()[0]
-    assert "rank 1: said nothing" in text
+    assert "rank 1: did not report" in text
     assert "all ranks must call" not in text
 
 
@@ -230,5 +230,5 @@ def test_a_rank_lost_in_a_call_has_made_it() -> None:
 def test_of_three_ranks_those_that_called_are_named(
     call: str, callers: Sequence[int], transport: str
 ) -> None:
-    """One caller of three, or two."""
+    """With three ranks, one or two of which call, the error names the callers."""
     check(call, list(callers), "train", world=3, transport=transport)

@@ -1,4 +1,4 @@
-"""A rank that waits in vain says where every rank stands; what each may be doing is distinguished."""
+"""Tests of the error of a rank that waits in vain: it tells what every rank was doing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _rank(rank: int, world: int, folder: str, body: Callable[[Mesh, Any], str], 
 
 
 def _survivors(folder: Path, world: int, body: Callable[[Mesh, Any], str], argument: Any) -> dict[int, str]:
-    """The ranks' texts; ranks that died, sleep or were stopped have none, and are killed."""
+    """Return the ranks' texts; ranks that died, sleep or were stopped have none, and are killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "impl.zero"])
     ranks = [
@@ -91,7 +91,7 @@ def _scattered(mesh: Mesh, transport: str) -> str:
 
 
 def _said_of(ranks: str, text: str) -> str:
-    """The lines of a report about these ranks."""
+    """Return the part of a report about these ranks."""
     parts = text.split(f"\n{ranks}: ")
     assert len(parts) == 2, text
     return parts[1].split("\nrank")[0]
@@ -100,7 +100,7 @@ def _said_of(ranks: str, text: str) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["shm", *nightly("backend")])
 def test_what_each_rank_does_is_told_apart(transport: str, tmp_path: Path) -> None:
-    """Ranks that wait or closed their wire are distinguished; others are said not to wait."""
+    """The report distinguishes ranks that wait, ranks that closed their wire, and ranks that do not report."""
     text = _survivors(tmp_path, 5, _scattered, transport)[0]
     first = text.splitlines()[0]
     assert first.startswith(f"rank 0 could not finish exchange 2, {GATHER} (5 ranks) for forward weights b: ")
@@ -108,7 +108,7 @@ def test_what_each_rank_does_is_told_apart(transport: str, tmp_path: Path) -> No
     given_up = f"gave up waiting for exchange 2, {GATHER} (5 ranks) for forward weights b"
     assert _said_of("rank 0", text) == given_up
     assert _said_of("rank 3", text) == "closed its wire after 1 exchanges"
-    assert _said_of("ranks 1, 2 and 4", text) == "said nothing for 5 s: it computes, has exited, or is lost"
+    assert _said_of("ranks 1, 2 and 4", text) == "did not report within 5 s: computing, exited, or lost"
 
 
 def _late(mesh: Mesh, _: None) -> str:
@@ -125,17 +125,17 @@ def _late(mesh: Mesh, _: None) -> str:
 
 @pytest.mark.long
 def test_a_rank_that_comes_late_learns_who_gave_up(tmp_path: Path) -> None:
-    """Gloo closes what timed out; the late rank is told that its peer gave up, and where."""
+    """Gloo closes a connection that timed out; the error of the late rank says that its peer gave up, and where."""
     texts = _survivors(tmp_path, 2, _late, None)
     assert "Timed out waiting 2000ms" in texts[0].splitlines()[0]
-    assert "it computes, has exited, or is lost" in _said_of("rank 1", texts[0])
+    assert "computing, exited, or lost" in _said_of("rank 1", texts[0])
     assert _said_of("ranks 0 and 1", texts[1]).startswith(
         f"gave up waiting for exchange 2, {GATHER} (2 ranks)"
     )
 
 
 def test_what_ranks_say_survives_the_store_and_is_told_of_those_alike_together() -> None:
-    """What a rank says of itself, and opened, arrives as it was; ranks that say the same stand together."""
+    """A rank's status and exchanges arrive unchanged, and ranks with the same status share a line."""
     store = dist.HashStore()
     meshes: Any = [
         SimpleNamespace(rank=i, topology=Topology(1, 3), store=lambda: store, counting="") for i in range(3)
@@ -158,5 +158,5 @@ def test_what_ranks_say_survives_the_store_and_is_told_of_those_alike_together()
     dogs[1]._store = gone
     assert str(dogs[1].error("could not go on", "why")).splitlines() == [
         "rank 1 could not go on: why",
-        "the other ranks cannot be asked, their store is lost (closed)",
+        "the other ranks' reports are missing, because their store is lost (closed)",
     ]

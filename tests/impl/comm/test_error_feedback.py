@@ -1,4 +1,4 @@
-"""Error feedback: what is lost is made up for, and nothing lost is carried too far."""
+"""Tests of error feedback: lost parts of gradients are made up for, and errors are cleared when they must be."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ INT4 = Policy(gradients=(parse("int4:8"),) * 2, memory=MemoryLimits(max_padding=
 
 @given(blocks_of_values(finite=False), blocks_of_values(), st.sampled_from([0.0, 0.5, 0.8]), engine_codecs)
 def test_the_carried_error_is_never_broken(x: Tensor, error: Tensor, decay: float, codec) -> None:  # noqa: ANN001
-    """A NaN or an infinity in a gradient leaves no NaN and no infinity in the error that is carried on."""
+    """A NaN or an infinity in a gradient leaves neither in the carried error."""
     numel = min(x.numel(), error.numel())
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         kept = error[:numel].clamp(-6e4, 6e4).to(dtype)
@@ -43,7 +43,7 @@ def test_the_carried_error_is_never_broken(x: Tensor, error: Tensor, decay: floa
 
 @given(st.sampled_from([0.0, 0.8, 0.25]), st.integers(0, 2**31))
 def test_the_carried_error_follows_its_formula(decay: float, seed: int) -> None:
-    """It becomes decay * error + (1 - decay) * (x + error - decoded), element by element."""
+    """The new error is decay * error + (1 - decay) * (x + error - decoded), for each element."""
     generator = torch.Generator().manual_seed(seed)
     codec = parse("int4:8")
     kept = torch.zeros(64)
@@ -57,7 +57,7 @@ def test_the_carried_error_follows_its_formula(decay: float, seed: int) -> None:
 
 
 def _accumulated(mesh: Mesh, policy: Policy, seed: int) -> tuple[Tensor, list[Tensor]]:
-    """(world * S,) this rank's constant gradient, and the running sums of its shard of the mean."""
+    """Return this rank's constant gradient (world * S,), and the running sums of its shard of the mean."""
     generator = torch.Generator().manual_seed(seed + mesh.rank)
     gradient = torch.rand(mesh.topology.world * policy.grain, generator=generator) + 0.2
     errors = policy.feedback and Errors(policy, mesh.topology, policy.grain, mesh.device)
@@ -72,7 +72,7 @@ def _accumulated(mesh: Mesh, policy: Policy, seed: int) -> tuple[Tensor, list[Te
 def test_with_classic_feedback_the_accumulated_error_stays_bounded(
     topology: Topology, reduce: str, seed: int
 ) -> None:
-    """After any number of steps the sum of means is off by what the last encodings lost, and no more."""
+    """After any number of steps, the sum of means is off by no more than the errors of the last encodings."""
     feedback = Feedback(hops="all")
     policy = replace(INT4, reduce=reduce, feedback=feedback)
     results = on_threads(topology, _accumulated, policy, seed)
@@ -133,7 +133,7 @@ SDP4BIT = preset("sdp4bit", memory=INT4.memory, differences=parse("int4:8"))
 @pytest.mark.parametrize(("policy", "part"), [(replace(INT4, feedback=Feedback()), "hop"), (SDP4BIT, "copy")])
 @each_rank(2, 2)
 def test_state_that_does_not_fit_is_refused_whole(mesh: Mesh, policy: Policy, part: str) -> None:
-    """Errors, or copies, of another shape raise, naming their unit, and change nothing."""
+    """Errors or copies of another shape raise an error that names their unit, and change nothing."""
     zero = _engine(mesh, policy)
     with torch.no_grad():
         _loss(zero, 0, mesh.rank)

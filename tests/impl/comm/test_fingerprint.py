@@ -1,4 +1,4 @@
-"""Ranks that part are found, and the first exchange in which they differ is named."""
+"""Tests that ranks with different exchanges are detected, and the first different exchange is named."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def _collective_log(opened: list[Fields]) -> CollectiveLog:
 
 @given(st.lists(_fields(), max_size=30), st.lists(_fields(), max_size=30))
 def test_fingerprints_are_equal_exactly_where_the_orders_are(left: list[Fields], right: list[Fields]) -> None:
-    """Two ranks send the same fingerprint if, and only if, they opened the same exchanges in one order."""
+    """Two ranks have equal fingerprints if and only if they opened the same exchanges in the same order."""
     first, second = _collective_log(left), _collective_log(right)
     assert ((first.count, first.fingerprint) == (second.count, second.fingerprint)) == (left == right)
 
 
 @given(st.lists(_fields(), max_size=20), st.lists(st.lists(_fields(), max_size=20), min_size=2, max_size=4))
 def test_the_first_exchange_that_differs_is_found(common: list[Fields], rests: list[list[Fields]]) -> None:
-    """Ranks part at the first number at which two of them opened something else; one may be behind."""
+    """The first number at which two ranks opened different exchanges is found; a rank may be behind."""
     orders = [common + rest for rest in rests]
     sentence = parting({rank: _collective_log(order).steps for rank, order in enumerate(orders)})
     longest = max(len(order) for order in orders)
@@ -78,7 +78,7 @@ def _play(wire: Wire, plan: Plan) -> None:
 
 @each_rank(1, 2)
 def test_thread_ranks_that_differ_are_told_apart_by_their_fingerprints(mesh: Mesh) -> None:
-    """Where ranks cannot be asked, the error still says who differs."""
+    """Without a store for reports, the error still names the ranks that differ."""
     wire = Wire(mesh)
     _play(wire, [("all_gather", 0, 16, unit) for unit in ("embed", f"blocks.{mesh.rank}")])
     with pytest.raises(WireError) as caught:
@@ -110,7 +110,7 @@ def _parted(mesh: Mesh, transport: str) -> tuple[tuple[int, int], str]:
 
 @pytest.mark.long
 def test_the_first_differing_exchange_is_named_whatever_the_transport() -> None:
-    """Every rank learns where ranks part and what each opened, at the exchange or when they check."""
+    """Every rank learns where ranks part and what each opened, at the exchange itself or at the next check."""
     marks = set()
     for transport in ("backend", "shm"):
         for rank, (mark, text) in enumerate(on_processes(Topology(2, 2), _parted, transport)):

@@ -1,4 +1,4 @@
-"""Meshes of groups and of device meshes train what they train alone; groups end when torch ends them."""
+"""Tests of meshes over groups and device meshes, and of the end of process groups."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(autouse=True)
 def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else gloo looks the machine's name up."""
+    """Use the loopback interface, as gloo would otherwise look the machine's name up."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
@@ -71,7 +71,7 @@ print(before > 0, gloo())
 
 
 def test_destroying_ends_every_thread_of_gloo_though_model_and_mesh_live_on() -> None:
-    """A living thread may drop a tensor too late, and abort; torch holds groups made before dynamo."""
+    """No thread of gloo survives: it might drop a tensor too late and abort. Torch holds groups made before dynamo."""
     done = subprocess.run(
         [sys.executable, "-c", _ENDS], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -79,7 +79,7 @@ def test_destroying_ends_every_thread_of_gloo_though_model_and_mesh_live_on() ->
 
 
 def test_a_group_that_was_destroyed_says_so() -> None:
-    """The handle of a group is torch's: after its end there is none."""
+    """After destroy_process_group() the use of a group raises an error that says so."""
     with default_group("gloo", rank=0, world_size=1, store=dist.HashStore()):
         mesh = Mesh.create(Topology(1, 1))
         group = mesh.group(mesh.topology.world_axis)
@@ -90,7 +90,7 @@ def test_a_group_that_was_destroyed_says_so() -> None:
 
 
 def test_a_failure_leaves_the_default_group_as_it_is() -> None:
-    """Ending it would wait for messages of ranks that may never come."""
+    """After an error the group is not ended, since that would wait for ranks that may never answer."""
     with (
         pytest.raises(ValueError, match="boom"),
         default_group("gloo", rank=0, world_size=1, store=dist.HashStore()),
@@ -101,7 +101,7 @@ def test_a_failure_leaves_the_default_group_as_it_is() -> None:
 
 
 def test_a_group_that_does_not_fit_is_refused() -> None:
-    """Of another size than the topology, and what is no topology."""
+    """A group of another size than the topology is refused, and so is a topology of another type."""
     with default_group("gloo", rank=0, world_size=1, store=dist.HashStore()):
         with pytest.raises(MeshError, match="topology 1x2 needs 2 ranks, the process group has 1"):
             Mesh.create(Topology(1, 2))
@@ -141,7 +141,7 @@ def _in_groups(mesh: Mesh, groups: Groups, topologies: list[Topology], *argument
 def test_groups_side_by_side_do_what_they_do_alone(
     groups: Groups, topologies: list[Topology], names: list[str]
 ) -> None:
-    """Two groups in one job, whatever their ranks and sizes: losses to the bit, and every ledger row."""
+    """Two groups in one job, of any ranks and sizes, have the losses and ledgers that they have alone."""
     world = Topology(1, sum(map(len, groups)))
     found = on_threads(world, _in_groups, groups, topologies, names)
     for ranks, topology in zip(groups, topologies, strict=True):
@@ -150,7 +150,7 @@ def test_groups_side_by_side_do_what_they_do_alone(
 
 @pytest.mark.parametrize("transport", ["shm", *nightly("backend", "staged")])
 def test_groups_of_processes_do_so_too(transport: str) -> None:
-    """Interleaved groups share neither memory nor messages."""
+    """Groups of interleaved processes share neither memory nor messages."""
     groups, topologies = LAYOUTS[1]
     found = on_processes(Topology(1, 4), _in_groups, groups, topologies, ["exact", "zeropp"], transport)
     for ranks, topology in zip(groups, topologies, strict=True):
@@ -158,7 +158,7 @@ def test_groups_of_processes_do_so_too(transport: str) -> None:
 
 
 def _overlapping(mesh: Mesh) -> list[list[float]]:
-    """Losses over ranks in unequally many groups: [0] and [1, 2, 3], then [0, 2] and [1, 3], then all."""
+    """Return losses over ranks in different numbers of groups: [0] and [1, 2, 3], then [0, 2] and [1, 3], then all."""
     losses = []
     for ranks in ([0] if mesh.rank == 0 else [1, 2, 3], [mesh.rank % 2, mesh.rank % 2 + 2], None):
         every = [[0], [1, 2, 3], [0, 2], [1, 3]]
@@ -169,7 +169,7 @@ def _overlapping(mesh: Mesh) -> list[list[float]]:
 
 
 def test_a_rank_may_be_in_several_meshes() -> None:
-    """Models over one rank, over groups and over all follow one process, in a job where groups overlap."""
+    """Models over one rank, over groups and over all ranks follow one process, in a job with overlapping groups."""
     found = on_processes(Topology(2, 2), _overlapping)
     for number, ranks in enumerate(([0], [1, 2, 3], [0, 2], [1, 3], [0, 1, 2, 3])):
         kind = (0, 0, 1, 1, 2)[number]
@@ -178,7 +178,7 @@ def test_a_rank_may_be_in_several_meshes() -> None:
 
 
 def _over_device_meshes(mesh: Mesh) -> list[tuple[Any, ...]]:
-    """Topology, rank, global ranks and losses over each device mesh, and what collectives bring."""
+    """Return topology, rank, global ranks and losses over each device mesh, and the results of collectives."""
     device_meshes = [
         init_device_mesh("cpu", (4,)),
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local")),
@@ -200,7 +200,9 @@ def _over_device_meshes(mesh: Mesh) -> list[tuple[Any, ...]]:
 
 
 def test_a_device_mesh_is_understood_where_a_mesh_is_expected() -> None:
-    """One dimension, two as nodes and their ranks, in any order of ranks, and parts of a larger one."""
+    """A device mesh may have one dimension, or two as nodes and their ranks, in any order, or be part of a larger
+    one.
+    """
     found = on_processes(Topology(1, 4), _over_device_meshes)
     everyone = (0, 1, 2, 3)
     wanted = [
@@ -233,7 +235,7 @@ def _said(call: Callable[[], Any]) -> str:
 
 
 def _refusals(mesh: Mesh) -> dict[str, str]:
-    """What is said of groups that are no mesh."""
+    """Return the errors for groups that are no mesh."""
     group = dist.new_group([0, 1, 2])
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     said = {
@@ -260,30 +262,32 @@ REFUSED = {
     "size": "topology 1x2 needs 2 ranks, the process group has 3",
     "list": "group is a list: expected what dist.new_group",
     "process group": "mesh is a ProcessGroup: expected an impl.comm.mesh.Mesh or torch's DeviceMesh",
-    "tensor parallel": "the device mesh has a dimension 'tp', along which ranks hold other parts of a model",
-    "three dimensions": "a device mesh of 3 dimensions, (1, 2, 2): expected one, or two (nodes, ranks of a ",
-    "twice": "topology is a DeviceMesh, which has a group: leave group= out",
-    "wire": "wire= is over the mesh 1x2 of global ranks 0, 2 on cpu, mesh= is 2x2 of global ranks 0, 1, 2, 3",
-    "uneven": "global ranks 0, 1, 2 are on nodes 0, 0, 1 (LOCAL_WORLD_SIZE=2), not equally many side by side",
-    "no number": "LOCAL_WORLD_SIZE='two': expected a node's number of ranks, from 1",
+    "tensor parallel": "the device mesh has a dimension 'tp', along which ranks hold different parts of a model",
+    "three dimensions": "the device mesh has 3 dimensions, (1, 2, 2), expected one, or two (nodes, ranks of a ",
+    "twice": "topology is a DeviceMesh, which determines the ranks: leave group= out",
+    "wire": "wire= is over the mesh 1x2 of global ranks 0, 2 on cpu, but mesh= is 2x2 of global ranks 0, 1, 2, 3",
+    "uneven": "global ranks 0, 1, 2 are on nodes 0, 0, 1 (LOCAL_WORLD_SIZE=2), not equally many neighbouring",
+    "no number": "LOCAL_WORLD_SIZE='two': set it to the number of ranks on a node, 1 or more",
 }
 
 
 def test_what_is_no_mesh_is_refused_in_one_line() -> None:
-    """Of other sizes, with other dimensions, a rank outside; on every rank alike, naming both numbers."""
+    """Other sizes and dimensions, and a rank outside, are refused on every rank alike; the error names the numbers."""
     found = on_processes(Topology(2, 2), _refusals)
     for name, text in REFUSED.items():
         assert found[0][name].startswith(text), name
     assert found[0]["outside"] == found[0]["outside shard"] == ""
     assert found[3]["outside"] == "global rank 3 is not in the group: call this on the group's ranks alone"
-    assert found[3]["outside shard"] == "global rank 3 is not in the device mesh of ranks 0, 1 and 2"
+    assert found[3]["outside shard"].startswith(
+        "global rank 3 is not in the device mesh of ranks 0, 1 and 2: "
+    )
     for rank, said in enumerate(found):
         assert said["non-member"].startswith(f"global rank {rank} is not in the group")
         assert not any("\n" in text for text in said.values())
 
 
 def _in_halves(mesh: Mesh, folder: str) -> dict[str, str]:
-    """What errors in a group of every other rank say; both groups save to one folder, one after another."""
+    """Return the errors in a group of every other rank; both groups save to one folder, one after the other."""
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     part = Mesh.create(Topology(1, 2), group=halves[mesh.rank % 2])
     net = model()
@@ -312,22 +316,24 @@ def _in_halves(mesh: Mesh, folder: str) -> dict[str, str]:
 
 
 def test_errors_in_a_group_say_how_ranks_are_counted(tmp_path: Path) -> None:
-    """Ranks count from 0 in the group, and the error names the global ones; a folder is one group's."""
+    """Errors count ranks from 0 in the group and name the global ranks; a folder belongs to one group."""
     counted = "(ranks as counted in the mesh of global ranks 1, 3)"
     for number, said in enumerate(on_processes(Topology(1, 4), _in_halves, str(tmp_path / "run"))):
         mine = counted if number % 2 else counted.replace("1, 3", "0, 2")
         assert "starts from other values on rank 1 than on rank 0" in said["start"]
-        assert said["modifier"] == f"modifier_rank 2 of 2 ranks {mine}"
+        assert said["modifier"] == f"modifier_rank 2 of 2 ranks: expected 0 to 1, or None {mine}"
         assert "rank 0 opened all_gather of 64 B" in said["parted"]
         assert all(said[name].endswith(mine) for name in ("start", "parted"))
         if number % 2:
-            assert re.search("run: global ranks 0 and 2 of this job save there: take a folder", said["save"])
+            assert re.search(
+                "run: global ranks 0 and 2 of this job save there too: use another folder", said["save"]
+            )
         else:
             assert "save" not in said
 
 
 def _deepspeed(mesh: Mesh) -> list[float]:
-    """The tutorial's Init, inside two groups of two ranks on virtual nodes of two."""
+    """Run the tutorial's Init inside two groups of two ranks, on virtual nodes of two."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = groups[mesh.rank % 2]
@@ -346,7 +352,7 @@ def _deepspeed(mesh: Mesh) -> list[float]:
 
 
 def test_init_takes_deepspeed_s_data_parallel_group() -> None:
-    """Each group's model is cut among its ranks alone, on the nodes that torchrun says."""
+    """Each group cuts its model among its own ranks, on the nodes that torchrun's variable gives."""
     found = on_processes(Topology(2, 2), _deepspeed)
     wanted = single(model(), 2, 2)
     for first in (0, 1):
@@ -355,7 +361,7 @@ def test_init_takes_deepspeed_s_data_parallel_group() -> None:
 
 
 def test_groups_keep_nccl_s_rules() -> None:
-    """Their process groups are made and used as NCCL wants, and train to the same bits."""
+    """Process groups are made and used as NCCL requires, and training has the same bits."""
     groups, topologies = LAYOUTS[1]
     names = ["zeropp", "flat"]
     found = on_threads(Topology(1, 4), _in_groups, groups, topologies, names, backend="nccl_rules")

@@ -1,4 +1,4 @@
-"""Reductions along any axes put the right mean at the right ranks."""
+"""Tests that reductions along any axes give each rank the right mean."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GRADIENTS = Tag("backward", "gradients", "u")
 def reduced(
     mesh: Mesh, policy: Policy, gradient: torch.Tensor, wire: Wire | None = None, errors: Errors | None = None
 ) -> torch.Tensor:
-    """This rank's shard of the mean."""
+    """Return this rank's shard of the mean."""
     shard = gradient.numel() // mesh.topology.world
     reduction = (Ring if policy.reduce == "ring" else Reduction)(
         wire=wire or Wire(mesh),
@@ -55,14 +55,14 @@ SHAPES = [Topology(n, r) for n, r in itertools.product(range(1, 7), repeat=2)]
 @pytest.mark.parametrize("reduce", ["two_hop", "one_hop", "ring"])
 @each_rank()
 def test_each_rank_receives_its_own_partition(mesh: Mesh, topology: Topology, reduce: Any) -> None:
-    """With partitions filled with their own index, rank r ends with r, for every shape."""
+    """If each partition is filled with its own index, rank r ends with r, for every topology."""
     gradient = torch.arange(topology.world).repeat_interleave(32).float()
     got = reduced(mesh, Policy(gradients=(FP32, FP32), reduce=reduce), gradient)
     assert got.tolist() == [mesh.rank] * 32
 
 
 def values(mesh: Mesh, numel: int, seed: int = 0) -> torch.Tensor:
-    """A rank's gradient."""
+    """Return a rank's gradient."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed + mesh.rank))
 
 
@@ -72,14 +72,14 @@ def _mean_and_bound(mesh: Mesh, policy: Policy, seed: int) -> tuple[torch.Tensor
 
 
 def hop_error(codec: Codec, x: torch.Tensor) -> float:
-    """Largest error that one encoding of values up to max |x| may make."""
+    """Return the largest error of one encoding of values of magnitude up to max |x|."""
     top = x.abs().max().item()
     return codec.error_bound(-top, top)
 
 
 @given(st.data(), st.integers(0, 1000))
 def test_every_reduction_is_the_mean_within_the_bound_of_its_hops(data: st.DataObject, seed: int) -> None:
-    """Flat, one-hop and two-hop reductions of any codecs stay within the bound composed from their hops."""
+    """Flat, one-hop and two-hop reductions in any codecs stay within the error bound of their hops together."""
     topology = data.draw(topologies(6))
     policy = data.draw(as_published(data.draw(policies(topology, whole_world=True))))
     results = on_threads(topology, _mean_and_bound, policy, seed)
@@ -108,7 +108,7 @@ def test_every_reduction_is_the_mean_within_the_bound_of_its_hops(data: st.DataO
 @pytest.mark.parametrize("reduce", ["two_hop", "one_hop", "ring"])
 @each_rank(2, 2, processes=True)
 def test_the_mean_is_exact_on_processes(mesh: Mesh, reduce: str, transport: str) -> None:
-    """With powers of two as gradients the mean over real processes has no error at all."""
+    """With powers of two as gradients, the mean over real processes is exact."""
     policy, gradient = Policy(gradients=(BF16, BF16), reduce=reduce), torch.full((4 * 32,), 2.0**mesh.rank)
     got = reduced(mesh, policy, gradient, Wire(mesh, transport=transport))
     assert got.tolist() == [15 / 4] * 32
@@ -137,7 +137,7 @@ def test_chunks_change_no_bit(mesh: Mesh, topology: Topology, texts: tuple[str, 
 @pytest.mark.parametrize(("chunks", "before"), [(1, 1), (2, 3), (4, 7)])
 @each_rank(2, 2)
 def test_a_chunk_goes_on_while_later_ones_are_encoded(mesh: Mesh, chunks: int, before: int) -> None:
-    """A chunk's second hop is posted right after the next chunk's first; then the gradient is free again."""
+    """A chunk's second hop is posted right after the next chunk's first hop; then the gradient's memory is free."""
     wire, codecs = Wire(mesh), (parse("int8:64"), parse("int4:32"))
     gradient = values(mesh, mesh.topology.world * 8 * 64)
     expected = reduced(mesh, Policy(gradients=codecs), gradient.clone())
@@ -171,7 +171,9 @@ def _ring_and_hops(mesh: Mesh) -> list[float]:
 
 
 def test_a_quantised_ring_errs_more_than_two_hops() -> None:
-    """11 encodings err over twice as much as 2: N (N - 1) / 2 of one's squared error, and 2 N (paper 3.3)."""
+    """11 encodings err more than twice as much as 2: N (N - 1) / 2 times one encoding's squared error against 2 N
+    (paper 3.3).
+    """
     ring, hops = torch.tensor(on_threads(Topology(4, 3), _ring_and_hops)).mean(0)
     assert ring > 2 * hops
 
@@ -179,7 +181,9 @@ def test_a_quantised_ring_errs_more_than_two_hops() -> None:
 @pytest.mark.parametrize("texts", [("fp32", "fp32"), ("int8:32", "int8:32"), ("fp32", "int8:32")])
 @each_rank(2, 2)
 def test_a_sum_beyond_fp16_arrives_as_no_number(mesh: Mesh, texts: tuple[str, str]) -> None:
-    """Where DeepSpeed's sums overflow ours do: casts are infinite, encoded blocks NaN; fp32 has the mean."""
+    """Sums in fp16 overflow where DeepSpeed's do: casts become infinite, encoded blocks NaN; in fp32 the mean is
+    right.
+    """
     gradient, codecs = torch.ones(mesh.topology.world * 64), (parse(texts[0]), parse(texts[1]))
     gradient[::32] = 40_000.0  # of two ranks beyond 65504
     top, beside = reduced(mesh, Policy(gradients=codecs, sums="fp16"), gradient.clone())[:2].tolist()

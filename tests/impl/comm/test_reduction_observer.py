@@ -1,4 +1,4 @@
-"""What an observer of reductions is told, and that telling changes nothing."""
+"""Tests that observers of reductions get the right values, and that observing changes nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.training import batch, model
 
 
 class Means(Observer):
-    """Keeps the means observed on one rank, by unit."""
+    """Keeps the means that are observed on one rank, by unit."""
 
     def __init__(self) -> None:
         self.means: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
@@ -35,7 +35,7 @@ class Means(Observer):
 
 
 def _trained(mesh: Mesh, policy: Policy, *, rehearsed: bool) -> tuple[Any, ...]:
-    """Two steps of two micro-batches, with a rehearsal before each: their outcome, and the observed means."""
+    """Run two steps of two micro-batches, each after a rehearsal; return their outcome and the observed means."""
     net, wire, seen = model(), Wire(mesh), Means()
     zero = shard(net, mesh=mesh, policy=policy, wire=wire)
     optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
@@ -75,7 +75,7 @@ def _both(mesh: Mesh, policy: Policy) -> Sequence[tuple[Any, ...]]:
 @settings(deadline=None, max_examples=20)
 @given(st.data())
 def test_a_rehearsal_leaves_no_trace_and_tells_what_the_step_will_do(data: st.DataObject) -> None:
-    """A rehearsal changes no loss, master, byte or memory, and observes the step's means, each once."""
+    """A rehearsal changes no loss, master, byte or memory, and the observer gets the means of the step, each once."""
     topology: Topology = data.draw(topologies(4))
     policy = data.draw(policies(topology))
     results = on_threads(topology, _both, policy)

@@ -1,4 +1,4 @@
-"""On a GPU the stream's waits are timed by events, read when the device has passed them."""
+"""Tests that waits of a GPU's stream are timed by events, which are read when the device has passed them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ STEP: Any = (1, ("all_gather", "world", 4, 1, 16, "forward", "weights", "u", Fal
 
 
 class Stream:
-    """A device's stream: work, in seconds, and events queue up, and run when the test lets it."""
+    """A simulated stream of a device: work, in seconds, and events are queued, and run when the test lets them."""
 
     def __init__(self) -> None:
         self.queued: list[Any] = []
         self.now = 0.0
 
     def run(self) -> None:
-        """All that is queued."""
+        """Run everything that is queued."""
         for item in self.queued:
             if isinstance(item, float):
                 self.now += item
@@ -31,7 +31,7 @@ class Stream:
         self.queued.clear()
 
     def event(self, *, enable_timing: bool) -> Any:
-        """As ``torch.cuda.Event``."""
+        """Return an event like ``torch.cuda.Event``."""
         event = SimpleNamespace(at=-1.0, query=lambda: event.at >= 0)
         event.record = lambda: self.queued.append(event)
         event.elapsed_time = lambda end: 1e3 * (end.at - event.at)
@@ -40,7 +40,7 @@ class Stream:
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    """The device's."""
+    """Return the simulated stream."""
     device_stream = Stream()
     monkeypatch.setattr(torch.cuda, "Event", device_stream.event)
     return device_stream
@@ -53,7 +53,7 @@ def watchdog(stream: Stream) -> Watchdog:
 
 
 def test_only_what_the_stream_waited_for_counts(stream: Stream, watchdog: Watchdog) -> None:
-    """Not the work before; nothing before the device has come there; events do not pile up."""
+    """Work before the wait does not count, nor a wait that the device has not finished; events do not pile up."""
     for _ in range(9):
         stream.queued.append(5.0)  # computing
         watchdog.wait(STEP, lambda: stream.queued.append(0.25))  # the message is not there yet
@@ -64,7 +64,7 @@ def test_only_what_the_stream_waited_for_counts(stream: Stream, watchdog: Watchd
 
 
 def test_a_wait_that_fails_is_not_counted(stream: Stream, watchdog: Watchdog) -> None:
-    """It has no end; the next ones count."""
+    """A wait that raises has no end and is not counted; later waits are."""
 
     def lost() -> None:
         raise RuntimeError("lost")

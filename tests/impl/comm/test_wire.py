@@ -1,4 +1,4 @@
-"""What leaves a rank is booked, and arrives; what does not arrive is an error that names who."""
+"""Tests that all messages arrive and are booked, and that an error names the rank of a message that does not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TAG = Tag("forward", "weights", "u")
 
 
 def arrive(exchange: Exchange) -> None:
-    """From its message, as it lies, to its end."""
+    """Take an exchange, whose message is written, through ``post()``, ``wait()`` and ``close()``."""
     exchange.post()
     exchange.wait()
     exchange.close()
@@ -58,7 +58,7 @@ def test_many_exchanges_arrive_intact(mesh: Mesh, transport: Transport, topology
 
 @each_rank(1, 2, processes=True)
 def test_a_missing_rank_is_named(mesh: Mesh) -> None:
-    """Waiting for a rank that does not come ends in an error that names it."""
+    """Waiting for a rank that does not take part ends in an error that names the rank."""
     wire = Wire(mesh, transport="shm", timeout=0.3)
     axis = mesh.topology.local_axis
     arrive(wire.all_gather(axis, 64, TAG))
@@ -73,7 +73,7 @@ def test_a_missing_rank_is_named(mesh: Mesh) -> None:
 
 @each_rank(1, 2)
 def test_a_group_of_one_sends_nothing(mesh: Mesh) -> None:
-    """An exchange of one rank gives back what was written and books nothing."""
+    """An exchange of one rank returns what was written, and books nothing."""
     wire = Wire(mesh)
     exchange = wire.all_gather(mesh.topology.node_axis, 32, TAG)
     exchange.send.fill_(5)
@@ -83,7 +83,7 @@ def test_a_group_of_one_sends_nothing(mesh: Mesh) -> None:
 
 
 class _Slow:
-    """A link that carries everything 0.2 s after it was booked."""
+    """A link on which everything arrives 0.2 s after it was booked."""
 
     def __init__(self) -> None:
         self.booked: list[int] = []
@@ -97,7 +97,7 @@ class _Slow:
 
 @each_rank(3, 2)
 def test_a_modelled_link_carries_only_what_crosses_nodes(mesh: Mesh) -> None:
-    """The pacer is asked for bytes to other nodes alone, and messages do not complete before it says."""
+    """Only bytes to other nodes are booked with the pacer, and their messages do not complete before its time."""
     pacer = _Slow()
     wire = Wire(mesh, pacer=pacer)
     for axis in (mesh.topology.local_axis, mesh.topology.node_axis):
@@ -125,7 +125,7 @@ def test_shared_memory_is_for_cpus() -> None:
 
 @each_rank(1, 3, processes=True)
 def test_the_record_names_what_carried_each_kind_of_message(mesh: Mesh) -> None:
-    """A ring's steps and a norm along one axis are told apart, though their transports differ."""
+    """The record distinguishes a ring's steps and a norm along one axis, whose transports differ."""
     wire = Wire(mesh, transport="shm")
     world = mesh.topology.world_axis
     for exchange in (wire.shift(world, 16, TAG), wire.all_gather(world, 16, Tag("step", "control"))):
@@ -135,7 +135,7 @@ def test_the_record_names_what_carried_each_kind_of_message(mesh: Mesh) -> None:
 
 @each_rank(1, 2, processes=True)
 def test_ranks_that_part_in_shared_memory_are_told_at_once(mesh: Mesh) -> None:
-    """A rank never takes another exchange's message for its own: the first one that differs is an error."""
+    """A rank never takes the message of another exchange for its own: the first different exchange is an error."""
     wire = Wire(mesh, transport="shm", timeout=60.0)
     tag = [Tag("backward", "gradients", "blocks.1"), Tag("backward", "weights", "blocks.0")][mesh.rank]
     exchange = wire.all_gather(mesh.topology.world_axis, 64, tag)
@@ -149,7 +149,7 @@ def test_ranks_that_part_in_shared_memory_are_told_at_once(mesh: Mesh) -> None:
 @pytest.mark.parametrize("waits", [False, True])
 @each_rank(2, 1, processes=True)
 def test_memory_of_a_message_that_is_due_is_not_used_again(mesh: Mesh, waits: bool) -> None:
-    """An exchange that is closed before it arrived, or after it did not, keeps its buffers to itself."""
+    """The buffers of an exchange that was closed before it arrived, or failed, are not reused."""
     wire = Wire(mesh, timeout=0.3)
     axis = mesh.topology.node_axis
     wire.mesh.group(axis)

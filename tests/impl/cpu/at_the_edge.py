@@ -1,8 +1,7 @@
-"""Runs the C++ kernels on tensors that end where the memory of the process does, as a program.
+"""Runs the C++ kernels, as a program, on tensors that end where the memory of the process ends.
 
-Reading or writing one byte beyond a frame, a row or a carried error ends the process, and what lies before
-one is looked at.  With a library built
-with ``-fsanitize=undefined``, so does undefined behaviour.
+Reading or writing one byte beyond a frame, a row or a carried error ends the process, and the bytes before them are
+checked.  With a library built with ``-fsanitize=undefined``, undefined behaviour ends it too.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ KEPT: list[tuple[mmap.mmap, Tensor]] = []  # views do not keep their memory; byt
 
 
 def at_the_edge(numel: int, kind: torch.dtype) -> Tensor:
-    """(numel,) of zeros, followed by a page that cannot be touched."""
+    """Returns zeros (numel,) that are followed by a page of memory that cannot be accessed."""
     size = numel * kind.itemsize
     whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, whole + mmap.PAGESIZE)

@@ -1,4 +1,4 @@
-"""The C++ kernels, built once into pytest's cache, on machines that can build them."""
+"""Builds the C++ kernels once, in pytest's cache, on machines that can build them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from impl.cpu import build
 from impl.cpu.kernels import Kernels
 from tests.impl.codecs.properties import Backend, Run
 
-# For any x86 or Arm: the loops that stand beside those for AVX-512.
+# Built for any x86 or Arm processor, so that the loops without AVX-512 are tested too.
 PLAIN = tuple(flag for flag in build.FLAGS if flag not in ("-march=native", "-mprefer-vector-width=512"))
 
 
 @pytest.fixture(scope="session", params=["native", "plain"])
 def backend(request: pytest.FixtureRequest, libraries: Path) -> Backend:
-    """The kernels on the CPU, built for this processor and for every one."""
+    """The kernels on the CPU, built for this processor and for every processor of its kind."""
     flags = build.FLAGS if request.param == "native" else PLAIN
     return Backend(Kernels(build.library(libraries, flags=flags)), Run(), torch.device("cpu"))

@@ -1,5 +1,6 @@
-// Litmus test of the flags in shared memory: one thread writes a row, then sets its flag; another waits for the
-// flag, reads the row, and sets its own, after which the row is written anew.  Prints the number of stale words.
+// Litmus test of the flags in shared memory.  One thread writes a row and then sets its flag; another thread waits for
+// that flag, reads the row, and sets a flag of its own, after which the row is written anew.  Prints the number of
+// stale words.
 #include "flags.hpp"
 
 #include <cstdio>
@@ -8,7 +9,7 @@
 
 namespace {
 
-constexpr int kWords = 64, kApart = 16;  // a row's words lie on lines of their own
+constexpr int kWords = 64, kApart = 16;  // each word of a row is on a cache line of its own
 struct alignas(128) Flag {
     std::int64_t number = 0;
 };

@@ -1,4 +1,4 @@
-"""Flags in shared memory are set with release and read with acquire: no row is read before it is there."""
+"""Flags in shared memory are set with release and read with acquire, so no row is read before it is complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INCLUDE = f"-I{build.SOURCE.parent}"
 
 @pytest.mark.needs("c++")
 def test_no_row_is_read_before_its_flag(tmp_path: Path) -> None:
-    """Of a hundred thousand rows passed between two threads of this machine, no word is stale."""
+    """Of a hundred thousand rows that two threads exchange, no word is stale."""
     compiler, program = next(filter(None, map(needs.program, build.COMPILERS))), tmp_path / "litmus"
     command = [compiler, "-std=c++17", "-O2", "-pthread", INCLUDE, str(LITMUS), "-o", str(program)]
     subprocess.run(command, check=True)
@@ -28,7 +28,7 @@ def test_no_row_is_read_before_its_flag(tmp_path: Path) -> None:
 
 
 def _for_aarch64() -> list[str] | None:
-    """A compiler for aarch64, if there is one."""
+    """Returns a compiler for aarch64, if there is one."""
     for name, target in (("aarch64-linux-gnu-g++", []), ("clang++", ["--target=aarch64-linux-gnu"])):
         if path := needs.program(name):
             return [path, *target]
@@ -38,7 +38,7 @@ def _for_aarch64() -> list[str] | None:
 
 
 def test_on_aarch64_the_instructions_release_and_acquire(tmp_path: Path) -> None:
-    """On Grace's processors a flag is written by ``stlr`` and read by ``ldar`` or ``ldapr``."""
+    """On Grace's processors flags are written with ``stlr`` and read with ``ldar`` or ``ldapr``."""
     if (compiler := _for_aarch64()) is None:
         pytest.skip("no compiler for aarch64: install g++-aarch64-linux-gnu, clang, or pip's ziglang")
     source, assembly = tmp_path / "flags.cpp", tmp_path / "flags.s"

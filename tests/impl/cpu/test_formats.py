@@ -43,7 +43,7 @@ def size_of(text: str) -> int:
 def test_hostile_rows_are_coded_as_by_torch(
     backend: Backend, *, text: str, data: st.DataObject, kind: torch.dtype, out: torch.dtype, skew: int
 ) -> None:
-    """Ties, denormals, extremes, NaN, infinities and short last blocks give the bytes of torch."""
+    """Ties, denormals, extremes, NaN, infinities and short last blocks give the bytes of the torch operations."""
     for x in (data.draw(rows(size_of(text))), data.draw(blocks_of_values(most=300, finite=False))):
         check(backend, parse(text), x.to(kind), out, skew=skew)
 
@@ -53,7 +53,7 @@ def test_hostile_rows_are_coded_as_by_torch(
 def test_numbers_beside_every_tie_are_coded_as_by_torch(
     backend: Backend, text: str, table: tuple[float, ...], scale: float
 ) -> None:
-    """Halfway between two entries, and up to 3 ulps to either side, the same one is chosen."""
+    """Halfway between two entries, and up to 3 ulps on either side, the same entry is chosen."""
     entries = torch.tensor(table)
     middles = torch.cat([(entries[1:] + entries[:-1]) / 2, entries])
     near = (middles.view(torch.int32)[:, None] + torch.arange(-3, 4, dtype=torch.int32)).view(torch.float32)
@@ -67,7 +67,7 @@ def test_numbers_beside_every_tie_are_coded_as_by_torch(
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_lengths_around_blocks_and_pieces(backend: Backend, text: str) -> None:
-    """Rows one below, at and one above octets, blocks and pieces, of each type, and a long one."""
+    """Rows one element below, at and above octets, blocks and pieces, of each type, and a long row."""
     for index, numel in enumerate([1, 7, 8, 9, 15, 16, 17, 63, 64, 65, 127, 129, 2047, 2048, 2049, 4097]):
         check(backend, parse(text), torch.randn(2, numel).to(FLOATS[index % 3]), FLOATS[index // 2 % 3])
     check(backend, parse(text), long_row(size_of(text), 70_001), torch.float32)
@@ -75,7 +75,7 @@ def test_lengths_around_blocks_and_pieces(backend: Backend, text: str) -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_zeros_of_both_signs_and_broken_blocks_among_whole_ones(backend: Backend, text: str) -> None:
-    """The sign of a zero extreme, and of a decoded NaN, does not depend on its place."""
+    """The sign of an extreme zero, and of a decoded NaN, does not depend on its place."""
     x = torch.zeros(3, 700)
     x[:, ::2] = -0.0
     x[1, 300], x[1, 650], x[2, 5] = torch.nan, -torch.inf, -torch.nan
@@ -87,13 +87,13 @@ def test_zeros_of_both_signs_and_broken_blocks_among_whole_ones(backend: Backend
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_blocks_far_below_the_largest_of_their_row(backend: Backend, text: str) -> None:
-    """Blocks that fall to 2^-60 of the first, through scales that are coarse or vanish, are coded alike."""
+    """Blocks down to 2^-60 of the first, whose scales become coarse or vanish, are coded alike."""
     x = torch.randn(180, 128) * torch.exp2(-torch.arange(180) / 3)[:, None]
     check(backend, parse(text), x.flatten(), torch.float32)
 
 
 def test_a_mean_is_summed_in_one_order(backend: Backend) -> None:
-    """Small values that would tip the mean if they met before the large one do not: halves are added."""
+    """Small values are added by halves, so they do not tip the mean by meeting before the large value."""
     x = torch.zeros(128)
     x[0], x[1], x[[64, 96, 112]] = 1.0, 2.0**-24, 2.0**-54
     check(backend, parse("sign1"), x, torch.float32)
@@ -102,7 +102,7 @@ def test_a_mean_is_summed_in_one_order(backend: Backend) -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_sums_and_carried_errors_are_those_of_torch(backend: Backend, text: str) -> None:
-    """Strided rows of several sources are summed alike, overflowing too, and errors are carried alike."""
+    """Strided rows of several sources are summed alike, also with overflow, and errors are carried alike."""
     codec = parse(text)
     for sources, power in ((1, 1.0), (2, 1e38), (5, 1e-40)):
         values = torch.randn(3, sources, 2100).transpose(0, 1) * power
@@ -116,7 +116,7 @@ def test_sums_and_carried_errors_are_those_of_torch(backend: Backend, text: str)
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_no_format_is_left_to_torch(backend: Backend, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """All operations but those of users' own codecs reach the kernels, whatever carries an error too."""
+    """All operations except those with users' own codecs use the kernels, also with carried errors."""
     codec = parse(text)
     for name in ("encode", "decode", "decode_sum"):
         monkeypatch.setattr(own_rows, name, None)
@@ -129,7 +129,7 @@ def test_no_format_is_left_to_torch(backend: Backend, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("text", ["spike2", "spike3", "sign1", "nf4", "bf16sr"])  # each code is a number
 @given(seed=st.integers(0, 2**31), numel=st.integers(1, 300))
 def test_frames_of_any_bytes_decode_alike(backend: Backend, text: str, seed: int, numel: int) -> None:
-    """Corrupt frames, with spikes beyond their block, decode without an error to the same numbers."""
+    """Corrupt frames, also with spikes beyond their block, decode to the same numbers without an error."""
     codec = parse(text)
     frame = torch.randint(
         256, (codec.frame_bytes(numel),), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)

@@ -30,7 +30,7 @@ from tests.impl.codecs.properties import (
 
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_one_product_decides_for_bf16(backend: Backend, bits: int) -> None:
-    """Every mantissa under every largest one is coded as by division, ten powers of two down."""
+    """Every mantissa under every largest magnitude is coded as by division, for ten powers of two below it."""
     mantissas = 1 + torch.arange(128) / 128
     values = torch.cat([mantissas * 2.0**-down for down in range(10)])
     x = torch.where(values <= mantissas[:, None], values, 0.0)
@@ -40,7 +40,7 @@ def test_one_product_decides_for_bf16(backend: Backend, bits: int) -> None:
 
 
 def test_an_offset_whose_scale_is_lost_in_rounding(backend: Backend) -> None:
-    """A block of neighbouring large values, whose scale rounds to the smallest, saturates alike."""
+    """A block of neighbouring large values, whose scale is rounded up to the smallest, saturates alike."""
     x = torch.full((300,), 1e30)
     x[::3] = torch.nextafter(x[::3], torch.tensor(torch.inf))
     for bits in range(2, 9):
@@ -50,7 +50,7 @@ def test_an_offset_whose_scale_is_lost_in_rounding(backend: Backend) -> None:
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("numel", [1, 8, 2049, 1_048_577, 2_200_003])
 def test_raw_frames_are_copied_and_summed(backend: Backend, kind: str, numel: int) -> None:
-    """Raw rows below and above the size written past the caches, aligned or not, are the reference's."""
+    """Casts of rows below and above the size that is written past the caches, aligned or not, equal the reference."""
     codec = parse(kind)
     for sources, skew in ((1, 0), (4, 16), (6, 3)):
         x = torch.randn(sources, numel).to(reference.DTYPES[kind])
@@ -68,7 +68,7 @@ def test_raw_frames_are_copied_and_summed(backend: Backend, kind: str, numel: in
 @pytest.mark.parametrize("block", [32_768, 32_769, 40_001, "shard"])
 @pytest.mark.parametrize("asymmetric", [False, True])
 def test_blocks_whose_sums_are_not_kept(backend: Backend, block: int | str, *, asymmetric: bool) -> None:
-    """Blocks around the size kept between their two passes give the reference's frames."""
+    """Blocks around the largest size that is kept between two passes give the reference's frames."""
     first, second = parse("int5:24"), IntCodec(3, block, asymmetric)  # type: ignore[arg-type]
     frames = encoded(first, torch.randn(3, 2, 70_003))
     check_sum_encode(backend, (first, second), frames, (2, 70_003))
@@ -76,7 +76,7 @@ def test_blocks_whose_sums_are_not_kept(backend: Backend, block: int | str, *, a
 
 @pytest.mark.parametrize("undefined", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_nothing_beyond_a_page_is_touched(libraries: Path, *, undefined: bool) -> None:
-    """Rows, frames and errors that end where memory does are coded, also with checks of each operation."""
+    """Rows, frames and errors that end where memory ends are coded, also with undefined behaviour checked."""
     checks = ("-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all") if undefined else ()
     try:
         library = build.library(libraries, flags=(*build.FLAGS, *checks))
@@ -91,7 +91,7 @@ def test_nothing_beyond_a_page_is_touched(libraries: Path, *, undefined: bool) -
 
 @pytest.mark.parametrize("text", ["int4:256", "int4:256:hadamard32:stochastic", "mxfp8:stochastic"])
 def test_threads_code_at_once(backend: Backend, text: str) -> None:
-    """Calls from several threads do not disturb each other, nor the errors that each carries."""
+    """Calls from several threads disturb neither one another nor the errors that each carries."""
     codec = parse(text)
     x, error = torch.randn(4, 100_000), torch.randn(4, 100_000)
     noise, wanted = noise_of(codec, torch.Size([])), garbage(codec, x.shape, x.device)
@@ -114,7 +114,7 @@ def test_threads_code_at_once(backend: Backend, text: str) -> None:
 REFUSED = {
     "fp64": ((2, 8), torch.float64, r"fp32, bf16 or fp16, got \(2, 8\) torch.float64"),
     "int64": ((2, 8), torch.int64, r"fp32, bf16 or fp16, got \(2, 8\) torch.int64"),
-    "a scalar": ((), torch.float32, r"elements are rows of fp32, bf16 or fp16, got \(\)"),
+    "a scalar": ((), torch.float32, r"expected elements \(..., S\) in fp32, bf16 or fp16, got \(\)"),
     "other rows": ((3, 8), torch.float32, r"\(3, 8\) elements need frames"),
 }
 
@@ -128,7 +128,7 @@ def no_launch(launch: object, device: object) -> None:
 def test_all_backends_refuse_alike(
     backend: Backend, text: str, shape: tuple[int, ...], kind: torch.dtype, message: str
 ) -> None:
-    """All backends refuse types, scalars, shapes and sums with the same message."""
+    """All backends refuse wrong types, scalars, shapes and sums with the same message."""
     codec, x = parse(text), torch.zeros(shape, dtype=kind)
     frames = torch.zeros(2, codec.frame_bytes(8), dtype=torch.uint8)
     many = frames.expand(3, *frames.shape)
@@ -137,12 +137,12 @@ def test_all_backends_refuse_alike(
             kernels.encode(codec, x, frames)
         with pytest.raises(ValueError, match=message):
             kernels.decode(codec, frames, x)
-        with pytest.raises(ValueError, match=r"a sum is fp32, got torch.bfloat16"):
+        with pytest.raises(ValueError, match=r"sums are written as fp32, got a tensor of torch.bfloat16"):
             kernels.decode_sum(codec, many, torch.zeros(2, 8, dtype=torch.bfloat16))
 
 
 def test_what_no_kernel_can_do_is_refused(backend: Backend) -> None:
-    """Impossible strides and devices raise one line, with the numbers; all require noise."""
+    """Impossible strides and devices are refused in one line with the numbers; missing noise is refused by all."""
     codec, x = parse("int8:8"), torch.zeros(16, 32)
     frames = torch.zeros(16, 48, dtype=torch.uint8)
     for kernels in (backend.kernels, CudaKernels(no_launch)):
@@ -150,20 +150,20 @@ def test_what_no_kernel_can_do_is_refused(backend: Backend) -> None:
             kernels.encode(codec, torch.zeros(9), torch.zeros(33, dtype=torch.uint8))
         with pytest.raises(ValueError, match=r"contiguous uint8, got .* strides \(1, 48\)"):
             kernels.decode(codec, torch.zeros(48, 48, dtype=torch.uint8).t(), torch.zeros(48, 32))
-        with pytest.raises(ValueError, match="tensors on cpu and meta"):
+        with pytest.raises(ValueError, match="tensors are on cpu and meta"):
             kernels.encode(codec, x.to("meta"), frames)
     for kernels in (reference, backend.kernels, CudaKernels(no_launch)):
         for noise in (None, Noise((1, 2, 3, 4))):
             with pytest.raises(ValueError, match=r"rounds stochastically: \(16, 32\) elements need noise"):
                 kernels.encode(parse("int8:8:stochastic"), x, frames, noise=noise)
     many = torch.zeros(*[2] * 10, 8).permute(1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 10)
-    with pytest.raises(ValueError, match=r"the C\+\+ kernels take 8"):
+    with pytest.raises(ValueError, match=r"the C\+\+ kernels take at most 8"):
         backend.kernels.encode(codec, many, torch.zeros(*many.shape[:-1], 32, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("text", ["fp32", "int4:8", "int3:7:asym", "int4:32:hadamard8", "mxfp4"])
-def test_nothing_is_done_for_nothing(backend: Backend, text: str) -> None:
-    """Empty rows and empty batches are left alone, and launch no kernel."""
+def test_empty_rows_launch_nothing(backend: Backend, text: str) -> None:
+    """Empty rows and empty batches are left alone, and no kernel is launched."""
     codec = parse(text)
     size = codec.frame_bytes(8)
     for kernels in (reference, backend.kernels, CudaKernels(no_launch)):

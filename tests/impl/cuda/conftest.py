@@ -1,4 +1,4 @@
-"""Where the kernels run: on the host, and with ``-m gpu`` on a device."""
+"""Says where the kernels run: on the host, and with ``-m gpu`` on a device."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ FEW_THREADS = 128  # two octets of encode_general, and all before sm_80: a multi
 
 
 def ceiling(variant: str, architecture: int) -> int:
-    """The most registers; a multiprocessor of sm_75 has half the warps."""
+    """Returns the most registers that a kernel may have; a multiprocessor of sm_75 has half the warps."""
     name, _, values = variant.partition("<")
     few = architecture < 80 or (name == "encode_general" and values.endswith(", 2>"))
     return FEW_THREADS if few else CEILINGS.get(name, 64)
@@ -28,7 +28,7 @@ def ceiling(variant: str, architecture: int) -> int:
 @pytest.mark.parametrize("step", [len(ARCHITECTURES), *nightly(1)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_compile_without_spills(architecture: int, step: int) -> None:
-    """A fifth of all kernels, nightly all, without spilled registers and within their ceilings."""
+    """A fifth of the kernels (all of them nightly) have no spilled registers and keep within their ceilings."""
     kernels = [(file, variant) for file, variants in VARIANTS.items() for variant in variants]
     cubins: dict[str, Cubin] = {}
     for file, pairs in itertools.groupby(
@@ -43,7 +43,7 @@ def test_kernels_compile_without_spills(architecture: int, step: int) -> None:
 
 @pytest.mark.needs("CUDA compiler")
 def test_an_architecture_that_the_compiler_does_not_know_gets_ptx() -> None:
-    """NVRTC older than the GPU gives text that the GPU's driver compiles, with the kernel's name in it."""
+    """If NVRTC is older than the GPU, it gives PTX, which the driver compiles, with the kernel's name in it."""
     kernel = "decode<Bf16, 8>"
     compilation = compile_kernels("dequantize.cu", [kernel], 999)
     assert f".entry {compilation.lowered[kernel]}(".encode() in compilation.image

@@ -22,7 +22,7 @@ from tests.impl.cpu.test_formats import (  # noqa: F401  # tests that run here t
 @pytest.mark.parametrize("order", [1, 7])
 @pytest.mark.parametrize("text", FORMATS)
 def test_the_order_of_threads_changes_no_byte(backend: Backend, text: str, order: int) -> None:
-    """Frames and sums are the same whichever thread and thread block comes first."""
+    """Frames and sums are the same whichever thread and thread block runs first."""
     codec, x = parse(text), torch.randn(3, 5003, device=backend.device)
     outputs = []
     for run_order in (0, order):

@@ -1,4 +1,4 @@
-"""The calls of CuPy that launch a kernel, noted without a GPU."""
+"""Launches make the right calls to CuPy, which are recorded without a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAUNCHED = [
 def test_a_launch_is_on_torchs_stream_of_the_tensors_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Grid, threads and the one argument as the launch says; a kernel is loaded once a device."""
+    """Grid, threads and the one argument are those of the launch; a kernel is loaded once for each device."""
     import cupy
 
     gpu = MagicMock()

@@ -1,4 +1,4 @@
-"""DeepSpeed's configurations: the tutorials' snippets as they are, and the meaning of each key."""
+"""DeepSpeed's configurations are read: the tutorials' snippets as they are, and the meaning of each key."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def warmed(**parameters: Any) -> dict[str, Any]:
 
 
 def policy_of(**keys: Any) -> Policy:
-    """On 2x2 ranks, for a model as small as ours."""
+    """Returns the policy of keys under ``zero_optimization``, on 2x2 ranks."""
     policy = recipe(zero(**keys), topology=FOUR).policy
     return replace(policy, memory=replace(policy.memory, max_padding=1e9))
 
 
 def follows(policy: Policy, net: nn.Module, steps: int, tolerance: float = 1e-5) -> None:
-    """Assert that training in shards on 2x2 ranks is training in one process."""
+    """Assert that training in shards on 2x2 ranks gives the losses of one process."""
     results = on_threads(FOUR, train, net, policy, steps)
     assert mean_losses(results) == pytest.approx(single(net, 4, steps), rel=tolerance)
 
@@ -94,7 +94,7 @@ PLAIN: Final[dict[str, Any]] = {"weights": FP32, "gradients": (FP32, FP32)}  # a
     ],
 )  # fmt: skip
 def test_zero_tutorial(name: str, policy: Policy, idle: list[str], renamed: dict[str, str]) -> None:
-    """Each snippet is this policy; idle, deprecated and misspelt keys are understood, and reported."""
+    """Each snippet gives this policy; idle, deprecated and misspelt keys are understood and reported."""
     read = recipe({ZERO: SNIPPETS[name]}, topology=Topology(2, 16))
     assert read.policy == policy
     assert (read.clip, read.accumulation, read.micro_batch, read.optimizer) == (None, 1, None, None)
@@ -104,7 +104,7 @@ def test_zero_tutorial(name: str, policy: Policy, idle: list[str], renamed: dict
 
 
 def test_zeropp_tutorial() -> None:
-    """All three techniques; hpZ groups of 16 on 4 nodes of 16, of all ranks if fewer, none for one."""
+    """All three techniques; hpZ groups have 16 ranks on 4 nodes of 16, all if there are fewer, none for one."""
     on_64, on_4, on_a_node, alone = (
         recipe({ZERO: SNIPPETS["zeropp_tutorial"]}, topology=Topology(*shape))
         for shape in ((4, 16), (2, 2), (1, 4), (1, 1))
@@ -114,14 +114,14 @@ def test_zeropp_tutorial() -> None:
     assert policy.memory.reduce_bucket == 10_000_000
     assert finding_of(on_64, "zero_hpz_partition_size").kind == "honoured"
     assert (on_4.policy.secondary, alone.policy.secondary) == (4, 0)
-    text = "the hpZ group became all 4 ranks, which span 2 nodes: then hpZ saves no traffic between nodes"
+    text = "the hpZ group is all 4 ranks, which span 2 nodes, so hpZ saves no traffic between nodes"
     assert finding_of(on_4, key := "zero_hpz_partition_size") == Finding(f"{ZERO}.{key}", 16, "changed", text)
-    assert finding_of(on_a_node, "zero_hpz_partition_size").text == "the hpZ group became all 4 ranks"
+    assert finding_of(on_a_node, "zero_hpz_partition_size").text == "the hpZ group is all 4 ranks"
 
 
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_a_snippet_is_one_recipe_as_text_table_and_file(name: str, tmp_path: Path) -> None:
-    """The three forms are equal."""
+    """A snippet gives the same recipe as text, as a mapping and as a file."""
     table, file = {ZERO: SNIPPETS[name]}, tmp_path / "ds.config"
     file.write_text(text := json.dumps(table, indent=2), encoding="utf-8")
     wanted = recipe(text, topology=FOUR)
@@ -132,7 +132,7 @@ def test_a_snippet_is_one_recipe_as_text_table_and_file(name: str, tmp_path: Pat
 @pytest.mark.parametrize("name", SNIPPETS)
 @pytest.mark.parametrize("persistent", [True, False])
 def test_a_model_trains_with_a_snippet(name: str, persistent: bool) -> None:
-    """Persistent or sharded, losses follow one process: within 1e-5 in fp32, 2 % where ZeRO++ quantises."""
+    """With or without persistent units, losses follow one process: within 1e-5 in fp32, within 2 % if quantised."""
     keys = dict(SNIPPETS[name])
     if not persistent and keys["stage"] == 3:
         keys.pop("stage3_param_persitance_threshold", None)
@@ -155,7 +155,7 @@ WRONG: Final = st.sampled_from([None, "auto", -1, 0.5, [], {}, True, "yes", 1e40
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration of dotted keys."""
+    """Returns a nested configuration from dotted keys."""
     table: dict[str, Any] = {}
     for path, value in flat.items():
         *sections, name = path.split(".")
@@ -165,7 +165,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 @st.composite
 def configurations(draw: st.DrawFn) -> dict[str, Any]:
-    """Some of the known keys, flat, with values of their type, the default often, sometimes nonsense."""
+    """Draw some of the known keys with values of their type, often the default, sometimes nonsense."""
     flat = {}
     for key in draw(st.lists(st.sampled_from(list(KEYS.values())), max_size=8, unique=True)):
         right = st.just(key.default) | VALUES[key.takes]
@@ -175,7 +175,7 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
 
 @given(flat=configurations(), topology=st.sampled_from([Topology(1, 1), FOUR, Topology(2, 3)]))
 def test_known_keys_make_a_recipe_or_one_line(flat: dict[str, Any], topology: Topology) -> None:
-    """No other error; findings name every key of the configuration exactly once."""
+    """Known keys raise no other error than a DeepSpeedError; findings name every key exactly once."""
     outcome: Recipe | str
     try:
         outcome = recipe(nested(flat), topology=topology)
@@ -188,14 +188,18 @@ def test_known_keys_make_a_recipe_or_one_line(flat: dict[str, Any], topology: To
         assert sorted(finding.key for finding in outcome.findings) == sorted(flat)
 
 
-PRESENT: Final = (f"{ZERO}.zeropp_loco_param", "optimizer", "scheduler")  # whose presence is a request
+PRESENT: Final = (
+    f"{ZERO}.zeropp_loco_param",
+    "optimizer",
+    "scheduler",
+)  # their presence alone asks for something
 
 
 @pytest.mark.parametrize(
     "path", [key.path for key in KEYS.values() if not key.means and not key.path.startswith(PRESENT)]
 )
 def test_giving_a_default_changes_nothing(path: str) -> None:
-    """The table's defaults are those used."""
+    """The defaults in the table are those that are used for missing keys."""
     table = nested({f"{ZERO}.stage": 3, path: 3 if path == f"{ZERO}.stage" else KEYS[path].default})
     explicit, plain = recipe(table, topology=FOUR), recipe(zero(), topology=FOUR)
     assert replace(explicit, findings=()) == replace(plain, findings=())
@@ -203,7 +207,7 @@ def test_giving_a_default_changes_nothing(path: str) -> None:
 
 @given(name=st.text("abcdefgz_0", min_size=1, max_size=30), section=st.sampled_from(["", *sorted(SECTIONS)]))
 def test_unknown_keys_are_refused_by_name(name: str, section: str) -> None:
-    """Wherever they stand."""
+    """An unknown key is refused wherever it is."""
     path = f"{section}.{name}" if section else name
     if path in KEYS or path in SECTIONS:
         return
@@ -222,7 +226,7 @@ def test_unknown_keys_are_refused_by_name(name: str, section: str) -> None:
     ],
 )
 def test_a_misspelt_key_names_the_nearest(written: str, nearest: str) -> None:
-    """Also one in the wrong section."""
+    """The nearest known key is named, also if it is in another section."""
     with pytest.raises(DeepSpeedError, match=f"'{written}'; did you mean '{nearest}'"):
         recipe(nested({written: 1}), topology=FOUR)
 
@@ -257,14 +261,14 @@ DYNAMIC: Final = {"enabled": True, "initial_scale_power": 8, "loss_scale_window"
     ],
 )  # fmt: skip
 def test_each_key_is_its_own_part_of_the_policy(table: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Each technique; an offloaded share; LoCo of both hops; types of computation and of the wire."""
+    """Each technique; an offloaded share; LoCo for both hops; types of computation and of messages."""
     plain, changed = (recipe(t, topology=FOUR).policy for t in (zero(), table))
     assert changed == replace(plain, **changes)
 
 
 @pytest.mark.parametrize(("codec", "bits"), [(QWZ, 8), (QGZ, 4)])
 def test_scales_are_deepspeeds(codec: IntCodec, bits: int) -> None:
-    """Its kernels send q = clamp(rne(x * 2^b / (2 absmax))), and decode q * 2 absmax / 2^b."""
+    """DeepSpeed's kernels send q = clamp(rne(x * 2^b / (2 absmax))), and decode to q * 2 absmax / 2^b."""
     assert codec.bits == bits
     x = torch.randn(8, codec.block, generator=torch.Generator().manual_seed(0))
     x[:4] *= x[:4].gather(1, x[:4].abs().argmax(1, keepdim=True)).sign()  # half have a positive top: cut
@@ -279,7 +283,7 @@ def test_scales_are_deepspeeds(codec: IntCodec, bits: int) -> None:
 
 
 def test_the_first_overflow_halves_the_scale_which_is_reported() -> None:
-    """Whatever the hysteresis."""
+    """The scale halves at the first overflow whatever the hysteresis, and the finding says so."""
     read = recipe({"fp16": {**DYNAMIC, "hysteresis": 2}}, topology=FOUR)
     assert [finding.kind for finding in read.findings if finding.key == "fp16.hysteresis"] == ["changed"]
 
@@ -296,7 +300,7 @@ SIZES: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_
 def test_two_sizes_of_batches_give_the_third(
     micro: int, steps: int, topology: Topology, given_names: set[int]
 ) -> None:
-    """Any two of the three, or all."""
+    """Any two of the three sizes determine the third; all three may be given."""
     sizes = list(zip(SIZES, (micro * steps * topology.world, micro, steps), strict=True))
     read = recipe(dict(sizes[index] for index in given_names), topology=topology)
     assert (read.micro_batch, read.accumulation) == (micro, steps)
@@ -329,7 +333,7 @@ def test_adam_is_adamw_unless_it_says_otherwise(
 
 
 def test_what_huggingface_writes() -> None:
-    """The word "auto" counts as missing, and is reported."""
+    """The value "auto" counts as missing, and is reported."""
     table = {
         "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto",
         "fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"},
@@ -343,7 +347,7 @@ def test_what_huggingface_writes() -> None:
 
 
 def test_weights_are_offloaded_where_there_is_something_to_offload() -> None:
-    """offload_param alone moves no trained weight, which its finding says."""
+    """offload_param alone moves no trained weight, and its finding says so."""
     cpu, part = {"device": "cpu"}, {"device": "cpu", "ratio": 0.5}
     for table, kind in (
         (zero(offload_param=cpu), "changed"),
@@ -355,15 +359,15 @@ def test_weights_are_offloaded_where_there_is_something_to_offload() -> None:
         assert finding_of(recipe(table, topology=FOUR), "offload_param.device").kind == kind
 
 
-def test_an_empty_table_is_told_of() -> None:
-    """LoCo's empty table means LoCo with its defaults; others mean nothing."""
+def test_empty_tables_are_reported() -> None:
+    """LoCo's empty table means LoCo with its defaults; other empty tables mean nothing."""
     read = recipe(zero(zero_quantized_gradients=True, zeropp_loco_param={}) | {"fp16": {}}, topology=FOUR)
     assert read.policy.feedback == Feedback(decay=0.8, reset=1024, hops="all")
     assert finding_of(read, "zeropp_loco_param").kind == "honoured"
     assert [str(finding) for finding in read.findings][-1] == "fp16 = {}: without effect: an empty table"
 
 
-def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None:
+def test_keys_of_shards_are_reported_if_every_parameter_persists() -> None:
     """If all parameters persist, keys of shards have no effect; "auto" and "off" keep their findings."""
     idle = {"zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
     idle |= {"zeropp_loco_param": {"err_beta": 0.5}, "stage3_prefetch_bucket_size": 5}
@@ -384,7 +388,7 @@ def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (zero(stage=2, zero_hpz_partition_size=2), "hpz_partition_size = 2: of stage 3, but .*stage = 2"),
+        (zero(stage=2, zero_hpz_partition_size=2), "hpz_partition_size = 2: needs stage 3, but .*stage = 2"),
         (zero(stage=4), "stage = 4: expected one of 0, 1, 2, 3"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled.*bf16.enabled"),
         (zero(zero_quantized_gradients=True, reduce_scatter=False), "reduce_scatter = false"),
@@ -396,21 +400,27 @@ def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None
         (zero(zero_hpz_partition_size=3), "3 ranks does not fit 2 nodes x 2 ranks"),
         (zero(cpu_offload=True, offload_optimizer={"device": "none"}), "cpu_offload = true"),
         (zero(zero_quantized_gradients=True) | {"gradient_predivide_factor": 2.0}, "2.0: expected 1"),
-        (dict.fromkeys(SIZES, 2), "train_batch_size = 2: but train_micro_batch_size.* = 2.* 4 ranks make 16"),
+        (
+            dict.fromkeys(SIZES, 2),
+            "train_batch_size = 2: contradicts train_micro_batch_size.* = 2.* 4 ranks, which make 16",
+        ),
         ({"optimizer": {"type": "Lamb"}}, 'optimizer.type = "Lamb": expected one of Adam, AdamW'),
-        ({"scheduler": {"type": "OneCycle", "params": {}}}, "scheduler.*expected one of WarmupLR, "),
-        ({"scheduler": {"type": "WarmupDecayLR"}}, "WarmupDecayLR: expected scheduler.params.total"),
-        (warmed(warmup_min_lr=0.5, warmup_max_lr=0.1), "0.5: expected 0 to the learning rate .* 0.1"),
+        ({"scheduler": {"type": "OneCycle", "params": {}}}, "scheduler.*one of WarmupLR, "),
+        (
+            {"scheduler": {"type": "WarmupDecayLR"}},
+            "WarmupDecayLR needs a number of steps: set scheduler.params.total",
+        ),
+        (warmed(warmup_min_lr=0.5, warmup_max_lr=0.1), "0.5: expected 0 to 0.1, the learning rate"),
         (warmed(warmup_type="cubic"), 'warmup_type = "cubic": expected one of log, linear'),
         ({"zero_optimization": True}, "zero_optimization = true: expected a table"),
         ({"scheduler": {"type": "WarmupLR", "enabled": False}}, "unknown key 'scheduler.enabled'"),
-        ({"elasticity": {"enabled": True}}, "elasticity.*not possible"),
+        ({"elasticity": {"enabled": True}}, "elasticity.*not supported"),
         ('{"gradient_clipping": NaN}', "gradient_clipping = NaN: expected a number"),
         (zero(stage3_max_live_parameters=0), "stage3_max_live_parameters = 0: expected 1 or more"),
     ],
 )
 def test_contradictions_are_refused_by_name(table: dict[str, Any] | str, message: str) -> None:
-    """In one line that names the keys and their values."""
+    """A contradiction is refused in one line that names the keys and their values."""
     with pytest.raises(DeepSpeedError, match=message) as caught:
         recipe(table, topology=FOUR)
     assert "\n" not in str(caught.value)
@@ -420,14 +430,14 @@ def test_contradictions_are_refused_by_name(table: dict[str, Any] | str, message
     ("text", "message"),
     [
         ('{"zero_optimization": {"stage": 3,}', "not JSON"),
-        ('{"bf16": {enabled: true, enabled: false}}', "not JSON: key 'enabled' stands twice"),
+        ('{"bf16": {enabled: true, enabled: false}}', "not JSON: key 'enabled' occurs twice"),
         ("[1, 2]", "expected a table|cannot read|not JSON"),
-        ('{"steps_per_print": 4, "steps_per_print": 8}', "not JSON: key 'steps_per_print' stands twice"),
+        ('{"steps_per_print": 4, "steps_per_print": 8}', "not JSON: key 'steps_per_print' occurs twice"),
         ('{"gradient_clipping": ' + "[" * 100_000, "not JSON"),
     ],
 )
 def test_what_is_no_configuration_is_one_line(text: str, message: str, tmp_path: Path) -> None:
-    """With the file's name."""
+    """A file that is no configuration is refused in one line with the file's name."""
     file = tmp_path / "broken.json"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(DeepSpeedError, match=message) as caught:
@@ -441,7 +451,7 @@ def test_what_is_no_configuration_is_one_line(text: str, message: str, tmp_path:
 
 @pytest.mark.parametrize("most", [700, 1400, 10_000])
 def test_no_unit_is_larger_than_asked_and_the_model_trains(most: int) -> None:
-    """Blocks of 1344 elements are cut into their linear layers where they do not fit; losses stay."""
+    """Blocks of 1344 elements that do not fit are cut into their linear layers; losses stay the same."""
     policy = policy_of(stage3_max_live_parameters=most, stage3_param_persistence_threshold=0)
     units = plan_units(model(), FOUR, policy)
     assert max(unit.numel for unit in units) <= most
@@ -451,7 +461,7 @@ def test_no_unit_is_larger_than_asked_and_the_model_trains(most: int) -> None:
 
 
 def test_what_cannot_be_cut_is_refused_with_its_size() -> None:
-    """A linear layer of 680 elements where 600 may be live."""
+    """A linear layer of 680 elements is refused if only 600 may be live."""
     policy = policy_of(stage3_max_live_parameters=600, stage3_param_persistence_threshold=0)
     with pytest.raises(ZeroError, match=r"'blocks.0.up' is one Linear, with 680 elements, .* = 600"):
         plan_units(model(), FOUR, policy)
@@ -472,7 +482,7 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_cut_block_may_have_parameters_of_its_own_and_use_a_part_without_calling_it(frozen: bool) -> None:
-    """Its parameters are the root's, used parts are gathered; modules never called are no units."""
+    """Its own parameters join the root's unit, used parts are gathered, and modules never called are no units."""
     net = model()
     net.blocks = nn.ModuleList([Mixed(frozen=frozen), Mixed(frozen=frozen)])
     assert not any(isinstance(block, nn.ModuleList) for block in find_blocks(net, most=300))
@@ -487,7 +497,7 @@ def test_a_cut_block_may_have_parameters_of_its_own_and_use_a_part_without_calli
 
 
 def test_small_parameters_persist_up_to_their_limit() -> None:
-    """stage3_model_persistence_threshold: those that would exceed it stay with their block."""
+    """Parameters that would exceed stage3_model_persistence_threshold stay with their block."""
     policy = policy_of(stage3_param_persistence_threshold=16, stage3_model_persistence_threshold=40)
     (persistent,) = [unit for unit in plan_units(model(), FOUR, policy) if unit.persistent]
     assert 0 < persistent.numel <= 40
@@ -508,7 +518,7 @@ HJSON = {
 
 @pytest.mark.parametrize("text", HJSON.values(), ids=HJSON)
 def test_what_deepspeed_reads_as_hjson_is_read(text: str, tmp_path: Path) -> None:
-    """From a file, and as text where that begins with a brace."""
+    """HJSON is read from a file, and as text if that begins with a brace."""
     file = tmp_path / "ds.json"
     file.write_text(text, encoding="utf-8")
     ways = [str(file), file, *([text] if text.startswith("{") else [])]

@@ -1,4 +1,4 @@
-"""Codecs chosen anew within a budget: ranks agree, replicas stay equal, bytes are those foreseen."""
+"""Tests that codecs are chosen anew within a budget: ranks agree, and bytes are as predicted."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def _run(
 def test_ranks_agree_and_send_what_is_foreseen(
     kinds: list[str], topology: Topology, name: str, budget: str, changes: dict[str, object]
 ) -> None:
-    """Ranks choose and gather the same bits, within the budget; ledgers and memory are as predicted."""
+    """All ranks choose the same codecs within the budget and gather the same bits; ledgers and memory are as
+    predicted.
+    """
     policy = preset(name, **{**INITIAL, **changes}, budget=parse_budget(budget))
     runs = on_threads(topology, _run, policy, kinds)
     weights, decisions, _, zero = runs[0]
@@ -91,7 +93,7 @@ def test_ranks_agree_and_send_what_is_foreseen(
 
 
 def test_a_decision_says_the_error_of_the_weights_that_are_sent() -> None:
-    """The vNMSE of weights is that of all ranks' masters of the unit, encoded and decoded."""
+    """The vNMSE in a decision about weights is that of all ranks' masters of the unit after encoding and decoding."""
     policy = preset("zero3", **INITIAL, budget=parse_budget("weights every 1 of int2:8 int6:8"))
     runs = on_threads(Topology(2, 2), train, NET, policy, 1)
     decisions = chosen(runs[0][2])
@@ -110,7 +112,7 @@ def test_a_decision_says_the_error_of_the_weights_that_are_sent() -> None:
 
 
 def _overflowing(mesh: Mesh, policy: Policy) -> tuple[list[bool], list[Decision], list[Tensor]]:
-    """Rank 1 meets an infinity in its first step, which is measured."""
+    """Make rank 1 meet an infinity in its first step, which is a measured step."""
     history = begun(mesh, policy)
     for step in range(3):
         history.act("spike" if step == 0 and mesh.rank == 1 else "train", step)
@@ -119,7 +121,7 @@ def _overflowing(mesh: Mesh, policy: Policy) -> tuple[list[bool], list[Decision]
 
 
 def test_what_a_skipped_step_measured_is_dropped() -> None:
-    """After an overflow no rank chooses; the next step is measured in its place, and is finite."""
+    """After an overflow no rank chooses codecs; the next step is measured instead, and its errors are finite."""
     policy = preset("zero3", **INITIAL, budget=BOTH, loss_scale=LossScale(initial=4.0))
     (done, decisions, weights), *others = on_threads(Topology(2, 2), _overflowing, policy)
     assert done == [False, True, True]
@@ -132,7 +134,7 @@ def test_what_a_skipped_step_measured_is_dropped() -> None:
 
 @each_rank(2, 1)
 def test_gradients_that_are_not_finite_choose_nothing(mesh: Mesh) -> None:
-    """Without a loss scale the step is taken, and the codecs stay as they are."""
+    """Without a loss scale, a step with gradients that are not finite is taken, and the codecs are kept."""
     policy = preset("zero3", **INITIAL, budget=parse_budget("gradients every 1 of int2:8 int8:8"))
     zero = shard(net := model(), mesh=mesh, policy=policy)
     update(sgd(zero.param_groups(), lr=0.0), net(batch(0, mesh.rank)) * (torch.inf if mesh.rank == 0 else 1))
@@ -141,7 +143,7 @@ def test_gradients_that_are_not_finite_choose_nothing(mesh: Mesh) -> None:
 
 @each_rank(2, 1)
 def test_a_state_of_another_budget_is_refused(mesh: Mesh) -> None:
-    """By a policy without one, and, without one, by a policy that has."""
+    """A policy without a budget refuses the state of one with a budget, and the other way round."""
     plain = preset("zero3", **INITIAL)
     engines = [shard(model(), mesh=mesh, policy=policy) for policy in (plain, replace(plain, budget=BOTH))]
     for zero, saved in (engines, engines[::-1]):
@@ -150,7 +152,7 @@ def test_a_state_of_another_budget_is_refused(mesh: Mesh) -> None:
 
 
 def test_codecs_beyond_the_budget_are_refused_before_training() -> None:
-    """The line names the bytes of both."""
+    """The error names the bytes of the budget and of the policy's own codecs."""
     policy = preset("zero3", **INITIAL, budget=parse_budget("gradients 3 every 1 of int2:8"))
-    with pytest.raises(PolicyError, match=r"gives gradients \d+ bytes a rank, and int4:8, .* takes \d+"):
+    with pytest.raises(PolicyError, match=r"allows \d+ bytes a rank for gradients, but int4:8, .* takes \d+"):
         on_threads(Topology(2, 1), train, NET, policy, 1)

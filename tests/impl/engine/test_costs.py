@@ -1,4 +1,4 @@
-"""A step makes few Python calls, for which a GPU's small steps wait, and moves no byte of memory twice."""
+"""A step makes few Python calls, which GPUs wait for in small steps, and copies no memory twice."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BLOCK = 256  # wide: of the smallest units that ZeRO++'s blocks do not pad too m
 
 @contextmanager
 def counted(package: str) -> Iterator[Counter[CodeType]]:
-    """Count the calls of functions in files under ``package`` that the body makes on this thread."""
+    """Count the calls that the body makes, on this thread, of functions in files under ``package``."""
     calls: Counter[CodeType] = Counter()
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
@@ -52,7 +52,7 @@ def blocks(count: int) -> nn.Sequential:
 
 
 def calls_of_step(model: nn.Module, optimizer: torch.optim.Optimizer, package: str) -> tuple[int, int]:
-    """Python calls of a step after three others, and the files of the functions called."""
+    """Return the Python calls of a step after three others, and the files of the functions called."""
     x = torch.ones(4, BLOCK)
     for _ in range(3):
         update(optimizer, model(x).sum())
@@ -62,7 +62,7 @@ def calls_of_step(model: nn.Module, optimizer: torch.optim.Optimizer, package: s
 
 
 def both(mesh: Mesh, units: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Calls of a step of ``units`` units, sharded by this project and by FSDP2."""
+    """Return the calls of a step of a model of ``units`` units, sharded by this project and by FSDP2."""
     model, peer = blocks(units), blocks(units)
     zero = shard(model, mesh=mesh, policy=preset("zero3"))
     devices = init_device_mesh("cpu", (mesh.topology.world,))
@@ -75,7 +75,7 @@ def both(mesh: Mesh, units: int) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def test_a_step_makes_few_python_calls() -> None:
-    """Of two units, on one of four gloo ranks, fewer than FSDP2's, in few files; and what a third adds."""
+    """On one of four gloo ranks, a step makes few calls, no more than FSDP2's, in few files; a third unit adds few."""
     ((two, files), (fsdp2, _)), ((three, _), _) = (
         on_processes(Topology(1, 4), both, units)[0] for units in (2, 3)
     )
@@ -85,7 +85,7 @@ def test_a_step_makes_few_python_calls() -> None:
 
 
 def calls_of_gather(mesh: Mesh, name: str) -> int:
-    """Calls from the hook before a block to its visible weights, nothing being gathered ahead."""
+    """Count the calls from the hook before a block until its weights are visible, with nothing gathered ahead."""
     model, x = blocks(2), torch.ones(4, BLOCK)
     zero = shard(model, mesh=mesh, policy=preset(name, memory=MemoryLimits(prefetch=0)))
     with torch.no_grad():
@@ -99,7 +99,7 @@ def calls_of_gather(mesh: Mesh, name: str) -> int:
 
 
 def test_a_gather_makes_few_python_calls() -> None:
-    """From the hook before a module to weights that it sees, in one hop and in two."""
+    """The calls from the hook before a module until it sees its weights are few, with one hop and with two."""
     for topology, name in ((Topology(1, 4), "zero3"), (Topology(2, 2), "zeropp")):
         assert on_processes(topology, calls_of_gather, name)[0] <= GATHER
 
@@ -126,7 +126,7 @@ class _Moved(TorchDispatchMode):
 
 @each_rank(1, 1)
 def test_one_rank_moves_no_byte_twice(mesh: Mesh) -> None:
-    """Weights are cast straight to where they are computed with, gradients to where they are stepped from."""
+    """On one rank, weights are cast straight to the flat buffer, and gradients go straight to the masters."""
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
     zero = shard(net, mesh=mesh, policy=preset("zero3", compute="bf16", memory=ROOMY))
     optimizer = sgd(zero.param_groups())

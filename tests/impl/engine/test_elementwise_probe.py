@@ -1,4 +1,4 @@
-"""Which optimizers may step shards, by their steps on small tensors."""
+"""Tests of the probe that finds out by small steps which optimizers may step shards."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("kind", TORCH)
 def test_those_of_torch_that_are_not_tried_would_pass(kind: type[Any]) -> None:
-    """With every option that they know."""
+    """The optimizers of torch that the engine does not test would pass the test with every option."""
     tried = 0
     for options in OPTIONS:
         try:
@@ -90,7 +90,7 @@ PASSING: dict[str, Make] = {
 @pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("make", PASSING.values(), ids=PASSING)
 def test_elementwise_optimizers_pass(make: Make, closure: bool) -> None:
-    """Whatever they keep where, and they are left as they were, as are random numbers."""
+    """Elementwise optimizers pass, wherever they keep their state; they and random numbers are left unchanged."""
     optimizer = make(params := tensors())
     before = [(p._version, p.grad) for p in params], torch.get_rng_state().tolist(), random.getstate()
     state = {key: dict(value) for key, value in optimizer.state.items()}
@@ -105,7 +105,7 @@ def test_elementwise_optimizers_pass(make: Make, closure: bool) -> None:
 
 
 def _groups(params: Any, kind: Any) -> Optimizer:
-    """An optimizer, of which the last group alone is not elementwise."""
+    """Make an optimizer of which only the last group is not elementwise."""
 
     class Mixed(own.OneByOne):
         def update(self, group: Any, p: Any, grad: Any, state: Any) -> None:
@@ -115,7 +115,7 @@ def _groups(params: Any, kind: Any) -> Optimizer:
 
 
 def _scheduled(params: Any) -> Optimizer:
-    """At the start of a warm-up, whose schedule has replaced the instance's step."""
+    """Make an optimizer at the start of a warm-up, whose scheduler has replaced the instance's ``step``."""
     optimizer = own.Lamb(params)
     optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
     assert optimizer.param_groups[0]["lr"] == 0
@@ -153,14 +153,14 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "idle": (own.DoesNothing, UNKNOWN + "8 steps on small tensors changed nothing"),
     "raising": (own.Raises, UNKNOWN + "its steps on small tensors raised ValueError: no curvature was given"),
     "sparse": (optim.SparseAdam, UNKNOWN + "its steps on small tensors raised RuntimeError"),
-    "lock": (own.HasALock, UNKNOWN + "to copy it raised TypeError"),
+    "lock": (own.HasALock, UNKNOWN + "copying it raised TypeError"),
 }
 
 
 @pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize(("make", "why"), REFUSED.values(), ids=REFUSED)
 def test_others_are_refused_with_the_reason(make: Make, why: str, closure: bool) -> None:
-    """In one line, and the optimizer, its tensors and random numbers are left as they were."""
+    """Other optimizers are refused in one line; they, their tensors and random numbers are left unchanged."""
     optimizer = make(params := tensors())
     before = [p._version for p in params], torch.get_rng_state().tolist(), random.getstate()
     refusal = why_not(optimizer, closure=closure)
@@ -180,14 +180,14 @@ def _untouched_hooks(params: Any) -> tuple[Optimizer, list[Any]]:
 
 
 def test_hooks_of_the_optimizer_are_not_called() -> None:
-    """They would see steps that nobody took."""
+    """A user's hooks do not see the steps of the test."""
     optimizer, calls = _untouched_hooks(tensors())
     assert why_not(optimizer) is None
     assert not calls
 
 
 def test_a_state_that_was_loaded_is_tried_too() -> None:
-    """An optimizer that went on from a checkpoint has states of its tensors' sizes."""
+    """The state of an optimizer that resumes from a checkpoint is part of the test."""
     for make, passes in ((own.Lion, True), (own.Lamb, False), (own.StateById, True)):
         optimizer = make(params := tensors())
         for p in params:
@@ -207,7 +207,7 @@ def _trained(mesh: Mesh, make: Make) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", ["lion", "in place", "lookahead", "state by id", "data"])
 @pytest.mark.parametrize("topology", [Topology(1, 2), Topology(1, 3), Topology(2, 2)])
 def test_what_passes_trains_as_one_process(name: str, topology: Topology) -> None:
-    """The probe's word is kept."""
+    """An optimizer that passes trains a sharded model as it does in one process."""
     wanted = model()
     single(wanted, topology.world, 3, optimize=PASSING[name])
     for state in on_threads(topology, _trained, PASSING[name]):
@@ -217,7 +217,9 @@ def test_what_passes_trains_as_one_process(name: str, topology: Topology) -> Non
 @pytest.mark.parametrize("name", ["lamb", "lamb in a group", "raising", "adafactor", "centralised"])
 @each_rank(1, 2)
 def test_the_engine_refuses_by_name(mesh: Mesh, name: str) -> None:
-    """At the first step, before any weight changes, on all ranks, in both ways to step."""
+    """All ranks refuse at the first step, before any weight changes, in ``optimizer.step()`` and in
+    ``zero.step()``.
+    """
     make, why = REFUSED[name]
     zero = shard(net := model(), mesh=mesh, policy=EXACT)
     params = zero.param_groups()[0]["params"]
@@ -235,7 +237,7 @@ def test_the_engine_refuses_by_name(mesh: Mesh, name: str) -> None:
 
 @each_rank(1, 2)
 def test_a_user_may_vouch_for_a_class(mesh: Mesh) -> None:
-    """For it alone: a subclass is tried."""
+    """A class that a user vouches for is not tested; its subclasses are."""
 
     @elementwise
     class Vouched(own.Langevin): ...
@@ -244,14 +246,14 @@ def test_a_user_may_vouch_for_a_class(mesh: Mesh) -> None:
 
     zero = shard(net := model(), mesh=mesh, policy=EXACT)
     update(Vouched(zero.param_groups()), net(batch(0, mesh.rank)))
-    with pytest.raises(ZeroError, match=r"say so by impl\.zero\.elementwise\(Derived\)"):
+    with pytest.raises(ZeroError, match=r"declare this with impl\.zero\.elementwise\(Derived\)"):
         update(Derived(zero.param_groups()), net(batch(0, mesh.rank)))
     ELEMENTWISE.discard(Vouched)
 
 
 @each_rank(1, 2)
 def test_an_optimizer_is_tried_once_or_when_its_switches_change(mesh: Mesh) -> None:
-    """Rates and decays move without another try; a switch that makes a step another algorithm is seen."""
+    """A new learning rate causes no further test; a boolean option that changes the algorithm does."""
 
     class Switched(own.OneByOne):
         def update(self, group: Any, p: Any, grad: Any, state: Any) -> None:

@@ -1,4 +1,4 @@
-"""The engine by itself: how long it lives, what it refuses, and its state."""
+"""Tests of the engine's lifetime, of misuse that it refuses, and of its state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.training import batch, model, sgd, update
 
 @each_rank(1, 1)
 def test_an_engine_that_nobody_keeps_lives_as_long_as_its_model(mesh: Mesh) -> None:
-    """Its parameters and optimizers still find it, as after a function that returns its model."""
+    """Parameters and optimizers still find the engine after a function that returns only its model."""
     net = model()
     optimizer = torch.optim.SGD(shard(net, mesh=mesh, policy=EXACT).param_groups(), lr=0.1)
     gc.collect()
@@ -46,7 +46,7 @@ def test_an_engine_that_nobody_keeps_lives_as_long_as_its_model(mesh: Mesh) -> N
 
 @pytest.mark.parametrize("passes", ["none", "forward", "both"])
 def test_a_dropped_engine_is_freed(passes: str) -> None:
-    """Without references, model, engine and masters go: no hook and no graph keeps them."""
+    """Without references to them, model, engine and masters are freed: no hook or graph keeps them alive."""
 
     def body(mesh: Mesh) -> weakref.ref[Zero]:
         zero = shard(net := Stack(), mesh=mesh, policy=EXACT)
@@ -63,7 +63,7 @@ def test_a_dropped_engine_is_freed(passes: str) -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 @each_rank(1, 1)
 def test_a_graph_that_outlives_its_engine_leads_back_to_the_inputs(mesh: Mesh, frozen: bool) -> None:
-    """Its hooks have nothing to do then, what it saved finds its weights; a weight's gradient is refused."""
+    """Backward through such a graph still reaches the inputs; the gradient of a weight raises an error."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).requires_grad_(not frozen)
     x = torch.randn(2, 8, requires_grad=True)
@@ -84,7 +84,7 @@ def test_a_graph_that_outlives_its_engine_leads_back_to_the_inputs(mesh: Mesh, f
 
 
 def _loop(mesh: Mesh, stage: Stage, *, calls: bool) -> list[Tensor]:
-    """Masters after steps that accumulate and clip, of a loop that may say when a backward pass ends."""
+    """Return the masters after steps that accumulate and clip; the loop may call ``finish_backward()``."""
     zero = shard(net := model(), mesh=mesh, policy=replace(EXACT, stage=stage, reduce_every="step"))
     optimizer = sgd(zero.param_groups())
     for number in range(4):
@@ -146,7 +146,7 @@ Misuse = Callable[[Any, Zero], object]
 OUTSIDE = "is used outside of a forward pass, where its values are sharded"
 TABLE = r"param_groups\(options=\.\.\.\): expected a table"
 MISUSE: list[tuple[str, Misuse]] = [
-    ("a forward pass after a backward pass that failed: call",
+    ("a forward pass follows a backward pass that failed and was not ended: call",
      lambda net, _: _after_a_failed_pass(net, lambda: net(data(1, 0)))),
     (r"optimizer.step\(\) after a backward pass that failed: call",
      lambda net, zero: _after_a_failed_pass(net, sgd(zero.param_groups()).step)),
@@ -157,9 +157,9 @@ MISUSE: list[tuple[str, Misuse]] = [
     (r"construct it with Zero.param_groups\(\)",
      lambda net, _: update(torch.optim.AdamW(net.parameters()), net(data(0, 0)))),
     ("changed between its forward and its backward pass", _steps_between),
-    ("gradients of gradients are not supported", _asks_for_second_derivatives),
+    ("asks for gradients of gradients, which a sharded model does not support", _asks_for_second_derivatives),
     ("parameter 'head.weight' was trained when the model was sharded and is now frozen", _freezes_later),
-    (OUTSIDE + ": compute a loss with it inside zero.unsharded.*GatheredParameters, from which no gradient",
+    (OUTSIDE + ": to compute a loss with it, do so inside zero.unsharded.*use GatheredParameters",
      lambda net, _: net.head.weight + 1),
     (OUTSIDE, lambda net, _: torch.exp(net.head(net.middle(torch.ones(2, WIDTH))))),  # past its own forward
     (r"deepcopy\(\) of a sharded model", lambda net, _: copy.deepcopy(net)),
@@ -197,7 +197,7 @@ def test_a_full_state_is_loaded_with_extra_states(mesh: Mesh) -> None:
 
 @each_rank(1, 2)
 def test_a_full_state_of_any_layout_is_loaded(mesh: Mesh) -> None:
-    """Views are loaded as their values; values that would lose a part are refused, on all ranks."""
+    """Views are loaded as their values; all ranks refuse values that the model could not hold."""
     zero = shard(torch.nn.Linear(4, 4, bias=False), mesh=mesh, policy=EXACT)
     values = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     for value in (

@@ -1,4 +1,4 @@
-"""Passes that are refused, interrupted or compiled."""
+"""Tests of forward and backward passes that are refused, interrupted or compiled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.training import batch, mean_losses, model, sgd, single, train
 
 @each_rank(1, 1)
 def test_a_model_that_refused_to_be_called_is_not_running(mesh: Mesh) -> None:
-    """After a refused call, also of a block alone, the engine is outside of passes, as repairs need it."""
+    """After a call that was refused, also of a block alone, the engine counts as outside of passes."""
     net = Stack()
     shard(net, mesh=mesh, policy=EXACT)
     block = net.blocks[0]
@@ -42,7 +42,7 @@ def test_a_model_that_refused_to_be_called_is_not_running(mesh: Mesh) -> None:
 
 @each_rank(1, 1)
 def test_after_an_interrupted_pass_dropping_gradients_leads_out_of_it(mesh: Mesh) -> None:
-    """After KeyboardInterrupt the refusal says what to call, and that works; no call counts as still open."""
+    """After KeyboardInterrupt the error says what to call, and after that call training goes on."""
     zero = shard(net := model(), mesh=mesh, policy=EXACT)
 
     def interrupt(*_: object) -> None:
@@ -64,7 +64,7 @@ def test_after_an_interrupted_pass_dropping_gradients_leads_out_of_it(mesh: Mesh
 
 
 def test_an_interrupted_reduction_is_never_taken_for_a_finished_one() -> None:
-    """finish_backward() after one that was interrupted says what is lost and what to call, which works."""
+    """After an interruption ``finish_backward()`` says what is lost and what to call, and that works."""
 
     @each_rank(1, 2)
     def interrupts(mesh: Mesh) -> None:
@@ -91,7 +91,7 @@ def test_an_interrupted_reduction_is_never_taken_for_a_finished_one() -> None:
 # torch's compiler looks at it
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled_blocks_train_as_blocks_that_are_not() -> None:
-    """``block.compile()`` compiles what lies between the engine's hooks, which run as they are."""
+    """``block.compile()`` compiles the code between the engine's hooks, and trains to the same weights."""
 
     def losses(mesh: Mesh, *, compiled: bool) -> list[float]:
         net = model(lambda: nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
@@ -118,7 +118,7 @@ class Recursive(Net):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_model_that_calls_itself_trains_as_in_one_process(stage: Stage) -> None:
-    """Calls inside a pass are part of it: losses are right, and the engine is outside of passes after it."""
+    """A model's calls of itself are part of one pass: losses are right, and the pass ends with the outer call."""
     policy = replace(EXACT, stage=stage)
     results = on_threads(Topology(1, 2), train, model(Recursive), policy, 3)
     assert mean_losses(results) == pytest.approx(single(model(Recursive), 2, 3), rel=1e-5)
@@ -129,7 +129,7 @@ def test_a_model_that_calls_itself_trains_as_in_one_process(stage: Stage) -> Non
 @pytest.mark.parametrize("how", ["vmap", "grad", "jvp", "functional_call", "block"])
 @each_rank(1, 1)
 def test_transforms_of_torch_func_are_refused(mesh: Mesh, how: str) -> None:
-    """In one line, where a crash was; afterwards the model trains."""
+    """A transform of ``torch.func`` raises an error in one line, where it used to crash; then the model trains."""
     shard(net := model(Net), mesh=mesh, policy=EXACT)
     x, func = batch(0, mesh.rank), torch.func
     weights = {name: torch.zeros(w.shape) for name, w in model(Net).named_parameters()}
@@ -147,17 +147,17 @@ def test_transforms_of_torch_func_are_refused(mesh: Mesh, how: str) -> None:
 
 @each_rank(1, 1)
 def test_what_is_attached_after_sharding_is_refused_at_the_next_pass(mesh: Mesh) -> None:
-    """A module or parameter that came later would train by itself on each rank; others may come."""
+    """Parameters added later are refused, since each rank would train its own; modules without any may be added."""
     shard(net := model(Net), mesh=mesh, policy=EXACT)
     net(batch(0, 0))
     net.blocks[0].act = nn.Tanh()
     net(batch(0, 0))
     net.blocks[0].act = nn.Linear(2, 2)
-    with pytest.raises(ZeroError, match=r"'blocks\.0\.act\.weight' came to the model after"):
+    with pytest.raises(ZeroError, match=r"'blocks\.0\.act\.weight' was added to the model after"):
         net(batch(0, 0))
     net.blocks[0].act = nn.Tanh()
     net.head.extra = nn.Parameter(torch.zeros(2))
-    with pytest.raises(ZeroError, match=r"'head\.extra' came to the model after"):
+    with pytest.raises(ZeroError, match=r"'head\.extra' was added to the model after"):
         net(batch(0, 0))
     del net.head.extra
     net(batch(0, 0))
@@ -189,7 +189,7 @@ def test_gradient_hooks_are_refused_and_never_vanish(mesh: Mesh, how: str) -> No
 
 @each_rank(1, 1)
 def test_attributes_of_parameters_stay(mesh: Mesh) -> None:
-    """Users' attributes of a parameter from before shard() are read inside and outside of passes."""
+    """Attributes that a user set on a parameter before shard() can be read inside and outside of passes."""
     net = model(Net)
     net.head.weight.no_decay = True
     groups = {name: getattr(p, "no_decay", False) for name, p in net.named_parameters()}
@@ -206,7 +206,7 @@ def test_attributes_of_parameters_stay(mesh: Mesh) -> None:
 
 @each_rank(1, 1)
 def test_a_parameter_of_another_class_is_refused(mesh: Mesh) -> None:
-    """What its class does to it would be lost."""
+    """A parameter of a subclass is refused, since the engine would lose what the class does."""
 
     class Special(nn.Parameter):
         pass

@@ -1,4 +1,4 @@
-"""Persistent buffers: made equal on all ranks, without harm to the graphs that need their old values."""
+"""Tests that persistent buffers become equal on all ranks, while graphs keep the old values that they need."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Scaled(nn.Module):
         self.register_buffer("table", torch.rand(4, WIDTH))
 
     def change(self, x: Tensor) -> None:
-        """Change the buffer by the data of a rank."""
+        """Change the buffer by amounts that depend on the rank's data."""
 
     def use(self) -> Tensor:
         return self.table
@@ -173,7 +173,7 @@ class HoldsItsResult(Scaled):
 
 
 class NeverSaved(Assigned):
-    """Each rank keeps its own."""
+    """A model whose buffer is not persistent, so each rank keeps its own."""
 
     def make(self) -> None:
         self.register_buffer("table", torch.rand(4, WIDTH), persistent=False)
@@ -210,7 +210,7 @@ KINDS = [
 
 
 def data(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """A chosen and a rejected answer."""
+    """Return two batches: a chosen and a rejected answer."""
     first, second = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
     return first, second
 
@@ -234,7 +234,7 @@ def _trained(mesh: Mesh, base: nn.Module, policy: Policy) -> dict[str, Tensor]:
 
 
 def _make_equal(nets: list[nn.Module]) -> None:
-    """What the engine promises of persistent buffers, by fresh tensors, in a single process."""
+    """Do to the buffers of several models in one process what the engine promises, with fresh tensors."""
     for name, module in nets[0].named_modules():
         for key, buffer in module._buffers.items():
             if buffer is None or key in module._non_persistent_buffers_set:
@@ -247,7 +247,7 @@ def _make_equal(nets: list[nn.Module]) -> None:
 
 
 def expected(base: nn.Module, ranks: int) -> dict[str, Tensor]:
-    """The state after the same passes of ``ranks`` models in one process."""
+    """Return the state after the same passes of ``ranks`` models in one process."""
     nets = [copy.deepcopy(base) for _ in range(ranks)]
     for step in range(STEPS):
         batches = [data(step, rank) for rank in range(ranks)]
@@ -283,7 +283,7 @@ def check_near(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_passes_before_a_backward_pass_train_as_in_one_process(kind: type[nn.Module]) -> None:
-    """However buffers are held, changed and used: each graph has the values that its pass used."""
+    """However buffers are held, changed and used, each graph has the values that its forward pass used."""
     base = model(kind)
     wanted = expected(base, TOPOLOGY.world)
     for state in on_threads(TOPOLOGY, _trained, base, EXACT):
@@ -297,7 +297,7 @@ def test_two_passes_before_a_backward_pass_train_as_in_one_process(kind: type[nn
 )
 @pytest.mark.parametrize("kind", [Assigned, Normalised])
 def test_so_they_do_under_every_policy(policy: Policy, kind: type[nn.Module]) -> None:
-    """The graphs of kept, resharded and regathered units alike."""
+    """Under every policy, units that are kept, resharded or gathered again train as in one process."""
     base = model(kind)
     wanted = expected(base, 4)
     for state in on_threads(Topology(2, 2), _trained, base, policy):
@@ -306,7 +306,7 @@ def test_so_they_do_under_every_policy(policy: Policy, kind: type[nn.Module]) ->
 
 @each_rank(1, 2)
 def test_a_checkpoint_computes_with_batch_statistics_again(mesh: Mesh) -> None:
-    """Recomputing needs no statistics of the first pass."""
+    """Activation checkpointing of batch norm works, since recomputing uses no running statistics."""
     states = [_trained(mesh, model(kind), EXACT) for kind in (Normalised, NormalisedInACheckpoint)]
     first, second = ({name: state[name] for name in ("blocks.1.weight", "norm.bias")} for state in states)
     check_near(first, second)
@@ -315,7 +315,7 @@ def test_a_checkpoint_computes_with_batch_statistics_again(mesh: Mesh) -> None:
 
 @each_rank(1, 2)
 def test_equal_buffers_are_not_written(mesh: Mesh) -> None:
-    """So also a graph that was recorded outside of passes, where torch keeps them, has its backward pass."""
+    """Equal buffers are not written, so that a graph recorded outside of passes can still run backward."""
     shard(net := model(Scaled), mesh=mesh, policy=EXACT)
     version = net.table._version
     loss = (net(data(0, 0)[0]) * net.table).sum()
@@ -325,7 +325,7 @@ def test_equal_buffers_are_not_written(mesh: Mesh) -> None:
 
 @each_rank(1, 2)
 def test_buffers_that_differ_are_written_in_place(mesh: Mesh) -> None:
-    """References and views of them go on showing the buffer, though a graph needs the old values."""
+    """References to a buffer and views of it show its new values, even if a graph needs the old ones."""
 
     class Views(Scaled):
         def make(self) -> None:
@@ -348,7 +348,7 @@ def test_buffers_that_differ_are_written_in_place(mesh: Mesh) -> None:
 
 @each_rank(1, 2)
 def test_a_users_own_change_in_place_is_an_error_still(mesh: Mesh) -> None:
-    """That the engine then writes the buffer too hides nothing."""
+    """A user's change of a saved buffer raises in backward, although the engine writes the buffer later."""
     shard(net := model(Scaled), mesh=mesh, policy=EXACT)
     loss = net(data(0, 0)[0])
     net.table.add_(mesh.rank)
@@ -397,7 +397,7 @@ CHANGES: list[tuple[str, Change]] = [
 def test_buffers_whose_kinds_differ_are_refused_on_all_ranks(
     mesh: Mesh, message: str, change: Change
 ) -> None:
-    """At the next pass and by name, again and again; no rank waits for another's bytes."""
+    """All ranks refuse at the next pass, by name, and again later; no rank waits for another's bytes."""
     zero = shard(net := model(Unused), mesh=mesh, policy=EXACT)
     net(data(0, 0)[0]).backward()
     change(net, mesh.rank)
@@ -428,14 +428,14 @@ def _at_shard(mesh: Mesh) -> str:
 
 
 def test_kinds_that_differ_are_refused_when_the_model_is_sharded() -> None:
-    """Before any rank waits for the others."""
+    """Buffers of different shapes are refused by ``shard()`` before any rank waits for the others."""
     for error in on_processes(Topology(1, 2), _at_shard):
         assert "buffer 'table' is (3,) float32 on rank 0, (4,) float32 on rank 1" in error
 
 
 @each_rank(1, 1)
 def test_a_sparse_buffer_is_refused_unless_it_is_each_ranks_own(mesh: Mesh) -> None:
-    """In one line, before the model is changed."""
+    """A sparse buffer is refused in one line before the model is changed, unless it is not persistent."""
     net = model(Unused)
     net.register_buffer("graph", torch.eye(3).to_sparse())
     with pytest.raises(
@@ -449,7 +449,7 @@ def test_a_sparse_buffer_is_refused_unless_it_is_each_ranks_own(mesh: Mesh) -> N
 
 @each_rank(1, 2)
 def test_a_rehearsal_restores_assigned_and_expanded_buffers(mesh: Mesh) -> None:
-    """What a pass assigned is gone, and the buffer before it is as it was."""
+    """After a rehearsal, a buffer that a pass replaced is back with its old values."""
     for kind in (Assigned, Expanded):
         zero = shard(net := model(kind), mesh=mesh, policy=EXACT)
         table, before = net.table, net.table.clone()

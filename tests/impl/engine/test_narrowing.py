@@ -1,4 +1,4 @@
-"""Casts of whole weights for other programs, and what they lose."""
+"""Tests of casts of whole weights to narrower types, and of the values that they lose."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VALUES = st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnorma
 @pytest.mark.parametrize("dtype", TYPES)
 @given(st.lists(VALUES, max_size=6))
 def test_each_value_is_rounded_or_counted(dtype: torch.dtype, numbers: list[float]) -> None:
-    """A finite value stays within half a step of itself, or counts: as beyond the largest, or as become 0."""
+    """A finite value is rounded to a neighbour, or counted as an overflow or as a value that became 0."""
     values = torch.tensor(numbers, dtype=torch.float32)
     narrowing = Narrowing(dtype)
     cast = narrowing.cast("w", values)
@@ -58,7 +58,7 @@ def test_each_value_is_rounded_or_counted(dtype: torch.dtype, numbers: list[floa
     ],
 )
 def test_the_edge_of_a_type(dtype: torch.dtype, fits: float, overflows: float) -> None:
-    """Half a step beyond the largest value still rounds to it; types that saturate end there too."""
+    """A value up to half a step beyond the largest is rounded to it, also in types that saturate."""
     for sign in (1, -1):
         narrowing = Narrowing(dtype)
         narrowing.cast("w", torch.tensor([[sign * fits]]))
@@ -71,7 +71,7 @@ def test_the_edge_of_a_type(dtype: torch.dtype, fits: float, overflows: float) -
 
 
 def test_many_tensors_are_counted_and_some_named() -> None:
-    """A tensor that has two names, as a tied weight has, counts once."""
+    """A tied weight, which has two names, counts once."""
     narrowing = Narrowing(torch.float16)
     for number in (*range(7), 0):
         narrowing.cast(f"w{number}", torch.tensor([1e5, math.inf, 1e-12]))
@@ -85,7 +85,7 @@ def test_many_tensors_are_counted_and_some_named() -> None:
 
 
 def test_types_by_name() -> None:
-    """As in policies, or torch's; others are refused in one line."""
+    """Types may be given by a policy's names or as torch's; others are refused in one line."""
     assert [*map(dtype_of, ("fp32", "bf16", "fp16", torch.float8_e5m2))] == [
         torch.float32,
         torch.bfloat16,
@@ -100,7 +100,7 @@ def test_types_by_name() -> None:
 
 @each_rank(2, 2)
 def test_a_full_state_in_fewer_bits(mesh: Mesh) -> None:
-    """Each rank refuses the weight that overflows, wherever it lies, and goes on; bf16 holds it."""
+    """All ranks refuse a weight that overflows, whichever rank has it, and go on; bf16 holds it."""
     net = copy.deepcopy(NET)
     with torch.no_grad():
         net[0].weight[2, 1], net[1].bias[3] = -1e5, math.nan

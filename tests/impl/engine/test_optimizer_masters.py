@@ -1,4 +1,4 @@
-"""What an optimizer steps: norms, groups and gradients of the masters."""
+"""Tests of the norms, groups and gradients of masters, which optimizers step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _p_normed(mesh: Mesh, norm_type: float) -> tuple[float, float, float, float 
 
 @pytest.mark.parametrize("norm_type", [2.0, torch.inf, 1.0, 3.0])
 def test_norms_are_those_of_the_whole_gradient(norm_type: float) -> None:
-    """``norm_type`` is torch's, of the whole mean gradient, in both ways to clip; bit-equal on all ranks."""
+    """Both ways to clip use torch's p-norm of the whole mean gradient, with the same bits on all ranks."""
     results = on_threads(Topology(2, 2), _p_normed, norm_type)
     net = model()
     for rank in range(4):
@@ -61,7 +61,7 @@ def test_a_norm_that_would_not_be_one_is_refused(mesh: Mesh, norm_type: float) -
 
 @each_rank(1, 2)
 def test_clipping_masters_by_a_local_norm_is_refused(mesh: Mesh) -> None:
-    """Torch's clip_grad_norm_() would take this rank's shards for the model; of other tensors it works."""
+    """Torch's ``clip_grad_norm_()`` refuses masters, which are one rank's shards; with other tensors it works."""
     zero = shard(net := model(), mesh=mesh, policy=EXACT)
     net(batch(0, mesh.rank)).backward()
     before = zero.grad_norm()
@@ -76,7 +76,7 @@ def test_clipping_masters_by_a_local_norm_is_refused(mesh: Mesh) -> None:
 
 @each_rank(1, 2)
 def test_what_torch_finds_in_one_ranks_shards_is_refused(mesh: Mesh) -> None:
-    """A norm by itself, and GradScaler, with which ranks would skip different steps; of others both work."""
+    """``get_total_norm()`` and ``GradScaler`` refuse masters; with other tensors both work."""
     zero = shard(net := model(), mesh=mesh, policy=EXACT)
     net(batch(0, mesh.rank)).backward()
     optimizer = torch.optim.SGD(zero.param_groups())
@@ -93,7 +93,7 @@ def test_what_torch_finds_in_one_ranks_shards_is_refused(mesh: Mesh) -> None:
 
 
 def test_padding_is_not_part_of_the_norm() -> None:
-    """An asymmetric gradient codec, whose offset makes something of padding, adds nothing to the norm."""
+    """An asymmetric gradient codec, which decodes padding to values other than 0, does not change the norm."""
 
     def squares(mesh: Mesh) -> tuple[float, float]:
         codec, unpadded = IntCodec(4, 256, asymmetric=True), 0.0
@@ -141,7 +141,7 @@ def _decayed(mesh: Mesh) -> dict[str, Tensor]:
 
 
 def test_optimizer_groups_keep_their_options() -> None:
-    """Weight decay and learning rate by group do what they do in one process."""
+    """Weight decay and learning rate of each group act as they do in one process."""
     net = model()
     groups = [
         {"params": [p for p in net.parameters() if p.ndim >= 2], "weight_decay": 0.3},
@@ -154,7 +154,7 @@ def test_optimizer_groups_keep_their_options() -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 @each_rank(2, 2)
 def test_gradients_are_the_masters(mesh: Mesh, set_to_none: bool) -> None:
-    """``model.zero_grad()`` clears them, and the norm is of what the optimizer would read."""
+    """``model.zero_grad()`` clears the masters' gradients, and the norm uses the gradients that optimizers read."""
     zero = shard(net := model(Stack), mesh=mesh, policy=EXACT)
     net(data(0, mesh.rank)).backward()
     norm = zero.grad_norm()
@@ -182,7 +182,7 @@ OPTIMIZERS: dict[str, Any] = {
 def test_the_state_of_a_whole_models_optimizer_is_refused(
     mesh: Mesh, name: str, shape: tuple[int, ...]
 ) -> None:
-    """As of a whole model's: a fused step would read and write past its end."""
+    """The state of a whole model's optimizer is refused, since a fused step would write past its end."""
     net, make = torch.nn.Linear(8, 8, bias=False), OPTIMIZERS[name]
     zero = shard(net, mesh=mesh, policy=EXACT)  # with one master of 32 elements
     optimizer, whole = make(zero.param_groups()), torch.nn.Parameter(torch.ones(shape))
@@ -228,7 +228,7 @@ def test_an_optimizer_takes_its_own_state_and_what_a_hook_makes_of_others(mesh: 
 
 
 class Tied(nn.Module):
-    """Models one after another, whose loss is that of the last; some may be left out of a pass."""
+    """Models in a row; the loss is the last one's, and a pass may leave some of them out."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class Net(nn.Module):
 
 
 def _alone(count: int, world: int, norm_type: float, used: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Norms and weights of one process, which clips the gradients of all models together."""
+    """Return the norms and weights of one process that clips the gradients of all models together."""
     net, norms = model(Tied, count=count), []
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
     for step in range(3):
@@ -311,8 +311,8 @@ JOINED = [
 def test_models_of_one_optimizer_are_clipped_as_one(
     topology: Topology, policies: list[Policy], norm_type: float, used: int, way: str
 ) -> None:
-    """By the norm of all their gradients, as in one process, in any call that clips, with the same bits on
-    all ranks; gradients of a loss that one model's scaler scaled are unscaled in all models.
+    """Every call that clips uses the joint norm of all models' gradients, with the same bits on all ranks. If one
+    model's scaler scaled the loss, the gradients of all models are unscaled.
     """
     results = on_threads(topology, _joined, policies, norm_type, used, way)
     norms, state = _alone(len(policies), topology.world, norm_type, used)
@@ -324,7 +324,7 @@ def test_models_of_one_optimizer_are_clipped_as_one(
 
 @each_rank(1, 2)
 def test_models_of_one_optimizer_skip_a_step_together(mesh: Mesh) -> None:
-    """An overflow in one skips the step in all, and their loss scales move as one from then on."""
+    """An overflow in one model skips the step in all, and their loss scales stay equal from then on."""
     policy = replace(EXACT, loss_scale=LossScale(initial=8.0, window=3))
     first, second = (shard(model(), mesh=mesh, policy=policy) for _ in range(2))
     apart = torch.optim.SGD(second.param_groups(), lr=0.1)
@@ -356,8 +356,8 @@ def _joint(policies: tuple[Policy, Policy], mesh: Mesh) -> tuple[Zero, Zero, tor
 
 @each_rank(1, 2)
 def test_models_that_cannot_step_as_one_are_refused(mesh: Mesh) -> None:
-    """Other loss scales, a loss that nobody scaled, gradients that nobody would clip: in one line, and no
-    weight has changed; without a loss scale a step that clips nothing needs nothing.
+    """Different loss scales, a loss that no scaler scaled, and gradients that would not be clipped are refused in
+    one line, with no weight changed. Without a loss scale, a step that does not clip has no such conditions.
     """
     other = replace(EXACT, loss_scale=LossScale(initial=4.0))
     for policies, scales in (
@@ -378,9 +378,9 @@ def test_models_that_cannot_step_as_one_are_refused(mesh: Mesh) -> None:
         first.step(optimizer)
     first, second, optimizer = _joint((EXACT, EXACT), mesh)
     apart = torch.optim.SGD(second.param_groups(), lr=0.1)
-    with pytest.raises(ZeroError, match="masters of other models alone: call it of the engine whose"):
+    with pytest.raises(ZeroError, match="masters of other models alone: call it on the engine whose"):
         first.step(apart, max_norm=1.0)
-    with pytest.raises(ZeroError, match=r"a Tied, whose tensors are not known: expected a torch\.optim"):
+    with pytest.raises(ZeroError, match=r"a Tied, whose tensors are not known: pass a torch\.optim"):
         first.step(Tied(0))
     plain = nn.Parameter(torch.ones(3))
     optimizer.add_param_group({"params": [plain]})
@@ -397,7 +397,7 @@ def test_models_that_cannot_step_as_one_are_refused(mesh: Mesh) -> None:
 
 @each_rank(1, 2)
 def test_clipping_one_of_two_models_leaves_the_other(mesh: Mesh) -> None:
-    """Without optimizers clip_grad_norm_() is of its own model, as torch's of the parameters given."""
+    """Without ``optimizers=``, ``clip_grad_norm_()`` clips its own model alone."""
     first, second, _ = _joint((EXACT, EXACT), mesh)
     (first.model(batch(0, mesh.rank)) + second.model(batch(0, mesh.rank))).backward()
     norm = second.grad_norm()

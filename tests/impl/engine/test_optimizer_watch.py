@@ -1,4 +1,4 @@
-"""What is done to torch while there are engines, and undone after the last."""
+"""Tests of the hooks and guards that engines install in torch, and of their removal after the last engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Found = tuple[Any, ...]
 
 
 def found() -> Found:
-    """All of torch that an engine may change."""
+    """Return everything in torch that an engine may change."""
     return (
         utils.clip_grad_norm_,
         utils.get_total_norm,
@@ -43,7 +43,7 @@ def engine(mesh: Mesh) -> Zero:
 
 
 def refuses(zero: Zero) -> bool:
-    """Whether torch's norm of this rank's shards is refused."""
+    """Return whether torch's norm refuses this rank's shards."""
     zero.model(batch(0, 0)).backward()
     gradients = [master.grad for master in zero.masters if master.grad is not None]
     try:
@@ -55,7 +55,7 @@ def refuses(zero: Zero) -> bool:
 
 @each_rank(1, 2, processes=True)
 def test_after_the_last_engine_torch_is_as_before(mesh: Mesh) -> None:
-    """Functions are torch's own objects and hooks are gone; but not before, and in a second round too."""
+    """After the last engine, and not before, torch has its own functions and no hooks; twice in a row."""
     before = found()
     for _ in range(2):
         first, second = engine(mesh), engine(mesh)
@@ -73,7 +73,7 @@ def test_after_the_last_engine_torch_is_as_before(mesh: Mesh) -> None:
 
 
 def other_models(clip: Callable[..., Tensor]) -> list[Any]:
-    """What torch's functions return for models without an engine."""
+    """Return what torch's functions give for models without an engine."""
     results: list[Any] = []
     for options in ({}, {"foreach": False}, {"norm_type": torch.inf}, {"error_if_nonfinite": True}):
         parameters = [nn.Parameter(torch.ones(n)) for n in (3, 70)]
@@ -104,7 +104,7 @@ def other_models(clip: Callable[..., Tensor]) -> list[Any]:
 
 @each_rank(1, 2, processes=True)
 def test_other_models_see_nothing_of_an_engine(mesh: Mesh) -> None:
-    """Norms, clipping and GradScaler give the same bits, errors and warnings, and may be compiled whole."""
+    """Models without an engine get the same bits, errors and warnings, and may be compiled as a whole."""
     before = other_models(utils.clip_grad_norm_)
     zero = engine(mesh)
     during = other_models(utils.clip_grad_norm_)
@@ -119,8 +119,8 @@ def test_other_models_see_nothing_of_an_engine(mesh: Mesh) -> None:
 
 @each_rank(1, 2, processes=True)
 def test_what_others_replace_meanwhile_is_theirs(mesh: Mesh) -> None:
-    """A replacement on top of ours stays at the end, and works; masters are refused through it, once there is
-    an engine again; and when it is undone, torch is as before.
+    """If other code replaces a guarded function, its replacement stays and works, and masters are refused through
+    it while there is an engine. When the other code undoes it, torch is as before.
     """
     before, calls = found(), 0
     zero = engine(mesh)
@@ -153,7 +153,7 @@ def test_what_others_replace_meanwhile_is_theirs(mesh: Mesh) -> None:
 
 @each_rank(1, 2, processes=True)
 def test_an_engine_may_end_inside_a_step_of_another_optimizer(mesh: Mesh) -> None:
-    """Where torch goes through its hooks, which must not be removed meanwhile, but at the next chance."""
+    """Hooks are not removed while torch iterates over them in a step, but at the next opportunity."""
     before = found()
     kept = [engine(mesh)]
 

@@ -1,4 +1,4 @@
-"""Users' saved-tensor hooks: they see activations as with plain torch, and weights stay the engine's."""
+"""Tests of users' saved-tensor hooks: they see the activations that plain torch shows them, and no weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Where = Callable[[], AbstractContextManager[Any]]
 
 
 class Seen:
-    """Hooks that copy what they are given, and note its shape."""
+    """Saved-tensor hooks that copy the tensors that they get, and record their shapes."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
@@ -48,7 +48,7 @@ class Seen:
 
 
 class InHooks(Stack):
-    """Layers in hooks that are entered around their call or inside of it, and in a checkpoint or not."""
+    """Layers under hooks that are entered around their call or inside of it, with or without a checkpoint."""
 
     class Inner(Layer):
         inside: Where = staticmethod(contextlib.nullcontext)
@@ -143,7 +143,7 @@ def _trained(mesh: Mesh, base: nn.Module, loss_of: Any, policy: Policy) -> dict[
 )
 @pytest.mark.parametrize("loop", LOOPS)
 def test_training_in_a_users_hooks_is_as_in_one_process(loop: str, policy: Policy) -> None:
-    """Wherever hooks are entered, and though the backward pass comes after they were left."""
+    """Wherever hooks are entered, training is right, although backward runs after they were left."""
     loss_of, options = LOOPS[loop]
     base = model(InHooks)
     base.checkpointed = loop in CHECKPOINTED
@@ -159,7 +159,7 @@ def test_training_in_a_users_hooks_is_as_in_one_process(loop: str, policy: Polic
 @pytest.mark.parametrize("where", ["around the model", "around blocks", "inside blocks"])
 @each_rank(1, 1)
 def test_hooks_see_what_they_see_in_plain_torch_but_weights(mesh: Mesh, where: str) -> None:
-    """All activations, in order; inside of a block, weights too."""
+    """Hooks see all activations in order; hooks entered inside of a block also see weights."""
     shapes = []
     for sharded in (False, True):
         net, seen = model(InHooks), Seen()
@@ -179,7 +179,7 @@ def test_hooks_see_what_they_see_in_plain_torch_but_weights(mesh: Mesh, where: s
 
 @each_rank(1, 1)
 def test_a_checkpointed_root_keeps_no_activations(mesh: Mesh) -> None:
-    """Its hooks are not hidden: in backward the model is computed again."""
+    """The engine does not hide a checkpoint's hooks, so backward recomputes the model."""
     shard(net := model(Stack), mesh=mesh, policy=EXACT)
     calls = []
     net.head.register_forward_hook(lambda *_: calls.append(1))
@@ -195,7 +195,7 @@ def _fails(_: object) -> Any:
 
 @each_rank(1, 2)
 def test_errors_of_hooks_come_through(mesh: Mesh) -> None:
-    """And after them the engine is ready for the next pass, and torch's stack of hooks is as it was."""
+    """After an error in a user's hook, the engine can run the next pass, and torch's stack of hooks is as before."""
     zero = shard(net := model(Stack), mesh=mesh, policy=EXACT)
     x = data(0, mesh.rank)
     with pytest.raises(KeyError, match="mine"), saved_tensors_hooks(_fails, _fails):
@@ -212,7 +212,7 @@ def test_errors_of_hooks_come_through(mesh: Mesh) -> None:
 
 @each_rank(1, 1)
 def test_disabled_hooks_are_refused_where_they_are_needed(mesh: Mesh) -> None:
-    """With the reason of who disabled them; evaluating needs none."""
+    """The error repeats the reason that whoever disabled hooks gave; evaluation needs no hooks."""
     shard(net := model(Stack), mesh=mesh, policy=EXACT)
     with disable_saved_tensors_hooks("by me"):
         with pytest.raises(ZeroError, match=r"hooks are disabled \(by me\).*outside of disable_saved_tens"):
@@ -232,7 +232,7 @@ class _Modifies(Stack):
 
 @each_rank(1, 1)
 def test_what_a_users_hooks_allow_in_place_is_allowed(mesh: Mesh) -> None:
-    """The check of changes in place is made without them alone, as in torch."""
+    """Changes in place are checked only where the user has no hooks, as in torch."""
     net, plain = model(_Modifies), model(_Modifies)
     zero = shard(net, mesh=mesh, policy=EXACT)
     with allow_mutation_on_saved_tensors():
@@ -249,7 +249,7 @@ def test_what_a_users_hooks_allow_in_place_is_allowed(mesh: Mesh) -> None:
 
 
 class _Holds(nn.Module):
-    """Passes a weight of its own to a model that another engine shards."""
+    """Passes a weight of its own to a model that another engine has sharded."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ class _Holds(nn.Module):
 
 @each_rank(1, 2)
 def test_one_engines_hooks_hand_anothers_weights_on(mesh: Mesh) -> None:
-    """And both hand activations to the user's."""
+    """One engine's hooks pass another engine's weights on to it, and both pass activations to the user's hooks."""
     inner, plain = model(Stack), model(Stack)
     outer, seen = _Holds(inner), Seen()
     engines = [shard(net, mesh=mesh, policy=EXACT) for net in (inner, outer)]
@@ -282,7 +282,7 @@ def test_one_engines_hooks_hand_anothers_weights_on(mesh: Mesh) -> None:
 
 
 class _Tables(Stack):
-    """Multiplies by a table that each rank changes."""
+    """Multiplies by a buffer that each rank changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ class _Tables(Stack):
 @pytest.mark.parametrize("hooks", [kept_as_it_is, save_on_cpu, Seen()])
 @each_rank(1, 2)
 def test_a_buffer_that_is_written_is_not_what_a_users_hook_keeps(mesh: Mesh, hooks: Where) -> None:
-    """Between two passes the engine makes buffers equal: the first graph keeps the values that it used."""
+    """If the engine makes buffers equal between two passes, the first graph keeps the values that it used."""
     states = []
     for context in (contextlib.nullcontext, hooks):
         zero = shard(net := model(_Tables), mesh=mesh, policy=EXACT)
@@ -311,7 +311,7 @@ def test_a_buffer_that_is_written_is_not_what_a_users_hook_keeps(mesh: Mesh, hoo
 @pytest.mark.parametrize("hooked", [False, True])
 @each_rank(1, 2)
 def test_passes_of_two_engines_nest(mesh: Mesh, *, hooked: bool) -> None:
-    """One's hooks hand tensors on to the other's once, and to a user's around both."""
+    """One engine's hooks pass tensors on to the other's once, and to a user's hooks around both."""
     nets = [model(nn.Linear, in_features=8, out_features=8) for _ in range(2)]
     alone = [model(nn.Linear, in_features=8, out_features=8) for _ in range(2)]
     x = torch.ones(2, 8)

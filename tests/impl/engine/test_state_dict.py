@@ -1,4 +1,4 @@
-"""Whole states given to a sharded model, and taken from it: what would change in silence is refused."""
+"""Tests of full state dicts that are loaded into a sharded model or taken from it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TAKEN: dict[str, tuple[Any, Tensor]] = {
 @pytest.mark.parametrize("kind", TAKEN)
 @each_rank(2, 2)
 def test_a_state_is_taken_in_any_strides_and_floating_type(mesh: Mesh, kind: str) -> None:
-    """By both calls, to fp32 masters on all ranks."""
+    """Both calls that load convert the values to fp32 masters on all ranks."""
     net, zero = made(mesh)
     given, wanted = TAKEN[kind]
     for load in (zero.load_full_state_dict, net.load_state_dict):
@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "int8 codes": (NAME, NEW.to(torch.int8), "is int8, expected float32: convert it first"),
     "large integers": (NAME, NEW.long() + (1 << 30), "is int64, expected float32: convert it first"),
     "bools": (NAME, NEW > 1, "is bool, expected float32"),
-    "complex": (NAME, NEW * 1j, "is torch.complex64, and the model's is real: load value.real"),
+    "complex": (NAME, NEW * 1j, "is torch.complex64, but the model's tensor is real: load value.real"),
     "meta": (NAME, NEW.to("meta"), "is on the meta device, expected a dense tensor with values"),
     "sparse": (NAME, NEW.to_sparse(), "is sparse_coo, expected a dense tensor with values"),
     "numpy": (NAME, NEW.numpy(), "is a ndarray, expected a tensor"),
@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "a buffer of large integers": ("scale", torch.tensor((1 << 24) + 1), "is int64, expected float32"),
     "a rounded buffer": ("count", torch.tensor([2.5]), "is float32, expected int64: convert it first"),
     "a buffer of NaN": ("count", torch.tensor([torch.nan]), "is float32, expected int64"),
-    "a complex buffer": ("scale", torch.tensor(1j), "is torch.complex64, and the model's"),
+    "a complex buffer": ("scale", torch.tensor(1j), "is torch.complex64, but the model's"),
     "a buffer beyond fp32": ("scale", torch.tensor(1e300, dtype=torch.float64), "overflow fp32, .*: 'scale'"),
 }
 
@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 @each_rank(2, 2)
 def test_a_state_that_would_change_is_refused_before_anything_is_changed(mesh: Mesh, kind: str) -> None:
-    """By all ranks, with or without a part of it, in one line that names the entry."""
+    """All ranks refuse it in one line that names the entry, whether or not they hold a part of it."""
     net, zero = made(mesh)
     name, value, message = REFUSED[kind]
     before = zero.full_state_dict()
@@ -102,12 +102,12 @@ def test_a_state_that_would_change_is_refused_before_anything_is_changed(mesh: M
 
 @each_rank(1, 2)
 def test_tied_parameters_must_have_one_value(mesh: Mesh) -> None:
-    """One name is enough, in any type; two with different values are refused, as one would be dropped."""
+    """One of the names is enough; two different values are refused, since one of them would be lost."""
     net, zero = made(mesh, tied=True)
     before = zero.full_state_dict()
     apart = {**before, "head.weight": before["head.weight"] + 1}
     for load in (zero.load_full_state_dict, net.load_state_dict):
-        with pytest.raises(ZeroError, match=r"'embed.weight' differs from 'head.weight', which the mod"):
+        with pytest.raises(ZeroError, match=r"'embed.weight' differs from 'head.weight', but the model ties"):
             load(apart)
     assert torch.equal(zero.full_state_dict()["embed.weight"], before["embed.weight"])
     nan = torch.full((16, 16), torch.nan)
@@ -134,15 +134,15 @@ def _replaces_a_module(net: Any) -> None:
     ("change", "message"),
     [
         (_replaces, "'head.weight' was replaced by another object in its module after the model was sharded"),
-        (_adds, "'adapter.weight' came to the model after it was sharded"),
-        (_replaces_a_module, "'head.weight' came to the model after it was sharded"),
+        (_adds, "'adapter.weight' was added to the model after it was sharded"),
+        (_replaces_a_module, "'head.weight' was added to the model after it was sharded"),
     ],
 )
 @each_rank(1, 2)
 def test_a_parameter_of_no_engine_is_in_no_state(
     mesh: Mesh, change: Callable[[Any], None], message: str
 ) -> None:
-    """Each rank has its own values of it: a state is neither taken from such a model nor loaded into it."""
+    """A model with a parameter added after shard() gives no state and takes none, since ranks differ in it."""
     net, zero = made(mesh)
     state = zero.full_state_dict()
     change(net)
@@ -153,7 +153,7 @@ def test_a_parameter_of_no_engine_is_in_no_state(
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_buffers_of_any_types_are_side_by_side(ranks: int) -> None:
-    """An int64 buffer after 12 bytes of others, on one rank or several."""
+    """Buffers of several types share a message: an int64 buffer may follow 12 bytes of others."""
 
     def state(mesh: Mesh) -> dict[str, Tensor]:
         net = nn.Linear(2, 2)
@@ -173,7 +173,7 @@ def test_buffers_of_any_types_are_side_by_side(ranks: int) -> None:
 
 
 class Masked(nn.Module):
-    """With a buffer of one value, expanded."""
+    """A model with a buffer that is one value, expanded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Masked(nn.Module):
 
 @each_rank(1, 2)
 def test_expanded_buffers_are_loaded_if_their_values_are_equal(mesh: Mesh) -> None:
-    """Torch refuses to write them; a state with several values, which they cannot hold, changes nothing."""
+    """An expanded buffer takes equal values; a state with different values is refused and changes nothing."""
     zero = shard(model(Masked), mesh=mesh, policy=EXACT)
     state = zero.full_state_dict()
     zero.load_full_state_dict({**state, "mask": torch.full((8,), 2.0)})

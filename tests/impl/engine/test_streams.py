@@ -28,7 +28,7 @@ LOSSES = 11
 
 
 def _losses(mesh: Mesh, transport: str, policy: Policy, seed: int | None) -> list[str]:
-    """Late and poisoned by ``seed``, if any."""
+    """Return the losses of a run whose streams are delayed and whose freed memory is poisoned by ``seed``, if any."""
     if seed is None:
         return _trained(mesh, transport, policy)
     with shaken(mesh.device, seed) as late:
@@ -38,7 +38,7 @@ def _losses(mesh: Mesh, transport: str, policy: Policy, seed: int | None) -> lis
 
 
 def _trained(mesh: Mesh, transport: str, policy: Policy, late: Late | None = None) -> list[str]:
-    """Losses of ten micro-batches, two a step, and of the weights then."""
+    """Return the losses of ten micro-batches, two a step, and of the final weights."""
     torch.set_num_threads(1)
     wire, net = Wire(mesh, transport=transport), copy.deepcopy(_NETS[0]).to(mesh.device)  # type: ignore[arg-type]
     if late is not None:
@@ -62,13 +62,13 @@ def _trained(mesh: Mesh, transport: str, policy: Policy, late: Late | None = Non
 
 
 def _together(mesh: Mesh, transport: str) -> dict[str, list[str]]:
-    """As thread ranks train: calm, then shaken by the test."""
+    """Train on thread ranks, undisturbed or disturbed by the test."""
     return {name: _trained(mesh, transport, POLICIES[name]) for name in NAMES}
 
 
 @pytest.mark.long
 def test_poisoned_memory_changes_nothing() -> None:
-    """On CPUs, 2x2: nobody looks at memory that was given back, however late a rank is."""
+    """On CPUs, 2x2: no rank reads memory that was given back, however late it is."""
     calm = on_threads(Topology(2, 2), _together, "backend")
     with shaken(torch.device("cpu"), 1) as late:
         assert on_threads(Topology(2, 2), _together, "backend") == calm
@@ -77,7 +77,7 @@ def test_poisoned_memory_changes_nothing() -> None:
 
 
 def test_poison_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exchange that gives its buffers back before they were read trains otherwise, or not at all."""
+    """An exchange that gives buffers back before they were read changes the training, or makes it fail."""
     wait = Distributed.wait
 
     def too_early(self: Distributed) -> Tensor:
@@ -106,7 +106,7 @@ def _staged(mesh: Mesh, device: str, seed: int | None) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("device", [*nightly("cpu"), CUDA])
 def test_ranks_that_share_a_device_wait_for_what_they_need(device: str) -> None:
-    """2x2 ranks, staged: copies, messages and computation late at random, the same losses to the bit."""
+    """2x2 ranks, staged: with random delays of copies, messages and computation the losses have the same bits."""
     calm = on_processes(Topology(2, 2), _staged, device, None)
     assert on_processes(Topology(2, 2), _staged, device, 1) == calm
 
@@ -114,7 +114,9 @@ def test_ranks_that_share_a_device_wait_for_what_they_need(device: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("name", ["zero2", "zero3", "zeropp"])
 def test_copies_on_streams_of_their_own_are_waited_for(name: str, device: str) -> None:
-    """One rank with everything offloaded: up, down and compute late at random, the same losses to the bit."""
+    """One rank with everything offloaded: with random delays of copies and computation the losses have the same
+    bits.
+    """
     policy = replace(POLICIES[name], offload=ALL)
     backend = "nccl" if device.startswith("cuda") else "gloo"
     dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())

@@ -41,7 +41,7 @@ def test_padding_of_tiny_units_is_refused_by_default() -> None:
 
 
 def test_one_refusal_names_the_padding_of_all_units() -> None:
-    """The unit that is padded most is refused, so that with the share it names all are laid out."""
+    """The unit with the largest share of padding is named, so a limit of that share admits all units."""
     net = nn.Sequential(nn.Linear(500, 8), nn.Linear(2, 2))
     with pytest.raises(PaddingError, match="unit '1'") as caught:
         plan_units(net, Topology(2, 2), preset("zeropp"))
@@ -52,7 +52,7 @@ def test_one_refusal_names_the_padding_of_all_units() -> None:
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
 @each_rank(1, 1)
 def test_lazy_modules_without_shapes_are_refused_by_name(mesh: Mesh, kind: str) -> None:
-    """With the advice to call the model once; after that it is sharded as any other."""
+    """The error advises to call the model once; after that the model can be sharded."""
     norm = nn.LazyBatchNorm1d(affine=kind == "parameter")
     net = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4) if kind == "parameter" else norm)
     name = r"'1\.weight'" if kind == "parameter" else r"'1\.running_mean'"

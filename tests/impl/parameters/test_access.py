@@ -1,4 +1,4 @@
-"""Values behind a parameter, whole and local."""
+"""Tests of access to a parameter's values, full and local."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_full_values_are_those_of_the_unsharded_model(mesh: Mesh, stage: int, gr
 
 
 def test_what_is_set_is_got_and_trained_with() -> None:
-    """Full and local: a set is seen by its get and touches one parameter; local parts make the whole."""
+    """Full and local values that are set can be read, change one parameter, and are trained with."""
 
     def body(mesh: Mesh) -> tuple[int, int]:
         zero = shard(net := model(), mesh=mesh, policy=EXACT)
@@ -76,7 +76,7 @@ def test_what_is_set_is_got_and_trained_with() -> None:
 
 @each_rank(1, 2)
 def test_what_is_not_there_is_a_clear_error(mesh: Mesh) -> None:
-    """Unknown names, frozen parameters, wrong shapes, states that an optimizer has not."""
+    """Unknown names, frozen parameters, wrong shapes, and states that an optimizer does not have raise an error."""
     net = model(Net)
     net.get_parameter("head.bias").requires_grad_(requires_grad=False)
     zero = shard(net, mesh=mesh, policy=EXACT)

@@ -1,4 +1,4 @@
-"""External parameters: the tutorial's three patterns, found by themselves and registered."""
+"""Tests of external parameters: the tutorial's three patterns, without a call and registered."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.training import batch, booked, close, mean_losses, model, sgd
 
 
 class ParallelLinear(nn.Module):
-    """Multiplies, and hands its bias back instead of adding it."""
+    """Multiplies, and returns its bias instead of adding it."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class ParallelLinear(nn.Module):
 
 
 class ParallelMLP(nn.Module):
-    """Adds the first bias itself, twice over; hands the second one back."""
+    """Adds the first bias itself, twice, and returns the second one."""
 
     def __init__(self, width: int, *, registered: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelTransformerLayer(nn.Module):
-    """Adds the two biases that its parts hand back."""
+    """Adds the two biases that its parts return."""
 
     def __init__(self, width: int, *, registered: bool) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class ParallelTransformerLayer(nn.Module):
 
 
 class OwnLinear(torch.autograd.Function):
-    """x W^T with a backward pass of its own, as Megatron's linear layers are."""
+    """x W^T with a backward pass of its own, like Megatron's linear layers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class GPT2Model(nn.Module):
             register_external_parameter(self, self.word_embeddings.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, tokens) to the loss of predicting each from those before."""
+        """Return the loss of predicting each token from those before it, for (batch, tokens)."""
         x = self.word_embeddings(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -148,7 +148,7 @@ def follows(
     policy: Policy = EXACT,
     kinds: tuple[type[nn.Module], ...] = UNITS,
 ) -> list[Zero]:
-    """Assert that training in shards is training alone, within 1e-5; the engines."""
+    """Assert that sharded training follows one process within 1e-5, and return the engines."""
 
     def sharded(mesh: Mesh) -> tuple[dict[str, Tensor], Zero]:
         net = make()
@@ -170,7 +170,7 @@ def follows(
 @pytest.mark.parametrize("registered", [False, True])
 @pytest.mark.parametrize("name", ["zero3", "hpz"])
 def test_word_embeddings_used_in_the_parent_for_logits(name: str, *, registered: bool) -> None:
-    """Pattern 1, GPT2Model: with all three patterns in one model, also under hpZ, training is as alone."""
+    """Pattern 1, GPT2Model: a model with all three patterns trains as in one process, also with hpZ."""
     policy = EXACT if name == "zero3" else replace(EXACT, secondary=2)
     for zero in follows(partial(model, GPT2Model, registered=registered), tokens, policy):
         gathers = sum(
@@ -184,12 +184,12 @@ def test_word_embeddings_used_in_the_parent_for_logits(name: str, *, registered:
 @pytest.mark.parametrize("registered", [False, True])
 @pytest.mark.parametrize("kind", [ParallelMLP, ParallelTransformerLayer])
 def test_biases_returned_to_the_parent_and_used_by_it(kind: type[nn.Module], *, registered: bool) -> None:
-    """Patterns 2 and 3, ParallelMLP and ParallelTransformerLayer: returned biases train as alone."""
+    """Patterns 2 and 3, ParallelMLP and ParallelTransformerLayer, train as in one process."""
     follows(partial(model, kind, width=16, registered=registered), lambda step, rank: batch(step, rank)[None])
 
 
 class Borrows(nn.Module):
-    """The middle block uses the last block's weight, before that has run."""
+    """A model whose middle block uses the weight of the last block, before that block has run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class Borrows(nn.Module):
 
 
 def test_a_parameter_used_ahead_of_its_module_is_gathered_once_and_booked() -> None:
-    """What nobody foresaw is gathered where it is used, kept to the pass's end, and stands in the ledger."""
+    """It is gathered at its use, stays to the end of the pass, and the ledger counts the gather."""
     for zero in follows(partial(model, Borrows), batch, kinds=(nn.Linear,)):
         forward, evaluate = (
             booked(zero, purpose="weights", unit="blocks.2", phase=phase) for phase in ("forward", "evaluate")
@@ -211,7 +211,7 @@ def test_a_parameter_used_ahead_of_its_module_is_gathered_once_and_booked() -> N
 
 @each_rank(1, 2)
 def test_registering_a_sharded_parameter_gathers_it_for_that_module_alone(mesh: Mesh) -> None:
-    """After shard(), too: the unit is there in the module's pass, and released after it."""
+    """A parameter registered after shard() is gathered before the module runs, and resharded after it."""
     net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
     zero = shard(net, mesh=mesh, policy=EXACT)
     register_external_parameter(net[0], net[2].weight)
@@ -226,7 +226,7 @@ def test_registering_a_sharded_parameter_gathers_it_for_that_module_alone(mesh: 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @each_rank(1, 2)
 def test_clipping_the_modules_parameters_is_an_error_at_every_stage(mesh: Mesh, stage: int) -> None:
-    """``clip_grad_norm_(model.parameters())`` would clip nothing: it says what clips."""
+    """``clip_grad_norm_(model.parameters())`` would clip nothing, so it raises an error that names the right call."""
     net = model(Borrows)
     shard(net, mesh=mesh, policy=replace(EXACT, stage=stage))
     net(batch(0, mesh.rank)).backward()
@@ -240,12 +240,12 @@ def test_clipping_the_modules_parameters_is_an_error_at_every_stage(mesh: Mesh, 
     ("logits", "stage"), [("function", 0), ("function", 3), ("checkpoint", 3), ("reentrant checkpoint", 3)]
 )
 def test_a_parameter_given_to_a_function_of_autograd_brings_its_gradient(logits: str, stage: int) -> None:
-    """An ``autograd.Function`` that is given another module's parameter trains it as an operation does."""
+    """Another module's parameter is trained if it is an argument of an ``autograd.Function``."""
     follows(partial(model, GPT2Model, logits=logits), tokens, replace(EXACT, stage=stage))
 
 
 class Captures(nn.Module):
-    """Hands its first block's weight, as an object, to the next pass or to its caller."""
+    """Passes its first block's weight, as an object, to the next pass or to its caller."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class Captures(nn.Module):
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_parameter_captured_in_a_pass_has_its_values_of_now_in_every_later_use(stage: int) -> None:
-    """A parameter outlives its unit's values; used later in a pass, or in the next, it has the true ones."""
+    """A parameter that was captured in a pass has the present values when it is used later, or in the next pass."""
 
     def captured(mesh: Mesh) -> list[float]:
         optimize = partial(sgd, lr=0.5)
@@ -281,7 +281,7 @@ def test_a_parameter_captured_in_a_pass_has_its_values_of_now_in_every_later_use
 
 
 class Tied(Net):
-    """A loss in chunks with the embedding's weight as its head; entry points beside forward."""
+    """Computes its loss in chunks with the embedding's weight as head; has entry points besides forward."""
 
     def __init__(self) -> None:
         super().__init__(tied=True)
@@ -317,7 +317,9 @@ def _by_entry(mesh: Mesh, how: str, policy: Policy) -> tuple[list[float], dict[s
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("how", ["context", "method", "nested"])
 def test_entry_points_beside_forward_train_as_in_one_process(how: str, stage: Stage) -> None:
-    """A chunked loss with a tied head, as a registered method and in a context: losses and weights."""
+    """A chunked loss with a tied head, as a registered method or in a context, gives the losses and weights of one
+    process.
+    """
     results, net = on_threads(Topology(1, 2), _by_entry, how, replace(EXACT, stage=stage)), model(Tied)
     wanted = single(net, 2, 3, optimize=sgd, loss_of=lambda net, step, rank: net.loss(batch(step, rank)))
     assert mean_losses(results) == pytest.approx(wanted, rel=1e-5)
@@ -326,7 +328,9 @@ def test_entry_points_beside_forward_train_as_in_one_process(how: str, stage: St
 
 @each_rank(1, 1)
 def test_entry_points_cast_inputs_and_recover_from_errors(mesh: Mesh) -> None:
-    """As a call of the model does; a block's method is one too, and what is neither is refused by name."""
+    """A registered method behaves as a call of the model; so does a block's; a method of anything else is refused
+    by name.
+    """
     zero = shard(net := model(Tied), mesh=mesh, policy=replace(EXACT, compute="bf16"))
     register_forward_method(net, "encode")
     register_forward_method(net.blocks[0], "body")

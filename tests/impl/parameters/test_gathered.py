@@ -1,4 +1,4 @@
-"""Parameters seen whole under GatheredParameters."""
+"""Tests of GatheredParameters."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def weight(net: nn.Module) -> nn.Parameter:
 @pytest.mark.parametrize("name", POLICIES)
 @each_rank(2, 2)
 def test_a_change_of_the_modifier_is_seen_by_all_ranks(mesh: Mesh, name: str) -> None:
-    """What rank 1 writes is every rank's, in whole; others' writes go; other parameters stay bit for bit."""
+    """All ranks have what rank 1 wrote; other ranks' writes are discarded, and other parameters keep their bits."""
     policy = POLICIES[name]
     net, zero = made(mesh, policy)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_a_change_of_the_modifier_is_seen_by_all_ranks(mesh: Mesh, name: str) ->
 @pytest.mark.parametrize("name", ["stage 3", "bf16"])
 @each_rank(1, 2)
 def test_elements_that_were_not_changed_keep_their_masters(mesh: Mesh, name: str) -> None:
-    """In a policy that computes in bf16, too: fp32 masters are not rounded by being looked at."""
+    """Also in a policy that computes in bf16, showing parameters does not round their fp32 masters."""
     net, zero = made(mesh, POLICIES[name])
     with torch.no_grad(), GatheredParameters(list(net.parameters()), modifier_rank=0):
         weight(net)[0, 0] = 3.0
@@ -87,7 +87,7 @@ def test_elements_that_were_not_changed_keep_their_masters(mesh: Mesh, name: str
 
 @each_rank(1, 2)
 def test_a_change_without_modifier_is_an_error_on_all_ranks(mesh: Mesh) -> None:
-    """One rank's write makes all ranks raise, naming it, and the values are what they were."""
+    """If one rank writes, all ranks raise an error that names it, and the old values stay."""
     net, zero = made(mesh, EXACT)
     changed = pytest.raises(ZeroError, match="1 of 2 gathered parameters were changed, on ranks 1, without")
     with changed, torch.no_grad(), GatheredParameters([weight(net), net.get_parameter("head.bias")]):
@@ -97,7 +97,7 @@ def test_a_change_without_modifier_is_an_error_on_all_ranks(mesh: Mesh) -> None:
 
 @each_rank(2, 2)
 def test_a_change_ends_the_life_of_the_secondary(mesh: Mesh) -> None:
-    """What hpZ keeps of changed weights is stale, and training goes on with the new ones (DeepSpeed 4851)."""
+    """After a change hpZ's copy is stale, and training goes on with the new weights (DeepSpeed 4851)."""
     net, zero = made(mesh, replace(EXACT, secondary=2))
     loss = net(batch(0, mesh.rank))
     unit = next(unit for unit in zero.units if unit.geometry.name == "blocks.1")
@@ -114,7 +114,7 @@ def test_a_change_ends_the_life_of_the_secondary(mesh: Mesh) -> None:
 
 @each_rank(1, 2)
 def test_contexts_nest_and_overlap_by_parameter(mesh: Mesh) -> None:
-    """Two parameters of one unit may be in two contexts, left in any order; one cannot be in both."""
+    """Two parameters of one unit may be in two contexts, left in any order; one parameter cannot be in both."""
     net, zero = made(mesh, EXACT)
     bias = net.get_parameter("blocks.1.up.bias")
     outer, inner = GatheredParameters(weight(net), modifier_rank=0), GatheredParameters(bias, modifier_rank=1)
@@ -122,7 +122,7 @@ def test_contexts_nest_and_overlap_by_parameter(mesh: Mesh) -> None:
         inner.__enter__()
         weight(net).fill_(1.0 + mesh.rank)
         bias.fill_(1.0 + mesh.rank)
-        with pytest.raises(ZeroError, match="inside another one of it"):
+        with pytest.raises(ZeroError, match="inside another GatheredParameters of this parameter"):
             GatheredParameters([net.get_parameter("head.bias"), bias]).__enter__()
     inner.__exit__(None, None, None)
     state = zero.full_state_dict()
@@ -133,7 +133,7 @@ def test_contexts_nest_and_overlap_by_parameter(mesh: Mesh) -> None:
 
 @each_rank(1, 2)
 def test_misuse_is_a_clear_error(mesh: Mesh) -> None:
-    """Passes and contexts do not mix, and the rank must be one."""
+    """A context inside a pass, a pass inside a context, and a rank that does not exist are refused."""
     inside = "GatheredParameters inside a forward or backward pass"
 
     def enter(*_: object, **options: int) -> None:
@@ -159,7 +159,7 @@ def test_misuse_is_a_clear_error(mesh: Mesh) -> None:
 
 @each_rank(1, 2)
 def test_an_exception_inside_writes_nothing_back(mesh: Mesh) -> None:
-    """The exception comes through, and the weights are what they were."""
+    """An exception in the body propagates, and the weights keep their old values."""
     net, zero = made(mesh, EXACT)
     raised = pytest.raises(KeyError, match="mine")
     with raised, torch.no_grad(), GatheredParameters(weight(net), modifier_rank=0):
@@ -170,7 +170,7 @@ def test_an_exception_inside_writes_nothing_back(mesh: Mesh) -> None:
 
 @each_rank(1, 2)
 def test_plain_parameters_and_disabled_contexts_are_left_alone(mesh: Mesh) -> None:
-    """Code written for sharded models runs on a plain one; ``enabled=False`` does nothing at all."""
+    """Code written for sharded models runs on a plain model too; ``enabled=False`` does nothing."""
     net = nn.Linear(3, 3)
     with torch.no_grad(), GatheredParameters(net.weight, modifier_rank=0):
         net.weight.zero_()
@@ -182,7 +182,7 @@ def test_plain_parameters_and_disabled_contexts_are_left_alone(mesh: Mesh) -> No
 
 @each_rank(1, 1)
 def test_a_parameter_taken_before_sharding_is_refused(mesh: Mesh) -> None:
-    """It is not in the model any more: the error says so, by name."""
+    """The error says, by name, that the parameter is no longer in the model."""
     net = Net()
     taken = weight(net)
     shard(net, mesh=mesh, policy=EXACT)
@@ -193,9 +193,9 @@ def test_a_parameter_taken_before_sharding_is_refused(mesh: Mesh) -> None:
 
 @each_rank(1, 2)
 def test_a_backward_pass_to_gathered_parameters_is_an_error(mesh: Mesh) -> None:
-    """No optimizer would see the gradient: it is not lost in silence."""
+    """Such a gradient would reach no optimizer, so an error is raised."""
     net, _ = made(mesh, EXACT)
-    lost = pytest.raises(ZeroError, match=f"'{NAME}' under GatheredParameters, which no optimizer")
+    lost = pytest.raises(ZeroError, match=f"'{NAME}' under GatheredParameters, whose gradient no optimizer")
     with lost, GatheredParameters(weight(net)):
         weight(net).square().sum().backward()
     net(batch(0, mesh.rank)).backward()
@@ -214,14 +214,14 @@ PENALTIES: list[Callable[[Tensor], Tensor]] = [
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @each_rank(1, 2)
 def test_a_loss_of_gathered_parameters_is_refused_later_too(mesh: Mesh, stage: Stage, penalty: Any) -> None:
-    """Backward after the context says where a loss of weights belongs, and there it trains."""
+    """Backward after the context raises an error that names zero.unsharded(), where such a loss trains."""
     net, zero = made(mesh, replace(EXACT, stage=stage))
     for first in (True, False):
         loss = net(batch(0, mesh.rank)) if first else torch.zeros(())
         with GatheredParameters(weight(net)):
             loss = loss + penalty(weight(net))
         with pytest.raises(
-            ZeroError, match=rf"'{NAME}' that GatheredParameters showed .* zero.unsharded\(\)"
+            ZeroError, match=rf"'{NAME}' that GatheredParameters showed, .* zero.unsharded\(\)"
         ):
             (loss if first else loss + net(batch(0, mesh.rank))).backward()
         zero.drop_gradients()
@@ -237,7 +237,7 @@ def test_a_loss_of_gathered_parameters_is_refused_later_too(mesh: Mesh, stage: S
 
 @each_rank(1, 2)
 def test_what_is_read_under_gathered_parameters_may_be_computed_with(mesh: Mesh) -> None:
-    """Norms for a log, copies in a later backward pass, a backward pass to other tensors in the context."""
+    """Norms for a log, copies in a later backward pass, and a backward pass to other tensors are allowed."""
     net, _ = made(mesh, EXACT)
     other = torch.ones(3, requires_grad=True)
     with GatheredParameters(net.parameters()):
@@ -253,7 +253,7 @@ def test_what_is_read_under_gathered_parameters_may_be_computed_with(mesh: Mesh)
 
 @each_rank(1, 1)
 def test_a_users_hooks_see_what_is_saved_beside_gathered_parameters(mesh: Mesh) -> None:
-    """Hooks around the context are called for all other tensors, and its own end with it."""
+    """A user's hooks around the context get all other tensors, and the context's own hooks end with it."""
     net, _ = made(mesh, EXACT)
     other, seen = torch.ones(40, 16, requires_grad=True), []
 
@@ -273,7 +273,7 @@ def test_a_users_hooks_see_what_is_saved_beside_gathered_parameters(mesh: Mesh) 
 
 @each_rank(1, 2)
 def test_what_writes_weights_is_refused_while_parameters_are_seen_whole(mesh: Mesh) -> None:
-    """Leaving the context would undo it: steps, loads and sets say so instead."""
+    """Steps, loads and sets inside the context raise an error, since leaving it would undo them."""
     net, zero = made(mesh, EXACT)
     optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
     net(batch(0, mesh.rank)).backward()
@@ -291,7 +291,7 @@ def test_what_writes_weights_is_refused_while_parameters_are_seen_whole(mesh: Me
 
 @each_rank(1, 2)
 def test_a_replaced_parameter_object_is_an_error(mesh: Mesh) -> None:
-    """A parameter put in another one's place would train nothing: all ranks say so, and it is put back."""
+    """If a module holds another object than its parameter, all ranks raise an error, and the parameter is put back."""
     net, zero = made(mesh, EXACT)
     up = net.get_submodule("blocks.1.up")
     refused = pytest.raises(ZeroError, match=f"'{NAME}' was replaced by another object")
@@ -305,7 +305,7 @@ def test_a_replaced_parameter_object_is_an_error(mesh: Mesh) -> None:
 
 @each_rank(1, 2)
 def test_load_state_dict_loads_a_model_whose_parameters_are_all_seen_whole(mesh: Mesh) -> None:
-    """Each rank loads, as buffers are its own; under some of the parameters it is an error."""
+    """If all parameters are shown, each rank loads, since it has its own buffers; if only some are, it is an error."""
     net, zero = made(mesh, EXACT)
     ones = {name: torch.ones_like(value) for name, value in VALUES.items()}
     with GatheredParameters(net.parameters(), modifier_rank=0):
@@ -344,7 +344,7 @@ ASSIGNED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 def test_assigned_data_is_taken_in_any_strides_and_refused_in_another_shape_or_type(
     mesh: Mesh, policy: str, kind: str
 ) -> None:
-    """On all ranks, whichever assigns it, by name with both shapes; values are then what they were."""
+    """All ranks refuse data of another shape, by name with both shapes, whichever rank assigns it; old values stay."""
     change, fault = ASSIGNED[kind]
     net, zero = made(mesh, POLICIES[policy])
     before = zero.full_state_dict()
@@ -370,7 +370,7 @@ def test_assigned_data_is_taken_in_any_strides_and_refused_in_another_shape_or_t
 
 @each_rank(1, 2)
 def test_what_set_and_freed_memory_do_is_seen(mesh: Mesh) -> None:
-    """``set_()`` is an assignment too, and data whose memory was freed is refused, not read."""
+    """``set_()`` counts as an assignment; data whose memory was freed is refused and not read."""
     net, zero = made(mesh, EXACT)
     with torch.no_grad(), GatheredParameters(weight(net), modifier_rank=0):
         weight(net).set_(torch.full(SHAPE, 2.0))
@@ -387,7 +387,7 @@ def test_what_set_and_freed_memory_do_is_seen(mesh: Mesh) -> None:
 
 @each_rank(1, 2)
 def test_data_assigned_to_a_parameter_taken_in_a_pass_counts(mesh: Mesh) -> None:
-    """It is another object than the module shows outside of passes, of the same parameter."""
+    """The object that was taken in a pass is not the one that modules hold later, but it is the same parameter."""
     net, zero = made(mesh, EXACT)
     taken: list[nn.Parameter] = []
     net.get_submodule("blocks.1.up").register_forward_hook(lambda *_: taken.append(weight(net)))
@@ -401,7 +401,7 @@ def test_data_assigned_to_a_parameter_taken_in_a_pass_counts(mesh: Mesh) -> None
 
 @each_rank(1, 2)
 def test_a_parameter_removed_or_replaced_by_a_larger_one_is_an_error(mesh: Mesh) -> None:
-    """As a parametrization and a grown embedding do; the module has its parameter back."""
+    """Parametrizations remove a parameter, growing an embedding replaces it: both are errors, and it is put back."""
     net, zero = made(mesh, EXACT)
     up = net.get_submodule("blocks.1.up")
 
@@ -430,7 +430,7 @@ def test_a_parameter_removed_or_replaced_by_a_larger_one_is_an_error(mesh: Mesh)
 
 @each_rank(1, 2)
 def test_ranks_must_agree_on_the_modifier(mesh: Mesh) -> None:
-    """Each rank giving its own would keep a part of every rank's values."""
+    """If each rank passed its own number, every rank would keep a part of its own values."""
     net, zero = made(mesh, EXACT)
     for modifier, message in (
         (mesh.rank, "modifier_rank=0 on rank 0 and modifier_rank=1 on rank 1: give the same"),
@@ -450,7 +450,7 @@ def test_ranks_must_agree_on_the_modifier(mesh: Mesh) -> None:
 
 @each_rank(1, 2)
 def test_a_tied_weight_is_written_under_any_of_its_names(mesh: Mesh) -> None:
-    """It is one parameter; one of its modules holding another one is an error."""
+    """A tied weight is one parameter; if one of its modules holds another object, it is an error."""
     net = model(Net, tied=True)
     zero = shard(net, mesh=mesh, policy=EXACT)
     with GatheredParameters([net.embed.weight, net.head.weight], modifier_rank=0):
@@ -468,7 +468,7 @@ def test_a_tied_weight_is_written_under_any_of_its_names(mesh: Mesh) -> None:
 @pytest.mark.parametrize("stage", [3, 1])
 @each_rank(1, 2)
 def test_lists_in_another_order_are_refused(mesh: Mesh, stage: int) -> None:
-    """Ranks that list parameters of one size in different orders, or other ones, are refused on all ranks."""
+    """All ranks refuse lists that differ between ranks, also in the order of parameters of equal size."""
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     zero = shard(net, mesh=mesh, policy=preset("exact", stage=stage, memory=MemoryLimits(max_padding=1e9)))
     before = zero.full_state_dict()
@@ -486,9 +486,9 @@ def test_lists_in_another_order_are_refused(mesh: Mesh, stage: int) -> None:
 
 @each_rank(1, 2)
 def test_other_arguments_are_refused_in_one_line(mesh: Mesh) -> None:
-    """What is no list of parameters is refused by its type."""
+    """An argument that is no list of parameters is refused; the error names its type."""
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     shard(net, mesh=mesh, policy=preset("exact", memory=MemoryLimits(max_padding=1e9)))
     for listed in (net, None, dict(net.named_parameters()), ["0.weight"], "0.weight"):
-        with pytest.raises(ZeroError, match="expected parameters, as"):
+        with pytest.raises(ZeroError, match="expected parameters, such as"):
             GatheredParameters(listed)

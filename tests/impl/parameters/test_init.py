@@ -1,4 +1,4 @@
-"""Models cut while they are constructed."""
+"""Tests of models that are cut while they are constructed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def inside(mesh: Mesh, policy: Policy = EXACT, **options: Any) -> nn.Module:
 
 
 def compare(mesh: Mesh, policy: Policy, blocks: tuple[type[nn.Module], ...], *, decay: bool) -> None:
-    """Values and layout of a model made inside Init and of one made plainly."""
+    """Compare values and layout of a model made inside Init and of one made plainly."""
     options: Any = {"group_of": lambda _, parameter: int(parameter.dim() == 1)} if decay else {}
     plain = shard(model(Net), mesh=mesh, policy=policy, **options)
     net = model(partial(inside, mesh, policy, blocks=blocks, whole_below=20))
@@ -75,7 +75,7 @@ POLICIES = [
 def test_values_and_layout_are_those_of_plain_construction(
     topology: Topology, policy: Policy, blocks: tuple[type[nn.Module], ...], *, decay: bool
 ) -> None:
-    """Bit for bit, whatever the ranks, policy, optimizer groups and blocks that Init was told."""
+    """Values are bit-equal for any ranks, policy, optimizer groups and blocks."""
     on_threads(topology, lambda mesh: compare(mesh, policy, blocks, decay=decay))
 
 
@@ -96,7 +96,7 @@ def resets(module: nn.Module) -> None:
 def test_a_meta_model_is_given_the_values_of_plain_construction(
     mesh: Mesh, topology: Topology, *, tied: bool
 ) -> None:
-    """Block by block in the order of construction: bit for bit, and never more than a block whole."""
+    """Values are given block by block in the order of construction, bit-equal, with at most one block whole."""
     plain = shard(model(Net, depth=2), mesh=mesh, policy=EXACT)
     with Init(mesh=mesh, policy=EXACT, remote_device="meta"):
         net = Net(depth=2, tied=tied)
@@ -118,7 +118,7 @@ def test_a_meta_model_is_given_the_values_of_plain_construction(
 
 @each_rank(1, 1)
 def test_shard_gives_a_meta_model_its_values_and_names_modules_that_cannot(mesh: Mesh) -> None:
-    """``reset_parameters()`` by default; a module without it is an error that names it."""
+    """``reset_parameters()`` is used by default; an error names a module without it."""
     with torch.device("meta"):
         good, bad = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Net()
     zero = shard(good, mesh=mesh, policy=EXACT)
@@ -128,7 +128,7 @@ def test_shard_gives_a_meta_model_its_values_and_names_modules_that_cannot(mesh:
 
 
 class Initialised(nn.Module):
-    """Its constructor goes over all weights again, in the ways that published models do."""
+    """A model whose constructor initialises all weights again, in the ways of published models."""
 
     def __init__(self, how: str, modifier: int) -> None:
         super().__init__()
@@ -195,13 +195,13 @@ def _constructs(mesh: Mesh) -> list[bool]:
 
 
 def test_constructors_may_use_what_was_cut() -> None:
-    """Gathering in constructors, automatic or the tutorial's, gives plain values; in processes, for seeds."""
+    """Gathering in constructors, automatic or as in the tutorial, gives the values of plain construction."""
     assert on_processes(Topology(1, 2), _constructs) == [[True] * len(HOW)] * 2
 
 
 @each_rank(1, 2)
 def test_after_init_a_use_is_an_error_and_gathered_parameters_work(mesh: Mesh) -> None:
-    """Between Init and shard() values are read and changed under GatheredParameters alone."""
+    """Between Init and shard(), values can be read and changed only under GatheredParameters."""
     net = model(partial(inside, mesh, blocks=Block))
     weight = net.get_parameter("blocks.1.up.weight")
     for use in (weight.zero_, weight.sum, lambda: net(batch(0, 0))):
@@ -222,7 +222,7 @@ def test_after_init_a_use_is_an_error_and_gathered_parameters_work(mesh: Mesh) -
 
 @each_rank(1, 2)
 def test_a_backward_pass_before_the_model_is_sharded_is_an_error(mesh: Mesh) -> None:
-    """Gradients before shard() are refused, in Init or after; two threads define classes at a time."""
+    """Gradients before shard() are refused, inside Init and after it, also while two threads define classes."""
 
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -232,7 +232,7 @@ def test_a_backward_pass_before_the_model_is_sharded_is_an_error(mesh: Mesh) -> 
 
     def trained(weight: nn.Parameter) -> None:
         with GatheredParameters(weight):
-            with pytest.raises(ZeroError, match=r"reached parameter '.*' before the model is sharded: train"):
+            with pytest.raises(ZeroError, match=r"reached parameter '.*' before the model is sharded: call"):
                 weight.square().sum().backward()
             assert weight.grad is None
 
@@ -272,7 +272,7 @@ def test_nested_disabled_and_failing_contexts() -> None:
 
 @each_rank(1, 2)
 def test_a_seed_is_of_the_context_alone(mesh: Mesh) -> None:
-    """The same values on every rank, and numbers drawn afterwards as if nothing had been drawn."""
+    """All ranks get the same values, and random numbers after the context are as if nothing had been drawn."""
     with DRAWING:
         torch.manual_seed(mesh.rank)
         wanted = torch.rand(())
@@ -288,7 +288,7 @@ def test_a_seed_is_of_the_context_alone(mesh: Mesh) -> None:
 
 @each_rank(1, 1)
 def test_no_more_than_a_block_is_whole_while_a_model_is_made(mesh: Mesh) -> None:
-    """So a model larger than a rank's memory can be made: at most a block has its values, but small ones."""
+    """At any time at most one block is whole, besides small parameters, so a model may exceed a rank's memory."""
     made: list[Tensor] = []
     most = 0
 
@@ -307,7 +307,7 @@ def test_no_more_than_a_block_is_whole_while_a_model_is_made(mesh: Mesh) -> None
 
 @each_rank(2, 2)
 def test_a_change_under_gathered_parameters_is_whole_on_all_ranks_before_sharding(mesh: Mesh) -> None:
-    """Inside Init, and under an outer context, of cuts or not, the new values are read next."""
+    """Inside Init, and in an outer context, the next read sees the new values, whether parameters are cut or not."""
 
     class Copies(nn.Module):
         def __init__(self) -> None:
@@ -328,7 +328,7 @@ def test_a_change_under_gathered_parameters_is_whole_on_all_ranks_before_shardin
             weight.fill_(mesh.rank + 2.0)
         assert weight.sum() == 3 * 64
         with GatheredParameters(weight):
-            twice = pytest.raises(ZeroError, match="inside another one of it")
+            twice = pytest.raises(ZeroError, match="inside another GatheredParameters of this parameter")
             with twice, GatheredParameters(weight):
                 pass
     assert (shard(net, mesh=mesh, policy=EXACT).full_state_dict()["a.weight"] == 3).all()
@@ -336,7 +336,9 @@ def test_a_change_under_gathered_parameters_is_whole_on_all_ranks_before_shardin
 
 @each_rank(1, 2)
 def test_data_assigned_before_sharding_keeps_its_shape_and_type(mesh: Mesh) -> None:
-    """Inside Init, of cuts or not, and after it; other strides are taken, larger parameters replace it."""
+    """Other strides are taken, another shape or type is refused, inside Init and after it; a new parameter may be
+    larger.
+    """
 
     def refused(parameter: nn.Parameter) -> None:
         shape = tuple(parameter.shape)
@@ -376,7 +378,7 @@ def test_data_assigned_before_sharding_keeps_its_shape_and_type(mesh: Mesh) -> N
 
 
 class Forgets(nn.Module):
-    """Its reset_parameters() leaves what it is told alone."""
+    """A module whose reset_parameters() leaves the named tensor alone."""
 
     def __init__(self, forgotten: str) -> None:
         super().__init__()
@@ -393,7 +395,7 @@ class Forgets(nn.Module):
 
 @each_rank(1, 1)
 def test_a_tensor_of_a_meta_model_that_nothing_wrote_is_an_error(mesh: Mesh) -> None:
-    """Memory that nobody wrote never becomes weights: the error names the module and the tensor."""
+    """Memory that was never written does not become weights: an error names the module and the tensor."""
     for forgotten, error in {
         "weight": "0 .Forgets.* no values for 16 of 16 elements of 'weight'",
         "a row of weight": "no values for 4 of 16 elements of 'weight'",
@@ -409,7 +411,7 @@ def test_a_tensor_of_a_meta_model_that_nothing_wrote_is_an_error(mesh: Mesh) -> 
 
 @each_rank(1, 1)
 def test_a_parameter_that_is_resized_after_it_was_cut_is_an_error(mesh: Mesh) -> None:
-    """Its slices have no room for it: the error names both shapes."""
+    """An error names the old and the new shape."""
     resized = pytest.raises(ZeroError, match=r"'Linear.weight' was \(8, 8\) .* now \(16, 8\)")
     with resized, Init(mesh=mesh, policy=EXACT, whole_below=0, seed=0):
         net = nn.Linear(8, 8)

@@ -1,4 +1,4 @@
-"""Ranks that start from different weights are told so, on all ranks; equal ones never are."""
+"""Tests that ranks which start from different weights raise an error, and others do not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.strategies import EXACT
 
 @given(st.data(), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), st.integers(2, 5))
 def test_a_single_value_that_differs_is_found(data: st.DataObject, dtype: torch.dtype, ranks: int) -> None:
-    """One element on one rank makes a difference, named with the rank; whatever the layout, no other does."""
+    """One different element on one rank is found, in any layout, and the error names the parameter and the rank."""
     numbers = []
     odd = data.draw(st.integers(0, ranks))  # ranks: none
     for rank in range(ranks):
@@ -39,12 +39,12 @@ def test_a_single_value_that_differs_is_found(data: st.DataObject, dtype: torch.
 
 
 def test_a_negated_view_counts_by_its_values() -> None:
-    """Torch's bit for -x is part of the value."""
+    """Torch's bit that marks a view as negated is taken into account."""
     assert sums({"w": torch._neg_view(torch.ones(3))}) == sums({"w": -torch.ones(3)})
 
 
 def test_other_parameters_are_told() -> None:
-    """A rank that has one more, or one less, is named."""
+    """A rank with one parameter more, or one less, is named."""
     first = sums({"w": torch.ones(3)})
     for other in ({}, {**first, "b": 0}):
         assert "rank 1 " in difference([first, other])

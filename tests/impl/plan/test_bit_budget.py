@@ -1,4 +1,4 @@
-"""Bits by budget: never above it, never worse than one codec for all, and near the best there is."""
+"""Budgets of bits: a choice keeps within its budget, is never worse than one codec for all, and near the optimum."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COSTS = st.lists(
 def test_a_choice_is_within_its_budget_and_no_worse_than_one_codec(
     parts: list[dict[str, Cost]], extra: int
 ) -> None:
-    """Whatever the costs: bytes are within the budget, errors at most those of any single codec that fits."""
+    """Whatever the costs, a choice takes at most the budget's bytes and errs at most as any single codec that fits."""
     budget = sum(min(cost.bytes for cost in part.values()) for part in parts) + extra
     chosen = choose(parts, budget)
     spent = total(parts, chosen)
@@ -40,7 +40,7 @@ def test_a_choice_is_within_its_budget_and_no_worse_than_one_codec(
 
 @given(COSTS)
 def test_an_ample_budget_gives_the_least_errors(parts: list[dict[str, Cost]]) -> None:
-    """Where everything fits, each part travels in its most exact codec."""
+    """With enough bytes each part gets the codec with the smallest error."""
     budget = sum(max(cost.bytes for cost in part.values()) for part in parts)
     assert total(parts, choose(parts, budget)).error == sum(
         min(cost.error for cost in part.values()) for part in parts
@@ -48,8 +48,8 @@ def test_an_ample_budget_gives_the_least_errors(parts: list[dict[str, Cost]]) ->
 
 
 def test_a_budget_that_is_too_small_is_refused() -> None:
-    """Both numbers are named."""
-    with pytest.raises(ValueError, match="a budget of 3 bytes: the smallest codecs take 4"):
+    """A budget below the smallest codecs' bytes is refused, and the error names both numbers."""
+    with pytest.raises(ValueError, match="a budget of 3 bytes is too small: the smallest codecs take 4"):
         choose([{"a": Cost(4, 1.0), "b": Cost(8, 0.0)}], 3)
 
 
@@ -66,7 +66,7 @@ CODECS = ("int2:32", "int3:32", "int6:32", "int8:64", "bf16")
 def test_a_policys_budget_bounds_a_step(
     *, sizes: list[int], topology: Topology, name: str, chunks: int, draw: st.DataObject
 ) -> None:
-    """Chosen codecs keep to the budget, err at most as the policy's, and a step sends what is foreseen."""
+    """Chosen codecs keep within the budget, err at most as the policy's, and a step sends at most what is predicted."""
     initial = {"weights": parse("int4:32"), "gradients": (parse("int8:64"), parse("int4:32"))}
     budget = parse_budget(f"weights gradients every 1 of {' '.join(CODECS)}")
     policy = preset(name, **initial, budget=budget, chunks=chunks, memory=MemoryLimits(max_padding=1e9))
@@ -99,8 +99,8 @@ def test_a_policys_budget_bounds_a_step(
         assert sent["intra"] <= most["intra"]
 
 
-def test_bits_are_of_what_crosses_nodes_in_a_step() -> None:
-    """5 bits of the 2048 elements of a rank, in two gathers and a reduction, are 2560 and 1280 bytes."""
+def test_bits_count_what_crosses_nodes_in_a_step() -> None:
+    """5 bits for each of a rank's 2048 elements are 2560 bytes for two gathers and 1280 for a reduction."""
     policy = Policy(
         weights=parse("int4:32"),
         gradients=(parse("int4:32"), parse("int4:32")),

@@ -1,4 +1,4 @@
-"""The engine issues its messages, and waits for buckets, in the order of the simulated timeline."""
+"""The engine posts its messages, and waits for full buckets, in the order of the simulated timeline."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Events = list[tuple[str, str]]  # purpose of a message, or ``mean``, and the uni
 
 @contextmanager
 def _watched() -> Iterator[dict[int, Events]]:
-    """By rank, each message that is posted, by its purpose, and each mean that is taken, with the unit."""
+    """Record for each rank every message that is posted, as (purpose, unit), and every mean that is taken."""
     log: dict[int, Events] = {}
 
     def noting(owner: type, name: str, event: Callable[[Any], tuple[int, tuple[str, str]] | None]) -> Any:
@@ -132,8 +132,10 @@ _LATE = _small(persist_below=20, prefetch=0, max_reuse=0)  # norms' gradients co
 def test_gathers_reductions_and_buckets_come_in_the_order_of_the_prediction(
     drawn: tuple[Topology, Policy, dict[str, Any], list[str], int],
 ) -> None:
-    """Every message of weights and gradients, and every wait for a mean, on every rank; with units frozen in
-    whole or in part, kept, persistent, tied, offloaded, in chunks, rings and groups, at all stages.
+    """On every rank, all messages of weights and gradients, and all waits for a mean, come in the predicted order.
+
+    This holds with units that are frozen in whole or in part, kept, persistent, tied, offloaded, in chunks, in
+    rings and in groups, at all stages.
     """
     topology, policy, options, frozen, micro_batches = drawn
     with _watched() as log:

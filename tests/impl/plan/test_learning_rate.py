@@ -1,4 +1,4 @@
-"""Learning-rate schedules begin, peak and end where they say; DeepSpeed's are DeepSpeed's."""
+"""Learning-rate schedules begin, peak and end as specified; those read from DeepSpeed equal DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from impl.plan.topology import Topology
 def test_it_rises_to_one_and_falls_to_its_floor(
     warmup: int, decaying: int, start: float, floor: float, decay: Any
 ) -> None:
-    """In ``warmup`` steps, and by the last; it stays there."""
+    """A schedule rises to 1 in ``warmup`` steps, reaches its floor in the last step, and stays there."""
     steps = warmup + decaying
     schedule = Schedule(steps=steps, warmup=warmup, start=start, decay=decay, floor=floor)
     factors = [schedule.factor(step) for step in range(steps + 3)]
@@ -41,8 +41,8 @@ def test_it_rises_to_one_and_falls_to_its_floor(
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
 @pytest.mark.parametrize("shape", ["log", "linear"])
 @pytest.mark.parametrize("warmup", [1, 5])
-def test_deepspeeds_are_theirs(kind: str, shape: str, warmup: int) -> None:
-    """Factors equal those of DeepSpeed's class on an optimizer, step by step."""
+def test_deepspeeds_schedules_are_deepspeeds(kind: str, shape: str, warmup: int) -> None:
+    """Factors equal, step by step, those that DeepSpeed's class sets on an optimizer."""
     from deepspeed.runtime import lr_schedules as schedules
 
     parameters: dict[str, Any] = {"warmup_num_steps": warmup, "warmup_type": shape}
@@ -65,8 +65,8 @@ def test_deepspeeds_are_theirs(kind: str, shape: str, warmup: int) -> None:
         scheduler.step()
 
 
-def test_a_schedule_that_leaves_its_length_open_has_the_runs() -> None:
-    """``total_num_steps`` as a number, ``auto`` or not at all."""
+def test_a_schedule_without_a_length_has_the_runs_steps() -> None:
+    """``total_num_steps`` may be a number, ``auto`` or missing; the last two mean the steps of the run."""
     for given_steps in ({}, {"total_num_steps": "auto"}, {"total_num_steps": 30}):
         table = {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 4, **given_steps}}}
         parsed = recipe(table, topology=Topology(1, 1), steps=30)

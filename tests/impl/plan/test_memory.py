@@ -1,4 +1,4 @@
-"""Predicted memory, against the paper's and DeepSpeed's formulas."""
+"""Predicted memory agrees with the paper's and DeepSpeed's formulas."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from impl.plan.traffic import predict
 PUBLISHED = Path(__file__).parents[3] / "report" / "published"
 
 
-def test_memory_is_zeros_table_and_the_difference_is_named() -> None:
-    """Table 1 of ZeRO's paper, 45 numbers: 4, 2 and 0 bytes a parameter, and 12, 14 and 16 over the ranks.
+def test_memory_of_states_is_that_of_zeros_table() -> None:
+    """The 45 numbers of table 1 of ZeRO's paper: 4, 2 and 0 bytes a parameter, and 12, 14 and 16 over the ranks.
 
-    At stage 3 ours are equal: fp32 masters, mean gradients and Adam's states, where the paper counts 16-bit
-    weights and gradients beside fp32 masters.  Below, the mean gradient is fp32 too, and with several
-    micro-batches stage 1 adds up in fp32.
+    At stage 3 this engine has the same: fp32 masters, mean gradients and Adam's states, where the paper counts
+    16-bit weights and gradients in addition to fp32 masters.  Below stage 3 its mean gradient is fp32 too, and with
+    several micro-batches stage 1 adds up in fp32.
     """
-    beside = {1: (2, 4), 2: (0, 2), 3: (0, 0)}  # bytes a parameter more, and over the ranks
+    beside = {1: (2, 4), 2: (0, 2), 3: (0, 0)}  # extra bytes a parameter, and extra bytes over the ranks
     with (PUBLISHED / "zero_memory.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 45
@@ -41,8 +41,8 @@ def test_memory_is_zeros_table_and_the_difference_is_named() -> None:
         assert predicted == pytest.approx(float(row["gb_per_gpu"]), rel=0.005, abs=0.005), row
 
 
-def test_hpzs_copy_in_16_bits_is_the_papers() -> None:
-    """Figure 4's 100 B parameters on 64 nodes of 16: 12.5 GB in 16 bits, sent inside nodes (facts A4)."""
+def test_hpzs_copy_in_16_bits_takes_the_papers_bytes() -> None:
+    """Figure 4's 100 B parameters on 64 nodes of 16 ranks take 12.5 GB a rank in 16 bits (facts A4)."""
     topology, numel = Topology(64, 16), 100 * 10**9
     unit = lay_out("u", [ParameterSpec("w", (numel,))], grain=2048, world=1024, max_padding=0.001)
     released = MemoryLimits(max_reuse=0)
@@ -71,11 +71,12 @@ def test_hpzs_copy_in_16_bits_is_the_papers() -> None:
     ids=str,
 )
 def test_memory_beside_deepspeeds_estimator(offload: Offload, device: int, host: int) -> None:
-    """Bytes per parameter over the ranks at stage 3, of states (facts B2, without its buffer factor of 1.5).
+    """Bytes of states per parameter, divided by the ranks, at stage 3 (facts B2, without its buffer factor of 1.5).
 
-    DeepSpeed: 18 on the device; with the optimizer offloaded 2 there and 16 on the host; with parameters
-    too, none and 18.  Ours keeps no 16-bit shard or gradients beside the fp32 ones, so 16; offloaded, the
-    host also keeps the frame that it sends (2), and the device two mean gradients on their way.
+    DeepSpeed has 18 on the device; with the optimizer offloaded 2 on the device and 16 on the host; with parameters
+    offloaded too, 0 and 18.  This engine keeps no 16-bit shard or gradients in addition to the fp32 ones, so it has
+    16.  With offload the host also keeps the frame that is sent (2), and the device two mean gradients that are
+    being copied.
     """
     topology, numel = Topology(2, 4), 1 << 20
     unit = lay_out("u", [ParameterSpec("w", (numel,))], grain=32, world=8, max_padding=0)

@@ -1,4 +1,4 @@
-"""Policies as values, and which combinations are refused."""
+"""Policies are values with presets and text forms; impossible combinations are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MXFP8 = parse("mxfp8")
 
 @given(st.integers(1, 8), st.integers(1, 8))
 def test_the_papers_baseline_is_zero3_on_flat_rings(nodes: int, ranks: int) -> None:
-    """It gathers and reduces along all ranks at once, in 16 bits; all else is the best ZeRO-3's."""
+    """``zero3-flat`` gathers and reduces over all ranks at once, in 16 bits; all else is as in ``zero3``."""
     flat, topology = PRESETS["zero3-flat"], Topology(nodes, ranks)
     assert flat.gather_axes(topology) == ((topology.world_axis,), 0)
     assert (flat.gather, flat.reduce, flat.weights, flat.gradients) == ("flat", "ring", BF16, (BF16, BF16))
@@ -57,54 +57,63 @@ SHARD, INT8, HOST = parse("int8:shard"), parse("int8:32"), Offload(optimizer=1.0
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"gradients": BF16}, "expected a tuple of two codecs, of hop 1 and of hop 2"),
-        ({"weights": "int8:32"}, "codec 'int8:32' is a str: expected what"),
+        ({"gradients": BF16}, "expected a tuple of two codecs, for hop 1 and for hop 2"),
+        ({"weights": "int8:32"}, "codec 'int8:32' is a str: expected a codec"),
         ({"stage": 4}, "stage = 4: expected one of 0, 1, 2, 3"),
         ({"reduce": "twohop"}, "reduce = 'twohop': expected one of ring, one_hop, two_hop"),
         ({"secondary": 2, "secondary_format": "int8:64"}, "expected one of frames, fp32, bf16, fp16"),
-        ({"align": 0}, "align = 0, order_every = 32, refresh = 0: expected 1 to 8, 1 or more"),
-        ({"chunks": 9}, "chunks = 9, .*: expected 1 to 8"),
-        ({"gather": "flat", "secondary": 2}, "after a hierarchical one, in no group; here .*gather=flat"),
+        ({"align": 0}, "align=0, order_every=32, refresh=0: chunks is 1 to 8, align 1 or more"),
+        ({"chunks": 9}, "chunks=9, .*: chunks is 1 to 8"),
+        ({"gather": "flat", "secondary": 2}, "needs stage 3, group=0 and .*; here .*gather='flat'"),
         ({"reduce": "one_hop", "gradients": (BF16, FP32)}, "has one hop"),
-        ({"reduce": "ring", "feedback": Feedback()}, "here sums=fp32, feedback=classic: use two_hop"),
-        ({"reduce": "one_hop", "chunks": 2}, "reduce=one_hop has one hop; .* chunks=2: use two_hop"),
-        ({"gradients": (SHARD, BF16), "chunks": 2}, "cut a shard, of which int8:shard has one"),
-        ({"stage": 1, "reduce_every": "micro_batch"}, "stage 1 adds gradients up locally"),
-        ({"stage": 2, "secondary": "node"}, "secondary=node.* spares stage 3.* here stage 2"),
-        ({"group": 2, "secondary": 2}, "spares .* here stage 3, group=2"),
-        ({"stage": 0, "group": 2}, "group=2 needs stages 1 to 3, .* here stage 0"),
-        ({"group": "node", "reduce": "ring"}, "group=node needs .* hierarchical, ring"),
-        ({"sums": "fp16", "reduce": "ring"}, "here sums=fp16, feedback=none: use two_hop"),
-        (SHAPE | {"weights": MXFP8}, "blocks = 'shape' and mxfp8, whose blocks are of its format"),
-        (SHAPE | {"weights": parse("int4:32:hadamard8")}, "or of its rotation"),
-        ({"planes": 2}, "planes = 2 and weights = bf16: expected blocks"),
-        ({"planes": 2, "weights": SHARD}, "expected blocks"),
-        (PLANES | {"stage": 2}, "planes=2: .* here stage 2"),
-        (PLANES | {"secondary": 2}, "planes=2: .* here stage 3, secondary=2"),
-        (PLANES | {"offload": HOST}, "planes=2: .* here .* offload=True"),
-        ({"secondary_format": "bf16"}, "secondary = 0 keeps no copy for secondary_format = bf16"),
-        (COPY | {"secondary": 0, "secondary_format": "frames"}, "no copy for .* differences = int4:32"),
-        (COPY | {"secondary_format": "frames", "weights": INT8}, "in 16 or 32 bits, .* here int8:32"),
-        (COPY | {"offload": HOST}, "not offloaded; here bf16"),
-        (COPY | {"refresh": -1}, "refresh = -1"),
-        ({"secondary": 2, "refresh": 2}, "refresh = 2 is of differences"),
-        ({"secondary": 2, "inside": parse("int8:32:stochastic")}, "expected rounding to nearest"),
-        (COPY | {"inside": BF16}, "inside = bf16: expected .* secondary_format=frames"),
-        ({"secondary": 2, "inside": BF16, "offload": Offload(weights=1.0)}, "expected .* offload.weights=0"),
-        (GRADIENTS | {"stage": 0}, "expected stages 1 to 3"),
-        (WEIGHTS | {"group": "node"}, "and no group"),
-        (GRADIENTS | {"reduce": "one_hop"}, "is of a hop between nodes, and reduce = one_hop"),
-        (WEIGHTS | COPY, "expected neither differences nor offload"),
-        (WEIGHTS | {"offload": Offload(optimizer=0.5)}, "expected neither differences nor offload"),
-        (WEIGHTS | SHAPE, "and no group or shape"),
-        (WEIGHTS | {"weights": SHARD}, "int8:shard has one scale a shard"),
-        ({"budget": parse_budget("gradients every 5 of int4:shard")}, "int4:shard has one scale a shard"),
+        (
+            {"reduce": "ring", "feedback": Feedback()},
+            "here sums='fp32', feedback=classic: set reduce='two_hop'",
+        ),
+        ({"reduce": "one_hop", "chunks": 2}, "reduce='one_hop' has one hop.* chunks=2: set reduce='two_hop'"),
+        (
+            {"gradients": (SHARD, BF16), "chunks": 2},
+            "chunks=2 cuts a shard, for which int8:shard has a single",
+        ),
+        ({"stage": 1, "reduce_every": "micro_batch"}, "reduce_every='micro_batch' needs .* here stage 1"),
+        ({"stage": 2, "secondary": "node"}, "secondary='node'.* needs stage 3.* here stage 2"),
+        ({"group": 2, "secondary": 2}, "secondary=2.* needs .* here stage 3, group=2"),
+        ({"stage": 0, "group": 2}, "group=2 needs stage 1 to 3, .* here stage 0"),
+        ({"group": "node", "reduce": "ring"}, "group='node' needs .* gather='hierarchical', reduce='ring'"),
+        ({"sums": "fp16", "reduce": "ring"}, "here sums='fp16', feedback=none: set reduce='two_hop'"),
+        (SHAPE | {"weights": MXFP8}, "blocks='shape' chooses the size of blocks, and that of mxfp8 is fixed"),
+        (SHAPE | {"weights": parse("int4:32:hadamard8")}, "that of int4:32:hadamard8 is fixed"),
+        ({"planes": 2}, "planes=2 needs a codec with blocks, .* here weights=bf16"),
+        ({"planes": 2, "weights": SHARD}, "here weights=int8:shard"),
+        (PLANES | {"stage": 2}, "planes=2 needs .* here stage 2"),
+        (PLANES | {"secondary": 2}, "planes=2 needs .* here stage 3, secondary=2"),
+        (PLANES | {"offload": HOST}, "planes=2 needs .* here .* offload.optimizer=1"),
+        ({"secondary_format": "bf16"}, "secondary_format='bf16' needs hpZ: set secondary='node'"),
+        (COPY | {"secondary": 0, "secondary_format": "frames"}, "differences='int4:32' needs hpZ"),
+        (COPY | {"secondary_format": "frames", "weights": INT8}, "needs hpZ's copy in .* here .* in int8:32"),
+        (COPY | {"offload": HOST}, "and no offload; here the copy is in bf16"),
+        (COPY | {"refresh": -1}, "refresh=-1"),
+        ({"secondary": 2, "refresh": 2}, "refresh=2 has no effect without differences"),
+        ({"secondary": 2, "inside": parse("int8:32:stochastic")}, "needs a codec that rounds to nearest"),
+        (COPY | {"inside": BF16}, "inside='bf16' needs .* secondary_format='frames'"),
+        (
+            {"secondary": 2, "inside": BF16, "offload": Offload(weights=1.0)},
+            "needs .* offload.weights=0; here",
+        ),
+        (GRADIENTS | {"stage": 0}, "needs stage 1 to 3, .* here stage 0"),
+        (WEIGHTS | {"group": "node"}, "needs .* group=0, .* here .* group='node'"),
+        (GRADIENTS | {"reduce": "one_hop"}, "hop between nodes, and reduce='one_hop' has one hop"),
+        (WEIGHTS | COPY, "which differences and offload do not allow"),
+        (WEIGHTS | {"offload": Offload(optimizer=0.5)}, "which differences and offload do not allow"),
+        (WEIGHTS | SHAPE, "needs .* blocks='codec' .* here .* blocks='shape'"),
+        (WEIGHTS | {"weights": SHARD}, "int8:shard has one scale for a whole shard"),
+        ({"budget": parse_budget("gradients every 5 of int4:shard")}, "int4:shard has one scale for a whole"),
         ({"budget": parse_budget("weights every 5 of mine:Codec")}, "mine:Codec is a codec of your own"),
         ((MemoryLimits, {"max_reuse": -1}), r"memory\.max_reuse = -1: expected 0 or more"),
         ((MemoryLimits, {"max_padding": math.nan}), "max_padding = nan: expected 0 or more"),
         ((Offload, {"optimizer": math.nan}), r"offload\.optimizer = nan: expected 0 to 1"),
         ((Feedback, {"hops": "lst"}), "expected one of"),
-        ((Feedback, {"decay": 1.0}), "a decay is in"),
+        ((Feedback, {"decay": 1.0}), r"expected a decay in \[0, 1\)"),
     ],
 )
 def test_what_cannot_be_is_refused(fields: Any, message: str) -> None:
@@ -116,7 +125,7 @@ def test_what_cannot_be_is_refused(fields: Any, message: str) -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    """An unknown preset or field raises, listing what there is."""
+    """An unknown preset or field is refused, and the error lists the known ones."""
     with pytest.raises(PolicyError, match="unknown policy 'zero4': expected one of exact, zero0, zero1"):
         preset("zero4")
     for other in (5, ["zeropp"], None):
@@ -130,27 +139,27 @@ def test_unknown_names_are_refused() -> None:
     ("policy", "fits", "other", "message"),
     [
         (preset("hpz", secondary=3), Topology(2, 3), Topology(2, 2), "3 ranks does not fit 2 nodes"),
-        (Policy(**GRADIENTS), Topology(2, 1), Topology(1, 4), "between nodes, and 1x4 has one"),
+        (Policy(**GRADIENTS), Topology(2, 1), Topology(1, 4), "between nodes, and 1x4 has one node"),
     ],
 )
 def test_a_topology_that_does_not_fit_is_refused_there_and_not_before(
     policy: Policy, fits: Topology, other: Topology, message: str
 ) -> None:
-    """A group's size, and a budget of gradients on one node, which has no hop between nodes."""
+    """A group of the wrong size, and a budget for the hop between nodes on one node, are refused by ``check`` only."""
     policy.check(fits)
     with pytest.raises(PolicyError, match=message):
         policy.check(other)
 
 
-EXPECTED = "expected none, or weights, gradients or both"
+EXPECTED = r"expected none, or '\[weights \[bits\]\] \[gradients \[bits\]\] every"
 
 
 @pytest.mark.parametrize(
     ("read", "text", "message"),
     [
         (parse_feedback, "locko", "expected none, classic or loco"),
-        (parse_feedback, "loco:all:last", "option 'last' is unknown or stands twice"),
-        (parse_feedback, "classic:decay1.0", "a decay is in"),
+        (parse_feedback, "loco:all:last", "option 'last' is unknown or given twice"),
+        (parse_feedback, "classic:decay1.0", "expected a decay in"),
         (parse_budget, "gradients 4.5", EXPECTED),
         (parse_budget, "every 50 of int4:128", EXPECTED),
         (parse_budget, "gradients every 5 of int4", "codec 'int4'"),
@@ -161,7 +170,7 @@ EXPECTED = "expected none, or weights, gradients or both"
     ],
 )
 def test_impossible_texts_are_refused(read: Callable[[str], object], text: str, message: str) -> None:
-    """A text that is no feedback, no budget or no loss scale raises one line that says what is allowed."""
+    """A text that is no feedback, budget or loss scale is refused in one line that says what is allowed."""
     with pytest.raises(ValueError, match=message) as caught:
         read(text)
     assert "\n" not in str(caught.value)
@@ -190,7 +199,7 @@ TEXTS: dict[Callable[[str], Any], st.SearchStrategy[Any]] = {  # by their parser
 @pytest.mark.parametrize("read", TEXTS)
 @given(data=st.data())
 def test_texts_read_back(read: Callable[[str], Any], data: st.DataObject) -> None:
-    """Parsing the text of a feedback, loss scale or budget gives it back, but for a scale's seventh digit."""
+    """Parsing the text of a feedback, loss scale or budget gives the same value, up to a scale's seventh digit."""
     setting = data.draw(TEXTS[read])
     parsed = read(str(setting))
     assert str(parsed) == str(setting)
@@ -201,7 +210,7 @@ def test_texts_read_back(read: Callable[[str], Any], data: st.DataObject) -> Non
 
 
 def test_states_in_a_group_are_gathered_inside_and_reduced_over_all() -> None:
-    """MiCS: weights hop inside the group; gradients over the world, then between the groups again."""
+    """MiCS gathers weights inside a group; gradients are reduced over all ranks, then gathered between the groups."""
     topology = Topology(2, 4)
     policy = Policy(group=2, gradients=(BF16, parse("int4:64")))
     axes, spared = policy.gather_axes(topology)
@@ -215,8 +224,8 @@ def test_states_in_a_group_are_gathered_inside_and_reduced_over_all() -> None:
     assert [axis.size for axis in Policy(stage=0).replica_axes(topology)[0]] == [2, 4]
 
 
-def test_small_parameters_travel_unquantised() -> None:
-    """The policy of a persistent unit is of stage 2, in the compute type where the model's quantises."""
+def test_small_parameters_are_sent_unquantised() -> None:
+    """The persistent unit has a policy of stage 2, in the compute type where the model's policy quantises."""
     for codec in (FP32, BF16, FP16):
         small = preset("zeropp", compute=codec.dtype).for_kind(persistent=True)
         assert (small.stage, small.weights, small.gradients, small.secondary) == (2, codec, (codec, codec), 0)
@@ -227,7 +236,7 @@ def test_small_parameters_travel_unquantised() -> None:
 
 
 def _deepspeeds_groups(numel: int) -> int:
-    """Blocks of weights by the search of DeepSpeed's ``CUDAQuantizer``, step by step."""
+    """Returns the blocks of weights that the search of DeepSpeed's ``CUDAQuantizer`` finds, step by step."""
     groups = math.ceil(numel / 8000)
     while groups < numel and numel % (8 * groups) != 0:
         groups += 1
@@ -240,7 +249,7 @@ def _deepspeeds_groups(numel: int) -> int:
 @example(7)  # below 8000: one block
 @example(3137)  # of a shard of 32 times a prime
 def test_blocks_of_weights_are_those_of_deepspeeds_search(times: int) -> None:
-    """Of any shard that we lay out, a multiple of 32, blocks are as large, and whole."""
+    """For any shard that can be laid out (a multiple of 32), blocks are as large as DeepSpeed's, and whole."""
     shard = 32 * times
     assert weight_block(shard) * _deepspeeds_groups(shard) == shard
 
@@ -252,7 +261,7 @@ SHAPES = st.lists(st.lists(st.integers(1, 96), min_size=1, max_size=3), min_size
 def test_blocks_by_shape_are_deepspeeds_of_the_largest_matrix(
     shapes: list[list[int]], world: int, times: int
 ) -> None:
-    """Both hops have DeepSpeed's blocks, or no codes without a matrix; weights have blocks of the shard."""
+    """Both hops have DeepSpeed's blocks, or are not quantised without a matrix; weights have blocks of the shard."""
     policy = PRESETS["zeropp-shipped"]
     matrices = [shape for shape in shapes if len(shape) > 1]
     shaped = policy.by_shape(shapes, world, 32 * times)
@@ -270,7 +279,7 @@ def test_blocks_by_shape_are_deepspeeds_of_the_largest_matrix(
 
 
 def test_a_unit_without_a_matrix_is_sent_once() -> None:
-    """Two planes are of matrices: a unit of vectors has one; without known shapes they are the policy's."""
+    """A unit of vectors has one plane; if the shapes are not known, it has the policy's."""
     policy = PRESETS["mxfp8-planes"]
     for shapes, planes in (([(32,), (64,)], 1), ([(32,), (8, 8)], 2), ([], 2)):
         assert policy.by_shape(shapes, 4).planes == planes
@@ -279,7 +288,7 @@ def test_a_unit_without_a_matrix_is_sent_once() -> None:
 
 
 def test_a_decided_policy_keeps_the_layout() -> None:
-    """Grain and other codecs stay, whichever codec was chosen; units that are not trained have no budget."""
+    """Whichever codec a budget chose, grain and other codecs stay; units that are not trained have no budget."""
     policy = Policy(
         weights=parse("int8:96"), budget=parse_budget("weights gradients every 5 of int4:128 int6:64")
     )

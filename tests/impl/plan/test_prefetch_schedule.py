@@ -1,4 +1,4 @@
-"""Events become actions."""
+"""Schedules decide what is gathered ahead, and the order of reductions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ sizes = st.lists(st.integers(1, 100), min_size=2, max_size=9)
 
 @given(sizes, st.integers(0, 300))
 def test_prefetch_stays_within_its_limits_and_in_order(sizes: list[int], prefetch: int) -> None:
-    """What is gathered ahead are the next units, in order, within the element and count limits."""
+    """The units gathered ahead are the next ones, in order, within the limits of elements and of units."""
     schedule = Schedule(sizes, tuple(range(1, len(sizes))), (0,), prefetch)
     for unit in range(len(sizes)):
         for ahead, step in ((schedule.ahead_in_forward[unit], 1), (schedule.ahead_in_backward[unit], -1)):
@@ -24,13 +24,13 @@ def test_prefetch_stays_within_its_limits_and_in_order(sizes: list[int], prefetc
 
 @given(sizes)
 def test_reductions_go_backward_with_the_root_last(sizes: list[int]) -> None:
-    """All trainable units are reduced once, in reverse forward order, the root's at the end."""
+    """All trained units are reduced once, in reverse forward order, and the root's unit last."""
     schedule = Schedule(sizes, tuple(range(1, len(sizes))), (0,), 0)
     assert schedule.reduction_order == (*range(len(sizes) - 1, 0, -1), 0)
 
 
 def test_units_that_were_seen_to_run_come_first_in_their_order() -> None:
-    """What runs in another order than the model's is gathered ahead, and reduced, in that one."""
+    """Units that ran in another order than the model's are gathered ahead, and reduced, in that order."""
     schedule = Schedule([1] * 4, (1, 2, 3), (0,), 1).after([3, 1])
     assert schedule.order == (3, 1, 2)
     assert schedule.ahead_in_forward[3] == [1]

@@ -1,11 +1,11 @@
-"""Where parameters, pads and shards lie."""
+"""Layouts place every parameter, pad and shard."""
 
 from __future__ import annotations
 
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from impl.plan.shard_layout import GeometryError, PaddingError, ParameterSpec, chunked, lay_out, padding_share
@@ -20,7 +20,7 @@ specs = st.lists(st.tuples(shapes, st.integers(0, 2)), min_size=1, max_size=8).m
 def test_every_parameter_and_shard_starts_on_the_grain(
     parameters: list[ParameterSpec], grain: int, world: int
 ) -> None:
-    """No block straddles parameters or shards, nothing overlaps or is lost, and groups' spans tile shards."""
+    """No block spans two parameters or shards, nothing overlaps or is lost, and spans of groups cover the shards."""
     unit = lay_out("u", parameters, grain=grain, world=world, max_padding=1e9)
     assert unit.shard * world == unit.padded
     assert unit.shard % grain == 0
@@ -44,7 +44,7 @@ def test_every_parameter_and_shard_starts_on_the_grain(
 
 
 def test_too_much_padding_is_refused_by_name_with_numbers() -> None:
-    """A unit that would be mostly padding is refused, naming it, the share and the remedy."""
+    """A unit that would be mostly padding is refused; the error names the unit, the share and the way out."""
     with pytest.raises(
         GeometryError, match=r"unit 'ln'.*8128 of 8192.*blocks of 2048 on 4 ranks.*max_padding"
     ):
@@ -52,8 +52,9 @@ def test_too_much_padding_is_refused_by_name_with_numbers() -> None:
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=4), st.integers(1, 4096), st.integers(1, 8))
+@example([75], 3441, 3)  # 10248 elements of padding, and 136.64 * 75 is less than that in floating point
 def test_a_refusal_says_how_much_padding_to_allow(sizes: list[int], grain: int, world: int) -> None:
-    """With the share that it names the unit is laid out; with a hundredth less it is not."""
+    """A unit can be laid out with the share that its refusal names, and not with a hundredth less."""
     specs = [ParameterSpec(f"p{i}", (size,)) for i, size in enumerate(sizes)]
     try:
         unit = lay_out("u", specs, grain=grain, world=world, max_padding=0.0)
@@ -69,7 +70,7 @@ def test_a_refusal_says_how_much_padding_to_allow(sizes: list[int], grain: int, 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.sampled_from([1, 8]))
 def test_received_pieces_tile_the_unit(group: int, groups: int, grain: int) -> None:
-    """Each rank's piece is in its shard, all make the unit; with several groups another rank reduced it."""
+    """Each rank's piece is in its shard, and all pieces cover the unit; with several groups another rank reduced it."""
     world = group * groups
     unit = lay_out("u", [ParameterSpec("p", (100,))], grain=grain, world=world, max_padding=1e9, group=group)
     pieces = [unit.received_piece(rank) for rank in range(world)]
@@ -83,7 +84,7 @@ def test_received_pieces_tile_the_unit(group: int, groups: int, grain: int) -> N
 
 @given(st.integers(1, 5000), st.integers(1, 40), st.sampled_from([1, 8, 256]))
 def test_chunks_cover_a_piece(piece: int, chunks: int, grain: int) -> None:
-    """Chunks follow each other from the first element to the last, none empty, each from the grain on."""
+    """Chunks follow one another from the first element to the last, none is empty, and each starts on the grain."""
     bounds = chunked(piece, chunks, grain)
     assert 1 <= len(bounds) <= chunks
     assert (bounds[0][0], bounds[-1][1]) == (0, piece)
@@ -94,7 +95,7 @@ def test_chunks_cover_a_piece(piece: int, chunks: int, grain: int) -> None:
 
 @given(st.integers(1, 500), st.integers(3, 12), st.sampled_from([1, 256]))
 def test_chunks_taper(scale: int, chunks: int, grain: int) -> None:
-    """From three chunks on the first and the last are a third of those between; two are equal."""
+    """With three or more chunks the first and the last are a third of the others; two chunks are equal."""
     weights = [1, *[3] * (chunks - 2), 1]
     sizes = [end - start for start, end in chunked(scale * sum(weights) * grain, chunks, grain)]
     assert sizes == [scale * grain * weight for weight in weights]

@@ -1,4 +1,4 @@
-"""Predicted steps obey what holds of any cluster: more bandwidth or fewer bytes never lengthen one."""
+"""Predicted steps obey what holds for any cluster: more bandwidth or fewer bytes never lengthen a step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ works = st.builds(Work, parameters=amounts, tokens=amounts, egress_bytes=amounts
 def test_more_to_do_never_takes_less_time_and_a_faster_link_never_more(
     machine: Machine, work: Work, factor: float
 ) -> None:
-    """More to do never shortens a step, a faster link never lengthens it, an infinite one takes no time."""
+    """More work never shortens a step, a faster link never lengthens it, and an infinitely fast link takes no time."""
     seconds = step_time(machine, work).seconds
     for name in ("parameters", "tokens", "egress_bytes"):
         assert step_time(machine, replace(work, **{name: getattr(work, name) * factor})).seconds >= seconds
@@ -38,7 +38,7 @@ def test_more_to_do_never_takes_less_time_and_a_faster_link_never_more(
 
 @given(machines, works)
 def test_no_step_undercuts_a_resource_and_overlap_never_lengthens_one(machine: Machine, work: Work) -> None:
-    """A step takes at least its computation and its wire, and with full overlap at most its time without."""
+    """A step takes at least its computation and its wire, and with full overlap at most its time without overlap."""
     none, full = (step_time(replace(machine, overlap=overlap), work) for overlap in ("none", "full"))
     for step in (none, full):
         assert max(step.compute, step.wire, least_seconds(work, math.inf)) <= step.seconds
@@ -48,7 +48,7 @@ def test_no_step_undercuts_a_resource_and_overlap_never_lengthens_one(machine: M
 
 
 def test_what_was_not_measured_is_called_transferred() -> None:
-    """A batch outside of what the machine was measured with is not calibrated."""
+    """A batch outside the range that the machine was measured with is not called calibrated."""
     machine = Machine(name="m", source="s", fixed=1e-10, per_token=1e-13, efficiency=1, fewest=512, most=2048)
     work = Work(parameters=1e9, tokens=1024, egress_bytes=1e9, rate=1e9)
     assert step_time(machine, work).calibrated
@@ -64,11 +64,11 @@ def test_what_was_not_measured_is_called_transferred() -> None:
         ({"efficiency": 1.1}, "efficiency"),
         ({"efficiency": 0.0}, "efficiency"),
         ({"most": math.inf}, "most"),
-        ({"fixed": 0.0, "per_token": 0.0}, "nothing takes time"),
+        ({"fixed": 0.0, "per_token": 0.0}, "no step would take time"),
     ],
 )
 def test_a_machine_that_cannot_be_is_refused(changed: dict[str, float], named: str) -> None:
-    """Numbers that are negative, not finite or out of range are refused with the field's name."""
+    """Numbers that are negative, not finite or out of range are refused, and the error names the field."""
     values = {"fixed": 1e-10, "per_token": 1e-13, "efficiency": 0.9, "fewest": 1.0, "most": 2.0}
     with pytest.raises(ValueError, match=named):
         Machine(name="m", source="s", **values | changed)  # type: ignore[arg-type]

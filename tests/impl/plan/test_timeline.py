@@ -1,4 +1,4 @@
-"""The timeline of a pass: prediction and bound walk one schedule, and obey what holds of any cluster."""
+"""Simulated passes obey what holds for any cluster, and the lower bound is never above the prediction."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ MACHINE = Machine(
 
 
 def _schedule(units: int, prefetch: int = 1 << 40) -> Schedule:
-    """Unit 0 is the root's; all have one element."""
+    """A schedule in which unit 0 is the root's and all units have one element."""
     return Schedule([1] * units, tuple(range(1, units)), (0,), prefetch)
 
 
 def _bare(collective: Collective) -> Collective:
-    """The same where nothing but the adapter takes time."""
+    """The same loads, but only the adapter takes time."""
     return Collective(hops=tuple(Hop(adapter=hop.adapter) for hop in collective.hops))
 
 
@@ -49,9 +49,9 @@ def _bare(collective: Collective) -> Collective:
 def test_a_pass_takes_its_longest_resource_at_least_and_all_in_a_row_at_most(
     loads: list[Load], prefetch: int, frozen: frozenset[int], bucket: int, together: int
 ) -> None:
-    """It takes at least the times of processor, adapter and inside, and its bound; overlap never costs.
+    """A pass takes at least the time of each resource and its bound, and at most the sum; overlap never costs time.
 
-    Whichever units are frozen, or run together, and however many may be in reduction.
+    This holds whichever units are frozen or run together, and however many elements may be in reduction.
     """
     frozen &= {*range(len(loads))}
     blocks = [str(unit // together) for unit in range(len(loads))]
@@ -81,7 +81,7 @@ def test_a_pass_takes_its_longest_resource_at_least_and_all_in_a_row_at_most(
 
 
 def test_a_pass_by_hand() -> None:
-    """Two blocks, a second of everything: gathered, computed, and back again with their reductions."""
+    """Two blocks in which everything takes a second: gathers, computation, and backward with reductions, by hand."""
     second = Collective(hops=(Hop(adapter=1),))
     block = Load(forward=1, backward=1, gather=second, reduce=second)
     # forward: gathered at 1 and 2, computed until 3; backward: until 5, reduced at 5 and 6
@@ -91,7 +91,7 @@ def test_a_pass_by_hand() -> None:
 
 
 def test_the_second_hop_of_a_reduction_waits_for_the_next_gradient() -> None:
-    """It is posted a third into the next unit's backward pass; the last one's at once, at the end."""
+    """It is posted after a third of the next unit's backward pass; the last unit's is posted at once, at the end."""
     two = Collective(hops=(Hop(adapter=0), Hop(adapter=1)))
     loads = [Load(forward=0, backward=0), *[Load(forward=0, backward=3, reduce=two)] * 2]
     # computed until 3; posted at 4, gone at 5; computed until 6, gone at 7
@@ -101,7 +101,7 @@ def test_the_second_hop_of_a_reduction_waits_for_the_next_gradient() -> None:
 
 
 def test_frozen_units_take_no_place_among_the_reductions() -> None:
-    """However large they are: 90 thousand trained elements fit into a bucket of 500 thousand."""
+    """However large frozen units are, 90 thousand trained elements fit into a bucket of 500 thousand."""
     topology, policy = Topology(2, 2), Policy()
     how: Any = {"grain": 32, "world": 4, "max_padding": 1}
     units = [lay_out("root", [ParameterSpec("e", (1024, 64))], **how)]
@@ -124,7 +124,7 @@ def test_frozen_units_take_no_place_among_the_reductions() -> None:
 
 
 def test_a_full_bucket_waits_for_the_first_of_its_reductions() -> None:
-    """Of three blocks with one place among the reductions, each start waits for the one before."""
+    """With three blocks and room for one in the bucket, each reduction starts after the one before has ended."""
     second = Collective(hops=(Hop(adapter=1),), after=1)
     loads = [Load(forward=0, backward=0), *[Load(forward=0, backward=0, reduce=second)] * 3]
     # sent until 1, decoded until 2, three times over; else sent until 3, the last one decoded until 4
@@ -133,13 +133,13 @@ def test_a_full_bucket_waits_for_the_first_of_its_reductions() -> None:
 
 
 def test_a_pass_that_accumulates_reduces_nothing() -> None:
-    """It takes its computation alone."""
+    """A pass that only accumulates gradients takes just its computation."""
     loads = [Load(forward=1, backward=1, reduce=Collective(hops=(Hop(adapter=9),)))] * 3
     assert pass_time(_schedule(3), loads, reduces=False).seconds == pytest.approx(6)
 
 
-def test_chunks_travel_on_both_hops_at_once() -> None:
-    """A chunk leaves the node once the next was posted inside it; the last one at the next event."""
+def test_chunks_are_sent_on_both_hops_at_once() -> None:
+    """A chunk is sent between nodes once the next chunk was posted inside the node; the last one at the next event."""
     inside, between = Hop(adapter=0, inside=1), Hop(adapter=1)
     hops = in_chunks([[inside] * 3, [between] * 3])
     assert [hop.adapter for hop in hops] == [0, 0, 1, 0, 1, 1]
@@ -152,7 +152,7 @@ def test_chunks_travel_on_both_hops_at_once() -> None:
 
 
 def test_a_rings_steps_follow_one_another() -> None:
-    """On four ranks each step waits for the one before: three latencies, where one message would have one."""
+    """On four ranks each step of a ring waits for the one before: three latencies in place of one."""
     policy, topology = Policy(gather="flat", reduce="ring"), Topology(4, 1)
     step = Step(policy=policy, topology=topology, units=_units(topology, policy), parameters=1e4, tokens=1)
     late, later = (step_of(replace(MACHINE, latency=seconds), step).seconds for seconds in (1.0, 2.0))
@@ -169,7 +169,7 @@ def _units(topology: Topology, policy: Policy) -> list[UnitGeometry]:
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
-    """A step of any policy on any topology, but for differences, which no first step sends."""
+    """Draw a step of any policy on any topology, without differences, which the first step does not send."""
     topology = draw(topologies())
     policy = replace(draw(policies(topology)), order_every=0, differences=None, refresh=0)
     return Step(
@@ -195,7 +195,7 @@ COSTLY = replace(
 
 @given(steps())
 def test_what_the_model_sends_is_what_is_predicted_to_the_byte(step: Step) -> None:
-    """At a byte a second the adapter is busy for the bytes of :func:`predict`."""
+    """At one byte a second the adapter is busy for as many seconds as :func:`predict` counts bytes."""
     events, ranks = passes(step.policy, micro_batches=step.micro_batches), range(step.topology.ranks_per_node)
     books = [predict(step.policy, step.topology, step.units, rank, events) for rank in ranks]
     sent = sum(sent.bytes for book in books for key, sent in book.sent.items() if key.link == "inter")
@@ -204,7 +204,7 @@ def test_what_the_model_sends_is_what_is_predicted_to_the_byte(step: Step) -> No
 
 @pytest.mark.parametrize("text", ["bf16", "int4:128"])
 def test_differences_are_decoded_to_be_added_whatever_the_type_of_the_copy(text: str) -> None:
-    """A gather of differences decodes those of all nodes beside what a gather of weights does."""
+    """A gather of differences decodes those of all nodes, in addition to what a gather of weights decodes."""
     topology, cost = Topology(2, 2), CodecCost(encode=1.0, decode=1.0)
     machine = replace(MACHINE, codecs={"bf16": cost, text: cost})
     weights = Policy(secondary="node", align=128)
@@ -220,7 +220,7 @@ def test_differences_are_decoded_to_be_added_whatever_the_type_of_the_copy(text:
 
 @given(steps(), st.floats(1, 100))
 def test_more_bandwidth_or_faster_codecs_never_lengthen_a_step(step: Step, factor: float) -> None:
-    """Nor do fewer tokens, lower latency, a faster engine, or more processors."""
+    """Neither do fewer tokens, lower latency, a faster engine, or more processors."""
     faster = {
         text: CodecCost(encode=cost.encode / factor, decode=cost.decode / factor)
         for text, cost in COSTLY.codecs.items()
@@ -240,7 +240,7 @@ def test_more_bandwidth_or_faster_codecs_never_lengthen_a_step(step: Step, facto
 
 @given(steps())
 def test_with_infinite_bandwidth_a_step_is_its_computation_and_overhead(step: Step) -> None:
-    """Where messages take no time, nothing is exposed and no link is busy."""
+    """If messages take no time, the rank never waits and no link is busy."""
     unlimited = step_of(replace(COSTLY, latency=0.0, inside=0.0), replace(step, rate=math.inf))
     assert (unlimited.wire, unlimited.exposed) == (0.0, 0.0)
     assert unlimited.critical == "processor"

@@ -13,7 +13,7 @@ from tests.support.strategies import secondaries, topologies
 
 @given(topologies(12))
 def test_axes_number_the_world(topology: Topology) -> None:
-    """The digits of a gather's axes tell every rank from every other, for every hpZ group size."""
+    """The digits along a gather's axes distinguish all ranks, for every hpZ group size."""
     for secondary in secondaries(topology):
         axes, _ = topology.gather_axes(secondary)
         digits = {tuple(axis.digit(rank) for axis in axes) for rank in range(topology.world)}
@@ -22,7 +22,7 @@ def test_axes_number_the_world(topology: Topology) -> None:
 
 @given(topologies(12))
 def test_later_hops_stay_inside_the_secondary_group(topology: Topology) -> None:
-    """After the spared hops, what is left to gather lies within consecutive ranks of the group size."""
+    """The hops after those that hpZ saves stay within consecutive ranks of the group."""
     for secondary in secondaries(topology)[1:]:
         axes, spared = topology.gather_axes(secondary)
         assert math.prod(axis.size for axis in axes[spared:]) == secondary
@@ -35,7 +35,7 @@ def test_later_hops_stay_inside_the_secondary_group(topology: Topology) -> None:
 
 @pytest.mark.parametrize("ranks", [3, 5, 6, 9, 13, -1])
 def test_group_size_that_does_not_fit_is_refused_with_numbers(ranks: int) -> None:
-    """A group size that divides neither node nor world is refused, naming all three numbers."""
+    """A group size that divides neither node nor world is refused, and the error names all three numbers."""
     with pytest.raises(ValueError, match=rf"{ranks} ranks does not fit 2 nodes x 4 ranks.*4.*8"):
         Topology(2, 4).check_group("a group", ranks)
 

@@ -1,4 +1,4 @@
-"""Predicted bytes, against the paper's formulas; and what of a model is offloaded."""
+"""Predicted bytes agree with the paper's formulas; shares of offload are reached by whole units."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PUBLISHED = Path(__file__).parents[3] / "report" / "published"
 
 
 def inter_bytes(policy: Policy, topology: Topology, events: list[Event]) -> int:
-    """Bytes that all ranks send between nodes for one unit of 2^22 elements, released after each use."""
+    """Returns the bytes that all ranks send between nodes for one unit of 2^22 elements that is not kept gathered."""
     policy = replace(policy, memory=MemoryLimits(max_reuse=0))
     unit = lay_out(
         "u", [ParameterSpec("w", (1 << 11, 1 << 11))], grain=2048, world=topology.world, max_padding=0
@@ -62,7 +62,7 @@ def test_volumes_are_the_published_ones_plus_scales() -> None:
     ],
 )
 def test_volumes_of_successors_are_their_closed_forms(name: str, bits: list[float]) -> None:
-    """A step after the first sends the bits and scales of its gathers and reduction; SDP4Bit 0.52 M."""
+    """A step after the first sends the bits and scales of its gathers and its reduction; SDP4Bit sends 0.52 M."""
     topology = Topology(2, 2)
     first: list[Event] = ["forward", "backward", "step"]
     once, twice = (inter_bytes(PRESETS[name], topology, first * count) for count in (1, 2))
@@ -72,7 +72,7 @@ def test_volumes_of_successors_are_their_closed_forms(name: str, bits: list[floa
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_one_hop_sends_a_nodes_ranks_times_more_between_nodes(ranks: int) -> None:
-    """One-hop all-to-all crosses nodes with N times the two-hop traffic, N ranks a node (facts A2)."""
+    """With N ranks a node, the one-hop all-to-all sends N times as much between nodes as two hops (facts A2)."""
     topology = Topology(2, ranks)
     two_hop, one_hop = (
         inter_bytes(policy, topology, passes(policy))
@@ -84,7 +84,7 @@ def test_one_hop_sends_a_nodes_ranks_times_more_between_nodes(ranks: int) -> Non
 
 @pytest.mark.parametrize(("stage", "single", "triple"), [(0, 2, 2), (1, 2, 2), (2, 2, 4), (3, 3, 9)])
 def test_volumes_of_stages_are_the_published_ones(stage: Stage, single: int, triple: int) -> None:
-    """A step of one micro-batch, and one of three, sends the volumes of facts A10, in M."""
+    """Steps of one and of three micro-batches send the volumes of facts A10, in units of M."""
     policy, topology = preset("exact", stage=stage), Topology(4, 1)
     shards = 3 * 4 * (1 << 22)  # each rank's, or as much of its gradients, to three others
     for count, volumes in ((1, single), (3, triple)):
@@ -93,7 +93,7 @@ def test_volumes_of_stages_are_the_published_ones(stage: Stage, single: int, tri
 
 @pytest.mark.parametrize("secondary", [1, 2, 4, "node"])
 def test_accumulation_and_evaluation_reuse_the_secondary(secondary: Any) -> None:
-    """With hpZ inside a node one gather between nodes serves all passes on the same weights."""
+    """With hpZ inside a node, one gather between nodes serves all passes over the same weights."""
     topology = Topology(2, 4)
     policy = preset("hpz", secondary=secondary)
     once = inter_bytes(policy, topology, passes(policy))
@@ -105,7 +105,7 @@ def test_accumulation_and_evaluation_reuse_the_secondary(secondary: Any) -> None
 
 
 def test_a_block_with_frozen_parameters_is_two_units_gathered_together() -> None:
-    """The largest block counts whole, and with it the frozen unit of the block after it."""
+    """All units of the largest block count as gathered, and with them the frozen unit of the block after it."""
     sizes = {"root": 64, "a": 320, "a.frozen": 32, "b": 256, "b.frozen": 128, "c": 288, "c.frozen": 32}
     units = [_unit(name, size, trainable=not name.endswith(FROZEN)) for name, size in sizes.items()]
     policy = preset("exact", memory=MemoryLimits(max_reuse=0))
@@ -126,7 +126,7 @@ SHARES = st.sampled_from([0.0, 1.0]) | st.floats(0, 1)
 def test_offloaded_shares_are_reached_by_the_first_units_and_no_more(
     sizes: list[tuple[int, bool]], optimizer: float, weights: float
 ) -> None:
-    """The first whole units reach each share, not without the last; a frozen shard lies with its frames."""
+    """The first whole units reach each share, and one fewer would not; a frozen shard is where its frames are."""
     cut = [_unit(f"blocks.{index}", size, trainable=trained) for index, (size, trained) in enumerate(sizes)]
     placements = placements_of(Offload(optimizer=optimizer, weights=weights), cut)
     assert all(u.trainable or p.shard == p.frames for u, p in zip(cut, placements, strict=True))

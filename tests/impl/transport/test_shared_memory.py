@@ -1,4 +1,4 @@
-"""Flags in shared memory announce rows in order: by the C++ library, or plainly on x86."""
+"""Tests that flags in shared memory announce rows in order, with the C++ library or plainly on x86."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.ranks import each_rank
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    """Choices made under a test's patches do not outlive it."""
+    """Forget choices that were made under a test's patches."""
     flag_functions.cache_clear()
     yield
     flag_functions.cache_clear()
@@ -34,19 +34,19 @@ def _no_library(_: object) -> None:
 def test_a_processor_that_reorders_writes_needs_the_library(
     monkeypatch: pytest.MonkeyPatch, machine: str
 ) -> None:
-    """Without it one line refuses the transport, and says the way out."""
+    """Without the library the transport is refused in one line, which names the way out."""
     monkeypatch.setattr(build, "library", _no_library)
     monkeypatch.setattr(platform, "machine", lambda: machine)
     with pytest.raises(SharedMemoryError) as refusal:
         flag_functions()
     assert str(refusal.value) == (
-        f"transport 'shm' on {machine}, which reorders writes, needs our C++ library: make it buildable, or "
-        "use transport 'backend' (no C++ compiler installed: looked for c++)"
+        f"transport 'shm' on {machine}, which reorders writes, needs the C++ kernels: install what their "
+        "build lacks, or use transport 'backend' (no C++ compiler installed: looked for c++)"
     )
 
 
 def test_x86_keeps_the_order_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain writes and reads serve there."""
+    """On x86, plain writes and reads are used if the library is missing."""
     monkeypatch.setattr(build, "library", _no_library)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     assert flag_functions() is None
@@ -54,7 +54,7 @@ def test_x86_keeps_the_order_without_the_library(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.needs("c++")
 def test_flags_use_the_library_where_it_is_built() -> None:
-    """On x86 too, so that what runs elsewhere is what runs here."""
+    """The library is used on x86 too, so that tests there cover it."""
     assert flag_functions() is not None
 
 
@@ -80,7 +80,7 @@ def test_rows_are_whole_when_their_flags_are_seen(mesh: Mesh, functions: str) ->
 
 @each_rank(1, 2, processes=True)
 def test_a_wire_without_ordered_flags_is_refused(mesh: Mesh) -> None:
-    """All ranks read the refusal at their first exchange, before any waits for another."""
+    """All ranks raise the error at their first exchange, before any waits for another."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "library", _no_library)
         patch.setattr(platform, "machine", lambda: "aarch64")

@@ -1,4 +1,4 @@
-"""Messages through shared memory, or through host memory, train to the same bits, with the same ledger."""
+"""Tests that the transport, shared memory or host memory, changes neither results nor the ledger."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def _all_policies(mesh: Mesh, transport: str, names: tuple[str, ...]) -> dict[st
     ids=str,
 )
 def test_every_policy_trains_as_over_the_backend(topology: Topology, transport: str, backend: str) -> None:
-    """Through host memory, or by NCCL's rules, ledgers and losses of all ranks are the same to the bit."""
+    """Through host memory, or under NCCL's rules, losses and ledgers of all ranks are the same to the bit."""
     runs = on_threads(topology, _all_policies, transport, (), backend=backend)
     assert runs == on_threads(topology, _all_policies, "backend", ())
 
 
 def test_over_gloo_too() -> None:
-    """Between processes, point to point."""
+    """The same holds between processes that send point to point."""
     names = ("zero3-flat", "zeropp", "ring", "two_hop in 4 chunks", "loco", "offloaded")
     staged, backend = (
         on_processes(Topology(2, 2), _all_policies, transport, names) for transport in ("staged", "backend")
@@ -60,7 +60,7 @@ def test_over_gloo_too() -> None:
 
 @each_rank(2, 2, processes=True)
 def test_the_record_says_so(mesh: Mesh) -> None:
-    """Whatever carried a message, it went through host memory."""
+    """The record says that messages went through host memory."""
     wire = Wire(mesh, transport="staged")
     shard(model(), mesh=mesh, policy=preset("exact", memory=record.policies()["exact"].memory), wire=wire)
     wire.check_order()

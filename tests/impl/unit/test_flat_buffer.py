@@ -1,4 +1,4 @@
-"""Gathered weights while a pass looks at them: written, interrupted, or unused by one rank."""
+"""Tests of gathered weights that are written during a pass, interrupted, or unused by one rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _engine(mesh: Mesh, net: nn.Module, policy: Policy = EXACT, transport: Any =
 
 
 class _Half(nn.Module):
-    """Of two weights, one that some ranks do not use: their unit is released when the pass is finished."""
+    """A unit with two weights, one of which some ranks do not use: there it stays gathered until the pass ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class _Half(nn.Module):
 
 @contextlib.contextmanager
 def interrupted(kind: Any, purpose: str | None = None) -> Iterator[threading.local]:
-    """A KeyboardInterrupt comes to a thread rank in as many ``waits`` for messages, of a purpose or all."""
+    """Raise KeyboardInterrupt on a thread rank after ``waits`` waits for messages, of one purpose or of all."""
     left, wait = threading.local(), kind.wait
 
     def waiting(exchange: Any) -> Tensor:
@@ -64,7 +64,7 @@ def interrupted(kind: Any, purpose: str | None = None) -> Iterator[threading.loc
 @TRANSPORTS
 @pytest.mark.parametrize("waits", [2, 4])
 def test_a_gather_that_was_interrupted_is_not_there(waits: int, transport: Any) -> None:
-    """What KeyboardInterrupt left of a gather is never computed with: the next pass gathers it again."""
+    """The weights of an interrupted gather are never computed with: the next pass gathers them again."""
 
     @each_rank(1, 2)
     def interrupts(mesh: Mesh) -> None:
@@ -84,7 +84,7 @@ def _half() -> nn.Module:
 
 
 def test_a_parameter_that_one_rank_does_not_use_delays_no_other() -> None:
-    """Its unit stays gathered there until the pass ends; the next passes are right on all ranks."""
+    """The unit stays gathered on that rank until the pass ends; the next passes are right on all ranks."""
 
     def body(mesh: Mesh, transport: Any) -> list[float]:
         net = model(_half)
@@ -100,7 +100,7 @@ def test_a_parameter_that_one_rank_does_not_use_delays_no_other() -> None:
 
 
 class _Writes(nn.Module):
-    """Writes its weight, which is in use around a block."""
+    """A model that writes its own weight, which is in use around a block."""
 
     def __init__(self, write: Callable[[nn.Parameter], object]) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class _Writes(nn.Module):
 
 
 def _replace(weight: nn.Parameter) -> None:
-    """As layers do that limit their weight's norm."""
+    """Assign other data to a weight, as layers do that limit their weight's norm."""
     weight.data = torch.renorm(weight.data, 2, 0, 0.5)
 
 
@@ -133,7 +133,7 @@ WRITES = {
 def test_a_pass_in_which_weights_were_written_has_ended(
     mesh: Mesh, how: str, where: str, transport: Any
 ) -> None:
-    """A write that no master would see is an error that names it, and leaves nothing gathered or changed."""
+    """An error names the weight that was written, and nothing stays gathered or changed."""
     written = model(_Writes, write=WRITES[how])
     net = written if where == "root" else nn.Sequential(written, nn.Linear(8, 8))
     zero = _engine(mesh, net, transport=transport)
@@ -151,7 +151,7 @@ def test_a_pass_in_which_weights_were_written_has_ended(
 @pytest.mark.parametrize("how", WRITES)
 @each_rank(1, 2)
 def test_weights_that_stay_gathered_are_not_written_either(mesh: Mesh, how: str, stage: Any) -> None:
-    """Below stage 3 a write is refused, too: the next gather would undo it; the next pass is as without."""
+    """Below stage 3 a write is refused too; the next pass has the weights from before it."""
     written = model(_Writes, write=WRITES[how])
     zero = _engine(mesh, nn.Sequential(written, nn.Linear(8, 8)), replace(EXACT, stage=stage))
     for step in range(2):
@@ -162,7 +162,7 @@ def test_weights_that_stay_gathered_are_not_written_either(mesh: Mesh, how: str,
 
 
 class _ClampsAll(nn.Module):
-    """Blocks, and what writes all their weights once they have run, as an average of weights does."""
+    """Blocks, and a step after they have run that writes all their weights, as an average of weights does."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class _ClampsAll(nn.Module):
 )
 @each_rank(1, 2)
 def test_all_weights_that_were_written_are_named(mesh: Mesh, blocks: int, named: str, transport: Any) -> None:
-    """Where several units are refused at once one error has all their names, up to four, and the count."""
+    """One error for several units names up to four weights, and counts the others."""
     kept = replace(EXACT, memory=replace(EXACT.memory, max_reuse=10**9, max_live=10**9))
     _engine(mesh, net := _ClampsAll(blocks), kept, transport=transport)
     with pytest.raises(ZeroError, match=named) as caught:
@@ -200,7 +200,7 @@ def test_all_weights_that_were_written_are_named(mesh: Mesh, blocks: int, named:
 @TRANSPORTS
 @each_rank(1, 2)
 def test_reading_a_weight_between_passes_is_no_write(mesh: Mesh, transport: Any) -> None:
-    """Where units stay for their backward pass, seeing one parameter whole before it writes none of them."""
+    """Showing a parameter whole is no write to it, also where units stay gathered for backward."""
     net = model(_half)
     zero = _engine(mesh, net, replace(EXACT, memory=replace(ROOMY, max_reuse=10**9)), transport)
     loss = net(batch(0, mesh.rank, 8)).square().mean()
@@ -212,7 +212,7 @@ def test_reading_a_weight_between_passes_is_no_write(mesh: Mesh, transport: Any)
 
 @TRANSPORTS
 def test_a_backward_pass_in_which_weights_were_written_has_ended(transport: Any) -> None:
-    """Its end tells of a write, and is one: the next passes train as without it."""
+    """Its end reports the write, and the pass is over: the next passes train as if nothing was written."""
 
     def body(mesh: Mesh, writes: bool) -> list[float]:
         net, losses = model(_half), []

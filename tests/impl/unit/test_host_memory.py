@@ -1,4 +1,4 @@
-"""Memory is used again, and offloading to the host moves bytes and changes no bit of what is learned."""
+"""Tests that memory is reused, and that offloading copies the predicted bytes and changes no result."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ ALL = Offload(optimizer=1, weights=1)
 def run(
     mesh: Mesh, net: nn.Module, policy: Policy, passes: list[str], width: int = 16
 ) -> tuple[History, dict[CopyKey, int], dict[str, Tensor]]:
-    """A run, what it copied, and the state that was gathered after it."""
+    """Train; return the losses, the bytes copied, and the state that was gathered afterwards."""
     history = history_of(mesh, net, policy, passes, width=width, seed=3)
     return history, history.zero.copied(), history.zero.full_state_dict()
 
 
 def equal(topology: Topology, net: nn.Module, policy: Policy, passes: list[str], width: int = 16) -> None:
-    """Assert that offloading changes only where bytes lie, and that its copies were predicted."""
+    """Assert that offloading only moves bytes, and that its copies are as predicted."""
     plain, offloaded = (
         on_threads(topology, run, net, run_policy, passes, width)
         for run_policy in (replace(policy, offload=Offload()), policy)
@@ -55,7 +55,7 @@ def equal(topology: Topology, net: nn.Module, policy: Policy, passes: list[str],
 
 
 def frozen_parts(net: nn.Module) -> nn.Module:
-    """The same model with a frozen bias in each block."""
+    """Return the model with a frozen bias in each block."""
     for name, parameter in net.named_parameters():
         parameter.requires_grad_(requires_grad=not name.endswith("up.bias"))
     return net
@@ -64,7 +64,7 @@ def frozen_parts(net: nn.Module) -> nn.Module:
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_offloading_changes_no_bit(data: st.DataObject) -> None:
-    """Any policy trains to the same bits with any shares offloaded, and copies what is foreseen."""
+    """Any policy trains to the same bits whatever share is offloaded, and makes the predicted copies."""
     topology = data.draw(topologies(4))
     shares = st.sampled_from([0.0, 0.3, 0.7, 1.0])
     offload = Offload(optimizer=data.draw(shares), weights=data.draw(shares))
@@ -87,7 +87,7 @@ def test_offloading_changes_no_bit(data: st.DataObject) -> None:
     ids=str,
 )
 def test_what_is_kept_between_steps_stays_in_step(changes: dict[str, Any]) -> None:
-    """Codes, keyed noise and carried errors have the same bits; so has an fp16 step that overflows."""
+    """Codes, random bits and carried errors are the same with offloading, also after an fp16 step that overflows."""
     policy = Policy(**{"memory": ROOMY, "offload": ALL, **changes})  # type: ignore[arg-type]
     between = "spike" if policy.loss_scale else "accumulate"
     equal(Topology(2, 2), frozen_parts(model()), policy, ["train", "evaluate", between, "train"])
@@ -96,7 +96,7 @@ def test_what_is_kept_between_steps_stays_in_step(changes: dict[str, Any]) -> No
 @pytest.mark.parametrize("offload", SHARES, ids=str)
 @each_rank(2, 1)
 def test_weights_written_by_hand_are_sent_again(mesh: Mesh, offload: Offload) -> None:
-    """A kept frame is of the masters as they are: after a write by hand, and after a load."""
+    """A frame that is kept on the host is encoded anew after a write by hand, and after a load."""
     history = History(mesh, model(), preset("exact", memory=ROOMY, offload=offload))
     for kind in ("evaluate", "by hand", "evaluate", "load", "evaluate"):
         history.act(kind, 0)
@@ -106,10 +106,10 @@ def test_weights_written_by_hand_are_sent_again(mesh: Mesh, offload: Offload) ->
 
 
 class Late(HostMemory):
-    """Copies to the host that take place when they are waited for, as late as a device may."""
+    """Copies to the host that are made only when somebody waits for them, which a device may do."""
 
     def download(self, staged: Tensor, target: Tensor, purpose: Copied, unit: str) -> Arrival:
-        """As :meth:`HostMemory.download`; until its end the target holds NaN."""
+        """Download as :meth:`HostMemory.download` does, with NaN in the target until the end."""
         self.copied[CopyKey("to_host", purpose, unit)] += staged.nbytes
         target.fill_(torch.nan)
         arrival = self._left[self._turn] = _Delayed(staged, target)
@@ -117,14 +117,14 @@ class Late(HostMemory):
 
 
 class _Delayed(Arrival):
-    """A copy that is made by whoever waits for it first."""
+    """A copy that is made by the first who waits for it."""
 
     def __init__(self, staged: Tensor, target: Tensor) -> None:
         super().__init__()
         self.staged, self.target, self.done = staged, target, False
 
     def join(self) -> None:
-        """The device goes on after the copy."""
+        """Make the copy, since the device goes on only after it."""
         if not self.done:
             self.target.copy_(self.staged)
             self.done = True
@@ -134,7 +134,7 @@ class _Delayed(Arrival):
 
 @pytest.mark.parametrize("passes", [["train"] * 3, ["accumulate", "train", "clipped"]], ids=str)
 def test_gradients_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch, passes: list[str]) -> None:
-    """Staging is written again, and masters' gradients are read, only after the copy: the same bits."""
+    """Staging is overwritten, and masters' gradients are read, only after the copy has been made."""
     monkeypatch.setattr("impl.zero.HostMemory", Late)
     policy = preset("zeropp", memory=ROOMY, offload=ALL)
     equal(Topology(1, 2), model(depth=4), policy, passes)
@@ -158,7 +158,9 @@ def test_a_gpu_trains_to_the_same_bits_with_offload(name: str, offload: Offload)
 
 
 def _on_gpu(mesh: Mesh, policy: Policy) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and state of six steps of two micro-batches, of SGD by 2^-k: devices round AdamW differently."""
+    """Return losses and state after six steps of two micro-batches, of SGD with a rate of 2^-k, since devices round
+    AdamW differently.
+    """
     net = model(width=256, hidden=512, depth=6).to(mesh.device)
     loss_of = lambda net, number, rank: net(batch(number, rank, 256).to(mesh.device))  # noqa: E731
     return train(mesh, net, policy, 6, 2, optimize=partial(sgd, lr=2.0**-4), loss_of=loss_of)[:2]
@@ -166,7 +168,7 @@ def _on_gpu(mesh: Mesh, policy: Policy) -> tuple[list[float], dict[str, Tensor]]
 
 @each_rank(1, 2)
 def test_the_record_says_what_the_hosts_memory_was(mesh: Mesh) -> None:
-    """On a CPU it is accounting, and said to be that."""
+    """On a CPU the record says that offloading is accounting only."""
     plain, moved = (
         describe(shard(model(), mesh=mesh, policy=Policy(memory=ROOMY, offload=offload)))
         for offload in (Offload(), Offload(optimizer=0.4))
@@ -182,7 +184,7 @@ ORDERS = st.lists(st.one_of(SIZES, st.just(0)), max_size=60)
 
 @given(ORDERS, st.lists(SIZES, min_size=1, max_size=6))
 def test_a_reserve_never_holds_more_than_was_in_use_at_once(order: list[int], last: list[int]) -> None:
-    """Its peak is that of use alone, buffers in use do not overlap, and it holds what the last pass used."""
+    """Its peak is the peak of buffers in use, these never overlap, and it keeps what the last pass used."""
     meter = Meter()
     reserve = Reserve(torch.float32, torch.device("cpu"), meter, "gathered")
     taken: list[Tensor] = []
@@ -209,7 +211,7 @@ def test_a_reserve_never_holds_more_than_was_in_use_at_once(order: list[int], la
 
 @given(st.lists(SIZES, min_size=1, max_size=8))
 def test_the_same_sequence_again_asks_for_no_fresh_memory(sizes: list[int]) -> None:
-    """Units that are gathered together in each pass get in the second pass the buffers of the first."""
+    """If passes gather the same units together, the second pass gets the buffers of the first."""
     reserve = Reserve(torch.float32, torch.device("cpu"), Meter(), "gathered")
     seen: list[set[int]] = []
     kept: list[Tensor] = []  # so that no address is used again by chance

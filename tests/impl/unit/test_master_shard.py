@@ -1,4 +1,4 @@
-"""Nothing that a user does to masters is without effect, or seen late."""
+"""Tests that everything users do to masters takes effect, and in time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def blocks(width: int = 16) -> nn.Module:
-    """Three blocks, the last without an activation: its output halves with its weights."""
+    """Return three blocks; the last has no activation, so its output halves if its weights do."""
     parts = [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)) for _ in range(3)]
     return nn.Sequential(*parts)
 
@@ -104,7 +104,7 @@ def output(net: nn.Module) -> Tensor:
 
 
 def seen(zero: Zero) -> Tensor:
-    """The output with the weights of the engine, after :meth:`Zero.weights_changed` where it is refused."""
+    """Return the output with the engine's weights, after :meth:`Zero.weights_changed` if the pass is refused."""
     try:
         return output(zero.model)
     except ZeroError as error:
@@ -118,7 +118,7 @@ def seen(zero: Zero) -> Tensor:
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_written_masters_are_evaluated_or_refused(policy: str, write: str) -> None:
-    """After any write an evaluation has the new weights, or names the call that brings them."""
+    """After any write, an evaluation uses the new weights, or an error names the call that it needs."""
 
     @each_rank(1, 2)
     def run(mesh: Mesh) -> None:
@@ -141,7 +141,7 @@ def test_written_masters_are_evaluated_or_refused(policy: str, write: str) -> No
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kept", [False, True])
 def test_steps_follow_an_assignment(policy: str, *, kept: bool) -> None:
-    """``p.data = old`` after a climb, as SAM is coded, trains as one process; also if ``old`` is kept."""
+    """``p.data = old`` after a climb, as SAM does it, trains as in one process, also if ``old`` is kept."""
 
     def train(optimizer: torch.optim.Optimizer, backward: Callable[[int], None]) -> list[Any]:
         masters, held = [p for group in optimizer.param_groups for p in group["params"]], []
@@ -186,7 +186,7 @@ def test_steps_follow_an_assignment(policy: str, *, kept: bool) -> None:
 
 @each_rank(1, 2)
 def test_memory_that_a_user_keeps_stays_the_masters(mesh: Mesh) -> None:
-    """Masters assigned views of one vector follow what is written to the vector later, as in torch."""
+    """Masters that are views of a user's vector follow later writes to the vector, as in torch."""
     zero = shard(model(blocks), mesh=mesh, policy=POLICIES["exact"])
     masters = masters_of(zero)
     vector = nn.utils.parameters_to_vector(masters).detach()
@@ -200,7 +200,7 @@ def test_memory_that_a_user_keeps_stays_the_masters(mesh: Mesh) -> None:
 
 
 def back_up(masters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Average weights put in and taken out without a copy, as in recipes for moving averages."""
+    """Put average weights in and take them out without a copy, as recipes for moving averages do."""
     old = [master.data for master in masters]
     for master in masters:
         master.data = master.data * 0.5
@@ -211,7 +211,7 @@ def back_up(masters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def exchange(masters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Memory exchanged with other tensors, which are written then."""
+    """Exchange memory with other tensors, and then write to those."""
     others = [master.detach() * 0.5 for master in masters]
     for master, other in zip(masters, others, strict=True):
         master.data, other.data = other.data, master.data
@@ -227,7 +227,7 @@ def exchange(masters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def alias(masters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Aliases of old memory, written after half of the masters have other memory."""
+    """Write to aliases of old memory after half of the masters got other memory."""
     aliases = [master.detach() for master in masters]
     for master in masters[::2]:
         master.data = master.data * 0.5
@@ -238,14 +238,14 @@ def alias(masters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def cross(masters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Two masters that take each other's memory."""
+    """Let two masters take each other's memory."""
     first, second = next((a, b) for a, b in itertools.combinations(masters, 2) if a.shape == b.shape)
     first.data, second.data = second.data, first.data
     yield
 
 
 def array(masters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Memory of NumPy's, which is written later."""
+    """Give masters memory of NumPy's, and write to it later."""
     arrays = [master.detach().numpy().copy() for master in masters]
     for master, values in zip(masters, arrays, strict=True):
         master.data = torch.from_numpy(values)
@@ -261,7 +261,7 @@ def array(masters: Sequence[nn.Parameter]) -> Iterator[None]:
 def test_memory_behaves_as_that_of_parameters(
     mesh: Mesh, write: Callable[[Sequence[nn.Parameter]], Iterator[None]], policy: str
 ) -> None:
-    """Masters whose memory users keep, exchange and assign again have the values of plain parameters."""
+    """If users keep, exchange and reassign masters' memory, masters have the values that plain parameters have."""
     zero = shard(model(blocks), mesh=mesh, policy=POLICIES[policy])
     units = [unit for unit in zero.units if unit.geometry.trainable]
     masters = [master for unit in units for _, master in unit.master_shard.masters]
@@ -278,7 +278,7 @@ def test_memory_behaves_as_that_of_parameters(
 
 @each_rank(1, 2)
 def test_memory_that_nobody_keeps_is_given_up(mesh: Mesh) -> None:
-    """A master is a view of the shard again, once its values are taken over and nobody holds the others."""
+    """A master becomes a view of the shard again once its values are copied and nobody holds its memory."""
     zero = shard(model(blocks), mesh=mesh, policy=POLICIES["exact"])
     addresses = [master.data_ptr() for master in masters_of(zero)]
     WRITES["data ="](masters_of(zero))
@@ -301,7 +301,7 @@ def test_memory_that_nobody_keeps_is_given_up(mesh: Mesh) -> None:
 )
 @each_rank(1, 2)
 def test_other_data_is_refused(mesh: Mesh, change: Callable[[Tensor], Tensor]) -> None:
-    """Data of another shape, type or device is refused with both."""
+    """Data of another shape, type or device is refused; the error names both."""
     zero = shard(model(blocks), mesh=mesh, policy=POLICIES["exact"])
     master = masters_of(zero)[0]
     shape = tuple(master.shape)
@@ -316,7 +316,7 @@ def test_other_data_is_refused(mesh: Mesh, change: Callable[[Tensor], Tensor]) -
 
 @each_rank(1, 2)
 def test_frozen_masters_and_hooks_are_refused(mesh: Mesh) -> None:
-    """Autograd does not reach masters: their ``requires_grad`` and hooks would do nothing, in silence."""
+    """A frozen master, or a hook on one, is refused, since autograd does not reach masters."""
     zero = shard(model(blocks), mesh=mesh, policy=POLICIES["exact"])
     master = masters_of(zero)[0]
     master.requires_grad_(False)
@@ -364,7 +364,7 @@ def test_memory_of_gradients_is_reused(mesh: Mesh) -> None:
 
 @each_rank(1, 2)
 def test_assigned_gradients_count(mesh: Mesh) -> None:
-    """A gradient that a user assigns is the one that norms, steps and access see, and is added to."""
+    """A gradient that a user assigns is what norms, steps and access see, and later gradients are added to it."""
     zero = shard(model(blocks), mesh=mesh, policy=POLICIES["exact"])
     shards = [unit.master_shard for unit in zero.units]
     zero.model(batch(0, mesh.rank)).square().mean().backward()
@@ -391,7 +391,7 @@ def test_assigned_gradients_count(mesh: Mesh) -> None:
 @example(4098, [(4096, 1)])
 @example(3, [(2, 1)])
 def test_sums_tell_writes_apart(numel: int, writes: list[tuple[int, int]]) -> None:
-    """Up to three written elements, of any place and bits, change the sums."""
+    """Up to three written elements, anywhere and with any bits, change the sums."""
     values = torch.arange(numel, dtype=torch.float32)
     bits = values.clone().view(torch.int32)
     for place, value in writes:
@@ -402,7 +402,7 @@ def test_sums_tell_writes_apart(numel: int, writes: list[tuple[int, int]]) -> No
 
 
 def test_sums_tell_swaps_apart() -> None:
-    """Swapped rows and a reversed order change the sums."""
+    """Swapped rows, and the reversed order, change the sums."""
     values = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
     for other in (values[[1, 0, *range(2, 64)]], values.flip(0), values.flip(1)):
         assert not torch.equal(sums_of_bits(values.flatten()), sums_of_bits(other.flatten()))

@@ -1,4 +1,4 @@
-"""hpZ's secondary: what it saves, and when its life ends."""
+"""Tests of hpZ's secondary shard: which bytes it saves, and when it becomes stale."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from tests.support.training import batch, booked, model, train
 
 
 def _phases(mesh: Mesh, policy: Policy) -> list[int]:
-    """Bytes of weights that cross nodes in forward and in backward."""
+    """Return the bytes of weights that cross between nodes in forward and in backward."""
     zero = train(mesh, model(), policy, 2, 2)[2]
     return [booked(zero, link="inter", purpose="weights", phase=phase) for phase in ("forward", "backward")]
 
 
 @pytest.mark.parametrize("secondary", [1, 2, 4, "node"])
 def test_hpz_inside_a_node_sends_nothing_between_nodes_in_backward(secondary: Any) -> None:
-    """With a group inside a node, backward gathers cross no node border, and forward ones once a step."""
+    """With a group inside a node, backward gathers send nothing between nodes, and forward gathers only once a
+    step.
+    """
     topology, exact = Topology(2, 4), replace(EXACT, memory=replace(EXACT.memory, max_reuse=0))
     kept, plain = (on_threads(topology, _phases, replace(exact, secondary=ranks)) for ranks in (secondary, 0))
     for (forward, backward), (gathered, again) in zip(kept, plain, strict=True):
@@ -75,7 +77,7 @@ def test_a_copy_in_16_bits_is_the_decoded_frames_cast(
 @pytest.mark.parametrize("change", ["train", "load", "by hand", "untold"])
 @each_rank(2, 2)
 def test_a_stale_secondary_is_never_used(mesh: Mesh, change: str) -> None:
-    """A fused step, a load or a write to masters, told of or not, ends its life: the next pass sees it."""
+    """After a fused step, a load, or any write to masters, the next pass gathers the new weights."""
     fused = partial(torch.optim.AdamW, lr=0.05, fused=True)
     history = History(mesh, model(), replace(EXACT, secondary="node"), optimize=fused)
 

@@ -1,4 +1,4 @@
-"""Hops and decoding beside a GPU's computation, on streams of their own: all uses of memory are in order."""
+"""Tests that hops and decoding on side streams of a GPU use memory in order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ POLICIES = {
 
 
 def trained(mesh: Mesh, policy: Policy, detected: bool) -> dict[str, Tensor]:
-    """Weights after steps with accumulation, an evaluation, and weights that are written by hand."""
+    """Return the weights after steps with accumulation, an evaluation, and a write by hand."""
     with Detector() if detected else contextlib.nullcontext():
         net = model()
         zero = shard(net, mesh=mesh, policy=policy)
@@ -69,7 +69,7 @@ IN_LINE = (("zeropp", 2), ("ring", 1))
 def test_streams_change_nothing_and_race_nowhere(
     name: str, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights after training are the same to the bit; every two accesses of one memory are in order."""
+    """Weights after training have the same bits, and any two accesses to the same memory are in order."""
     topology, policy = Topology(nodes, 2), POLICIES[name]
     wanted = on_threads(topology, trained, policy, False, backend="nccl_rules", seconds=20)
     on_streams(monkeypatch)
@@ -80,7 +80,7 @@ def test_streams_change_nothing_and_race_nowhere(
 
 
 def test_hops_are_posted_when_a_gather_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both hops of the unit ahead are on their way before the unit before it computes; alike on all ranks."""
+    """Both hops of the unit ahead are posted before the unit before it computes, in the same order on all ranks."""
     on_streams(monkeypatch)
     log: dict[str, list[str]] = {}
     post = Distributed.post
@@ -111,7 +111,7 @@ def test_hops_are_posted_when_a_gather_starts(monkeypatch: pytest.MonkeyPatch) -
 
 
 def without(name: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """Takes one of the waits away."""
+    """Remove one of the waits."""
 
     def join(stream: str) -> Callable[[Wire, Arrival], None]:
         kept = Wire.join
@@ -140,7 +140,7 @@ def without(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     ("name", "ranks"), [("gathers", 2), ("reductions", 2), ("buffers", 2), ("what came before", 1)]
 )
 def test_every_wait_is_needed(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a wait for a gather, reductions, a buffer's last user or earlier work, two accesses race."""
+    """Without the wait for a gather, a reduction, a buffer's last user or earlier work, two accesses race."""
     on_streams(monkeypatch)
     without(name)(monkeypatch)
     with pytest.raises(RaceError, match="in no order"):

@@ -1,4 +1,4 @@
-"""Weight differences: copies that stay equal, errors within bounds, and what is sent when."""
+"""Tests of weight differences: copies stay equal, errors stay bounded, and the right values are sent."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _replicas(mesh: Mesh, policy: Policy, kinds: Sequence[str]) -> tuple[list[Te
 
 
 def sent(history: History) -> int:
-    """Bytes of weights that a rank has sent to other nodes."""
+    """Return the bytes of weights that a rank has sent to other nodes."""
     return booked(history.zero, link="inter", purpose="weights")
 
 
@@ -58,7 +58,7 @@ def sent(history: History) -> int:
 def test_replicas_are_equal_to_the_bit_after_any_history(
     kinds: list[str], differences: str, kept: Any, refresh: int, where: tuple[Topology, Any]
 ) -> None:
-    """In any run all ranks gather the same bits, and send the predicted bytes between nodes."""
+    """In any run, all ranks gather the same bits and send the predicted bytes between nodes."""
     topology, secondary = where
     policy = replace(
         SDP4BIT, differences=parse(differences), secondary=secondary, secondary_format=kept, refresh=refresh
@@ -89,7 +89,7 @@ def _between(mesh: Mesh, kinds: tuple[str, ...]) -> list[Tensor]:
     ],
 )  # fmt: skip
 def test_what_trains_nothing_leaves_no_trace_in_copies(kinds: tuple[str, ...]) -> None:
-    """A run whose weights were evaluated and gathered anew, or saved and loaded, goes on as one without."""
+    """Evaluating, gathering anew, or saving and loading in the middle of a run does not change its results."""
     after, without = (on_threads(Topology(2, 2), _between, between)[0] for between in (kinds, ()))
     assert all(map(torch.equal, after, without))
 
@@ -115,7 +115,7 @@ def _interrupted(mesh: Mesh) -> list[Tensor]:
 
 
 def test_copies_are_sent_anew_after_a_pass_that_failed() -> None:
-    """Ranks that stopped at different copies are led out by drop_gradients(), and equal afterwards."""
+    """If ranks stopped with different copies, drop_gradients() makes the copies equal again."""
     first, *others = on_threads(Topology(2, 2), _interrupted)
     for values in others:
         assert all(map(torch.equal, first, values))
@@ -124,7 +124,7 @@ def test_copies_are_sent_anew_after_a_pass_that_failed() -> None:
 @pytest.mark.parametrize("differences", ["int4:32", "int4:32:stochastic", "int2:8", "mxfp4"])
 @each_rank(2, 2)
 def test_the_drift_of_a_copy_is_bounded_by_one_encoding(mesh: Mesh, differences: str) -> None:
-    """However many steps have passed, a copy is off by one difference's error and one rounding."""
+    """After any number of steps, a copy is off by the error of one difference and of one rounding."""
     history = History(mesh, NET, replace(SDP4BIT, differences=parse(differences)))
     checked = 0
     for number in range(6):
@@ -145,7 +145,7 @@ def _copy_of_shard(unit: Unit) -> Tensor:
 
 
 def _bound(codec: Any, difference: Tensor, copied: Tensor) -> Tensor:
-    """(S,) the bound of each block's error, and half an ulp of the sum in bf16, and of it in fp32."""
+    """Return the bound (S,): each block's error, and half an ulp of the sum in bf16 and in fp32."""
     rows = reference.rotated(codec, difference).view(-1, codec.block_size(difference.numel()))
     bounds = [codec.error_bound(float(row.min()), float(row.max())) for row in rows]
     error = torch.tensor(bounds).repeat_interleave(rows.shape[1])
@@ -163,7 +163,7 @@ def _crossing(mesh: Mesh, policy: Policy) -> list[int]:
 
 
 def test_a_refresh_is_on_the_ledger() -> None:
-    """Every n-th step sends the weights themselves, all others their differences."""
+    """Every n-th step sends the weights themselves, all other steps send differences."""
     often, never = (
         on_threads(Topology(2, 2), _crossing, replace(SDP4BIT, refresh=refresh))[0] for refresh in (2, 0)
     )
@@ -176,7 +176,7 @@ def test_a_refresh_is_on_the_ledger() -> None:
 )
 @each_rank(2, 2)
 def test_weights_travel_in_a_codec_for_each_hop(mesh: Mesh, between: str, inside: str) -> None:
-    """The owner encodes in the first codec, and every node what came in the second, forward and backward."""
+    """The owner encodes in the first codec; each node encodes what it received in the second, in both passes."""
     policy = preset("hpz", memory=ROOMY, weights=parse(between), inside=parse(inside))
     zero = shard(model(), mesh=mesh, policy=policy)
     units = [unit for unit in zero.units if unit.policy.inside is not None]

@@ -1,4 +1,4 @@
-"""Two planes of weights: forward computes with blocks of rows, backward with blocks of columns."""
+"""Tests of two planes of weights: forward computes with blocks of rows, backward with blocks of columns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLANES = preset("mxfp8-planes", memory=ROOMY, align=64 * 64, gradients=(FP32, FP
 
 
 def through(rows: Tensor) -> Tensor:
-    """(n, m) what MXFP8 makes of rows of whole blocks."""
+    """Return rows of whole blocks (n, m) after encoding and decoding in MXFP8."""
     frames = torch.empty((len(rows), MXFP8.frame_bytes(rows.shape[1])), dtype=torch.uint8)
     out = torch.empty_like(rows)
     reference.encode(MXFP8, rows.contiguous(), frames)
@@ -42,7 +42,7 @@ def through(rows: Tensor) -> Tensor:
 def test_forward_computes_with_rows_and_backward_with_columns(
     mesh: Mesh, topology: Topology, group: Any
 ) -> None:
-    """Outputs are of rows in MXFP8, inputs' gradients of columns, bit-equal on ranks; a gather sends both."""
+    """Outputs use MXFP8 rows and inputs' gradients use columns, with equal bits on all ranks; a gather sends both."""
     random = torch.Generator().manual_seed(0)
     weight = torch.randn(64 * topology.world, 64, generator=random).pow_(3)  # scales differ, both ways
     net = nn.Sequential(nn.Linear(64, len(weight), bias=False))
@@ -62,7 +62,7 @@ def test_forward_computes_with_rows_and_backward_with_columns(
 
 @each_rank(1, 1)
 def test_a_block_that_runs_again_in_backward_is_refused(mesh: Mesh) -> None:
-    """Its forward plane is not gathered again: one line says so."""
+    """Recomputing a block in backward is refused in one line, since its plane of rows is not gathered again."""
 
     class Again(Net):
         def forward(self, x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from report.draw import axes
 from report.draw.figure import Figure, style_of
 from report.draw.marks import Lines, Measure, Rows, front
 from report.draw.names_of_rows import peers_note
-from report.draw.theme import Style, fonts, looks_of
+from report.draw.theme import COLUMN, Style, fonts, looks_of
 from report.figures.all_figures import FIGURES
 from report.tables import all_tables as tables
 from tests.report.records import busy_while_waiting, changed_steps, on_link, record_of, records_of
@@ -72,6 +72,24 @@ def test_a_legend_of_many_long_names_fits(count: int, name: str, width: float) -
     pdf = drawing.render(pd.DataFrame(rows), Style(width), ("pdf",))["pdf"]
     (wide,) = re.findall(rb"/MediaBox \[ 0 0 ([0-9.]+) ", pdf)
     assert float(wide) / 72 * 25.4 == pytest.approx(width, abs=0.01)
+
+
+@pytest.mark.filterwarnings("error")  # constrained_layout not applied because axes sizes collapsed to zero
+def test_a_narrow_figure_is_as_wide_as_names_of_rows_need() -> None:
+    """On a telephone's screen panels beside long names once had no width."""
+    names = [letter * 70 for letter in "ab"]
+    rows = [
+        {"configuration": name, "strategy": "zero3", "place": 0, "first": n, "setting": "c", "where": "w",
+         "seconds": 1.5, "id": name}
+        for n, name in enumerate(names)
+    ]  # fmt: skip
+    mark = Rows((Measure("seconds", "s", "said"),))
+    drawing = Figure(name="x", title="X", question="?", mark=mark)
+    svg = drawing.render(pd.DataFrame(rows), Style(COLUMN, looks_of(("zero3", name) for name in names)))[
+        "svg"
+    ]
+    (wide,) = re.findall(rb'<svg [^>]*width="([0-9.]+)pt"', svg)
+    assert float(wide) / 72 * 25.4 > COLUMN
 
 
 def test_bars_intervals_and_values_are_those_of_the_table() -> None:
@@ -231,6 +249,7 @@ def test_settings_of_the_user_change_no_figure() -> None:
         return buffer.getvalue()
 
     user = {"svg.fonttype": "none", "font.family": ["monospace"], "axes.axisbelow": False}
+    user |= {"axes.facecolor": "black", "lines.linewidth": 5.0}
     with mpl.rc_context(user | {"figure.constrained_layout.use": False}):
         changed = drawn()
     assert changed == drawn()

@@ -1,0 +1,91 @@
+"""Sizes of a trial's preset, and its parameters by name and shape, without building it.  No torch.
+
+Plans need no more of a preset, and torch takes longer to import than a suite takes to plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from harness.errors import Refusal, suggestion
+from harness.suites.model_sizes import (
+    IMAGE_CLASSES,
+    IMAGE_SIDE,
+    MOST_LAYERS,
+    PATCHES,
+    PRESETS,
+    BERTShape,
+    GPTShape,
+    Shape,
+    ViTShape,
+)
+from harness.suites.trial import Model
+from impl.plan.shard_layout import ParameterSpec
+from impl.plan.unit_plan import Placed
+
+
+def shape_of(model: Model) -> Shape:
+    """Sizes of a preset with the model's changes, or a Refusal."""
+    if model.name not in PRESETS:  # of an old record: suites are checked when read
+        raise Refusal(f"model {model.name!r}: expected one of {', '.join(PRESETS)} or 'module:function'")
+    preset = PRESETS[model.name]
+    known = {field.name: field.type for field in fields(preset)}
+    for name, value in model.arguments.items():
+        if name not in known:
+            wanted = f"expected one of {', '.join(known)}{suggestion(name, known)}"
+            raise Refusal(f"model {model.name!r}: unknown argument {name!r}, {wanted}")
+        if type(value).__name__ != known[name] or (type(value) is int and value < 1):
+            wanted = "true or false" if known[name] == "bool" else "a whole number of at least 1"
+            raise Refusal(f"model {model.name!r}: {name} = {value!r}, expected {wanted}")
+    changed: dict[str, Any] = dict(model.arguments)
+    shape = replace(preset, **changed)
+    if shape.layers > MOST_LAYERS:
+        raise Refusal(f"model {model.name!r}: {shape.layers} layers; expected at most {MOST_LAYERS}")
+    if shape.width % shape.heads:
+        raise Refusal(
+            f"model {model.name!r}: a width of {shape.width} is not divisible by {shape.heads} heads; change "
+            "width or heads"
+        )
+    return shape
+
+
+def patch_of(model: Model, sequence: int) -> int:
+    """Side in pixels of the patches of which a ViT reads ``sequence``, or a Refusal."""
+    if sequence not in PATCHES:
+        why = f"model {model.name!r}: sequence = {sequence} patches do not make an image"
+        raise Refusal(f"{why}; expected one of {', '.join(map(str, PATCHES))}")
+    return PATCHES[sequence]
+
+
+def parameters_of(model: Model, sequence: int) -> tuple[list[Placed], list[str]]:
+    """List the parameters of a preset in the model's order, and the names of its blocks.
+
+    They equal those of the module that :func:`harness.workloads.models.build` returns.  Raises a Refusal for an
+    unknown preset or argument.
+    """
+    shape = shape_of(model)
+    width, places, outputs, inputs = shape.width, sequence, IMAGE_CLASSES, (0, shape.width)
+    if isinstance(shape, ViTShape):
+        patch = patch_of(model, sequence)
+        places, inputs = (IMAGE_SIDE // patch) ** 2, (width, patch * patch)  # of a linear map of pixels
+    else:
+        outputs, inputs = shape.vocab, (shape.vocab + isinstance(shape, BERTShape), width)  # with the mask
+    blocks = [f"blocks.{number}" for number in range(shape.layers)]
+    in_block = {
+        "attention_norm": (width,), "attention.qkv": (3 * width, width), "attention.out": (width, width),
+        "mlp_norm": (width,), "up": (4 * width, width), "down": (width, 4 * width),
+    }  # fmt: skip
+    placed = [
+        Placed(ParameterSpec("embedding.weight", inputs), ""),
+        Placed(ParameterSpec("positions.weight", (places, width)), ""),
+    ]
+    placed += [
+        Placed(ParameterSpec(f"{block}.{name}.weight", size), block)
+        for block in blocks
+        for name, size in in_block.items()
+    ]
+    placed.append(Placed(ParameterSpec("norm.weight", (width,)), ""))
+    if not (isinstance(shape, GPTShape) and shape.tied):  # else the head's weight is the embedding's
+        placed.append(Placed(ParameterSpec("head.weight", (outputs, width)), ""))
+    return placed, blocks

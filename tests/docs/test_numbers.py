@@ -1,0 +1,110 @@
+"""Numbers that documents take from records are those of the pages, and what is not there is named."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from docs import numbers
+from docs.numbers import DocumentError, Estimate
+from harness.records.confidence_intervals import Interval
+from report.tables import all_tables
+
+FINITE = st.floats(0.1, 10.0)
+
+
+def estimate(value: float, low: float, high: float, *, more_is_better: bool = True) -> Estimate:
+    return Estimate(
+        Interval(value, low, high, 6), "{:.2f}".format, "a speed-up", equal=1.0, more_is_better=more_is_better
+    )
+
+
+@given(FINITE, st.floats(0.01, 0.9), st.booleans())
+def test_a_verdict_needs_an_interval_without_the_value_of_no_difference(
+    value: float, half: float, more_is_better: bool
+) -> None:
+    """It is better on one side, worse on the other, by which side is better; else it is not significant."""
+    low, high = value * (1 - half), value * (1 + half)
+    verdict = estimate(value, low, high, more_is_better=more_is_better).verdict
+    if low <= 1.0 <= high:
+        assert verdict == "not significant"
+    else:
+        assert verdict == ("better" if (value > 1.0) is more_is_better else "worse")
+    assert estimate(value, math.nan, math.nan).verdict == "not significant"
+
+
+def test_an_estimate_prints_its_interval_where_it_has_one() -> None:
+    """A counted number and one of too few pairs print alone, and predict no further run."""
+    assert str(estimate(2.36, 2.29, 2.42)) == "2.36 (2.29 to 2.42)"
+    assert estimate(2.36, 2.29, 2.42).ci == "95 % CI 2.29 to 2.42"
+    for alone in (estimate(2.36, math.nan, math.nan), estimate(2.36, 2.36, 2.36)):
+        assert str(alone) == "2.36"
+        with pytest.raises(DocumentError, match=r"a speed-up has no interval"):
+            alone.again  # noqa: B018
+
+
+@given(st.floats(-2, 2), st.floats(0, 1))
+def test_a_magnitude_has_the_interval_of_the_sizes(value: float, half: float) -> None:
+    """Its ends are in order and without a sign, whichever sign the estimate has."""
+    signed = Estimate(
+        Interval(value, value - half, value + half, 8), "{:+.4f}".format, "a difference", equal=0.0
+    )
+    size = signed.magnitude
+    assert size.interval.low <= size.interval.high
+    assert size.value[0] not in "+-"
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: numbers.speedup("nope", "ZeRO++"), r"no suite 'nope' in .*: expected one of ablation, "),
+        (
+            lambda: numbers.speedup("slow_node", "qwZ", at="equal nodes"),
+            r"no 'qwZ' at 'equal nodes': .* ZeRO\+\+",
+        ),
+        (lambda: numbers.seconds("slow_node", "ZeRO++"), r"matches several settings: .*equal nodes"),
+        (
+            lambda: numbers.cell("slow_node", "sums", "ZeRO++", "n"),
+            r"no table 'sums': expected one of summary",
+        ),
+        (lambda: numbers.cell("slow_node", "summary", "ZeRO++, equal nodes", "speed"), r"no column 'speed'"),
+        (lambda: numbers.fact("slow_node", "weather"), r"no fact 'weather': expected one of suite, trials"),
+        (lambda: numbers.count("slow_node", "nodes"), r"expected one of trials, sweeps"),
+        (lambda: numbers.planned("paper_scale", "memory_bytes", strategy="zero3"), r"4 planned trials"),
+        (lambda: numbers.loss_in_steps("convergence", "ZeRO++"), r"its margin is no number of steps"),
+        (lambda: numbers.budgeted("budget", "int9"), r"0 budgets of 'int9'"),
+    ],
+)
+def test_what_is_not_there_is_named(ask: object, message: str) -> None:
+    """With what there is."""
+    assert callable(ask)
+    with pytest.raises(DocumentError, match=message):
+        ask()
+
+
+def test_numbers_are_those_of_the_suites_tables() -> None:
+    """Speed-up, seconds, megabytes and loss are as the page prints them."""
+    derived = numbers.derived("slow_node")
+    rows = {
+        (row["configuration"], row["where"]): row
+        for row in all_tables.summary(derived).data.to_dict("records")
+    }
+    for at in ("equal nodes", "one node at 0.5 of the rate"):
+        row = next(row for (name, where), row in rows.items() if name == "ZeRO++" and at in where)
+        assert numbers.speedup("slow_node", "ZeRO++", at=at).interval == row["speedup"]
+        assert numbers.seconds("slow_node", "ZeRO++", at=at).interval == row["step_seconds"]
+        over_itself = numbers.speedup("slow_node", "ZeRO-3", over="ZeRO++", at=at).interval.estimate
+        assert over_itself == pytest.approx(1 / row["speedup"].estimate)
+
+
+def test_parts_multiply_as_their_pairs_do() -> None:
+    """The composition is the speed-up over the product of the parts' speed-ups, of the same pairs."""
+    parts = ["qwZ", "hpZ", "qgZ"]
+    together = numbers.speedup("ablation", "ZeRO++").interval.estimate
+    multiplied = numbers.product("ablation", parts).interval.estimate
+    composed = numbers.composition("ablation", parts, "ZeRO++").interval
+    assert composed.estimate == pytest.approx(together / multiplied)
+    assert composed.low < composed.estimate < composed.high
