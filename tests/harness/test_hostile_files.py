@@ -326,10 +326,6 @@ TOO_LARGE = {
     "dotted keys": "[defaults]\n" + "".join(f"policy.k{number}.b = {number}\n" for number in range(5000)),
     "arguments": "[defaults]\n" + "".join(f"model.arguments.a{number} = 1\n" for number in range(5000)),
     "axes": "[matrix]\n" + "".join(f"model.arguments.a{number} = [1]\n" for number in range(5000)),
-    "as many axes as are allowed": "[matrix]\n"
-    + "".join(f"optimizer.arguments.a{number} = [1.0]\n" for number in range(100)),
-    "as many keys as are allowed": "[defaults]\n"
-    + "".join(f"optimizer.arguments.a{number} = 1.0\n" for number in range(990)),
     "a deep key": f"[defaults]\n{'.'.join('a' * 5000)} = 1\n",
     "values of one axis": f"[matrix]\nseed = {[*range(3000)]}\n",
     "repeats": "[defaults]\nsteps = 2\n",
