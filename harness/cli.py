@@ -33,7 +33,7 @@ from harness.cluster import node_supervisors
 from harness.cluster.control_channel import Place
 from harness.cluster.interrupts import INTERRUPTED, REFUSED
 from harness.cluster.rank_processes import LaunchError, end_if_in_group
-from harness.errors import LinkError, Refusal, check_installed, not_imported, one_line
+from harness.errors import LinkError, Refusal, check_installed, not_imported, one_line, visible
 from harness.expected_time import estimate
 from harness.lab import command as lab
 from harness.laws import command as check
@@ -50,6 +50,7 @@ from harness.suites.suite import Suite, SuiteError
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster
 from harness.train import command as train_command
+from impl import regular_file
 from impl.checkpoint.commit import CheckpointError, named, resolve
 from impl.checkpoint.manifest import read_manifest
 from impl.codecs.codec import CodecError, Dtype
@@ -202,10 +203,9 @@ def run(
     if calibrated is not None and machine is not None:
         machine_file.check_host(machine, calibrated, machine_facts.identity())
     suite = load(file)
+    if (total := sweeps * len(suite.trials)) > MOST_TRIALS:  # before they are made
+        raise Refusal(f"--sweeps {sweeps}: {total} trials; at most {MOST_TRIALS} are allowed in one folder")
     trials = [trial for number in range(sweeps) for trial in suite.sweep(number)]
-    if len(trials) > MOST_TRIALS:
-        count = f"{len(trials)} trials; at most {MOST_TRIALS} are allowed in one folder"
-        raise Refusal(f"--sweeps {sweeps}: {count}")
     if only is not None:
         trials = [suite.trial_by_prefix(only, sweeps)]
     if (cluster := launchers.slurm_cluster(suite.trials)) is not None:
@@ -217,7 +217,9 @@ def run(
     place = _place(suite)
     folder = results / suite.name
     records = feasibility.check_folder(folder)
-    known = suite.all_repeats(max(sweeps, *(1 + record.sweep for record in records))) if records else {}
+    if (last := max((record.sweep for record in records), default=0)) >= MOST_TRIALS:
+        raise Refusal(f"{folder}: a record is of sweep {last + 1}, beyond {MOST_TRIALS}; delete the record")
+    known = suite.all_repeats(max(sweeps, 1 + last)) if records else {}
     feasibility.check_inputs(folder, known, records)
     check_feasible(file, forecast(suite.trials if only is None else trials, this_host()))
     user_codecs = check.check_laws(trials)
@@ -312,9 +314,12 @@ def show(
                 "version that wrote this record wrote no such file: run the trial again"
             )
         if as_script:
-            print(reproduce.script(record, run_record.read(path.parent, record.run or "")), end="")
+            script = reproduce.script(record, run_record.read(path.parent, record.run or ""))
+            print(
+                visible(script) if sys.stdout.isatty() else script, end=""
+            )  # exact for a shell that reads it
         else:
-            whole = json.loads(path.read_text(encoding="utf-8"))
+            whole = json.loads(regular_file.read_text(path))
             if not _print_rows(plan_rows.record_rows([record]), whole, as_json=as_json, as_csv=as_csv):
                 terminal.single_record(record, out, path.parent)
     elif bench_record.holds(folder):
@@ -407,7 +412,7 @@ def list_checkpoints(
         except CheckpointError as error:
             broken.append(error)
             state = f"BROKEN: {error}"
-        print(f"{path}: {text}{state}")
+        print(visible(f"{path}: {text}{state}".replace("\n", " ")))
     if broken:
         count = f" (the first of {len(broken)} broken checkpoints)" if len(broken) > 1 else ""
         raise CheckpointError(f"{broken[0]}{count}")
@@ -439,7 +444,7 @@ def export_checkpoint(
 
     interrupts.take_over()
     for note in export(checkpoint, out, dtype=dtype, allow_overflow=allow_overflow):
-        print(f"note: {note}", file=sys.stderr)
+        print(f"note: {visible(note)}", file=sys.stderr)
     print(out)
 
 
@@ -568,6 +573,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         if (missing := not_imported(error)) is None:
             raise
         return _complain(missing, REFUSED)
+    except MemoryError:
+        return _complain("cannot go on: not enough memory for what was read", REFUSED)
     except OSError as error:
         return _complain(f"{error.filename or 'cannot go on'}: {error.strerror or error}", REFUSED)
     except Exception as error:

@@ -13,6 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+# C0 but tab and line feed, DEL, C1; marks of writing direction, separators and other invisible marks; surrogates.
+_CONTROL: Final = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff\\ud800-\\udfff]"
+)
 _LONGEST_WORD: Final = 300  # characters of a word that are printed; longer words are cut.  Paths fit.
 
 
@@ -62,6 +66,14 @@ def _install(what: str) -> str:
     return (
         f"{what} for {sys.executable}: cd {folder} && {sys.executable} -m pip install -c constraints.txt -e ."
     )
+
+
+def visible(text: str) -> str:
+    """Return ``text`` with control characters, but tabs and ends of lines, escaped as in Python.
+
+    A terminal would act on them: move the cursor, hide text, or show it in another order.
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def one_line(message: object) -> str:

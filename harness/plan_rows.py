@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, Final
 
+from harness.csv_cells import safe_cell
 from harness.records.memory_parts import on_device, on_host
 from harness.records.trial_record import Record, slowest_seconds
 from harness.runs.feasibility import Forecast
@@ -192,5 +193,6 @@ def as_csv(table: Sequence[dict[str, Any]]) -> str:
     writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
     writer.writeheader()
     for row in table:
-        writer.writerow({name: json.dumps(v) if isinstance(v, dict | list) else v for name, v in row.items()})
+        cells = {name: json.dumps(v) if isinstance(v, dict | list) else v for name, v in row.items()}
+        writer.writerow({name: safe_cell(cell) for name, cell in cells.items()})
     return text.getvalue()

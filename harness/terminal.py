@@ -221,7 +221,7 @@ def single_record(record: Record, out: Console, folder: Path) -> None:
         "outcome": outcome(record),
     }
     for name, value in lines.items():
-        table.add_row(name, escape(labels.in_words(value)))
+        table.add_row(escape(name), escape(labels.in_words(value)))
     out.print(table)
     terminal_table.say(labels.INTERFACES_IN_WORDS if row["counted_by_interfaces"] else "", out)
     if record.failure is not None and record.failure.log:

@@ -18,7 +18,9 @@ from rich.console import Console
 from rich.filesize import pick_unit_and_suffix
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from harness.errors import visible
 from harness.suites.labels import as_written, counted
 
 PIPE_WIDTH: Final = 200  # columns where the output is not a terminal
@@ -26,16 +28,24 @@ BYTES: Final = ".4g B"  # form of a column of bytes, all in the unit that suits 
 _WIDEST: Final = 40  # characters of a text cell, after which it is folded
 
 
+class _Console(Console):
+    """A console that prints no control characters of records, manifests and suites."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return the text that is printed, of every line and every cell of a table."""
+        return super().render_str(visible(text), **options)
+
+
 def console(*, stderr: bool = False) -> Console:
     """Return a console as wide as the terminal, or :data:`PIPE_WIDTH` columns where there is none.
 
     The environment variable COLUMNS sets the width in both cases.
     """
-    plain, columns = Console(stderr=stderr, highlight=False), os.environ.get("COLUMNS", "")
+    plain, columns = _Console(stderr=stderr, highlight=False), os.environ.get("COLUMNS", "")
     # A width of 0 comes from terminals that set COLUMNS to 0 because they do not know it.
     if plain.width > 0 and (plain.is_terminal or columns.isdecimal()):
         return plain
-    return Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
+    return _Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str
 def _swap_in(staging: Path, results: Path) -> None:
     """Rename new files over old ones, the page last, then remove files to which only the old page linked."""
     page, fresh = results / PAGE, set[str]()
-    linked = set(_LINK.findall(page.read_text("utf-8", "replace"))) if page.exists() else set()
+    linked = set(_LINK.findall(page.read_text("utf-8", "replace"))) if page.is_file() else set()
     for folder in _FOLDERS:
         (results / folder).mkdir(exist_ok=True)
         for path in sorted((staging / folder).iterdir()):

@@ -14,7 +14,7 @@ import typer
 
 from harness.cluster import interrupts
 from harness.cluster.interrupts import REFUSED
-from harness.errors import Refusal, one_line
+from harness.errors import Refusal, one_line, visible
 from harness.measure import machine
 from harness.records import archive, bench_record
 from harness.records.trial_record import RecordError
@@ -77,7 +77,7 @@ def report(
     if explain is not None:
         from report.build import explanation
 
-        print(explanation(folder, *explain))
+        print(visible(explanation(folder, *explain)))
         return
     build_report(folder, requested, width, forms)
 
@@ -191,7 +191,7 @@ def report_after_run(folder: Path) -> None:
         build(folder)
         sentences = stamp.sentences_of(folder) or of_folder(folder).lines
     print(folder / PAGE)
-    print("\n".join(sentences), file=sys.stderr)
+    print(visible("\n".join(sentences)), file=sys.stderr)
 
 
 def _columns(options: Sequence[str]) -> dict[str, list[str]]:

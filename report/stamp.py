@@ -15,6 +15,7 @@ from typing import Any, Final
 from harness.measure.machine import source_digest
 from harness.records.chained_journal import JOURNAL
 from harness.records.trial_record import write_whole
+from impl import regular_file
 
 PAGE: Final = "report.html"
 _STAMP: Final = ".report"
@@ -34,14 +35,14 @@ def digest(results: Path) -> str:
 
 
 def _add(whole: Any, path: Path, folder: Path) -> None:
-    content = path.read_bytes()
+    content = regular_file.read_bytes(path)
     whole.update(f"\0{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode() + content)
 
 
 def sentences_of(results: Path) -> list[str] | None:
     """The sentences in the head of the folder's page, if it was built from the records as they are now; else None."""
     try:
-        found, *sentences = (results / _STAMP).read_text(encoding="utf-8").splitlines()
+        found, *sentences = regular_file.read_text(results / _STAMP).splitlines()
     except (OSError, ValueError):  # there is none, or it is damaged
         return None
     return sentences if (results / PAGE).exists() and found == digest(results) else None

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from harness import terminal_table
+from harness.csv_cells import safe_cells
 from harness.errors import Refusal
 from harness.suites.suite_file import load
 from harness.terminal_table import Column
@@ -100,7 +101,7 @@ def formats(
         )
     table = codecs.rename(columns={"kind": "values"})[[column.key for column in _COLUMNS]].round({"bits": 3})
     if as_csv:
-        print(table.to_csv(index=False), end="")
+        print(safe_cells(table).to_csv(index=False), end="")
         return
     out = terminal_table.console()
     rows: list[dict[str, Any]] = table.to_dict("records")  # type: ignore[assignment]  # keys are names

@@ -26,7 +26,7 @@ from harness.errors import Refusal
 from harness.records.archive import SUFFIX, unpack
 from harness.records.trial_record import Record, read_valid
 from harness.suites.trial import Trial
-from impl import ops
+from impl import ops, regular_file
 from impl.codecs.codec import Codec, common_grain, parse
 from impl.codecs.rounding_noise import Key
 from impl.plan.bit_budget import Cost, choose, total
@@ -60,11 +60,13 @@ def units_of(path: Path) -> tuple[list[Unit], Sizes]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        regular_file.status(path)
         with safe_open(path, framework="pt") as file:
             metadata: Mapping[str, str] = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
     except (SafetensorError, OSError) as error:
-        raise Refusal(f"{path}: cannot be read as safetensors: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise Refusal(f"{path}: cannot be read as safetensors: {reason}") from None
     units = []
     for key, tensor in sorted(tensors.items()):
         kind, _, name = key.partition("/")
@@ -76,7 +78,20 @@ def units_of(path: Path) -> tuple[list[Unit], Sizes]:
     if not units:
         raise Refusal(f"{path}: has no tensor of floating-point numbers")
     ranks = max((len(unit.x) for unit in units if unit.x.dim() > 1), default=1)
-    return units, (int(metadata.get("nodes", 1)), int(metadata.get("ranks_per_node", ranks)))
+    try:
+        nodes, ranks_per_node = (
+            _positive(metadata.get(name, default))
+            for name, default in (("nodes", 1), ("ranks_per_node", ranks))
+        )
+    except ValueError:
+        raise Refusal(f"{path}: nodes and ranks_per_node in its metadata: expected numbers above 0") from None
+    return units, (nodes, ranks_per_node)
+
+
+def _positive(number: str | int) -> int:
+    if not 0 < int(number) < 2**31:
+        raise ValueError(number)
+    return int(number)
 
 
 def measure(units: Sequence[Unit], sizes: Sizes, texts: Sequence[str]) -> pd.DataFrame:

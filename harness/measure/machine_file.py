@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from harness.errors import Refusal, suggestion
 from harness.records.trial_record import wrong_field
+from impl import regular_file
 from impl.plan.step_time import Machine
 
 STALE_DAYS: Final = 7  # an older calibration is refused, since kernels, clocks and neighbours change
@@ -29,10 +30,10 @@ def read(path: Path) -> Machine:
         Refusal: if the file cannot be read; the message names the first key that is missing, unknown or wrong.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(regular_file.read_text(path, most=1 << 20))
     except (OSError, UnicodeDecodeError) as error:
         raise Refusal(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise Refusal(f"{path}: not TOML: {error}") from None
     known = [field.name for field in fields(Machine)]
     for key in table:

@@ -10,11 +10,13 @@ import io
 import lzma
 import re
 import tarfile
+import tempfile
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final, Self
 
 from harness.records.chained_journal import JOURNAL
 from harness.records.trial_record import RecordError, write_whole
+from impl import regular_file
 
 SUFFIX: Final = ".tar.xz"
 _NAME: Final = re.compile(
@@ -22,7 +24,13 @@ _NAME: Final = re.compile(
     r"(([0-9a-f]{12}|runs/[0-9a-f]{16}|traces/trace-[0-9a-f]{12})\.json|journal\.jsonl)"
 )
 _PRESET: Final = 9 | lzma.PRESET_EXTREME  # 5 % smaller than preset 9 alone
-_MOST: Final = 64 << 20  # bytes that an entry of the archive may have
+_MOST: Final = regular_file.MOST  # bytes that an entry of the archive may have
+_MOST_IN_ALL: Final = 1 << 30  # bytes that all entries may have together
+_MOST_ENTRIES: Final = 20_000  # an archive has about one entry for each of at most 2,000 trials, and traces
+_MOST_DECODER: Final = (
+    256 << 20
+)  # bytes of memory that decompressing may take; for our archives it takes 65 MiB
+_CHUNK: Final = 1 << 16
 
 
 def pack(folder: Path, into: Path) -> Path:
@@ -39,21 +47,25 @@ def pack(folder: Path, into: Path) -> Path:
         raise RecordError(f"{folder}: no records in it; run its suite first, or name another folder")
     for pattern in ("runs/*.json", "traces/trace-*.json", JOURNAL):
         files += sorted(folder.glob(pattern))
-    buffer = io.BytesIO()
+    buffer, total = io.BytesIO(), 0
     try:
         with tarfile.open(  # type: ignore[call-overload]  # typed for presets that are not extreme
             fileobj=buffer, mode="w:xz", format=tarfile.USTAR_FORMAT, preset=_PRESET
         ) as archive:
             for path in files:
                 entry = tarfile.TarInfo(f"{folder.absolute().name}/{path.relative_to(folder).as_posix()}")
-                content = path.read_bytes()
+                content = regular_file.read_bytes(path)
                 entry.size = len(content)
+                total += entry.size
                 if _NAME.fullmatch(entry.name) is None or entry.size > _MOST:
                     reason = f"no record, run or trace by its name, or larger than {_MOST >> 20} MiB"
                     raise RecordError(f"{path}: {reason}; move it out of the folder")
+                if total > _MOST_IN_ALL or len(files) > _MOST_ENTRIES:
+                    limits = f"{_MOST_ENTRIES} files or {_MOST_IN_ALL >> 30} GiB in all"
+                    raise RecordError(f"{folder}: more than {limits} cannot be packed; pack parts of it")
                 archive.addfile(entry, io.BytesIO(content))
     except OSError as error:
-        raise RecordError(f"{folder}: cannot read: {error.strerror or error}") from error
+        raise RecordError(f"{error.filename or folder}: cannot read: {error.strerror or error}") from error
     target = into / f"{folder.absolute().name}{SUFFIX}"
     write_whole(target, buffer.getvalue())
     return target
@@ -70,33 +82,96 @@ def unpack(archive: Path, into: Path | None = None) -> Path:
         The suite's folder.
 
     Raises:
-        RecordError: If the archive holds anything but the suite's records, or the folder has records or a journal
-            that the archive lacks.
+        RecordError: If the archive holds anything but the suite's records, or too much, or the folder has records or
+            a journal that the archive lacks; the folder is then as it was.
     """
     suite = archive.name.removesuffix(SUFFIX)
     into = archive.parent if into is None else into
     folder = into / suite
     try:
-        with tarfile.open(archive, mode="r:xz") as file:
-            for entry in (entries := file.getmembers()):
-                match = _NAME.fullmatch(entry.name)
-                if match is None or match[1] != suite or not entry.isfile() or entry.size > _MOST:
-                    raise RecordError(f"{archive}: holds {entry.name!r}, which is no record of suite {suite}")
-            read = [(entry, file.extractfile(entry)) for entry in entries]
-            contents = {into / entry.name: file.read() if file else b"" for entry, file in read}
-        if others := sorted(set(folder.glob("*.json")) - contents.keys()):
-            raise RecordError(
-                f"{folder}: has records that {archive.name} lacks, the first {others[0].name}; move one of the two"
-            )
-        # If an earlier version of the archive was unpacked here, its journal is the beginning of this one's.
-        journal = folder / JOURNAL
-        if journal.exists() and not contents.get(journal, b"").startswith(journal.read_bytes()):
+        into.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=into, prefix=".unpack-") as name:
+            _extract(archive, suite, Path(name))
+            _merge(archive, Path(name), folder)
+    except _OtherEntryError as error:
+        raise RecordError(
+            f"{archive}: holds {error.args[0]!r}, which is no record of suite {suite}"
+        ) from None
+    except (OSError, tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RecordError(f"{archive}: cannot be unpacked: {reason}") from error
+    return folder
+
+
+def _extract(archive: Path, suite: str, staging: Path) -> None:
+    """Write an archive's entries into the empty folder ``staging``, one after the other."""
+    regular_file.status(archive)
+    count = total = 0
+    with (
+        archive.open("rb") as packed,
+        tarfile.open(fileobj=_Unpacked(packed), mode="r|", tarinfo=_PlainEntry) as file,  # type: ignore[call-overload]
+    ):
+        for entry in file:
+            match = _NAME.fullmatch(entry.name)
+            if match is None or match[1] != suite or not 0 <= entry.size <= _MOST:
+                raise _OtherEntryError(entry.name)
+            count, total = count + 1, total + entry.size
+            if count > _MOST_ENTRIES or total > _MOST_IN_ALL:
+                limits = f"{_MOST_ENTRIES} files or {_MOST_IN_ALL >> 30} GiB in all"
+                raise RecordError(f"{archive}: holds more than {limits}; nothing was unpacked")
+            if (content := file.extractfile(entry)) is not None:
+                (staging / match[2]).parent.mkdir(exist_ok=True)
+                (staging / match[2]).write_bytes(content.read())
+
+
+def _merge(archive: Path, staging: Path, folder: Path) -> None:
+    """Move the unpacked files into the suite's folder, unless the folder holds records that the archive lacks."""
+    fresh = {path.relative_to(staging) for path in staging.rglob("*") if path.is_file()}
+    if others := sorted({path.relative_to(folder) for path in folder.glob("*.json")} - fresh):
+        raise RecordError(
+            f"{folder}: has records that {archive.name} lacks, the first {others[0].name}; move one of the two"
+        )
+    # If an earlier version of the archive was unpacked here, its journal is the beginning of this one's.
+    journal, new = folder / JOURNAL, staging / JOURNAL
+    if journal.exists():
+        old = regular_file.read_bytes(journal)
+        if not (new.read_bytes() if new.exists() else b"").startswith(old):
             raise RecordError(
                 f"{folder}: its journal lists records that {archive.name} lacks; move one of the two"
             )
-        for path, content in contents.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-    except (OSError, tarfile.TarError, lzma.LZMAError, EOFError) as error:
-        raise RecordError(f"{archive}: cannot be unpacked: {error}") from error
-    return folder
+    for path in sorted(fresh):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (staging / path).replace(folder / path)
+
+
+class _OtherEntryError(Exception):
+    """An entry of an archive is no record of its suite; the argument is the entry's name."""
+
+
+class _PlainEntry(tarfile.TarInfo):
+    """An entry that is a plain file: others are refused before :mod:`tarfile` reads their content into memory."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        entry = super().frombuf(buf, encoding, errors)
+        if entry.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
+            raise _OtherEntryError(entry.name)
+        return entry
+
+
+class _Unpacked:
+    """The decompressed content of an ``xz`` file, as a stream for :mod:`tarfile`."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MOST_DECODER)
+
+    def read(self, size: int) -> bytes:
+        """Return at most ``size`` bytes; none at the end.  Raises an EOFError if the file ends early."""
+        while not self._decoder.eof:
+            packed = self._file.read(_CHUNK) if self._decoder.needs_input else b""
+            if not packed and self._decoder.needs_input:
+                raise EOFError("the archive ends early")
+            if content := self._decoder.decompress(packed, size):
+                return content
+        return b""

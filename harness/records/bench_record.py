@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, model_validator
 
 from harness.records.trial_record import RecordError, path_of, read_as, with_digest, write_whole
+from impl import regular_file
 
 Subject = Literal["codecs", "collectives", "overlap"]
 Kind = Literal["codec", "collective", "step", "hops"]
@@ -102,7 +103,7 @@ def holds(folder: Path) -> bool:
     """Return whether ``folder`` holds records of benchmarks: decided by its first readable record, else by its name."""
     for path in sorted(folder.glob("*.json")):
         with suppress(OSError, ValueError, RecursionError, TypeError):
-            return "subject" in json.loads(path.read_text(encoding="utf-8"))
+            return "subject" in json.loads(regular_file.read_text(path))
     return folder.name in {f"bench-{subject}" for subject in get_args(Subject)}
 
 

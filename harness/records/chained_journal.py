@@ -3,7 +3,11 @@
 Each line holds the SHA-256 of the line before it, so that no line can be removed or changed unnoticed.  A report
 compares the records with the journal (:func:`verify`), and names those that were deleted, edited (even with a new
 digest), or run again after a result.  The journal shows mistakes and selection; someone who writes a whole new
-journal with this program is not detected.  No torch.
+journal with this program is not detected.
+
+The record is written before its line.  If a run is killed or its disk is full between the two, the record's ``entry``
+is the number of the line that the journal does not have yet, and the next run adds the line (:func:`complete`).
+No torch.
 """
 
 from __future__ import annotations
@@ -17,8 +21,9 @@ from typing import Final
 
 from pydantic import BaseModel, ValidationError
 
-from harness.records.trial_record import Record, RecordError, digest_of, write, write_whole
+from harness.records.trial_record import Record, RecordError, digest_of, read_valid, write, write_whole
 from harness.suites.labels import counted
+from impl import regular_file
 
 JOURNAL: Final = "journal.jsonl"
 # Role and answer follow from the suite's question, which may change later; the digest covers both.
@@ -46,30 +51,63 @@ def content_of(record: Record) -> str:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    except (OSError, ValueError) as error:
+        return regular_file.read_text(path).splitlines() if path.exists() else []
+    except OSError as error:
+        raise RecordError(f"{path}: cannot read: {error.strerror or error}") from error
+    except ValueError as error:
         raise RecordError(f"{path}: cannot read: {error}") from error
 
 
 def append(results: Path, record: Record) -> Record:
-    """Write a line of the journal, then the record; returns the record with the number of its line.
+    """Write a record, then its line of the journal; returns the record with the number of its line.
 
     Raises:
         RecordError: If either cannot be written.
     """
-    path = results / JOURNAL
-    lines = _lines(path)
+    lines = _lines(results / JOURNAL)
     record = record.model_copy(update={"entry": len(lines)})
-    entry = Entry(
+    write(results, record)
+    _write(results, [*lines, _line(lines, record)])
+    return record
+
+
+def complete(results: Path) -> None:
+    """Add the line of a record whose run ended before it wrote the line; a journal without such a record is kept.
+
+    Raises:
+        RecordError: If the journal cannot be read or written.
+    """
+    lines = _lines(results / JOURNAL)
+    record = _without_line(lines, read_valid(results)[0])
+    if record is not None:
+        _write(results, [*lines, _line(lines, record)])
+
+
+def _without_line(lines: Sequence[str], records: Sequence[Record]) -> Record | None:
+    """Return the record that was written without its line; None if there is none.
+
+    There is at most one, and its line is the next.  If the journal lacks the lines of several records, or is not
+    intact, it was cut, which is not the work of a run that was killed.
+    """
+    without = [record for record in records if record.entry is not None and record.entry >= len(lines)]
+    if len(without) != 1 or without[0].entry != len(lines) or len(_entries(lines)) < len(lines):
+        return None
+    return without[0]
+
+
+def _line(lines: Sequence[str], record: Record) -> str:
+    """Return the line of a record that follows ``lines``."""
+    return Entry(
         number=len(lines),
         trial=record.id,
         content=content_of(record),
         failure="" if record.failure is None else record.failure.kind,
         before=_hash(lines[-1]) if lines else "",
-    )
-    write_whole(path, "\n".join([*lines, entry.model_dump_json()]) + "\n")
-    write(results, record)
-    return record
+    ).model_dump_json()
+
+
+def _write(results: Path, lines: Sequence[str]) -> None:
+    write_whole(results / JOURNAL, "\n".join(lines) + "\n")
 
 
 def verify(results: Path, records: Sequence[Record]) -> list[str]:
@@ -78,7 +116,13 @@ def verify(results: Path, records: Sequence[Record]) -> list[str]:
     Raises:
         RecordError: If the journal cannot be read.
     """
-    lines = _lines(results / JOURNAL)
+    lines, sentences = _lines(results / JOURNAL), list[str]()
+    if (last := _without_line(lines, records)) is not None:
+        lines.append(_line(lines, last))
+        sentences.append(
+            f"The journal lacks the line of the last record, {last.id}, because its run was killed or its disk was "
+            "full; the next run of the suite adds the line."
+        )
     of_trial: dict[str, list[Entry]] = defaultdict(list)
     for entry in (entries := _entries(lines)):
         of_trial[entry.trial].append(entry)
@@ -97,7 +141,6 @@ def verify(results: Path, records: Sequence[Record]) -> list[str]:
             record.id for record in records if record.entry is not None and record.id not in of_trial
         ],
     }
-    sentences = []
     if len(entries) < len(lines):
         line = f"line {len(entries) + 1} of {len(lines)}"
         sentences.append(f"The journal was cut or edited: {line} does not follow from the line before it.")

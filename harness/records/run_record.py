@@ -13,6 +13,7 @@ from typing import Any, Final
 from pydantic import BaseModel, Field
 
 from harness.records.trial_record import RecordError, digest_of, read_as, write_whole
+from impl import regular_file
 
 RUNS: Final = "runs"
 _LETTERS: Final = 16  # of the SHA-256 that name a file
@@ -95,7 +96,7 @@ def read(results: Path, run: str) -> Run:
     """
     path = path_of(results, run)
     record = read_as(Run, path)
-    name = digest_of(json.loads(path.read_text(encoding="utf-8")))[:_LETTERS]
+    name = digest_of(json.loads(regular_file.read_text(path)))[:_LETTERS]
     if name != run:
         raise RecordError(
             f"{path}: edited or damaged since it was written: the hash of its content is {name}"

@@ -14,6 +14,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from harness.records.trial_record import RecordError, wrong_field
+from impl import regular_file
 from impl.comm.ledger import ACROSS, BETWEEN, INSIDE, WAITING, Span
 
 COMPUTE: Final = "computing"
@@ -79,7 +80,7 @@ def read_traces(folder: Path) -> list[Trace]:
     traces = []
     for path in sorted((folder / FOLDER).glob("trace-*.json")):
         try:
-            trace = Trace.model_validate_json(path.read_bytes())
+            trace = Trace.model_validate_json(regular_file.read_bytes(path))
         except OSError as error:
             raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from error
         except ValidationError as error:

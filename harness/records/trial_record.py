@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 
 from harness.suites.answering_quantity import ChosenQuantity
+from impl import regular_file
 from impl.deepspeed.config_to_policy import Finding
 from impl.plan.shard_layout import padding_share
 
@@ -381,9 +382,14 @@ def write(results: Path, record: Record) -> Path:
 
 
 def digest_of(data: dict[str, Any]) -> str:
-    """Return the SHA-256 of a record's JSON, with sorted keys, without spaces and without its digest."""
+    """Return the SHA-256 of a record's JSON, with sorted keys, without spaces and without its digest.
+
+    Raises:
+        ValueError: If a number is infinite or NaN, which JSON does not have and no record is written with.
+    """
     content = {key: value for key, value in data.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def with_digest(record: Model) -> Model:
@@ -419,8 +425,10 @@ def read_as(model: type[Model], path: Path) -> Model:
     """
     version = model.model_fields["schema_version"].default
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        data = json.loads(regular_file.read_text(path))
+    except OSError as error:
+        raise RecordError(f"{path}: cannot read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
         raise RecordError(f"{path}: cannot read: {error}") from error
     except (ValueError, RecursionError) as error:  # not JSON, or beyond Python's limits on numbers and depth
         raise RecordError(f"{path}: not a record: {error}{_REMEDY}") from None
@@ -429,13 +437,20 @@ def read_as(model: type[Model], path: Path) -> Model:
     if data["schema_version"] != version:
         versions = f"schema version {data['schema_version']}, this program reads and writes {version}"
         raise RecordError(f"{path}: {versions}; move the folder aside or use the version that wrote it")
-    if data.get("digest") is not None and data["digest"] != (digest := digest_of(data)):
+    try:
+        digest = digest_of(data)
+    except (ValueError, RecursionError):
+        digest = None
+    if digest is not None and data.get("digest") not in (None, digest):
         digests = f"it states the digest {str(data['digest'])[:12]}, but its content has {digest[:12]}"
         raise RecordError(f"{path}: edited or damaged since it was written: {digests}{_REMEDY}")
     try:
-        return model.model_validate(data)
+        record = model.model_validate(data)
     except ValidationError as error:
         raise RecordError(f"{path}: not a record: {wrong_field(error)}{_REMEDY}") from error
+    if digest is None:
+        raise RecordError(f"{path}: not a record: it holds a number that is infinite or NaN{_REMEDY}")
+    return record
 
 
 def wrong_field(error: ValidationError) -> str:

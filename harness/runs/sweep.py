@@ -35,6 +35,7 @@ from harness.suites.labels import counted
 from harness.suites.suite import SKIP, FailureResponse, Kind, Suite
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
+from impl import regular_file
 from impl.plan.step_time import Machine
 
 
@@ -77,6 +78,7 @@ def run_sweep(
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(results))
+        chained_journal.complete(results)
         display = stack.enter_context(Display(console, results, total))
         runner = stack.enter_context(TrialRunner(results, nodes))
         sweep = _Sweep(suite, results, runner, display, retry_failed, on)
@@ -101,6 +103,8 @@ def locked(results: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             results.mkdir(parents=True, exist_ok=True)
+            if (results / ".lock").exists():
+                regular_file.status(results / ".lock")
             lock = stack.enter_context((results / ".lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -59,6 +59,7 @@ from harness.suites.trial import PeerSettings, PolicyChanges, Trial, configurati
 from impl.codecs.codec import CodecError
 
 MOST_TRIALS: Final = 2000  # of one suite; more are taken for a mistake in its axes
+MOST_AXES: Final = 100  # fields of [matrix] and [[zip]] together
 _CONFIGURATION: Final = "deepspeed_config"
 
 
@@ -69,12 +70,12 @@ def expand(file: SuiteTables) -> Suite:
         SuiteError: For the first mistake, with one line that names the table, the key and the way out.
     """
     axes = _axes(file)
-    check_tables(file, axes, _trial)
     total = math.prod(len(axis) for axis in axes) * file.repeats.most
     if total > MOST_TRIALS:
         raise SuiteError(
             f"{total} trials, but a suite has at most {MOST_TRIALS}: shorten an axis, or repeats"
         )
+    check_tables(file, axes, _trial)
     defaults = _settings(file.defaults, "[defaults]")
     points = [functools.reduce(operator.or_, values, defaults) for values in itertools.product(*axes)]
     for number, match in enumerate(file.exclude, 1):
@@ -133,6 +134,10 @@ def _axes(file: SuiteTables) -> list[list[Point]]:
     """Return each axis as a list of points that set some fields; all columns of a zip make one axis."""
     tables = [({path: values}, "[matrix]") for path, values in flatten(file.matrix)]
     tables += [(dict(flatten(table)), f"[[zip]] #{number}") for number, table in enumerate(file.zip, 1)]
+    if sum(len(columns) for columns, _ in tables) > MOST_AXES:
+        raise SuiteError(
+            f"[matrix] and [[zip]] have more than {MOST_AXES} fields: set single values in [defaults]"
+        )
     axes: list[list[Point]] = []
     taken: list[str] = []
     for columns, table in tables:

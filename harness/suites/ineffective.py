@@ -119,12 +119,14 @@ def check_tables(
         if not table:
             raise SuiteError(f"{name} = {{}}: names no field of a trial; name one, or remove it")
     for axis in axes:
-        trials = [parsed(row) for row in axis]
-        for number, row in enumerate(axis):
-            if trials[number] in trials[:number]:
+        seen = set[str]()
+        for row in axis:
+            identity = parsed(row).id
+            if identity in seen:
                 text = ", ".join(f"{path} = {value_text(setting.value)}" for path, setting in row.items())
                 table = next(iter(row.values())).table
                 raise SuiteError(f"{table} {text}: is listed twice; list each value once")
+            seen.add(identity)
 
 
 def check_members(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+MOST_LAYERS: Final = 1000  # of a preset model; published ones have at most 128
 IMAGE_SIDE: Final = 32  # pixels of an image in each direction
 IMAGE_CLASSES: Final = 256
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import tomllib
 from pathlib import Path
@@ -14,8 +15,11 @@ from harness.suites import folder
 from harness.suites.expand_suite import expand, expected_text
 from harness.suites.labels import value_text
 from harness.suites.suite import Suite, SuiteError, SuiteTables
+from impl import regular_file
 
 MOST_BYTES: Final = 1 << 20  # of a suite file
+MOST_KEYS: Final = 1000  # of all tables together; more are taken for a mistake
+_DEEPEST: Final = 40  # of nested tables and lists
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line feeds
 
 
@@ -50,12 +54,11 @@ def name_of(path: Path) -> str:
 def _parse(path: Path) -> tuple[str, dict[str, Any]]:
     """Return a file's text and its parsed tables."""
     try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+        content = regular_file.read_bytes(path, MOST_BYTES)
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise SuiteError(f"more than {MOST_BYTES >> 20} MiB; expected a suite in TOML") from None
         raise SuiteError(f"cannot read: {error.strerror or error}") from None
-    if len(content) > MOST_BYTES:
-        raise SuiteError(f"more than {MOST_BYTES >> 20} MiB; expected a suite in TOML")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -63,10 +66,22 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
         raise SuiteError(f"not TOML: {where} is not UTF-8; save it as UTF-8") from None
     try:
         tables = tomllib.loads(text)
+        count = _count_keys(tables)
     except (ValueError, RecursionError) as error:  # numbers and nesting may exceed Python's limits
         raise SuiteError(f"not TOML: {error}") from None
+    if count > MOST_KEYS:
+        raise SuiteError(f"{count} keys, but a suite has at most {MOST_KEYS}: write several suites")
     _check_values(tables)
     return text, tables
+
+
+def _count_keys(value: Any, depth: int = 0) -> int:
+    """Return the number of keys in all tables; raises a ValueError if they are nested too deeply."""
+    if depth > _DEEPEST:
+        raise ValueError(f"tables and lists are nested more than {_DEEPEST} deep")
+    own = len(value) if isinstance(value, dict) else 0
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return own + sum(_count_keys(part, depth + 1) for part in parts)
 
 
 def _check_values(value: Any, where: str = "") -> None:

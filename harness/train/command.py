@@ -22,7 +22,7 @@ from typer import Option
 
 from harness.cluster import interrupts
 from harness.cluster.rank_processes import REFUSALS, Launch, LaunchError, run_in_place, run_ranks
-from harness.errors import Refusal
+from harness.errors import Refusal, visible
 from harness.measure import machine
 from harness.records.trial_record import wrong_field
 from harness.runs.feasibility import check_writable, this_host
@@ -336,7 +336,7 @@ def _plan(trial: Trial, *, speaks: bool) -> str | None:
         raise Refusal(f"{error}{option}") from None
     finally:
         for finding in configured.findings if speaks else ():
-            print(finding)
+            print(visible(str(finding)))
     if speaks:
         numel = sum(parameter.numel() for parameter in model.parameters())
         size = f"{numel / 1e9:.4g} B" if numel >= 1e9 else f"{numel / 1e6:.4g} M"

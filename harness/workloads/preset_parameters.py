@@ -12,6 +12,7 @@ from harness.errors import Refusal, suggestion
 from harness.suites.model_sizes import (
     IMAGE_CLASSES,
     IMAGE_SIDE,
+    MOST_LAYERS,
     PATCHES,
     PRESETS,
     BERTShape,
@@ -39,6 +40,8 @@ def shape_of(model: Model) -> Shape:
             raise Refusal(f"model {model.name!r}: {name} = {value!r}, expected {wanted}")
     changed: dict[str, Any] = dict(model.arguments)
     shape = replace(preset, **changed)
+    if shape.layers > MOST_LAYERS:
+        raise Refusal(f"model {model.name!r}: {shape.layers} layers; expected at most {MOST_LAYERS}")
     if shape.width % shape.heads:
         raise Refusal(
             f"model {model.name!r}: a width of {shape.width} is not divisible by {shape.heads} heads; change "

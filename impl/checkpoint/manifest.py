@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from impl import regular_file
 from impl.checkpoint.commit import MANIFEST, CheckpointError, digest_of
 
 FORMAT: Final = "zeropp checkpoint"
@@ -54,7 +56,7 @@ class Manifest:
         for number, (nbytes, sha256) in enumerate(self.files):
             file = path / file_name(number)
             try:
-                if (size := file.stat().st_size) != nbytes:
+                if (size := regular_file.status(file).st_size) != nbytes:
                     raise CheckpointError(f"{file}: has {size} bytes, but {nbytes} according to the manifest")
                 if number in numbers and digest_of(file)[1] != sha256:
                     raise CheckpointError(f"{file}: altered since it was written: its digest differs")
@@ -79,7 +81,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = json.loads(regular_file.read_text(file))
     except OSError as error:
         raise CheckpointError(f"{path}: not a checkpoint: {MANIFEST}: {error.strerror}") from None
     except (ValueError, RecursionError):
@@ -92,7 +94,63 @@ def read_manifest(path: Path) -> Manifest:
         )
     if fields.pop("sha256", None) != digest(fields):
         raise CheckpointError(f"{file}: altered since it was written: its digest differs")
-    return Manifest(**{name: value for name, value in fields.items() if name not in ("format", "version")})
+    content = {name: value for name, value in fields.items() if name not in ("format", "version")}
+    if (fault := _fault(content)) is not None:
+        raise CheckpointError(f"{file}: not a manifest of a {FORMAT}: {fault}")
+    return Manifest(**content)
+
+
+def _fault(content: Mapping[str, Any]) -> str | None:
+    """Return which key of a manifest is missing, unknown, or has a value of another form; None if all are right."""
+    known = [field.name for field in dataclasses.fields(Manifest)]
+    if different := sorted(content.keys() ^ set(known)):
+        return f"key {different[0]!r} is {'missing' if different[0] in known else 'unknown'}"
+    right: dict[str, Callable[[Any], bool]] = {
+        "writer": lambda value: isinstance(value, str),
+        "step": _is_count,
+        "micro_batch": _is_count,
+        "topology": lambda value: isinstance(value, str),
+        "of": lambda value: isinstance(value, dict) and all(isinstance(text, str) for text in value.values()),
+        "state": lambda value: isinstance(value, dict) and all(map(_is_entry, value.values())),
+        "optimizers": lambda value: isinstance(value, list) and all(map(_is_optimizer, value)),
+        "loss_scale": lambda value: value is None or (isinstance(value, dict) and "setting" in value),
+        "files": lambda value: isinstance(value, list) and all(map(_is_file, value)),
+    }
+    for name, is_right in right.items():
+        if not is_right(content[name]):
+            return f"{name} has another form than docs/guide/checkpoints.md describes"
+    elements = Manifest(**content).numel
+    if elements > (held := sum(size for size, _ in content["files"])):
+        return f"its parameters have {elements:,} elements, but its files only {held:,} bytes"
+    return None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_entry(value: Any) -> bool:
+    """Return whether ``value`` describes an entry of the state dict: a parameter, a buffer or an extra state."""
+    if not isinstance(value, dict) or len(value.keys() & {"parameter", "buffer", "extra"}) != 1:
+        return False
+    if "extra" in value:
+        return True
+    shape = value.get("shape")
+    return (
+        isinstance(value.get("parameter", value.get("buffer")), str)
+        and isinstance(shape, list)
+        and all(map(_is_count, shape))
+        and math.prod(shape) < 2**63
+    )
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("kind"), str)
+
+
+def _is_file(value: Any) -> bool:
+    """Return whether ``value`` is the size of a file in bytes and its SHA-256 in hex."""
+    return isinstance(value, list) and len(value) == 2 and _is_count(value[0]) and isinstance(value[1], str)
 
 
 def check_names(model_names: Collection[str], saved_names: Collection[str], kind: str) -> None:

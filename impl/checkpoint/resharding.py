@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from impl import regular_file
 from impl.checkpoint.commit import CheckpointError, digest_of, sync
 from impl.checkpoint.manifest import Manifest, file_name
 from impl.errors import raised
@@ -83,6 +84,8 @@ class Parts:
         self.ranges = defaultdict[str, dict[str, list[tuple[int, int]]]](dict)
         names = [path / file_name(number) for number in range(len(manifest.files))]
         try:
+            for name in names:
+                regular_file.status(name)
             self._files: list[Any] = [safe_open(name, framework="pt") for name in names]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: {error}") from None

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
+from impl import regular_file
+
 Takes = Literal["switch", "count", "number", "text", "list", "anything"]
 Fate = Literal["honoured", "without effect", "renamed", "only the default"]
 
@@ -86,7 +88,7 @@ def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     try:
         if not text.lstrip().startswith("{"):
             source = text
-            text = Path(config).read_text(encoding="utf-8-sig")
+            text = regular_file.read_text(Path(config), "utf-8-sig", 1 << 20)
         table = _parsed(text)
     except OSError as error:
         raise DeepSpeedError(f"{source}: cannot read: {error.strerror}") from None

@@ -393,7 +393,10 @@ def _check_measured(record: Record, trial: Trial) -> None:
         if trial.workload != "generate":
             timed = [step.total for step in rank.steps if not step.warmup]
         faults["no timed step"] = faults.get("no timed step", False) or not timed
-        faults["a step of 0 s"] = faults.get("a step of 0 s", False) or any(not s > 0 for s in timed)
+        faults["a step of 0 s"] = faults.get("a step of 0 s", False) or 0 in timed
+        faults["a step of less than 0 s"] = (
+            faults.get("a step of less than 0 s", False) or min(timed, default=0) < 0
+        )
     if found := [fault for fault, has in faults.items() if has]:
         raise ReportError(
             f"record {record.id} has {' and '.join(found)}, so that no ratio can be computed; "

@@ -15,6 +15,7 @@ import matplotlib.figure
 import pandas as pd
 from matplotlib.transforms import Bbox
 
+from harness.csv_cells import safe_cells
 from report.data import caveats
 from report.data.configuration import NAMES
 from report.data.metrics import Derived
@@ -70,7 +71,7 @@ class Figure:
         rendered = self.render(data, style, ("svg", *forms))
         for form, content in rendered.items():
             (folder / f"{self.name}.{form}").write_bytes(content)
-        data.to_csv(folder / f"{self.name}.csv", index=False, lineterminator="\n")
+        safe_cells(data).to_csv(folder / f"{self.name}.csv", index=False, lineterminator="\n")
         return Drawn(self, data, rendered["svg"], style, (*rendered, "csv"))
 
     def render(self, data: pd.DataFrame, style: Style, forms: Collection[str] = ("svg",)) -> dict[str, bytes]:

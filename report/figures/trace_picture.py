@@ -11,6 +11,7 @@ import pandas as pd
 
 from harness.records.trace_record import LANES, Trace, overlap
 from harness.records.trial_record import write_whole
+from impl import regular_file
 from impl.comm.ledger import Span
 from report.data.metrics import KEPT, Derived
 from report.draw.figure import Figure
@@ -51,7 +52,7 @@ TRACE: Final = Figure(
 
 def write(trace: Path) -> Path:
     """Draw a trace of ``zeropp trace`` into an SVG file beside it, and return its path."""
-    record = Trace.model_validate_json(trace.read_bytes())
+    record = Trace.model_validate_json(regular_file.read_bytes(trace))
     rows = [
         {"panel": f"rank {rank}", "lane": span.lane, "begin": span.begin, "end": span.end}
         for rank, span in record.spans()

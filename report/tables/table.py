@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console, JustifyMethod
 from rich.markup import escape
 
+from harness.csv_cells import safe_cells
 from harness.errors import Refusal, suggestion
 from harness.records.confidence_intervals import CONFIDENCE, FEWEST, Interval
 from report.data import caveats, published
@@ -167,7 +168,7 @@ class Table:
             if values.map(lambda value: isinstance(value, Interval)).any():
                 for suffix, field in (("", "estimate"), ("_low", "low"), ("_high", "high")):
                     columns[f"{key}{suffix}"] = [getattr(value, field, value) for value in values]
-        return pd.DataFrame(columns).to_csv(index=False, lineterminator="\n")
+        return safe_cells(pd.DataFrame(columns)).to_csv(index=False, lineterminator="\n")
 
     def markdown(self) -> str:
         """A GitHub-flavoured pipe table under its title and caption, above its footnotes and definitions."""

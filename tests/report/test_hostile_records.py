@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from harness.records.trial_record import Failure, Record, RecordError, Validation, with_digest, write
-from harness.suites.trial import Cluster, Trial
+from harness.suites.trial import Cluster, PeerSettings, Trial
 from report.build import build, every_table
 from report.compare import compare
 from report.data.frames import frames_of
@@ -143,6 +143,13 @@ PAGES: dict[str, tuple[Callable[[], list[Record]], str]] = {  # with the beginni
             for record in runs(*BOTH, repeats=range(3 * sweep, 3 * sweep + 3))
         ],
         r"Inconclusive \(two runs; a verdict needs three\)",
+    ),
+    "peers that differ only in the type that they compute in": (
+        lambda: [
+            record for compute in ("fp32", "bf16")
+            for record in runs("ddp", peer=PeerSettings(compute=compute))
+        ],
+        ".",
     ),
     "a single generation": (lambda: committed("generation")[:1], "Nothing is compared: 1 trial finished"),
 }  # fmt: skip

@@ -25,6 +25,7 @@ from harness.cluster.node_supervisors import Node, Nodes
 from harness.cluster.port import Port
 from harness.errors import LinkError, Refusal
 from harness.measure import machine, run_environment
+from harness.records import chained_journal
 from harness.records.trial_record import RecordError, read, read_all
 from harness.runs import feasibility as plan
 from harness.runs.further_repeats import Batch
@@ -100,6 +101,17 @@ def test_trials_leave_records_and_are_not_run_twice(tmp_path: Path) -> None:
         assert len(record.ranks) == (1 if expected.strategy == "single" else 2)
         assert bool(record.link.probed_mbit) == (expected.strategy != "single")
     assert not (tmp_path / "logs").exists()
+
+
+def test_a_sweep_adds_the_line_that_a_killed_run_left_out(tmp_path: Path) -> None:
+    """A run that was killed between a record and its line of the journal is completed; the trial does not run again."""
+    only = trial("single")
+    sweep([only], tmp_path)
+    whole = (tmp_path / chained_journal.JOURNAL).read_bytes()
+    (tmp_path / chained_journal.JOURNAL).unlink()
+    outcome, _ = sweep([only], tmp_path)
+    assert outcome == SweepOutcome(skipped=1)
+    assert (tmp_path / chained_journal.JOURNAL).read_bytes() == whole
 
 
 @pytest.mark.nightly

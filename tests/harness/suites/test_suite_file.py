@@ -342,9 +342,12 @@ def test_refused_heads(refusal: Refused, head: str, message: str) -> None:
     assert message in refusal("", head)
 
 
-def test_an_endless_file_is_refused() -> None:
-    """Reading stops after one megabyte."""
+def test_large_and_endless_files_are_refused(tmp_path: Path) -> None:
+    """A suite has at most one megabyte, and is a regular file."""
+    (tmp_path / "q.toml").write_bytes(bytes(1 << 20) + b" ")
     with pytest.raises(SuiteError, match="more than 1 MiB"):
+        load(tmp_path / "q.toml")
+    with pytest.raises(SuiteError, match="/dev/zero: cannot read: a FIFO, a device or a socket"):
         load(Path("/dev/zero"))
 
 

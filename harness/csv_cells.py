@@ -1,0 +1,38 @@
+"""Makes texts safe to be cells of a CSV file, which people open with spreadsheets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from harness.errors import visible
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_BEGINS_A_FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
+
+
+def safe_cell(value: Any) -> Any:
+    """Return a text that no spreadsheet takes for a formula, and without control characters; other values as they are.
+
+    A text that begins like a formula gets an apostrophe before it, as OWASP recommends, unless it is a number or a
+    single dash.  Source: https://owasp.org/www-community/attacks/CSV_Injection
+    """
+    if not isinstance(value, str):
+        return value
+    begins = value.startswith(_BEGINS_A_FORMULA) and value != "-" and not _is_number(value)
+    return f"{chr(39) if begins else ''}{visible(value)}"
+
+
+def safe_cells(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table whose texts went through :func:`safe_cell`; columns of numbers are as they were."""
+    texts = table.select_dtypes(exclude=["number", "bool"])
+    return table.assign(**{str(name): column.map(safe_cell) for name, column in texts.items()})
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,56 @@
+"""Reads files that somebody else may have written: regular files only, up to a size.  No torch.
+
+A FIFO, a device or a socket under the name of a record would block its reader for ever, or fill the memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+MOST: Final = 64 << 20  # bytes of a file
+
+
+def status(path: Path) -> os.stat_result:
+    """Return the status of a regular file, or of the regular file that a link leads to.
+
+    Raises:
+        OSError: If there is no such file, or it is no regular file.
+    """
+    return _regular(path, path.stat())
+
+
+def _regular(path: Path, result: os.stat_result) -> os.stat_result:
+    if stat.S_ISDIR(result.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(result.st_mode):
+        raise OSError(errno.EINVAL, "a FIFO, a device or a socket; expected a regular file", str(path))
+    return result
+
+
+def read_bytes(path: Path, most: int = MOST) -> bytes:
+    """Return the content of a regular file of at most ``most`` bytes; never waits for a writer.
+
+    Raises:
+        OSError: If there is no such file, it is no regular file, it is larger, or it cannot be read.
+    """
+    status(path)  # before the file is opened, because opening some devices has effects
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # noqa: PTH123
+        size = _regular(path, os.fstat(file.fileno())).st_size
+        content = file.read(most + 1) if size <= most else b""
+    if max(size, len(content)) > most:
+        raise OSError(errno.EFBIG, f"larger than {most >> 20} MiB", str(path))
+    return content
+
+
+def read_text(path: Path, encoding: str = "utf-8", most: int = MOST) -> str:
+    """Return the text of a regular file, with each end of line as a line feed.
+
+    Raises:
+        OSError: As :func:`read_bytes` does.
+        UnicodeDecodeError: If the file is not in this encoding.
+    """
+    return read_bytes(path, most).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
