@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from harness import cli
+from harness.records import run_record
+from harness.records.run_record import Node, Run, Software, SuiteText
 from harness.records.trial_record import Record, read_all, write
 from harness.suites.suite_file import load
 from harness.suites.trial import Trial
@@ -88,7 +90,11 @@ def suite(folder: Path, body: str = EVERY_KIND) -> Path:
 def recorded(trial: Trial) -> Record:
     """Write a record of a trial into the suite's results folder."""
     plain = record_of(Trial(strategy=trial.strategy), suite="q", code={}, units=[])
-    record = plain.model_copy(update={"id": trial.id, "trial": trial.canonical()})
+    software = Software(packages=["torch==2"], libraries={})
+    node = Node(machine={}, code={"version": "1"}, software=software, environment={})
+    run = Run(suite=SuiteText(name="q.toml", text=HEAD + EVERY_KIND), changes=None, nodes=[node])
+    name = run_record.write(Path("results/q"), run)
+    record = plain.model_copy(update={"id": trial.id, "trial": trial.canonical(), "run": name})
     write(Path("results/q"), record)
     return record
 
