@@ -10,6 +10,7 @@ from __future__ import annotations
 from harness.cluster import interrupts  # first: Ctrl-C during the imports below is then handled
 
 # isort: split
+import contextlib
 import inspect
 import json
 import os
@@ -50,7 +51,7 @@ from harness.suites.suite import Suite, SuiteError
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster
 from harness.train import command as train_command
-from impl import regular_file
+from impl import named_object, regular_file
 from impl.checkpoint.commit import CheckpointError, named, resolve
 from impl.checkpoint.manifest import read_manifest
 from impl.codecs.codec import CodecError, Dtype
@@ -60,6 +61,8 @@ from report.command import RESULTS, ResultsFolder
 OK: Final = 0
 SOME_FAILED: Final = 1
 _FOLLOW_SECONDS: Final = 1.0
+# Commands that may import and call what a suite names; in all others such an import raises.
+_RUNNING: Final = frozenset(("run", "train", "trace", "snapshot", "check", "bench"))
 
 app = typer.Typer(
     name="zeropp",
@@ -111,25 +114,42 @@ def _entry(
         raise typer.Exit(OK)
     if context.invoked_subcommand is None:
         print(context.get_help())
+    elif context.invoked_subcommand not in _RUNNING | {"plan"}:
+        context.with_resource(named_object.forbidden())
 
 
 @app.command()
-def plan(file: SuiteFile, *, machine: MachineFile = None, as_json: Json = False, as_csv: Csv = False) -> None:
+def plan(
+    file: SuiteFile,
+    *,
+    machine: MachineFile = None,
+    imports: Annotated[
+        bool, typer.Option("--import", help="Import and call the suite's own modules to size them.")
+    ] = False,
+    as_json: Json = False,
+    as_csv: Csv = False,
+) -> None:
     """Predict the bytes sent and the memory of every trial, without running any.
 
     The exit status is 1 if some trials cannot run on this machine; their reasons are printed below the
-    table.  With --machine, the seconds of a step are predicted too.
+    table.  With --machine, the seconds of a step are predicted too.  Without --import no module that the
+    suite names is imported, and a line says which numbers are missing.
     """
     calibrated = None if machine is None else machine_file.read(machine)
-    suite = load(file)
-    local = launchers.slurm_cluster(suite.trials) is None  # Slurm's nodes are not known yet
-    forecasts = forecast(suite.trials, this_host() if local else feasibility.any_host())
+    with contextlib.nullcontext() if imports else named_object.forbidden():
+        suite = load(file)
+        local = launchers.slurm_cluster(suite.trials) is None  # Slurm's nodes are not known yet
+        forecasts = forecast(suite.trials, this_host() if local else feasibility.any_host())
     impossible = sum(bool(planned.problems) for planned in forecasts)
     table = plan_rows.rows(forecasts, calibrated)
     whole = plan_rows.plan_json(suite, forecasts, table)
-    if not _print_rows(table, whole, as_json=as_json, as_csv=as_csv):
+    missing = plan_rows.not_imported(forecasts)
+    if _print_rows(table, whole, as_json=as_json, as_csv=as_csv):
+        terminal_table.say(missing, terminal_table.console(stderr=True))
+    else:
         out = terminal_table.console()
         terminal.plan(suite, forecasts, out, calibrated)
+        terminal_table.say(missing, out)
         terminal_table.say(estimate(forecasts).sentence, out)
         if impossible:
             out.print(f"{impossible} of {len(table)} trials cannot run here: `zeropp run` refuses the suite")
@@ -302,7 +322,7 @@ def show(
     """Print one record, or all records of a suite as a table."""
     out = terminal_table.console()
     if follow:
-        _follow(load(Path(suite_or_id)), results, out)
+        _follow(Path(suite_or_id), results, out)
         return
     folder = None if as_script else report_command.folder_of(suite_or_id, results)
     if folder is None:
@@ -461,12 +481,15 @@ def _print_rows(
     return as_json or as_csv
 
 
-def _follow(suite: Suite, results: Path, out: Console) -> None:
+def _follow(file: Path, results: Path, out: Console) -> None:
     """Print the outcome of each trial of a suite's first sweep, as soon as its record is written."""
     from harness.runs.further_repeats import batches, seconds_in
     from harness.runs.progress import outcome
 
+    suite = load(file)
     folder, total = results / suite.name, 0
+    if not suite.ids_known:  # a record tells the alignment, on which the ids depend
+        suite = load(file, _recorded_alignment(folder))
     for batch in batches(suite, 1, seconds_in(folder)):
         done, total = total, total + len(batch.trials)
         for number, trial in enumerate(batch.trials, done + 1):
@@ -474,6 +497,15 @@ def _follow(suite: Suite, results: Path, out: Console) -> None:
             while not path.exists() or (text := outcome(read(path))).startswith("interrupted: "):
                 time.sleep(_FOLLOW_SECONDS)
             out.print(f"[{number}/{total}] {trial.id} {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _recorded_alignment(folder: Path) -> int:
+    """Return the alignment of the policies in a results folder, in elements; wait until a record has one."""
+    while True:
+        for record in reversed(read_valid(folder)[0] if folder.is_dir() else []):
+            if align := (record.trial.get("policy") or {}).get("align"):
+                return int(align)
+        time.sleep(_FOLLOW_SECONDS)
 
 
 def _place(suite: Suite) -> Place | None:

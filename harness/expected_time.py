@@ -28,6 +28,7 @@ _CHECKS: Final = 6  # passes of a micro-batch that check a trial before and afte
 _ERRORS: Final = 8  # further passes of the first repeat if communication errors are measured
 _MEASURED: Final = (2, 128)  # batch that core_flops() times: sequences, and tokens of each
 _OPERATIONS: Final = 6  # floating-point operations for each parameter and token, forward and backward
+_UNTIMED: Final = ("corpus", "tokenizer", "optimizer")  # own objects whose sizes the time does not need
 _FORWARD: Final = 1 / 3  # share of these operations in the forward pass
 
 
@@ -48,6 +49,8 @@ def estimate(forecasts: Sequence[Forecast]) -> Estimate:
         return Estimate(
             None, "No expected time: it can be estimated only for trials on the CPU of this machine."
         )
+    if any(role not in _UNTIMED for f in possible for role in f.unread):
+        return Estimate(None, "No expected time: it needs the sizes of modules that were not imported.")
     flops = core_flops()
     seconds = sum(_trial_seconds(forecast, flops) for forecast in possible)
     sentence = (

@@ -30,6 +30,9 @@ _MODELLED: Final = (
 def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[dict[str, Any]]:
     """Return a row for each trial: its setting, the fields that vary in the suite, and its predictions.
 
+    Numbers that need a module that was not imported are None (:func:`not_imported`), and so are all ids if it has
+    a codec.
+
     Bytes are those of one optimizer step or one generation, and None for peers:
 
     - ``egress_bytes`` are sent by one node to the others; they take ``wire_seconds`` at the link's rate, and
@@ -51,7 +54,9 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
       (:meth:`impl.plan.step_time.Machine.basis`).
     """
     varying = varying_paths([forecast.trial.canonical() for forecast in forecasts])
-    table = [_row(forecast, varying) for forecast in forecasts]
+    # A codec's block is part of the alignment of all policies of the suite, and so of all ids.
+    ids_unknown = any(role.startswith("codec") for forecast in forecasts for role in forecast.unread)
+    table = [_row(forecast, varying, ids_unknown=ids_unknown) for forecast in forecasts]
     if machine is None:
         return table
     pairs = [(f, predict(f.trial, f.step, f.egress, machine)) for f in forecasts]
@@ -66,6 +71,28 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
         modelled = _modelled(forecast, step, base.get(setting_of(forecast.trial)), basis)
         row |= {f"modelled_{name}": value for name, value in modelled.items()}
     return table
+
+
+_MISSING: Final = {  # by role of a suite's own object, the numbers that are unknown until it is imported
+    "model": "parameters, bytes, memory and time",
+    "optimizer": "memory",
+    "corpus": "whether the data fit",
+    "tokenizer": "whether the data fit",
+    "codec": "padding, bytes, memory, time and trial ids",
+}
+
+
+def not_imported(forecasts: Sequence[Forecast]) -> str:
+    """Return a line on the numbers that are missing because own modules were not imported; empty if none are."""
+    pairs = dict.fromkeys(pair for forecast in forecasts for pair in forecast.unread.items())
+    names = ((role.partition(" ")[0], name) for role, name in pairs)
+    parts = list(dict.fromkeys(f"{_MISSING[kind]} ({kind} {name})" for kind, name in names))
+    if not parts:
+        return ""
+    return (
+        f"Not known, because plan imports no module of a suite: {'; '.join(parts)}. To import and call these "
+        "modules, add --import."
+    )
 
 
 def _modelled(
@@ -86,11 +113,12 @@ def _modelled(
     return dict(zip(_MODELLED, values, strict=True))
 
 
-def _row(forecast: Forecast, varying: Sequence[str]) -> dict[str, Any]:
+def _row(forecast: Forecast, varying: Sequence[str], *, ids_unknown: bool) -> dict[str, Any]:
     trial, memory, seconds = forecast.trial, forecast.memory, forecast.wire_seconds
     canonical = trial.canonical()
+    unplanned = any(role.startswith(("model", "codec")) for role in forecast.unread)
     return {
-        "id": trial.id,
+        "id": None if ids_unknown else trial.id,
         "strategy": trial.strategy,
         "model": trial.model.name,
         "nodes": trial.cluster.nodes,
@@ -100,7 +128,7 @@ def _row(forecast: Forecast, varying: Sequence[str]) -> dict[str, Any]:
         "repeat": trial.repeat,
         **{path: look_up(canonical, path) for path in varying},
         "parameters": forecast.parameters,
-        "padding": forecast.padding,
+        "padding": None if unplanned else forecast.padding,
         "inter_bytes": forecast.inter,
         "intra_bytes": forecast.intra,
         "egress_bytes": forecast.egress,
@@ -110,7 +138,7 @@ def _row(forecast: Forecast, varying: Sequence[str]) -> dict[str, Any]:
         "host_bytes": None if memory is None else sum(on_host(memory).values()),
         "secondary_frames": forecast.secondary and forecast.secondary[0],
         "secondary_wide": forecast.secondary and forecast.secondary[1],
-        "copied_bytes": forecast.copied,
+        "copied_bytes": None if unplanned else forecast.copied,
         "runs_here": not forecast.problems,
         "why": "; ".join(forecast.reasons),
     }
@@ -119,7 +147,16 @@ def _row(forecast: Forecast, varying: Sequence[str]) -> dict[str, Any]:
 def plan_json(suite: Suite, forecasts: Sequence[Forecast], table: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return a suite's name, question and trials for JSON; each trial is its row and its canonical form."""
     trials = [row | {"trial": f.trial.canonical()} for row, f in zip(table, forecasts, strict=True)]
-    return {"suite": suite.name, "question": suite.question, "stated_time": suite.time, "trials": trials}
+    for trial in [] if suite.ids_known else trials:
+        if "align" in trial["trial"]["policy"]:
+            trial["trial"]["policy"]["align"] = None
+    return {
+        "suite": suite.name,
+        "question": suite.question,
+        "stated_time": suite.time,
+        "not_imported": not_imported(forecasts),
+        "trials": trials,
+    }
 
 
 def record_rows(records: Sequence[Record]) -> list[dict[str, Any]]:

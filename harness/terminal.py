@@ -52,7 +52,7 @@ _PLANNED: Final = (
     Column("modelled_tokens_per_second", "tokens", ",.0f", "/s", rank=3),
     Column("modelled_tflops", "speed", ".3g", "TFLOPS/rank", rank=4),
     Column("modelled_basis", "basis", rank=2),
-    Column("parameters", form=",d", rank=3, mark=lambda row: labels.pad_mark(row["padding"])),
+    Column("parameters", form=",d", rank=3, mark=lambda row: labels.pad_mark(row["padding"] or 0.0)),
     Column("inter_bytes", "between nodes", BYTES, "/step"),
     Column("intra_bytes", "inside nodes", BYTES, "/step", rank=4),
     Column("egress_bytes", "out of a node", BYTES, "/step", rank=5),

@@ -2,14 +2,19 @@
 
 Modules are searched on ``sys.path``, in the working folder, and in the folders that :func:`see` adds.  This
 file imports no torch, so that a suite can be checked without it.
+
+Importing a user's module runs the user's code.  Commands that only read suites and records wrap themselves in
+:func:`forbidden`, and then nothing that a suite names is imported.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import operator
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +22,7 @@ from impl.errors import raising
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _seen: Final[list[Path]] = []  # the folders that :func:`see` added
+_allowed = True  # whether users' modules may be imported
 
 
 class NamedObjectError(ValueError):
@@ -28,8 +34,26 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
+def allowed() -> bool:
+    """Return whether users' modules may be imported; False inside :func:`forbidden`."""
+    return _allowed
+
+
+@contextlib.contextmanager
+def forbidden() -> Iterator[None]:
+    """Import no module of a user's in the body; :func:`import_object` raises, and ``sys.path`` stays as it is."""
+    global _allowed  # noqa: PLW0603  # state of the process, like sys.path
+    before, _allowed = _allowed, False
+    try:
+        yield
+    finally:
+        _allowed = before
+
+
 def see(folder: Path) -> None:
-    """Add a folder to ``sys.path``, so that its modules can be imported."""
+    """Add a folder to ``sys.path``, so that its modules can be imported; does nothing inside :func:`forbidden`."""
+    if not _allowed:  # else a module there could pass for a library that is not installed
+        return
     absolute = folder.resolve()
     if absolute not in _seen:
         _seen.append(absolute)
@@ -37,13 +61,20 @@ def see(folder: Path) -> None:
         sys.path.append(str(absolute))
 
 
-def import_object(text: str) -> Any:
+def import_object(text: str, *, ours: bool = False) -> Any:
     """Import and return the object that ``text``, ``module:object``, names.
 
+    Args:
+        text: The name.
+        ours: Whether it names an object of this project, which may be imported inside :func:`forbidden`, too.
+
     Raises:
-        NamedObjectError: if the import of the module raises, if the module has no such object, or if the
-            import finds a module of the same name elsewhere, which hides the one in the user's folder.
+        NamedObjectError: if the import of the module raises, if the module has no such object, if the
+            import finds a module of the same name elsewhere, which hides the one in the user's folder, or
+            inside :func:`forbidden`.
     """
+    if not (ours or _allowed):
+        raise NamedObjectError(f"{text}: this command imports no module of a suite's; zeropp run does")
     name, _, path = text.partition(":")
     see(Path.cwd())
     with raising(NamedObjectError, f"{text}: cannot import {name!r}:"):

@@ -20,6 +20,7 @@ from harness.records import archive, bench_record
 from harness.records.trial_record import RecordError
 from harness.suites.suite_file import name_of
 from harness.terminal_table import console
+from impl import named_object
 from report import stamp
 from report.stamp import PAGE
 
@@ -153,7 +154,8 @@ def _build_archive(packed: Path, width: float, forms: Sequence[str]) -> Path:
     """Build the page of an archive, in a process of its own."""
     from report.build import build
 
-    return build(archive.unpack(packed), width=width, forms=forms)
+    with named_object.forbidden():  # in this process, too
+        return build(archive.unpack(packed), width=width, forms=forms)
 
 
 def build_report(
@@ -188,8 +190,9 @@ def report_after_run(folder: Path) -> None:
         from report.build import build
         from report.verdicts import of_folder
 
-        build(folder)
-        sentences = stamp.sentences_of(folder) or of_folder(folder).lines
+        with named_object.forbidden():
+            build(folder)
+            sentences = stamp.sentences_of(folder) or of_folder(folder).lines
     print(folder / PAGE)
     print(visible("\n".join(sentences)), file=sys.stderr)
 

@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -31,11 +31,13 @@ from harness.runs.predict import (
     step_of_trial,
 )
 from harness.strategies import deepspeed
+from harness.suites import folder as suite_folder
 from harness.suites.labels import at, counted, varying_paths
 from harness.suites.peers import DEEPSPEED, PEERS
 from harness.suites.trial import RECIPE, Cluster, Optimizer, Trial
 from harness.workloads import trial_dataset
 from harness.workloads.input_digests import digests, own_objects
+from impl import named_object
 from impl.adapters.traffic import GroupGeometry, HostError
 from impl.codecs.codec import Codec, CodecError
 from impl.deepspeed.config_to_policy import Finding, laid_out
@@ -81,6 +83,8 @@ class Forecast:
     secondary: tuple[int, int] | None = None  # bytes of hpZ's copy on one rank, as frames and in 16 bits
     findings: tuple[Finding, ...] = ()  # what becomes of each key of a DeepSpeed configuration
     step: Step | None = None  # work of a step, to predict its time; None for peers and generation
+    # The suite's own objects, by role, that were not imported to size the trial; numbers that need them are None.
+    unread: dict[str, str] = field(default_factory=dict)
     paced: str | None = None  # why link ``auto`` cannot have the kernel shape it, and paces messages instead
 
     @property
@@ -118,24 +122,27 @@ def forecast(trials: Iterable[Trial], host: Host) -> list[Forecast]:
 
 
 def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
-    optimizer, policy = _check_optimizer(trial), trial.resolved_policy()
-    codecs = () if policy is None else policy.own_codecs
-    model = model_to_plan(trial, models)
+    unread, policy = _unread(trial), trial.resolved_policy()
+    optimizer = None if "optimizer" in unread else _check_optimizer(trial)
+    codecs = () if policy is None or not policy.readable else policy.own_codecs
+    model = None if "model" in unread else model_to_plan(trial, models)
     problems = [
         next(_rank_problems(trial, host), None),
-        _refusal(lambda: trial_dataset.check(trial)),
+        None if {"corpus", "tokenizer"} & unread.keys() else _refusal(lambda: trial_dataset.check(trial)),
         next(_link_problems(trial, host), None),
         _refusal(partial(_check_own_codecs, trial.cluster.device, codecs)) if codecs else None,
         optimizer if isinstance(optimizer, str) else None,
     ]
     if isinstance(model, Refusal):
         problems.append(str(model))
-    elif trial.activation_checkpointing and not isinstance(model, Listed):  # a preset has blocks
+    elif trial.activation_checkpointing and model and not isinstance(model, Listed):  # a preset has blocks
         problems.append(_refusal(partial(_check_blocks, model)))
-    prediction = Forecast(trial, problems=tuple(filter(None, problems)), paced=_why_paced(trial, host))
+    prediction = Forecast(
+        trial, problems=tuple(filter(None, problems)), paced=_why_paced(trial, host), unread=unread
+    )
     if trial.strategy == RECIPE:
         prediction.findings = trial.recipe().findings
-    if isinstance(model, Refusal):
+    if model is None or isinstance(model, Refusal):
         return prediction
     prediction.parameters = (
         sum(parameter.spec.numel for parameter in model.placed)
@@ -144,13 +151,15 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
     )
     state = optimizer if isinstance(optimizer, int) else 0
     memory = peer_memory(trial, prediction.parameters, state)
+    if policy is not None and not policy.readable:  # neither padding nor frames have a known size
+        return prediction
     if policy is not None:
         try:
             memory = _plan(prediction, policy, model, state) or memory
         except (CodecError, GeometryError, HostError, PolicyError, ZeroError) as error:
             prediction.problems += (_layout_problem(trial, error),)
             return prediction
-    if isinstance(optimizer, str):  # it was refused, so that the size of its state is unknown
+    if not isinstance(optimizer, int):  # refused or not imported, so that the size of its state is unknown
         return prediction
     prediction.memory = without_training(memory) if trial.workload == "generate" else memory
     prediction.problems += _memory_problems(trial, host, prediction.memory)
@@ -159,6 +168,19 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
     elif (why := deepspeed.why_not(trial)) is not None:
         prediction.failure = Failure(kind="refused", message=why, log=None, by=DEEPSPEED)
     return prediction
+
+
+def _unread(trial: Trial) -> dict[str, str]:
+    """Return the trial's own objects by role that must not be imported; empty where imports are allowed."""
+    if named_object.allowed():
+        return {}
+    policy = trial.resolved_policy()
+    codecs = () if policy is None else (codec for codec in policy.own_codecs if not codec.readable)
+    names = {"model": trial.model.name, "optimizer": trial.optimizer.name, "tokenizer": trial.tokenizer or ""}
+    names |= {f"codec {number}": str(codec) for number, codec in enumerate(codecs)}
+    if named_object.is_name(trial.corpus) and not suite_folder.path_of(trial.corpus).exists():
+        names["corpus"] = trial.corpus
+    return {role: name for role, name in names.items() if ":" in name}
 
 
 def _check_own_codecs(device: str, codecs: Sequence[Codec]) -> None:

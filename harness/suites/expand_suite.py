@@ -63,8 +63,13 @@ MOST_AXES: Final = 100  # fields of [matrix] and [[zip]] together
 _CONFIGURATION: Final = "deepspeed_config"
 
 
-def expand(file: SuiteTables) -> Suite:
+def expand(file: SuiteTables, align: int | None = None) -> Suite:
     """Expand a suite file's tables into a suite.
+
+    Args:
+        file: The tables.
+        align: The alignment of all policies in elements, where it is known; by default it follows from the
+            codecs' blocks.
 
     Raises:
         SuiteError: For the first mistake, with one line that names the table, the key and the way out.
@@ -104,7 +109,7 @@ def expand(file: SuiteTables) -> Suite:
             ]
             raise SuiteError(f"{f'with {text}: ' if text else ''}{''.join(tables[:1])}{error}") from None
     check_settings(given, points, trials)
-    trials = _aligned(trials)
+    trials = _aligned(trials, align)
     runs = _runs(trials)
     unique = list({trial.id: trial for trial in runs}.values())
     check_answer(file, unique)
@@ -115,6 +120,7 @@ def expand(file: SuiteTables) -> Suite:
         combinations=tuple(unique),
         merged=tuple(text for trial, run, text in zip(trials, runs, texts, strict=True) if trial is not run),
         left_out=tuple(left_out),
+        ids_known=align is not None or all(map(_readable, trials)),
         roles=roles,
         compared_also=also,
         configurations=_configurations(file),
@@ -260,14 +266,23 @@ def _fitting(points: list[Point], file: SuiteTables) -> tuple[list[Point], list[
     return fitting, lines
 
 
-def _aligned(trials: list[Trial]) -> list[Trial]:
-    """Give all policies the least common multiple of their block sizes as alignment.
+def _readable(trial: Trial) -> bool:
+    """Return whether the blocks of all codecs of a trial may be read."""
+    policy = trial.resolved_policy()
+    return policy is None or policy.readable
+
+
+def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
+    """Give all policies the least common multiple of their block sizes as alignment, or ``align``.
+
+    Codecs whose blocks must not be read are left out of the multiple.
 
     Peers lose their policy fields and all others their ``peer`` fields, which they do not use, so that unused
     fields do not change a trial's id.
     """
     try:
-        grain = math.lcm(1, *(policy.grain for trial in trials if (policy := trial.resolved_policy())))
+        policies = [trial.resolved_policy() for trial in trials if _readable(trial)]
+        grain = align or math.lcm(1, *(policy.grain for policy in policies if policy))
     except CodecError as error:  # a user's own codec is called here for the first time
         raise SuiteError(str(error)) from None
     return [

@@ -80,6 +80,9 @@ class Suite(SuiteKeys):
     combinations: tuple[Trial, ...] = ()  # one trial per distinct run, as its repeat 0
     merged: tuple[str, ...] = ()  # the axes' values of combinations that are the same run as another
     left_out: tuple[str, ...] = ()  # a line for each field that does not apply to some strategies
+    # Whether the alignment of its policies, and so the ids of its trials, are known.  They are not if a policy has a
+    # user's codec whose block cannot be read, because the command imports no module of the suite's.
+    ids_known: bool = True
     roles: dict[str, str] = {}  # baseline or contrast, by the id of a trial's repeat 0
     compared_also: tuple[str, ...] = ()  # training fields that belong to the configuration (`repeat_order`)
     file: str = ""  # name of the suite file; empty if there is none

@@ -23,8 +23,8 @@ _DEEPEST: Final = 40  # of nested tables and lists
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line feeds
 
 
-def load(path: Path) -> Suite:
-    """Read a suite file and expand it into trials.
+def load(path: Path, align: int | None = None) -> Suite:
+    """Read a suite file and expand it into trials; ``align`` is as in :func:`harness.suites.expand_suite.expand`.
 
     The file's folder becomes this process's folder of inputs (:mod:`harness.suites.folder`).
 
@@ -34,7 +34,7 @@ def load(path: Path) -> Suite:
     try:
         text, tables = _parse(path)
         folder.find_from(path.parent)
-        return expand(_validated(tables)).model_copy(update={"file": path.name, "text": text})
+        return expand(_validated(tables), align).model_copy(update={"file": path.name, "text": text})
     except SuiteError as error:
         raise SuiteError(f"{path}: {error}") from None
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal
 
-from impl.codecs.codec import FP32, common_grain
+from impl.codecs.codec import FP32, OwnCodec, common_grain
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
 from impl.plan.shard_layout import ROOT, ParameterSpec, UnitGeometry
 from impl.plan.topology import Topology
@@ -62,7 +62,7 @@ def check_host(host: Host, policy: Policy) -> None:
                 f"{name} = {value} inside {host}: {why}; expected {base[name]}, or a strategy of this project's engine"
             )
     for codec in (policy.weights, *policy.gradients):
-        if codec.stochastic:
+        if (not isinstance(codec, OwnCodec) or codec.readable) and codec.stochastic:
             raise PolicyError(
                 f"{codec} inside {host}: stochastic rounding needs the number of the step, which {host} does "
                 "not tell collectives; expected a codec that rounds to nearest"

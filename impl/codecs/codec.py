@@ -22,6 +22,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, TypeGuard
 
+from impl import named_object
 from impl.codecs import own_object
 from impl.codecs.own_object import CodecError as CodecError  # noqa: PLC0414  # read from here
 from impl.codecs.own_object import Law as Law  # noqa: PLC0414
@@ -327,7 +328,16 @@ class OwnCodec(_Framed):
 
         Raises CodecError: if it cannot be imported, or lacks an attribute that codecs must have.
         """
-        return self.instance or own_object.import_definition(FORMATS.get(self.name, self.name))
+        if self.name in FORMATS:
+            return self.instance or own_object.import_definition(FORMATS[self.name], ours=True)
+        return self.instance or own_object.import_definition(self.name)
+
+    @property
+    def readable(self) -> bool:
+        """Whether the codec's attributes may be read: always, unless that would import a user's module while
+        such imports are forbidden (:func:`impl.named_object.forbidden`).
+        """
+        return self.instance is not None or self.name in FORMATS or named_object.allowed()
 
     @property
     def claimed(self) -> BuiltIn | None:

@@ -72,13 +72,15 @@ class OwnObject:
 
 
 @cache
-def import_definition(name: str) -> OwnObject:
+def import_definition(name: str, *, ours: bool = False) -> OwnObject:
     """Imports ``module:object`` and returns its attributes (:func:`definition_of`).
+
+    ``ours`` is as in :func:`impl.named_object.import_object`.
 
     Raises CodecError: if it cannot be imported, or is not a codec.
     """
     try:
-        return definition_of(name, import_object(name))
+        return definition_of(name, import_object(name, ours=ours))
     except NamedObjectError as error:
         raise CodecError(str(error)) from error
 
