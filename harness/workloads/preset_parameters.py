@@ -53,7 +53,7 @@ def shape_of(model: Model) -> Shape:
 def patch_of(model: Model, sequence: int) -> int:
     """Side in pixels of the patches of which a ViT reads ``sequence``, or a Refusal."""
     if sequence not in PATCHES:
-        why = f"model {model.name!r}: sequence = {sequence} patches do not make an image"
+        why = f"model {model.name!r}: an image cannot be cut into sequence = {sequence} patches"
         raise Refusal(f"{why}; expected one of {', '.join(map(str, PATCHES))}")
     return PATCHES[sequence]
 

@@ -285,7 +285,7 @@ DATA = {
 OPTIMIZERS = {
     "mine:Eighths": "expected a class derived from torch.optim.Optimizer",
     "mine:Absent": "mine has no 'Absent'",
-    "json:Plain": "json is that of ",
+    "json:Plain": "the module of that name in ",
     "mine:Normed": "optimizer.name = 'mine:Normed' is not elementwise: its steps on two pieces of a tensor",
     "mine:Sparse": "optimizer.arguments of mine:Sparse: ",
 }
