@@ -25,6 +25,7 @@ from impl.comm.mesh import Mesh
 from impl.plan.topology import ranks_in_words
 from impl.transport.shared_memory import SharedMemoryError
 
+ORDER_CHECK: Final = "check_order()"  # as errors name the call of :meth:`impl.comm.wire.Wire.check_order`
 _PATIENCE_SECONDS: Final = 5.0  # how long a rank waits for the other ranks' reports
 T = TypeVar("T")
 DIFFER: Final = "found that the ranks' exchanges differ"
@@ -178,13 +179,19 @@ class Watchdog:
         called = defaultdict[str, list[int]](list)  # call -> the ranks that are in it
         for rank, (_, call, _) in reports.items():
             called[call].append(rank)
-        for call, ranks in called.items():
-            if call and (others := [rank for rank in self._ranks if rank not in ranks]):
-                yield (
-                    f"all ranks must call {call}: {ranks_in_words(ranks)} did, {ranks_in_words(others)} did not"
-                )
+        lines = {
+            call: f"all ranks must call {call}: {ranks_in_words(ranks)} did, {ranks_in_words(others)} did not"
+            for call, ranks in called.items()
+            if call and (others := [rank for rank in self._ranks if rank not in ranks])
+        }
+        # The engine checks the order of exchanges by itself: where ranks differ in an exchange, that is the cause, and
+        # ranks that do not get to the check are its effect.
+        check = lines.pop(ORDER_CHECK, "")
+        yield from lines.values()
         if difference := parting({rank: steps for rank, (_, _, steps) in reports.items()}):
             yield difference
+        if check:
+            yield check
         silent = f"did not report within {_PATIENCE_SECONDS:.0f} s: computing, exited, or lost"
         alike = defaultdict[str, list[int]](list)  # status -> the ranks that report it
         for rank in self._ranks:

@@ -30,7 +30,7 @@ from impl.comm import exchanges
 from impl.comm.exchanges import Exchange, Kind, Pacer
 from impl.comm.ledger import Ledger, Timeline
 from impl.comm.mesh import Mesh
-from impl.comm.watchdog import DIFFER, Watchdog, WireError
+from impl.comm.watchdog import DIFFER, ORDER_CHECK, Watchdog, WireError
 from impl.plan.topology import Axis, ranks_in_words
 from impl.plan.traffic import LedgerKey, Purpose, Tag, destinations
 from impl.transport.group import Group
@@ -243,7 +243,7 @@ class Wire:
         log = self._watchdog.collective_log
         order = torch.tensor([log.count, log.fingerprint], dtype=torch.uint64, device=self.mesh.device)
         alike = defaultdict[str, list[int]](list)  # count and fingerprint -> the ranks that have these
-        with self.calling("check_order()"):
+        with self.calling(ORDER_CHECK):
             orders = self.all_gather_small(order).tolist()
         for rank, (count, mark) in enumerate(orders):
             alike[f"opened {count} ({mark:016x})"].append(rank)
