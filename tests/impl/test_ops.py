@@ -102,7 +102,7 @@ class Wrapper(torch.Tensor):
         raise NotImplementedError
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("backend", [pytest.param("cpu", marks=pytest.mark.needs("c++")), "reference"])
 @pytest.mark.parametrize("spec", ["fp32", "int8:8", "mxfp4", "nf4"])
 def test_tensors_that_kernels_cannot_read_or_write_are_refused(backend: str, spec: str) -> None:
     """Negated, sparse and freed tensors, and targets whose elements overlap, also after plain ones of their
