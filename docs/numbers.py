@@ -40,7 +40,6 @@ from report.tables.table import markdown
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 REFERENCE: Final = Path("results/reference")
-EQUAL_TO: Final = 2e-3  # relative difference up to which counted sizes are equal: padding differs
 
 
 class DocumentError(Exception):

@@ -335,9 +335,8 @@ def show(
             )
         if as_script:
             script = reproduce.script(record, run_record.read(path.parent, record.run or ""))
-            print(
-                visible(script) if sys.stdout.isatty() else script, end=""
-            )  # exact for a shell that reads it
+            # A terminal gets control characters escaped; a shell that reads the script gets it as it is.
+            print(visible(script) if sys.stdout.isatty() else script, end="")
         else:
             whole = json.loads(regular_file.read_text(path))
             if not _print_rows(plan_rows.record_rows([record]), whole, as_json=as_json, as_csv=as_csv):

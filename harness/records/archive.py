@@ -27,9 +27,7 @@ _PRESET: Final = 9 | lzma.PRESET_EXTREME  # 5 % smaller than preset 9 alone
 _MOST: Final = regular_file.MOST  # bytes that an entry of the archive may have
 _MOST_IN_ALL: Final = 1 << 30  # bytes that all entries may have together
 _MOST_ENTRIES: Final = 20_000  # an archive has about one entry for each of at most 2,000 trials, and traces
-_MOST_DECODER: Final = (
-    256 << 20
-)  # bytes of memory that decompressing may take; for our archives it takes 65 MiB
+_MOST_DECODER: Final = 256 << 20  # bytes of memory for decompressing; archives of this project take 65 MiB
 _CHUNK: Final = 1 << 16
 
 
