@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from harness.records.trial_record import Communicated, CommunicationError
+from harness.workloads.dataset import draw
 from impl import ops
 from impl.comm.wire import Hop, Observer
 from impl.plan.policy import Policy
@@ -51,9 +52,14 @@ SumsByPlace = dict[Place, Sums]
 
 
 class ReductionObserver(Observer):
-    """Observes the reductions of one rank: sums the errors of each hop, and keeps gradients and means."""
+    """Observes the reductions of one rank: sums the errors of each hop, and keeps gradients and means.
 
-    def __init__(self) -> None:
+    Args:
+        unit: The only unit to observe; None for all.
+    """
+
+    def __init__(self, unit: str | None = None) -> None:
+        self._unit = unit
         self.hops: dict[tuple[str, Hop], Any] = defaultdict(float)  # Sums by unit and hop
         self.gradients: dict[str, Tensor] = {}  # by unit: (P,) fp32 local gradient, summed over reductions
         # By unit: number of the first element of this rank's part, and the (n,) fp32 mean, summed over reductions.
@@ -61,11 +67,15 @@ class ReductionObserver(Observer):
 
     def local(self, unit: str, gradient: Tensor) -> None:
         """See :class:`~impl.comm.wire.Observer`."""
+        if self._unit not in (None, unit):
+            return
         total = gradient.detach().to(torch.float32, copy=True)
         self.gradients[unit] = total.add_(self.gradients[unit]) if unit in self.gradients else total
 
     def encoded(self, unit: str, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
         """See :class:`~impl.comm.wire.Observer`."""
+        if self._unit not in (None, unit):
+            return
         exact = values.detach().float()
         decoded = exact
         if frames is not None:
@@ -75,6 +85,8 @@ class ReductionObserver(Observer):
 
     def averaged(self, unit: str, start: int, mean: Tensor) -> None:
         """See :class:`~impl.comm.wire.Observer`."""
+        if self._unit not in (None, unit):
+            return
         total = mean.detach().clone()
         self.means[unit] = (start, total.add_(self.means[unit][1]) if unit in self.means else total)
 
@@ -125,10 +137,15 @@ def exchange_gradients(gradient: Tensor, start: int, numel: int) -> Tensor:
     return rows
 
 
-def weight_errors(step: int, zero: Zero) -> SumsByPlace:
-    """Return the errors of each unit's gathered weights, and of hpZ's copy; all ranks must call this."""
+def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace:
+    """Return the errors of each unit's gathered weights, and of hpZ's copy; all ranks must call this.
+
+    With ``only``, the errors of this one unit are returned.
+    """
     errors: SumsByPlace = {}
     for unit in zero.units:
+        if only not in (None, unit.geometry.name):
+            continue
         master = unit.master_shard.master.detach().contiguous()
         masters = [torch.empty_like(master) for _ in range(dist.get_world_size())]
         dist.all_gather(masters, master)
@@ -238,3 +255,16 @@ def outcomes_differ(policy: Policy) -> bool:
 def measured_steps(total: int) -> frozenset[int]:
     """Return the indices of the steps to measure: the first, the middle and the last of ``total``."""
     return frozenset({0, total // 2, total - 1})
+
+
+def drawn_step(seed: int, repeat: int, warmup: int, total: int) -> int | None:
+    """Return the step, in the second half of a trial and after its warm-up, before which every trial is checked.
+
+    It is drawn by ``seed`` and ``repeat``, so that the repeats of a suite check different steps.  A fault that
+    begins in the course of training is present in late steps, which is why early ones are not drawn.
+
+    Returns:
+        The index of the step; None if the trial of ``total`` steps has no step after the first to draw.
+    """
+    first = max(warmup, 1, total // 2)
+    return None if first >= total else first + draw(f"{seed}/{repeat}/checked step", total - first)

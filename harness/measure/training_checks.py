@@ -4,7 +4,9 @@ These checks run outside the timed parts of a step.  Each rank notes facts, and
 :func:`harness.records.record_checks.training_fault` judges those of all ranks:
 
 - AdamW: the updates of a few master weights are computed again in float64;
-- gradients: those that the optimizer gets equal those of a rehearsal of the same step;
+- gradients: those that the optimizer gets equal those that the backward passes of the step left, and those of a
+  rehearsal of the same step;
+- losses: the loss on record is the mean of the losses that the passes of the step returned;
 - clipping: this rank's part of a clipped gradient is not longer than the limit;
 - batches: the hash of the batch that a rank read equals the hash of the batch that the rank before drew for it from
   the seed, and no batch is read twice;
@@ -58,6 +60,7 @@ class TrainingChecks:
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._steps = 0
         self._rehearsed: dict[int, Tensor] = {}
+        self._reduced: Tensor | None = None  # (n,) float64: watched gradients after the last backward pass
         self._masters: list[torch.nn.Parameter] = []  # those of which a few elements are watched
         # Only AdamW with its usual settings is computed again.  DeepSpeed has an implementation of its own.
         adamw = trial.optimizer.name == "AdamW" and self._settings.keys() == _SETTINGS.keys()
@@ -91,6 +94,13 @@ class TrainingChecks:
         if (gradient := self._gradients()) is not None:
             self._rehearsed[index] = gradient
 
+    def note_reduced(self, loss: float) -> None:
+        """Keep the present gradients, which backward passes have just left, and the mean ``loss`` of these passes."""
+        begin = time.perf_counter()
+        self._reduced = self._gradients()
+        self.checked.losses.append(loss)
+        self.checked.untimed += time.perf_counter() - begin
+
     def _gradients(self) -> Tensor | None:
         """Return the gradient of the watched elements, (n,) float64; None if a master has no gradient."""
         gradients = [master.grad for master in self._masters if master.grad is not None]
@@ -119,7 +129,12 @@ class TrainingChecks:
         begin = time.perf_counter()
         self._steps += done
         gradient, after = self._gradients(), _samples(self._masters)
-        self._check_rehearsed(index, gradient)
+        reduced, self._reduced = self._reduced, None
+        if done:
+            self._check_same(index, gradient, reduced, "its backward passes left")
+        rehearsed = self._rehearsed.pop(index, None)
+        linked = self._check_same(index, gradient, rehearsed, "a rehearsal of the same step just before it")
+        self.checked.linked += linked
         if done and self._clip is not None and index in self._due:
             self._check_clipped(index, self._clip)
         if gradient is not None:
@@ -128,18 +143,21 @@ class TrainingChecks:
         self._value = after
         self.checked.untimed += time.perf_counter() - begin
 
-    def _check_rehearsed(self, index: int, gradient: Tensor | None) -> None:
-        """Check that the optimizer has the gradients of this step, up to a factor from clipping or loss scale."""
-        expected = self._rehearsed.pop(index, None)
+    def _check_same(self, index: int, gradient: Tensor | None, expected: Tensor | None, whose: str) -> bool:
+        """Check that the optimizer has the ``expected`` gradients, up to a factor from clipping or loss scale.
+
+        Returns:
+            Whether there was anything to compare.
+        """
         if expected is None or gradient is None or not bool(expected.any()):
-            return
+            return False
         cosine = float(torch.nn.functional.cosine_similarity(expected, gradient, 0))
-        self.checked.linked += 1
         if not cosine >= _SAME:
             self._note(
-                f"in step {index} the optimizer of rank {self._rank} had other gradients than a rehearsal of "
-                f"the same step just before it: their cosine is {cosine:.3f}"
+                f"in step {index} the optimizer of rank {self._rank} had other gradients than {whose}: "
+                f"their cosine is {cosine:.3f}"
             )
+        return True
 
     def _check_clipped(self, index: int, clip: float) -> None:
         """Check that the norm of this rank's part of the gradient is not above the limit for the whole."""

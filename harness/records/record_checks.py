@@ -109,6 +109,7 @@ class Checked:
 
     kernel: str | None = None  # how the first wrong codec kernel differs from the reference
     wrong: str | None = None  # the first fault that this rank found itself
+    losses: list[float] = field(default_factory=list)  # of every step: mean of what its passes returned
     replayed: int = 0  # optimizer steps that were replayed and found right
     linked: int = 0  # steps whose optimizer got the gradients of the rehearsal just before
     # SHA-256 of this rank's inputs and targets by step, and of those that the seed gives the next rank.
@@ -139,6 +140,12 @@ def training_fault(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> s
                 read = f"in step {step} rank {rank} read another batch (SHA-256 {digest[:12]})"
                 return f"{read} than the seed gives this rank ({drawn.get(step, 'none')[:12]})"
         steps = ranks[rank].steps
+        for step_record, loss in zip(steps, check.losses, strict=False):  # generations have no steps
+            if not math.isclose(step_record.loss, loss, rel_tol=1e-6) and math.isfinite(loss):
+                return (
+                    f"in step {step_record.index} rank {rank} trained at a loss of {loss:.6f}, but "
+                    f"{step_record.loss:.6f} is on record"
+                )
         for timed_step, seconds in zip(steps, check.step_seconds, strict=False):  # generations have no steps
             if timed_step.total > seconds + _ROUNDED:
                 took = f"step {timed_step.index} of rank {rank} is recorded with {timed_step.total:.3f} s"

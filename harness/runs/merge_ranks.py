@@ -55,6 +55,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "chosen_codecs": first.chosen,
             "reference_loss": math.fsum(rank.losses[0].reference for rank in compared) / len(compared),
             "first_gradients": _gradient_checks([e for rank in compared for e in rank.gradient_errors]),
+            "check_seconds": round(max(rank.seconds for rank in compared), 6),
             "communication_errors": communication_error.combine([dict(c.communicated) for c in compared]),
             "quantisation": compared[0].errors,
         }
@@ -124,10 +125,12 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
                 f"started it ({tokens[:12]}): a corpus must give the same tokens each time and on every machine"
             )
         yield from _reference_errors(rank, outcome, later=False, gradients=control != "unordered")
-    if record.communication_errors and not control:
-        policy = Trial.from_canonical(record.trial).resolved_policy() or Policy()
-        if (error := communication_error.refusal(record.communication_errors, policy)) is not None:
-            yield error
+    drawn = communication_error.combine([dict(outcome.compared.drawn) for outcome in outcomes])
+    for errors in (record.communication_errors, drawn):
+        if errors and not control:
+            policy = Trial.from_canonical(record.trial).resolved_policy() or Policy()
+            if (error := communication_error.refusal(errors, policy)) is not None:
+                yield error
     if scaler is not None and count and scaler["skipped"] >= count:
         yield (
             f"all {count} steps were skipped because gradients overflowed, the last one at a loss scale of "
@@ -155,6 +158,7 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
         record_checks.ledger_mismatch(record),
         record_checks.interface_mismatch(record),
         record_checks.codec_mismatch(record),
+        record_checks.codec_mismatch(record.model_copy(update={"communication_errors": drawn})),
         record_checks.rate_mismatch(record, above=True),
         record_checks.training_fault(checked, record.ranks),
     )

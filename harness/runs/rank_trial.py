@@ -385,11 +385,18 @@ class TrialRun:
 
     def _compare(self, index: int) -> None:
         """Compare the messages of step ``index`` with exact values if that is due, outside of the timed steps."""
-        if self.strategy.wire is None or index not in self.comparison.steps:
+        comparison, zero = self.comparison, self.strategy.zero
+        drawn = zero is not None and index == comparison.drawn
+        if self.strategy.wire is None or not (drawn or index in comparison.steps):
             return
         self.peak_rss = max(self.peak_rss, peak_rss())
         with self._untimed():
-            self.comparison.before_step(index, self.strategy, self.checks)
+            begin = time.perf_counter()
+            if zero is not None and drawn:
+                comparison.before_drawn_step(index, self.strategy, zero)
+            else:
+                comparison.before_step(index, self.strategy, self.checks)
+            comparison.compared.seconds += time.perf_counter() - begin
         self.events.append("forgotten")
         forget_peak(self.device)
 

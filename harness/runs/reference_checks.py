@@ -5,6 +5,8 @@
 - Before the first, a middle and the last step, where the suite measures errors: all messages of the step with exact
   values (:mod:`harness.measure.communication_error`).  Before the middle and last step, loss and gradients are also
   compared again, with a single process that has that step's masters.
+- Before one step of the second half, drawn by seed and repeat, in every trial of our engine: the weights of one unit
+  and their copy (hpZ) with the masters; and loss and reduced gradients of one sequence a rank with a single process.
 - After the last step, where the suite measures errors: a grid of codecs on the trained weights and gradients, without
   messages (:mod:`harness.measure.quantisation_error`).
 
@@ -52,7 +54,8 @@ from harness.strategies.training_loop import run_passes
 from harness.suites.peers import PEERS, family_of
 from harness.suites.trial import Trial
 from harness.workloads import models
-from harness.workloads.rank_batches import Batches, batches_of
+from harness.workloads.dataset import draw
+from harness.workloads.rank_batches import Batches, ExperienceBatch, FirstSequences, batches_of
 from impl.adapters.joined import fsdp2_groups
 from impl.adapters.traffic import GroupGeometry
 from impl.codecs.codec import Dtype
@@ -102,6 +105,9 @@ class Compared:
     gradient_errors: list[GradientError] = field(default_factory=list)  # by step and unit
     communicated: list[tuple[Place, list[float]]] = field(default_factory=list)  # sums of messages' errors
     errors: list[QuantisationError] = field(default_factory=list)  # of the grid of codecs, over all ranks
+    # Sums of errors of one unit's messages before the drawn step, which are judged and not put on record.
+    drawn: list[tuple[Place, list[float]]] = field(default_factory=list)
+    seconds: float = 0.0  # of all comparisons before later steps
 
 
 class Comparison:
@@ -115,6 +121,10 @@ class Comparison:
         self.measures = trial.measure_quantisation and trial.repeat == 0
         self.steps = sorted(communication_error.measured_steps(total)) if self.measures else []
         self.compared = Compared()
+        drawn = communication_error.drawn_step(trial.seed, trial.repeat, trial.warmup, total)
+        # The transport "staged" carries no messages outside the wire, which this check needs.
+        checks = trial.workload != "generate" and trial.cluster.transport != "staged"
+        self.drawn = drawn if checks and drawn not in self.steps else None
         self.events: list[Event] = []  # passes before training, for ``impl.plan.traffic``
 
     def before_training(self, strategy: Strategy) -> None:
@@ -147,6 +157,28 @@ class Comparison:
         if index and strategy.zero is not None:
             self._compare_later_step(index, strategy, strategy.zero, checks)
 
+    def before_drawn_step(self, index: int, strategy: Strategy, zero: Zero) -> None:
+        """Compare one unit's weights with its masters, and a small pass with a single process.
+
+        The unit is drawn by the trial's seed and repeat.  Ranks read only the first sequence of each of their
+        batches, so that the check takes a small part of the trial's time.
+        """
+        self.rank.report(Progress("checking a drawn step"))
+        units = [unit for unit in zero.units if unit.geometry.trainable] or zero.units
+        key = f"{self.trial.seed}/{self.trial.repeat}/checked unit"
+        unit = units[draw(key, len(units))].geometry.name
+        whole = isinstance(self.data, ExperienceBatch)  # its targets cannot be divided
+        data: Batches = self.data if whole else FirstSequences(self.data)
+        with _rehearsal(strategy, unit) as observed:
+            errors = communication_error.weight_errors(index, zero, unit)
+            if zero.policy.differences is None and zero.policy.budget is None:
+                self._compare_passes(index, strategy, zero, data, unit)
+            errors |= {
+                Place(index, "gradients", name, hop.number, hop.axis, str(hop.codec)): sums
+                for (name, hop), sums in observed.hops.items()
+            }
+        self.compared.drawn += [(place, sums.tolist()) for place, sums in errors.items()]
+
     def _compare_later_step(self, index: int, strategy: Strategy, zero: Zero, checks: TrainingChecks) -> None:
         """Compare loss and reduced gradients of step ``index`` with a single process that has the same masters.
 
@@ -157,18 +189,34 @@ class Comparison:
         if zero.policy.differences is not None or zero.policy.budget is not None:
             return
         with _rehearsal(strategy):
-            with next(strategy.model.parameters()).device:
-                model = models.of_trial(self.trial)
-            model.load_state_dict(zero.full_state_dict())
-            clock = Clock(self.trial.seed, zero.clock.step)
-            expected, gradient = self._single_process(model, index, clock)
-            with evaluating(strategy.model):
-                passes = run_passes(self.trial, strategy, self.data, index)
+            expected = self._compare_passes(index, strategy, zero, self.data)
             if expected.trained is not None and zero.policy.feedback is None:
                 checks.note_rehearsal(index)
-            if gradient is not None and zero.policy.feedback is None:
-                self.compared.gradient_errors += _gradient_errors(gradient, strategy)
+
+    def _compare_passes(
+        self, index: int, strategy: Strategy, zero: Zero, data: Batches, unit: str | None = None
+    ) -> ComparedLoss:
+        """Compare a rehearsal of step ``index`` with a single process, and return the single process's losses.
+
+        Args:
+            index: Number of the step.
+            strategy: The strategy, inside a rehearsal.
+            zero: Its engine, which has the masters.
+            data: Where batches come from.
+            unit: The only unit whose gradient is compared; None for all.  With a unit, no loss in training mode is
+                computed.
+        """
+        with next(strategy.model.parameters()).device:
+            model = models.of_trial(self.trial)
+        model.load_state_dict(zero.full_state_dict())
+        clock = Clock(self.trial.seed, zero.clock.step)
+        expected, gradient = self._single_process(model, index, clock, data, unit)
+        with evaluating(strategy.model):
+            passes = run_passes(self.trial, strategy, data, index)
+        if gradient is not None and zero.policy.feedback is None:
+            self.compared.gradient_errors += _gradient_errors(gradient, strategy)
         self.compared.losses.append(replace(expected, sharded=passes.mean))
+        return expected
 
     def after_steps(self, strategy: Strategy) -> None:
         """Try a grid of codecs on this rank's weights, and on the gradients of one further backward pass."""
@@ -179,7 +227,12 @@ class Comparison:
         self.compared.errors = quantisation_error.measure(strategy.zero)
 
     def _single_process(
-        self, model: nn.Module, step: int = 0, clock: Clock | None = None
+        self,
+        model: nn.Module,
+        step: int = 0,
+        clock: Clock | None = None,
+        data: Batches | None = None,
+        unit: str | None = None,
     ) -> tuple[ComparedLoss, FirstGradient | None]:
         """Compute losses and gradients of the unsharded model; all ranks must call it.
 
@@ -187,14 +240,19 @@ class Comparison:
             model: The unsharded model.
             step: The step whose batches are used.
             clock: Determines the stochastic rounding of weights; by default that of the first step.
+            data: Where batches come from; by default the trial's.
+            unit: The only unit whose gradient is returned; None for all.  With a unit, only the loss that the
+                sharded model should have is computed, and stands for the reference too.
 
         Returns:
             The losses on this rank's batches; and the mean gradient of all ranks, or None if the trial only decodes
             or its peer (DeepSpeed) does not show its gradients.
         """
         trial, topology, policy = self.trial, self.rank.topology, self.trial.resolved_policy()
+        data, reference = data or self.data, math.nan
         try:
-            reference = mean_loss(model, batches_of(self.data, step))
+            if unit is None:
+                reference = mean_loss(model, batches_of(data, step))
         except Exception as error:  # an error of a user's own model is refused, unless memory is lacking
             if ":" not in trial.model.name or kind_of(error) != "crashed":
                 raise
@@ -217,25 +275,35 @@ class Comparison:
                 gathered.enter_context(as_gathered(model, policy, units, clock or Clock(trial.seed)))
             computed = as_computed(trial, model)
             if trial.workload == "generate" or layouts is None:
-                loss = mean_loss(computed, batches_of(self.data, step))
+                loss = mean_loss(computed, batches_of(data, step))
                 return ComparedLoss(reference, loss, None, step), None
-            loss, gradient = self._gradient(computed, layouts, step, columns)
+            if unit is not None:
+                layouts = [layout for layout in layouts if layout.geometry.name == unit]
+            loss, gradient = self._gradient(computed, layouts, data, step, columns)
+            if unit is not None:
+                return ComparedLoss(loss, loss, None, step), gradient
             trained: float | None = None  # known for later steps if training mode gives the same loss
             if step:
                 with torch.no_grad():
                     computed.train()
-                    losses = [float(computed(*batch)) for batch in batches_of(self.data, step)]
+                    losses = [float(computed(*batch)) for batch in batches_of(data, step)]
                 trained = loss if same_loss(math.fsum(losses) / len(losses), loss) else None
         return ComparedLoss(reference, loss, trained, step), gradient
 
     def _gradient(
-        self, model: nn.Module, layouts: Sequence[Layout], step: int, columns: Mapping[str, Tensor]
+        self,
+        model: nn.Module,
+        layouts: Sequence[Layout],
+        data: Batches,
+        step: int,
+        columns: Mapping[str, Tensor],
     ) -> tuple[float, FirstGradient]:
         """Return this rank's mean loss of a step's batches, and all ranks' mean gradient.
 
         Args:
             model: The unsharded model.
             layouts: How gradients are sharded.
+            data: Where batches come from.
             step: The step whose batches are used.
             columns: By parameter, values with which backward passes compute in place of the model's own
                 (``policy.planes = 2`` sends weights by rows forward and by columns backward).
@@ -251,7 +319,7 @@ class Comparison:
         parameters = dict(model.named_parameters())
         losses: list[float] = []
         with evaluating(model):
-            for micro in self.data.step(step):
+            for micro in data.step(step):
                 for batch in micro:
                     loss = model(*batch)
                     losses.append(float(loss.detach()))
@@ -265,15 +333,17 @@ class Comparison:
 
 
 @contextlib.contextmanager
-def _rehearsal(strategy: Strategy) -> Iterator[communication_error.ReductionObserver]:
+def _rehearsal(
+    strategy: Strategy, unit: str | None = None
+) -> Iterator[communication_error.ReductionObserver]:
     """Send the messages of a step without changing training.
 
     Passes in the body send what a step would; gradients, buffers, random
     states and the state of codecs are restored afterwards.
-    Yields an observer of the messages.
+    Yields an observer of the messages of ``unit``, or of all units if it is None.
     """
     assert strategy.wire is not None  # noqa: S101  # callers compare only trials with a wire
-    observed, device = communication_error.ReductionObserver(), next(strategy.model.parameters()).device
+    observed, device = communication_error.ReductionObserver(unit), next(strategy.model.parameters()).device
     random = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with strategy.wire.observed(observed), strategy.rehearsing(), random:
         yield observed

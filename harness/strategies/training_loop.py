@@ -85,6 +85,9 @@ class TrainingLoop:
         clock.begin()
         experience = None if self.collect is None else self.collect(index, clock)
         passes = run_passes(self.trial, strategy, experience or self.data, index, clock)
+        if self.checks is not None:
+            with clock.paused():
+                self.checks.note_reduced(passes.mean)
         with clock.part("optimizer"):
             set_rates(self.optimizer, self.schedule, index)
             stepped = strategy.step(self.optimizer, self.trial.clip)

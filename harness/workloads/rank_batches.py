@@ -45,6 +45,18 @@ class ExperienceBatch:
         yield [self.batch]
 
 
+@dataclass(frozen=True, slots=True)
+class FirstSequences:
+    """The first sequence of each batch of another source, for checks that must be cheap."""
+
+    batches: Batches
+
+    def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
+        """See :class:`Batches`."""
+        for micro in self.batches.step(index):
+            yield [(inputs[:1], targets[:1]) for inputs, targets in micro]
+
+
 class RankBatches:
     """Batches of one rank of a trial or, for strategy ``single``, of all its ranks.
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial, partialmethod
+from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import run_ranks
+from harness.measure import communication_error
 from harness.measure.communication_error import BF16_VNMSE, GROWTH, refusal
 from harness.measure.step_clock import StepClock
 from harness.measure.training_checks import wrong_kernel
@@ -30,6 +32,7 @@ from harness.workloads.dataset import Dataset, Pair
 from harness.workloads.rank_batches import RankBatches
 from impl import ops
 from impl.codecs.codec import FORMATS, parse
+from impl.comm import exchanges
 from impl.comm.watchdog import Watchdog
 from impl.engine.engine import Zero
 from impl.engine.masters import Stepped
@@ -190,6 +193,60 @@ def little_waiting(_: Rank) -> Iterator[None]:
         yield
 
 
+@instead_of(GradientReduction, "_take")
+def quartered_late(reduction: GradientReduction, taken: Any, _: Rank, mean: Tensor) -> None:
+    """Each unit's mean is divided by 4 in the steps after step 6; its first reduction is before training."""
+    _reductions[id(reduction)] += 1
+    taken(reduction, mean / 4 if _reductions[id(reduction)] > 8 else mean)
+
+
+_means = dict[int, list[Tensor]]()
+
+
+@instead_of(GradientReduction, "_take")
+def a_mean_one_step_late(reduction: GradientReduction, taken: Any, _: Rank, mean: Tensor) -> None:
+    """From the third reduction on, a unit gets the mean of its reduction before."""
+    means = _means.setdefault(id(reduction), [])
+    means.append(mean.clone())
+    taken(reduction, means[-2] if len(means) > 2 else mean)
+
+
+@contextlib.contextmanager
+def ignored_nodes(_: Rank) -> Iterator[None]:
+    """From step 3 on, reductions use a rank's own message in place of those of other nodes."""
+    send, end, late = exchanges.point_to_point, StepClock.end, False
+
+    def own(group: Any, kind: Any, received: Tensor, sent: Tensor, tag: int) -> Any:
+        works = send(group, kind, received, sent, tag)
+        if not late or kind != "all_to_all" or group.same_node:
+            return works
+        for work in works:
+            work.wait()
+        parts = received.view(group.size, -1)
+        parts[:] = parts[group.index].clone()
+        return []
+
+    def ended(clock: StepClock, **fields: Any) -> None:
+        nonlocal late
+        late = fields["index"] >= 2
+        end(clock, **fields)
+
+    with mock.patch.object(exchanges, "point_to_point", own), mock.patch.object(StepClock, "end", ended):
+        yield
+
+
+LATER: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
+    "gradients divided by 4 after step 6": (quartered_late, "before step [78] rank .'s reduced gradient of"),
+    "a stale copy in a repeat": (
+        stale_secondary,
+        "secondary of .* but that of the weights that they copy is",
+    ),
+    "a late update in a repeat": (a_late_update, "had other gradients than its backward passes left"),
+    "a mean one step late": (a_mean_one_step_late, "before step [78] rank .'s reduced gradient of"),
+    "ignored nodes": (ignored_nodes, "before step [78] rank .'s reduced gradient of"),
+    "a better loss in a repeat": (better_loss, "in step 2 rank . trained at a loss of .* is on record"),
+}
+"""Sabotages of a repeat that measures no errors; before a drawn step, it is compared with a single process."""
 SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "a rank reads another rank's batches": (other_batches, "in step 0 rank 1 read another batch"),
     "every second step skipped": (half_the_steps, "after step . element .* but the trial's AdamW gives"),
@@ -203,7 +260,7 @@ SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "no clipping": (no_clipping, "has a norm of .* although the whole should be clipped to 0.1"),
     "a late update": (
         a_late_update,
-        "in step . the optimizer of rank . had other gradients than a rehearsal",
+        "in step . the optimizer of rank . had other gradients than its backward passes left",
     ),
     "batches without a step": (
         batches_without_a_step,
@@ -217,6 +274,8 @@ SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "halved steps": (halves_steps, "the clock counts too much"),
     "a biased kernel": (biased_kernel, "kernels of int8:64 do not equal the reference"),
 }
+SEED: Final = 1  # with it, repeat 1 of a trial of 2 + 7 steps draws one of the last two
+REPEAT: Final[dict[str, Any]] = {"repeat": 1, "seed": SEED, "steps": 7}
 REPRESENTATIVE: Final = "every second step skipped"
 CLEAN: Final[dict[str, dict[str, Any]]] = {
     "zero3": {"accumulation": 2},
@@ -232,7 +291,8 @@ def _run_all(rank: Rank, trials: list[tuple[str, Trial]]) -> list[Outcome]:
     """The trials one after the other, each with its sabotage."""
     outcomes = []
     for name, sabotaged in trials:
-        with SABOTAGES[name][0](rank) if name in SABOTAGES else contextlib.nullcontext():
+        sabotages = SABOTAGES | LATER
+        with sabotages[name][0](rank) if name in sabotages else contextlib.nullcontext():
             outcomes.append(run(rank, Assignment(sabotaged, None)))
     return outcomes
 
@@ -248,6 +308,8 @@ def outcomes(
     changes = {"clip": 0.1, "policy": policy, "validate_every": 3, "validation_batches": 1}
     make = partial(trial, text, measure_quantisation=True)
     trials = [(name, make("zeropp", **changes)) for name in SABOTAGES if name in wanted]
+    repeat = {**REPEAT, "policy": policy}
+    trials += [(name, trial(text, "zeropp", **repeat)) for name in LATER if name in wanted]
     trials += [(name, make(name, **CLEAN[name])) for name in CLEAN if name in wanted]
     launch = local(trials[0][1].topology(), tmp_path_factory.mktemp("ranks") / "log", seconds=280)
     by_trial = zip(*run_ranks(_run_all, trials, launch), strict=True)
@@ -261,6 +323,56 @@ def test_each_sabotage_is_named(name: str, outcomes: dict[str, tuple[list[Outcom
     """A trial with a sabotage fails, and the message names what is wrong and where."""
     with pytest.raises(TrialError, match=SABOTAGES[name][1]):
         assembled(*outcomes[name])
+
+
+@pytest.mark.parametrize(
+    "name", ["ignored nodes", *long(*(name for name in LATER if name != "ignored nodes"))]
+)
+def test_each_sabotage_of_a_repeat_is_named(
+    name: str, outcomes: dict[str, tuple[list[Outcome], Trial]]
+) -> None:
+    """A repeat that measures no errors fails too if its later steps are not what they should be."""
+    with pytest.raises(TrialError, match=LATER[name][1]):
+        assembled(*outcomes[name])
+
+
+def _twice(rank: Rank, trials: list[Trial]) -> list[tuple[Outcome, Outcome]]:
+    """Each trial with and without the check of a drawn step."""
+    pairs = []
+    for checked in trials:
+        with mock.patch.object(communication_error, "drawn_step", lambda *_: None):
+            plain = run(rank, Assignment(checked, None))
+        pairs.append((run(rank, Assignment(checked, None)), plain))
+    return pairs
+
+
+def test_the_check_of_a_drawn_step_leaves_training_as_it_is(text: str, tmp_path: Path) -> None:
+    """With and without the check, losses, norms, validations, ledgers and predictions are equal to the bit; the seconds
+    of the check go on record.
+    """
+    stochastic = {"max_padding": 9.0, "gradients": "int4:64:stochastic", "feedback": "loco"}
+    copied = {"max_padding": 9.0, "differences": "int4:64", "secondary_format": "bf16"}
+    common = {"repeat": 2, "clip": 1.0, "validate_every": 2, "accumulation": 2}
+    trials = [trial(text, "zeropp", policy=policy, **common) for policy in (stochastic, copied)]
+    launch = local(trials[0].topology(), tmp_path / "log", seconds=280)
+    for number, ranks in enumerate(zip(*run_ranks(_twice, trials, launch), strict=True)):
+        records = [assembled([*side], trials[number]) for side in zip(*ranks, strict=True)]
+        seen = [
+            [[[(step.loss, step.gradient_norm) for step in rank.steps], rank.ledger] for rank in record.ranks]
+            + [[(v.step, v.loss, v.inter_bytes) for v in record.validations], record.predicted]
+            for record in records
+        ]
+        assert seen[0] == seen[1]
+        assert records[0].check_seconds > 0 == records[1].check_seconds
+
+
+@given(seed=st.integers(0, 10**6), warmup=st.integers(0, 5), steps=st.integers(1, 40))
+def test_a_drawn_step_is_late_and_not_a_warm_up(seed: int, warmup: int, steps: int) -> None:
+    """It is in the second half, after warm-up, and never the first step."""
+    total = warmup + steps
+    drawn = communication_error.drawn_step(seed, 0, warmup, total)
+    assert (drawn is None) == (total == 1)
+    assert drawn is None or max(1, warmup, total // 2) <= drawn < total
 
 
 @pytest.mark.parametrize("name", ["zeropp", *long(*(name for name in CLEAN if name != "zeropp"))])
