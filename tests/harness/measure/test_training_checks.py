@@ -340,7 +340,7 @@ def _twice(rank: Rank, trials: list[Trial]) -> list[tuple[Outcome, Outcome]]:
     """Each trial with and without the check of a drawn step."""
     pairs = []
     for checked in trials:
-        with mock.patch.object(communication_error, "drawn_step", lambda *_: None):
+        with mock.patch.object(communication_error, "drawn_step", return_value=None):
             plain = run(rank, Assignment(checked, None))
         pairs.append((run(rank, Assignment(checked, None)), plain))
     return pairs
