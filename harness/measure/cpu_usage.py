@@ -59,17 +59,17 @@ class ThreadClock:
     """Measures wall-clock time from its construction on, and for how much of it the thread slept."""
 
     def __init__(self) -> None:
-        self._begun, self._ran, self._waited = time.perf_counter(), time.thread_time(), _waited()
+        self._begun, self._ran, self._stalled = time.perf_counter(), time.thread_time(), stalled()
 
     def read(self) -> tuple[float, float | None]:
         """Return the wall-clock seconds and, of these, the seconds that the thread slept (None if not known)."""
-        seconds, ran, waited = time.perf_counter() - self._begun, time.thread_time() - self._ran, _waited()
-        if waited is None or self._waited is None:
+        seconds, ran, now = time.perf_counter() - self._begun, time.thread_time() - self._ran, stalled()
+        if now is None or self._stalled is None:
             return seconds, None
-        return seconds, max(seconds - ran - (waited - self._waited), 0.0)
+        return seconds, max(seconds - ran - (now - self._stalled), 0.0)
 
 
-def _waited() -> float | None:
+def stalled() -> float | None:
     """Return the seconds that this thread has waited for a CPU while it could run; None if not counted."""
     try:
         return int(SCHEDULED.read_text(encoding="ascii").split()[1]) / 1e9

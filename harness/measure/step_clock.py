@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 
 import torch
 
+from harness.measure.cpu_usage import stalled
 from harness.records.trial_record import Step
 
 _DIGITS: Final = 6  # decimals of seconds that are kept: scheduling disturbs a reading by over a microsecond
@@ -38,6 +39,9 @@ class StepClock:
         self._waited: dict[str, float] = {}
         self._begun = self._computed = 0.0
         self.steps: list[Step] = []
+        self.stalled = (
+            0.0  # seconds in which the thread waited for a CPU in all steps so far, as far as known
+        )
         self.note: Callable[[str, float], None] | None = (
             None  # called at a part's end: its name, its beginning
         )
@@ -46,6 +50,7 @@ class StepClock:
         """Begin a step."""
         self._seconds = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
         self._waited = {}
+        self.stalled -= stalled() or 0.0
         self._begun = now(self._device)
         self._computed = time.process_time()  # read after the wall clock here, and before it in end()
 
@@ -66,7 +71,9 @@ class StepClock:
     def paused(self) -> Iterator[None]:
         """Leave the time of the body of ``with`` out of the step."""
         wall, computed = now(self._device), time.process_time()
+        self.stalled += stalled() or 0.0
         yield
+        self.stalled -= stalled() or 0.0
         self._computed += time.process_time() - computed
         self._begun += now(self._device) - wall
 
@@ -81,6 +88,7 @@ class StepClock:
         """
         computed = time.process_time() - self._computed
         seconds = {"total": now(self._device) - self._begun, "cpu_seconds": computed, **self._seconds}
+        self.stalled += stalled() or 0.0
         waited = {
             f"exposed_{part}": self._waited.get(part) for part in ("forward", "backward", "generate", "score")
         }

@@ -16,6 +16,7 @@ These checks run outside the timed parts of a step.  Each rank notes facts, and
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import math
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from harness.measure.communication_error import measured_steps
+from harness.measure.cpu_usage import stalled
 from harness.records.record_checks import Checked
 from harness.suites.peers import family_of
 from harness.suites.trial import Trial
@@ -51,6 +53,7 @@ class TrainingChecks:
 
     def __init__(self, trial: Trial, data: RankBatches, rank: int, optimizer: torch.optim.Optimizer) -> None:
         self.checked = Checked()
+        self.stalled = 0.0  # seconds of untimed work in which the thread waited for a CPU, so far
         self._data, self._world = data, trial.topology().world
         self._rank, self._sequences = rank, trial.accumulation * trial.tokens_per_rank // trial.sequence
         total = trial.warmup + trial.steps
@@ -89,6 +92,14 @@ class TrainingChecks:
         """Keep this fault, unless an earlier one is kept already."""
         self.checked.wrong = self.checked.wrong or wrong
 
+    @contextlib.contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Leave the body's time out of what timed steps must fill."""
+        begin, before = time.perf_counter(), stalled() or 0.0
+        yield
+        self.stalled += (stalled() or 0.0) - before
+        self.checked.untimed += time.perf_counter() - begin
+
     def note_rehearsal(self, index: int) -> None:
         """Keep the present gradients, which come from a rehearsal of step ``index``."""
         if (gradient := self._gradients()) is not None:
@@ -96,10 +107,9 @@ class TrainingChecks:
 
     def note_reduced(self, loss: float) -> None:
         """Keep the present gradients, which backward passes have just left, and the mean ``loss`` of these passes."""
-        begin = time.perf_counter()
-        self._reduced = self._gradients()
-        self.checked.losses.append(loss)
-        self.checked.untimed += time.perf_counter() - begin
+        with self.untimed():
+            self._reduced = self._gradients()
+            self.checked.losses.append(loss)
 
     def _gradients(self) -> Tensor | None:
         """Return the gradient of the watched elements, (n,) float64; None if a master has no gradient."""
@@ -109,39 +119,39 @@ class TrainingChecks:
     def note_batches(self, step: int, batches: Iterable[Batch]) -> None:
         """Note digests of a step's batches, and of those that the next rank should read, if the step is due."""
         if step in self._due:
-            begin = time.perf_counter()
-            digest, dataset = _digest(batches), self._data.dataset
-            distinct = dataset.count(dataset.train) ** self._sequences > _CHANCES
-            if distinct and digest in self.checked.batches.values():
-                self._note(
-                    f"rank {self._rank} read in step {step} a batch that it had read in an earlier step"
-                )
-            self.checked.batches[step] = digest
-            neighbour = (self._rank + 1) % self._world
-            self.checked.of_next_rank[step] = _digest(self._data.of_rank(step, neighbour))
-            self.checked.untimed += time.perf_counter() - begin
+            with self.untimed():
+                digest, dataset = _digest(batches), self._data.dataset
+                distinct = dataset.count(dataset.train) ** self._sequences > _CHANCES
+                if distinct and digest in self.checked.batches.values():
+                    self._note(
+                        f"rank {self._rank} read in step {step} a batch that it had read in an earlier step"
+                    )
+                self.checked.batches[step] = digest
+                neighbour = (self._rank + 1) % self._world
+                self.checked.of_next_rank[step] = _digest(self._data.of_rank(step, neighbour))
 
     def replay(self, index: int, *, done: bool) -> None:
         """Compute step ``index`` of the optimizer again, from the present gradients, and compare.
 
         If the optimizer skipped the step for an overflow (not ``done``), masters must not have changed.
         """
-        begin = time.perf_counter()
-        self._steps += done
-        gradient, after = self._gradients(), _samples(self._masters)
-        reduced, self._reduced = self._reduced, None
-        if done:
-            self._check_same(index, gradient, reduced, "its backward passes left")
-        rehearsed = self._rehearsed.pop(index, None)
-        linked = self._check_same(index, gradient, rehearsed, "a rehearsal of the same step just before it")
-        self.checked.linked += linked
-        if done and self._clip is not None and index in self._due:
-            self._check_clipped(index, self._clip)
-        if gradient is not None:
-            self._compare(index, after, self._adamw(gradient, index) if done else self._value)
-            self.checked.replayed += 1
-        self._value = after
-        self.checked.untimed += time.perf_counter() - begin
+        with self.untimed():
+            self._steps += done
+            gradient, after = self._gradients(), _samples(self._masters)
+            reduced, self._reduced = self._reduced, None
+            if done:
+                self._check_same(index, gradient, reduced, "its backward passes left")
+            rehearsed = self._rehearsed.pop(index, None)
+            linked = self._check_same(
+                index, gradient, rehearsed, "a rehearsal of the same step just before it"
+            )
+            self.checked.linked += linked
+            if done and self._clip is not None and index in self._due:
+                self._check_clipped(index, self._clip)
+            if gradient is not None:
+                self._compare(index, after, self._adamw(gradient, index) if done else self._value)
+                self.checked.replayed += 1
+            self._value = after
 
     def _check_same(self, index: int, gradient: Tensor | None, expected: Tensor | None, whose: str) -> bool:
         """Check that the optimizer has the ``expected`` gradients, up to a factor from clipping or loss scale.

@@ -30,8 +30,12 @@ INTERFACE_WITHIN: Final = (0.99, 1.02)  # bytes of an interface, as a share of t
 # parts in which a ring sends a message.
 CONTROL_BYTES: Final = 2 * 3 * 48
 RATE_WITHIN: Final = (0.95, 1.05)  # rate that probes may measure, as a share of the requested rate
-_COVERED: Final = 0.9  # share that steps must take, at least, of the time from the first to the last
-_BETWEEN_STEPS: Final = (0.1, 0.01)  # seconds that a busy machine may lose: in all, and between two steps
+_COVERED: Final = 0.97  # share that steps must take, at least, of the time from the first to the last
+_TICK: Final = 0.005  # seconds for each step that reading clocks and reporting progress may take
+_SLEPT: Final = (
+    0.1,
+    0.01,
+)  # seconds that a rank may sleep without waiting for messages: in all, and for each step
 _AWAKE: Final = 0.5  # share that waiting for messages must be, at least, of the time in which a rank sleeps
 _ROUNDED: Final = 0.01  # seconds by which two clocks may differ
 _BARRIERS: Final = 4  # barriers around the counted steps, and around each validation (itself not counted)
@@ -120,6 +124,8 @@ class Checked:
     )
     step_seconds: list[float] = field(default_factory=list)  # of every step, by a second clock around it
     slept: list[float] = field(default_factory=list)  # seconds of a step in which the thread slept, if known
+    # Seconds in which the thread could run but waited for a CPU, outside of timed steps and of ``untimed``.
+    stalled: float = 0.0
     untimed: float = 0.0  # seconds of evaluations and checks between steps, so far
 
 
@@ -153,9 +159,9 @@ def training_fault(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> s
                     f"{took}, but a second clock around it shows {seconds:.3f} s: the clock counts too much"
                 )
         timed = [step.total for step in steps if not step.warmup]
-        total, allowed = math.fsum(timed), _BETWEEN_STEPS[0] + _BETWEEN_STEPS[1] * len(timed)
-        sums = f"the timed steps of rank {rank} add up to {total:.3f} s, but {check.seconds:.3f} s passed"
-        if timed and total < _COVERED * check.seconds - allowed:
+        total, passed = math.fsum(timed), check.seconds - check.stalled
+        sums = f"the timed steps of rank {rank} add up to {total:.3f} s, but {passed:.3f} s passed"
+        if timed and total < _COVERED * passed - _TICK * len(timed):
             missed.append(f"{sums}: the clock misses a part of them")
     if missed and len(missed) == len(checked):  # a busy machine may delay single ranks, but not all
         return missed[0]
@@ -167,7 +173,7 @@ def training_fault(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> s
     for rank, check in enumerate(checked):  # a rank sleeps mostly because it waits for messages
         exposed = [step.exposed for step in ranks[rank].steps if step.exposed is not None]
         waited, slept, count = math.fsum(exposed), math.fsum(check.slept), len(check.slept)
-        if len(exposed) == count and waited < _AWAKE * slept - _BETWEEN_STEPS[0] - _BETWEEN_STEPS[1] * count:
+        if len(exposed) == count and waited < _AWAKE * slept - _SLEPT[0] - _SLEPT[1] * count:
             wait = f"waited {waited:.3f} s for messages in {count} steps"
             return f"rank {rank} recorded that it {wait}, but its thread slept for {slept:.3f} s in them"
     return None

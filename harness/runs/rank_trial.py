@@ -30,7 +30,7 @@ from torch import nn
 from harness.cluster.link import PROBES, measure_link
 from harness.cluster.rank import Progress, Rank, counters, take_gpu
 from harness.measure import compute_alone, gpu_use
-from harness.measure.cpu_usage import ProcessorMeter, ThreadClock
+from harness.measure.cpu_usage import ProcessorMeter, ThreadClock, stalled
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.measure.step_clock import StepClock
 from harness.measure.training_checks import TrainingChecks, wrong_kernel
@@ -167,12 +167,14 @@ class TrialRun:
         counted = -self._counted_training()
         one_machine = trial.cluster.launcher == "local"  # with a launcher there may be several
         processors = ProcessorMeter()
-        self.checked.untimed, begin = 0.0, time.perf_counter()
+        self.checked.untimed, waited = 0.0, self._stalled()
+        begin = time.perf_counter()
         with self._sampling() as sampled:
             for index in range(trial.warmup, total):
                 self.rank.report(Progress("steps", index - trial.warmup, trial.steps))
                 self.step(index)
             self.checked.seconds = time.perf_counter() - begin - self.checked.untimed
+            self.checked.stalled = self._stalled() - waited
         dist.barrier()
         spent = processors.use() if one_machine else None
         counted += self._counted_training()
@@ -235,6 +237,10 @@ class TrialRun:
                 for step, purpose, unit, hop, codec, vnmse in self.strategy.decisions
             ],
         )
+
+    def _stalled(self) -> float:
+        """Return the seconds in which the thread waited for a CPU, outside of steps and of untimed work."""
+        return (stalled() or 0.0) - self.loop.clock.stalled - self.checks.stalled
 
     def _sampling(self) -> contextlib.AbstractContextManager[list[NodeUse]]:
         """Return a context that samples this node's GPUs, on its first rank; elsewhere it samples nothing."""
@@ -341,13 +347,12 @@ class TrialRun:
     @contextlib.contextmanager
     def _untimed(self) -> Iterator[None]:
         """Leave the body's messages and time out of all steps, and lift the link's rate; all ranks must call it."""
-        begin = time.perf_counter()
-        self.counted_untimed -= self._count()
-        with self.rank.open_link():
-            yield
-        self.counted_untimed += self._count()
-        dist.barrier()  # the next step begins on all ranks at once
-        self.checked.untimed += time.perf_counter() - begin
+        with self.checks.untimed():
+            self.counted_untimed -= self._count()
+            with self.rank.open_link():
+                yield
+            self.counted_untimed += self._count()
+            dist.barrier()  # the next step begins on all ranks at once
 
     def _count(self) -> NDArray[np.int64]:
         """Return the (bytes, packets) that the node's interface has sent, on its first rank, else zeros.

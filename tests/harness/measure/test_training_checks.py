@@ -120,6 +120,14 @@ def halves_steps(clock: StepClock, end: Any, _: Rank, **fields: Any) -> None:
     clock.steps[-1] = clock.steps[-1].model_copy(update={"total": total})
 
 
+@instead_of(StepClock, "end")
+def three_quarters(clock: StepClock, end: Any, _: Rank, **fields: Any) -> None:
+    """Every step, made longer by a tenth of a second, is on record with three quarters of its time."""
+    time.sleep(0.1)
+    end(clock, **fields)
+    clock.steps[-1] = clock.steps[-1].model_copy(update={"total": 0.75 * clock.steps[-1].total})
+
+
 def biased_kernel(_: Rank) -> Patch:
     """The kernels read a little more than was written."""
     decode = ops.decode
@@ -254,6 +262,7 @@ SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "gradients divided by 4": (quartered, "the vNMSE of gradients of .* is"),
     "a stale copy": (stale_secondary, "secondary of .* but that of the weights that they copy is"),
     "a clock that stops early": (stops_early, "the clock misses a part"),
+    "steps of three quarters": (three_quarters, "the clock misses a part"),
     "another codec of equal bytes": (another_codec, "gradients of .* were sent as int4:64:clip in hop"),
     "half a loss": (half_a_loss, "before step 2 rank .'s reduced gradient of unit"),
     "a better loss on record": (better_loss, "in step 2 rank . trained at a loss of"),
