@@ -56,6 +56,11 @@ class TrainingChecks:
         self.stalled = 0.0  # seconds of untimed work in which the thread waited for a CPU, so far
         self._data, self._world = data, trial.topology().world
         self._rank, self._sequences = rank, trial.accumulation * trial.tokens_per_rank // trial.sequence
+        # Samples that this process should read in a step; the control "half_batch" reads half of them on purpose.
+        halved = 2 if trial.control == "half_batch" else 1
+        per_batch = trial.tokens_per_rank // trial.sequence // halved
+        self._samples = trial.accumulation * per_batch * len(data.ranks)
+        self._seen = set[str]()  # digests of the batches of all steps so far
         total = trial.warmup + trial.steps
         self._due = measured_steps(total) if trial.workload != "generate" else frozenset[int]()
         self._settings: dict[str, Any] = {**_SETTINGS, **trial.optimizer.arguments}
@@ -117,15 +122,22 @@ class TrainingChecks:
         return _samples(gradients) if gradients and len(gradients) == len(self._masters) else None
 
     def note_batches(self, step: int, batches: Iterable[Batch]) -> None:
-        """Note digests of a step's batches, and of those that the next rank should read, if the step is due."""
-        if step in self._due:
-            with self.untimed():
-                digest, dataset = _digest(batches), self._data.dataset
-                distinct = dataset.count(dataset.train) ** self._sequences > _CHANCES
-                if distinct and digest in self.checked.batches.values():
-                    self._note(
-                        f"rank {self._rank} read in step {step} a batch that it had read in an earlier step"
-                    )
+        """Check that a step's batches are whole and were not read before.
+
+        If the step is due, also note their digests, and those of the batches that the next rank should read.
+        """
+        with self.untimed():
+            read, dataset = [*batches], self._data.dataset
+            digest, found = _digest(read), sum(len(inputs) for inputs, _ in read)
+            distinct = dataset.count(dataset.train) ** self._sequences > _CHANCES
+            if distinct and digest in self._seen:
+                self._note(
+                    f"rank {self._rank} read in step {step} a batch that it had read in an earlier step"
+                )
+            self._seen.add(digest)
+            if found != self._samples:
+                self._note(f"rank {self._rank} read {found} samples in step {step}, not {self._samples}")
+            if step in self._due:
                 self.checked.batches[step] = digest
                 neighbour = (self._rank + 1) % self._world
                 self.checked.of_next_rank[step] = _digest(self._data.of_rank(step, neighbour))

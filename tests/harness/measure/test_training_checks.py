@@ -181,6 +181,18 @@ def batches_without_a_step(data: RankBatches, drawn: Any, _: Rank, step: int, *p
     return drawn(data, 0, *place)
 
 
+@instead_of(RankBatches, "_batch")
+def batches_that_repeat(data: RankBatches, drawn: Any, _: Rank, step: int, *place: int) -> Any:
+    """Batches repeat every three steps, on all ranks and in what is drawn to compare."""
+    return drawn(data, step % 3, *place)
+
+
+@instead_of(RankBatches, "_batch")
+def half_batches(data: RankBatches, drawn: Any, _: Rank, *place: int) -> Any:
+    """A rank reads the first half of each of its batches, also in what is drawn to compare."""
+    return tuple(tensor[: len(tensor) // 2] for tensor in drawn(data, *place))
+
+
 @instead_of(Dataset, "validation_batches")
 def validation_on_training(data: Dataset, drawn: Any, _: Rank, **counts: int) -> list[Pair]:
     """Validation samples are taken from the training split."""
@@ -273,8 +285,10 @@ SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     ),
     "batches without a step": (
         batches_without_a_step,
-        "read in step 2 a batch that it had read in an earlier step",
+        "read in step 1 a batch that it had read in an earlier step",
     ),
+    "batches that repeat": (batches_that_repeat, "read in step 3 a batch that it had read"),
+    "half batches": (half_batches, "read 1 samples in step 0, not 2"),
     "validation on training": (validation_on_training, "validates on other samples than those held out"),
     "little waiting": (
         little_waiting,
