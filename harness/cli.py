@@ -514,9 +514,10 @@ def _place(suite: Suite) -> Place | None:
     """
     place = launchers.place(suite.trials)
     if place is not None and place.follows:
-        from harness.runs.rank_trial import WORKS
+        from harness.runs.rank_trial import WORKS, admit_of
 
-        raise typer.Exit(node_supervisors.follow(place, WORKS, run_environment.identity()))
+        facts = run_environment.identity()
+        raise typer.Exit(node_supervisors.follow(place, WORKS, facts, admit_of(suite)))
     return place
 
 

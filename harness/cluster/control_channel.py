@@ -2,7 +2,8 @@
 
 Every node has one supervisor, a process that starts and watches the node's ranks and outlives them
 (:mod:`harness.cluster.node_supervisors`).  The store is a ``TCPStore``: torchrun's own under torchrun, otherwise one
-that the supervisor of node 0 serves.
+that the supervisor of node 0 serves.  All messages are sealed with the run's token (:mod:`harness.cluster.run_token`),
+since every local user may connect to a store.
 
 Heartbeats: each supervisor increments a counter in the store once a second, over a connection of its own.  A
 supervisor whose counter has not changed for :data:`_LOST_SECONDS` is lost.
@@ -11,15 +12,18 @@ supervisor whose counter has not changed for :data:`_LOST_SECONDS` is lost.
 from __future__ import annotations
 
 import contextlib
-import json
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from harness.cluster import run_token
+from harness.cluster.run_token import Seal
 from harness.errors import Refusal
 
 if TYPE_CHECKING:
@@ -63,15 +67,19 @@ class Channel:
     """One supervisor's end of the control channel; a context manager that sends heartbeats."""
 
     def __init__(self, place: Place) -> None:
-        """Connect to the store, or serve it.
+        """Connect to the store, or serve it, and find the run's token.
 
         Raises:
-            Refusal: If nothing answers at the store's address, or its port is taken.
+            Refusal: If nothing answers at the store's address, its port is taken, or this process has no token.
         """
         self.place = place
+        self._files: list[Path] = []  # of the token, to be removed
         self._store = self._connect(serve=place.serves)
+        self.token = self._shared_token()
+        self._sealed = self._meeting = Seal(self.token.encode())
+        self.nonce = secrets.token_hex(16)
         # By node, the last heartbeat's count, and when this process first saw it.
-        self._seen: dict[int, tuple[object, float]] = {}
+        self._seen: dict[int, tuple[int, float]] = {}
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, daemon=True, name="heartbeat")
 
@@ -82,20 +90,60 @@ class Channel:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._heart.join()
+        for file in self._files:
+            file.unlink(missing_ok=True)
+
+    def begin(self, nonces: list[str]) -> None:
+        """From now on seal messages for the meeting of supervisors with these nonces, by node."""
+        self._sealed = run_token.of_session(self.token, nonces)
 
     def post(self, key: str, value: Any) -> None:
-        """Store ``value`` as JSON under ``key``; raises a ChannelError if the store is gone."""
+        """Store ``value`` as JSON, sealed, under ``key``; raises a ChannelError if the store is gone."""
         try:
-            self._store.set(key, json.dumps(value))
+            self._store.set(key, self._sealed.close(self._full(key), value))
         except RuntimeError as error:
             raise ChannelError(_line(error)) from error
 
     def read(self, key: str) -> Any:
-        """Return the value posted under ``key``, None if there is none yet; raises a ChannelError without a store."""
+        """Return the value posted under ``key``, None if there is none yet.
+
+        Raises:
+            ChannelError: If the store is gone, or the value does not come from a process of this run.
+        """
+        return self._read(key, self._sealed)
+
+    def _read(self, key: str, seal: Seal) -> Any:
         try:
-            return json.loads(self._store.get(key)) if self._store.check([key]) else None
-        except (RuntimeError, ValueError) as error:
+            return seal.open(self._full(key), self._store.get(key)) if self._store.check([key]) else None
+        except RuntimeError as error:
             raise ChannelError(_line(error)) from error
+        except ValueError as error:
+            where = _with_port(self.place)
+            raise ChannelError(
+                f"{key!r} in the store at {where} comes from no process of this run"
+            ) from error
+
+    def _full(self, key: str) -> str:
+        """Return the key with the run's name, for which a message is sealed."""
+        return f"{self.place.job}/{key}"
+
+    def _shared_token(self) -> str:
+        """Return the run's token.
+
+        The leading process makes it, unless its environment has one, and announces its digest; others look for the
+        token with that digest.
+        """
+        try:
+            if self.place.follows:
+                self._store.wait(["token"], timedelta(seconds=_START_SECONDS))
+                return run_token.find(self._store.get("token").decode(), node=self.place.node)
+            if (token := run_token.from_environment()) is None:
+                token = run_token.new()
+                self._files.append(run_token.write(token))
+            self._store.set("token", run_token.digest_of(token))
+        except RuntimeError as error:
+            raise Refusal(f"node {self.place.node}: node 0 does not begin the run: {_line(error)}") from error
+        return token
 
     def wait(self, key: str, *, node: int = 0, meanwhile: Callable[[], None] = lambda: None) -> Any:
         """Wait until ``node`` posts a value under ``key``, and return the value.
@@ -117,17 +165,18 @@ class Channel:
 
     def lost(self, node: int) -> bool:
         """Return whether a node is lost: its heartbeat has not been heard for a while."""
-        count, now = self.read(f"beat/{node}"), time.monotonic()
-        if node not in self._seen or count != self._seen[node][0]:
+        count, now = self._read(f"beat/{node}", self._meeting) or 0, time.monotonic()
+        if node not in self._seen or count > self._seen[node][0]:
             self._seen[node] = (count, now)
-        patience = _START_SECONDS if count is None else _LOST_SECONDS
+        patience = _LOST_SECONDS if count else _START_SECONDS
         return node != self.place.node and now - self._seen[node][1] > patience
 
     def _beat(self) -> None:
         with contextlib.suppress(RuntimeError, Refusal):  # the main thread reports that the store is gone
-            store = self._connect(serve=False)
+            store, key, count = self._connect(serve=False), f"beat/{self.place.node}", 0
             while not self._ended.wait(_BEAT_SECONDS):
-                store.add(f"beat/{self.place.node}", 1)
+                count += 1
+                store.set(key, self._meeting.close(self._full(key), count))
 
     def _connect(self, *, serve: bool) -> Store:
         import torch.distributed as dist

@@ -40,6 +40,7 @@ it is only the ``effect`` of another failure.
 """
 _SILENT: Final[Answer] = {"kind": "timeout", "message": "no answer from another node"}
 Work = Callable[[Rank, Any], Any]  # a module-level function (rank, argument) -> result
+Admit = Callable[[Any, Launch], Any]  # (argument, launch) -> argument; raises a Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Node:
     port: Port
     identity: str  # equal for nodes on one host
     facts: dict[str, Any]  # about machine, code and software
+    nonce: str = ""  # random, so that older messages are no messages of this meeting
 
 
 _NODE: Final = TypeAdapter(Node)
@@ -64,6 +66,7 @@ class Nodes:
     # Facts about each node's interface before it was shaped, from the last work.
     shaped: list[dict[str, Any]] = field(default_factory=list)
     status: int = 1  # exit status of the other supervisors
+    together: bool = True  # whether the nodes have met
     _commands: int = 0
 
     def on_one_host(self, count: int) -> tuple[int, int] | None:
@@ -130,6 +133,9 @@ class Nodes:
     def end(self) -> None:
         """Tell the other supervisors to end, and wait until each has read this command."""
         with contextlib.suppress(ChannelError):
+            if not self.together:
+                self.channel.post("session", {"status": self.status})
+                return
             number = self._command(status=self.status)
             self.channel.post("over", self.status)
             self._answers(number, range(1, len(self.nodes)), _BYE_SECONDS)
@@ -187,14 +193,18 @@ def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iter
     """
     with contextlib.ExitStack() as stack:
         channel = stack.enter_context(Channel(place))
-        check = stack.enter_context(remote.supervisors(hosts, channel.place))
-        nodes = Nodes(channel, [])
+        check = stack.enter_context(remote.supervisors(hosts, channel.place, channel.token))
+        nodes = Nodes(channel, [], together=False)
         try:
             for node in range(1, place.nodes):
                 description = channel.wait(f"node/{node}", node=node, meanwhile=check)
                 nodes.nodes.append(_NODE.validate_python(description))
             towards = nodes.nodes[0].port.address if nodes.nodes else "127.0.0.1"
-            nodes.nodes.insert(0, _local_node(towards, facts))
+            nodes.nodes.insert(0, _local_node(towards, facts, channel.nonce))
+            nonces = [node.nonce for node in nodes.nodes]
+            channel.post("session", {"nonces": nonces})
+            channel.begin(nonces)
+            nodes.together = True
             yield nodes
         except ChannelError as error:
             raise Refusal(f"the nodes' supervisors lost each other: {error}") from error
@@ -202,13 +212,14 @@ def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iter
             nodes.end()
 
 
-def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> int:
+def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any], admit: Admit) -> int:
     """Be the supervisor of a node other than 0 until the leading one ends.
 
     Args:
         place: This process's place.
         works: The functions that commands may name.
         facts: About this node.
+        admit: Checks the argument of a command's work and how ranks are started, and returns the argument to use.
 
     Returns:
         The exit status that the leading supervisor posts.
@@ -218,14 +229,17 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> in
     """
     try:
         with Channel(place) as channel:
+            if not place.waits:
+                node = _local_node(place.host, facts, channel.nonce)
+                channel.post(f"node/{place.node}", _NODE.dump_python(node, mode="json"))
+            if (status := _meet(channel)) is not None:
+                return status
             if place.waits:
                 return int(channel.wait("over"))  # the launcher started more processes than nodes
-            node = _local_node(place.host, facts)
-            channel.post(f"node/{place.node}", _NODE.dump_python(node, mode="json"))
             number = 1
             while "status" not in (command := channel.wait(f"command/{number}")):
                 if place.node < command["nodes"]:
-                    answer = _obey(channel, works[command["work"]], number, command)
+                    answer = _obey(channel, works[command["work"]], number, command, admit)
                     channel.post(f"answer/{number}/{place.node}", answer)
                 number += 1
             channel.post(f"answer/{number}/{place.node}", {})
@@ -235,7 +249,18 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> in
         raise Refusal(message) from error
 
 
-def _obey(channel: Channel, work: Work, number: int, command: dict[str, Any]) -> Answer:
+def _meet(channel: Channel) -> int | None:
+    """Wait until all nodes have met; returns the exit status if they have not come together."""
+    session, place = channel.wait("session"), channel.place
+    if "status" in session:
+        return int(session["status"])
+    if not place.waits and session["nonces"][place.node] != channel.nonce:
+        raise ChannelError("the store holds messages of another run with the same token")
+    channel.begin(session["nonces"])
+    return None
+
+
+def _obey(channel: Channel, work: Work, number: int, command: dict[str, Any], admit: Admit) -> Answer:
     """Run a command's work on this node's ranks; returns the answer, which has the log of a failure."""
     place, (argument_type, result_type) = channel.place, _types(work)
 
@@ -247,7 +272,11 @@ def _obey(channel: Channel, work: Work, number: int, command: dict[str, Any]) ->
     with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as scratch:
         log, launch = Path(scratch, "log"), _LAUNCH.validate_python(command["launch"])
         launch = replace(launch, log=log, node=place.node, meeting=place.for_ranks(number))
-        argument = argument_type.validate_python(command["argument"], context=CANONICAL)
+        try:
+            argument = argument_type.validate_python(command["argument"], context=CANONICAL)
+            argument = admit(argument, launch)
+        except Refusal as error:
+            return {"kind": "refused", "message": str(error), "effect": False}
         answer = _run(work, argument, launch, lambda _: None, stop_reason)
         if "results" in answer:
             results = [result_type.dump_python(result, mode="json") for result in answer["results"]]
@@ -288,5 +317,5 @@ def _cause(answers: Mapping[int, Answer], log: Path) -> LaunchError:
     return LaunchError(cause["kind"], cause["message"], kept, effect=bool(cause.get("effect")))
 
 
-def _local_node(towards: str, facts: dict[str, Any]) -> Node:
-    return Node(port_towards(towards), host_identity(), facts)
+def _local_node(towards: str, facts: dict[str, Any], nonce: str) -> Node:
+    return Node(port_towards(towards), host_identity(), facts, nonce)

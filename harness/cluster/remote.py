@@ -13,9 +13,11 @@ from pathlib import Path
 
 from harness.cluster.control_channel import Place
 from harness.cluster.port import address_towards
+from harness.cluster.run_token import VARIABLE
 from harness.errors import Refusal
 
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
+_WITH_TOKEN = f'IFS= read -r {VARIABLE} && export {VARIABLE} && exec "$@" </dev/null'
 _END_SECONDS = 5.0
 
 
@@ -26,8 +28,10 @@ def place_of(hosts: Sequence[str]) -> Place:
 
 
 @contextlib.contextmanager
-def supervisors(hosts: Sequence[str], place: Place) -> Iterator[Callable[[], None]]:
+def supervisors(hosts: Sequence[str], place: Place, token: str) -> Iterator[Callable[[], None]]:
     """Start the supervisors of all hosts but the first, in the same folder and with the same Python as here.
+
+    They get the run's token through standard input: other users can read command lines.
 
     Yields:
         A function that raises a Refusal, with the last line of its output, once a supervisor has ended.
@@ -42,16 +46,19 @@ def supervisors(hosts: Sequence[str], place: Place) -> Iterator[Callable[[], Non
             variables = [f"{name}={value}" for name, value in (common | {"GROUP_RANK": str(node)}).items()]
             remote = ["env", *variables, sys.executable, "-m", "harness.cli", *sys.argv[1:]]
             # The line is quoted, since a shell on the other host reads it.
-            line = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(remote)}"
+            shell = ["sh", "-c", _WITH_TOKEN, "sh", *remote]
+            line = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(shell)}"
             output = stack.enter_context(tempfile.TemporaryFile())
             process = subprocess.Popen(
                 [*_SSH, host, line],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C in the terminal must reach only the sweep
             )
             stack.callback(_end, process)
+            with contextlib.suppress(BrokenPipeError), process.stdin as given:  # type: ignore[union-attr]
+                given.write(f"{token}\n".encode())
             started.append((host, process, output))
 
         def check() -> None:

@@ -15,8 +15,8 @@ import contextlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -29,6 +29,8 @@ from torch import nn
 
 from harness.cluster.link import PROBES, measure_link
 from harness.cluster.rank import Progress, Rank, counters, take_gpu
+from harness.cluster.rank_processes import BACKENDS, Launch
+from harness.errors import Refusal
 from harness.measure import compute_alone, gpu_use
 from harness.measure.cpu_usage import ProcessorMeter, ThreadClock, stalled
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
@@ -53,6 +55,7 @@ from harness.strategies import optimizers
 from harness.strategies.strategy import Books, Sharded, Strategy, prepare, shard_model
 from harness.strategies.training_loop import TrainingLoop, collect
 from harness.suites import folder
+from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 from harness.workloads import models
 from harness.workloads.generation import Counts, Generator
@@ -106,6 +109,33 @@ def run(rank: Rank, assignment: Assignment) -> Outcome:
 
 WORKS: Final = {work.__name__: work for work in (run, measure_link)}
 """Functions that a node's supervisor may run on its ranks, by the name in a command."""
+
+
+def admit_of(suite: Suite) -> Callable[[Any, Launch], Any]:
+    """Return the check of commands on a node that has read ``suite`` itself.
+
+    A command may only name trials of that suite, by id.  The node runs the trial of its own suite file, so that no
+    name of a module comes from another process.
+    """
+    own = {trial.id: trial for trial in suite.combinations}
+    transports = {trial.cluster.transport for trial in suite.combinations}
+    backends = {BACKENDS.get(transport, transport) for transport in transports}
+
+    def admit(argument: Any, launch: Launch) -> Any:
+        if launch.backend not in backends:
+            raise Refusal(
+                f"transport {launch.backend!r}: not in this node's suite file; copy node 0's file here"
+            )
+        if not isinstance(argument, Assignment):
+            return argument
+        repeat, wanted = argument.trial.repeat, argument.trial.model_copy(update={"repeat": 0})
+        if (trial := own.get(wanted.id)) is None:
+            raise Refusal(
+                f"trial {argument.trial.id}: not in this node's suite file; copy node 0's file here"
+            )
+        return replace(argument, trial=trial.model_copy(update={"repeat": repeat}), folder=folder.current())
+
+    return admit
 
 
 class TrialRun:

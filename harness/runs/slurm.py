@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from harness.cluster import run_token
 from harness.errors import Refusal
 from harness.suites.trial import Cluster
 
@@ -68,6 +69,7 @@ def submit(arguments: Sequence[str], cluster: Cluster, name: str, folder: Path) 
         executor.update_parameters(
             job_name=name, nodes=cluster.nodes, ntasks_per_node=1, use_srun=True, **gpus, **options
         )
+        run_token.set_in_environment()  # sbatch hands the environment to the job
         return str(executor.submit(Job(arguments)).job_id)
     except (RuntimeError, ValueError, TypeError, OSError, submitit.core.utils.FailedJobError) as error:
         raise Refusal(f"Slurm did not accept the job: {error}") from error
@@ -76,6 +78,7 @@ def submit(arguments: Sequence[str], cluster: Cluster, name: str, folder: Path) 
 def step(arguments: Sequence[str], nodes: int) -> None:
     """Replace this process, which is inside a job but in none of its steps, with a step of one process per node."""
     command = ["srun", f"--nodes={nodes}", "--ntasks-per-node=1", *_COMMAND]
+    run_token.set_in_environment()  # srun hands the environment to the step
     try:
         os.execvp("srun", [*command, *arguments])  # noqa: S606  # no shell is needed
     except OSError as error:

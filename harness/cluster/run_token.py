@@ -1,0 +1,142 @@
+"""Hands a run's secret to its processes, and seals their messages with it.  No torch.
+
+The store through which supervisors talk asks nobody who he is: every local user, and every host that reaches its
+port, may read and write it.  Therefore each message is encrypted and authenticated with a token that only the run's
+own processes have.  The token is random, and no command line shows it:
+
+- ``hosts``: the first supervisor makes it, and writes it to the standard input of ``ssh``;
+- ``slurm``: the process that submits the job, or starts the step, sets ``ZEROPP_TOKEN`` in its environment;
+- ``torchrun``: the user sets ``ZEROPP_TOKEN``.  On one host this is not necessary: the first process writes a file of
+  mode 0600 in a folder of mode 0700, which only the same user can read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from harness.errors import Refusal
+
+VARIABLE: Final = "ZEROPP_TOKEN"
+_FEWEST: Final = 32  # characters of a token: the digest of a shorter one could be found by trying
+_NONCE_BYTES: Final = 16
+_TAG_BYTES: Final = 32
+
+
+class Seal:
+    """Encrypts and authenticates JSON values with a secret (encrypt-then-MAC: SHAKE-256, then HMAC-SHA-256)."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._cipher, self._mac = (hmac.digest(secret, use, "sha256") for use in (b"cipher", b"mac"))
+
+    def close(self, key: str, value: Any) -> str:
+        """Return ``value`` sealed for ``key``, as hexadecimal text; it opens under no other key."""
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        hidden = nonce + self._masked(nonce, json.dumps(value).encode())
+        return (hidden + self._tag(key, hidden)).hex()
+
+    def open(self, key: str, text: bytes) -> Any:
+        """Return the value that was sealed for ``key``.
+
+        Raises:
+            ValueError: If ``text`` was not sealed with this secret for this key.
+        """
+        content = bytes.fromhex(text.decode("ascii"))
+        hidden, tag = content[:-_TAG_BYTES], content[-_TAG_BYTES:]
+        if not hmac.compare_digest(tag, self._tag(key, hidden)):
+            raise ValueError("not sealed with this run's token")
+        return json.loads(self._masked(hidden[:_NONCE_BYTES], hidden[_NONCE_BYTES:]))
+
+    def _masked(self, nonce: bytes, content: bytes) -> bytes:
+        mask = hashlib.shake_256(self._cipher + nonce).digest(len(content))
+        masked = int.from_bytes(content, "big") ^ int.from_bytes(mask, "big")
+        return masked.to_bytes(len(content), "big")
+
+    def _tag(self, key: str, hidden: bytes) -> bytes:
+        name = key.encode()
+        return hmac.digest(self._mac, len(name).to_bytes(4, "big") + name + hidden, "sha256")
+
+
+def of_session(token: str, nonces: list[str]) -> Seal:
+    """Return the seal of one meeting of supervisors, each of which drew a nonce: no older message opens with it."""
+    return Seal(hmac.digest(token.encode(), json.dumps(nonces).encode(), "sha256"))
+
+
+def digest_of(token: str) -> str:
+    """Return a digest by which processes that have a token recognise it; it may be public."""
+    return hashlib.sha256(f"zeropp token {token}".encode()).hexdigest()
+
+
+def new() -> str:
+    """Return a new random token."""
+    return secrets.token_hex(32)
+
+
+def from_environment() -> str | None:
+    """Return the token in this process's environment, None without one; raises a Refusal if it is too short."""
+    token = os.environ.get(VARIABLE)
+    if token is not None and len(token) < _FEWEST:
+        raise Refusal(
+            f"{VARIABLE} has {len(token)} characters, and needs at least {_FEWEST}: "
+            f"export {VARIABLE}=$(openssl rand -hex 32)"
+        )
+    return token
+
+
+def set_in_environment() -> None:
+    """Set a new token for the processes that this one starts, unless the environment has one."""
+    os.environ.setdefault(VARIABLE, new())
+
+
+def write(token: str) -> Path:
+    """Write a token for the other processes of this user on this host; returns the file, which must be removed.
+
+    Raises:
+        Refusal: If the folder of such files belongs to another user, or others may read it.
+    """
+    path = _path(digest_of(token))
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(token)
+    return path
+
+
+def find(digest: str, *, node: int) -> str:
+    """Return the token with this digest, from the environment or from the first process's file.
+
+    Raises:
+        Refusal: If this process, on node ``node``, has no such token.
+    """
+    token = from_environment()
+    if token is None:
+        with contextlib.suppress(OSError):
+            token = _path(digest).read_text(encoding="ascii")
+    if token is None or digest_of(token) != digest:
+        what = "no token of this run" if token is None else f"a token ({VARIABLE}) other than node 0's"
+        raise Refusal(
+            f"node {node} has {what}: set {VARIABLE} to the same text on all hosts, such as the output of "
+            "openssl rand -hex 32"
+        )
+    return token
+
+
+def _path(digest: str) -> Path:
+    """Return the file of the token with this digest, in a folder that only this user can enter."""
+    folder = Path(tempfile.gettempdir(), f"zeropp-tokens-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise Refusal(
+            f"{folder} is no folder of this user's with mode 0700: remove it, or set {VARIABLE} on all hosts"
+        )
+    return folder / digest
