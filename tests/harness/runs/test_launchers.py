@@ -341,6 +341,63 @@ def test_a_suite_with_failing_ranks_finishes_on_hosts(tmp_path: Path) -> None:
         assert "2 nodes on 2 hosts." in both[0].output
 
 
+# Another user, who prints what is readable, and posts commands until the run ends.
+STRANGER = """
+import os
+import sys
+import time
+import torch.distributed as dist
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+store = dist.PrefixStore("zeropp/0", dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False))
+print(store.get("session"), store.get("node/1"), flush=True)
+try:
+    while True:
+        for number in range(1, 4):  # the leading supervisor may just have posted one of its own
+            store.set(f"command/{number}", '{"status": 0}')
+        time.sleep(0.005)
+except RuntimeError:
+    pass
+"""
+
+
+@pytest.mark.long
+@pytest.mark.needs("root")
+def test_another_user_cannot_command_a_run_under_torchrun(tmp_path: Path) -> None:
+    """Two agents on this host run without ZEROPP_TOKEN; another user in their store ends the run in one line, and
+    reads nothing that it says.
+    """
+    (port,), text = _ports(1), SUITE.partition("[[override]]")[0].replace("faulty:model", "gpt-tiny")
+    (tmp_path / "walk.toml").write_text(text.replace("seed = [0, 1]", "seed = [0]"))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment.pop("ZEROPP_TOKEN", None)
+    agents, outputs = [], [tmp_path / f"output{node}" for node in range(2)]
+    try:
+        for node, output in enumerate(outputs):
+            command = [
+                sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
+                "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}", "--no-python",
+                sys.executable, "-m", "harness.cli", "run", "--no-report", str(tmp_path / "walk.toml"),
+            ]  # fmt: skip
+            with output.open("w") as file:
+                agents.append(
+                    subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=file, stderr=file)
+                )
+        stranger = subprocess.Popen(
+            [sys.executable, "-c", STRANGER, str(port)], stdout=subprocess.PIPE, text=True
+        )
+        assert all(agent.wait(timeout=300) != 0 for agent in agents)
+        read, _ = stranger.communicate(timeout=60)
+    finally:
+        for process in (*agents, stranger):
+            process.kill()
+    wanted = r"'command/\d' in the store at 127.0.0.1:\d+ comes from no process of this run"
+    assert re.search(wanted, outputs[1].read_text())
+    assert len(read) > 1000
+    assert not re.search("nonce|facts|interface", read)
+
+
 def test_the_place_follows_from_torchruns_variables() -> None:
     """The first process of a node is its supervisor, and the others wait; without torchrun there is no place."""
     variables = {
