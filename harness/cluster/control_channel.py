@@ -12,6 +12,7 @@ supervisor whose counter has not changed for :data:`_LOST_SECONDS` is lost.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import socket
 import threading
@@ -173,10 +174,13 @@ class Channel:
 
     def _beat(self) -> None:
         with contextlib.suppress(RuntimeError, Refusal):  # the main thread reports that the store is gone
-            store, key, count = self._connect(serve=False), f"beat/{self.place.node}", 0
-            while not self._ended.wait(_BEAT_SECONDS):
-                count += 1
+            store, key = self._connect(serve=False), f"beat/{self.place.node}"
+            for count in itertools.count(
+                1
+            ):  # the first at once: a node that ends early is lost, and not late
                 store.set(key, self._meeting.close(self._full(key), count))
+                if self._ended.wait(_BEAT_SECONDS):
+                    break
 
     def _connect(self, *, serve: bool) -> Store:
         import torch.distributed as dist
