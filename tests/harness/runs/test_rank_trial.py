@@ -149,18 +149,23 @@ def test_codecs_within_a_budget_are_on_record(text: str, tmp_path: Path) -> None
         assert row["vnmse"] == pytest.approx(choices[-1].vnmse)
 
 
+def budgeted_trial(text: str) -> Trial:
+    policy = {"gradients": "int4:32", "budget": "gradients every 1 of int2:32", "max_padding": 9.0}
+    return trial(text, "qgz", policy=policy)
+
+
 @pytest.fixture(scope="module")
 def budgeted(text: str, tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
     """Return the outcomes of a trial with a bit budget."""
-    policy = {"gradients": "int4:32", "budget": "gradients every 1 of int2:32", "max_padding": 9.0}
-    return outcomes(trial(text, "qgz", policy=policy), tmp_path_factory.mktemp("budgeted") / "log")
+    return outcomes(budgeted_trial(text), tmp_path_factory.mktemp("budgeted") / "log")
 
 
-def test_inconsistent_outcomes_are_no_result(budgeted: list[Outcome]) -> None:
+def test_inconsistent_outcomes_are_no_result(text: str, budgeted: list[Outcome]) -> None:
     """Refused are a loss or gradient before training that differs from a single process's, a ledger that is one byte
     off, and codecs that differ between ranks; the message names the rank and the numbers.
     """
-    assert math.isfinite(assembled(budgeted).reference_loss or math.nan)
+    own = budgeted_trial(text)
+    assert math.isfinite(assembled(budgeted, own).reference_loss or math.nan)
     rank = budgeted[1]
     loss, error = rank.compared.losses[0], rank.compared.gradient_errors[0]
     first, *others = rank.record.ledger or []
@@ -182,11 +187,11 @@ def test_inconsistent_outcomes_are_no_result(budgeted: list[Outcome]) -> None:
         ({"chosen": rank.chosen[1:]}, "rank 1 chose other codecs"),
     ):
         with pytest.raises(TrialError, match=message):
-            assembled([budgeted[0], replace(rank, **change), *budgeted[2:]])
+            assembled([budgeted[0], replace(rank, **change), *budgeted[2:]], own)
     for loss in (math.nan, math.inf):
         ended = Validation(step=9, loss=loss, train_seconds=1.0, inter_bytes=None)
         with pytest.raises(TrialError, match=f"the validation loss after step 9 is {loss}"):
-            assembled([replace(outcome, validations=[ended]) for outcome in budgeted])
+            assembled([replace(outcome, validations=[ended]) for outcome in budgeted], own)
 
 
 def test_a_record_has_the_use_of_processors(text: str, tmp_path: Path) -> None:
