@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 REPETITIONS: Final = 5  # number of messages in a calibration
 PROBES: Final = 2  # number of messages in the probe after a trial
 REACHED: Final = (0.9, 1.05)  # a shaped link must achieve a share of its rate between these
+OPENING: Final = 4  # the message that opens a connection has this part of a message's bytes
 PACED: Final = "The link is paced, so that its seconds are modelled and peers cannot run at a rate: {}"
 _ADVICE: Final = (
     "run as root with CAP_SYS_ADMIN, allow unprivileged user namespaces (user.max_user_namespaces, "
@@ -228,7 +229,7 @@ def exchange(
     Args:
         rank: This rank.
         message_bytes: Size of a message.
-        repetitions: Number of timed messages; one more, before them, opens the connections.
+        repetitions: Number of timed messages; a shorter one, before them, opens the connections.
         device: Where messages lie.
         grouped: Whether to send and receive in one call.  NCCL needs it, because a receive alone, which all ranks
             would wait for before any of them sends, never ends.  A collective of all ranks then makes the communicator
@@ -249,21 +250,24 @@ def exchange(
     if grouped:
         dist.all_reduce(torch.zeros(1, device=device))
     achieved = []
-    for repetition in range(-1, repetitions):  # the first, untimed, opens the connection
+    for repetition in range(-1, repetitions):
+        # The first, untimed, opens the connection and its window, for which a part of a message is long enough.
+        size = message_bytes if repetition >= 0 else message_bytes // OPENING
         if rank.first_of_node and not grouped:
             # The receive is posted before the barrier and the data.  Gloo then tells the sender, over the same
             # connection, that it may send.  Behind this rank's own data that message would have to wait, which
             # halves the rate.
-            receiving = dist.irecv(incoming, before)
+            receiving = dist.irecv(incoming[:size], before)
         dist.barrier()
         if rank.first_of_node:
             start = time.monotonic()
             if grouped:
-                both = [dist.P2POp(dist.irecv, incoming, before), dist.P2POp(dist.isend, outgoing, after)]
+                sent = dist.P2POp(dist.isend, outgoing[:size], after)
+                both = [dist.P2POp(dist.irecv, incoming[:size], before), sent]
                 works = dist.batch_isend_irecv(both)
             else:
-                works = [dist.isend(outgoing, after), receiving]  # type: ignore[list-item]  # None: outside
-            booked = rank.pacer.book(message_bytes) if rank.pacer else start
+                works = [dist.isend(outgoing[:size], after), receiving]  # type: ignore[list-item]  # None: outside
+            booked = rank.pacer.book(size) if rank.pacer else start
             for work in works:
                 work.wait()
             if device != "cpu":

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.cluster import keeper, netns_shaper
-from harness.cluster.link import Link, message_bytes, open_link
+from harness.cluster.link import OPENING, Link, message_bytes, open_link
 from harness.cluster.nccl_environment import choose_hcas, nccl_in_words, nccl_variables
 from harness.cluster.netns_shaper import shape
 from harness.cluster.pacer import Pacer
@@ -253,7 +253,7 @@ def test_namespaces_shape_and_count(tmp_path: Path, nodes: int, per_node: int) -
     with open_link(cluster, "abc123") as joined:
         assert joined.kind == "namespaces"
         ranks = exchanged(joined, tmp_path, nbytes, repetitions, per_node)
-    sent = (repetitions + 1) * nbytes
+    sent = repetitions * nbytes + nbytes // OPENING
     for rates, tx_bytes, tx_packets in ranks[::per_node]:
         assert all(5 < rate < 52 for rate in rates)
         assert (tx_bytes - HEADER_BYTES * tx_packets) / sent == pytest.approx(1, abs=0.005)
