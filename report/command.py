@@ -16,7 +16,7 @@ from harness.cluster import interrupts
 from harness.cluster.interrupts import REFUSED
 from harness.errors import Refusal, one_line, visible
 from harness.measure import machine
-from harness.records import archive, bench_record
+from harness.records import archive, bench_record, benchmark_file
 from harness.records.trial_record import RecordError
 from harness.suites.suite_file import name_of
 from harness.terminal_table import console
@@ -166,14 +166,20 @@ def build_report(
 ) -> None:
     """Build a folder's page, and print its path."""
     interrupts.take_over()
-    if bench_record.holds(folder):
+    of_bench, of_tests = bench_record.holds(folder), benchmark_file.holds(folder)
+    if (of_bench or of_tests) and (columns or forms or width != _WIDTH):
+        raise Refusal(
+            f"{folder} holds a benchmark's records: --columns, --width, --pdf and --png are of suites"
+        )
+    if of_bench:
         from report.bench_page import build as build_bench
 
-        if columns or forms or width != _WIDTH:
-            raise Refusal(
-                f"{folder} holds a benchmark's records: --columns, --width, --pdf and --png are of suites"
-            )
         print(build_bench(folder))
+        return
+    if of_tests:
+        from report.benchmark_page import build as build_benchmarks
+
+        print(build_benchmarks(folder))
         return
     from report.build import build
 

@@ -105,7 +105,7 @@ def measure(
     for device, kind in product(clocks, kinds):
         numel = ((mebibytes or MEBIBYTES[device]) << 20) // DTYPES[kind].itemsize
         x = torch.randn(max(GRAIN, numel // GRAIN * GRAIN), generator=torch.Generator().manual_seed(0))
-        for work in _works(x.to(device, DTYPES[kind]), codecs, backends):
+        for work in works(x.to(device, DTYPES[kind]), codecs, backends):
             rank.report(Progress(f"{len(samples)} operations timed"))
             samples.append(_time(work, clocks[device], seconds, rank.threads))
     return samples
@@ -160,7 +160,7 @@ def _time(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
     )
 
 
-def _works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterator[Work]:
+def works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterator[Work]:
     """Yield all operations to time on elements ``x`` (S,) and their device."""
     kernels = [name for name in backends if name in (x.device.type, "reference")]
     kernels += [name for name in backends if name in kernel_ablation.ABLATED and x.is_cuda]

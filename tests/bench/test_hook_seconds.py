@@ -1,14 +1,17 @@
-"""Seconds that sharding adds to a unit's forward and backward pass where nothing is sent, beside FSDP2's."""
+"""Seconds that sharding adds to a unit's forward and backward pass where nothing is sent, beside FSDP2's.
+
+All engines train the same blocks on one rank.  The difference to the plain module is hooks, casts and copies.
+"""
 
 from __future__ import annotations
 
 import copy
-import statistics
-import time
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import pytest
 import torch
+from pytest_benchmark.fixture import BenchmarkFixture
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -16,45 +19,47 @@ from impl.comm.mesh import Mesh
 from impl.plan.policy import preset
 from impl.plan.topology import Topology
 from impl.zero import shard
+from tests.bench.running_ranks import Ranks, running
 from tests.impl.engine.test_costs import BLOCK, blocks
-from tests.support.ranks import on_processes
 
 pytestmark = pytest.mark.bench
 
 UNITS: Final = 24
-STEPS: Final = 40
+ROUNDS: Final = 40
 
 
-@pytest.mark.parametrize("name", ["zero3", "zeropp"])
-def test_step_of_one_rank(benchmark: Any, name: str) -> None:
-    """Milliseconds a unit and step beyond the plain module's: hooks, casts and copies of 65,792 elements."""
-    seconds: dict[str, float] = {}
-    benchmark.pedantic(
-        lambda: seconds.update(on_processes(Topology(1, 1), _passes, name)[0]), rounds=1, iterations=1
-    )
-    benchmark.extra_info.update(
-        {engine: round(1e3 * (seconds[engine] - seconds["plain"]) / UNITS, 3) for engine in ("ours", "FSDP2")}
-    )
+@pytest.fixture(scope="module")
+def rank() -> Iterator[Ranks]:
+    """One rank alone."""
+    with running(Topology(1, 1)) as started:
+        yield started
 
 
-def _passes(mesh: Mesh, name: str) -> dict[str, float]:
-    """Median seconds of forward and backward of a plain module, FSDP2's and ours, which take turns."""
-    torch.set_num_threads(1)
-    plain = blocks(UNITS)
-    models = {engine: copy.deepcopy(plain) for engine in ("plain", "FSDP2", "ours")}
-    devices = init_device_mesh("cpu", (1,))
-    for block in (*models["FSDP2"], models["FSDP2"]):
-        fsdp.fully_shard(block, mesh=devices)
-    masters: dict[str, Any] = {engine: model.parameters() for engine, model in models.items()}
-    masters["ours"] = shard(models["ours"], mesh=mesh, policy=preset(name)).param_groups()
-    optimizers = {engine: torch.optim.SGD(parameters, lr=1e-3) for engine, parameters in masters.items()}
-    seconds: dict[str, list[float]] = {engine: [] for engine in models}
-    x = torch.ones(4, BLOCK)
-    for _ in range(STEPS):
-        for engine, model in models.items():
-            begun = time.perf_counter()
-            model(x).sum().backward()
-            seconds[engine].append(time.perf_counter() - begun)
-            optimizers[engine].step()
-            optimizers[engine].zero_grad()
-    return {engine: statistics.median(samples[STEPS // 4 :]) for engine, samples in seconds.items()}
+@pytest.mark.parametrize("engine", ["plain", "FSDP2", "zero3", "zeropp"])
+def test_step_of_one_rank(benchmark: BenchmarkFixture, rank: Ranks, engine: str) -> None:
+    """A step of 24 units of 65,792 elements; the plain module is the reference."""
+    rank.prepare(step_of, engine)
+    benchmark.group = f"hooks: a step of {UNITS} units"
+    benchmark.extra_info.update({"reference": True} if engine == "plain" else {}, units=UNITS)
+    benchmark.pedantic(rank.round, rounds=ROUNDS, warmup_rounds=10)
+
+
+def step_of(mesh: Mesh, engine: str) -> Callable[[], None]:
+    """Return a step (forward, backward, SGD) of the blocks under an engine."""
+    model = copy.deepcopy(blocks(UNITS))
+    masters: Any = model.parameters()
+    if engine == "FSDP2":
+        devices = init_device_mesh("cpu", (1,))
+        for block in (*model, model):
+            fsdp.fully_shard(block, mesh=devices)
+        masters = model.parameters()
+    elif engine != "plain":
+        masters = shard(model, mesh=mesh, policy=preset(engine)).param_groups()
+    optimizer, x = torch.optim.SGD(masters, lr=1e-3), torch.ones(4, BLOCK)
+
+    def step() -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

@@ -1,14 +1,14 @@
-"""Processor seconds of plans, reruns and pages, as multiples of the import of pandas and pyplot."""
+"""Seconds of plans, reruns and pages, beside the import of pandas and pyplot."""
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
 
 from harness.measure import machine
 from harness.records import archive, chained_journal
@@ -36,32 +36,23 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return results
 
 
-def seconds(*arguments: str) -> float:
-    """Processor seconds of Python with these arguments, and of its processes: the least of a few rounds."""
-    found = []
-    for _ in range(ROUNDS):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, *arguments], check=True, capture_output=True, cwd=machine.ROOT)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        found.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return min(found)
-
-
-@pytest.mark.parametrize("command", ["plan", "run", "report"])
-def test_seconds_of_a_command(benchmark: Any, finished: Path, command: str) -> None:
-    """A plan of quickstart, its run where all trials are on record and drawn, and its page."""
+@pytest.mark.parametrize("command", ["import", "plan", "run", "report"])
+def test_seconds_of_a_command(benchmark: BenchmarkFixture, finished: Path, command: str) -> None:
+    """A plan of quickstart, its run where all trials are on record and drawn, and its page; the reference is the
+    import of pandas and pyplot.
+    """
+    zeropp = ["-c", COMMAND]
     arguments = {
-        "plan": ["plan", SUITE],
-        "run": ["run", SUITE, "--results", str(finished)],
-        "report": ["report", str(finished / "quickstart")],
+        "import": ["-c", IMPORTS],
+        "plan": [*zeropp, "plan", SUITE],
+        "run": [*zeropp, "run", SUITE, "--results", str(finished)],
+        "report": [*zeropp, "report", str(finished / "quickstart")],
     }[command]
-    subprocess.run(
-        [sys.executable, "-c", COMMAND, *arguments], check=True, capture_output=True, cwd=machine.ROOT
-    )
-    measured: dict[str, float] = {}
+    benchmark.group = "commands: quickstart, 42 records"
+    if command == "import":
+        benchmark.extra_info["reference"] = True
 
-    def both() -> None:
-        measured.update(imports=seconds("-c", IMPORTS), command=seconds("-c", COMMAND, *arguments))
+    def call() -> None:
+        subprocess.run([sys.executable, *arguments], check=True, capture_output=True, cwd=machine.ROOT)
 
-    benchmark.pedantic(both, rounds=1, iterations=1)
-    benchmark.extra_info["times_the_imports"] = round(measured["command"] / measured["imports"], 2)
+    benchmark.pedantic(call, rounds=ROUNDS, warmup_rounds=1)

@@ -1,0 +1,102 @@
+"""Files of pytest-benchmark (``tox -e bench``) as a page: a table for each group, with the last run's rounds.
+
+Rounds of two benchmarks are not pairs, so that a comparison is the ratio of two medians, without an interval.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from harness.records.benchmark_file import BenchmarkFile, Timed, read_all
+from harness.records.confidence_intervals import median_interval
+from report import page
+from report.build import publish
+from report.data.frames import groups
+from report.data.text import number
+from report.tables.table import Column, Table, table_of
+
+_GROUP: Final = "benchmarks"  # of benchmarks that name none
+_COLUMNS: Final = (
+    Column("configuration", "Benchmark"),
+    Column("milliseconds", "ms", number(3)),
+    Column("times", "speed, reference = 1", number(3), "Speed: the reference's median over the benchmark's."),
+    Column("rate", "GB/s", number(3), "GB/s: bytes that a call reads and writes once, over the median."),
+    Column("sent_mb", "MB sent", number(3), "MB sent: bytes that all ranks send in a call, by the wire's ledger."),
+    Column(
+        "change", "times the last run's ms", number(3),
+        "Times the last run's ms: the median over that of the run before, in the same folder.",
+    ),
+    Column("rounds", "rounds", "{:d}".format),
+)  # fmt: skip
+
+
+def tables_of(files: Sequence[BenchmarkFile]) -> list[Table]:
+    """Return a table for each group of the last file, one row per benchmark."""
+    import pandas as pd
+
+    last, before = files[-1], {}
+    if len(files) > 1:
+        before = {timed.name: timed.stats.median for timed in files[-2].benchmarks}
+    data = pd.DataFrame([{"group": timed.group or _GROUP, "timed": timed} for timed in last.benchmarks])
+    tables = []
+    for (group,), rows in groups(data, ["group"]):
+        members: list[Timed] = list(rows["timed"])
+        reference = next((timed.stats.median for timed in members if timed.extra_info.get("reference")), None)
+        name = re.sub(r"[^a-z0-9]+", "-", str(group).lower()).strip("-")
+        title = f"{str(group)[:1].upper()}{str(group)[1:]}"
+        tables.append(
+            table_of(
+                name, title, [*map(partial(_row, reference=reference, before=before), members)], *_COLUMNS,
+                caption="Medians over rounds of the last run.",
+            )
+        )  # fmt: skip
+    return tables
+
+
+def _row(timed: Timed, *, reference: float | None, before: dict[str, float]) -> dict[str, Any]:
+    """Return the row of one benchmark; None where the test noted nothing."""
+    stats, moved, sent = timed.stats, timed.noted("moved_bytes"), timed.noted("sent_bytes")
+    return {
+        "configuration": timed.name.removeprefix("test_"),
+        "milliseconds": median_interval([1e3 * second for second in stats.data or [stats.median]]),
+        "times": None if reference is None else reference / stats.median,
+        "rate": None if moved is None else moved / stats.median / 1e9,
+        "sent_mb": None if sent is None else sent / 1e6,
+        "change": stats.median / before[timed.name] if timed.name in before else None,
+        "rounds": stats.rounds,
+    }
+
+
+def build(results: Path) -> Path:
+    """Build the page of a folder with files of pytest-benchmark; returns its path.
+
+    Raises:
+        RecordError: As :func:`harness.records.benchmark_file.read_all`.
+    """
+    files = read_all(results)
+    last, tables = files[-1], tables_of(files)
+    cpu = last.machine_info.get("cpu")
+    facts = {
+        "runs": str(len(files)),
+        "ran": last.datetime[:16].replace("T", " "),
+        "processor": str(cpu.get("brand_raw") or "") if isinstance(cpu, dict) else "",
+        "Python": str(last.machine_info.get("python_version") or ""),
+        "commit": str(last.commit_info.get("id") or "")[:12]
+        + (", changed since" if last.commit_info.get("dirty") else ""),
+        "pytest-benchmark": last.version,
+    }
+    text = page.fill(
+        title="Benchmarks of the tests",
+        kicker="Results of pytest-benchmark",
+        heading=("Benchmarks in", "tests/bench"),
+        emulated="",
+        facts=[(name, value) for name, value in facts.items() if value],
+        warnings=[],
+        tables=tables,
+        pools=[],
+    )
+    return publish(results, tables, lambda _: text)

@@ -1,0 +1,52 @@
+"""Files of pytest-benchmark become a page whose numbers are those of the rounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness import cli
+from harness.records.benchmark_file import read_all
+from report.benchmark_page import build, tables_of
+from tests.harness.records.test_benchmark_file import written
+
+
+def two_runs(folder: Path) -> None:
+    """Write two runs; in the second, the benchmark takes half as long and stands beside a reference of 4 ms."""
+    written(folder / "0001.json")
+    stats = {"median": 0.001, "rounds": 6, "data": [0.001] * 6}
+    noted = {"moved_bytes": 8_000_000, "sent_bytes": 3_000_000}
+    own = {"name": "test_a[1]", "group": "g <b>", "extra_info": noted, "stats": stats}
+    slower = {"median": 0.004, "rounds": 6, "data": [0.004] * 6}
+    copy = {"name": "test_copy", "group": "g <b>", "extra_info": {"reference": True}, "stats": slower}
+    written(folder / "0002.json", datetime="2026-01-03T00:00:00", benchmarks=[copy, own])
+
+
+def test_a_row_compares_with_the_reference_and_the_last_run(tmp_path: Path) -> None:
+    """A benchmark's speed is the reference's median over its own, in its group; its change that over the last
+    run's; GB/s and MB follow from what the test noted.
+    """
+    two_runs(tmp_path)
+    (table,) = tables_of(read_all(tmp_path))
+    copy, own = table.data.to_dict("records")
+    assert own["times"] == pytest.approx(4.0)
+    assert own["change"] == pytest.approx(0.5)
+    assert own["rate"] == pytest.approx(8.0)
+    assert own["sent_mb"] == pytest.approx(3.0)
+    assert own["milliseconds"].estimate == pytest.approx(1.0)
+    assert own["rounds"] == 6
+    assert copy["times"] == pytest.approx(1.0)
+
+
+def test_the_page_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``zeropp report FOLDER`` draws the page and escapes names; options of suites' pages are refused."""
+    two_runs(tmp_path)
+    assert cli.main(["report", str(tmp_path)]) == cli.OK
+    assert capsys.readouterr().out == f"{tmp_path}/report.html\n"
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "a[1]" in html
+    assert "<b>" not in html
+    assert cli.main(["report", str(tmp_path), "--pdf"]) == cli.REFUSED
+    assert "are of suites" in capsys.readouterr().err
+    assert build(tmp_path) == tmp_path / "report.html"
