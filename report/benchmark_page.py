@@ -23,7 +23,7 @@ _GROUP: Final = "benchmarks"  # of benchmarks that name none
 _COLUMNS: Final = (
     Column("configuration", "Benchmark"),
     Column("milliseconds", "ms", number(3)),
-    Column("times", "speed, reference = 1", number(3), "Speed: the reference's median over the benchmark's."),
+    Column("times", "speed, reference = 1", number(3), "Speed: the reference's median over the benchmark's, of as many elements."),
     Column("rate", "GB/s", number(3), "GB/s: bytes that a call reads and writes once, over the median."),
     Column("sent_mb", "MB sent", number(3), "MB sent: bytes that all ranks send in a call, by the wire's ledger."),
     Column(
@@ -45,7 +45,7 @@ def tables_of(files: Sequence[BenchmarkFile]) -> list[Table]:
     tables = []
     for (group,), rows in groups(data, ["group"]):
         members: list[Timed] = list(rows["timed"])
-        reference = next((timed.stats.median for timed in members if timed.extra_info.get("reference")), None)
+        reference = next((timed for timed in members if timed.extra_info.get("reference")), None)
         name = re.sub(r"[^a-z0-9]+", "-", str(group).lower()).strip("-")
         title = f"{str(group)[:1].upper()}{str(group)[1:]}"
         tables.append(
@@ -57,13 +57,14 @@ def tables_of(files: Sequence[BenchmarkFile]) -> list[Table]:
     return tables
 
 
-def _row(timed: Timed, *, reference: float | None, before: dict[str, float]) -> dict[str, Any]:
-    """Return the row of one benchmark; None where the test noted nothing."""
+def _row(timed: Timed, *, reference: Timed | None, before: dict[str, float]) -> dict[str, Any]:
+    """Return the row of one benchmark; None where the test noted nothing, or the reference has other elements."""
     stats, moved, sent = timed.stats, timed.noted("moved_bytes"), timed.noted("sent_bytes")
+    alike = reference is not None and reference.noted("elements") == timed.noted("elements")
     return {
         "configuration": timed.name.removeprefix("test_"),
         "milliseconds": median_interval([1e3 * second for second in stats.data or [stats.median]]),
-        "times": None if reference is None else reference / stats.median,
+        "times": reference.stats.median / stats.median if reference is not None and alike else None,
         "rate": None if moved is None else moved / stats.median / 1e9,
         "sent_mb": None if sent is None else sent / 1e6,
         "change": stats.median / before[timed.name] if timed.name in before else None,

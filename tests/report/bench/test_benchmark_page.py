@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -20,16 +21,18 @@ def two_runs(folder: Path) -> None:
     own = {"name": "test_a[1]", "group": "g <b>", "extra_info": noted, "stats": stats}
     slower = {"median": 0.004, "rounds": 6, "data": [0.004] * 6}
     copy = {"name": "test_copy", "group": "g <b>", "extra_info": {"reference": True}, "stats": slower}
-    written(folder / "0002.json", datetime="2026-01-03T00:00:00", benchmarks=[copy, own])
+    fewer = own | {"name": "test_b", "extra_info": {"elements": 7}}
+    written(folder / "0002.json", datetime="2026-01-03T00:00:00", benchmarks=[copy, own, fewer])
 
 
 def test_a_row_compares_with_the_reference_and_the_last_run(tmp_path: Path) -> None:
-    """A benchmark's speed is the reference's median over its own, in its group; its change that over the last
-    run's; GB/s and MB follow from what the test noted.
+    """A benchmark's speed is its group's reference's median over its own, if both have as many elements; its change
+    is that over the last run's median; GB/s and MB follow from what the test noted.
     """
     two_runs(tmp_path)
     (table,) = tables_of(read_all(tmp_path))
-    copy, own = table.data.to_dict("records")
+    copy, own, fewer = table.data.to_dict("records")
+    assert math.isnan(fewer["times"])
     assert own["times"] == pytest.approx(4.0)
     assert own["change"] == pytest.approx(0.5)
     assert own["rate"] == pytest.approx(8.0)
