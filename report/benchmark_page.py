@@ -23,7 +23,10 @@ _GROUP: Final = "benchmarks"  # of benchmarks that name none
 _COLUMNS: Final = (
     Column("configuration", "Benchmark"),
     Column("milliseconds", "ms", number(3)),
-    Column("times", "speed, reference = 1", number(3), "Speed: the reference's median over the benchmark's, of as many elements."),
+    Column(
+        "times", "speed, reference = 1", number(3),
+        "Speed: the reference's median over the benchmark's, if both have as many elements.",
+    ),
     Column("rate", "GB/s", number(3), "GB/s: bytes that a call reads and writes once, over the median."),
     Column("sent_mb", "MB sent", number(3), "MB sent: bytes that all ranks send in a call, by the wire's ledger."),
     Column(
