@@ -274,8 +274,9 @@ class Stacked:
         """Sentences on bars and marks."""
         also = [self.also[kind] for kind in self.also if kind in set(data["kind"])]
         marks = "".join(f"; {_MARKERS[marker]}: {meaning}" for marker, _, meaning in also)
-        middles = f"All are {self.middle}s over trials"
-        return f"{self.says_parts}{marks}. {middles}; the printed numbers are the lengths of the bars."
+        # Only the parts of a step are means; their own sentence says to which length they are scaled.
+        begin = "All are medians over trials; the" if self.middle == "median" else "The"
+        return f"{self.says_parts}{marks}. {begin} printed numbers are the lengths of the bars."
 
 
 @dataclass(frozen=True, slots=True)
