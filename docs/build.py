@@ -1,8 +1,8 @@
 """Builds the documents that have numbers from templates, which a person writes, and the committed records.
 
 ``python -m docs.build`` writes them and their figures, and prints the paths that changed;
-``python -m docs.build --check`` prints each line whose number has moved and each claim that the records no longer
-bear, and exits with status 1 if there are any.  Both take names of templates,
+``python -m docs.build --check`` prints each line with a number that differs from the records and each claim that the
+records no longer bear, and exits with status 1 if there are any.  Both take names of templates,
 to build only these.  Templates call the functions of :mod:`docs.numbers`, and:
 
 - ``figure(suite, name="")``: draws a figure of the suite, by default the one that shows its verdicts, and links it;

@@ -82,7 +82,7 @@ def on_largest(kind: str, differences: Sequence[Difference], *, controls: int = 
     claim, evidence = _claim(kind, top)
     claim = top.place + claim
     if significant:
-        text = claim + evidence + top.notes + _counts(differences, controls)
+        text = claim + evidence + top.notes + _counts(kind, differences, controls)
         return f"{text[0].upper()}{text[1:]}."
     if not known:
         return f"Inconclusive ({_why(kind, top.effect)}): {claim}{of_all}{top.notes}."
@@ -106,8 +106,11 @@ def _foremost(kind: str, differences: Sequence[Difference]) -> Difference:
     return max(gains or presets, key=lambda each: each.effect.size)
 
 
-def _counts(differences: Sequence[Difference], controls: int = 0) -> str:
-    """``; of 9 comparisons (2 controls not counted) 8 are better and 1 is worse``; empty for one comparison."""
+def _counts(kind: str, differences: Sequence[Difference], controls: int = 0) -> str:
+    """``; of 9 comparisons of step time, 8 are better and 1 is worse``; empty for one comparison.
+
+    The number of controls that are not counted follows the quantity, in parentheses.
+    """
     if len(differences) < 2:
         return ""
     counts = Counter(each.effect.verdict for each in differences)
@@ -116,7 +119,8 @@ def _counts(differences: Sequence[Difference], controls: int = 0) -> str:
         f"{counts[name]} {'is' if counts[name] == 1 else 'are'} {name}" for name in verdicts if counts[name]
     ]
     left_out = f" ({counted(controls, 'control')} not counted)" if controls else ""
-    return f"; of {len(differences)} comparisons{left_out} {listed(parts)}"
+    quantity = f" of {_IN_WORDS[kind]}" if kind in _IN_WORDS else ""
+    return f"; of {len(differences)} comparisons{quantity}{left_out}, {listed(parts)}"
 
 
 def _claim(kind: str, difference: Difference) -> tuple[str, str]:

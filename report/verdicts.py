@@ -154,7 +154,14 @@ def _table(derived: Derived, asked: Quantity, kind: str, found: Mapping[str, Map
     left = [name for name in ("own", "setting") if name not in {column.key for column in kept}]
     data = data.drop(columns=left).dropna(axis="columns", how="all")
     modelled = caveats.modelled_in_words(derived).strip()
-    return Table("verdicts", "Verdicts", _caption(derived, shown), data, tuple(kept), modelled)
+    return Table(
+        "verdicts",
+        "Verdicts",
+        _caption(derived, shown, again="_expected" in data),
+        data,
+        tuple(kept),
+        modelled,
+    )
 
 
 def _places(
@@ -243,13 +250,14 @@ def _text_or_number(value: Any) -> str:
     return value if isinstance(value, str) else _g3(value)
 
 
-def _caption(derived: Derived, shown: Mapping[str, _Quantity]) -> str:
-    """What the marks mean, and when a loss is worse; at most three sentences."""
+def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -> str:
+    """What the numbers and marks mean, and when a loss is worse; ``again``: whether a new run has an expectation."""
     base = spelled(derived.compared.baseline)
     marks = ", ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items())
-    first = (
-        f"Intervals are of 95 %. Marks are the verdicts against {base} (docs/reference/metrics.md): {marks}."
-    )
+    first = "Intervals are of 95 %"
+    first += "; Expected in a new run is the prediction interval of one further run." if again else "."
+    first += f" Memory is followed by its ratio to {base}'s." if "memory" in shown else ""
+    first += f" Marks are the verdicts against {base} (docs/reference/metrics.md): {marks}."
     clauses = [peers_note(derived.finished).rstrip(".")]
     margins = [row["margin"] for row in loss_verdicts.losses(derived) if row["margin"] > 0]
     if "loss" in shown and margins:

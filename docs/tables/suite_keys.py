@@ -47,7 +47,8 @@ _VALUES: Final = {  # values of keys, in more detail than their types; limits fo
     "repeats": "whole number, at least 1; or `until 2 %`, or `until 2 %, at most 30`",
     "on_failure": f"table with any of the keys {', '.join(f'`{k}`' for k in get_args(Kind))}; each `skip`, "
     "`stop`, `retry 2`, or `retry 2, then stop`",
-    "answer": "quantity of the page's first sentence: `loss`, `step`, `bytes`, `error`, `memory`, `trials`; "
+    "answer": "quantity of the page's first sentence: `loss`, `step`, `bytes`, `error`, `memory`, or `trials` "
+    "(how many finished); "
     "empty: [the axes decide](#quantity-that-a-page-begins-with)",
     "strategy": "[ours](#strategies-of-our-engine), `recipe`, [a peer](#strategies-that-are-peers), or ours "
     "[inside FSDP2 or DDP](#collectives-inside-fsdp2-and-ddp)",
@@ -69,26 +70,29 @@ _VALUES: Final = {  # values of keys, in more detail than their types; limits fo
     "policy.loss_scale": "`none`, a number, or `dynamic` followed by `:from<scale>`, `:window<steps>`",
     "margin": "steps of training by which a loss may be worse; 0: 1 % of the baseline's loss instead",
     "policy.frozen": "codec in which untrained weights are stored and sent, or `none`",
-    "policy.prefetch": "elements gathered ahead of their use; the next unit always is, unless this is 0",
-    "policy.max_live": "elements gathered at once; above it nothing is gathered ahead or kept. By default the next "
-    "unit is gathered ahead all the same",
+    "policy.prefetch": "elements that are gathered ahead of their use. The next unit is gathered ahead even if it is "
+    "larger; 0: no unit is",
+    "policy.max_live": "elements that are gathered at the same time; beyond this number no further unit is gathered "
+    "ahead or kept. Only if this key is not given, the next unit is gathered ahead even beyond it",
     "policy.max_reuse": "a unit stays gathered until backward if fewer elements run in between; 0: never",
     "policy.persist_below": "parameters with fewer elements stay gathered and are never quantised; 0: none",
-    "policy.persist_most": "elements that stay gathered for `persist_below`, in model order; further ones do not",
+    "policy.persist_most": "most elements that stay gathered because of `persist_below`; in model "
+    "order, a parameter that would exceed it is sharded instead",
     "policy.largest_unit": "elements of a unit; larger blocks are cut into their submodules; 0: no limit",
     "policy.reduce_bucket": "elements of gradients whose reduction runs at once",
     "policy.max_padding": "largest share of a unit that may be padding",
     "policy.offload_optimizer": "share of trained elements whose masters and optimizer state are on the host",
     "policy.offload_weights": "share of elements whose encoded and frozen shards are on the host",
     "policy.order_every": "backward passes between checks of the order of messages; 0: never",
-    "policy.weights": "codec; or a list of two: inside an hpZ group, and before it",
+    "policy.weights": "codec; or a list of two: inside an hpZ group, and between such groups",
     "policy.differences": "codec of the differences from hpZ's copy, which are sent instead of weights; or `none`",
     "policy.refresh": "steps after which whole weights are sent instead of differences; 0: never",
     "policy.gradients": "codec; or a list of two: inside a node, and between nodes",
     "policy.sums": "`fp32`, or `fp16` as DeepSpeed: type in which a hop sums",
     "policy.blocks": "`codec`: blocks of the codec's size; `shape`: blocks of DeepSpeed's sizes",
     "policy.planes": "1, or 2: weights are quantised by rows for forward and by columns for backward",
-    "policy.feedback": "`none`, `classic` or `loco`, followed by `:decay<d>`, `:reset<n>`, `:last`, `:all`, `:bf16`",
+    "policy.feedback": "`none`, `classic` or `loco`, followed by `:decay<d>`, `:reset<n>`, `:last`, `:all`, "
+    "`:fp32`, `:bf16`, `:fp16`",
     "policy.budget": "`none`, or `weights <bits>`, `gradients <bits>` or both, `every <steps> of <codecs>`",
     "cluster.slow": "number: rate of the last node's link as a share of the others'",
     "cluster.inner_rate": "text with kbit/s, Mbit/s or Gbit/s: rate between ranks of a node",
@@ -103,9 +107,9 @@ _VALUES: Final = {  # values of keys, in more detail than their types; limits fo
     "model.arguments": "table: arguments of the model",
     "optimizer.name": "class of torch.optim, or `module:class`",
     "optimizer.schedule.warmup": "steps of a linear warm-up",
-    "optimizer.schedule.start": "share of the rate above which the warm-up begins",
+    "optimizer.schedule.start": "factor of the learning rate before the first step of the warm-up",
     "optimizer.schedule.decay": "`none`, `linear`, `cosine`: after the warm-up, until the last step",
-    "optimizer.schedule.floor": "share of the rate at the last step",
+    "optimizer.schedule.floor": "factor of the learning rate at the last step",
     "tokenizer": "`module:function` that makes tokens from a text; without it bytes are tokens",
     "activation_checkpointing": "true: blocks keep only their inputs, and run again in the backward pass",
     "optimizer.arguments": "table: arguments of the optimizer; `lr` below 1000",
@@ -114,7 +118,8 @@ _VALUES: Final = {  # values of keys, in more detail than their types; limits fo
     "sequence": "tokens; images have 1, 4, 16, 64 (the default), 256 or 1024 patches",
     "validate_every": "steps between validations; 0: once, after the last step; none: no validation",
     "validation_batches": "batches of each rank in a validation",
-    "measure_quantisation": "true: measure the errors of what is sent, untimed, in the first repeat; try codecs",
+    "measure_quantisation": "true: measure the errors of what is sent, untimed, in the first repeat, and those that "
+    "[other codecs](../reference/metrics.md#error-of-what-was-sent) would have",
     "memory_limit": "text with MiB or GiB",
     "control": "`none`, or a change that makes training worse on purpose: `stale_secondary`, hpZ's copy is never "
     "renewed; `late_secondary`, it is renewed one step late; `half_batch`, only the first half of each batch is "

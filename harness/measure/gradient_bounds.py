@@ -65,7 +65,10 @@ class Layout:
         return self.geometry.piece
 
     def packed(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
-        """Lay whole gradients, by parameter name, out as (rows, row) fp32; zeros where there is no gradient."""
+        """Pack unsharded gradients, given by parameter name, into an fp32 matrix with :attr:`row` columns.
+
+        Parameters without a gradient have zeros.
+        """
         return packed(self.geometry, gradients).view(-1, self.row)
 
     def part(self, gradients: Mapping[str, Tensor | None]) -> Tensor:

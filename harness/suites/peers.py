@@ -43,7 +43,7 @@ PEERS: Final = {
     "ddp-tuned": Peer("ddp", "DDP with `gradient_as_bucket_view` and `static_graph`", tuned=True),
     "ddp-bf16": Peer(
         "ddp",
-        "`ddp-tuned` whose gradients travel in bf16 (`bf16_compress_hook`)",
+        "`ddp-tuned` whose gradients are sent in bf16 (`bf16_compress_hook`)",
         tuned=True,
         compressed=True,
     ),

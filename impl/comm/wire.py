@@ -246,7 +246,7 @@ class Wire:
         with self.calling(ORDER_CHECK):
             orders = self.all_gather_small(order).tolist()
         for rank, (count, mark) in enumerate(orders):
-            alike[f"opened {count} ({mark:016x})"].append(rank)
+            alike[f"opened {count} exchanges (fingerprint {mark:016x})"].append(rank)
         if len(alike) > 1:
             texts = [f"{ranks_in_words(ranks)} {opened}" for opened, ranks in alike.items()]
             raise self._watchdog.error(DIFFER, ", ".join(texts))

@@ -239,7 +239,9 @@ def parse_feedback(text: str) -> Feedback | None:
 
     Raises PolicyError: for any other text.
     """
-    allowed = "expected none, classic or loco, then :decay<d>, :reset<steps>, :last or :all, :fp32 or :bf16"
+    allowed = (
+        "expected none, classic or loco, then :decay<d>, :reset<steps>, :last or :all, :fp32, :bf16 or :fp16"
+    )
     forms = {
         "decay": r"decay([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)",
         "reset": "reset([0-9]+)",

@@ -49,6 +49,7 @@ class Measure:
     log: bool = False  # whether its axis is logarithmic
     line: float | None = None  # value at which a reference line is drawn
     stroke: str = ""  # column whose median is drawn as a stroke across the mark
+    stroke_label: str = ""  # what the caption calls it; by default the column's name
 
     def interval(self, group: pd.DataFrame) -> Interval:
         """The estimate of a configuration's rows."""
@@ -71,7 +72,8 @@ def _definitions(measures: Sequence[Measure]) -> str:
 
 def _strokes(measures: Sequence[Measure], mark: str) -> str:
     """The end of a caption, which names the columns that are drawn as strokes."""
-    return "".join(f"; {mark}: {measure.stroke.replace('_', ' ')}" for measure in measures if measure.stroke)
+    shown = [measure for measure in measures if measure.stroke]
+    return "".join(f"; {mark}: {each.stroke_label or each.stroke.replace('_', ' ')}" for each in shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class Rows:
     def says(self, data: pd.DataFrame) -> str:
         """Sentences on the measures."""
         shown = _measured(self.measures, data)
-        return f"{_definitions(shown)} Dots are single values{_strokes(shown, 'strokes ( | )')}."
+        return f"{_definitions(shown)} Each dot is one trial, or one pair of trials{_strokes(shown, 'strokes ( | )')}."
 
 
 def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: Sequence[Look]) -> None:
@@ -211,7 +213,7 @@ class Lines:
         raw = (
             "bands reach from the lowest to the highest value"
             if self.band
-            else "small dots are single values"
+            else "each small dot is one trial, or one pair of trials"
         )
         return f"{_definitions(shown)} Markers are estimates, {raw}{_strokes(shown, 'dashes')}."
 
@@ -272,8 +274,9 @@ class Stacked:
         """Sentences on bars and marks."""
         also = [self.also[kind] for kind in self.also if kind in set(data["kind"])]
         marks = "".join(f"; {_MARKERS[marker]}: {meaning}" for marker, _, meaning in also)
-        middles = f"All are {self.middle}s over trials"
-        return f"{self.says_parts}{marks}. {middles}; the printed numbers are the lengths of the bars."
+        # Only the parts of a step are means; their own sentence says to which length they are scaled.
+        begin = "All are medians over trials; the" if self.middle == "median" else "The"
+        return f"{self.says_parts}{marks}. {begin} printed numbers are the lengths of the bars."
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,23 +31,23 @@ def titles_of(data: pd.DataFrame) -> dict[str, str]:
 
 
 def common_to(data: pd.DataFrame) -> str:
-    """Last sentence of a caption, with what all settings have in common: ``All: 2x2 ranks.``"""
+    """Last sentence of a caption, with what all settings have in common: ``Common setting: 2x2 ranks.``"""
     common = common_and_rest(data["where"].unique())[0]
-    return f"All: {', '.join(common)}." if common else ""
+    return f"Common setting: {', '.join(common)}." if common else ""
 
 
 def peers_note(data: pd.DataFrame) -> str:
     """Caption text on the bytes of peers, if ``data`` has any."""
-    travels: dict[str, dict[str, None]] = {"fp32": {}, "bf16": {}}
+    senders: dict[str, dict[str, None]] = {"fp32": {}, "bf16": {}}
     for strategy, configuration in zip(
         data["strategy"], data.get("configuration", data["strategy"]), strict=True
     ):
         if strategy in PEERS and strategy != "single":
             wire = PEERS[strategy].wire("bf16" if "compute bf16" in configuration else "fp32")
-            travels[wire][NAMES[strategy]] = None
+            senders[wire][NAMES[strategy]] = None
     sentences = [
-        f"{listed(list(names))} {'travel' if len(names) > 1 else 'travels'} in {wire}"
-        for wire, names in travels.items()
+        f"{listed(list(names))} {'send' if len(names) > 1 else 'sends'} {wire}"
+        for wire, names in senders.items()
         if names
     ]
     if any(PEERS[strategy].family == "fsdp2" for strategy in set(data["strategy"]) & set(PEERS)):

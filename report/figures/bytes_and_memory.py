@@ -107,8 +107,8 @@ MEMORY: Final = Figure(
         VARIED,
         also={"formula": ("|", theme.INK, "the sum of the formulas of impl.plan.memory")},
     ),
-    note="Configurations are ordered by the number of ranks that share one copy of the weights: smaller groups hold "
-    "more memory and gather from fewer ranks in backward.",
+    note="Configurations without hpZ come first. hpZ's copy takes more memory the fewer ranks share it, and "
+    "backward gathers it from these ranks only.",
 )
 
 

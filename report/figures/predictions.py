@@ -18,7 +18,7 @@ WAYS: Final = {
 
 
 def measured_over(derived: Derived) -> pd.DataFrame:
-    """Trials with a predicted step, with ``step_seconds`` over the prediction by each of :data:`WAYS`."""
+    """Return the trials whose step was predicted, with a column of measured / predicted seconds for each of WAYS."""
     rows = derived.trials[derived.trials["foreseen_seconds"].notna()]
     rows = rows.assign(
         naive_seconds=rows["foreseen_compute"] + rows["foreseen_wire"],

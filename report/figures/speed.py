@@ -22,15 +22,17 @@ from report.quantities import formula
 _SPEEDUP: Final = Measure(
     "speedup",
     "speed-up over {base}",
-    f"the baseline's step time over the configuration's, geometric mean over pairs of one repeat, {FEWEST_IN_WORDS}",
+    "the baseline's step time over the configuration's, geometric mean over pairs of trials from the same "
+    f"repeat, {FEWEST_IN_WORDS}",
     speedups.speedup,
     "{:.2f}".format,
     bar=False,
     line=1,
 )
 _SHARE: Final = Measure(
-    "share", "share of what is allowed", "best possible step / measured step; at 1 a step cannot be shorter",
-    form=caveats.share, line=1, stroke="schedule_share",
+    "share", "best possible step / measured step",
+    "at 1 a step cannot be shorter, and a value above 1 shows that the best possible step was estimated too high",
+    form=caveats.share, line=1, stroke="schedule_share", stroke_label="scheduled step / measured step",
 )  # fmt: skip
 _TOKENS: Final = Measure(
     "tokens_per_second", "tokens/s of all ranks", "geometric means over repeats",
@@ -256,8 +258,8 @@ STEP_SPLIT: Final = Figure(
     mark=Stacked(
         "seconds",
         "seconds per step",
-        "Each bar is the step of the Summary, divided among its parts in the ratio of their mean seconds over all "
-        "timed steps; pale parts are exposed communication, in which the rank only waited for messages",
+        "Each bar is as long as the step in the Summary, and is divided in the ratio of its parts' mean seconds over "
+        "all timed steps and trials; pale parts are exposed communication, in which the rank only waited for messages",
         (*_PASSES, "optimizer", "other"),
         middle="mean",
     ),

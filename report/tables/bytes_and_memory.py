@@ -22,7 +22,7 @@ _SUMS: Final = ("engine_mib", "covered_mib", "formula_mib", "copied_step_mib", "
 _SENT: Final = {"predicted": "predicted", "ledger": "sent", "interface": "interface", "segment": "segment"}
 _MEMORY_NOTES: Final = {  # what a column means, by the column
     "beyond_mib": "Without formula and With formula split the sum by whether a formula predicts the part.",
-    "copy_frames_mib": "hpZ's copy is given by formula in both formats, whichever was kept.",
+    "copy_frames_mib": "The sizes of hpZ's copy in the two formats are computed, whichever of them the trial kept.",
     "copied_step_mib": "Copied is what a step moves between host and device because it is offloaded.",
 }
 
@@ -63,8 +63,8 @@ def volume(derived: Derived) -> Table:
             f"Published rule: what the ZeRO++ blog states for each preset, without scales. {formula('volume', 'M')}",
         ),
         caption="Bytes between nodes in a step, in units of M, the bytes of one 16-bit gather of the "
-        "model. Padding is a "
-        "column of its own and not part of the others.",
+        "model. The columns "
+        "before Padding do not include padding; those after it do, except the published rule.",
     )
 
 

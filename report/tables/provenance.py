@@ -97,8 +97,8 @@ def setting(derived: Derived) -> Table:
         pd.DataFrame(settings(derived.frames, derived.finished), columns=["setting", "value"]),
         Column("setting", "Setting"),
         Column("value", "Value"),
-        caption="The values of a suite's keys in these trials. A key whose value depends on the configuration alone "
-        "has each of its values listed with the configurations that have it.",
+        caption="The values of a suite's keys in these trials. If a value differs between "
+        "configurations but not within one, each value is followed by the configurations that have it.",
         notes="Kernels encode and decode: 'reference' is plain PyTorch, 'cpu' the C++ kernels, 'cuda' the CUDA "
         "kernels.",
     )

@@ -131,7 +131,7 @@ PAGES: dict[str, tuple[Callable[[], list[Record]], str]] = {  # with the beginni
     ),
     "a rate without a configuration": (
         lambda: at_rates("25", "100", "400", without=("100", "zeropp")),
-        r"With 25 Mbit/s, ZeRO\+\+ is .*; of 2 comparisons 2 are better\.",
+        r"With 25 Mbit/s, ZeRO\+\+ is .*; of 2 comparisons of step time, 2 are better\.",
     ),
     "a rate without a baseline": (
         lambda: at_rates("25", "100", without=("100", "zero3")), r"With 25 Mbit/s, ZeRO\+\+ is ",

@@ -266,7 +266,7 @@ def test_the_change_is_the_policy_fields_that_differ_from_the_baselines() -> Non
         "ZeRO-3": "baseline", "flat ZeRO-3": "gather flat, reduce ring", "DDP": "",
         "ZeRO++": "weights int8:2048, hpZ 2, gradients int4:256:clip",
     }  # fmt: skip
-    assert "DDP travels in fp32" in head.table.caption
+    assert "DDP sends fp32" in head.table.caption
 
 
 def test_a_peer_may_be_the_baseline() -> None:
@@ -292,14 +292,14 @@ def test_the_largest_gain_is_named_with_its_setting_and_all_verdicts_are_counted
     ]
     head = head_of(records, answer="step")
     assert re.fullmatch(
-        r"With \d+ Mbit/s, ZeRO\+\+ is (1\.9|2\.0)\dx faster than ZeRO-3 \(95 % CI .*, n = 6\); of 4 comparisons 2 are "
-        r"better and 2 are worse\.",
+        r"With \d+ Mbit/s, ZeRO\+\+ is (1\.9|2\.0)\dx faster than ZeRO-3 \(95 % CI .*, n = 6\); of 4 comparisons of "
+        r"step time, 2 are better and 2 are worse\.",
         head.sentence,
     )
     slower = head_of([record for record in records if record.trial["strategy"] != "zeropp"], answer="step")
     assert re.fullmatch(
         r"With 50 Mbit/s, a step of qwZ takes (2\.9|3\.0)\dx as long as ZeRO-3's \(95 % CI .*, n = 6\); of 2 "
-        r"comparisons 2 are worse\.",
+        r"comparisons of step time, 2 are worse\.",
         slower.sentence,
     )
     table = head.table
@@ -389,7 +389,9 @@ def test_a_control_is_in_the_table_and_not_in_the_sentence_where_others_are_comp
     two = [*validated({"": 0.0, "int4:64": 0.1, "int3:64": 0.2}), *controls]
     head = head_of(two, answer="loss")
     assert "int3:64" in head.sentence
-    assert head.sentence.endswith("; of 2 comparisons (1 control not counted) 2 are worse.")
+    assert head.sentence.endswith(
+        "; of 2 comparisons of validation loss (1 control not counted), 2 are worse."
+    )
     assert rows_of(head)["qgZ (control: unordered)"]["Change"].endswith("control: unordered")
     one = [*validated({"": 0.0, "int4:64": 0.1}), *controls]
     assert "the validation loss of qgZ (control: unordered)" in head_of(one, answer="loss").sentence
@@ -512,7 +514,7 @@ COMMITTED = {
     "stages": (
         "size",
         (r"Within 64 MiB a rank, the largest model that ZeRO-0 trained has 2\.51 M parameters, where ZeRO-3's has "
-        r"14\.3 M; of 3 comparisons 3 are worse\."),
+        r"14\.3 M; of 3 comparisons of the largest model, 3 are worse\."),
         "Largest model that trained, M parameters",
     ),
     "nodes": (
@@ -524,7 +526,7 @@ COMMITTED = {
     "bandwidth": (
         "rate",
         (r"With 2x2 ranks, 25 Mbit/s, 256 tokens/rank, ZeRO\+\+ is 3\.\d\dx faster than ZeRO-3 .*; it is faster at "
-        r"every measured rate, up to \d+ Mbit/s; of 42 comparisons \d+ are better, .*"),
+        r"every measured rate, up to \d+ Mbit/s; of 42 comparisons of step time, \d+ are better, .*"),
         "Break-even, Mbit/s",
     ),
     "successors": (

@@ -83,9 +83,12 @@ def test_thread_ranks_that_differ_are_told_apart_by_their_fingerprints(mesh: Mes
     _play(wire, [("all_gather", 0, 16, unit) for unit in ("embed", f"blocks.{mesh.rank}")])
     with pytest.raises(WireError) as caught:
         wire.check_order()
-    text, start = str(caught.value), "found that the ranks' exchanges differ: rank 0 opened 2 ("
+    text, start = (
+        str(caught.value),
+        "found that the ranks' exchanges differ: rank 0 opened 2 exchanges (fingerprint ",
+    )
     assert text.startswith(f"rank {mesh.rank} {start}")
-    assert "rank 1 opened 2 (" in text
+    assert "rank 1 opened 2 exchanges (fingerprint " in text
 
 
 PLAN: Plan = [

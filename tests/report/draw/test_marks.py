@@ -181,20 +181,20 @@ def test_links_of_different_rates_are_marked() -> None:
         assert "†: the links" in drawn.caption(data)
 
 
-def test_captions_say_how_peers_travel() -> None:
+def test_captions_say_what_types_peers_send() -> None:
     """Where DDP or FSDP2 stand beside policies, captions say that they send fp32, and what gloo does."""
     derived = derive(frames_of(records_of("bandwidth", repeats=1)))
     for name in ("throughput", "speedup_over_rates", "volume", "step_split"):
         caption = BY_NAME[name].caption(BY_NAME[name].table(derived))
-        assert "FSDP2 travels in fp32; on gloo, FSDP2's reduce-scatter sends the bytes of" in caption
-    assert peers_note(pd.DataFrame({"strategy": ["ddp", "zero3"]})) == "DDP travels in fp32."
+        assert "FSDP2 sends fp32; on gloo, FSDP2's reduce-scatter sends the bytes of" in caption
+    assert peers_note(pd.DataFrame({"strategy": ["ddp", "zero3"]})) == "DDP sends fp32."
     assert peers_note(pd.DataFrame({"strategy": ["zero3", "single"]})) == ""
     names = ["DDP", "DDP, bf16 hook", "DeepSpeed", "DeepSpeed (compute bf16)"]
     several = pd.DataFrame(
         {"strategy": ["ddp", "ddp-bf16", "deepspeed", "deepspeed"], "configuration": names}
     )
     note = peers_note(several)
-    assert "DDP and DeepSpeed travel in fp32; DDP, bf16 hook and DeepSpeed travel in bf16." in note
+    assert "DDP and DeepSpeed send fp32; DDP, bf16 hook and DeepSpeed send bf16." in note
 
 
 def test_the_size_of_m_is_told_of_every_place() -> None:

@@ -226,7 +226,7 @@ def test_a_share_above_one_is_marked_and_explained() -> None:
         mbit = 8 * row["egress_bytes"] / (wire * row["step_seconds"]) / 1e6
         derived = derive(frames_of([on_link(record, mbit)]))
         for table in (all_tables.summary(derived), all_tables.time(derived)):
-            cell = _printed(table)["ZeRO-3"]["Allowed step/step"]
+            cell = _printed(table)["ZeRO-3"]["Best possible step/step"]
             assert cell.endswith(" §") is marked
             assert float(cell.removesuffix(" §")) == pytest.approx(derived.trials["share"].iloc[0], abs=0.005)
             assert ("§: above 1" in table.description) is marked
