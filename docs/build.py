@@ -1,9 +1,9 @@
 """Builds the documents that have numbers from templates, which a person writes, and the committed records.
 
 ``python -m docs.build`` writes them and their figures, and prints the paths that changed;
-``python -m docs.build --check`` prints each line whose number has moved and each claim that the records no longer
-bear, and exits with status 1 if there are any.  Both take names of templates,
-to build only these.  Templates call the functions of :mod:`docs.numbers`, and:
+``python -m docs.build --check`` prints each line whose numbers differ from the records and each claim that
+the records do not bear, and exits with status 1 if there are any.  Both take names of templates, to build only
+these.  Templates call the functions of :mod:`docs.numbers`, and:
 
 - ``figure(suite, name="")``: draws a figure of the suite, by default the one that shows its verdicts, and links it;
 - ``verdicts(suite)``: the suite's verdict table; ``finding(suite)``: the sentence above it on its page;

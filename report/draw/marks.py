@@ -49,6 +49,7 @@ class Measure:
     log: bool = False  # whether its axis is logarithmic
     line: float | None = None  # value at which a reference line is drawn
     stroke: str = ""  # column whose median is drawn as a stroke across the mark
+    says_stroke: str = ""  # what the stroke shows; by default the name of its column
 
     def interval(self, group: pd.DataFrame) -> Interval:
         """The estimate of a configuration's rows."""
@@ -71,7 +72,8 @@ def _definitions(measures: Sequence[Measure]) -> str:
 
 def _strokes(measures: Sequence[Measure], mark: str) -> str:
     """The end of a caption, which names the columns that are drawn as strokes."""
-    return "".join(f"; {mark}: {measure.stroke.replace('_', ' ')}" for measure in measures if measure.stroke)
+    stroked = [measure for measure in measures if measure.stroke]
+    return "".join(f"; {mark}: {each.says_stroke or each.stroke.replace('_', ' ')}" for each in stroked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ _SPEEDUP: Final = Measure(
     line=1,
 )
 _SHARE: Final = Measure(
-    "share", "share of what is allowed", "best possible step / measured step; at 1 a step cannot be shorter",
-    form=caveats.share, line=1, stroke="schedule_share",
+    "share", "share of what is allowed", "best possible step / measured step, 1 for a step that cannot be shorter",
+    form=caveats.share, line=1, stroke="schedule_share", says_stroke="scheduled step / measured step",
 )  # fmt: skip
 _TOKENS: Final = Measure(
     "tokens_per_second", "tokens/s of all ranks", "geometric means over repeats",
@@ -39,7 +39,10 @@ _TOKENS: Final = Measure(
 
 
 def _over_rates(data: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the sizes that ran at several rates, with a panel for each batch, and for each number of ranks."""
+    """Select trials whose batch and number of ranks ran at several rates, and name the ``panel`` of each trial.
+
+    A panel is for one batch size and one number of ranks.
+    """
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
     data = speedups.several_rates(data).sort_values(keys, kind="stable")
     nodes, ranks, tokens = (data[key].astype(str) for key in keys)
