@@ -235,7 +235,7 @@ def build(results: Path) -> Path:
         ReportError: if the records are of several machines, versions of the code, or subjects.
     """
     benches = read_all(results)
-    for field, name in (("pool", "machines or codes"), ("subject", "subjects")):
+    for field, name in (("pool", "machines or versions of the code"), ("subject", "subjects")):
         if len(values := sorted({getattr(bench, field) for bench in benches})) > 1:
             kinds = f"{len(values)} {name} ({', '.join(values)}), which cannot be combined"
             raise ReportError(f"{results}: holds records of {kinds}; move all but one into other folders")

@@ -22,7 +22,7 @@ from report.data.configuration import NAMES, spelled
 from report.data.effects import MOST_NEEDED, Effect, Key, Verdict
 from report.data.metrics import Derived
 from report.data.text import counted, listed, number
-from report.draw.names_of_rows import titles_of
+from report.draw.names_of_rows import common_and_rest, titles_of
 
 _WORDS: Final = dict(enumerate(("no", "one", "two", "three", "four", "five", "six")))
 _IN_WORDS: Final = {  # what configurations are compared in
@@ -30,6 +30,7 @@ _IN_WORDS: Final = {  # what configurations are compared in
     "loss": "validation loss", "memory": "memory", "size": "the largest model",
 }  # fmt: skip
 _SPEEDS: Final = ("step", "tokens")
+_MOST_SIZES: Final = 4  # whose break-evens the sentence lists
 _three_digits: Final = number(3)
 
 
@@ -261,25 +262,42 @@ def _of_nodes(derived: Derived) -> list[Difference]:
 
 
 def _break_even(derived: Derived, key: Key) -> str:
-    """The end of the sentence: where a configuration breaks even, in settings like this one at all rates."""
+    """The end of the sentence: where a configuration breaks even, at the sizes of this setting and of the others.
+
+    A size is a setting without its rate.  Each size is named if there are several; of many, only this one is.
+    """
     elsewhere = derived.trials.loc[derived.trials["setting"].eq(key[0]), "elsewhere"].iloc[0]
     rows = derived.break_evens
-    rows = rows[rows["elsewhere"].eq(elsewhere) & rows["configuration"].eq(key[1])]
-    if rows.empty:
+    rows = rows[rows["configuration"].eq(key[1])]
+    found_at = {
+        where: (found, high)
+        for where, found, high in rows[["elsewhere", "found", "high_mbit"]].itertuples(index=False)
+    }
+    if elsewhere not in found_at:
         return ""
-    found: break_even.BreakEven = rows["found"].iloc[0]
-    highest = f"up to {_three_digits(rows['high_mbit'].iloc[0])} Mbit/s"
+    names = common_and_rest(found_at)[1]
+    others = [where for where in found_at if where != elsewhere]
+    shown = [elsewhere, *others] if len(found_at) <= _MOST_SIZES else [elsewhere]
+    clauses = (
+        (f"with {names[where]}, " if names[where] else "", _at_size(*found_at[where])) for where in shown
+    )
+    return "".join(f"; {place}{clause}" for place, clause in clauses if clause)
+
+
+def _at_size(found: break_even.BreakEven, high_mbit: float) -> str:
+    """A clause on where a configuration breaks even, at rates up to ``high_mbit``; empty with too few repeats."""
+    highest = f"up to {_three_digits(high_mbit)} Mbit/s"
     match found.outcome:
         case "crosses":
-            return f"; it breaks even at {break_even.crossings_in_words(found)} Mbit/s"
+            return f"it breaks even at {break_even.crossings_in_words(found)} Mbit/s"
         case "pays":
-            return f"; it is faster at every measured rate, {highest}"
+            return f"it is faster at every measured rate, {highest}"
         case "costs":
-            return f"; it is faster at no measured rate, {highest}"
+            return f"it is faster at no measured rate, {highest}"
     return (
         ""
         if found.few
-        else f"; no break-even was found {highest}: the difference is {break_even.unclear_in_words(found)}"
+        else f"no break-even was found {highest}: the difference is {break_even.unclear_in_words(found)}"
     )
 
 

@@ -240,7 +240,7 @@ def _own_column(derived: Derived, asked: Quantity) -> tuple[dict[Key, Any], str]
 
 
 def _break_even(found: break_even.BreakEven) -> str:
-    names = {"pays": "none: faster at all", "costs": "none: slower at all"}
+    names = {"pays": "none: faster at every rate", "costs": "none: slower at every rate"}
     return (
         break_even.crossings_in_words(found) if found.crossings else names.get(found.outcome, found.outcome)
     )

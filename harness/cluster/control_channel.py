@@ -95,7 +95,7 @@ class Channel:
             file.unlink(missing_ok=True)
 
     def begin(self, nonces: list[str]) -> None:
-        """From now on seal messages for the meeting of supervisors with these nonces, by node."""
+        """From now on seal messages for the session whose supervisors drew these nonces, by node."""
         self._sealed = run_token.of_session(self.token, nonces)
 
     def post(self, key: str, value: Any) -> None:

@@ -26,7 +26,7 @@ _ROOT: Final = Path(__file__).resolve().parents[2]  # folder from which harness 
 
 
 class Keeper:
-    """The parent's handle of a keeper."""
+    """A keeper as its parent sees it: starts the child process, has its answer, and ends it."""
 
     def __init__(self, module: str, request: str) -> None:
         """Start a keeper and read its ``answer``; raises a LinkError if it refuses the request or dies."""

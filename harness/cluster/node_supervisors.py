@@ -50,7 +50,7 @@ class Node:
     port: Port
     identity: str  # equal for nodes on one host
     facts: dict[str, Any]  # about machine, code and software
-    nonce: str = ""  # random, so that older messages are no messages of this meeting
+    nonce: str = ""  # random, so that messages of an earlier session are not accepted
 
 
 _NODE: Final = TypeAdapter(Node)

@@ -66,7 +66,7 @@ class Seal:
 
 
 def of_session(token: str, nonces: list[str]) -> Seal:
-    """Return the seal of one meeting of supervisors, each of which drew a nonce: no older message opens with it."""
+    """Return the seal of a session, for which each supervisor drew a nonce; it opens no older session's messages."""
     return Seal(hmac.digest(token.encode(), json.dumps(nonces).encode(), "sha256"))
 
 

@@ -329,7 +329,11 @@ def _check_written(codec: Codec, target: Tensor) -> None:
 def _check_noise(codec: Codec, shape: torch.Size, noise: Noise | None) -> None:
     """Raise ValueError if a stochastic codec has no noise, or not for elements of ``shape``."""
     if codec.stochastic and (noise is None or len(noise.strides) != len(shape) - 1):
-        raise ValueError(f"{codec} rounds stochastically: {tuple(shape)} elements need noise, got {noise}")
+        got = "none" if noise is None else f"noise with strides {noise.strides}"
+        raise ValueError(
+            f"{codec} rounds stochastically: {tuple(shape)} elements need noise with a stride for each dimension but "
+            f"the last ({len(shape) - 1}), got {got}"
+        )
 
 
 def rotated(codec: Codec, x: Tensor) -> Tensor:

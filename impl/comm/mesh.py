@@ -266,7 +266,7 @@ def _ranks_of(device_mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def _topology_of(device_mesh: DeviceMesh) -> Topology:
-    """Return the topology of a device mesh, whose two dimensions are nodes and ranks of a node."""
+    """Return the topology of a device mesh of one dimension (ranks), or of two (nodes, ranks of a node)."""
     match tuple(device_mesh.shape):
         case (_,):
             return _placed(device_mesh.mesh.tolist())

@@ -260,10 +260,10 @@ class Unit:
             self.reshard()
 
     def _used_outside(self, name: str) -> None:
-        """Handle a use of parameter ``name`` while modules hold placeholders: gather the unit inside a pass.
+        """Handle a use of parameter ``name`` while modules hold placeholders: during a pass, gather the unit.
 
         Raises:
-            ZeroError: outside of passes.
+            ZeroError: if no pass is running.
         """
         if recomputing():
             self.all_gather("backward")

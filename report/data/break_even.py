@@ -148,7 +148,7 @@ def _end(mbit: float) -> str:
 
 
 def _by_pair(pairs: pd.DataFrame, values: pd.Series[_Value]) -> dict[tuple[int, int], _Value]:
-    """Values of pairs by seed and repeat; of one run again under another time limit the first counts."""
+    """Values of pairs by seed and repeat; if a pair ran again under another time limit, its first value counts."""
     by_pair: dict[tuple[int, int], _Value] = {}
     for seed, repeat, value in zip(pairs["seed"], pairs["repeat"], values, strict=True):
         by_pair.setdefault((seed, repeat), value)

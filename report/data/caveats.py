@@ -121,7 +121,8 @@ def warnings(derived: Derived) -> list[str]:
     sentences += frames.journal
 
     def which(wrong: pd.DataFrame) -> str:
-        return f"{counted(len(wrong), 'trial')}: {listed(sorted(wrong['id'])[:6])}"
+        ids, further = sorted(wrong["id"])[:6], len(wrong) - 6
+        return f"{counted(len(wrong), 'trial')}: {listed([*ids, *[f'{further} more'] * (further > 0)])}"
 
     if len(unequal := trials[trials["predicted_equal"].eq(other=False)]):
         differs = f"The ledger differs from the prediction in {which(unequal)}"

@@ -133,8 +133,8 @@ frames_of = Frames
 def load(results: Path, *, across_pools: bool = False) -> Frames:
     """Read the records ``<id>.json`` of a results folder.
 
-    Raises a ReportError if there are no records, or if records of several machines or codes must not be compared and
-    ``across_pools`` is not set; a RecordError for a file with another schema.
+    Raises a ReportError if there are no records, or if records of several machines or versions of the code must not be
+    compared and ``across_pools`` is not set; a RecordError for a file with another schema.
     """
     if not results.is_dir():
         raise ReportError(f"{results}: no such folder; `zeropp run SUITE` makes one")

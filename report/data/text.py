@@ -16,8 +16,11 @@ _LABEL_CHARACTERS: Final = 48
 
 
 def sweeps_in_words(sweeps: Collection[int]) -> str:
-    """Caption text on intervals over several sweeps, after a space; empty for one."""
-    count = len(set(sweeps))
+    """Caption text on intervals over several sweeps, after a space; empty for one.
+
+    A published value ran in no sweep: its NaN does not count.
+    """
+    count = len({sweep for sweep in sweeps if not math.isnan(sweep)})
     if count < 2:
         return ""
     few = "" if count >= FEWEST_SWEEPS else f"; there is none of fewer than {FEWEST_SWEEPS}"

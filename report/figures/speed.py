@@ -41,7 +41,10 @@ _TOKENS: Final = Measure(
 
 
 def _over_rates(data: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the sizes that ran at several rates, with a panel for each batch, and for each number of ranks."""
+    """Select trials whose batch and number of ranks ran at several rates, and name the ``panel`` of each trial.
+
+    A panel is for one batch size and one number of ranks.
+    """
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
     data = speedups.several_rates(data).sort_values(keys, kind="stable")
     nodes, ranks, tokens = (data[key].astype(str) for key in keys)

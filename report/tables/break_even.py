@@ -18,7 +18,7 @@ from report.tables.table import CONFIGURATION, RATIO, TRIALS, Column, Table, row
 
 
 def parity(derived: Derived) -> Table:
-    """Table of parity: throughput of ZeRO++ at a quarter of the rate over ZeRO-3's at all of it."""
+    """Table of parity: throughput of ZeRO++ at a quarter of the rate over ZeRO-3's at the full rate."""
     configuration, base = NAMES[PROPOSED], NAMES[BASELINE]
     keys = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "full_rate"]
     rows: list[dict[str, Any]] = [
@@ -67,7 +67,8 @@ def parity(derived: Derived) -> Table:
         Column("unit", "Unit"),
         Column("parity", "Parity", number(3), formula("parity"), "_rates"),
         Column("verdict", "Verdict"),
-        caption=f"Does {configuration} at a quarter of the link's rate reach the throughput of {base} at all of it?",
+        caption=f"Does {configuration} at a quarter of the link's rate reach the throughput of {base} at the full "
+        "rate?",
         notes="n counts the trials of both.",
     )
 

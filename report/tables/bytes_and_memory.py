@@ -63,8 +63,7 @@ def volume(derived: Derived) -> Table:
             f"Published rule: what the ZeRO++ blog states for each preset, without scales. {formula('volume', 'M')}",
         ),
         caption="Bytes between nodes in a step, in units of M, the bytes of one 16-bit gather of the "
-        "model. The columns "
-        "before Padding do not include padding; those after it do, except the published rule.",
+        "model. Padding has a column of its own: it is part of predicted and ledger, and of no column before it.",
     )
 
 

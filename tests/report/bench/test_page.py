@@ -113,7 +113,7 @@ def test_what_is_not_put_together(tmp_path: Path) -> None:
         build(tmp_path)
     bench_record.write(tmp_path, codecs())
     other = bench_record.write(tmp_path, codecs(pool="b" * 12))
-    with pytest.raises(ReportError, match="2 machines or codes"):
+    with pytest.raises(ReportError, match="2 machines or versions of the code"):
         build(tmp_path)
     other.unlink()
     bench_record.write(tmp_path, collectives())

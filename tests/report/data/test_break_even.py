@@ -22,17 +22,23 @@ NOISE = (0.99, 1.01, 1.0, 1.005, 0.995, 1.0)
 
 
 def records_over(
-    speedups: Mapping[float, float], repeats: int = 6, *, spread: float = 1.0, missing: Sequence[tuple] = ()
+    speedups: Mapping[float, float],
+    repeats: int = 6,
+    *,
+    spread: float = 1.0,
+    missing: Sequence[tuple] = (),
+    tokens: int = 512,
 ) -> list[Record]:
     """Records of ZeRO-3 and ZeRO++ whose speed-up at each rate is known, but for a noise of 1 % * ``spread``;
-    those of ZeRO++ at (rate, repeat) ``missing`` never ran.
+    those of ZeRO++ at (rate, repeat) ``missing`` never ran.  A rank has ``tokens`` in a step.
     """
     records = []
     for repeat, (index, (rate, speedup)) in product(range(repeats), enumerate(speedups.items())):
         for strategy, seconds in (("zero3", 1.0), ("zeropp", 1.0 / speedup)):
             if strategy == "zeropp" and (rate, repeat) in missing:
                 continue
-            trial = Trial(strategy=strategy, repeat=repeat, cluster=Cluster(rate=f"{rate} Mbit/s"))
+            cluster = Cluster(rate=f"{rate} Mbit/s")
+            trial = Trial(strategy=strategy, repeat=repeat, cluster=cluster, tokens_per_rank=tokens)
             noise = NOISE[(repeat + index) % len(NOISE)] ** spread if strategy == "zeropp" else 1.0
             step = seconds * noise
             record = changed_steps(record_of(trial), lambda _, step=step: {"total": step})
@@ -163,6 +169,15 @@ def test_the_sentence_of_a_page_names_the_break_even() -> None:
     assert "; it is faster at every measured rate, up to 100 Mbit/s; of 2" in sentence({25: 3.0, 100: 2.0})
     unclear = sentence({25: 2.0, 100: 1.01, 400: 1.01}, spread=3)
     assert "; no break-even was found up to 400 Mbit/s: the difference is not significant from " in unclear
+
+
+def test_the_sentence_names_each_size_with_its_own_break_even() -> None:
+    """Of two batch sizes, one is always faster and one breaks even: neither clause stands for both."""
+    small = records_over({25: 3.0, 100: 2.0})
+    large = records_over({25: 2.0, 100: 0.5}, tokens=1024)
+    text = verdicts(derive(frames_of([*small, *large]))).sentence
+    always = "; with 512 tokens/rank, it is faster at every measured rate, up to 100 Mbit/s"
+    assert f"{always}; with 1024 tokens/rank, it breaks even at 5" in text
 
 
 def test_intervals_of_break_evens_hold_them_as_often_as_they_say() -> None:

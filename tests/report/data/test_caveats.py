@@ -5,8 +5,9 @@ from __future__ import annotations
 from harness.suites.trial import Cluster, Trial
 from report.data import caveats
 from report.data.frames import frames_of
+from report.data.metrics import derive
 from tests.report.bench.bench_records import codecs, collectives, overlap
-from tests.report.records import record_of
+from tests.report.records import on_link, record_of
 
 
 def test_the_sentence_names_what_is_emulated_and_its_latency() -> None:
@@ -43,3 +44,15 @@ def test_benchmarks_with_and_without_a_rate_are_told_apart() -> None:
         [shaped.model_copy(update={"samples": bare})]
     )
     assert not caveats.emulated_by_benches([collectives(), codecs()])
+
+
+def test_a_warning_names_six_trials_and_counts_the_others() -> None:
+    """Of eight trials over a link at half the requested rate, six are named and two are counted."""
+    cluster = Cluster.model_validate({"rate": "100 Mbit/s"})
+    records = [on_link(record_of(Trial(cluster=cluster, repeat=repeat)), 50) for repeat in range(8)]
+    (warning,) = [text for text in caveats.warnings(derive(frames_of(records))) if "requested rate" in text]
+    named = ", ".join(sorted(record.id for record in records)[:6])
+    assert f" in 8 trials: {named} and 2 more. In " in warning
+    (few,) = [text for text in caveats.warnings(derive(frames_of(records[:6]))) if "requested rate" in text]
+    assert f" in 6 trials: {', '.join(sorted(r.id for r in records[:6])[:5])} and " in few
+    assert "more. In" not in few
