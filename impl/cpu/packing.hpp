@@ -3,7 +3,8 @@
 
 #include "job.hpp"
 
-// FIELDS: use pext and pdep.  Not with BMI2 alone: Zen 1 and 2, which lack AVX-512, take hundreds of cycles for them.
+// FIELDS: whether to use pext and pdep.  BMI2 alone is not enough: Zen 1 and 2 have BMI2 but not AVX-512, and take
+// hundreds of cycles for either instruction.
 #if WIDE && defined(__BMI2__)
 #define FIELDS 1
 #else

@@ -34,7 +34,8 @@ inline void stream_lines(u8* __restrict to, const u8* __restrict from, i64 bytes
 #endif
 }
 
-// Orders these stores before later ones, so that a process that sees a flag set later also sees the row.
+// Orders the stores of stream_lines before later stores, so that a process that sees a flag set later also sees the
+// row.
 inline void finish_streams() {
 #if defined(__SSE2__)
     _mm_sfence();
