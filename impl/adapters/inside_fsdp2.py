@@ -1,7 +1,7 @@
 """Gathers FSDP2's weights (qwZ) and reduces its gradients (qgZ) with this project's collectives.
 
-FSDP2 takes them by ``set_custom_all_gather`` and ``set_custom_reduce_scatter``; its schedule, optimizer and
-training loop stay its own::
+The collectives are set by FSDP2's ``set_custom_all_gather`` and ``set_custom_reduce_scatter``.  FSDP2's schedule,
+the optimizer and the training loop stay as they are::
 
     for block in blocks:
         fully_shard(block, mesh=device_mesh)
@@ -43,12 +43,13 @@ class InFSDP2(Joined):
     Args:
         model: the root, itself an ``FSDPModule``, sharded over all ranks of ``wire.mesh``.
         wire: the transport, on the CPU.
-        policy: a policy that may set ``weights``, ``gradients``, ``gather``, ``reduce`` and ``chunks``; all
-            else must be as in :data:`~impl.adapters.traffic.BASES`.
+        policy: a policy that may set ``weights``, ``gradients``, ``gather``, ``reduce`` and ``chunks``; the other
+            fields must be as in :data:`~impl.adapters.traffic.BASES`, except those that lay out units, which
+            FSDP2 does not use.
 
     Raises:
-        HostError: if the model is not sharded as a whole over all ranks in one dimension, or is not on the CPU;
-            in the first pass, if several modules share one parameter group.
+        HostError: if the model is not sharded as a whole over all ranks in one dimension, or if the mesh is not
+            on the CPU; also in the first pass, if several modules share one parameter group.
         PolicyError: if FSDP2 cannot carry out the policy.
     """
 
@@ -66,7 +67,7 @@ class InFSDP2(Joined):
             module = modules["" if group.name == ROOT else group.name]
             module.set_custom_all_gather(_Gather(self, group))
             module.set_custom_reduce_scatter(_Scatter(self, group))
-        # Prepended, so that it runs before FSDP2's own hook and the root's gather has the right phase too.
+        # Prepended, so that the hook runs before FSDP2's own, and the root's gather has the right phase too.
         model.register_forward_pre_hook(self._enter, prepend=True)
         model.register_forward_hook(self._leave)
 
@@ -154,7 +155,7 @@ class _Gather(_OfGroup, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
-        """Gather ``input_tensor`` (S,) to ``output_tensor`` (world * S,), of which it may be a part."""
+        """Gather ``input_tensor`` (S,) to ``output_tensor`` (world * S,); the input may be a part of the output."""
         joined, name = self._joined, self._group.name
         joined.check(self._group, "gathers", input_tensor.numel(), input_tensor.dtype, group.size())
         wire, policy, tag = joined.wire, joined.policy, Tag(joined.phase, "weights", name)

@@ -1,4 +1,4 @@
-"""Predicts what FSDP2 and DDP send through this project's collectives, from the policy and their layout alone.
+"""Predicts what FSDP2 and DDP send through this project's collectives, from the policy and the units' layout alone.
 
 FSDP2 gathers weights and reduces gradients one parameter group at a time, with each parameter cut along its
 first dimension.  DDP reduces gradients, which are laid out as for a policy of stage 0.  Tests check that the
@@ -35,7 +35,8 @@ HOSTED: Final[dict[str, tuple[Host, Policy]]] = {
 }
 """The named strategies that run inside a host, with their policies."""
 
-_LAYOUT: Final = ("align", "memory.max_padding")  # of DDP's units; FSDP2 lays out its groups by itself
+# Fields that lay out DDP's units.  They change nothing inside FSDP2, which lays out its groups by itself.
+_LAYOUT: Final = ("align", "memory.max_padding")
 _OPEN: Final[dict[Host, tuple[str, ...]]] = {
     "fsdp2": ("weights", "gradients", "gather", "reduce", "chunks", *_LAYOUT),
     "ddp": ("gradients", "reduce", "chunks", *_LAYOUT),
@@ -80,7 +81,7 @@ def _values(policy: Policy) -> Iterator[tuple[str, Any]]:
 
 
 class HostError(RuntimeError):
-    """Our collectives cannot do what a host asks for; the message names the numbers."""
+    """This project's collectives cannot do what a host asks for; the message says what, and what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)
