@@ -32,15 +32,14 @@ class _Unit:
 
     geometry: UnitGeometry
     flat: Tensor  # (padded,) fp32; the padding is always zero
-    back: list[tuple[Tensor, Slot]] = field(
-        default_factory=list
-    )  # views of buckets, to which means are written
+    # Views of gradients in DDP's buckets, to which the means are written.
+    back: list[tuple[Tensor, Slot]] = field(default_factory=list)
 
 
 class InDDP(Joined):
     """Reduces the gradients of a DDP model.
 
-    All ranks must create it before the first backward pass, and keep a reference to it.
+    Every rank must create an InDDP before the first backward pass, and keep a reference to it.
 
     Gradients are sent in units, one for each block of the model, so the bytes do not depend on DDP's buckets.
     DDP's buckets fill the units in one order on all ranks.  When a unit is full, all earlier reductions post

@@ -74,8 +74,8 @@ class InFSDP2(Joined):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most ``max_norm``; all ranks must call it.
 
-        Unlike ``torch.nn.utils.clip_grad_norm_`` it sends its messages over the wire, so they are in the
-        ledger.  Returns the norm before scaling.
+        Unlike ``torch.nn.utils.clip_grad_norm_``, this method sends its messages over the wire, so the ledger
+        counts them.  Returns the norm before scaling.
         """
         gradients = [p.grad.to_local() for p in self._model.parameters() if isinstance(p.grad, DTensor)]
         total = torch.zeros(1, dtype=torch.float64)
@@ -128,7 +128,7 @@ class InFSDP2(Joined):
 
 
 class _Pending(dist.Work):
-    """A gather under way, in the form in which FSDP2 waits for it."""
+    """Wraps a gather under way as a ``Work``, on which FSDP2 waits."""
 
     def __init__(self, gathering: Gathering) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class _Pending(dist.Work):
 
 
 class _OfGroup(DefaultAllocMixin):
-    """A collective of one parameter group; each has buffers of its own."""
+    """The common part of the collectives of one parameter group; torch's mixin allocates their buffers."""
 
     def __init__(self, joined: InFSDP2, group: GroupGeometry) -> None:
         self._joined, self._group = joined, group

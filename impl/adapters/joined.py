@@ -1,8 +1,9 @@
 """Holds what the adapters of FSDP2 and DDP share.
 
 A *host* is FSDP2 or DDP, which keeps its own engine and training loop but uses this project's collectives.  The
-ledger counts the messages of these collectives, and no others that the host sends: DDP broadcasts the weights
-when it is created, its buckets' order after the first step, and buffers unless ``broadcast_buffers=False``.
+ledger counts the messages of these collectives.  It does not count what the host sends by itself: DDP broadcasts
+the weights when it is created, the order of its buckets after the first step, and the model's buffers unless
+``broadcast_buffers=False``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from impl.plan.traffic import Event, LedgerKey, Sent, Tag
 
 
 class Joined:
-    """The common part of the adapters; each adapts the host of one rank, and counts in the ledger of ``wire``."""
+    """The common part of the adapters; they send over ``wire``, whose ledger counts their messages."""
 
     units: Sequence[GroupGeometry | UnitGeometry]  # each holds the parameters that one message carries
 
@@ -118,7 +119,9 @@ def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topolo
 def hosted_units(
     host: Host, model: nn.Module, topology: Topology, policy: Policy
 ) -> list[GroupGeometry] | list[UnitGeometry]:
-    """Returns the units that an unwrapped model, which may be on the meta device, has inside ``host``.
+    """Returns the units that ``model`` has inside ``host``.
+
+    The model must not be wrapped by the host, and may be on the meta device.
 
     Raises PolicyError, HostError, GeometryError: as the host's adapter.
     """

@@ -88,8 +88,8 @@ class HostError(RuntimeError):
 class GroupGeometry:
     """A parameter group of FSDP2: the parameters of one module, which one message gathers or reduces.
 
-    Every parameter is cut along its first dimension into ``world`` parts of equal size, of which the last ones
-    are padded or empty.  A rank's message is its parts of all parameters one after the other, so a codec's
+    Every parameter is cut along its first dimension into ``world`` parts of equal size; the last parts may be
+    padded or empty.  A rank's message consists of its parts of all parameters, one after the other, so a codec's
     block may span parameters.
     """
 
@@ -136,9 +136,9 @@ def predict_hosted(
 ) -> dict[LedgerKey, Sent]:
     """Predicts everything that ``rank`` sends inside ``host``, with a policy that passes :func:`check_host`.
 
-    FSDP2, as it is by default, gathers every group in each pass, but keeps the root's group from forward until
-    the backward pass ends or the weights change; it reduces every group in each backward pass.  DDP reduces
-    only in the last micro-batch of a step, and sends nothing for a norm.
+    FSDP2 with its default settings gathers every group in each pass.  Only the root's group stays gathered, from
+    the forward pass until the backward pass ends or the weights change.  FSDP2 reduces every group in each
+    backward pass.  DDP reduces only in the last micro-batch of a step, and sends nothing for a norm.
 
     ``units`` are FSDP2's groups, cut into ``topology.world`` parts, or DDP's units, laid out for ``policy``.
     """

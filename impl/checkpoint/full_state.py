@@ -47,8 +47,8 @@ def export(
         allow_overflow: whether finite values beyond the type's range are written as infinity; if not, they raise.
 
     Returns:
-        A line for each kind of value that the cast changed, or that is not finite: how many, and in which
-        parameters.
+        A line for each kind of value that the cast changed or that is not finite.  The line says how many such
+        values there are, and in which parameters.
 
     Raises:
         CheckpointError: if a file cannot be read or written, or values overflow; then nothing is written.

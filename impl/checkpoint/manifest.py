@@ -49,7 +49,7 @@ class Manifest:
         return json.dumps({**fields, "sha256": digest(fields)}, indent=1) + "\n"
 
     def verify(self, path: Path, numbers: Collection[int]) -> None:
-        """Check the existence and size of every rank's file in ``path``, and the digest if ``numbers`` has its number.
+        """Check that all ranks' files exist in ``path`` with their sizes, and the digests of the files ``numbers``.
 
         Raises CheckpointError: naming the first file that is missing or was altered.
         """

@@ -81,7 +81,7 @@ class SavedMasters:
         return entries
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the ranges (n,) that this rank saves, with their names, of state with a value for each element."""
+        """Yield (name, values (n,)) for each range that this rank saves, of state that has a value for each element."""
         for number, optimizer in enumerate(self._optimizers):
             for master in _masters(optimizer):
                 for key, value in optimizer.state.get(master, {}).items():
@@ -105,7 +105,7 @@ class SavedMasters:
                     self._shared(parameters, [master], "numbers")
 
     def _shared(self, parameters: dict[str, Any], masters: Sequence[Tensor], key: str) -> Any:
-        """Returns the saved ``options`` or ``numbers``, which all ``masters`` share; None without parameters.
+        """Returns the saved ``key``, which all ``masters`` share: ``options`` or ``numbers``; None without parameters.
 
         Raises CheckpointError: if two parameters of ``masters`` were saved with different values.
         """

@@ -31,14 +31,14 @@ class Range(NamedTuple):
     place: slice
 
     def key(self, kind: str) -> str:
-        """Returns the name of the range in a file; ``kind`` is ``weight``, or such as ``optimizer0.exp_avg``."""
+        """Returns the name of the range in a file; ``kind`` is, for example, ``weight`` or ``optimizer0.exp_avg``."""
         return f"{kind}/{self.name}@{self.start}"
 
 
 def ranges(
     geometry: UnitGeometry, rank: int, span: Sequence[int] = (), *, saved: bool = False
 ) -> Iterator[Range]:
-    """Yield the ranges in ``span`` (start, end) of ``rank``'s shard, by default in all of it.
+    """Yield the ranges in ``span`` (start, end) of ``rank``'s shard; by default, those in the whole shard.
 
     Padding belongs to no range.  With ``saved``, only the part that ``rank`` saves is yielded: several state groups
     may hold copies of a shard, and each element is saved by one rank.
@@ -55,7 +55,7 @@ def ranges(
 
 
 def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> tuple[int, str]:
-    """Write a file and sync it to disk; returns its size in bytes and its SHA-256 in hexadecimal digits.
+    """Write ``tensors`` to the file ``path`` and sync it to disk; returns its size in bytes and its SHA-256 in hex.
 
     Every tensor is copied to host memory first.
 

@@ -249,9 +249,9 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
         optimizers: the same optimizers as were saved, or none, which drops their state.
 
     Raises:
-        CheckpointError: on all ranks, if any finds that the checkpoint is missing, incomplete, altered, of
-            another version or of another model.  Nothing is changed then, unless the disk fails while values
-            are read.
+        CheckpointError: on all ranks, if any rank finds that the checkpoint is missing, incomplete, altered, of
+            another version or of another model.  Then nothing has been changed, unless the disk failed while
+            values were read.
     """
     with zero.wire.calling("load()"):
         return _load(Path(folder), zero, optimizers)

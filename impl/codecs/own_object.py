@@ -56,7 +56,7 @@ class OwnObject:
     error_bound: Callable[..., float] | None = None
     stochastic: bool = False
     kinds: Any = ("fp32",)
-    device: Any = "cpu"  # ``cpu``, ``cuda``, ``cuda:<number>``, or ``any`` for both kinds
+    device: Any = "cpu"  # ``cpu``, ``cuda``, ``cuda:<number>``, or ``any``, for CPUs and GPUs
     decode_sum: Callable[..., None] | None = None
     decode_sum_encode: Callable[..., None] | None = None
 

@@ -90,7 +90,7 @@ def decoded_sha256(codec: OwnCodec) -> str:
 
 
 def _cast(codec: OwnCodec, x: Tensor) -> Tensor:
-    """Returns ``x``, cast to fp32 unless the codec takes its type.  Raises CodecError: if it takes neither type."""
+    """Returns ``x``, cast to fp32 unless the codec takes its type.  Raises CodecError: if the codec takes neither."""
     kinds = codec.definition.kinds
     if any(_DTYPES[kind] == x.dtype for kind in kinds):
         return x

@@ -192,7 +192,7 @@ class NVFP4(_Table):
     bits, size, beside, whole = 4, 16, 1, 4
     table = _float_table(4, 1, 0)
     laws: ClassVar = ["bound", "zero", "nonfinite", "sign"]
-    block = "shard"  # all blocks share its fp32 scale
+    block = "shard"  # all elements of a shard share the fp32 scale
 
     def _bound(self, low: float, high: float, top: float) -> float:
         """Returns half of the largest step between levels.

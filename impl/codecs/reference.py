@@ -41,9 +41,7 @@ from impl.codecs.rounding_noise import BITS, MULTIPLIERS, OCTET, ROUNDS, WEYL, N
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_SEEN: Final = 4096  # most operations that are remembered; a unit needs about six
-Repeat = Callable[
-    [Tensor, Tensor], None
-]  # repeats an operation on tensors of the same layout, without checks
+Repeat = Callable[[Tensor, Tensor], None]  # repeats an operation on tensors of the same layout, unchecked
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -265,7 +263,7 @@ decode_sum, decode_sum_encode = REFERENCE.decode_sum, REFERENCE.decode_sum_encod
 
 
 def _key(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple[Hashable, ...] | None:
-    """Returns a key of an operation that has neither noise nor carried errors, for remembering it.
+    """Returns the key under which an operation is remembered; it must have neither noise nor carried errors.
 
     The key is equal for tensors of the same layout, wherever they lie in memory.  Returns None for tensors
     that :func:`_check` may refuse although it accepted others of the same layout.
@@ -326,7 +324,9 @@ def _check_written(codec: Codec, target: Tensor) -> None:
     """Raise ValueError for a target whose elements overlap in memory."""
     shape, strides = tuple(target.shape), target.stride()
     if any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True)):
-        raise ValueError(f"{codec}: cannot write {shape} with strides {strides}, whose elements overlap")
+        raise ValueError(
+            f"{codec}: cannot write {shape} with strides {strides}, whose elements overlap: pass a contiguous tensor"
+        )
 
 
 def _check_noise(codec: Codec, shape: torch.Size, noise: Noise | None) -> None:
@@ -401,7 +401,7 @@ def random_bits(noise: Noise, lead: torch.Size, numel: int, device: torch.device
 def _decoded(codec: BuiltIn, frames: Tensor, numel: int, largest: float) -> Tensor:
     """Decodes frames to elements (..., S) fp32, saturated at +-``largest``.
 
-    The elements of a cast are not saturated, and keep the type that the frames have them in.
+    The elements of a cast are not saturated, and keep the type of the cast.
     """
     if not isinstance(codec, Raw):
         return _decode_blocks(codec, frames, numel, largest)
@@ -501,7 +501,7 @@ def _codes(codec: Blocked, quotients: Tensor, shift: Tensor | None) -> Tensor:
 
 
 def _float_codes(codec: FloatCodec, v: Tensor, shift: Tensor | None) -> Tensor:
-    """Returns the code of each quotient: the sign, exponent and mantissa of the element nearest to it.
+    """Returns the code of each quotient: the sign, exponent and mantissa of the element that it is rounded to.
 
     A quotient is rounded to a multiple of its quantum, which is the distance between elements of its exponent.
     """
@@ -600,7 +600,7 @@ def pack(codes: Tensor, bits: int, out: Tensor) -> None:
 
 
 def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
-    """Returns the codes (..., S) uint8 below 2^bits of a bit stream, as a copy."""
+    """Returns a copy of the codes (..., S) uint8, each below 2^bits, that a bit stream holds."""
     if bits == 8:
         return packed.clone()
     group = 8 // math.gcd(8, bits)

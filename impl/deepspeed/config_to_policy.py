@@ -420,7 +420,7 @@ class _Reading:
             return None
         if name == "Adam" and self.get(say("adam_w_mode")):
             name = "AdamW"
-            self.note("optimizer.type", "changed", "AdamW: optimizer.params.adam_w_mode is true by default")
+            self.note("optimizer.type", "changed", "AdamW: optimizer.params.adam_w_mode is true, its default")
         elif name == "AdamW":
             self.note(say("adam_w_mode"), "without effect", "the optimizer is AdamW in either case")
         decay, betas, rate = (self.get(say(key)) for key in ("weight_decay", "betas", "lr"))

@@ -25,9 +25,7 @@ class Group:
     same_node: bool  # whether all ranks of the group are on this rank's node
     handle: weakref.ref[dist.ProcessGroup]  # torch's group; weak, so that torch alone holds it
     counting: str = ""  # added to errors that name ranks: says how the mesh counts ranks
-    others: Sequence[int] = field(
-        init=False
-    )  # indices of the other ranks, from the next rank on, wrapping around
+    others: Sequence[int] = field(init=False)  # indices of the other ranks, from the next on, wrapping around
 
     def __post_init__(self) -> None:
         self.others = [(self.index + step) % self.size for step in range(1, self.size)]
