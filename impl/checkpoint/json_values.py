@@ -36,9 +36,7 @@ def to_json(value: object, place: str) -> Any:
 
     Raises CheckpointError: naming a part of the value that cannot be converted, and its place.
     """
-    kind = type(
-        value
-    )  # subclasses of int, list and so on are refused, since loading would return an int or a list
+    kind = type(value)  # subclasses are refused, since loading would return the class itself
     if value is None or kind in (bool, int, float, str):
         return value
     if isinstance(value, Tensor) and not value.dim() and not value.is_complex():
