@@ -1,8 +1,8 @@
 // Published formats, equal to the torch operations of impl/codecs/published_formats.py bit for bit.
 //
 // A format is a type with a layout, and with functions that encode and decode one block.  A short last block is
-// filled up with its last element.  Codes are 32-bit words until a piece of a row is packed, since loops over one
-// width vectorise best.
+// filled up with its last element.  Codes are 32-bit words until a piece of a row is packed, since loops vectorise
+// best if all their values have the same width.
 #pragma once
 
 #include "random.hpp"

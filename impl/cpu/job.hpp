@@ -26,7 +26,7 @@ constexpr int kDims = 8;
 enum Kind : i64 { kSymmetric, kAsymmetric, kFloats, kClipped };
 
 struct Plane {  // the rows of one tensor
-    i64 address, strides[kDims];  // in bytes, but in elements for random bits
+    i64 address, strides[kDims];  // of bytes; for random bits, numbers of elements
 };
 
 struct Code {

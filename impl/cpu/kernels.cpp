@@ -34,7 +34,7 @@ constexpr i64 kSlack = 512;      // room for elements around a piece, up to whol
 
 // ---- where the values of a row come from ---------------------------------------------------------
 
-// Elements where they lie, in order, so that they can be prefetched, and read a second time.
+// A source that reads elements where they lie.  They lie in order, so they can be prefetched and read a second time.
 template <class T>
 struct InPlace {
     using Type = T;
@@ -56,7 +56,7 @@ struct Memory {
     ~Memory() { std::free(data); }
 };
 
-// The values of one row in fp32: elements or sums, with the carried error added, and rotated.
+// A source that computes the values of a row in fp32: elements or sums, with the carried error added, and rotated.
 struct Brought {
     using Type = Fp32;
     const Job& job;
@@ -284,7 +284,7 @@ __attribute__((visibility("default"))) int stream(const Job* job) {
     return 0;
 }
 
-// Sums the frames of a cast, whose elements are of `type`.
+// Sums the frames of a cast to the type with number `type`.
 __attribute__((visibility("default"))) int sum_raw(const Job* job) {
     with_type(job->type, [&](auto type) {
         using T = decltype(type);

@@ -56,7 +56,7 @@ void pack(const u8* __restrict codes, u8* __restrict out, i64 count) {
     }
 }
 
-// Reads up to 7 bytes beyond the codes, where a frame has its scales.
+// Unpacks `count` codes.  Reads up to 7 bytes beyond the codes, where a frame has its scales.
 template <int BITS>
 void unpack(const u8* __restrict in, u8* __restrict codes, i64 count) {
     if constexpr (BITS == 8) {

@@ -127,11 +127,12 @@ inline bool shares_factor(i64 bits, u32 mantissa) {
 // A factor whose products round to the same codes as the quotients, or 0 if none is known.
 //
 // If the scale is a power of two, the factor is its reciprocal.  Symmetric codes of bf16 have a factor too.  Let A be
-// the block's largest magnitude, with mantissa a, and x an element; both mantissas have 8 bits.  With m the largest
-// code, the quotient is m x / A.  It is either a tie k + 1/2, or at least 1 / (2 m 2^8) > 2^-16 of itself away from
-// every tie, because 2 m x - (2 k + 1) A is an integer times a power of two; the errors of scale, product and factor
-// are smaller than that.  If m and a have no common factor, the only tie is x = A / 2, since m must divide 2 k + 1.
-// The function tries whether the quotient of that tie rounds up or down, and moves the reciprocal by 2^-20 that way.
+// the block's largest magnitude, with mantissa a, and x an element; both mantissas have 8 bits.  Let m be the largest
+// code; then the quotient is m x / A.  The quotient either is a tie k + 1/2, or differs from every tie by at least
+// 1 / (2 m 2^8) > 2^-16 of its value, because 2 m x - (2 k + 1) A is an integer times a power of two.  The errors of
+// scale, product and factor are smaller than this difference.  If m and a have no common factor, the only tie is
+// x = A / 2, since m must divide 2 k + 1.  The function tries whether the quotient of this tie rounds up or down, and
+// moves the reciprocal by 2^-20 in that direction.
 template <class T, Kind KIND>
 float lone_factor(const Code& code, Divider divider) {
     constexpr u32 fraction = 0x7fffffu;
