@@ -26,7 +26,7 @@ constexpr int kDims = 8;
 enum Kind : i64 { kSymmetric, kAsymmetric, kFloats, kClipped };
 
 struct Plane {  // the rows of one tensor
-    i64 address, strides[kDims];  // of bytes; for random bits, numbers of elements
+    i64 address, strides[kDims];  // both count bytes; for random bits, elements
 };
 
 struct Code {
