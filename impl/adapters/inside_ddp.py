@@ -32,23 +32,24 @@ class _Unit:
 
     geometry: UnitGeometry
     flat: Tensor  # (padded,) fp32; the padding is always zero
-    back: list[tuple[Tensor, Slot]] = field(default_factory=list)  # where the means are written in buckets
+    # Views of gradients in DDP's buckets, to which the means are written.
+    back: list[tuple[Tensor, Slot]] = field(default_factory=list)
 
 
 class InDDP(Joined):
     """Reduces the gradients of a DDP model.
 
-    All ranks must create it before the first backward pass, and keep a reference to it.
+    Every rank must create an InDDP before the first backward pass, and keep a reference to it.
 
     Gradients are sent in units, one for each block of the model, so the bytes do not depend on DDP's buckets.
-    DDP's buckets fill the units in one order on all ranks.  When a unit is full its reduction starts, and all
-    reductions under way post their next hop; the last bucket waits for all reductions.
+    DDP's buckets fill the units in one order on all ranks.  When a unit is full, all earlier reductions post
+    their next hop, and the unit's reduction starts.  After the last bucket, the hook waits for all reductions.
 
     Args:
         model: a model in DDP over all ranks of ``wire.mesh``.
         wire: the transport, on the CPU.
         policy: a policy of stage 0, which may set ``gradients``, ``reduce``, ``chunks``, ``align`` and
-            ``memory.max_padding``; all else must be as in :data:`~impl.adapters.traffic.BASES`.
+            ``memory.max_padding``; all other fields must be as in :data:`~impl.adapters.traffic.BASES`.
 
     Raises:
         HostError: if the mesh has other ranks than DDP, or is not on the CPU.
@@ -124,7 +125,7 @@ class InDDP(Joined):
             if len(unit.back) != len(unit.geometry.slots):
                 raise HostError(
                     f"DDP reduced {len(unit.back)} of {len(unit.geometry.slots)} gradients of unit "
-                    f"{unit.geometry.name!r}: freeze or ignore parameters before InDDP is created"
+                    f"{unit.geometry.name!r}: freeze parameters, or let DDP ignore them, before you create InDDP"
                 )
         for unit, under_way in self._under_way:
             mean = under_way.finish()  # (padded,) fp32

@@ -1,7 +1,7 @@
 """Gathers FSDP2's weights (qwZ) and reduces its gradients (qgZ) with this project's collectives.
 
-FSDP2 takes them by ``set_custom_all_gather`` and ``set_custom_reduce_scatter``; its schedule, optimizer and
-training loop stay its own::
+The collectives are set by FSDP2's ``set_custom_all_gather`` and ``set_custom_reduce_scatter``.  FSDP2's schedule,
+the optimizer and the training loop stay as they are::
 
     for block in blocks:
         fully_shard(block, mesh=device_mesh)
@@ -43,12 +43,13 @@ class InFSDP2(Joined):
     Args:
         model: the root, itself an ``FSDPModule``, sharded over all ranks of ``wire.mesh``.
         wire: the transport, on the CPU.
-        policy: a policy that may set ``weights``, ``gradients``, ``gather``, ``reduce`` and ``chunks``; all
-            else must be as in :data:`~impl.adapters.traffic.BASES`.
+        policy: a policy that may set ``weights``, ``gradients``, ``gather``, ``reduce`` and ``chunks``; the other
+            fields must be as in :data:`~impl.adapters.traffic.BASES`, except those that lay out units, which
+            FSDP2 does not use.
 
     Raises:
-        HostError: if the model is not sharded as a whole over all ranks in one dimension, or is not on the CPU;
-            in the first pass, if several modules share one parameter group.
+        HostError: if the model is not sharded as a whole over all ranks in one dimension, or if the mesh is not
+            on the CPU; also in the first pass, if several modules share one parameter group.
         PolicyError: if FSDP2 cannot carry out the policy.
     """
 
@@ -66,15 +67,15 @@ class InFSDP2(Joined):
             module = modules["" if group.name == ROOT else group.name]
             module.set_custom_all_gather(_Gather(self, group))
             module.set_custom_reduce_scatter(_Scatter(self, group))
-        # Prepended, so that it runs before FSDP2's own hook and the root's gather has the right phase too.
+        # Prepended, so that the hook runs before FSDP2's own, and the root's gather has the right phase too.
         model.register_forward_pre_hook(self._enter, prepend=True)
         model.register_forward_hook(self._leave)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most ``max_norm``; all ranks must call it.
 
-        Unlike ``torch.nn.utils.clip_grad_norm_`` it sends its messages over the wire, so they are in the
-        ledger.  Returns the norm before scaling.
+        Unlike ``torch.nn.utils.clip_grad_norm_``, this method sends its messages over the wire, so the ledger
+        counts them.  Returns the norm before scaling.
         """
         gradients = [p.grad.to_local() for p in self._model.parameters() if isinstance(p.grad, DTensor)]
         total = torch.zeros(1, dtype=torch.float64)
@@ -127,7 +128,7 @@ class InFSDP2(Joined):
 
 
 class _Pending(dist.Work):
-    """A gather under way, in the form in which FSDP2 waits for it."""
+    """Wraps a gather under way as a ``Work``, on which FSDP2 waits."""
 
     def __init__(self, gathering: Gathering) -> None:
         super().__init__()
@@ -142,7 +143,7 @@ class _Pending(dist.Work):
 
 
 class _OfGroup(DefaultAllocMixin):
-    """A collective of one parameter group; each has buffers of its own."""
+    """The common part of the collectives of one parameter group; torch's mixin allocates their buffers."""
 
     def __init__(self, joined: InFSDP2, group: GroupGeometry) -> None:
         self._joined, self._group = joined, group
@@ -154,7 +155,7 @@ class _Gather(_OfGroup, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
-        """Gather ``input_tensor`` (S,) to ``output_tensor`` (world * S,), of which it may be a part."""
+        """Gather ``input_tensor`` (S,) to ``output_tensor`` (world * S,); the input may be a part of the output."""
         joined, name = self._joined, self._group.name
         joined.check(self._group, "gathers", input_tensor.numel(), input_tensor.dtype, group.size())
         wire, policy, tag = joined.wire, joined.policy, Tag(joined.phase, "weights", name)

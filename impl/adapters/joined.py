@@ -1,8 +1,9 @@
 """Holds what the adapters of FSDP2 and DDP share.
 
 A *host* is FSDP2 or DDP, which keeps its own engine and training loop but uses this project's collectives.  The
-ledger counts the messages of these collectives, and no others that the host sends: DDP broadcasts the weights
-when it is created, its buckets' order after the first step, and buffers unless ``broadcast_buffers=False``.
+ledger counts the messages of these collectives.  It does not count what the host sends by itself: DDP broadcasts
+the weights when it is created, the order of its buckets after the first step, and the model's buffers unless
+``broadcast_buffers=False``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from impl.plan.traffic import Event, LedgerKey, Sent, Tag
 
 
 class Joined:
-    """The common part of the adapters: a host on one rank, whose ledger is that of the wire."""
+    """The common part of the adapters; they send over ``wire``, whose ledger counts their messages."""
 
     units: Sequence[GroupGeometry | UnitGeometry]  # each holds the parameters that one message carries
 
@@ -68,9 +69,9 @@ class Joined:
         }
 
     def _reduction(self, name: str, piece: int) -> Reduction:
-        """Returns a reduction of ``world * piece`` elements, after which a rank has a piece of the mean.
+        """Returns a reduction of ``world * piece`` elements.
 
-        Inside DDP each rank then has the whole mean.
+        After the reduction a rank inside FSDP2 has a piece of the mean, and a rank inside DDP has the whole mean.
         """
         policy, topology = self.policy, self.wire.mesh.topology
         kind, (axes, codec) = Ring if policy.reduce == "ring" else Reduction, policy.replica_axes(topology)
@@ -86,17 +87,18 @@ class Joined:
 
 
 def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topology) -> list[GroupGeometry]:
-    """Returns FSDP2's parameter groups: one for each of ``blocks``, after that of the root.
+    """Returns FSDP2's parameter groups: first the root's, then one for each of ``blocks``.
 
-    The root's group holds the parameters of ``model`` outside all blocks.  ``model`` may be sharded already or
-    not yet; ``blocks`` are the modules that are sharded by themselves, and may contain one another.
+    The root's group holds the parameters of ``model`` outside all blocks.  ``blocks`` are the modules on which
+    ``fully_shard`` is called in addition to ``model``; a block may contain other blocks.  ``model`` may be sharded
+    already or not yet.
 
     Raises HostError: for a parameter without dimensions, which FSDP2 cannot shard.
     """
     names = {module: name for name, module in model.named_modules()}
     groups: dict[nn.Module, dict[nn.Parameter, str]] = {owner: {} for owner in (model, *blocks)}
     owner_of: dict[nn.Module, nn.Module] = {}
-    for owner in names:  # outer ones first
+    for owner in names:  # outer modules first
         if owner in groups:
             owner_of |= dict.fromkeys(owner.modules(), owner)
     for module, prefix in names.items():
@@ -117,7 +119,9 @@ def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topolo
 def hosted_units(
     host: Host, model: nn.Module, topology: Topology, policy: Policy
 ) -> list[GroupGeometry] | list[UnitGeometry]:
-    """Returns the units that an unwrapped model, which may be on the meta device, has inside ``host``.
+    """Returns the units that ``model`` has inside ``host``.
+
+    The model must not be wrapped by the host, and may be on the meta device.
 
     Raises PolicyError, HostError, GeometryError: as the host's adapter.
     """

@@ -1,4 +1,4 @@
-"""Predicts what FSDP2 and DDP send through this project's collectives, from the policy and their layout alone.
+"""Predicts what FSDP2 and DDP send through this project's collectives, from the policy and the units' layout alone.
 
 FSDP2 gathers weights and reduces gradients one parameter group at a time, with each parameter cut along its
 first dimension.  DDP reduces gradients, which are laid out as for a policy of stage 0.  Tests check that the
@@ -35,7 +35,8 @@ HOSTED: Final[dict[str, tuple[Host, Policy]]] = {
 }
 """The named strategies that run inside a host, with their policies."""
 
-_LAYOUT: Final = ("align", "memory.max_padding")  # of DDP's units; FSDP2 lays out its groups by itself
+# Fields that lay out DDP's units.  They change nothing inside FSDP2, which lays out its groups by itself.
+_LAYOUT: Final = ("align", "memory.max_padding")
 _OPEN: Final[dict[Host, tuple[str, ...]]] = {
     "fsdp2": ("weights", "gradients", "gather", "reduce", "chunks", *_LAYOUT),
     "ddp": ("gradients", "reduce", "chunks", *_LAYOUT),
@@ -80,15 +81,15 @@ def _values(policy: Policy) -> Iterator[tuple[str, Any]]:
 
 
 class HostError(RuntimeError):
-    """Our collectives cannot do what a host asks for; the message names the numbers."""
+    """This project's collectives cannot do what a host asks for; the message says what, and what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
     """A parameter group of FSDP2: the parameters of one module, which one message gathers or reduces.
 
-    Every parameter is cut along its first dimension into ``world`` parts of equal size, of which the last ones
-    are padded or empty.  A rank's message is its parts of all parameters one after the other, so a codec's
+    Every parameter is cut along its first dimension into ``world`` parts of equal size; the last parts may be
+    padded or empty.  A rank's message consists of its parts of all parameters, one after the other, so a codec's
     block may span parameters.
     """
 
@@ -135,9 +136,9 @@ def predict_hosted(
 ) -> dict[LedgerKey, Sent]:
     """Predicts everything that ``rank`` sends inside ``host``, with a policy that passes :func:`check_host`.
 
-    FSDP2, as it is by default, gathers every group in each pass, but keeps the root's group from forward until
-    the backward pass ends or the weights change; it reduces every group in each backward pass.  DDP reduces
-    only in the last micro-batch of a step, and sends nothing for a norm.
+    FSDP2 with its default settings gathers every group in each pass.  Only the root's group stays gathered, from
+    the forward pass until the backward pass ends or the weights change.  FSDP2 reduces every group in each
+    backward pass.  DDP reduces only in the last micro-batch of a step, and sends nothing for a norm.
 
     ``units`` are FSDP2's groups, cut into ``topology.world`` parts, or DDP's units, laid out for ``policy``.
     """

@@ -1,7 +1,8 @@
 """Makes checkpoints appear on disk completely or not at all.  No torch.
 
-A checkpoint is written into a folder with a temporary name, which one rename completes.  The files, the folder
-and its parent are synced to disk around the rename, so that the checkpoint is whole after a crash too.
+A checkpoint is written into a folder with a temporary name.  Renaming this folder completes the checkpoint.  The
+files and the folder are synced to disk before the rename, and the parent folder after it, so that a checkpoint is
+whole after a crash too.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ def begin(folder: Path) -> Path:
 
 
 def commit(partial: Path, manifest: str) -> Path:
-    """Complete a checkpoint, all of whose other files are on disk, by one rename; returns its folder."""
+    """Write a checkpoint's manifest, and complete the checkpoint by one rename; returns its folder.
+
+    All other files of the checkpoint must be on disk already.
+    """
     path = partial.with_name(partial.name.split(".")[1])
     try:
         (partial / MANIFEST).write_text(manifest, encoding="utf-8")
@@ -97,7 +101,7 @@ def sync(path: Path) -> None:
 def thin(folder: Path, keep: int) -> None:
     """Remove all checkpoints but the ``keep`` newest.
 
-    Each is renamed before it is removed, so that an interrupted removal leaves no incomplete checkpoint.
+    Each checkpoint is renamed before it is removed, so that an interrupted removal leaves no incomplete checkpoint.
     """
     for path in checkpoints(folder)[:-keep]:
         try:
@@ -106,7 +110,10 @@ def thin(folder: Path, keep: int) -> None:
             remove(gone)
         except OSError as error:
             _log.warning(
-                "%s: older than the newest %d, but cannot be removed: %s", path, keep, error.strerror
+                "%s: not kept with keep=%d, but cannot be removed: %s",
+                path,
+                keep,
+                error.strerror,
             )
 
 

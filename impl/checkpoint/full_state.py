@@ -44,12 +44,11 @@ def export(
         folder: a checkpoint, or a folder of checkpoints, of which the newest is taken.
         path: the file to write, which must not exist yet.
         dtype: type of the parameters: fp32, bf16, fp16, or a floating-point ``torch.dtype``.
-        allow_overflow: whether finite values beyond the type's range are written, as infinity, instead of
-            refused.
+        allow_overflow: whether finite values beyond the type's range are written as infinity; if not, they raise.
 
     Returns:
-        A line for each kind of value that the cast changed, or that is not finite: how many, and in which
-        parameters.
+        A line for each kind of value that the cast changed or that is not finite.  The line says how many such
+        values there are, and in which parameters.
 
     Raises:
         CheckpointError: if a file cannot be read or written, or values overflow; then nothing is written.

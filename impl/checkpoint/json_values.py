@@ -32,11 +32,11 @@ _KEYS: Final = ("__tuple__", "__number__", "__numpy__", *_DICTS)
 
 
 def to_json(value: object, place: str) -> Any:
-    """Converts ``value`` to JSON's types; ``place`` is where it was found, for messages.
+    """Converts ``value`` to JSON's types; ``place`` says in messages where the value was found.
 
     Raises CheckpointError: naming a part of the value that cannot be converted, and its place.
     """
-    kind = type(value)  # instances of subclasses are refused, since they would be read as the class itself
+    kind = type(value)  # subclasses are refused, since loading would return the class itself
     if value is None or kind in (bool, int, float, str):
         return value
     if isinstance(value, Tensor) and not value.dim() and not value.is_complex():

@@ -49,7 +49,7 @@ class Manifest:
         return json.dumps({**fields, "sha256": digest(fields)}, indent=1) + "\n"
 
     def verify(self, path: Path, numbers: Collection[int]) -> None:
-        """Check the existence and size of all ranks' files in ``path``, and the digests of those in ``numbers``.
+        """Check that all ranks' files exist in ``path`` with their sizes, and the digests of the files ``numbers``.
 
         Raises CheckpointError: naming the first file that is missing or was altered.
         """
@@ -154,7 +154,10 @@ def _is_file(value: Any) -> bool:
 
 
 def check_names(model_names: Collection[str], saved_names: Collection[str], kind: str) -> None:
-    """Raise CheckpointError unless a checkpoint's names of ``kind`` are the model's, naming one that differs."""
+    """Raise CheckpointError unless the model and the checkpoint have the same names, naming the first that differs.
+
+    ``kind`` says in the message what has these names.
+    """
     if different := sorted(set(model_names) ^ set(saved_names)):
         side = "only in the model" if different[0] in model_names else "only in the checkpoint"
         raise CheckpointError(f"{len(different)} {kind} differ, the first is {different[0]!r}, {side}")

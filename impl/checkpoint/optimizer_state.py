@@ -81,7 +81,7 @@ class SavedMasters:
         return entries
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's part of the state that has a value for each element, as named ranges (n,)."""
+        """Yield (name, values (n,)) for each range that this rank saves, of state that has a value for each element."""
         for number, optimizer in enumerate(self._optimizers):
             for master in _masters(optimizer):
                 for key, value in optimizer.state.get(master, {}).items():
@@ -105,9 +105,9 @@ class SavedMasters:
                     self._shared(parameters, [master], "numbers")
 
     def _shared(self, parameters: dict[str, Any], masters: Sequence[Tensor], key: str) -> Any:
-        """Returns the saved ``options`` or ``numbers`` of ``masters``; None if these have no parameters.
+        """Returns the saved ``key``, which all ``masters`` share: ``options`` or ``numbers``; None without parameters.
 
-        Raises CheckpointError: if they were saved with different values, so that they cannot share them.
+        Raises CheckpointError: if two parameters of ``masters`` were saved with different values.
         """
         names = self._names(masters)
         for name in names:

@@ -1,8 +1,8 @@
 """Writes ranks' files, and reads any range of parameters from them, whatever the layout that saved them.
 
-What is saved is a *range*: elements [start, end) of one flattened parameter, named ``KIND/NAME@START`` in its
-file.  Ranges do not depend on units, shards or ranks, so a rank of another layout can read the ranges of its
-own shards from the files of all ranks.  Files have the safetensors format.
+Files hold *ranges*: elements [start, end) of one flattened parameter, under the name ``KIND/NAME@START``.  These
+names do not depend on units, shards or ranks, so a rank of another layout can read the elements of its own shards
+from the files of all ranks.  Files have the safetensors format.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Range(NamedTuple):
     place: slice
 
     def key(self, kind: str) -> str:
-        """Returns the name of the range in a file; ``kind`` is ``weight`` or an optimizer's state."""
+        """Returns the name of the range in a file; ``kind`` is, for example, ``weight`` or ``optimizer0.exp_avg``."""
         return f"{kind}/{self.name}@{self.start}"
 
 
 def ranges(
     geometry: UnitGeometry, rank: int, span: Sequence[int] = (), *, saved: bool = False
 ) -> Iterator[Range]:
-    """Yield the ranges in ``span`` (start, end) of ``rank``'s shard, by default in all of it.
+    """Yield the ranges in ``span`` (start, end) of ``rank``'s shard; by default, those in the whole shard.
 
-    Padding belongs to no range.  With ``saved``, only the part is yielded that this rank saves: several groups
-    hold copies of the same shard, and each element is saved once.
+    Padding belongs to no range.  With ``saved``, only the part that ``rank`` saves is yielded: several state groups
+    may hold copies of a shard, and each element is saved by one rank.
     """
     first, _ = geometry.bounds(rank)
     start, end = span or (0, geometry.shard)
@@ -55,7 +55,7 @@ def ranges(
 
 
 def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> tuple[int, str]:
-    """Write a file and sync it to disk; returns its size in bytes and its SHA-256 in hexadecimal digits.
+    """Write ``tensors`` to the file ``path`` and sync it to disk; returns its size in bytes and its SHA-256 in hex.
 
     Every tensor is copied to host memory first.
 
@@ -118,7 +118,7 @@ class Parts:
         return whole
 
     def tensors(self, number: int, kind: str) -> dict[str, Tensor]:
-        """Returns the tensors of a rank's file that are not ranges and are named ``kind/NAME``, by NAME."""
+        """Returns tensors of file ``number`` that are not ranges: those with the name ``kind/NAME``, by NAME."""
         file, prefix = self._files[number], f"{kind}/"
         keys = [key for key in file.offset_keys() if key.startswith(prefix)]
         return {key.removeprefix(prefix): file.get_tensor(key).clone() for key in keys}

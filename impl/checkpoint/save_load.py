@@ -50,7 +50,7 @@ class Loaded(NamedTuple):
 def together(
     wire: Wire, attempt: Callable[[], tuple[_T, Any]], unlike: str | None = None
 ) -> tuple[_T, list[Any]]:
-    """Run ``attempt`` on all ranks, all of which must call this, so that it succeeds or fails on all.
+    """Run ``attempt`` on every rank, and raise on all ranks if it fails on any; all ranks must call this.
 
     ``attempt`` returns a result and a short report in JSON's types.
 
@@ -58,9 +58,9 @@ def together(
         This rank's result, and the reports of all ranks.
 
     Raises:
-        CheckpointError: on all ranks, if ``attempt`` raises on any rank, with the error of the first such rank
-            and, unless all ranks have the same error, its number.  With ``unlike`` also if a report differs from
-            rank 0's; ``unlike`` is the text of that error.
+        CheckpointError: on all ranks, if ``attempt`` raises on any rank.  The message is that of the first such
+            rank, and names the rank unless all ranks have the same message.  If ``unlike`` is given, also if a
+            rank's report differs from rank 0's; the message is then this rank and ``unlike``.
     """
     failure, result = None, None
     try:
@@ -126,8 +126,8 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
         zero.hooks.check_parameters()
         if unused := zero.masters.unused_gradients:
             raise CheckpointError(
-                f"save() with gradients of {unused} masters that no optimizer has used, which are not saved: "
-                "save after the step of every optimizer, or drop them with model.zero_grad()"
+                f"save() with gradients of {unused} masters that no optimizer has used: gradients are not saved; "
+                "save after the step of every optimizer, or drop the gradients with model.zero_grad()"
             )
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep = {keep}: expected 1 or more")
@@ -176,7 +176,10 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
 
 
 def _identity(zero: Zero) -> dict[str, str]:
-    """Returns the settings that must be equal for a run to load the state of codecs, such as kept errors."""
+    """Returns the settings that a run and a checkpoint must share, so that the state of codecs can be loaded.
+
+    The state of codecs is, for example, the carried errors.
+    """
     policy, topology = zero.policy, zero.wire.mesh.topology
     return {
         "topology": str(topology),
@@ -198,11 +201,10 @@ def _entries(zero: Zero) -> dict[str, dict[str, Any]]:
     """Returns the manifest's entries for the model's state dict, with extra states not yet converted to JSON."""
     names = state.parameter_names(zero.model, zero.units)
     entries: dict[str, dict[str, Any]] = {}
-    for name, value in zero.model.state_dict(
-        keep_vars=True
-    ).items():  # a parameter without elements has no unit
+    for name, value in zero.model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             entries[name] = {"extra": value}
+        # A parameter without elements is in no unit, so ``names`` does not have it.
         elif name in names or (isinstance(value, nn.Parameter) and not value.numel()):
             entries[name] = {"parameter": names.get(name, name), "shape": list(value.shape)}
         else:
@@ -218,7 +220,7 @@ def _tensors(zero: Zero, masters: SavedMasters) -> Iterator[tuple[str, Tensor]]:
         for part in ranges(unit.geometry, mesh.rank, saved=True):
             yield part.key("weight"), master[part.place]
         codes = unit.master_shard.codes
-        if codes is not None and mesh.rank < unit.geometry.shards:  # other groups hold copies
+        if codes is not None and mesh.rank < unit.geometry.shards:  # other state groups hold copies
             yield f"codes/{unit.geometry.name}", codes
     yield from masters.tensors()
     values = zero.model.state_dict(keep_vars=True)
@@ -247,9 +249,9 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
         optimizers: the same optimizers as were saved, or none, which drops their state.
 
     Raises:
-        CheckpointError: on all ranks, if any finds that the checkpoint is missing, incomplete, altered, of
-            another version or of another model.  Nothing is changed then, unless the disk fails while values
-            are read.
+        CheckpointError: on all ranks, if any rank finds that the checkpoint is missing, incomplete, altered, of
+            another version or of another model.  Then nothing has been changed, unless the disk failed while
+            values were read.
     """
     with zero.wire.calling("load()"):
         return _load(Path(folder), zero, optimizers)

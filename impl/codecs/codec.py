@@ -2,16 +2,16 @@
 
 A codec is a frozen value with a text form, which suites use and :func:`parse` reads:
 
-- ``fp32``, ``bf16``, ``fp16``: a cast (:class:`Raw`).  "No quantisation" is such a codec too, so the engine
-  needs no branch for it.
+- ``fp32``, ``bf16``, ``fp16``: a cast (:class:`Raw`).  Messages that are not quantised use one of these codecs,
+  so the engine needs no branch for them.
 - ``int8:2048``, ``int4:256:asym``, ``int4:256:clip``, ``int4:shard``: integers (:class:`IntCodec`)
 - ``fp8e4m3:128``, ``mxfp8``, ``mxfp4``: small floats (:class:`FloatCodec`)
 - ``:hadamard32`` and ``:stochastic`` may follow: a rotation before quantising, and stochastic rounding
 - ``nf4`` and other published formats, and a user's ``module:object`` (:class:`OwnCodec`)
 
 An encoded shard is a *frame*: the codes, then a scale for each block, then, for codecs with offsets, an offset
-for each block.  The codes, and then the rest, are padded to 16 bytes.  docs/reference/wire_format.md gives the
-bytes and the arithmetic.  No torch.
+for each block.  The codes are padded to a multiple of 16 bytes, and so are the scales and offsets together.
+docs/reference/wire_format.md gives the bytes and the arithmetic.  This file imports no torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def padded_bytes(n: int) -> int:
 
 
 class _Framed:
-    """The sizes of a frame; those of a codec without scales."""
+    """Computes the sizes of a frame, here for codecs without scales; :class:`_Scaled` adds the scales."""
 
     __slots__ = ()
 
@@ -65,7 +65,7 @@ class _Framed:
     stochastic: bool = False
 
     def blocks(self, numel: int) -> int:
-        """Returns the number of blocks, and so of scales, for ``numel`` elements; the last may be short."""
+        """Returns the number of blocks, and so of scales, for ``numel`` elements: none."""
         return 0
 
     def scale_bytes(self, numel: int) -> int:
@@ -98,7 +98,7 @@ class Raw(_Framed):
 
     @property
     def grain(self) -> int:
-        """The number of elements of which a shard must be a multiple."""
+        """A shard must have a multiple of this number of elements."""
         return FRAME_ALIGNMENT // ITEM_BYTES[self.dtype]
 
     @property
@@ -126,13 +126,13 @@ class _Scaled(_Framed):
     def steps(self) -> float:
         """The number by which a block's range is divided to get its scale.
 
-        The range is the largest magnitude; with offsets it is the distance of the extremes.
+        The range is the block's largest magnitude or, for codecs with offsets, its maximum minus its minimum.
         """
         return self.largest + self.clipped
 
     @property
     def grain(self) -> int:
-        """The number of elements of which a shard must be a multiple, so that no block spans two shards."""
+        """A shard must have a multiple of this number of elements, so that no block spans two shards."""
         return max(1, self.hadamard) if self.block == "shard" else self.block
 
     @property
@@ -150,7 +150,7 @@ class _Scaled(_Framed):
         return numel if self.block == "shard" else min(self.block, numel)
 
     def blocks(self, numel: int) -> int:
-        """Returns the number of blocks, and so of scales, for ``numel`` elements; the last may be short."""
+        """Returns the number of blocks, and so of scales, for ``numel`` elements; the last block may be short."""
         return -(-numel // self.block_size(numel)) if numel else 0
 
     def scale_bytes(self, numel: int) -> int:
@@ -173,13 +173,17 @@ class _Scaled(_Framed):
         return rotation + (":stochastic" if self.stochastic else "")
 
     def _bound(self, step: float, low: float, high: float, out: Dtype) -> float:
-        """Returns the error bound from the largest step between codes and the rounding of the output."""
+        """Returns the largest error of a decoded element.
+
+        The error consists of rounding to codes that are at most ``step`` apart, of the arithmetic in fp32, and
+        of rounding the output to type ``out``.  The block's values, once rotated, are in [low, high].
+        """
         error = step * (1 if self.stochastic else 0.5) * (1 + 2.0**-15)
         if self.asymmetric:
             error += 4 * _rounding(low, high, "fp32")
         if self.hadamard == 0:
             return error + _rounding(low, high, out)
-        top = max(abs(low), abs(high)) * self.hadamard  # bound of an element whose rotation is in [low, high]
+        top = max(abs(low), abs(high)) * self.hadamard  # largest |x| whose rotated values are in [low, high]
         stages = 2 * (self.hadamard.bit_length() + 1)  # roundings in fp32, in the rotations there and back
         error = self.hadamard * (error + stages * (top * 2.0**-24 + 2.0**-150))
         return error + _rounding(-top - error, top + error, out)
@@ -193,8 +197,8 @@ class IntCodec(_Scaled):
     ``clipped`` the scale is DeepSpeed's ``2 absmax / 2^bits``: steps are smaller, but values near ``+absmax``
     are cut off at the largest code.
 
-    Raises CodecError: for bits outside 2..8, an impossible block or rotation, or ``clipped`` together with an
-    offset or with stochastic rounding, whose mean it would change.
+    Raises CodecError: for bits outside 2..8, for an impossible block or rotation, or for ``clipped`` together
+    with an offset or with stochastic rounding (clipping would change the mean).
     """
 
     bits: int  # 2 to 8
@@ -224,9 +228,9 @@ class IntCodec(_Scaled):
         return (1 << (self.bits if self.asymmetric else self.bits - 1)) - 1
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """Returns the largest |decoded - x| of a block whose finite values, once rotated, are in [low, high].
+        """Returns the largest |decoded - x| of any element x of a block that is decoded to type ``out``.
 
-        ``out`` is the type to which the block is decoded.
+        The values of the block are finite and, after the codec's rotation if there is one, in [low, high].
         """
         top = max(abs(low), abs(high)) / self.steps
         scale = high / self.largest - low / self.largest if self.asymmetric else top
@@ -260,7 +264,9 @@ class FloatCodec(_Scaled):
         known = (self.element, self.scale) in _HEADS.values()
         if not known or (self.scale == "e8m0" and self.block != MX_BLOCK):
             form = f"{self.element} with a scale in {self.scale} for {self.block} elements"
-            raise CodecError(f"{form}: expected {', '.join(_HEADS)}, and {MX_BLOCK} elements for MX formats")
+            raise CodecError(
+                f"{form}: expected {', '.join(_HEADS)}; MX formats have blocks of {MX_BLOCK} elements"
+            )
         self._check(self._head)
         for name, value in zip(
             ("bits", "mantissa", "smallest_exponent", "largest"), _FLOATS[self.element], strict=True
@@ -306,9 +312,10 @@ FORMATS: Final = {
 class OwnCodec(_Framed):
     """A user's codec, or a published format.
 
-    A frame is what the codec's object encodes, padded with zeros to 16 bytes.  ``name`` is ``module:object``
-    or the name of a format.  The object is imported on first use, so that records which name the codec can be
-    read where the module is missing; unless it is given as ``instance``, which ``name`` then describes.
+    A frame is what the codec's object encodes, padded with zeros to a multiple of 16 bytes.  ``name`` is
+    ``module:object`` or the name of a format.  The object is imported on first use, so that records that name
+    the codec can be read where the module is missing.  If ``instance`` is given, nothing is imported, and
+    ``name`` is only a label.
     """
 
     name: str
@@ -326,7 +333,7 @@ class OwnCodec(_Framed):
     def definition(self) -> OwnObject:
         """The attributes and methods of the codec's object, which is imported if necessary.
 
-        Raises CodecError: if it cannot be imported, or lacks an attribute that codecs must have.
+        Raises CodecError: if the object cannot be imported, or lacks an attribute that codecs must have.
         """
         if self.name in FORMATS:
             return self.instance or own_object.import_definition(FORMATS[self.name], ours=True)
@@ -334,8 +341,10 @@ class OwnCodec(_Framed):
 
     @property
     def readable(self) -> bool:
-        """Whether the codec's attributes may be read: always, unless that would import a user's module while
-        such imports are forbidden (:func:`impl.named_object.forbidden`).
+        """Whether the codec's attributes may be read.
+
+        They may not if reading them would import a user's module while such imports are forbidden
+        (:func:`impl.named_object.forbidden`).
         """
         return self.instance is not None or self.name in FORMATS or named_object.allowed()
 
@@ -360,7 +369,7 @@ class OwnCodec(_Framed):
 
     @property
     def grain(self) -> int:
-        """The number of elements of which a shard must be a multiple."""
+        """A shard must have a multiple of this number of elements."""
         return self._contract.grain
 
     @property
@@ -394,7 +403,8 @@ class OwnCodec(_Framed):
 def user_codec(source: Any, name: str | None = None) -> OwnCodec:
     """Makes a codec of a user's object or class (docs/reference/codecs.md).
 
-    ``name`` is how error messages call the codec, by default by its class; it must be the same on all ranks.
+    ``name`` is what error messages call the codec; the default is the module and name of its class.  All ranks
+    must give the same name.
 
     Raises CodecError: naming an attribute that is missing or wrong.
     """
@@ -433,7 +443,7 @@ _TEXT: Final = re.compile(
 )
 _HEAD: Final = re.compile(r"(fp32|bf16|fp16|int\d+|fp8\w*|mxfp\w*)(:|$)")  # such texts never name a module
 _ALLOWED: Final = (
-    "expected fp32, bf16, fp16, int<2..8>:<block or 'shard'>[:asym or :clip], fp8e4m3:<block>, "
+    "expected fp32, bf16 or fp16; or int<2..8>:<block or 'shard'>[:asym or :clip], fp8e4m3:<block>, "
     "fp8e5m2:<block>, mxfp8, mxfp8e5m2 or mxfp4, then [:hadamard<n>][:stochastic], e.g. int8:2048; or "
     f"{', '.join(FORMATS)}; a codec of your own is named as module:object, such as mykernels:Int4"
 )
@@ -476,5 +486,5 @@ def built_in(text: str) -> BuiltIn:
 
 
 def common_grain(*codecs: Codec) -> int:
-    """Returns the number of elements of which a shard must be a multiple for all ``codecs``."""
+    """Returns a number of elements: shards that have a multiple of this number suit all ``codecs``."""
     return math.lcm(32, *(codec.grain for codec in codecs))  # 32 codes of 4 bits fill a 16-byte vector

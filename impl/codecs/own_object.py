@@ -25,26 +25,26 @@ class Law(enum.Enum):
     BOUND = "the error of each element is within error_bound of its block"
     ZERO = "zeros decode to zeros"
     IDEMPOTENT = "decoded values, encoded again, decode to the same values, up to the last bits of a scale"
-    SIGN = "-x decodes to minus the value to which x decodes"
-    POWER_OF_TWO = "scaling x by a power of two scales the decoded value by it, away from the range's ends"
-    NONFINITE = "a block with a NaN or an infinity decodes to NaN, or to itself"
-    UNBIASED = "the mean over random bits is the value, within 2^-16 of a step"
+    SIGN = "if x decodes to y, then -x decodes to -y"
+    POWER_OF_TWO = "if x is scaled by a power of two, so is its decoded value, except near the range's ends"
+    NONFINITE = "a block with a NaN or an infinity decodes to NaN, or to the same values"
+    UNBIASED = "the mean of the decoded values over all random bits is x, within 2^-16 of a step"
 
 
 _LAWS: Final = {law.name.lower(): law for law in Law}
 
 
 class CodecError(ValueError):
-    """A codec's text, numbers or object are not possible; the message names which."""
+    """A codec's text, numbers or object are invalid; the message names what is wrong."""
 
 
 @dataclass(slots=True, eq=False)
 class OwnObject:
     """The attributes of a user's codec, read from its object (docs/reference/codecs.md explains them).
 
-    A codec has ``encode`` and ``decode``, and either ``codec``, the text of the built-in codec that it equals,
-    or its own ``laws`` (lower-case names; they become members of :class:`Law`), ``block`` and ``frame_bytes``.
-    All other attributes may be left out.
+    A codec has ``encode`` and ``decode``.  It also has either ``codec``, the text form of a built-in codec that
+    it equals bit for bit, or its own ``laws``, ``block`` and ``frame_bytes``.  ``laws`` are lower-case names,
+    which become members of :class:`Law`.  All other attributes may be left out.
     """
 
     encode: Any = None
@@ -56,18 +56,18 @@ class OwnObject:
     error_bound: Callable[..., float] | None = None
     stochastic: bool = False
     kinds: Any = ("fp32",)
-    device: Any = "cpu"  # ``cpu``, ``cuda``, ``cuda:<number>``, or ``any`` for both kinds
+    device: Any = "cpu"  # ``cpu``, ``cuda``, ``cuda:<number>``, or ``any``, for CPUs and GPUs
     decode_sum: Callable[..., None] | None = None
     decode_sum_encode: Callable[..., None] | None = None
 
     @property
     def tried_on(self) -> str:
-        """A device that the codec supports, on which it is tried out."""
+        """The device on which the codec is tried out: its ``device``, or the CPU if the codec runs on any."""
         return "cpu" if self.device == "any" else str(self.device)
 
     @property
     def grain(self) -> int:
-        """The number of elements of which a shard must be a multiple."""
+        """A shard must have a multiple of this number of elements."""
         return 1 if self.block == "shard" else int(self.block)
 
 
@@ -77,7 +77,7 @@ def import_definition(name: str, *, ours: bool = False) -> OwnObject:
 
     ``ours`` is as in :func:`impl.named_object.import_object`.
 
-    Raises CodecError: if it cannot be imported, or is not a codec.
+    Raises CodecError: if the object cannot be imported, or is not a codec.
     """
     try:
         return definition_of(name, import_object(name, ours=ours))
@@ -116,7 +116,7 @@ def _problems(definition: OwnObject) -> Iterator[str]:
         if not callable(definition.frame_bytes):
             yield "has no method 'frame_bytes'"
         if {"bound", "unbiased"} & {*definition.laws} and not callable(definition.error_bound):
-            yield "has no method 'error_bound'"
+            yield "has no method 'error_bound', which the laws 'bound' and 'unbiased' need"
         if "unbiased" in definition.laws and not definition.stochastic:
             yield "promises the law 'unbiased', but is not stochastic: set stochastic = True, or remove the law"
         if definition.block != "shard" and not (isinstance(definition.block, int) and definition.block >= 1):
@@ -125,4 +125,4 @@ def _problems(definition: OwnObject) -> Iterator[str]:
     if not isinstance(kinds, list | tuple) or not kinds or any(kind not in _KINDS for kind in kinds):
         yield f"kinds {kinds!r}: expected a list with some of {', '.join(_KINDS)}"
     if _DEVICE.fullmatch(str(definition.device)) is None:
-        yield f"device {definition.device!r}: expected any, cpu, cuda, or cuda with a number"
+        yield f"device {definition.device!r}: expected any, cpu, cuda, or a device such as cuda:0"

@@ -51,7 +51,7 @@ def encode(codec: OwnCodec, x: Tensor, frames: Tensor, noise: Noise | None) -> N
 
 
 def decode(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
-    """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S), saturated if its type is narrower."""
+    """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S), rounded and saturated to its type."""
     kind = _cast(codec, out[..., :0]).dtype
     x = torch.empty(out.shape, dtype=kind, device=out.device)
     by_rows(codec.definition.decode)(frames[..., : codec.own_bytes(out.shape[-1])].clone(), x)
@@ -60,7 +60,7 @@ def decode(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
 
 
 def decode_sum(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
-    """Write the sum of ``frames`` (sources, ..., F), in ascending order, to ``out`` (..., S) fp32."""
+    """Decode ``frames`` (sources, ..., F), and write their sum, added in ascending order, to ``out`` (..., S) fp32."""
     if (function := codec.definition.decode_sum) is not None:
         sums = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         codes = frames[..., : codec.own_bytes(out.shape[-1])].clone()
@@ -77,9 +77,9 @@ def decode_sum(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
 
 
 def decoded_sha256(codec: OwnCodec) -> str:
-    """Returns the SHA-256 of a fixed row of numbers, encoded and decoded.
+    """Encodes and decodes a fixed row of numbers, and returns the SHA-256 of the decoded row.
 
-    All ranks must get the same, since they must decode the same weights.
+    All ranks must get the same hash, since all ranks must decode the same weights.
     """
     numel = codec.grain * -(-256 // codec.grain)
     x = torch.linspace(-3, 3, numel, device=codec.definition.tried_on)  # (S,)
@@ -90,10 +90,10 @@ def decoded_sha256(codec: OwnCodec) -> str:
 
 
 def _cast(codec: OwnCodec, x: Tensor) -> Tensor:
-    """Returns ``x`` in a type that the codec takes.  Raises CodecError: if that is neither its own nor fp32."""
+    """Returns ``x``, cast to fp32 unless the codec takes its type.  Raises CodecError: if the codec takes neither."""
     kinds = codec.definition.kinds
     if any(_DTYPES[kind] == x.dtype for kind in kinds):
         return x
     if "fp32" not in kinds:
-        raise CodecError(f"{codec} takes {', '.join(kinds)} and was given {x.dtype}: add fp32 to its kinds")
+        raise CodecError(f"{codec} takes {', '.join(kinds)} and was given {x.dtype}: add 'fp32' to its kinds")
     return x.float()

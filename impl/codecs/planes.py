@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def turn(shard: Tensor, bands: Iterable[tuple[int, int, int]], rows: int, *, back: bool = False) -> None:
-    """Transpose bands of ``rows`` rows each of ``shard`` (S,) in place, or transpose them ``back``.
+    """Transpose bands of ``shard`` (S,), which have ``rows`` rows each, in place; ``back`` undoes it.
 
-    ``bands`` are (start, number of consecutive bands, columns).
+    Each entry of ``bands`` describes consecutive bands of equal size: (start, number of bands, columns).
     """
     for start, count, columns in bands:
         band = shard[start : start + count * rows * columns]

@@ -1,8 +1,8 @@
 """Implements published formats as torch operations on one row; their kernels must equal this reference.
 
 Each class has the attributes that a user's codec has too (:class:`impl.codecs.own_object.OwnObject`).  A frame
-is the codes, with element 0 in the lowest bits, then for each block its further bytes (such as its scale), then
-the further bytes of the whole row.
+has three parts: the codes, with element 0 in the lowest bits; the further bytes of each block, such as its scale;
+and the further bytes of the whole row.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Format:
         raise NotImplementedError
 
     def _values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
-        """Returns the values (n, size) fp32 of the three tensors that :meth:`_codes` returns."""
+        """Decodes the three tensors that :meth:`_codes` returns to values (n, size) fp32."""
         raise NotImplementedError
 
 
@@ -115,7 +115,7 @@ class _Table(_Format):
     def nearest(self, quotients: Tensor) -> Tensor:
         """Returns the codes (n, size) uint8 of the nearest entries.
 
-        Of two equally near entries the one that is an even number of entries away from zero is taken.
+        If two entries are equally near, the result is the one that is an even number of entries away from zero.
         """
         table = torch.tensor(self.table, device=quotients.device)
         upper = torch.searchsorted(table, quotients.contiguous()).clamp_(1, len(self.table) - 1)
@@ -165,7 +165,7 @@ class NF4(_Table):
 
 
 class _Microscaled(_Table):
-    """Small floats whose block's scale is a power of two, rounded up so that no element saturates."""
+    """Small floats with a scale for each block: a power of two, rounded up so that no element saturates."""
 
     size, beside = 32, 1
     laws: ClassVar = ["bound", "zero", "nonfinite", "sign", "power_of_two", "idempotent"]
@@ -192,12 +192,13 @@ class NVFP4(_Table):
     bits, size, beside, whole = 4, 16, 1, 4
     table = _float_table(4, 1, 0)
     laws: ClassVar = ["bound", "zero", "nonfinite", "sign"]
-    block = "shard"  # all blocks share its fp32 scale
+    block = "shard"  # all elements of a shard share the fp32 scale
 
     def _bound(self, low: float, high: float, top: float) -> float:
-        """Returns half of the largest step, which is 2 scales.
+        """Returns half of the largest step between levels.
 
-        A scale is at most 17/16 (its rounding to E4M3) of a sixth of the shard's largest magnitude.
+        This step, from 4 to 6, is 2 scales, so half of it is one scale.  A scale is a sixth of the shard's
+        largest magnitude at most, and rounding to E4M3 makes it larger by up to 1/16.
         """
         return max(17 / 16 * top / 6, SMALLEST_NORMAL) * (1 + 2.0**-9) * _ROOM
 
@@ -223,8 +224,9 @@ def _bf16(values: Tensor) -> Tensor:
 class _Spikes(_Format):
     """Spike reserving (2508.03760): the smallest and the largest element of a block are kept in bf16.
 
-    The other elements are integers, in equal steps of their own range.  A block has 10 further bytes: the
-    places of both spikes (2), the spikes, and the smallest value and the step of the others (4 in bf16).
+    The other elements are integers, in equal steps of their own range.  A block has 10 further bytes: one for the
+    place of each spike, and four numbers in bf16, which are the spikes, the smallest of the other elements, and
+    the step of the other elements.
     """
 
     size, beside = 128, 10
@@ -245,7 +247,8 @@ class _Spikes(_Format):
         empty = torch.isnan(rest).all(dim=1, keepdim=True)
         low = torch.where(rest.isnan(), math.inf, rest).amin(dim=1, keepdim=True).masked_fill_(empty, 0.0)
         high = torch.where(rest.isnan(), -math.inf, rest).amax(dim=1, keepdim=True).masked_fill_(empty, 0.0)
-        low, high = _bf16(low + 0.0), high + 0.0  # +0 for -0: which an extreme is depends on the order
+        # Whether -0 or +0 is an extreme depends on the order of comparisons, so -0 becomes +0.
+        low, high = _bf16(low + 0.0), high + 0.0
         step = _bf16((high / steps - low.float() / steps).clamp_(min=0.0))
         quotients = (rest / 2 - low.float() / 2) / (step.float() / 2).clamp(min=SMALLEST_NORMAL)
         codes = quotients.nan_to_num_(0.0).round_().clamp_(0, steps).to(torch.uint8)
@@ -254,7 +257,8 @@ class _Spikes(_Format):
 
     def _values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
         ends = _as(beside[:, 2:], torch.bfloat16).float()  # (n, 4)
-        values = (codes.float() * (ends[:, 3:] / 2) + ends[:, 2:3] / 2) * 2  # in halves: a range may overflow
+        # Halves are added and then doubled, since the range may overflow.
+        values = (codes.float() * (ends[:, 3:] / 2) + ends[:, 2:3] / 2) * 2
         places = beside[:, :2].long() % self.size  # a corrupt frame may have places outside the block
         return values.scatter_(1, places, ends[:, :2])
 
@@ -314,7 +318,7 @@ class BF16SR(_Format):
         finite = torch.isfinite(x)
         bits = torch.where(finite, x.clamp(-largest, largest), x).view(torch.int32).to(torch.int64)
         added = (bits + random_bits(noise, x.shape[:-1], x.numel(), x.device)) >> 16
-        broken = (bits >> 16).masked_fill(x.isnan(), 0x7FC0)  # one NaN, while torch's casts give several
+        broken = (bits >> 16).masked_fill(x.isnan(), 0x7FC0)  # one NaN; torch's casts give different ones
         frame.copy_(torch.where(finite, added, broken).to(torch.int16).view(torch.uint8))
 
     def decode(self, frame: Tensor, out: Tensor) -> None:

@@ -41,26 +41,27 @@ from impl.codecs.rounding_noise import BITS, MULTIPLIERS, OCTET, ROUNDS, WEYL, N
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_SEEN: Final = 4096  # most operations that are remembered; a unit needs about six
-Repeat = Callable[
-    [Tensor, Tensor], None
-]  # repeats an operation on tensors of the same layout, without checks
+Repeat = Callable[[Tensor, Tensor], None]  # repeats an operation on tensors of the same layout, unchecked
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Carried:
-    """Error feedback of one encoding, whose error is added to what is encoded next.
+    """Error feedback: the error of one encoding is added to the elements that are encoded next.
 
     ``h = x + error`` is encoded in place of ``x``.  If the frames decode to ``d`` in fp32, the new error is
     ``decay * error + (1 - decay) * (h - d)``, computed in fp32 with one rounding for each operation, then cast
-    to the type of ``error`` and saturated.  It is 0 where it is not finite, so that an overflow is not carried
-    from step to step.
+    to the type of ``error`` and saturated.  Where the new error is not finite, it is replaced by 0, so that an
+    overflow is not carried from step to step.
     """
 
-    error: Tensor  # (..., S) fp32, bf16 or fp16, like the elements that are encoded; updated in place
+    error: Tensor  # (..., S) fp32, bf16 or fp16, shaped like the encoded elements; updated in place
     decay: float = 0.0  # 0 for classic error feedback, 0.8 for LoCo's moving average (2407.04480)
 
     def keep(self, with_error: Tensor, decoded: Tensor) -> None:
-        """Update the error after an encoding; ``with_error`` (..., S) fp32 is overwritten."""
+        """Update the error after ``with_error`` was encoded and its frames decoded to ``decoded``.
+
+        Both are (..., S) fp32; ``with_error`` is the elements plus the old error, and is overwritten.
+        """
         fresh = with_error.sub_(decoded).mul_(1.0 - self.decay)
         error = self.error.float().mul_(self.decay).add_(fresh)
         largest = LARGEST[NAMES[self.error.dtype]]
@@ -130,10 +131,10 @@ class Operations:
             self._remember(key, self._decode(codec, frames, out), codec)
 
     def decode_sum(self, codec: Codec, frames: Tensor, out: Tensor, *, sums: Sums = "fp32") -> None:
-        """Write the sum of ``frames`` (sources, ..., F) uint8, in ascending order, to ``out`` (..., S) fp32.
+        """Decode ``frames`` (sources, ..., F) uint8, and write their sum to ``out`` (..., S) fp32.
 
-        With ``sums="fp16"``, as in DeepSpeed, each term and each partial sum is rounded to fp16, so that it is
-        infinite beyond 65504.  The first term is added to 0.
+        The sources are added in ascending order.  With ``sums="fp16"``, as in DeepSpeed, each term and each
+        partial sum is rounded to fp16, and becomes infinite beyond 65504; the first term is added to 0.
 
         Raises ValueError: as :meth:`encode`.
         """
@@ -262,7 +263,7 @@ decode_sum, decode_sum_encode = REFERENCE.decode_sum, REFERENCE.decode_sum_encod
 
 
 def _key(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple[Hashable, ...] | None:
-    """Returns a key of an operation that has neither noise nor carried errors, for remembering it.
+    """Returns the key under which an operation is remembered; it must have neither noise nor carried errors.
 
     The key is equal for tensors of the same layout, wherever they lie in memory.  Returns None for tensors
     that :func:`_check` may refuse although it accepted others of the same layout.
@@ -285,13 +286,13 @@ def _address(x: Tensor) -> int:
     """
     try:
         return x.data_ptr()
-    except RuntimeError:  # NotImplementedError too
+    except RuntimeError:  # includes NotImplementedError
         kind = str(x.layout).removeprefix("torch.") if x.layout != torch.strided else type(x).__name__
         raise ValueError(f"codecs read and write dense tensors with memory, got {kind}") from None
 
 
 def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor, other: Tensor) -> None:
-    """Raise ValueError for elements or frames of the wrong type or size, and for tensors on two devices.
+    """Raise ValueError for elements or frames of the wrong type or size, on two devices, or without plain memory.
 
     ``shape`` and ``kind`` are those of the elements; ``other`` is the tensor that is not ``frames``.
     """
@@ -323,11 +324,13 @@ def _check_written(codec: Codec, target: Tensor) -> None:
     """Raise ValueError for a target whose elements overlap in memory."""
     shape, strides = tuple(target.shape), target.stride()
     if any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True)):
-        raise ValueError(f"{codec}: cannot write {shape} with strides {strides}, whose elements overlap")
+        raise ValueError(
+            f"{codec}: cannot write {shape} with strides {strides}, whose elements overlap: pass a contiguous tensor"
+        )
 
 
 def _check_noise(codec: Codec, shape: torch.Size, noise: Noise | None) -> None:
-    """Raise ValueError if a stochastic codec has no noise, or not for elements of ``shape``."""
+    """Raise ValueError if ``codec`` is stochastic, and ``noise`` is None or does not fit elements of ``shape``."""
     if codec.stochastic and (noise is None or len(noise.strides) != len(shape) - 1):
         got = "none" if noise is None else f"noise with strides {noise.strides}"
         raise ValueError(
@@ -397,7 +400,10 @@ def random_bits(noise: Noise, lead: torch.Size, numel: int, device: torch.device
 
 
 def _decoded(codec: BuiltIn, frames: Tensor, numel: int, largest: float) -> Tensor:
-    """Returns the elements (..., S) of frames, as fp32 saturated at +-``largest``; a cast's in their own type."""
+    """Decodes frames to elements (..., S) fp32, saturated at +-``largest``.
+
+    The elements of a cast are not saturated, and keep the type of the cast.
+    """
     if not isinstance(codec, Raw):
         return _decode_blocks(codec, frames, numel, largest)
     codes = frames[..., : codec.code_bytes(numel)]
@@ -421,10 +427,10 @@ def _blocked(codec: Blocked, x: Tensor) -> Tensor:
 
 
 def _rotate(values: Tensor, size: int, *, back: bool = False) -> Tensor:
-    """Rotates ``values`` (..., S) fp32, contiguous, in place, and returns them; with ``back``, inversely.
+    """Rotates ``values`` (..., S) fp32, contiguous, in place, and returns them; ``back`` undoes the rotation.
 
-    Butterflies of distance 1, 2, 4, ... replace (a, b) by (a + b, a - b).  In both directions the values are
-    divided by ``size`` before that, so that no sum overflows; ``back`` multiplies them by ``size`` in the end.
+    In both directions the values are first divided by ``size``, so that no sum overflows.  Then butterflies of
+    distance 1, 2, 4, ... replace (a, b) by (a + b, a - b).  ``back`` multiplies the results by ``size``.
     """
     whole = values.shape[-1] // size * size
     groups = values[..., :whole].view(*values.shape[:-1], -1, size)
@@ -444,7 +450,7 @@ def _rotate(values: Tensor, size: int, *, back: bool = False) -> Tensor:
 def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | None) -> None:
     numel = x.shape[-1]
     codes_end, scales_at = codec.code_bytes(numel), codec.scales_at(numel)
-    shift = None  # random number that is added to each quotient before it is rounded
+    shift = None  # random numbers, one of which is added to each quotient before the quotient is rounded
     if codec.stochastic:
         assert noise is not None  # noqa: S101  # checked
         bits = random_bits(noise, x.shape[:-1], numel, x.device).float()
@@ -456,7 +462,8 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
         # Which of -0 and +0 is the minimum depends on the order of comparisons, so +0 is stored.
         low = (low + 0.0).masked_fill(broken, 0.0)
         top = torch.full_like(low, codec.largest)
-        # ``high - low`` may overflow, so quotients are subtracted here and halves, which are exact, below.
+        # ``high - low`` may overflow.  So the scale subtracts quotients, and the values subtract halves, which are
+        # exact.
         scale = torch.clamp(high / top - low / top, min=SMALLEST_NORMAL)
         values = values.mul_(0.5).sub_(low * 0.5).div_(scale * 0.5)
     else:
@@ -489,13 +496,16 @@ def _codes(codec: Blocked, quotients: Tensor, shift: Tensor | None) -> Tensor:
     if shift is not None:
         quotients.add_(shift)
     first = 0 if codec.asymmetric else -codec.steps
-    # NaN occurs only in blocks that are not finite, whose codes are replaced by the caller.
+    # NaN occurs only in blocks that are not finite; the caller replaces their codes.
     codes = quotients.round_().clamp_(first, codec.largest).nan_to_num_(0.0)
     return codes.to(torch.uint8) if codec.asymmetric else codes.to(torch.int8).view(torch.uint8)
 
 
 def _float_codes(codec: FloatCodec, v: Tensor, shift: Tensor | None) -> Tensor:
-    """Returns sign, exponent and mantissa of each quotient, rounded to a multiple of its quantum."""
+    """Returns the code of each quotient: the sign, exponent and mantissa of the element that it is rounded to.
+
+    A quotient is rounded to a multiple of its quantum, which is the distance between elements of its exponent.
+    """
     bits = v.contiguous().view(torch.int32)
     exponent = ((bits >> 23) & 0xFF).clamp_(min=codec.smallest_exponent + 127, max=254)
     quantum = ((exponent - codec.mantissa) << 23).view(torch.float32)
@@ -558,7 +568,7 @@ def float_levels(bits: int, mantissa: int, least: int) -> list[float]:
     """Returns the non-negative values of a small float, in ascending order of their codes.
 
     The float has ``bits`` bits, of which ``mantissa`` are the mantissa; ``least`` is the exponent of the
-    smallest normal value.  Codes above the largest number of a format have values too.
+    smallest normal value.  The list also has values for codes above the largest number of a format.
     """
     size = 1 << mantissa
     return [
@@ -591,7 +601,7 @@ def pack(codes: Tensor, bits: int, out: Tensor) -> None:
 
 
 def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
-    """Returns the codes (..., S) uint8 below 2^bits of a bit stream, as a copy."""
+    """Returns a copy of the codes (..., S) uint8, each below 2^bits, that a bit stream holds."""
     if bits == 8:
         return packed.clone()
     group = 8 // math.gcd(8, bits)

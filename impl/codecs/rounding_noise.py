@@ -1,10 +1,10 @@
 """Defines the random bits of stochastic rounding, which do not depend on layout, world size or backend.
 
 [Note: rounding noise]
-Each element gets 16 random bits.  They depend on what the element is, a :class:`Key` and the element's number
-in its unit, and never on where it is computed; so a failure can be replayed anywhere.  The key of gradients
-contains the rank that encodes them: if all ranks had the same noise, the variance of the mean over N ranks
-would be N times as large.  The key of weights contains no rank and only the step, so that all ranks and all
+Each element gets 16 random bits.  They depend only on a :class:`Key` and on the element's number in its unit, and
+never on the device or the backend, so a failure can be replayed anywhere.  The key of gradients contains the rank
+that encodes them: if all ranks had the same noise, the variance of the mean over N ranks would be N times as
+large.  The key of weights contains the step, but neither the rank nor the micro-batch, so that all ranks and all
 passes of a step see the same weights.
 
 The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), with one
@@ -30,7 +30,7 @@ Words = tuple[int, int, int, int]
 
 
 def shard_stride(numel: int) -> int:
-    """Returns how far apart two shards of ``numel`` elements start in the numbering of noise: whole octets."""
+    """Returns the distance between two shards of ``numel`` elements in the numbering of noise: whole octets."""
     return -(-numel // OCTET) * OCTET
 
 
@@ -48,15 +48,17 @@ class Noise:
     def __post_init__(self) -> None:
         for number in (self.start, *self.strides):
             if number % OCTET or number < 0:
-                raise ValueError(f"noise starts and strides are multiples of {OCTET} elements, got {number}")
+                raise ValueError(
+                    f"noise starts and strides must be non-negative multiples of {OCTET} elements, got {number}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The identity of an encoded tensor: with the element's number, all that its random bits depend on."""
+    """Identifies an encoded tensor: random bits depend only on this key and on the number of the element."""
 
     seed: int
-    step: int  # number of optimizer steps before; 0 for frozen weights
+    step: int  # number of optimizer steps so far; 0 for frozen weights
     micro_batch: int  # index inside the step; 0 for weights, which do not change inside a step
     unit: str
     purpose: Purpose
@@ -88,5 +90,5 @@ class Clock:
         return Key(self.seed, 0 if frozen else self.step, 0, unit, "weights")
 
     def gradients(self, unit: str, rank: int) -> Key:
-        """Returns the key of the gradient of a unit that ``rank`` encodes."""
+        """Returns the key of a unit's gradient in the current micro-batch, as ``rank`` encodes it."""
         return Key(self.seed, self.step, self.micro_batch, unit, "gradients", source=rank)

@@ -44,9 +44,11 @@ class BuildError(RuntimeError):
 
 
 def user_cache() -> Path:
-    """Returns the user's cache of this project, in ``$XDG_CACHE_HOME`` if it is absolute, else in ``~/.cache``.
+    """Returns this project's folder in the user's cache.
 
-    Raises BuildError: if neither is known.
+    The user's cache is ``$XDG_CACHE_HOME`` if that is an absolute path, else ``~/.cache``.
+
+    Raises BuildError: if ``XDG_CACHE_HOME`` is no absolute path, and the user has no home folder.
     """
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:

@@ -14,7 +14,7 @@ inline void release(std::int64_t* flag, std::int64_t number) { __atomic_store_n(
 
 inline std::int64_t acquire(const std::int64_t* flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
 
-// The smallest of `count` flags that are `step` bytes apart, which all of them have reached.
+// Returns the smallest of `count` flags that are `step` bytes apart: the number that all of them have reached.
 inline std::int64_t acquire_least(const unsigned char* flags, std::int64_t count, std::int64_t step) {
     std::int64_t least = acquire(reinterpret_cast<const std::int64_t*>(flags));
     for (std::int64_t i = 1; i < count; ++i) {

@@ -1,8 +1,8 @@
 // Published formats, equal to the torch operations of impl/codecs/published_formats.py bit for bit.
 //
 // A format is a type with a layout, and with functions that encode and decode one block.  A short last block is
-// filled up with its last element.  Codes are 32-bit words until a piece of a row is packed, since loops over one
-// width vectorise best.
+// filled up with its last element.  Codes are 32-bit words until a piece of a row is packed, since loops vectorise
+// best if all their values have the same width.
 #pragma once
 
 #include "random.hpp"
@@ -11,8 +11,9 @@
 
 namespace {
 
-// The layout of a frame: `bits` of a code, elements of a block (`size`), bytes of a block in addition to its codes
-// (`beside`), and further bytes of the `whole` row.  `of_row` computes a row's number that its blocks need.
+// The layout of a frame: the bits of a code (`bits`), the elements of a block (`size`), the bytes of a block in
+// addition to its codes (`beside`), and the bytes of a row in addition to those of its blocks (`whole`).  `of_row`
+// computes a number that all blocks of a row need, such as NVFP4's fp32 scale.
 template <i64 BITS, i64 SIZE, i64 BESIDE, i64 WHOLE = 0>
 struct Layout {
     static constexpr i64 bits = BITS, size = SIZE, beside = BESIDE, whole = WHOLE;
@@ -34,8 +35,8 @@ void fill(u32* codes, u32 code) {
 
 inline float floored(float scale) { return scale < kSmallestNormal ? kSmallestNormal : scale; }
 
-// Small floats with MANTISSA bits of mantissa, smallest exponent LEAST and largest pattern TOP.  A code is the number
-// of a value in ascending order, so that the value with pattern -TOP has code 0.
+// Small floats with MANTISSA bits of mantissa, smallest exponent LEAST and largest pattern TOP.  Codes number the
+// values in ascending order, so the smallest value, whose magnitude has the pattern TOP, has code 0.
 template <int MANTISSA, int LEAST, int TOP>
 struct Small {
     static constexpr u32 least = 127 + LEAST, bias = (least - 1) << 23;
@@ -121,8 +122,8 @@ struct Nf4 : Layout<4, 64, 4> {
         -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
         0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f,
         0.7229568362236023f, 1.0f};
-    // For each entry but the first, the smallest fp32 number that is nearer to it than to the entry before it, where
-    // distances are rounded to fp32.
+    // For each entry but the first: the smallest fp32 number that gets the code of this entry and not that of the
+    // previous one.  The distances to both entries are rounded to fp32.
     static constexpr float from[15] = {
         -0x1.b239b0p-1f, -0x1.38a4e0p-1f, -0x1.d70900p-2f, -0x1.5bd4ecp-2f, -0x1.e079d8p-3f, -0x1.1a7176p-3f,
         -0x1.74f0e2p-5f, 0x1.45f600p-5f,  0x1.ec90c6p-4f,  0x1.a0cfc2p-3f,  0x1.2b05aap-2f,  0x1.8ea7f4p-2f,
@@ -272,7 +273,7 @@ void format_piece(const Job& job, const u8* frame, i64 at, i64 count, u32* value
     float of_row = 0.0f;
     std::memcpy(&of_row, next + (job.numel + FORMAT::size - 1) / FORMAT::size * FORMAT::beside, FORMAT::whole);
     std::memcpy(packed, frame + at / 8 * FORMAT::bits, std::size_t((count * FORMAT::bits + 7) / 8));
-    unpack<FORMAT::bits>(packed, bytes, count);  // reads beyond the codes, so these were copied
+    unpack<FORMAT::bits>(packed, bytes, count);  // reads beyond the codes, therefore from a copy
     for (i64 i = 0; i < kPiece; ++i) codes[i] = bytes[i];
     next += at / FORMAT::size * FORMAT::beside;
     for (i64 i = 0; i < count; i += FORMAT::size, next += FORMAT::beside) {

@@ -10,7 +10,7 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>
-#define WIDE 1  // vectors of 16 fp32 are written by intrinsics where compilers do not vectorise a loop
+#define WIDE 1  // loops that compilers do not vectorise are written with intrinsics, for vectors of 16 fp32
 #else
 #define WIDE 0
 #endif
@@ -26,7 +26,7 @@ constexpr int kDims = 8;
 enum Kind : i64 { kSymmetric, kAsymmetric, kFloats, kClipped };
 
 struct Plane {  // the rows of one tensor
-    i64 address, strides[kDims];  // in bytes, but in elements for random bits
+    i64 address, strides[kDims];  // both count bytes; for random bits, elements
 };
 
 struct Code {

@@ -7,8 +7,8 @@
 // not be built with -ffast-math, since NaN, denormals and the order of operations matter.
 //
 // The encoder takes its values from one of two sources.  Elements that only need rounding are read where they lie
-// (`InPlace`): fp32, and bf16 for symmetric integers.  All other values (other types, sums, values with a carried
-// error, rotated values) are first written to a small buffer of fp32 (`Brought`).
+// (`InPlace`): fp32, and bf16 for symmetric integers that are rounded to nearest.  All other values (other types,
+// sums, values with a carried error, rotated values) are first written to a small buffer of fp32 (`Brought`).
 #include "flags.hpp"
 #include "formats.hpp"
 #include "random.hpp"
@@ -27,14 +27,14 @@
 
 namespace {
 
-constexpr i64 kHeld = 1 << 15;   // most fp32 values of a block that are kept; more are brought a second time
-constexpr i64 kAhead = 1 << 14;  // most elements of a block for which the whole next block is prefetched
+constexpr i64 kHeld = 1 << 15;   // larger blocks of fp32 values are not kept, but brought a second time
+constexpr i64 kAhead = 1 << 14;  // for blocks of up to so many elements, the whole next block is prefetched
 constexpr i64 kTogether = 256;   // most small blocks that are encoded together
-constexpr i64 kSlack = 512;      // elements around a piece, which fill up octets and rotations
+constexpr i64 kSlack = 512;      // room for elements around a piece, up to whole octets and rotations
 
 // ---- where the values of a row come from ---------------------------------------------------------
 
-// Elements where they lie, in order, so that they can be prefetched, and read a second time.
+// A source that reads elements where they lie.  They lie in order, so they can be prefetched and read a second time.
 template <class T>
 struct InPlace {
     using Type = T;
@@ -56,7 +56,7 @@ struct Memory {
     ~Memory() { std::free(data); }
 };
 
-// The values of one row in fp32: elements or sums, with the carried error added, and rotated.
+// A source that computes the values of a row in fp32: elements or sums, with the carried error added, and rotated.
 struct Brought {
     using Type = Fp32;
     const Job& job;
@@ -104,7 +104,8 @@ struct Brought {
     void bring(i64 begin, i64 end) {
         offset = 0;
         if (!sums) return ::bring(job.type, row, begin, end - begin, held.data);
-        // Frames are read in whole octets and rotations, so reading starts at the one in which the piece begins.
+        // Frames are read in whole octets and rotations, so reading starts where the piece's first octet or
+        // rotation starts.
         const i64 grain = job.coding.hadamard > 8 ? job.coding.hadamard : 8;
         const i64 first = begin / grain * grain;
         offset = begin - first;
@@ -131,9 +132,9 @@ struct Brought {
 
 // ---- a row's frame -------------------------------------------------------------------------------
 
-// Writes a row's frame.  `source.next` brings the values of [begin, end), at most `source.most` at once; a block of
-// at most that size is brought once, for its maximum and for its codes.  Small blocks are encoded together, so that
-// the long chain of operations from a block's maximum to its divisor overlaps with that of its neighbours.
+// Writes a row's frame.  `source.next` brings the values of [begin, end), at most `source.most` at once.  A block of
+// at most that size is brought once; a larger block is brought twice, for its maximum and for its codes.  Small
+// blocks are encoded together, so that the long chains of operations from a block's maximum to its divisor overlap.
 // `number` is the number of the first element, on which random bits depend.
 template <class Source>
 void encode_row(const Job& job, const Code& code, Source& source, u8* frame, i64 number) {
@@ -198,8 +199,8 @@ void encode_in_place(const Job& job) {
     });
 }
 
-// Encodes the rows of `values`, which are elements or, for `sums`, frames, to those of `frames`.  Returns false if
-// memory ran out.
+// Encodes each row of `values` to a row of `frames`.  The rows of `values` are elements or, for `sums`, the first
+// source's frames; then the sum over the job's sources is encoded.  Returns false if memory ran out.
 bool encode_brought(const Job& job, const Code& code, const Plane& values, const Plane& frames, bool sums) {
     Brought source(job, code, sums);
     if (!source.has_memory()) return false;
@@ -275,7 +276,7 @@ __attribute__((visibility("default"))) int copy(const Job* job) {
     return 0;
 }
 
-// The same, but past the caches if rows are large.
+// Copies like `copy`, but writes past the caches if rows are large.
 __attribute__((visibility("default"))) int stream(const Job* job) {
     each_row<2>(*job, {&job->output, &job->values}, [&](const i64* at) {
         copy_bytes(reinterpret_cast<u8*>(at[0]), reinterpret_cast<const u8*>(at[1]), job->numel);
@@ -283,7 +284,7 @@ __attribute__((visibility("default"))) int stream(const Job* job) {
     return 0;
 }
 
-// Sums the frames of a cast, whose elements are of `type`.
+// Sums the frames of a cast to the type with number `type`.
 __attribute__((visibility("default"))) int sum_raw(const Job* job) {
     with_type(job->type, [&](auto type) {
         using T = decltype(type);

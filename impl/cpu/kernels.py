@@ -31,7 +31,7 @@ _Dims: Final = ctypes.c_int64 * MOST_DIMS
 
 
 class _Plane(ctypes.Structure):
-    """The rows of one tensor: the address of the first, and bytes from one to the next for each dimension."""
+    """The rows of one tensor: the first row's address, and for each leading dimension the bytes between rows."""
 
     _fields_ = (("address", ctypes.c_int64), ("strides", _Dims))
 
@@ -61,7 +61,10 @@ class _Job(ctypes.Structure):
 
 
 class Kernels(Operations):
-    """The operations in C++, in a built ``library``.  Raises OSError: if it cannot be loaded or does not fit."""
+    """Runs the operations in ``library``, which :mod:`impl.cpu.build` built.
+
+    Raises OSError: if the library cannot be loaded, or was built from other sources.
+    """
 
     name = "cpu"
 
@@ -147,8 +150,8 @@ class Kernels(Operations):
     ) -> Repeat:
         """Call the library's function ``name``, and return a function that repeats the call on other tensors.
 
-        ``tensors``, by the name of their plane, have equal leading dimensions; tensors that are read come
-        first.  ``fields`` are further fields of the job.
+        ``tensors`` has the tensor of each plane by the plane's name; their leading dimensions are equal, and
+        tensors that are read come before those that are written.  ``fields`` are further fields of the job.
         """
         job, planes, (noise, carried) = _Job(error_kind=-1, **fields), dict(tensors), options
         if carried is not None:
@@ -170,12 +173,12 @@ class Kernels(Operations):
 
 
 def _run_job(function: Callable[[Any], int], job: bytes, planes: Sequence[str], *tensors: Tensor) -> None:
-    """Run a prepared job on tensors of the same layout as its own, at other addresses."""
+    """Run a prepared job on ``tensors``, which have the layout of the job's own tensors, but other addresses."""
     copy = _Job.from_buffer_copy(job)  # other threads may run the same job
     for name, tensor in zip(planes, tensors, strict=True):
         getattr(copy, name).address = tensor.data_ptr()
     if function(ctypes.byref(copy)) != 0:
-        raise MemoryError(f"not enough host memory to encode a block of {copy.second.block} elements")
+        raise MemoryError("not enough host memory for the buffers in which the C++ kernels encode a row")
 
 
 def _has_whole_rows(x: Tensor) -> bool:

@@ -3,7 +3,8 @@
 
 #include "job.hpp"
 
-// FIELDS: use pext and pdep.  Not with BMI2 alone: Zen 1 and 2, which lack AVX-512, take hundreds of cycles for them.
+// FIELDS: whether to use pext and pdep.  BMI2 alone is not enough: Zen 1 and 2 have BMI2 but not AVX-512, and take
+// hundreds of cycles for either instruction.
 #if WIDE && defined(__BMI2__)
 #define FIELDS 1
 #else
@@ -55,7 +56,7 @@ void pack(const u8* __restrict codes, u8* __restrict out, i64 count) {
     }
 }
 
-// Reads up to 7 bytes beyond the codes, where a frame has its scales.
+// Unpacks `count` codes.  Reads up to 7 bytes beyond the codes, where a frame has its scales.
 template <int BITS>
 void unpack(const u8* __restrict in, u8* __restrict codes, i64 count) {
     if constexpr (BITS == 8) {

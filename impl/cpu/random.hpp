@@ -7,10 +7,11 @@ namespace {
 
 constexpr i64 kCounters = 16;  // octets whose random bits are computed together
 
-// Writes 16 bits for each element of `octets` octets, beginning with `octet`, rounded up to a multiple of kCounters.
+// Writes 16 bits for each element of `octets` octets, beginning with number `octet`.  The number of octets is rounded
+// up to a multiple of kCounters.
 //
-// A lane has 64 bits and holds the whole product of two 32-bit words, whose upper half a shift brings down.  The
-// next product ignores what is left in the upper 32 bits of a lane.
+// A lane has 64 bits and holds the whole product of two 32-bit words.  A shift moves the product's upper half down.
+// The next product ignores the upper 32 bits of a lane.
 __attribute__((noinline)) inline void random_bits(const Words& key, u64 octet, i64 octets, u16* out) {
 #if WIDE
     const auto every = [](u64 value) { return _mm512_set1_epi64(i64(value)); };

@@ -1,8 +1,8 @@
 // Frames of casts: rows are copied, and the rows of several frames are summed in one pass.
 //
-// Large rows that are decoded are written past the caches, since a plain store first reads the cache line that it
-// overwrites, which is a third of a copy's traffic.  Frames and sums are written to the caches, since they are read
-// again soon.
+// Large rows are decoded past the caches: a plain store would first read the cache line that it overwrites, and these
+// reads would be a third of a copy's traffic.  Frames and sums are written to the caches, since they are read again
+// soon.
 #pragma once
 
 #include "job.hpp"
@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr i64 kStreamed = 1 << 22;  // bytes from which on a row is written past the caches
+constexpr i64 kStreamed = 1 << 22;  // rows of at least so many bytes are written past the caches
 constexpr i64 kLine = 64;
 
 // Copies whole cache lines past the caches if the processor can; `to` is aligned to a line.
@@ -34,7 +34,8 @@ inline void stream_lines(u8* __restrict to, const u8* __restrict from, i64 bytes
 #endif
 }
 
-// Orders these stores before later ones, so that a process that sees a flag set later also sees the row.
+// Orders the stores of stream_lines before later stores, so that a process that sees a flag set later also sees the
+// row.
 inline void finish_streams() {
 #if defined(__SSE2__)
     _mm_sfence();

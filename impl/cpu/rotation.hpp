@@ -25,7 +25,8 @@ inline void meet(u32& first, u32& second) {
     first = bits_of(butterfly(a, b, false)), second = bits_of(butterfly(b, a, true));
 }
 
-// Rotates `count` values, which are whole groups of `size`, from `from` to `to`, which may be the same memory.
+// Reads `count` values from `from`, rotates each group of `size` values, and writes them to `to`, which may be the
+// same memory.  `count` is a multiple of `size`.
 __attribute__((noinline)) inline void rotate(const u32* from, u32* to, i64 count, i64 size, bool back) {
     const float part = 1.0f / float(size);
     i64 at = 0;
@@ -35,7 +36,8 @@ __attribute__((noinline)) inline void rotate(const u32* from, u32* to, i64 count
         _mm512_storeu_ps(to + at, rotated_vector(values, size));
     }
 #endif
-    // The values that fill no vector, because groups are smaller; without vectors, all values.
+    // The last values, if groups are smaller than a vector and these values do not fill one; without vectors, all
+    // values.
     for (i64 i = at; i < count; ++i) to[i] = bits_of(float_of(from[i]) * part);
     for (i64 small = 1; small < smaller(size, 16) && at < count; small *= 2) {
         for (i64 i = at; i < count; i += 2 * small) {

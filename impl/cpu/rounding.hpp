@@ -1,8 +1,8 @@
 // Rounds values to codes: finds the extent of a block, its scale, and the code of each element, one in a byte.
 //
-// The arithmetic is that of codec.cuh, here without a branch for each element, so that compilers vectorise it.  A
-// group of elements is rounded by products with the reciprocal; if one of them might differ from the quotient's
-// code, the whole group is divided.
+// The arithmetic is that of codec.cuh, here without a branch for each element, so that compilers vectorise it.  The
+// codes of a group of elements are first computed from products with the scale's reciprocal.  If one of these codes
+// might differ from the code of the exact quotient, all elements of the group are divided instead.
 #pragma once
 
 #include "job.hpp"
@@ -15,8 +15,8 @@ constexpr i64 kGroup = 256;  // elements of a group, for which products or quoti
 
 // ---- extent and scale --------------------------------------------------------------------------
 
-// The largest keys of a block.  Without an offset, words of elements without their sign are ordered like magnitudes,
-// so bf16 is compared without widening it.
+// The largest keys of a block.  Without an offset, elements are compared by their words less the sign bit, which are
+// ordered like magnitudes; so bf16 need not be widened.
 template <class T, bool ASYMMETRIC>
 Extent extent(const typename T::Word* __restrict values, i64 count) {
     using Word = typename T::Word;
@@ -69,8 +69,8 @@ struct Rule {
 
     // The bit pattern whose low bits are the code, clamped where a quotient may be out of range.  In a finite block
     // of plain symmetric codes no quotient exceeds the range by more than its rounding.  With an offset quotients are
-    // not negative, but may be huge, since a tiny scale is rounded up.  Patterns of positive floats are ordered as
-    // the floats are.
+    // not negative, but may be huge: the scale is the difference of two rounded quotients, and if these are equal,
+    // it becomes the smallest normal number.  Patterns of positive floats are ordered as the floats are.
     template <bool STOCHASTIC>
     u32 pattern(float quotient, float shift) const {
         const u32 most = bits_of(kRound + known().last()), least = bits_of(kRound + known().first());
@@ -126,12 +126,13 @@ inline bool shares_factor(i64 bits, u32 mantissa) {
 
 // A factor whose products round to the same codes as the quotients, or 0 if none is known.
 //
-// If the scale is a power of two, that is its reciprocal.  There is also one for symmetric codes of bf16.  Let A be
-// the block's largest magnitude, with mantissa a, and x an element; both mantissas have 8 bits.  With m the largest
-// code, the quotient is m x / A.  It is either a tie k + 1/2, or at least 1 / (2 m 2^8) > 2^-16 of itself away from
-// every tie, because 2 m x - (2 k + 1) A is an integer times a power of two; the errors of scale, product and factor
-// are smaller than that.  If m and a have no common factor, the only tie is x = A / 2, since m must divide 2 k + 1.
-// It is tried how the quotient of that tie rounds, and the reciprocal is moved by 2^-20 to that side.
+// If the scale is a power of two, the factor is its reciprocal.  Symmetric codes of bf16 have a factor too.  Let A be
+// the block's largest magnitude, with mantissa a, and x an element; both mantissas have 8 bits.  Let m be the largest
+// code; then the quotient is m x / A.  The quotient either is a tie k + 1/2, or differs from every tie by at least
+// 1 / (2 m 2^8) > 2^-16 of its value, because 2 m x - (2 k + 1) A is an integer times a power of two.  The errors of
+// scale, product and factor are smaller than this difference.  If m and a have no common factor, the only tie is
+// x = A / 2, since m must divide 2 k + 1.  The function tries whether the quotient of this tie rounds up or down, and
+// moves the reciprocal by 2^-20 in that direction.
 template <class T, Kind KIND>
 float lone_factor(const Code& code, Divider divider) {
     constexpr u32 fraction = 0x7fffffu;
@@ -220,8 +221,9 @@ __attribute__((noinline)) void round_kind(
 }
 
 // Writes the codes, one in a byte, of `count` values of one block; for stochastic rounding, `random` has 16 bits for
-// each.  Unless `ahead` is 0, the elements that lie `ahead` of these are prefetched, since memory would be idle while
-// a block that is in the cache is rounded.  bf16 values occur only with symmetric integers, rounded to nearest.
+// each.  Unless `ahead` is 0, the elements that lie `ahead` elements further on are prefetched, since memory would be
+// idle while a block that is in the cache is rounded.  bf16 values occur only with symmetric integers, rounded to
+// nearest.
 template <class T>
 __attribute__((noinline)) void round_values(
     const Code& code, Stored stored, const typename T::Word* values, const u16* random, i64 ahead, u8* codes,

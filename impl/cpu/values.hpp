@@ -21,9 +21,9 @@ struct Reader {
     }
 };
 
-// `value_of` of codec.cuh, with the scheme's branches taken out of the loop, and without denormal numbers, with
-// which processors are slow: a pattern below the smallest normal element is read as if it had a leading bit, whose
-// value is then subtracted.
+// `value_of` of codec.cuh, with the scheme's branches taken out of the loop.  It avoids denormal numbers, which
+// processors compute slowly: a pattern below the smallest normal element is read as if it had a leading bit, and the
+// value of this bit is then subtracted.
 template <>
 struct Reader<kFloats> {
     u32 last, shift, bias, normal;  // last: number of bits below the sign; shift: to the place in fp32's pattern
@@ -289,7 +289,7 @@ void decode_row(const Code& code, i64 numel, const u8* frame, typename T::Word* 
 // Rounds fp32 to fp16, to infinity beyond its range.
 inline float halved(float value) {
     const u32 bits = bits_of(value), magnitude = bits & kAbs;
-    if (magnitude >= 0x477ff000u && magnitude <= kInfinity) return float_of((bits & ~kAbs) | kInfinity);  // 65520
+    if (magnitude >= 0x477ff000u && magnitude <= kInfinity) return float_of((bits & ~kAbs) | kInfinity);  // 65520 on
     return Fp16::widen(Fp16::narrow(value));
 }
 

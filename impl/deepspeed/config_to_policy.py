@@ -2,7 +2,7 @@
 
 Keys that change what is sent, held or computed are honoured, or refused by name.  All other known keys are
 accepted and reported as without effect (:mod:`impl.deepspeed.keys` lists every key).  A missing key has
-DeepSpeed's default, not this project's: without ``stage3_param_persistence_threshold`` its value is 1e5.
+DeepSpeed's default, not this project's: a missing ``stage3_param_persistence_threshold`` is 1e5.
 ``"auto"``, which HuggingFace's Trainer replaces before DeepSpeed reads the configuration, counts as missing.
 
 Pure: no torch.
@@ -66,7 +66,7 @@ class Finding:
 
     key: str  # dotted path, as the configuration spells it
     value: Any
-    kind: Kind  # ``changed`` if something other than what the key says is done
+    kind: Kind  # ``changed`` if the run does something other than the key says
     text: str  # explanation of the kind
 
     def __str__(self) -> str:
@@ -99,12 +99,12 @@ class Recipe:
 
 
 def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology, steps: int | None = None) -> Recipe:
-    """Read a configuration.
+    """Read a DeepSpeed configuration as a recipe.
 
     Args:
         config: a mapping, JSON text (which begins with ``{``), or the path of a JSON file.
         topology: nodes and ranks, which limit hpZ's groups and determine the batch.
-        steps: optimizer steps of the run, in which a schedule without ``total_num_steps`` decays.
+        steps: optimizer steps of the run; a schedule without ``total_num_steps`` decays over them.
 
     Raises:
         DeepSpeedError: in one line, if the configuration is not JSON, or has a key or value that is unknown,
@@ -153,9 +153,8 @@ class _Reading:
         self.entries: dict[str, Any] = dict(leaves(table))
         self.values: dict[str, Any] = {}  # typed values, by current path
         self.spelt: dict[str, str] = {}  # by current path, the path as the configuration spells it
-        self.notes: dict[
-            str, tuple[Kind, str]
-        ] = {}  # by current path, findings that differ from those in KEYS
+        # By current path, findings that differ from those in KEYS.
+        self.notes: dict[str, tuple[Kind, str]] = {}
         self.loco = isinstance(table.get(ZERO), Mapping) and table[ZERO].get("zeropp_loco_param") is not None
         for path, value in self.entries.items():
             if path in KEYS and value not in (None, AUTO):
@@ -285,7 +284,7 @@ class _Reading:
         return weights, QGZ
 
     def _secondary(self) -> int:
-        """Returns the ranks of hpZ's group, at most all ranks; 0 without hpZ."""
+        """Returns the number of ranks in an hpZ group, at most all ranks; 0 without hpZ."""
         path = f"{ZERO}.zero_hpz_partition_size"
         ranks, world, nodes = self.get(path), self.topology.world, self.topology.nodes
         if ranks > world:
@@ -294,7 +293,7 @@ class _Reading:
         return min(ranks, world) if min(ranks, world) > 1 else 0
 
     def _group(self) -> int:
-        """Returns the ranks of a MiCS group; 0 if all ranks share one copy."""
+        """Returns the number of ranks in a MiCS group; 0 if all ranks share one copy of the states."""
         path, hpz = f"{ZERO}.mics_shard_size", f"{ZERO}.zero_hpz_partition_size"
         ranks, world = self.get(path), self.topology.world
         if ranks != int(ranks) or not -1 <= ranks <= world:
@@ -325,9 +324,8 @@ class _Reading:
             self.refuse(LIVE, "expected 1 or more")
         return MemoryLimits(
             prefetch=0 if self.get(sequential) else self.get(ahead),
-            max_live=None
-            if live == KEYS[LIVE].default
-            else live,  # the same, but the next unit is gathered ahead
+            # None is the same limit as the default, but lets the next unit be gathered ahead.
+            max_live=None if live == KEYS[LIVE].default else live,
             max_reuse=self.get(f"{ZERO}.stage3_max_reuse_distance"),
             persist_below=self.get(f"{ZERO}.stage3_param_persistence_threshold") + 1,
             persist_most=self.get(f"{ZERO}.stage3_model_persistence_threshold"),
@@ -422,7 +420,7 @@ class _Reading:
             return None
         if name == "Adam" and self.get(say("adam_w_mode")):
             name = "AdamW"
-            self.note("optimizer.type", "changed", "AdamW: optimizer.params.adam_w_mode is true by default")
+            self.note("optimizer.type", "changed", "AdamW: optimizer.params.adam_w_mode is true, its default")
         elif name == "AdamW":
             self.note(say("adam_w_mode"), "without effect", "the optimizer is AdamW in either case")
         decay, betas, rate = (self.get(say(key)) for key in ("weight_decay", "betas", "lr"))
@@ -456,7 +454,9 @@ class _Reading:
                 text = "an empty table"
             elif value == AUTO:
                 default = "no value" if KEYS[path].default is None else shown(KEYS[path].default)
-                kind, text = self.notes.get(path, ("changed", f"counts as missing: {default}"))
+                kind, text = self.notes.get(
+                    path, ("changed", f"counts as missing, so DeepSpeed's default holds: {default}")
+                )
             else:
                 target = KEYS[(key := KEYS[path]).means or path]
                 plain: Kind = "honoured" if target.fate == "honoured" else "without effect"

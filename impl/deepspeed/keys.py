@@ -31,7 +31,7 @@ class Key:
     takes: Takes  # type of the value: a switch is true or false, a count a whole number (``5e8`` too)
     default: Any  # DeepSpeed's default, which holds here too; None: no default
     text: str  # explanation of the fate
-    means: str  # for a renamed key, the path of the key as which it is read
+    means: str  # for a renamed key, the path of the key that takes its value
     allowed: tuple[str, ...]  # allowed values, in any case of letters; empty: all values
     stage: int  # lowest ZeRO stage at which a value other than the default is allowed
 

@@ -1,1 +1,1 @@
-"""What moves bytes below the wire: shared memory inside a node, side streams of a GPU, groups of ranks."""
+"""Provides what the wire sends with: groups of ranks, shared memory inside a node, and side streams of a GPU."""

@@ -17,15 +17,15 @@ class MeshError(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """This rank's group along one axis."""
+    """The group along one axis to which this rank belongs."""
 
     axis: Axis
     ranks: tuple[int, ...]  # the ranks of the group as the mesh counts them, ascending
     index: int  # the index of this rank among them
     same_node: bool  # whether all ranks of the group are on this rank's node
     handle: weakref.ref[dist.ProcessGroup]  # torch's group; weak, so that torch alone holds it
-    counting: str = ""  # the end of errors that name ranks: how the mesh counts them
-    others: Sequence[int] = field(init=False)  # indices of the other ranks, beginning after this rank
+    counting: str = ""  # added to errors that name ranks: says how the mesh counts ranks
+    others: Sequence[int] = field(init=False)  # indices of the other ranks, from the next on, wrapping around
 
     def __post_init__(self) -> None:
         self.others = [(self.index + step) % self.size for step in range(1, self.size)]

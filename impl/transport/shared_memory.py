@@ -10,11 +10,11 @@ A flag must not become visible before the row that it announces.  The C++ librar
 with release and reads them with acquire order.  x86 processors keep this order by themselves; therefore, if the
 library is missing, Python's plain writes and reads are used on x86, and an error is raised on other processors.
 
-Ranks wait with Linux's futex, called through the C library.  With more ranks than cores, a rank that spins, or
-sleeps for a guessed time, would take processor time from the rank that it waits for.
+Ranks wait with Linux's futex, called through the C library.  With more ranks than cores, a rank that spins would
+take processor time from the rank that it waits for; a rank that sleeps for a guessed time would wake too late.
 
-The arena is an anonymous file (``memfd``) of the group's first rank, which the others open through ``/proc``.  It
-has no name to clean up, and vanishes with its last user, however that process ends.
+The arena is an anonymous file (``memfd``) of the group's first rank; the other ranks open it through ``/proc``.  The
+file has no name to clean up, and vanishes with its last user, however that process ends.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from impl.transport.group import Group
 SLOTS: Final = 16  # exchanges that may be under way at once in one group
 LINE: Final = 64  # bytes; each flag has a cache line of its own
 
-# The number of the futex system call on each machine.  All of these are little-endian: a futex is 32 bits, the
-# lower half of a flag.
+# The number of the futex system call on each machine.  A futex has 32 bits; on these machines, which are all
+# little-endian, it is the lower half of a flag.
 _FUTEX: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}.get(platform.machine(), 0)
 _WAIT, _WAKE = 0, 1  # the futex operations for memory that processes share
 
@@ -70,7 +70,7 @@ class FlagFunctions(ctypes.PyDLL):
 
 @functools.cache
 def flag_functions() -> FlagFunctions | None:
-    """Return the functions that set and read flags in order with messages; None on x86 without the library.
+    """Return the functions that keep flags in order with messages; None on x86 if the library is missing.
 
     Raises:
         SharedMemoryError: if the library is missing on a machine that reorders writes.
@@ -89,7 +89,7 @@ def flag_functions() -> FlagFunctions | None:
 def patience(backend: str, limit: timedelta) -> tuple[timedelta, ...]:
     """Return the arguments of ``Work.wait()``: a time limit for gloo alone.
 
-    With a limit, NCCL would block the host, and the works of ranks that are threads would raise.
+    With a limit, NCCL would block the host, and the backend whose ranks are threads would raise.
     """
     return (limit,) if backend == "gloo" else ()
 

@@ -1,4 +1,4 @@
-"""Runs work beside a GPU's computation, on a stream of its own, with an event at the end of the work."""
+"""Runs work of a GPU concurrently with its computation, on a separate stream, and tells when the work has ended."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class Arrival:
     event: torch.cuda.Event | None = None  # recorded on the side stream after the work
 
     def join(self) -> None:
-        """Make later work of the current stream wait for the end."""
+        """Make later work of the current stream wait for the end of the work."""
         if self.event is not None:
             self.event.wait()
 
     def finish(self) -> None:
-        """Block this thread until the end, so that the host may read or overwrite the work's memory."""
+        """Block this thread until the work has ended, so that the host may read or overwrite the work's memory."""
         if self.event is not None:
             self.event.synchronize()
 
 
 class SideStream:
-    """A stream of a GPU, beside the stream of its computation."""
+    """A second stream of a GPU, for work that overlaps with the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,7 +37,7 @@ class SideStream:
     def beside(self) -> Iterator[Arrival]:
         """Enqueue the body's work on this stream, after all earlier work of the current stream.
 
-        Yields the end of the body's work, which is known when the context is left.
+        Yields the end of the body's work; it may be waited for once the context is left.
         """
         arrival = Arrival()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
