@@ -33,7 +33,10 @@ ACCOUNTING: Final = "accounting only: on this device host and device are one mem
 
 @dataclass(slots=True, eq=False)
 class Meter:
-    """Counts the engine's bytes, now and at the peak, for each part that :func:`impl.plan.memory.memory` names."""
+    """Counts the bytes that the engine holds, now and at the peak, by the parts of :func:`impl.plan.memory.memory`.
+
+    The keys are these parts' names; a part in host memory has the prefix ``host_``.
+    """
 
     now: dict[str, int] = field(default_factory=dict)
     peak: dict[str, int] = field(default_factory=dict)
@@ -123,7 +126,8 @@ class HostMemory:
     def ahead(self) -> contextlib.AbstractContextManager[Arrival]:
         """Enqueue the body's work on the stream of copies from the host, so that later computation overlaps it.
 
-        The work starts after everything that was enqueued before.  Yields its end.
+        The work starts after everything that was enqueued before.  Yields the :class:`Arrival` that marks the end
+        of the work.
         """
         return contextlib.nullcontext(Arrival()) if self._up is None else self._up.beside()
 
@@ -167,7 +171,7 @@ class Passes:
     in_backward: bool = False  # whether a backward pass is running, or has failed and was not finished
     accumulating: bool = False  # whether backward passes only add to local gradients and reduce nothing
     gathering: set[int] = field(default_factory=set)  # units whose all-gather is under way
-    # units whose weights were used outside of their own module in this forward pass, and stay to its end
+    # units whose weights were used outside of their own module, and stay gathered to the end of the forward pass
     escaped: set[int] = field(default_factory=set)
     # maps the address of a flat buffer to the unit whose weights were last gathered there
     weights_at: dict[int, int] = field(default_factory=dict)
@@ -176,7 +180,7 @@ class Passes:
 
 
 def recomputing() -> bool:
-    """Return whether autograd is running a backward pass, so that a forward call recomputes a block."""
+    """Return whether autograd is running a backward pass, so that a forward call now recomputes a block."""
     return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001  # there is no public function for it
 
 

@@ -90,7 +90,7 @@ class Placeholder(nn.Parameter):
             return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
         leaves, structure = tree_flatten((tuple(args), kwargs))
         together = [leaf for leaf in leaves if isinstance(leaf, Placeholder)]
-        # All keepers are looked up first: the first one may restore other parameters, which then have none.
+        # All keepers are looked up first: the first keeper may restore other parameters, which then have no keeper.
         keepers = [_keepers[leaf] for leaf in together]
         uses = zip(together, keepers, strict=True)
         values = {id(leaf): keeper.use(leaf, together) for leaf, keeper in uses}
