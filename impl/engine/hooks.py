@@ -70,9 +70,8 @@ class Hooks:
         self._units_of: dict[nn.Module, list[Unit]] = {}
         for unit, module in zip(units, modules, strict=True):
             self._units_of.setdefault(module, []).append(unit)
-        self._inputs_left: dict[
-            nn.Module, int
-        ] = {}  # for each module that ran, its inputs without a gradient yet
+        # for each module that ran, how many of its inputs have not got their gradient yet
+        self._inputs_left: dict[nn.Module, int] = {}
         self._follow_order()
         # The units in the order in which they run in the first forward pass; None once that order is known, and
         # below stage 3, where all ranks follow the model's order.
@@ -106,7 +105,7 @@ class Hooks:
         self.saved.calls.append(NOTHING)
         if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001  # there is no public function
             raise ZeroError(
-                f"{type(module).__name__} of a sharded model under a transform of torch.func (vmap, grad), "
+                f"{type(module).__name__} of a sharded model is called under a transform of torch.func (vmap, grad), "
                 "which cannot follow the gathering of weights: use autograd, or the model before shard()"
             )
         units = self._units_of.get(module, ())
@@ -120,14 +119,14 @@ class Hooks:
         changed = None
         if (dtype := self._input_dtype) is not None:
             changed = args, kwargs = cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
-        if (
-            again
-        ):  # activation checkpointing recomputes a block: its weights must be there, and nothing else is due
+        # Activation checkpointing recomputes a block: its weights must be there, and nothing else is due.
+        if again:
             for unit in units:
                 if unit.policy.planes > 1:
                     raise ZeroError(
-                        f"unit {unit.geometry.name!r} runs again in backward, for which planes = 2 gathers the plane "
-                        "of columns, not forward's plane of rows: use planes = 1, or no activation checkpointing"
+                        f"unit {unit.geometry.name!r} runs again in the backward pass, where planes = 2 gathers the "
+                        "plane of columns, but the recomputation needs the plane of rows: use planes = 1, or no "
+                        "activation checkpointing"
                     )
                 unit.all_gather("backward")
             return changed
@@ -145,7 +144,7 @@ class Hooks:
     def _begin_forward(self) -> None:
         """Begin a forward pass of the model: check it, and make its buffers equal on all ranks."""
         passes = self._passes
-        passes.in_forward = False  # it stays so if a check fails
+        passes.in_forward = False  # stays False if a check fails
         training = torch.is_grad_enabled()
         if training and passes.in_backward:
             raise ZeroError(
@@ -192,7 +191,7 @@ class Hooks:
         self._parts = _parts(self._model)
         return True
 
-    # After it has run
+    # After a module has run
 
     def _post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         passes, root = self._passes, module is self._model
@@ -213,9 +212,8 @@ class Hooks:
             self._end_forward(addresses, backward=backward)
         if passes.written:
             self._units[0].refuse_written()
-        if (
-            torch.is_grad_enabled() and module in self._units_of
-        ):  # gather the units again when backward gets here
+        # The units are gathered again when the backward pass reaches the outputs.
+        if torch.is_grad_enabled() and module in self._units_of:
             hook = self._weakly(Hooks.pre_backward, module)
             for tensor in outputs:
                 if tensor.grad_fn is not None:
@@ -224,7 +222,8 @@ class Hooks:
     def _backward_follows(self, outputs: Sequence[Tensor], units: Sequence[Unit]) -> bool:
         """Return whether a backward pass from ``outputs`` may follow.
 
-        It may not if weights of ``units`` that the schedule keeps for it were written, since that is an error.
+        None can follow if no output requires a gradient.  None will if a user has written weights of ``units`` that
+        the schedule keeps for backward, since this forward pass then ends with an error.
         """
         if not torch.is_grad_enabled():
             return False
@@ -293,9 +292,9 @@ class Hooks:
         return hook
 
     def _reshard_after(self, module: nn.Module, inputs: Sequence[Any]) -> None:
-        """Reshard a block once the gradients of its ``inputs`` have arrived.
+        """Register hooks that reshard a block once the gradients of its ``inputs`` have arrived.
 
-        This matters for a block with parameters that are frozen or unused: their gradients never arrive.
+        A block with frozen or unused parameters needs them, since the gradients of these never arrive.
         """
         tensors: list[Tensor] = []
         for value in inputs:
@@ -412,10 +411,10 @@ class Hooks:
     # Other ways to run
 
     def run(self, module: nn.Module, entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``entry`` as a forward pass of ``module``, the model or a block, and return its output.
+        """Call ``entry`` as a forward pass of ``module``, and return its output.
 
         Raises:
-            ZeroError: if ``module`` is neither.
+            ZeroError: if ``module`` is neither the model nor one of its blocks.
         """
         if module is not self._model and module not in self._units_of:
             raise ZeroError(
@@ -454,8 +453,9 @@ class Hooks:
         """Raise a ZeroError for ``call`` inside a forward or backward pass."""
         if self._passes.running or recomputing():
             raise ZeroError(
-                f"{call} inside a forward or backward pass, which gathers the weights that it uses: leave it out, "
-                "or move it after the pass (if a pass was interrupted: call drop_gradients())"
+                f"{call} inside a forward or backward pass is refused, since the pass itself gathers the weights that "
+                "it uses: leave this call out, or move it after the pass (if a pass was interrupted: call "
+                "drop_gradients())"
             )
 
 

@@ -136,9 +136,8 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
     A tied parameter may be given under any one of its names.
     """
     held, given = dict(model.state_dict(keep_vars=True)), dict(state)
-    name_of = {
-        id(tensor): name for name, tensor in held.items() if name in given
-    }  # a name under which it is given
+    # for each parameter and buffer, a name under which it is given
+    name_of = {id(tensor): name for name, tensor in held.items() if name in given}
     given = {name: given[name_of[id(t)]] for name, t in held.items() if id(t) in name_of} | given
     if odd := sorted(held.keys() ^ given.keys()):
         raise ZeroError(
