@@ -135,8 +135,8 @@ def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
 def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
     """Return ``frames`` as elements (..., S) if one cast by torch can encode or decode them; otherwise None.
 
-    ``x`` is the tensor that is encoded, or that is decoded to.  A cast suffices if the frames have no padding and
-    are aligned to their elements, and if the codec's type differs from that of ``x``.
+    ``x`` (..., S) is what is encoded, or where the decoded elements go.  A cast suffices if the frames have no
+    padding and are aligned to their elements, and if the codec's type differs from that of ``x``.
     """
     kind = DTYPES[codec.dtype]
     size, shape = kind.itemsize, x.shape

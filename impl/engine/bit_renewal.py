@@ -37,7 +37,7 @@ class _Choice:
 
 
 class Renewal(Observer):
-    """Measures candidates, and chooses the codecs of one engine's units on one rank.
+    """Measures candidate codecs, and chooses the codecs of one engine's units on one rank.
 
     Raises:
         PolicyError: if the policy's own codecs exceed its budget.
@@ -58,7 +58,7 @@ class Renewal(Observer):
         self._observe()
 
     def _observe(self) -> None:
-        """Begin to observe gradients if a choice follows this step; else stop."""
+        """Observe gradients from here on if a choice follows this step; otherwise stop observing them."""
         due = self._clock.step % self._every == 0
         if due or self._measuring:
             self.forget()

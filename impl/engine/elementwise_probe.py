@@ -106,11 +106,11 @@ def _why_not(optimizer: Optimizer, *, closure: bool, every: bool) -> str | None:
                 if drew():
                     return (
                         "is not elementwise: it draws random numbers, and draws other numbers for shards than for "
-                        f"the whole{_way_out(optimizer)}"
+                        f"whole tensors{_way_out(optimizer)}"
                     )
                 return (
-                    "is not elementwise: its steps on two pieces of a tensor differ from those on the whole, "
-                    f"as with a norm or a mean over it, {wrong}"
+                    "is not elementwise: its steps on two pieces of a tensor differ from those on the whole tensor, "
+                    f"as if it used a norm or a mean of the tensor, {wrong}"
                 )
             for twin in shaped:
                 if not _same(whole, twin.weights(), way):
@@ -148,7 +148,7 @@ def _alike(options: Tensor, others: Tensor) -> bool:
 
 
 def bare_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """Return a class's ``step`` without torch's wrappers, which call hooks and import the compiler."""
+    """Return an optimizer class's ``step`` without torch's wrappers, which call hooks and import the compiler."""
     step: Any = kind.step
     while hasattr(step, "__wrapped__") and step.__globals__["__name__"] == Optimizer.__module__:
         step = step.__wrapped__
@@ -158,7 +158,8 @@ def bare_step(kind: type[Optimizer]) -> Callable[..., Any]:
 class _Task(NamedTuple):
     """The problem on which optimizers are tried: first weights (N,), and gradients for ``STEPS`` steps.
 
-    The gradient of a step is its row of ``slopes``; with a closure it is ``slope + bowl * weight``.
+    The gradient of a step is its row of ``slopes``.  If a step is called with a closure, ``bowl`` times the weights
+    is added.
     """
 
     start: Tensor  # (N,) first weights of many sizes; every eighth is 0, where the smallest change shows
@@ -181,9 +182,9 @@ class _Task(NamedTuple):
 
 
 class _Twin:
-    """A copy of an optimizer that steps probes in place of its tensors.
+    """A copy of an optimizer, which steps probes in place of the optimizer's tensors.
 
-    A probe has the elements of the task from ``first`` on, in the shape ``shape``.
+    A probe is a parameter with the elements of the task from ``first`` on, in the shape ``shape``.
     """
 
     def __init__(
@@ -241,7 +242,7 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
     tensors: dict[int, nn.Parameter] = {}  # probes by id of the tensor that they replace
 
     def cut(tensor: Tensor) -> Tensor:
-        """Return the state of a probe for the state of a tensor: its values, repeated and cut."""
+        """Return a probe's state, made from ``tensor``, the state of one of the optimizer's tensors."""
         values = tensor.detach().flatten()[:NUMEL]
         if not values.numel():
             return torch.zeros(start.shape, dtype=tensor.dtype, device=tensor.device)

@@ -205,7 +205,7 @@ class Zero:
     def _together(
         self, call: str, optimizers: Sequence[torch.optim.Optimizer], *, max_norm: float | None
     ) -> list[Zero]:
-        """Return the engines whose masters the optimizers hold, which ``call`` treats as one model.
+        """Return the engines whose masters the optimizers hold; ``call`` treats their models as one model.
 
         Raises:
             ZeroError: if this engine is not one of them, or if they cannot be treated as one model.
@@ -220,8 +220,9 @@ class Zero:
             mine, other = self.wire.mesh.global_ranks, engine.wire.mesh.global_ranks
             if mine != other:
                 raise ZeroError(
-                    f"{call} got optimizers that hold masters of a model on global {ranks_in_words(mine)} and of "
-                    f"one on global {ranks_in_words(other)}: give each model an optimizer of its own"
+                    f"{call} got optimizers that hold masters of models on different ranks, global "
+                    f"{ranks_in_words(mine)} and global {ranks_in_words(other)}: give each model an optimizer of "
+                    "its own"
                 )
             if (self.policy.loss_scale, self.scaler.scale) != (engine.policy.loss_scale, engine.scaler.scale):
                 raise ZeroError(
@@ -308,7 +309,7 @@ class Zero:
         self._forget_measured()
 
     def _forget_measured(self) -> None:
-        """Drop the errors that were measured for a budget, since their gradients are not used."""
+        """Drop the codec errors that were measured for the bit budget, since their gradients are not used."""
         if self.renewal is not None:
             self.renewal.forget()
 
@@ -385,7 +386,7 @@ class Zero:
         expected = 0 if self.renewal is None else self.renewal.state().numel()
         if numel != expected:
             raise ZeroError(
-                f"state of a budget has {numel} numbers, expected {expected}: load a state that was saved with "
+                f"state of the bit budget has {numel} numbers, expected {expected}: load a state that was saved with "
                 "the same policy"
             )
         self.clock.step, self.clock.micro_batch = int(state["step"]), int(state["micro_batch"])

@@ -43,8 +43,8 @@ class Hooks:
 
     Args:
         model: the sharded model.
-        units: its units: the root's first, then the blocks' in model order.
-        modules: for each unit, the module whose passes it follows.
+        units: the model's units: the root's first, then the blocks' in model order.
+        modules: for each unit, the module for whose passes the unit is gathered.
         context: what the units share.
         reductions: the queue of the units' gradient reductions.
         casts_inputs: whether floating-point inputs of the hooked modules are cast to the compute type.
@@ -100,7 +100,7 @@ class Hooks:
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         passes, again = self._passes, torch._C._current_graph_task_id() != -1  # noqa: SLF001  # recomputing()
         first = not passes.running and not again
-        # Before any check: the hook after the module always runs, and decrements the count.
+        # This comes before any check, since the hook after the module always runs, and decrements the count.
         passes.running += 1
         self.saved.calls.append(NOTHING)
         if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001  # there is no public function
@@ -239,7 +239,7 @@ class Hooks:
         return True
 
     def _end_forward(self, outputs: Collection[int], *, backward: bool) -> None:
-        """End a forward pass of the model: take over the order of units, and reshard those still gathered.
+        """End a forward pass of the model: take over the order in which units ran, and reshard those still gathered.
 
         Units are still gathered here if they were gathered ahead and not used, or used outside their modules.
         """
@@ -256,9 +256,9 @@ class Hooks:
         passes.escaped.clear()
 
     def _gather_unused(self) -> None:
-        """Below stage 3, gather the units that this rank's pass did not use, since other ranks may use them.
+        """Below stage 3, gather the units that this rank's pass did not use.
 
-        All ranks must take part in every gather there.
+        Other ranks may use these units, and all ranks must take part in every gather.
         """
         if self._passes.schedule.in_model_order and self._passes.in_forward:
             for unit in self._units[-1:]:  # starting the last gather starts those of all units before it
@@ -294,15 +294,16 @@ class Hooks:
     def _reshard_after(self, module: nn.Module, inputs: Sequence[Any]) -> None:
         """Register hooks that reshard a block once the gradients of its ``inputs`` have arrived.
 
-        A block with frozen or unused parameters needs them, since the gradients of these never arrive.
+        A block with frozen or unused parameters needs these hooks, since the gradients of such parameters never
+        arrive.
         """
         tensors: list[Tensor] = []
         for value in inputs:
             tensors += (value,) if isinstance(value, Tensor) else tensors_in(value)
         # No hooks on leaves: a leaf outlives the pass, and so would its hook.
         tensors = [tensor for tensor in tensors if tensor.grad_fn is not None]
-        # If no input needs a gradient, autograd never calls the hook.  Count one input that never arrives, so that
-        # the gradients of other calls of the module do not reshard it before this call's backward.
+        # If no input needs a gradient, autograd never calls the hook.  One input is then counted whose gradient never
+        # arrives, so that the gradients of other calls of the module do not reshard it before this call's backward.
         self._inputs_left[module] = self._inputs_left.get(module, 0) + (len(tensors) or 1)
         # torch's register_multi_grad_hook() would keep the graph alive, and through it the engine.
         hook = self._weakly(Hooks.reshard_unused, module)

@@ -105,7 +105,7 @@ class Masters:
 
     @property
     def unused_gradients(self) -> int:
-        """The number of masters with a gradient that no optimizer has stepped yet."""
+        """The number of masters that have a gradient with which no optimizer has stepped them yet."""
         return sum(master.grad is not None and id(master) in self.unused for master in self)
 
 
@@ -144,7 +144,7 @@ class LossScaleError(ArithmeticError):
 # The loss scale of each backward pass, by the number that autograd gives the pass.  When the scaler of one model
 # scales a loss of several models, the scalers of the others find the scale here.
 _scales: dict[int, float] = {}
-_PASSES: Final = 64  # how many passes are remembered: more than threads run at once
+_PASSES: Final = 64  # how many passes are remembered: more than run at once in all threads
 
 
 def _autograd_pass() -> int:

@@ -42,7 +42,7 @@ _WAY_OUT: Final = "or register it with persistent=False, so that each rank has i
 
 
 class ModuleBuffers:
-    """The persistent buffers (running means, counters) of one model on one rank.
+    """Makes the persistent buffers (running means, counters) of one model equal on all ranks.
 
     :meth:`make_equal` gives all ranks the mean of floating-point buffers of 16 to 64 bits, and rank 0's values
     of all others.  (DDP gives all ranks rank 0's values of all buffers.)  ``shard()`` compares the shapes and types

@@ -58,7 +58,7 @@ def register(module: nn.Module, unit: Unit) -> None:
 # What autograd keeps in place of a saved tensor: a function that returns the tensor, and the function's arguments.
 # A forward pass makes one for each tensor that it saves; a dataclass would take five times as long as a tuple.
 Packed = tuple[Any, ...]
-# Packs a tensor that lies in memory known by its address; returns None to save it like any other tensor.
+# A function that packs a tensor in memory with a known address; returns None to save it like any other tensor.
 Special = Callable[[Tensor, Any], Packed | None]
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # a pair of hooks: pack and unpack
 
@@ -215,7 +215,7 @@ class SavedTensors:
             self.leave()
 
     def spare(self, memories: Collection[int]) -> None:
-        """Replace constants that lie in memory at these addresses by copies, before that memory is written.
+        """Replace constants that lie in memory at the addresses ``memories`` by copies, before that memory is written.
 
         Autograd's graphs then keep the values that their forward pass used.
         """
@@ -241,7 +241,7 @@ class SavedTensors:
                 constant.packed = unpack, copy, copy._version  # noqa: SLF001
 
     def _pack(self, tensor: Tensor) -> Packed:
-        """Return what autograd keeps in place of a saved tensor: the hook for packing."""
+        """Return what autograd keeps in place of ``tensor``; autograd calls this for each tensor that it saves."""
         if type(tensor) is Placeholder:  # an autograd.Function saved its argument without computing with it
             tensor = values_of(tensor)
         place = self._places.get(memory_of(tensor))

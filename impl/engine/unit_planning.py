@@ -55,7 +55,7 @@ def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
 
 
 def _contained(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of the outermost containers in ``module`` that have parameters and can be called."""
+    """Yield those children of the outermost containers in ``module`` that have parameters and can be called."""
     contains = isinstance(module, nn.ModuleList | nn.Sequential)
     for child in module.children():
         if contains and not isinstance(child, nn.ModuleList | nn.ModuleDict) and _has_parameters(child):

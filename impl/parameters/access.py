@@ -33,7 +33,7 @@ Which = str | nn.Parameter
 
 
 class _Values(ABC):
-    """The values of one parameter; subclasses say where this rank's part is read and written."""
+    """Reads and writes the values of one parameter; subclasses say where this rank's part is."""
 
     # whether the values are an optimizer's state with a single number instead of one for each element
     _is_number = False
@@ -99,7 +99,7 @@ class _Values(ABC):
             )
         if value.is_complex() or value.is_meta:
             kind = "complex" if value.is_complex() else "on the meta device"
-            raise ZeroError(f"value for {self._slot.spec.name!r} is {kind}: give real values")
+            raise ZeroError(f"value for {self._slot.spec.name!r} is {kind}: pass a real tensor with values")
         return value.detach().to(self._unit.wire.mesh.device, torch.float32)
 
 

@@ -200,7 +200,7 @@ class _Place(abc.ABC):
     def received(self, source: int) -> Tensor:
         """Receive this rank's part (n,) fp32 of the values that rank ``source`` has written.
 
-        Elements that are equal in the parameter's type keep their old fp32 values.
+        Elements whose new value equals the old value in the parameter's type keep their old fp32 value.
         """
         mesh, before = self.wire.mesh, self.before()
         parts = [part_of(self.shown, self._geometry, self._slot, rank) for rank in range(mesh.topology.world)]

@@ -103,7 +103,7 @@ class Init:
         if not self.enabled:
             return self
         if active() is not None:
-            raise ZeroError("Init inside Init, but only one can lay the model out: leave one of them out")
+            raise ZeroError("Init inside Init: only one Init can lay the model out, so leave one of them out")
         with contextlib.ExitStack() as stack:
             if self._seed is not None:
                 devices = [self._device] if self._device.type == "cuda" else []
@@ -258,8 +258,8 @@ def _initialise(
 ) -> None:
     """Give the module's parameters and buffers that are on the meta device memory and values.
 
-    They stay the same objects.  To find elements that the initialisation left out, all bits are set to ones before
-    it.  This is a NaN that no arithmetic produces, or the integer -1.
+    The parameters and buffers stay the same objects.  To find elements that the initialisation leaves out, all bits
+    are set to ones before.  An element with these bits is a NaN that no arithmetic produces, or the integer -1.
 
     Args:
         module: the module.
@@ -330,7 +330,8 @@ def _watching() -> Iterator[None]:
     """Context in which the constructors of all module classes are wrapped."""
     with _lock:
         if not _inside:
-            # First for new classes: another thread may define one while the existing classes are walked.
+            # Classes that are yet to be defined come first: another thread may define one while the existing classes
+            # are walked.
             nn.Module.__init_subclass__ = classmethod(_watch_new)  # type: ignore[assignment,arg-type]
             for kind in type.__subclasses__(nn.Module):
                 _watch(kind)

@@ -59,7 +59,8 @@ class Reserve:
         self._dtype, self._device, self._meter, self._part = dtype, device, meter, part
         self._free: dict[int, list[Tensor]] = {}  # free buffers by their number of elements
         self._held = self._used = 0  # elements of all buffers, and of those in use
-        # The most elements in use at once: the limit for all buffers, and the peak since the last trim().
+        # ``_most`` is the limit for the elements of all buffers, from the last pass; ``_lately`` is the most elements
+        # that were in use at once since the last trim().
         self._most = self._lately = 0
 
     def take(self, numel: int) -> Tensor:
@@ -139,7 +140,8 @@ class HostMemory:
     def stage(self, numel: int) -> Tensor:
         """Return (numel,) fp32 on the device, to be filled for the next :meth:`download`.
 
-        Rows are used in turn.  Before a row is written, the current stream waits for the last copy out of it.
+        The rows of the staging memory are used in turn.  Before a row is written, the current stream waits for the
+        last copy out of this row.
         """
         if self._staging is None or self._staging.shape[1] < numel:
             if self._staging is not None:

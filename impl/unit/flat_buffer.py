@@ -205,7 +205,7 @@ class Taken:
 def check_hooks(name: str, parameter: nn.Parameter, *, allowed: int = 0) -> None:
     """Raise a ZeroError if a parameter has gradient hooks of a user.
 
-    ``allowed`` is the number of the engine's own hooks on the parameter.  No values are needed.
+    ``allowed`` is the number of the engine's own hooks on the parameter, which needs no values here.
     """
     after = parameter._post_accumulate_grad_hooks or ()  # noqa: SLF001  # there is no public name
     hooks = parameter._backward_hooks or (after if len(after) > allowed else ())  # noqa: SLF001

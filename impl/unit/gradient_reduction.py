@@ -6,7 +6,7 @@ S = P / 4 elements.  A frame, which is one encoded shard, has F bytes.
 
 1. *Autograd accumulates a parameter's gradient.*  A hook in :mod:`impl.engine.hooks` calls
    :meth:`GradientReduction.collect`, which moves the gradient to its place in one flat buffer (P,) in the
-   compute type.  If the codec of hop 1 sends the elements as they are, this buffer is the message of hop 1
+   compute type.  If the codec of hop 1 sends the elements as they are, this buffer can be the message of hop 1
    itself.  Passes that accumulate without reducing add into an fp32 buffer instead.
 2. *The unit's last gradient makes the reduction ready.*  It starts when its turn comes in the
    :class:`~impl.plan.reduction_queue.ReductionQueue`, whose order is the same on all ranks.
@@ -51,7 +51,7 @@ from impl.unit.master_shard import MasterShard
 
 
 class GradientReduction:
-    """Collects the gradients of one unit on one rank, and reduces them when the ``queue`` starts it.
+    """Collects the gradients of one unit on one rank, and reduces them when the ``queue`` says so.
 
     ``collective`` is the object that reduces, hop by hop.  The queue drives this class through the methods of
     :class:`~impl.plan.reduction_queue.Reducing`.
@@ -74,7 +74,7 @@ class GradientReduction:
         self.missing = set[int]()
         self.local: Tensor | None = None  # (P,) the local gradients, while any wait to be reduced
         self._buffer: Tensor | None = None  # the memory of ``local``, if it comes from the reserve
-        self._opened: Exchange | None = None  # the exchange whose message is ``local``, if it is one
+        self._opened: Exchange | None = None  # the exchange whose message is ``local``, if there is one
         self._written: set[int] = set()  # members that have a gradient in ``local``
         self._arrival: Arrival | None = None  # on a GPU, the end of the hops after the first
         self._errors: Errors | None = None  # the gradient codecs' carried errors, from the first reduction on
@@ -130,8 +130,8 @@ class GradientReduction:
     def collect_outside(self, number: int) -> None:
         """Take the gradient that an ``autograd.Function`` brought to the placeholder of member ``number``.
 
-        The member stays missing, since its parameter may still get a gradient.  If it gets none, the end of the
-        pass starts the reduction.
+        The member still counts as missing, since its parameter may get a gradient, too.  If the parameter gets none,
+        the end of the pass starts the reduction.
         """
         self._begin()
         self._add(number, self._members[number].placeholder)
@@ -287,7 +287,7 @@ class GradientReduction:
         self.progress = Progress.REDUCED
 
     def _take(self, mean: Tensor) -> None:
-        """Hand the mean (S,) to the master shard, with zeros in padding, and show it to the observer."""
+        """Hand the mean (S,) to the master shard, with zeros in padding, and show it to the wire's observer, if any."""
         for start, end in self._pads:
             mean[start:end] = 0
         if self._wire.observer is not None:
@@ -299,7 +299,7 @@ class GradientReduction:
     def drop(self) -> None:
         """Forget carried errors, and gradients that were collected but not reduced."""
         if self._opened is not None and self.progress is not Progress.FAILED:
-            # The exchange is in the log already, so the other ranks wait for its message.
+            # The exchange is in the log of collectives already, so the other ranks wait for its message.
             self._opened.post()
             self._opened.wait()
             self._opened.close()

@@ -78,7 +78,7 @@ class MasterShard:
         self.encode_as(policy.weights)
         self.changes = 0  # changes of the weights that were reported to the engine
         self._encoded: Tensor | None = None  # (F,) on the host: the frame of an offloaded master
-        self._sent: Tensor | None = None  # (F,) its copy on the device, unless frames are offloaded too
+        self._sent: Tensor | None = None  # (F,) the frame on the device, unless frames are offloaded too
         # For each of these two frames, the master's version and the step of the random bits that it was made from.
         self._encoded_of: tuple[Version, int] | None = None
         self._sent_of: tuple[Version, int] | None = None
@@ -113,7 +113,7 @@ class MasterShard:
 
     @property
     def version(self) -> Version:
-        """The version of the weights, which changes with each reported change and each write torch counts."""
+        """The version of the weights, which changes with each reported change and each write that torch counts."""
         return self.changes, self.held._version  # noqa: SLF001  # the public name warns
 
     @property
@@ -277,7 +277,7 @@ class MasterShard:
     def _kept_frame(self) -> Tensor:
         """Return the frame (F,) uint8 of an offloaded master, on the host.
 
-        It is encoded anew only if the master has changed, or the random bits of a stochastic codec have.
+        The frame is encoded anew only if the master has changed, or the random bits of a stochastic codec.
         """
         varies = self._codec.stochastic and self._geometry.trainable
         now = (self.version, self._clock.step if varies else 0)
@@ -406,7 +406,7 @@ class MasterShard:
 
 
 def _storage_of(tensor: Tensor) -> int:
-    """Return a number that identifies a tensor's storage; an address would be 0 for all empty ones."""
+    """Return a number that identifies a tensor's storage; an address would be 0 for all empty storages."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
 
 

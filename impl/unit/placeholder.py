@@ -119,7 +119,7 @@ def release(parameter: nn.Parameter, keeper: Keeper) -> None:
     """Take the values of ``parameter`` away and make it a placeholder: from here on, uses ask ``keeper``."""
     shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-        # One NaN, expanded to the shape: code that reads past the keeper sees NaN, and torch refuses writes.
+        # One NaN, expanded to the shape: code that does not ask the keeper reads NaN, and torch refuses writes.
         parameter.data = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
     keep(parameter, keeper)
 

@@ -2,7 +2,7 @@
 
 [Note: lifetime of the secondary]
 The frames (node, F) that arrive from the hops between nodes are this rank's secondary copy of the weights.
-They are kept as they arrived, or decoded and cast to 16 bits (paper section 3.2).  They are CURRENT until the
+They are kept as they arrived, or in another codec, such as bf16 (paper section 3.2).  They are CURRENT until the
 weights change: by an optimizer step, by a load, or by a user's write to masters or under GatheredParameters.
 :meth:`SecondaryShard.holds` detects a change by comparing versions.  After a change the frames are STALE and
 never used as weights again.  This file alone decides whether frames are current.  DeepSpeed decides it in many
@@ -56,7 +56,7 @@ class SecondaryShard:
         self._policy, self.codec = context.policy, context.policy.copy_codec
         self._unit, self._numel, self._offloaded = geometry.name, geometry.shard, offloaded
         self._host, self._meter = context.host, context.meter
-        self.copies, self._index = 1, 0  # number of shards that it holds, and the index of this rank's own
+        self.copies, self._index = 1, 0  # how many shards it holds, and which of them is this rank's own
         for axis in axes:
             self._index += axis.digit(context.wire.mesh.rank) * self.copies
             self.copies *= axis.size

@@ -253,7 +253,7 @@ class Unit:
     def end_use_outside(self, outputs: Collection[int]) -> None:
         """Reshard the weights that :meth:`gather_outside` gathered, unless they are still needed.
 
-        ``outputs`` are the addresses of the memory of what the module that used the weights has returned.
+        ``outputs`` are addresses: the module that used the weights has returned tensors in memory there.
         """
         self._passes.escaped.discard(self.index)
         if not self.used_after(outputs, backward=torch.is_grad_enabled()):
@@ -283,7 +283,7 @@ class Unit:
             self.state = State.HIDDEN
 
     def written(self) -> Sequence[str]:
-        """Return the names of the parameters that were written while modules held them; empty for placeholders."""
+        """Return the names of the parameters that were written since modules got them; empty if they have none."""
         return self.flat.written()
 
     def weights_changed(self, change: Change = "loaded") -> None:
@@ -358,7 +358,7 @@ class Unit:
     def check_hidden(self, place: str) -> None:
         """Raise a ZeroError if GatheredParameters shows a parameter of this unit.
 
-        ``place`` begins the message: what is done, and "inside" or "under".
+        ``place`` begins the message, such as "a pass inside" or "optimizer.step() under".
         """
         for number in self.flat.shown:
             name = self.geometry.slots[number].spec.name

@@ -10,8 +10,8 @@ A frame is one encoded shard, codes and scales, and has F bytes.
 2. *Hop 1 crosses the link between nodes.*  :class:`impl.comm.all_gather.FrameGather` all-gathers along the
    axis ``node``, among the ranks of equal local index: (node, F) = (2, F) uint8.
 3. *The secondary shard is kept.*  The received frames are hpZ's secondary shard (section 3.2).
-   :mod:`impl.unit.secondary_shard` keeps a copy of them, cast to 16 bits if the policy says so.  The frames
-   are also, unchanged, the message of hop 2.
+   :mod:`impl.unit.secondary_shard` keeps a copy of them, in another codec such as bf16 if the policy says so.
+   The frames are also, unchanged, the message of hop 2, unless the policy sends the copy there.
 4. *Hop 2 stays inside the node*, along the axis ``local``: (local, node, F) = (2, 2, F) uint8.  Every rank now
    has every frame, including its own, and all ranks decode the same bytes, so their weights are bit-equal.
 5. *The frames are decoded* into the flat buffer (P,) of :mod:`impl.unit.flat_buffer`, viewed as
@@ -83,8 +83,8 @@ class WeightGather:
         plain = are_elements(policy.weights, DTYPES[policy.compute], shard) and not between
         sending = [axis for axis in self.axes if axis.size > 1]
         self._alone = plain and not sending
-        # Messages may arrive in the flat buffer, unless the wire keeps a reference to its memory afterwards: the
-        # flat buffer would take the reference for a view of autograd's.
+        # Messages may arrive in the flat buffer, unless the wire keeps a reference to its memory afterwards, which
+        # FlatBuffer would take for a view that autograd holds.
         in_place = plain and len(sending) == 1 and wire.lets_go(sending[0])
         frames = _Frames(self, policy.weights, in_place=in_place)
         self._weights: _Frames | _Between = frames
