@@ -222,8 +222,8 @@ class Hooks:
     def _backward_follows(self, outputs: Sequence[Tensor], units: Sequence[Unit]) -> bool:
         """Return whether a backward pass from ``outputs`` may follow.
 
-        None can follow if no output requires a gradient.  None will if a user has written weights of ``units`` that
-        the schedule keeps for backward, since this forward pass then ends with an error.
+        Without gradients no backward pass can follow.  None follows either if a user has written weights of ``units``
+        that the schedule keeps for backward, since the forward pass then ends with an error.
         """
         if not torch.is_grad_enabled():
             return False

@@ -105,7 +105,7 @@ class Masters:
 
     @property
     def unused_gradients(self) -> int:
-        """The number of masters that have a gradient with which no optimizer has stepped them yet."""
+        """The number of masters whose gradient no optimizer has used for a step yet."""
         return sum(master.grad is not None and id(master) in self.unused for master in self)
 
 

@@ -82,7 +82,7 @@ class SecondaryShard:
     def distrust(self) -> None:
         """Have the next gather send the weights themselves, because copies may differ between ranks.
 
-        This is so after a gather that may have been interrupted on some ranks only.
+        Copies may differ after a gather that was interrupted on some ranks only.
         """
         self.begun = None
 

@@ -283,7 +283,10 @@ class Unit:
             self.state = State.HIDDEN
 
     def written(self) -> Sequence[str]:
-        """Return the names of the parameters that were written since modules got them; empty if they have none."""
+        """Return the names of the parameters that were written since modules have held them.
+
+        Empty while modules hold placeholders.
+        """
         return self.flat.written()
 
     def weights_changed(self, change: Change = "loaded") -> None:
