@@ -17,9 +17,10 @@ def raised(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def raising(kind: type[Exception], prefix: str) -> Iterator[None]:
-    """Turn any exception of the body, ``SystemExit`` included, into a ``kind`` whose message is one line.
+    """Turn any exception of the body, ``SystemExit`` included, into one of type ``kind`` with a one-line message.
 
-    The message is ``prefix``, then the exception as :func:`raised` writes it.  ``KeyboardInterrupt`` passes.
+    The message is ``prefix``, then the exception as :func:`raised` writes it.  ``KeyboardInterrupt`` is raised
+    unchanged.
     """
     try:
         yield
@@ -30,15 +31,16 @@ def raising(kind: type[Exception], prefix: str) -> Iterator[None]:
 
 
 class ZeroError(RuntimeError):
-    """The engine is used in a way that it cannot carry out, or that would train another model.
+    """The engine was asked for something that it does not support, or that would make training wrong.
 
     The message names the cause and what to do instead.
     """
 
 
 class WrittenError(ZeroError):
-    """Parameters were written during a forward or backward pass, when only the masters count.
+    """Parameters were written during a forward or backward pass.
 
+    Such a write would be lost: the optimizer steps the masters, and the next gather overwrites the parameters.
     ``names`` are the parameters' names, in the order in which the writes were found, each once.
     """
 
@@ -47,6 +49,6 @@ class WrittenError(ZeroError):
         rest = len(self.names) - _MOST_NAMED
         shown = ", ".join(map(repr, self.names[:_MOST_NAMED])) + (f" and {rest} more" if rest > 0 else "")
         super().__init__(
-            f"parameters were written in place or through .data during a pass, which reaches no master: {shown}; "
-            "write parameters between passes, under GatheredParameters"
+            "parameters were written in place or through .data during a pass, and the masters did not get their "
+            f"new values: {shown}; write parameters between passes, under GatheredParameters"
         )

@@ -41,7 +41,10 @@ def allowed() -> bool:
 
 @contextlib.contextmanager
 def forbidden() -> Iterator[None]:
-    """Import no module of a user's in the body; :func:`import_object` raises, and ``sys.path`` stays as it is."""
+    """Context in which users' modules are not imported: :func:`import_object` raises an error instead.
+
+    :func:`see` does nothing there, so ``sys.path`` stays as it is.
+    """
     global _allowed  # noqa: PLW0603  # state of the process, like sys.path
     before, _allowed = _allowed, False
     try:
@@ -52,7 +55,7 @@ def forbidden() -> Iterator[None]:
 
 def see(folder: Path) -> None:
     """Add a folder to ``sys.path``, so that its modules can be imported; does nothing inside :func:`forbidden`."""
-    if not _allowed:  # else a module there could pass for a library that is not installed
+    if not _allowed:  # otherwise a module in the folder could be imported in place of a missing library
         return
     absolute = folder.resolve()
     if absolute not in _seen:
@@ -62,19 +65,19 @@ def see(folder: Path) -> None:
 
 
 def import_object(text: str, *, ours: bool = False) -> Any:
-    """Import and return the object that ``text``, ``module:object``, names.
+    """Import and return the object that ``text`` names.
 
     Args:
-        text: The name.
-        ours: Whether it names an object of this project, which may be imported inside :func:`forbidden`, too.
+        text: The name, in the form ``module:object``.
+        ours: Whether the object belongs to this project, so that it may be imported inside :func:`forbidden`.
 
     Raises:
-        NamedObjectError: if the import of the module raises, if the module has no such object, if the
-            import finds a module of the same name elsewhere, which hides the one in the user's folder, or
-            inside :func:`forbidden`.
+        NamedObjectError: if the import of the module raises; if the module has no such object; if a module of
+            the same name elsewhere hides the module in the user's folder; inside :func:`forbidden`, unless
+            ``ours``.
     """
     if not (ours or _allowed):
-        raise NamedObjectError(f"{text}: this command imports no module of a suite's; zeropp run does")
+        raise NamedObjectError(f"{text}: this command imports no module that a suite names; use zeropp run")
     name, _, path = text.partition(":")
     see(Path.cwd())
     with raising(NamedObjectError, f"{text}: cannot import {name!r}:"):

@@ -2,8 +2,8 @@
 
 There are three backends, and all of them give the same bits.  Tensors on a CPU are encoded by C++ kernels,
 which are compiled on first use; tensors on a GPU by CUDA kernels, which CuPy compiles.  Where the compiler or
-CuPy is missing, the ``reference`` (:mod:`impl.codecs.reference`), written in plain torch, takes their place:
-:func:`backend_of` returns the name of the backend in use, and :func:`warning_of` the reason for a reference.
+CuPy is missing, the ``reference`` (:mod:`impl.codecs.reference`), written in plain torch, takes their place.
+:func:`backend_of` returns the name of the backend in use.  If it is the reference, :func:`warning_of` returns why.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def check_devices(device: torch.device, codecs: Iterable[Codec]) -> None:
     for codec in codecs:
         target = codec.definition.device if isinstance(codec, OwnCodec) else "any"
         if target != "any" and torch.device(target).type != device.type:
-            raise ValueError(f"{codec} is for {target}, and the tensors are on {device}")
+            raise ValueError(
+                f"{codec} supports only {target}, but the tensors are on {device}: use another codec, or run on "
+                f"{target}"
+            )
 
 
 def backend_of(device: torch.device) -> str:
@@ -130,10 +133,10 @@ def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
 
 
 def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
-    """Return ``frames`` as elements (..., S), if one cast by torch does the work of a raw codec; else None.
+    """Return ``frames`` as elements (..., S) if one cast by torch can encode or decode them; otherwise None.
 
-    ``x`` is the tensor of elements on the other side of the cast.  The frames must have no padding and be
-    aligned to their elements, and their type must differ from that of ``x``.
+    ``x`` (..., S) is what is encoded, or where the decoded elements go.  A cast suffices if the frames have no
+    padding and are aligned to their elements, and if the codec's type differs from that of ``x``.
     """
     kind = DTYPES[codec.dtype]
     size, shape = kind.itemsize, x.shape

@@ -1,4 +1,4 @@
-"""Offers a quantised all-gather and reduce-scatter as plain functions, for code without our engine.
+"""Offers a quantised all-gather and reduce-scatter as plain functions, for code that does not use the engine.
 
 They can be called from FSDP, from a DDP communication hook, or from a script::
 
@@ -65,7 +65,7 @@ def quantized_all_gather(
 
     Raises:
         ValueError: if ``x`` is sparse, a tensor subclass, of another type or on another device; if ``codec``
-            is no codec's text, or stochastic without a ``key``; if ``out`` does not fit.
+            names no codec, or is stochastic and there is no ``key``; if ``out`` does not fit.
     """
     mesh = Mesh.of(mesh)
     flat, numel, world = _flat(x, mesh), x.numel(), mesh.topology.world
@@ -155,10 +155,11 @@ def quantized_reduce_scatter(
         x: (world * n, ...) fp32, bf16 or fp16 on the mesh's device, in any layout.  No gradient flows back
             to it.
         codecs: the codec of the hop inside nodes and the codec of the hop between nodes.  A single codec
-            serves both hops, or the only one.
+            serves both hops, or the only hop.
         mesh: the ranks that take part.
         reduce: ``two_hop``, ``one_hop`` or ``ring``, as in :class:`~impl.plan.policy.Policy`.
-        chunks: the number of pieces of which one is sent between nodes while the next is sent inside them.
+        chunks: the number of pieces into which each rank's part is cut.  While one piece is sent between nodes,
+            the next piece is sent inside them.
         wire: the wire that sends the messages; a new one by default.
         key: the seed of stochastic codecs' random bits.  Change its step from call to call.
 

@@ -1,6 +1,7 @@
-"""Reads files that somebody else may have written: regular files only, up to a size.  No torch.
+"""Reads files that somebody else may have written: regular files only, and only up to a maximum size.
 
-A FIFO, a device or a socket under the name of a record would block its reader for ever, or fill the memory.
+If a record's path led to a FIFO, a device or a socket, reading it would block for ever, or fill the memory.  This
+file imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
-MOST: Final = 64 << 20  # bytes of a file
+MOST: Final = 64 << 20  # the default maximum of a file's size, in bytes
 
 
 def status(path: Path) -> os.stat_result:
@@ -35,7 +36,7 @@ def read_bytes(path: Path, most: int = MOST) -> bytes:
     """Return the content of a regular file of at most ``most`` bytes; never waits for a writer.
 
     Raises:
-        OSError: If there is no such file, it is no regular file, it is larger, or it cannot be read.
+        OSError: If there is no such file, if it is not a regular file, is larger, or cannot be read.
     """
     status(path)  # before the file is opened, because opening some devices has effects
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # noqa: PTH123

@@ -2,8 +2,8 @@
 
 In the passes of the step before a choice, every candidate codec also encodes the gradients that the hop between
 nodes encodes, and the squared errors are added up.  After the optimizer's step, every candidate encodes the
-masters in the same way.  One exchange then adds the sums of all ranks in rank order, so that all ranks choose
-from the same bits.  :mod:`impl.plan.bit_budget` chooses.
+masters in the same way.  One exchange then gives every rank the sums of all ranks, which each rank adds in rank
+order, so that all ranks choose by the same numbers.  :mod:`impl.plan.bit_budget` chooses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Choice:
 
 
 class Renewal(Observer):
-    """Measures candidates, and chooses the codecs of one engine's units on one rank.
+    """Measures candidate codecs, and chooses the codecs of one engine's units on one rank.
 
     Raises:
         PolicyError: if the policy's own codecs exceed its budget.
@@ -58,7 +58,7 @@ class Renewal(Observer):
         self._observe()
 
     def _observe(self) -> None:
-        """Begin to observe gradients if a choice follows this step; else stop."""
+        """Observe gradients from here on if a choice follows this step; otherwise stop observing them."""
         due = self._clock.step % self._every == 0
         if due or self._measuring:
             self.forget()
@@ -94,7 +94,7 @@ class Renewal(Observer):
                     key = self._clock.weights(name)
                     row.copy_(squares_of(choice.share.codecs, unit.master_shard.master, key, first))
         total = torch.zeros(self._squares.shape, dtype=torch.float64)
-        with self._wire.calling("optimizer.step()"):  # each number is SQUARES_BYTES
+        with self._wire.calling("optimizer.step()"):  # each number has traffic.SQUARES_BYTES bytes
             squares = self._wire.all_gather_small(self._squares).cpu()
         for row in squares:  # in rank order, so that all ranks round the sums alike
             total += row
@@ -134,10 +134,10 @@ class Renewal(Observer):
 
 
 def squares_of(codecs: Sequence[Codec], values: Tensor, key: Key, start: int = 0) -> Tensor:
-    """Measure codecs on ``values`` (..., S).
+    """Measure the squared errors with which ``codecs`` encode ``values`` (..., S).
 
     Returns (1 + codecs,) fp64: the sum of squared values, then the sum of squared errors of each codec.  The
-    ``key`` and ``start``, the number of the first element, give the random bits of stochastic codecs.
+    random bits of stochastic codecs depend on ``key`` and on ``start``, the number of the first element.
     """
     x = values.detach().float().contiguous()
     exact, numel = x.double(), x.shape[-1]

@@ -31,10 +31,11 @@ CUT: Final = 5117  # the element at which the tensor is cut, which is no multipl
 SHAPES: Final = ((96, 128), (3, 4, 32, 32))  # further shapes of the whole tensor
 STEPS: Final = 8
 KEPT: Final = 2  # how many tensors of each group are stepped
-_SIZES: Final = (1e-3, 1.0, 100.0)  # sizes of gradients in successive steps, to meet clipping of any size
+# Factors of the gradients in successive steps, small and large, so that clipping shows whatever its threshold.
+_SIZES: Final = (1e-3, 1.0, 100.0)
 _RATE: Final = 0.01  # replaces a learning rate of zero
-# Tolerance, as a part of the distance that an element has moved: vectorised loops round their last elements
-# differently.
+# Tolerance, as a fraction of the distance that an element has moved.  It is above 0 because vectorised loops round
+# their last elements differently.
 _SLACK: Final = 1e-4
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -105,11 +106,11 @@ def _why_not(optimizer: Optimizer, *, closure: bool, every: bool) -> str | None:
                 if drew():
                     return (
                         "is not elementwise: it draws random numbers, and draws other numbers for shards than for "
-                        f"the whole{_way_out(optimizer)}"
+                        f"whole tensors{_way_out(optimizer)}"
                     )
                 return (
-                    "is not elementwise: its steps on two pieces of a tensor differ from those on the whole, "
-                    f"as with a norm or a mean over it, {wrong}"
+                    "is not elementwise: its steps on two pieces of a tensor differ from those on the whole tensor, "
+                    f"as if it used a norm or a mean of the tensor, {wrong}"
                 )
             for twin in shaped:
                 if not _same(whole, twin.weights(), way):
@@ -131,7 +132,7 @@ def _way_out(optimizer: Optimizer) -> str:
 
 
 def _same(whole: Tensor, other: Tensor, way: Tensor) -> bool:
-    """Return whether weights (K, N) are equal up to rounding.
+    """Return whether the weights ``whole`` and ``other``, (K, N) each, are equal up to rounding.
 
     The tolerance is relative to ``way``, the distance that each element has moved so far.
     """
@@ -141,13 +142,13 @@ def _same(whole: Tensor, other: Tensor, way: Tensor) -> bool:
 
 
 def _alike(options: Tensor, others: Tensor) -> bool:
-    """Return whether the options of two copies are equal up to rounding."""
+    """Return whether the options of two copies of an optimizer are equal up to rounding."""
     close = partial(torch.allclose, rtol=_SLACK, atol=0.0, equal_nan=True)
     return options.shape == others.shape and close(options, others)
 
 
 def bare_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """Return a class's ``step`` without torch's wrappers, which call hooks and import the compiler."""
+    """Return an optimizer class's ``step`` without torch's wrappers, which call hooks and import the compiler."""
     step: Any = kind.step
     while hasattr(step, "__wrapped__") and step.__globals__["__name__"] == Optimizer.__module__:
         step = step.__wrapped__
@@ -155,13 +156,14 @@ def bare_step(kind: type[Optimizer]) -> Callable[..., Any]:
 
 
 class _Task(NamedTuple):
-    """The training problem of each tensor: first weights (N,), and gradients in each of ``STEPS`` steps.
+    """The problem on which optimizers are tried: first weights (N,), and gradients for ``STEPS`` steps.
 
-    A step's gradient is its slope; in a step with a closure it is ``slope + bowl * weight``.
+    The gradient of a step is its row of ``slopes``.  If a step is called with a closure, ``bowl`` times the weights
+    is added.
     """
 
     start: Tensor  # (N,) first weights of many sizes; every eighth is 0, where the smallest change shows
-    slopes: Tensor  # (STEPS, N) with a mean over steps that is not 0, as in training
+    slopes: Tensor  # (STEPS, N), whose mean over steps is not 0, as in training
     bowl: Tensor  # (N,) curvatures
 
     @classmethod
@@ -180,9 +182,9 @@ class _Task(NamedTuple):
 
 
 class _Twin:
-    """A copy of an optimizer that steps probes in place of its tensors.
+    """A copy of an optimizer, which steps probes in place of the optimizer's tensors.
 
-    A probe has the elements of the task from ``first`` on, in the shape ``shape``.
+    A probe is a parameter with the elements of the task from ``first`` on, in the shape ``shape``.
     """
 
     def __init__(
@@ -198,7 +200,7 @@ class _Twin:
         return torch.stack([probe.detach().flatten().float().cpu() for probe in self._probes])
 
     def options(self) -> Tensor:
-        """Return the options that are numbers, (M,): some optimizers keep there what they adapt."""
+        """Return the options that are numbers, (M,): some optimizers store values there that they adapt."""
         groups = self._optimizer.param_groups
         numbers = [value for group in groups for value in group.values() if isinstance(value, int | float)]
         return torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -229,8 +231,8 @@ class _Twin:
 def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> tuple[Any, list[nn.Parameter]]:
     """Copy an optimizer so that it steps probes with the values ``start`` in place of its tensors.
 
-    The copy has the same options, attributes and states.  A state with the shape of one of the tensors is
-    repeated to the size of the whole tensor, of which the copy gets the elements ``part``.
+    The copy has the same options, attributes and states.  A state with the shape of one of the tensors is repeated
+    to ``NUMEL`` elements, and the copy gets the elements ``part`` of these.
 
     Returns the copy and its probes.
     """
@@ -240,7 +242,7 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
     tensors: dict[int, nn.Parameter] = {}  # probes by id of the tensor that they replace
 
     def cut(tensor: Tensor) -> Tensor:
-        """Return the state of a probe for the state of a tensor: its values, repeated and cut."""
+        """Return a probe's state, made from ``tensor``, the state of one of the optimizer's tensors."""
         values = tensor.detach().flatten()[:NUMEL]
         if not values.numel():
             return torch.zeros(start.shape, dtype=tensor.dtype, device=tensor.device)

@@ -56,8 +56,8 @@ class Zero:
         """Return this rank's fp32 masters as parameter groups for an elementwise ``torch.optim`` optimizer.
 
         Args:
-            options: for the number of each group, as ``group_of`` gave it to :func:`impl.zero.shard`, a table
-                of the group's options, such as ``{0: {"lr": 1e-3}}``.
+            options: maps the number of a group, as the ``group_of`` of :func:`impl.zero.shard` returns it, to
+                the group's options, such as ``{0: {"lr": 1e-3}}``.
 
         Returns:
             One dict for each group of the model: ``params``, which are 1-D fp32 tensors and may have no
@@ -65,7 +65,7 @@ class Zero:
             two dicts, one per device, as torch's fused and foreach kernels need.
 
         Raises:
-            ZeroError: if ``options`` is no such table.
+            ZeroError: if ``options`` is not such a mapping.
         """
         return self.masters.groups(options)
 
@@ -90,8 +90,9 @@ class Zero:
             raise ZeroError(f"accumulate(on={on!r}): expected True or False")
         if on and self.policy.reduces_each_micro_batch:
             raise ZeroError(
-                f"accumulating() has no effect at stage {self.policy.stage}, which reduces each micro-batch into "
-                "shards: set the policy's reduce_every to 'step', which needs memory for a whole local gradient"
+                f"accumulating() has no effect at stage {self.policy.stage}, where the policy reduces the gradients "
+                "of each micro-batch into shards: set its reduce_every to 'step', which needs memory for a whole "
+                "local gradient"
             )
         self._passes.accumulating = on
 
@@ -141,7 +142,7 @@ class Zero:
         self.forget_gathered()
 
     def drop_gradients(self) -> None:
-        """Forget local gradients that have not been reduced: of a failed pass, or of :meth:`accumulating`.
+        """Forget local gradients that have not been reduced, from a failed pass or from :meth:`accumulating`.
 
         The gradient codecs' carried errors are forgotten too, and the next gather sends weights instead of
         differences.  If a pass was interrupted, for example by KeyboardInterrupt, the engine leaves it.
@@ -159,7 +160,8 @@ class Zero:
 
         With a loss scale, call ``backward()`` on what ``scaler.scaled(loss)`` returns.  If the optimizers hold
         masters of several models, these models step together: their mean gradients have one joint norm, and
-        their loss scales must be equal.  The scaler of any of these models may scale a loss of several.
+        their loss scales must be equal.  A loss to which several of them contribute may be scaled by the scaler of
+        any of them.
 
         Args:
             optimizers: the optimizers to step.  With a loss scale, pass all that hold masters with gradients.
@@ -203,7 +205,7 @@ class Zero:
     def _together(
         self, call: str, optimizers: Sequence[torch.optim.Optimizer], *, max_norm: float | None
     ) -> list[Zero]:
-        """Return the engines whose masters the optimizers hold, which ``call`` treats as one model.
+        """Return the engines whose masters the optimizers hold; ``call`` treats their models as one model.
 
         Raises:
             ZeroError: if this engine is not one of them, or if they cannot be treated as one model.
@@ -211,15 +213,16 @@ class Zero:
         together = engines_of(optimizers) or [self]
         if self not in together:
             raise ZeroError(
-                f"{call} got optimizers that hold masters of other models alone: call it on the engine whose "
-                "param_groups() they were made with"
+                f"{call} got optimizers that hold only masters of other models: call it on the engine whose "
+                "param_groups() the optimizers were made with"
             )
         for engine in together:
             mine, other = self.wire.mesh.global_ranks, engine.wire.mesh.global_ranks
             if mine != other:
                 raise ZeroError(
-                    f"{call} got optimizers that hold masters of a model on global {ranks_in_words(mine)} and of "
-                    f"one on global {ranks_in_words(other)}: give each model an optimizer of its own"
+                    f"{call} got optimizers that hold masters of models on different ranks, global "
+                    f"{ranks_in_words(mine)} and global {ranks_in_words(other)}: give each model an optimizer of "
+                    "its own"
                 )
             if (self.policy.loss_scale, self.scaler.scale) != (engine.policy.loss_scale, engine.scaler.scale):
                 raise ZeroError(
@@ -246,9 +249,9 @@ class Zero:
         return together
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Compute the global norm () fp64 of the mean gradient, which may be NaN or infinite.
+        """Compute the global norm () fp64 of the mean gradient; the norm may be NaN or infinite.
 
-        All ranks must call it, and all get the same bits.
+        All ranks must call this, and all get the same bits.
 
         Args:
             norm_type: the p of the p-norm, above 0 and at most 8, or ``inf``.
@@ -276,8 +279,8 @@ class Zero:
         Args:
             max_norm: the largest norm that the gradients may have afterwards.
             norm_type: the p of the p-norm, as for :meth:`grad_norm`.
-            optimizers: if given, the gradients of all models whose masters these optimizers hold are scaled
-                by their joint norm; otherwise this model's alone.
+            optimizers: if given, the gradients of all models whose masters these optimizers hold are scaled by the
+                joint norm of these models; otherwise only this model's gradients are scaled.
 
         Returns:
             () fp64, the norm before scaling.
@@ -306,7 +309,7 @@ class Zero:
         self._forget_measured()
 
     def _forget_measured(self) -> None:
-        """Drop the errors that were measured for a budget, since their gradients are not used."""
+        """Drop the codec errors that were measured for the bit budget, since their gradients are not used."""
         if self.renewal is not None:
             self.renewal.forget()
 
@@ -338,7 +341,7 @@ class Zero:
             unit.weights_changed("unchanged")
 
     def optimizer_stepped(self, held: set[int]) -> None:
-        """Note that an optimizer has stepped; several optimizers after one backward pass are one step.
+        """Note that an optimizer has stepped; steps of several optimizers after one backward pass count as one.
 
         ``held`` are the :func:`id` of the optimizer's tensors.
         """
@@ -383,7 +386,7 @@ class Zero:
         expected = 0 if self.renewal is None else self.renewal.state().numel()
         if numel != expected:
             raise ZeroError(
-                f"state of a budget has {numel} numbers, expected {expected}: load a state that was saved with "
+                f"state of the bit budget has {numel} numbers, expected {expected}: load a state that was saved with "
                 "the same policy"
             )
         self.clock.step, self.clock.micro_batch = int(state["step"]), int(state["micro_batch"])

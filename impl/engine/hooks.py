@@ -43,8 +43,8 @@ class Hooks:
 
     Args:
         model: the sharded model.
-        units: its units: the root's first, then the blocks' in model order.
-        modules: for each unit, the module whose passes it follows.
+        units: the model's units: the root's first, then the blocks' in model order.
+        modules: for each unit, the module for whose passes the unit is gathered.
         context: what the units share.
         reductions: the queue of the units' gradient reductions.
         casts_inputs: whether floating-point inputs of the hooked modules are cast to the compute type.
@@ -70,9 +70,8 @@ class Hooks:
         self._units_of: dict[nn.Module, list[Unit]] = {}
         for unit, module in zip(units, modules, strict=True):
             self._units_of.setdefault(module, []).append(unit)
-        self._inputs_left: dict[
-            nn.Module, int
-        ] = {}  # for each module that ran, its inputs without a gradient yet
+        # for each module that ran, how many of its inputs have not got their gradient yet
+        self._inputs_left: dict[nn.Module, int] = {}
         self._follow_order()
         # The units in the order in which they run in the first forward pass; None once that order is known, and
         # below stage 3, where all ranks follow the model's order.
@@ -101,12 +100,12 @@ class Hooks:
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         passes, again = self._passes, torch._C._current_graph_task_id() != -1  # noqa: SLF001  # recomputing()
         first = not passes.running and not again
-        # Before any check: the hook after the module always runs, and decrements the count.
+        # This comes before any check, since the hook after the module always runs, and decrements the count.
         passes.running += 1
         self.saved.calls.append(NOTHING)
         if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001  # there is no public function
             raise ZeroError(
-                f"{type(module).__name__} of a sharded model under a transform of torch.func (vmap, grad), "
+                f"{type(module).__name__} of a sharded model is called under a transform of torch.func (vmap, grad), "
                 "which cannot follow the gathering of weights: use autograd, or the model before shard()"
             )
         units = self._units_of.get(module, ())
@@ -120,14 +119,14 @@ class Hooks:
         changed = None
         if (dtype := self._input_dtype) is not None:
             changed = args, kwargs = cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
-        if (
-            again
-        ):  # activation checkpointing recomputes a block: its weights must be there, and nothing else is due
+        # Activation checkpointing recomputes a block: its weights must be there, and nothing else is due.
+        if again:
             for unit in units:
                 if unit.policy.planes > 1:
                     raise ZeroError(
-                        f"unit {unit.geometry.name!r} runs again in backward, for which planes = 2 gathers the plane "
-                        "of columns, not forward's plane of rows: use planes = 1, or no activation checkpointing"
+                        f"unit {unit.geometry.name!r} runs again in the backward pass, where planes = 2 gathers the "
+                        "plane of columns, but the recomputation needs the plane of rows: use planes = 1, or no "
+                        "activation checkpointing"
                     )
                 unit.all_gather("backward")
             return changed
@@ -145,7 +144,7 @@ class Hooks:
     def _begin_forward(self) -> None:
         """Begin a forward pass of the model: check it, and make its buffers equal on all ranks."""
         passes = self._passes
-        passes.in_forward = False  # it stays so if a check fails
+        passes.in_forward = False  # stays False if a check fails
         training = torch.is_grad_enabled()
         if training and passes.in_backward:
             raise ZeroError(
@@ -192,7 +191,7 @@ class Hooks:
         self._parts = _parts(self._model)
         return True
 
-    # After it has run
+    # After a module has run
 
     def _post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         passes, root = self._passes, module is self._model
@@ -213,9 +212,8 @@ class Hooks:
             self._end_forward(addresses, backward=backward)
         if passes.written:
             self._units[0].refuse_written()
-        if (
-            torch.is_grad_enabled() and module in self._units_of
-        ):  # gather the units again when backward gets here
+        # The units are gathered again when the backward pass reaches the outputs.
+        if torch.is_grad_enabled() and module in self._units_of:
             hook = self._weakly(Hooks.pre_backward, module)
             for tensor in outputs:
                 if tensor.grad_fn is not None:
@@ -224,7 +222,8 @@ class Hooks:
     def _backward_follows(self, outputs: Sequence[Tensor], units: Sequence[Unit]) -> bool:
         """Return whether a backward pass from ``outputs`` may follow.
 
-        It may not if weights of ``units`` that the schedule keeps for it were written, since that is an error.
+        Without gradients no backward pass can follow.  None follows either if a user has written weights of ``units``
+        that the schedule keeps for backward, since the forward pass then ends with an error.
         """
         if not torch.is_grad_enabled():
             return False
@@ -240,7 +239,7 @@ class Hooks:
         return True
 
     def _end_forward(self, outputs: Collection[int], *, backward: bool) -> None:
-        """End a forward pass of the model: take over the order of units, and reshard those still gathered.
+        """End a forward pass of the model: take over the order in which units ran, and reshard those still gathered.
 
         Units are still gathered here if they were gathered ahead and not used, or used outside their modules.
         """
@@ -257,9 +256,9 @@ class Hooks:
         passes.escaped.clear()
 
     def _gather_unused(self) -> None:
-        """Below stage 3, gather the units that this rank's pass did not use, since other ranks may use them.
+        """Below stage 3, gather the units that this rank's pass did not use.
 
-        All ranks must take part in every gather there.
+        Other ranks may use these units, and all ranks must take part in every gather.
         """
         if self._passes.schedule.in_model_order and self._passes.in_forward:
             for unit in self._units[-1:]:  # starting the last gather starts those of all units before it
@@ -293,17 +292,18 @@ class Hooks:
         return hook
 
     def _reshard_after(self, module: nn.Module, inputs: Sequence[Any]) -> None:
-        """Reshard a block once the gradients of its ``inputs`` have arrived.
+        """Register hooks that reshard a block once the gradients of its ``inputs`` have arrived.
 
-        This matters for a block with parameters that are frozen or unused: their gradients never arrive.
+        A block with frozen or unused parameters needs these hooks, since the gradients of such parameters never
+        arrive.
         """
         tensors: list[Tensor] = []
         for value in inputs:
             tensors += (value,) if isinstance(value, Tensor) else tensors_in(value)
         # No hooks on leaves: a leaf outlives the pass, and so would its hook.
         tensors = [tensor for tensor in tensors if tensor.grad_fn is not None]
-        # If no input needs a gradient, autograd never calls the hook.  Count one input that never arrives, so that
-        # the gradients of other calls of the module do not reshard it before this call's backward.
+        # If no input needs a gradient, autograd never calls the hook.  One input is then counted whose gradient never
+        # arrives, so that the gradients of other calls of the module do not reshard it before this call's backward.
         self._inputs_left[module] = self._inputs_left.get(module, 0) + (len(tensors) or 1)
         # torch's register_multi_grad_hook() would keep the graph alive, and through it the engine.
         hook = self._weakly(Hooks.reshard_unused, module)
@@ -412,10 +412,10 @@ class Hooks:
     # Other ways to run
 
     def run(self, module: nn.Module, entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``entry`` as a forward pass of ``module``, the model or a block, and return its output.
+        """Call ``entry`` as a forward pass of ``module``, and return its output.
 
         Raises:
-            ZeroError: if ``module`` is neither.
+            ZeroError: if ``module`` is neither the model nor one of its blocks.
         """
         if module is not self._model and module not in self._units_of:
             raise ZeroError(
@@ -454,8 +454,9 @@ class Hooks:
         """Raise a ZeroError for ``call`` inside a forward or backward pass."""
         if self._passes.running or recomputing():
             raise ZeroError(
-                f"{call} inside a forward or backward pass, which gathers the weights that it uses: leave it out, "
-                "or move it after the pass (if a pass was interrupted: call drop_gradients())"
+                f"{call} inside a forward or backward pass is refused, since the pass itself gathers the weights that "
+                "it uses: leave this call out, or move it after the pass (if a pass was interrupted: call "
+                "drop_gradients())"
             )
 
 

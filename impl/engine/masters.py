@@ -1,8 +1,8 @@
 """Hands this rank's masters to optimizers, computes the norm of their gradients, and keeps fp16's loss scale.
 
 With a loss scale, the scale is removed from the mean gradients in the fp32 shards.  A step whose gradients
-overflow is skipped on all ranks.  Ranks detect an overflow by the global norm of the gradients: whatever codec
-sent them, it is infinite or NaN then, and it has the same bits on all ranks.
+overflow is skipped on all ranks.  Ranks detect an overflow by the global norm of the gradients: after an overflow
+the norm is infinite or NaN, whichever codec sent the gradients, and it has the same bits on all ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from impl.plan.policy import LARGEST_SCALE, LossScale
 from impl.unit.unit import Unit
 
 LARGEST_POWER: Final = 8  # the largest p of a p-norm: fp32 gradients to this power stay within fp64
-_LEAST: Final = (
-    1e-6  # added to a norm before dividing by it, since it may be 0; torch's clipping does the same
-)
+# Added to a norm before dividing by it, since the norm may be 0; torch's clipping does the same.
+_LEAST: Final = 1e-6
 
 
 class Masters:
@@ -32,9 +31,8 @@ class Masters:
         self._units = units
         self._all = [master for unit in units for _, master in unit.master_shard.masters]
         self.numbers = frozenset(map(id, self._all))
-        self.unused: set[int] = (
-            set()
-        )  # numbers of masters that no optimizer has stepped since a backward pass
+        # numbers of the masters that no optimizer has stepped since the last backward pass
+        self.unused: set[int] = set()
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._all)
@@ -60,9 +58,8 @@ class Masters:
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all gradients by ``factor``, in place."""
-        factors: dict[
-            torch.device, float | Tensor
-        ] = {}  # so that a tensor is copied to each device only once
+        # The factor on each device, so that a tensor is copied to each device only once.
+        factors: dict[torch.device, float | Tensor] = {}
         for gradient in (master.grad for master in self if master.grad is not None):
             device = gradient.device
             if device not in factors:
@@ -91,7 +88,7 @@ class Masters:
         for part in sums.values():
             total = add(total, part.to(total.device))
         norm = torch.zeros_like(total)
-        for part in wire.all_gather_small(total.view(1)).view(-1):  # NORM_BYTES from each rank
+        for part in wire.all_gather_small(total.view(1)).view(-1):  # traffic.NORM_BYTES bytes from each rank
             norm = add(norm, part)
         if largest:
             return norm
@@ -108,12 +105,12 @@ class Masters:
 
     @property
     def unused_gradients(self) -> int:
-        """The number of masters with a gradient that no optimizer has stepped yet."""
+        """The number of masters whose gradient no optimizer has used for a step yet."""
         return sum(master.grad is not None and id(master) in self.unused for master in self)
 
 
 def joint_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Combine the norms of several models' gradients into their joint norm () fp64, on the first one's device."""
+    """Combine the norms of several models' gradients into their joint norm () fp64, on the first norm's device."""
     first, *others = norms
     if not others:
         return first
@@ -147,7 +144,7 @@ class LossScaleError(ArithmeticError):
 # The loss scale of each backward pass, by the number that autograd gives the pass.  When the scaler of one model
 # scales a loss of several models, the scalers of the others find the scale here.
 _scales: dict[int, float] = {}
-_PASSES: Final = 64  # how many passes are remembered: more than threads run at once
+_PASSES: Final = 64  # how many passes are remembered: more than run at once in all threads
 
 
 def _autograd_pass() -> int:
@@ -164,7 +161,7 @@ class LossScaler:
         self.skipped = 0  # how many steps were skipped because of an overflow
         self._since = 0  # steps since the scale last changed
         self._reached = False  # whether the running backward pass began at a loss that scaled() returned
-        self._unscaled = 0  # backward passes since the last step whose loss was not scaled
+        self._unscaled = 0  # how many backward passes since the last step had a loss that was not scaled
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the scaled loss, on which to call ``backward()``."""
@@ -234,7 +231,10 @@ class LossScaler:
             self.scale, self._since = min(self.scale * 2.0, LARGEST_SCALE), 0
 
     def follow(self, other: LossScaler, *, skipped: bool) -> None:
-        """Take over the scale of ``other``, which has stepped, or ``skipped`` a step, for both models."""
+        """Take over the scale of ``other``, the scaler of a model that was stepped together with this one.
+
+        ``skipped`` says whether that step was skipped.
+        """
         if other is not self:
             self.scale, self._since = other.scale, other._since
             self.skipped += skipped

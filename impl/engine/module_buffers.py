@@ -42,19 +42,19 @@ _WAY_OUT: Final = "or register it with persistent=False, so that each rank has i
 
 
 class ModuleBuffers:
-    """The persistent buffers (running means, counters) of one model on one rank.
+    """Makes the persistent buffers (running means, counters) of one model equal on all ranks.
 
     :meth:`make_equal` gives all ranks the mean of floating-point buffers of 16 to 64 bits, and rank 0's values
-    of all others.  (DDP takes rank 0's values of all.)  ``shard()`` compares shapes and types between ranks;
-    they are compared again when they change on a rank.
+    of all others.  (DDP gives all ranks rank 0's values of all buffers.)  ``shard()`` compares the shapes and types
+    of buffers between ranks; they are compared again when they change on a rank.
     """
 
     def __init__(self, model: nn.Module, wire: Wire, saved: SavedTensors) -> None:
         self._model, self._wire, self._saved = model, wire, saved
         self._agree_on(persistent(model))
         self.differ = True  # whether buffers may differ between ranks; at first this is unknown
-        # Whether the model may have persistent buffers: it has names of some, with or without values, or modules
-        # were added after shard().
+        # Whether the model may have persistent buffers: a module has registered one, with or without a value, or
+        # modules or buffers were added after shard().
         self.possible = any(
             part._buffers.keys() - part._non_persistent_buffers_set  # noqa: SLF001
             for part in model.modules()
@@ -105,7 +105,7 @@ class ModuleBuffers:
         self.differ = False
         sizes = [buffer.nbytes for buffer in buffers.values()]
         parts = dict(zip(buffers, torch.split(rows[:, :-1], sizes, dim=1), strict=True))  # (ranks, bytes)
-        # All answers are copied to the host at once, since the host waits for each copy.
+        # The results for all buffers are copied to the host at once, since the host waits for each copy.
         differ = torch.stack([(part != part[:1]).any() for part in parts.values()]).tolist()
         names = [name for name, differs in zip(parts, differ, strict=True) if differs]
         if not names:
@@ -155,7 +155,7 @@ class ModuleBuffers:
         check(buffers)
 
     def _replace(self, buffer: Tensor, values: Tensor) -> None:
-        """Put a new buffer with ``values`` in place of ``buffer``, a result of a pass that cannot be written."""
+        """Put a new buffer with ``values`` in place of ``buffer``, which a pass computed and cannot be written to."""
         with torch.inference_mode(mode=False), torch.no_grad():
             new = torch.empty_like(buffer, requires_grad=False).copy_(values)
         for part in self._model.modules():
@@ -198,7 +198,7 @@ def _words(shape: torch.Size, dtype: torch.dtype, layout: torch.layout, kind: ty
 
 
 def check(buffers: Mapping[str, Tensor]) -> None:
-    """Raise a ZeroError for a buffer that is sparse, quantised, a wrapper class or on the meta device.
+    """Raise a ZeroError for a buffer that is sparse, quantised, of a wrapper class or on the meta device.
 
     Only a buffer with its values in memory of its own can be made equal on all ranks.
     """

@@ -51,7 +51,11 @@ class Narrowing:
         self._lost: dict[str, _Lost] = {}
 
     def cast(self, name: str, values: Tensor) -> Tensor:
-        """Cast ``values`` (fp32) and count what is lost under ``name``; a name that comes again replaces it."""
+        """Cast ``values`` (fp32), and count under ``name`` what is lost.
+
+        A tied parameter, which is cast once for each of its names in a state dict, is counted once if ``name`` is the
+        same each time.
+        """
         cast = values.to(self.dtype)
         back, finite = cast.to(values.dtype), values.isfinite()
         overflowed = finite & ~back.isfinite()
@@ -68,7 +72,7 @@ class Narrowing:
         return cast
 
     def overflow(self) -> str | None:
-        """Return a sentence that names the tensors with finite values beyond the type's largest; else None."""
+        """Return a sentence that names the tensors with finite values beyond the type's largest; None without any."""
         parts = [
             f"{lost.name!r} ({lost.overflowed:,} of {lost.numel:,}, largest {lost.largest:g})"
             for lost in self._lost.values()

@@ -40,7 +40,7 @@ _engines: weakref.WeakValueDictionary[int, Any] = (
     weakref.WeakValueDictionary()
 )  # engines in order of creation
 _numbers = itertools.count()
-# The optimizers that were found elementwise, with the switches among their options at that time.
+# The optimizers that were found elementwise, with the values that their boolean and text options had then.
 _tried: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 # Reentrant, because a garbage collection may end an engine and call _release() while this thread holds the lock.
 _lock = threading.RLock()
@@ -70,7 +70,7 @@ def engines_of(optimizers: Iterable[Optimizer]) -> list[Any]:
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ZeroError(
-                f"step() got a {type(optimizer).__name__}, whose tensors are not known: pass a "
+                f"got a {type(optimizer).__name__} in place of an optimizer, and its tensors are not known: pass a "
                 "torch.optim.Optimizer, such as the optimizer that it wraps"
             )
     held = {id(tensor) for o in optimizers for group in o.param_groups for tensor in group["params"]}
@@ -116,8 +116,8 @@ def _watch() -> None:
 def _release() -> None:
     """If no engine is left, remove hooks and guards, so that torch is as it was before the first engine.
 
-    A guard whose place other code has taken since is left alone, since that code may call it.  It passes all
-    calls on to torch.
+    If other code has put a function of its own in a guard's place since, that function stays, because it may call
+    the guard.  Without engines, a guard passes all calls on to torch.
     """
     with _lock:
         if engines() or _stepping():

@@ -12,7 +12,7 @@ are the engine's, which hide the user's.  The engine's hooks therefore pass ever
 to the user's hooks.  Weights are not passed on, since ``save_on_cpu()`` would keep a copy of the whole model.  If
 the user has no hooks, the engine's hooks check that saved tensors are not changed in place, because torch makes
 this check only without hooks.  Hooks that the user enters inside of a block's forward pass are called instead of
-the engine's, for weights too; the unit's memory is then kept as long as they hold views of it.
+the engine's, for weights too; the unit's memory is then kept as long as those hooks hold views of it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def register(module: nn.Module, unit: Unit) -> None:
 # What autograd keeps in place of a saved tensor: a function that returns the tensor, and the function's arguments.
 # A forward pass makes one for each tensor that it saves; a dataclass would take five times as long as a tuple.
 Packed = tuple[Any, ...]
-# Packs a tensor that lies in memory known by its address; returns None to save it like any other tensor.
+# A function that packs a tensor in memory with a known address; returns None to save it like any other tensor.
 Special = Callable[[Tensor, Any], Packed | None]
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # a pair of hooks: pack and unpack
 
@@ -74,7 +74,7 @@ def weights_in(units: Sequence[Unit]) -> Special:
         if not unit.gathered or unit.flat.address != memory_of(tensor):
             return None
         if tensor.dtype != unit.flat.dtype or tensor.is_conj() or tensor.is_neg():
-            # A view as complex numbers, or one that is negated when it is read: as_strided() cannot restore it.
+            # as_strided() cannot restore a view in another type, or a view that is conjugated or negated when read.
             return _as_it_was, tensor.detach().clone(), 0
         view = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         return _gathered_again, unit, view, unit.master_shard.version
@@ -166,15 +166,15 @@ class SavedTensors:
     def take_over(self, *, needed: bool = True) -> None:
         """Put the engine's hooks on top of torch's stack of saved-tensor hooks, for the innermost call.
 
-        Nothing is done if they are called already, or in a region of ``torch.utils.checkpoint``.  The hooks of
-        such a region keep no tensors: they count all tensors that are saved, weights included, to find them
+        Nothing is done if the engine's hooks are called already, or in a region of ``torch.utils.checkpoint``.  The
+        hooks of such a region keep no tensors: they count all tensors that are saved, weights included, to find them
         again when the region is recomputed.
 
         Args:
-            needed: whether to raise an error where saved-tensor hooks are disabled, or do nothing.
+            needed: whether it is an error if saved-tensor hooks are disabled; otherwise nothing is done then.
 
         Raises:
-            ZeroError: if saved-tensor hooks are disabled and ``needed``.
+            ZeroError: if saved-tensor hooks are disabled and ``needed`` is True.
         """
         # The result is None if there are no hooks, although torch does not declare this.
         top: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
@@ -194,7 +194,7 @@ class SavedTensors:
     def _hears(self, top: _Hooks | None) -> bool:
         """Return whether tensors reach these hooks, given the hooks on ``top`` of torch's stack.
 
-        They do if these hooks are on top, or if only hooks of other engines hide them, since those pass tensors on.
+        They do if these hooks are on top, or if only the hooks of other engines are above, since these pass tensors on.
         """
         while top is not None:
             owner = getattr(top[0], "__self__", None)
@@ -215,7 +215,7 @@ class SavedTensors:
             self.leave()
 
     def spare(self, memories: Collection[int]) -> None:
-        """Replace constants that lie in memory at these addresses by copies, before that memory is written.
+        """Replace constants that lie in memory at the addresses ``memories`` by copies, before that memory is written.
 
         Autograd's graphs then keep the values that their forward pass used.
         """
@@ -241,7 +241,7 @@ class SavedTensors:
                 constant.packed = unpack, copy, copy._version  # noqa: SLF001
 
     def _pack(self, tensor: Tensor) -> Packed:
-        """Return what autograd keeps in place of a saved tensor: the hook for packing."""
+        """Return what autograd keeps in place of ``tensor``; autograd calls this for each tensor that it saves."""
         if type(tensor) is Placeholder:  # an autograd.Function saved its argument without computing with it
             tensor = values_of(tensor)
         place = self._places.get(memory_of(tensor))

@@ -68,7 +68,7 @@ def check_value(name: str, held: Tensor, value: object) -> None:
     if not isinstance(value, Tensor):
         raise ZeroError(f"state {name!r} is a {type(value).__name__}, expected a tensor")
     if value.shape != held.shape:
-        raise ZeroError(f"state {name!r} is {tuple(value.shape)}, expected {tuple(held.shape)}")
+        raise ZeroError(f"state {name!r} has shape {tuple(value.shape)}, expected {tuple(held.shape)}")
     if value.is_complex() and not held.is_complex():
         raise ZeroError(f"state {name!r} is {value.dtype}, but the model's tensor is real: load value.real")
     odd = {
@@ -89,7 +89,7 @@ def check_value(name: str, held: Tensor, value: object) -> None:
             if (overflow := narrowing.overflow()) is not None:
                 raise ZeroError(f"state: {overflow}")
         return
-    # A parameter in one byte an element is quantised, and its scales are not in this tensor.
+    # A parameter with one byte for each element is quantised, and its scales are not in this tensor.
     codes = isinstance(held, nn.Parameter) and value.itemsize == 1
     if codes or not (dtype.is_complex or _same(value.to(dtype).to(value.dtype), value)):
         kind, wanted = (str(kind).removeprefix("torch.") for kind in (value.dtype, dtype))
@@ -136,9 +136,8 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
     A tied parameter may be given under any one of its names.
     """
     held, given = dict(model.state_dict(keep_vars=True)), dict(state)
-    name_of = {
-        id(tensor): name for name, tensor in held.items() if name in given
-    }  # a name under which it is given
+    # for each parameter and buffer, a name under which it is given
+    name_of = {id(tensor): name for name, tensor in held.items() if name in given}
     given = {name: given[name_of[id(t)]] for name, t in held.items() if id(t) in name_of} | given
     if odd := sorted(held.keys() ^ given.keys()):
         raise ZeroError(

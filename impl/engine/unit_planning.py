@@ -42,7 +42,8 @@ def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
         model: the model.
         most: the largest number of elements in a block; 0 for no limit.  A larger block is replaced by its
             children, and these by theirs, until each has at most ``most`` elements or no children.  If the
-            parameters outside of all blocks have more elements, they are divided in the same way.
+            parameters outside of all blocks have more than ``most`` elements together, the largest modules that
+            contain no block become blocks, too, and are divided in the same way.
     """
     blocks = list(dict.fromkeys(_contained(model)))
     if not most:
@@ -54,7 +55,7 @@ def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
 
 
 def _contained(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of the outermost containers in ``module`` that have parameters and can be called."""
+    """Yield those children of the outermost containers in ``module`` that have parameters and can be called."""
     contains = isinstance(module, nn.ModuleList | nn.Sequential)
     for child in module.children():
         if contains and not isinstance(child, nn.ModuleList | nn.ModuleDict) and _has_parameters(child):
@@ -86,7 +87,10 @@ def _cut(module: nn.Module, most: int) -> list[nn.Module]:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children with parameters that can be called; of a list or dict of modules, its elements."""
+    """Yield the children that have parameters; in place of a ModuleList or ModuleDict, yield its elements.
+
+    A ModuleList or ModuleDict cannot be called, so it has no forward pass at which it could be gathered.
+    """
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _called(child)
@@ -109,8 +113,8 @@ def drafts_of(
     """Assign every parameter to exactly one draft of a unit.
 
     A parameter that several blocks share, or that is outside of all blocks, belongs to the root's unit.
-    Parameters smaller than the policy's ``persist_below`` form a unit of their own, of up to ``persist_most``
-    elements.  Frozen parameters form a unit apart from the trained parameters of the same block.
+    Parameters with fewer elements than the policy's ``persist_below`` together form a persistent unit, up to
+    ``persist_most`` elements.  The frozen parameters of a block form a unit apart from its trained parameters.
 
     Raises:
         ZeroError: for a block that is no submodule, overlaps another, or has a reserved name; for a parameter

@@ -6,12 +6,14 @@
     Weights(zero, model.head.weight).local()     # (n,) the elements in this rank's shard
 
 The parameter is given as its module holds it, or by its name in the unsharded model.  *Full* values have the
-parameter's shape; all ranks must call the methods for full values, and must set equal ones.  *Local* values are the
-elements in this rank's shard, 1-D and in order; there may be none.  Values are returned as fp32 copies, on the
-engine's device for full values.
+parameter's shape; all ranks must call the methods for full values, and must set equal values.  *Local* values are
+the elements in this rank's shard, 1-D and in order; there may be none.
 
-All raise a :class:`~impl.errors.ZeroError` for anything but a parameter of the model, for values of another shape,
-and inside a forward or backward pass.
+Values are returned as copies.  Full values are fp32, on the engine's device.  Local values are on the device that
+holds this rank's shard; they are fp32, except for optimizer state, which keeps its type.
+
+All three classes raise a :class:`~impl.errors.ZeroError` for anything but a parameter of the model, for values of
+another shape, and inside a forward or backward pass.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ Which = str | nn.Parameter
 
 
 class _Values(ABC):
-    """The values of one parameter; subclasses say where this rank's part is read and written."""
+    """Reads and writes the values of one parameter; subclasses say where this rank's part is."""
 
-    _is_number = False  # whether an optimizer's state is a single number, and not one for each element
+    # whether the values are an optimizer's state with a single number instead of one for each element
+    _is_number = False
 
     def __init__(self, zero: Zero, which: Which) -> None:
         zero.hooks.check_idle("access to a parameter's values")
@@ -74,7 +77,7 @@ class _Values(ABC):
         return self._whole.gather_member(self._number, part.float())
 
     def local(self) -> Tensor | None:
-        """Return the local values (n,); None and () have the meaning that they have in :meth:`full`."""
+        """Return the local values (n,); None and a tensor () mean the same as in :meth:`full`."""
         return None if (part := self._get()) is None else part.clone()
 
     def set_full(self, value: Tensor) -> None:
@@ -91,10 +94,12 @@ class _Values(ABC):
         """Return ``value`` in fp32; raises a ZeroError unless it has ``shape``, or () for a single number."""
         shape = () if self._is_number else shape
         if tuple(value.shape) != shape:
-            raise ZeroError(f"value for {self._slot.spec.name!r} is {tuple(value.shape)}, expected {shape}")
+            raise ZeroError(
+                f"value for {self._slot.spec.name!r} has shape {tuple(value.shape)}, expected {shape}"
+            )
         if value.is_complex() or value.is_meta:
             kind = "complex" if value.is_complex() else "on the meta device"
-            raise ZeroError(f"value for {self._slot.spec.name!r} is {kind}: give real values")
+            raise ZeroError(f"value for {self._slot.spec.name!r} is {kind}: pass a real tensor with values")
         return value.detach().to(self._unit.wire.mesh.device, torch.float32)
 
 
@@ -139,9 +144,8 @@ class OptimizerState(_Values):
         super().__init__(zero, which)
         name, group = self._slot.spec.name, self._slot.spec.group
         spans = self._unit.geometry.spans(self._unit.wire.mesh.rank)
-        masters = zip(
-            spans, self._unit.master_shard.masters, strict=False
-        )  # a frozen unit has spans, but no masters
+        # a frozen unit has spans, but no masters
+        masters = zip(spans, self._unit.master_shard.masters, strict=False)
         spans_of_group = ((first, master) for (span, first, _), (_, master) in masters if span == group)
         if (pair := next(spans_of_group, None)) is None:
             raise ZeroError(f"parameter {name!r} is frozen: no optimizer holds it")

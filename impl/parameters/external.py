@@ -1,8 +1,8 @@
 """Handles external parameters, which a module uses although another module holds them.
 
-Most need no call: a parameter that is used in a pass while its unit is sharded is gathered then, and stays to the
-end of the forward pass.  If a parameter is registered, its unit is gathered before the module that uses it runs, and
-resharded right afterwards.
+Most external parameters need no call: if a parameter is used in a pass while its unit is sharded, the unit is
+gathered then, and stays gathered to the end of the forward pass.  If a parameter is registered, its unit is gathered
+before the module that uses the parameter runs, and resharded right afterwards.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         name: the name of the method.
 
     Raises:
-        ZeroError: if the module has no such method, or is not sharded.  If it is only a part of a block, the
-            first call of the method raises it.
+        ZeroError: if the module has no such method, or is not sharded.  If the module is only a part of a block,
+            the first call of the method raises the error.
     """
     entry = getattr(module, name, None)
     if not callable(entry):

@@ -94,7 +94,8 @@ class GatheredParameters:
                 if address := memory_of(place.shown):
                     self._places[address] = place
             self._saved.calls.append(NOTHING)
-            self._saved.take_over(needed=False)  # only for an error that explains more than torch's
+            # The hooks only replace an error of torch's by an error that explains more.
+            self._saved.take_over(needed=False)
         except BaseException:
             self._leave()
             raise
@@ -127,7 +128,7 @@ class GatheredParameters:
             raise ZeroError(refusal + wire.mesh.counting)
 
     def _leave(self, parts: Sequence[Tensor | None] = ()) -> None:
-        """Leave all places, with ``parts`` as this rank's new values, or with the old values where there is none."""
+        """Leave all places with ``parts`` as this rank's new values; where a part is None, the old values stay."""
         self._saved.leave()
         self._places.clear()
         for place, part in itertools.zip_longest(self._open, parts):
@@ -173,7 +174,7 @@ class _Place(abc.ABC):
 
     @abc.abstractmethod
     def leave(self, part: Tensor | None) -> None:
-        """Stop showing the values; ``part`` (n,) fp32 are this rank's new values, None keeps the old values."""
+        """Stop showing the values; ``part`` (n,) fp32 has this rank's new values, or is None to keep the old values."""
 
     def pack(self, tensor: Tensor) -> Packed:
         """Return what autograd keeps in place of a ``tensor`` that is a view of the shown values."""
@@ -199,7 +200,7 @@ class _Place(abc.ABC):
     def received(self, source: int) -> Tensor:
         """Receive this rank's part (n,) fp32 of the values that rank ``source`` has written.
 
-        Elements that are equal in the parameter's type keep their old fp32 values.
+        Elements whose new value equals the old value in the parameter's type keep their old fp32 value.
         """
         mesh, before = self.wire.mesh, self.before()
         parts = [part_of(self.shown, self._geometry, self._slot, rank) for rank in range(mesh.topology.world)]
@@ -238,7 +239,7 @@ class _Sharded(_Place):
                     return self._refused(f"{change}, {shapes}", self._resize)
                 return self._refused(change, "write its values instead")
         if _layout(member.placeholder) == _layout(self._memory):
-            # The user may have taken the parameter's other leaf in a pass, and have assigned its data.
+            # During a pass, a user may have taken the leaf that computes, and may now have assigned data to it.
             self.shown = member.parameter
         return super().reason()
 
@@ -361,12 +362,12 @@ def _order_of(places: Sequence[_Place]) -> int:
 
 
 def _refusal(orders: Sequence[int], modifiers: Sequence[int], changed: Tensor) -> str | None:
-    """Return why changes are not kept; None if they are.
+    """Return why the values that ranks have changed are not kept; None if they are kept.
 
     Args:
         orders: each rank's hash of its list of parameters.
         modifiers: each rank's ``modifier_rank``; -1 for None.
-        changed: (ranks, parameters) whether each rank has changed each parameter.
+        changed: (ranks, parameters), not 0 where a rank has changed a parameter.
     """
     for rank, order in enumerate(orders):
         if order != orders[0]:
@@ -391,7 +392,7 @@ def _refusal(orders: Sequence[int], modifiers: Sequence[int], changed: Tensor) -
 
 
 def _reason_of(rank: int, reason: str, wire: Wire) -> str:
-    """Return the ``reason`` of ``rank`` on all ranks, all of which must call this."""
+    """Return on all ranks the ``reason`` that ``rank`` has passed; all ranks must call this."""
     text = bytearray(reason.encode()[:_REASON_BYTES].ljust(_REASON_BYTES))
     texts = wire.all_gather_small(torch.frombuffer(text, dtype=torch.uint8).to(wire.mesh.device))
     return texts[rank].cpu().numpy().tobytes().decode(errors="ignore").rstrip()

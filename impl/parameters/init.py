@@ -33,10 +33,10 @@ class Init:
     """Context that cuts the parameters of modules as soon as their constructors return.
 
     All ranks must construct the same modules.  While a constructor runs, the parameters of its module are whole.
-    If an operation in the context uses parameters that are cut already, they are gathered, which all ranks must
-    do; they are cut again when others are gathered, or when the outermost constructor returns.  After the context,
-    cut parameters may be used under :class:`~impl.parameters.gathered.GatheredParameters` only, until
-    ``shard()`` takes them over.
+    If an operation in the context uses parameters that are cut already, these are gathered, so all ranks must run
+    the operation.  They are cut again when other parameters are gathered, or when the outermost constructor returns.
+    After the context, until ``shard()`` takes them over, cut parameters may be used only under
+    :class:`~impl.parameters.gathered.GatheredParameters`.
 
     Args:
         mesh: the ranks, which may be torch's ``DeviceMesh``.  They must draw the same random numbers.
@@ -47,8 +47,8 @@ class Init:
         blocks: the classes of the model's blocks, or a function that returns whether a class is one.  Each
             block is cut as a whole; a module outside of blocks is cut when its own constructor returns.
         wire: the wire that sends messages; a new one by default.
-        remote_device: the device of new values and of slices; by default, and for "none", which Megatron's
-            ``--remote-device`` uses, the mesh's device.  On "meta" parameters have no values.
+        remote_device: the device of new values and of slices.  None, and "none" as in Megatron's
+            ``--remote-device``, stand for the mesh's device.  On "meta" parameters have no values.
         enabled: False makes the context do nothing.
         whole_below: parameters outside of blocks with fewer elements stay whole until the model is sharded.
         seed: the seed of torch's random numbers inside the context; the state of random numbers outside is
@@ -75,9 +75,8 @@ class Init:
     ) -> None:
         self._blocks, self._whole_below, self._seed, self.enabled = blocks, whole_below, seed, enabled
         self._constructing: list[nn.Module] = []
-        self._gathered: list[
-            Cut
-        ] = []  # the cuts that are whole now, in the order in which they were gathered
+        # the cuts that are whole now, in the order in which they were gathered
+        self._gathered: list[Cut] = []
         self._contexts = contextlib.ExitStack()
         self._mesh, self._data_parallel_group, self._policy = mesh, data_parallel_group, policy or Policy()
         self.wire = functools.cache(lambda: wire_of(self.mesh, wire))  # made at the first call
@@ -104,7 +103,7 @@ class Init:
         if not self.enabled:
             return self
         if active() is not None:
-            raise ZeroError("Init inside Init, but only one can lay the model out: leave one of them out")
+            raise ZeroError("Init inside Init: only one Init can lay the model out, so leave one of them out")
         with contextlib.ExitStack() as stack:
             if self._seed is not None:
                 devices = [self._device] if self._device.type == "cuda" else []
@@ -126,7 +125,7 @@ class Init:
     def constructing(self, module: nn.Module) -> Iterator[None]:
         """Context around a constructor call for ``module``, after which the module's parameters are cut.
 
-        Constructors of base classes are inside that of the module's class, and cut nothing.
+        Constructors of base classes run inside the constructor of the module's class, and cut nothing.
         """
         if any(module is other for other in self._constructing):  # this is the constructor of a base class
             yield
@@ -186,7 +185,10 @@ class Init:
         self.gather(together)
 
     def _settle(self, kept: Sequence[Cut] = (), *, viewed: bool = False) -> None:
-        """Cut all gathered cuts again, except for ``kept``, and those with views of them unless ``viewed``."""
+        """Cut the gathered cuts again, except for ``kept`` and those that GatheredParameters shows.
+
+        Cuts of which somebody holds views are cut again only if ``viewed`` is True.
+        """
         for cut in list(self._gathered):
             if cut not in kept and not cut.pinned and (viewed or not cut.viewed):
                 cut.cut()
@@ -207,7 +209,7 @@ def give_values(
     policy: Policy,
     initialise: Callable[[nn.Module], None] | None = None,
 ) -> None:
-    """Give the modules of a model that are on the meta device their values, and cut each block at once.
+    """Give the modules of a model that are on the meta device their values, and cut each block as soon as it has them.
 
     A module is initialised after the modules that it holds, which is the order in which constructors return.  With
     equal random numbers, the values are those of a model that was constructed with values.  Modules with values are
@@ -256,8 +258,8 @@ def _initialise(
 ) -> None:
     """Give the module's parameters and buffers that are on the meta device memory and values.
 
-    They stay the same objects.  To find elements that the initialisation left out, all bits are set to ones before
-    it.  This is a NaN that no arithmetic produces, or the integer -1.
+    The parameters and buffers stay the same objects.  To find elements that the initialisation leaves out, all bits
+    are set to ones before.  An element with these bits is a NaN that no arithmetic produces, or the integer -1.
 
     Args:
         module: the module.
@@ -328,7 +330,8 @@ def _watching() -> Iterator[None]:
     """Context in which the constructors of all module classes are wrapped."""
     with _lock:
         if not _inside:
-            # First for new classes: another thread may define one while the existing classes are walked.
+            # Classes that are yet to be defined come first: another thread may define one while the existing classes
+            # are walked.
             nn.Module.__init_subclass__ = classmethod(_watch_new)  # type: ignore[assignment,arg-type]
             for kind in type.__subclasses__(nn.Module):
                 _watch(kind)

@@ -24,12 +24,12 @@ from impl.unit.placeholder import Placeholder
 def check_same_start(
     wire: Wire, parameters: Mapping[str, Tensor], drawn: Mapping[str, int], buffers: Mapping[str, str]
 ) -> None:
-    """Raise a ZeroError on all ranks if first values differ between ranks; all ranks must call this.
+    """Raise a ZeroError on all ranks if their models start from different values; all ranks must call this.
 
     Args:
         wire: the wire of the ranks.
         parameters: the model's parameters; those that are cut already, or have no values, are ignored.
-        drawn: for each cut parameter, a number for the values that it was cut from on this rank.
+        drawn: for each cut parameter, a hash of the values from which this rank has cut it.
         buffers: the shape and type of each buffer as text; values of buffers may differ.
     """
     mesh, rank = wire.mesh, wire.mesh.rank

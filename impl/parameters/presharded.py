@@ -71,9 +71,8 @@ class Cut:
         self._axes, self._device = axes[outside:], first.device
         self._parameters = [weakref.ref(parameter) for parameter in parameters.values()]
         self._keepers = [_InCut(self, slot.spec.name) for slot in self.geometry.slots]
-        self.shard = torch.empty(
-            0
-        )  # (S,) fp32, this rank's slice, on the device of the values; empty while whole
+        # (S,) fp32, this rank's slice, on the device of the values; empty while the parameters are whole
+        self.shard = torch.empty(0)
         self.pinned: set[int] = set()  # slots that GatheredParameters shows
         # For each slot, a hash of all values from which this rank has cut it, so that ranks can compare them.
         self.drawn = [0] * len(self.geometry.slots)
@@ -87,7 +86,7 @@ class Cut:
         return [reference() for reference in self._parameters]
 
     def number(self, parameter: Tensor) -> int:
-        """Return the slot's number of ``parameter``, which must be one of this cut."""
+        """Return the number of the slot of ``parameter``, which must belong to this cut."""
         return [other is parameter for other in self.parameters].index(True)
 
     def cut(self) -> None:
@@ -115,7 +114,7 @@ class Cut:
         self.whole = False
 
     def gather(self) -> None:
-        """Gather the whole values; all ranks that share the slices must call it."""
+        """Gather the whole values from the ranks of the state group, all of which must call it."""
         if self.whole:
             return
         for number, parameter in enumerate(self.parameters):
@@ -155,7 +154,7 @@ class _InCut:
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
         """Gather the cut, or refuse the use; return the parameter, which then is whole."""
-        if not self.cut.whole:  # it is whole if another parameter of this operation has had it gathered
+        if not self.cut.whole:  # the cut is whole if another parameter of this operation was used before
             self.cut.on_use(self.cut, [*filter(None, map(cut_of, together))], self.name)
         return parameter
 

@@ -1,1 +1,1 @@
-"""Units: one block of the model with its shard, its gathered weights and its gradients."""
+"""Units: the parameters of a block of the model, with their shard, their gathered weights and their gradients."""

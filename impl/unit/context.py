@@ -33,7 +33,10 @@ ACCOUNTING: Final = "accounting only: on this device host and device are one mem
 
 @dataclass(slots=True, eq=False)
 class Meter:
-    """Counts the engine's bytes, now and at the peak, for each part that :func:`impl.plan.memory.memory` names."""
+    """Counts the bytes that the engine holds, now and at the peak, by the parts of :func:`impl.plan.memory.memory`.
+
+    The keys are these parts' names; a part in host memory has the prefix ``host_``.
+    """
 
     now: dict[str, int] = field(default_factory=dict)
     peak: dict[str, int] = field(default_factory=dict)
@@ -56,7 +59,8 @@ class Reserve:
         self._dtype, self._device, self._meter, self._part = dtype, device, meter, part
         self._free: dict[int, list[Tensor]] = {}  # free buffers by their number of elements
         self._held = self._used = 0  # elements of all buffers, and of those in use
-        # The most elements in use at once: the limit for all buffers, and the peak since the last trim().
+        # ``_most`` is the limit for the elements of all buffers, from the last pass; ``_lately`` is the most elements
+        # that were in use at once since the last trim().
         self._most = self._lately = 0
 
     def take(self, numel: int) -> Tensor:
@@ -123,7 +127,8 @@ class HostMemory:
     def ahead(self) -> contextlib.AbstractContextManager[Arrival]:
         """Enqueue the body's work on the stream of copies from the host, so that later computation overlaps it.
 
-        The work starts after everything that was enqueued before.  Yields its end.
+        The work starts after everything that was enqueued before.  Yields the :class:`Arrival` that marks the end
+        of the work.
         """
         return contextlib.nullcontext(Arrival()) if self._up is None else self._up.beside()
 
@@ -135,7 +140,8 @@ class HostMemory:
     def stage(self, numel: int) -> Tensor:
         """Return (numel,) fp32 on the device, to be filled for the next :meth:`download`.
 
-        Rows are used in turn.  Before a row is written, the current stream waits for the last copy out of it.
+        The rows of the staging memory are used in turn.  Before a row is written, the current stream waits for the
+        last copy out of this row.
         """
         if self._staging is None or self._staging.shape[1] < numel:
             if self._staging is not None:
@@ -167,7 +173,7 @@ class Passes:
     in_backward: bool = False  # whether a backward pass is running, or has failed and was not finished
     accumulating: bool = False  # whether backward passes only add to local gradients and reduce nothing
     gathering: set[int] = field(default_factory=set)  # units whose all-gather is under way
-    # units whose weights were used outside of their own module in this forward pass, and stay to its end
+    # units whose weights were used outside of their own module, and stay gathered to the end of the forward pass
     escaped: set[int] = field(default_factory=set)
     # maps the address of a flat buffer to the unit whose weights were last gathered there
     weights_at: dict[int, int] = field(default_factory=dict)
@@ -176,7 +182,7 @@ class Passes:
 
 
 def recomputing() -> bool:
-    """Return whether autograd is running a backward pass, so that a forward call recomputes a block."""
+    """Return whether autograd is running a backward pass, so that a forward call now recomputes a block."""
     return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001  # there is no public function for it
 
 

@@ -10,7 +10,7 @@ sharded there is no such tensor, and modules hold placeholders (:mod:`impl.unit.
 Autograd may still hold views of the buffer when the unit is resharded: views of weights that were used
 outside a forward pass, or in a block that is recomputed.  Memory with such views is not given back, since the
 views would then show another unit's weights.  Torch's count of the storage's handles shows whether there are
-any.
+such views.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ View = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset of a
 class Member:
     """A parameter of a unit: the leaf that computes, and the placeholder that stands in for it."""
 
-    # the leaf whose data is a view of the flat buffer; without values, like the placeholder, while sharded
+    # the leaf whose data is a view of the flat buffer; while the unit is sharded, it has no values
     parameter: nn.Parameter
     # the parameter that modules hold between their passes: the same shape, type and device, but no values
     placeholder: nn.Parameter
@@ -100,7 +100,8 @@ class FlatBuffer:
         # hold placeholders, and gathers the unit or refuses the use.
         self.used_outside: Callable[[str], None]
         self._flat: Tensor | None = None  # (P,) the flat buffer, while the unit has one
-        self._own_views = 0  # handles of its memory that belong to this object and to the parameters
+        # how many handles of the flat buffer's memory belong to this object and to the parameters
+        self._own_views = 0
         self._marks: list[tuple[int, int]] = []  # version and address of each member, from expose() on
 
     def attach(self) -> Tensor:
@@ -204,7 +205,7 @@ class Taken:
 def check_hooks(name: str, parameter: nn.Parameter, *, allowed: int = 0) -> None:
     """Raise a ZeroError if a parameter has gradient hooks of a user.
 
-    ``allowed`` is the number of the engine's own hooks on the parameter.  No values are needed.
+    ``allowed`` is the number of the engine's own hooks on the parameter, which needs no values here.
     """
     after = parameter._post_accumulate_grad_hooks or ()  # noqa: SLF001  # there is no public name
     hooks = parameter._backward_hooks or (after if len(after) > allowed else ())  # noqa: SLF001
@@ -238,5 +239,5 @@ def check_plain(model: nn.Module) -> None:
 
 
 def handles(tensor: Tensor) -> int:
-    """Return torch's reference count of the storage of ``tensor``: every tensor and other object that holds it."""
+    """Return torch's reference count of the storage of ``tensor``: how many tensors and other objects hold it."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # noqa: SLF001

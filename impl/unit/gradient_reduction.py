@@ -6,7 +6,7 @@ S = P / 4 elements.  A frame, which is one encoded shard, has F bytes.
 
 1. *Autograd accumulates a parameter's gradient.*  A hook in :mod:`impl.engine.hooks` calls
    :meth:`GradientReduction.collect`, which moves the gradient to its place in one flat buffer (P,) in the
-   compute type.  If the codec of hop 1 sends the elements as they are, this buffer is the message of hop 1
+   compute type.  If the codec of hop 1 sends the elements as they are, this buffer can be the message of hop 1
    itself.  Passes that accumulate without reducing add into an fp32 buffer instead.
 2. *The unit's last gradient makes the reduction ready.*  It starts when its turn comes in the
    :class:`~impl.plan.reduction_queue.ReductionQueue`, whose order is the same on all ranks.
@@ -17,8 +17,8 @@ S = P / 4 elements.  A frame, which is one encoded shard, has F bytes.
    too; one kernel then decodes the messages, adds them in fp32 and encodes the sum.
 5. *Hop 2 crosses the link between nodes*, among the ranks of equal local index: one frame (F,) to each of
    the two nodes.
-6. *The mean is decoded*, (S,) fp32: the sum divided by 4.  This happens when another reduction needs the room
-   in the bucket, or at the end of the pass.
+6. *The mean is decoded*, (S,) fp32: the sum divided by 4.  This happens when the next reduction would exceed the
+   reduce bucket, which limits how many elements are in reduction at once, or at the end of the pass.
 7. *The mean becomes the masters' gradient.*  :mod:`impl.unit.master_shard` stores the mean, or adds it to the
    mean of earlier micro-batches.
 8. *The optimizer steps the masters* and clears their gradients.
@@ -51,9 +51,9 @@ from impl.unit.master_shard import MasterShard
 
 
 class GradientReduction:
-    """Collects the gradients of one unit on one rank, and reduces them when the ``queue`` starts it.
+    """Collects the gradients of one unit on one rank, and reduces them when the ``queue`` says so.
 
-    ``collective`` is the object that reduces, hop by hop.  This class is the queue's
+    ``collective`` is the object that reduces, hop by hop.  The queue drives this class through the methods of
     :class:`~impl.plan.reduction_queue.Reducing`.
     """
 
@@ -74,7 +74,7 @@ class GradientReduction:
         self.missing = set[int]()
         self.local: Tensor | None = None  # (P,) the local gradients, while any wait to be reduced
         self._buffer: Tensor | None = None  # the memory of ``local``, if it comes from the reserve
-        self._opened: Exchange | None = None  # the exchange whose message is ``local``, if it is one
+        self._opened: Exchange | None = None  # the exchange whose message is ``local``, if there is one
         self._written: set[int] = set()  # members that have a gradient in ``local``
         self._arrival: Arrival | None = None  # on a GPU, the end of the hops after the first
         self._errors: Errors | None = None  # the gradient codecs' carried errors, from the first reduction on
@@ -116,8 +116,9 @@ class GradientReduction:
         if not self.missing:
             self._begin()
         # A block's first gradient is the event at which all ranks post the next hops.  The gradients of outer
-        # units are no such event: they arrive at any point of the pass, and one that arrives just after a
-        # reduction has started would make this rank wait for that reduction's first hop at once.
+        # units (the root's and the persistent ones) are no such event: they arrive at any point of the pass, and a
+        # gradient that arrives just after a reduction has started would make this rank wait for that reduction's
+        # first hop at once.
         if len(self.missing) == len(self._members) and not self._outer:
             self.queue.post_next_hops()
         self._add(number, self._members[number].parameter)
@@ -129,14 +130,18 @@ class GradientReduction:
     def collect_outside(self, number: int) -> None:
         """Take the gradient that an ``autograd.Function`` brought to the placeholder of member ``number``.
 
-        The member stays missing, since its parameter may still get a gradient.  If it gets none, the end of the
-        pass starts the reduction.
+        The member still counts as missing, since its parameter may get a gradient, too.  If the parameter gets none,
+        the end of the pass starts the reduction.
         """
         self._begin()
         self._add(number, self._members[number].placeholder)
 
     def _begin(self) -> None:
-        """Begin to collect in this pass, unless it has begun; refuse a gradient after the reduction's start."""
+        """Begin to collect this pass's gradients, unless that was done; refuse gradients after the reduction's start.
+
+        Raises:
+            ZeroError: if the unit's reduction has started in this pass.
+        """
         if self.progress >= Progress.REDUCING:
             raise ZeroError(
                 f"a gradient arrived for unit {self._geometry.name!r}, which was already reduced in this "
@@ -170,8 +175,8 @@ class GradientReduction:
     def _open(self) -> Tensor:
         """Choose and return the memory (P,) to collect gradients in.
 
-        On one rank, this is the memory of the masters' gradients, since the gradient is the mean.  Otherwise it
-        is the message of hop 1, where that is possible, or a buffer of the reserve.
+        On one rank, this is the memory of the masters' gradients, since the local gradient is the mean.  Otherwise
+        it is the message of hop 1, where that is possible, or a buffer of the reserve.
         """
         reduces = not self._passes.accumulating
         if reduces and not self.collective.hops and self._in_place:
@@ -181,9 +186,8 @@ class GradientReduction:
             self.local = self._opened.send.view(-1).view(self._dtype)
             self._meter.add("local_gradients", self.local.nbytes)
         else:
-            dtype = (
-                self._dtype if reduces else torch.float32
-            )  # later passes will add to an accumulated gradient
+            # Accumulated gradients are fp32, since later passes will add to them.
+            dtype = self._dtype if reduces else torch.float32
             self._buffer = self._reserve.take(self.elements * dtype.itemsize // self._dtype.itemsize)
             self.local = self._buffer.view(dtype)
         return self.local
@@ -191,7 +195,7 @@ class GradientReduction:
     def _completed(self) -> Tensor:
         """Return all gradients (P,), with zeros in padding and for members without a gradient.
 
-        Such a member still takes part in the reduction, since other ranks may have a gradient for it.
+        Members without a gradient take part in the reduction, since other ranks may have gradients for them.
         """
         flat = self._open() if self.local is None else self.local
         for start, end in self._gaps:
@@ -211,7 +215,7 @@ class GradientReduction:
         self._written.clear()
 
     def end_pass(self) -> None:
-        """End a backward pass: wait for means that are copied to the host.
+        """End a backward pass: if the shard is offloaded, wait until its mean gradient has reached the host.
 
         Gradients that the pass collected without reducing are kept.
         """
@@ -283,7 +287,7 @@ class GradientReduction:
         self.progress = Progress.REDUCED
 
     def _take(self, mean: Tensor) -> None:
-        """Hand the mean (S,) to the master shard, with zeros in padding, and show it to the observer."""
+        """Hand the mean (S,) to the master shard, with zeros in padding, and show it to the wire's observer, if any."""
         for start, end in self._pads:
             mean[start:end] = 0
         if self._wire.observer is not None:
@@ -295,7 +299,7 @@ class GradientReduction:
     def drop(self) -> None:
         """Forget carried errors, and gradients that were collected but not reduced."""
         if self._opened is not None and self.progress is not Progress.FAILED:
-            # The exchange is in the log already, so the other ranks wait for its message.
+            # The exchange is in the log of collectives already, so the other ranks wait for its message.
             self._opened.post()
             self._opened.wait()
             self._opened.close()
@@ -306,7 +310,7 @@ class GradientReduction:
         self.clear_feedback()
 
     def feedback(self) -> Errors | None:
-        """Return the carried errors that this step's reduction adds; None without feedback or if frozen."""
+        """Return the carried errors that this step's reduction adds; None without feedback or if the unit is frozen."""
         if self._policy.feedback is None or not self._geometry.trainable:
             return None
         if self._errors is None:
@@ -323,5 +327,5 @@ class GradientReduction:
 
 
 def _keeps_zeros(codec: Codec) -> bool:
-    """Return whether a zero decodes to zero in every block; False for users' codecs, of which it is unknown."""
+    """Return whether a zero decodes to zero in every block; False for users' codecs, where this is unknown."""
     return isinstance(codec, Raw) or (isinstance(codec, Blocked) and not (codec.asymmetric or codec.hadamard))

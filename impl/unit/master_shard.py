@@ -64,21 +64,22 @@ Version = tuple[int, int]
 class MasterShard:
     """One rank's shard (S,) of one unit, its masters and their gradients.
 
-    ``placement`` says what of it is offloaded; the policy of ``context`` is the unit's own.
+    ``placement`` says which of its parts are offloaded; the policy of ``context`` is the unit's own.
     """
 
     def __init__(
         self, geometry: UnitGeometry, context: UnitContext, placement: Placement, shard: Tensor
     ) -> None:
         policy, mesh = context.policy, context.wire.mesh
-        self.placement, self.crosses = placement, placement.shard or placement.frames  # from host to device
+        # ``crosses``: whether gathers copy from the host to the device
+        self.placement, self.crosses = placement, placement.shard or placement.frames
         self._geometry, self._mesh, self._host, self._meter = geometry, mesh, context.host, context.meter
         self._clock = context.clock
         self.encode_as(policy.weights)
         self.changes = 0  # changes of the weights that were reported to the engine
         self._encoded: Tensor | None = None  # (F,) on the host: the frame of an offloaded master
-        self._sent: Tensor | None = None  # (F,) its copy on the device, unless frames are offloaded too
-        # The version of the master, and the step of its random bits, that each of these two was made from.
+        self._sent: Tensor | None = None  # (F,) the frame on the device, unless frames are offloaded too
+        # For each of these two frames, the master's version and the step of the random bits that it was made from.
         self._encoded_of: tuple[Version, int] | None = None
         self._sent_of: tuple[Version, int] | None = None
         self.arrival = Arrival()  # the end of the last gather's copies from the host
@@ -90,8 +91,8 @@ class MasterShard:
             self.held = self.codes = codes
         else:
             context.meter.add("masters", self.held.nbytes, host=placement.shard)
-        # The number of an optimizer group, and the leaf that is its part of the shard.  All ranks have equally
-        # many; a leaf is empty if the group has no elements in this rank's shard.
+        # Pairs of an optimizer group's number and the leaf that is the group's part of the shard.  All ranks have
+        # equally many pairs; a leaf is empty if the group has no elements in this rank's shard.
         self.masters: list[tuple[int, nn.Parameter]] = []
         self._spans: list[
             tuple[nn.Parameter, int, int]
@@ -100,19 +101,19 @@ class MasterShard:
             master = nn.Parameter(self.held[start:end], requires_grad=True)
             self.masters.append((group, master))
             self._spans.append((master, start, end))
-        # For each master its part of the shard.  The master is a view of it, unless a user assigned its data.
+        # For each master, its part of the shard.  The master is a view of this part, unless a user assigned other data.
         self._own = [self.held[start:end] for _, start, end in self._spans]
         self._foreign = False  # whether a master has memory that a user holds too
         self._sums: tuple[Version, Tensor] | None = None  # sums of the shard's bits, from mark()
         self._mean: Tensor | None = None  # (S,) fp32, the memory of the masters' gradients
         self._landing: tuple[Arrival, Tensor] | None = None  # (S,) a mean that is being copied to the host
-        self._landed: Tensor | None = None  # (S,) where a mean arrives that is then added to an earlier one
+        self._landed: Tensor | None = None  # (S,) where a mean arrives if it is then added to an earlier mean
 
     # Weights
 
     @property
     def version(self) -> Version:
-        """The version of the weights, which changes with each reported change and each write torch counts."""
+        """The version of the weights, which changes with each reported change and each write that torch counts."""
         return self.changes, self.held._version  # noqa: SLF001  # the public name warns
 
     @property
@@ -148,7 +149,7 @@ class MasterShard:
     def adopt(self) -> None:
         """Copy to the shard the values of masters to whose ``data`` a user has assigned another tensor.
 
-        [Note: what users do to masters] says what becomes of the two memories.
+        [Note: what users do to masters] says what becomes of the shard's memory and of the assigned memory.
 
         Raises:
             ZeroError: if the assigned tensor has another shape, type or device than the master.
@@ -276,7 +277,7 @@ class MasterShard:
     def _kept_frame(self) -> Tensor:
         """Return the frame (F,) uint8 of an offloaded master, on the host.
 
-        It is encoded anew only if the master has changed, or the random bits of a stochastic codec have.
+        The frame is encoded anew only if the master has changed, or the random bits of a stochastic codec.
         """
         varies = self._codec.stochastic and self._geometry.trainable
         now = (self.version, self._clock.step if varies else 0)
@@ -405,16 +406,16 @@ class MasterShard:
 
 
 def _storage_of(tensor: Tensor) -> int:
-    """Return a number that identifies a tensor's storage; an address would be 0 for all empty ones."""
+    """Return a number that identifies a tensor's storage; an address would be 0 for all empty storages."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
 
 
 def sums_of_bits(values: Tensor) -> Tensor:
     """Return sums (n,) int64 of the bits of ``values`` (S,) fp32, by rows and by columns, to detect writes.
 
-    The bits are read as 8-byte integers in a matrix with rows of :data:`_ROW`.  A single write changes the sum
-    of its row and the sum of its column; several writes go unnoticed only if they cancel in every row and every
-    column.  Memory is read twice, once by rows and once by columns, at the speed of a copy.
+    The bits are read as a matrix of 8-byte integers with :data:`_ROW` columns.  A change of one integer changes the
+    sum of its row and the sum of its column; several changes go unnoticed only if they cancel in every row and
+    every column.  The memory is read twice, once by rows and once by columns, at the speed of a copy.
     """
     numbers = values.detach()[: values.numel() // 2 * 2].view(torch.int64)
     rows = numbers[: numbers.numel() // _ROW * _ROW].view(-1, _ROW)

@@ -90,7 +90,7 @@ class Placeholder(nn.Parameter):
             return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
         leaves, structure = tree_flatten((tuple(args), kwargs))
         together = [leaf for leaf in leaves if isinstance(leaf, Placeholder)]
-        # All keepers are looked up first: the first one may restore other parameters, which then have none.
+        # All keepers are looked up first: the first keeper may restore other parameters, which then have no keeper.
         keepers = [_keepers[leaf] for leaf in together]
         uses = zip(together, keepers, strict=True)
         values = {id(leaf): keeper.use(leaf, together) for leaf, keeper in uses}
@@ -119,7 +119,7 @@ def release(parameter: nn.Parameter, keeper: Keeper) -> None:
     """Take the values of ``parameter`` away and make it a placeholder: from here on, uses ask ``keeper``."""
     shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-        # One NaN, expanded to the shape: code that reads past the keeper sees NaN, and torch refuses writes.
+        # One NaN, expanded to the shape: code that does not ask the keeper reads NaN, and torch refuses writes.
         parameter.data = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
     keep(parameter, keeper)
 

@@ -2,11 +2,11 @@
 
 [Note: lifetime of the secondary]
 The frames (node, F) that arrive from the hops between nodes are this rank's secondary copy of the weights.
-They are kept as they arrived, or decoded and cast to 16 bits (paper section 3.2).  They are CURRENT until the
-weights change: by an optimizer step, a load, or a write under GatheredParameters or by hand.
+They are kept as they arrived, or in another codec, such as bf16 (paper section 3.2).  They are CURRENT until the
+weights change: by an optimizer step, by a load, or by a user's write to masters or under GatheredParameters.
 :meth:`SecondaryShard.holds` detects a change by comparing versions.  After a change the frames are STALE and
 never used as weights again.  This file alone decides whether frames are current.  DeepSpeed decides it in many
-places, and has trained on stale copies in eight ways.
+places, and has trained on stale copies, for example after a checkpoint was loaded (its issue 7606).
 
 [Note: differences]
 A stale copy is equal on all ranks that hold it.  The next all-gather may therefore send the difference between
@@ -56,7 +56,7 @@ class SecondaryShard:
         self._policy, self.codec = context.policy, context.policy.copy_codec
         self._unit, self._numel, self._offloaded = geometry.name, geometry.shard, offloaded
         self._host, self._meter = context.host, context.meter
-        self.copies, self._index = 1, 0  # number of shards that it holds, and the index of this rank's own
+        self.copies, self._index = 1, 0  # how many shards it holds, and which of them is this rank's own
         for axis in axes:
             self._index += axis.digit(context.wire.mesh.rank) * self.copies
             self.copies *= axis.size
@@ -82,12 +82,12 @@ class SecondaryShard:
     def distrust(self) -> None:
         """Have the next gather send the weights themselves, because copies may differ between ranks.
 
-        This is so after a gather that may have been interrupted on some ranks only.
+        Copies may differ after a gather that was interrupted on some ranks only.
         """
         self.begun = None
 
     def keep(self, received: Tensor, version: Version, *, step: int = 0) -> None:
-        """Keep the frames (..., F) uint8 of this ``version`` of the weights, which just arrived between nodes.
+        """Keep the frames (..., F) uint8 of this ``version`` of the weights, which the hops between nodes brought.
 
         ``step`` is the number of optimizer steps so far.
         """
@@ -144,7 +144,8 @@ class SecondaryShard:
     def settled(self, version: Version) -> bool:
         """Return whether the copies already have the master's values, so that the difference is zero.
 
-        This is so if torch has counted no write to the master since, whatever else ``version`` counts.
+        They have them if torch has counted no write to the master since the copies were last updated, whatever else
+        ``version`` counts.
         """
         return self._settled == version[1]
 
@@ -158,7 +159,7 @@ class SecondaryShard:
         return self._values()[self._index]
 
     def add(self, received: Tensor, version: Version) -> None:
-        """Add the differences (copies, D) uint8, which just arrived between nodes, to the copies.
+        """Add the encoded differences (copies, D) uint8, which the hops between nodes brought, to the copies.
 
         Afterwards the copies hold this ``version`` of the weights.
         """

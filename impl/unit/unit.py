@@ -48,7 +48,7 @@ class State(enum.Enum):
 
 
 class Unit:
-    """One unit on one rank.
+    """Gathers, reshards and reduces one unit on one rank.
 
     Args:
         geometry: the unit's layout.
@@ -58,7 +58,7 @@ class Unit:
         placement: which of the unit's states are in host memory.
         siblings: the list of the model's units in order, to which the caller will append this unit.
         queue: the queue of the model's gradient reductions.
-        cut: (S,) fp32 this rank's shard, if the originals have no values.
+        cut: (S,) fp32 this rank's shard, if Init has cut the originals, so that they have no values.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Unit:
         return (backward and self.index in passes.schedule.kept) or self.index in passes.escaped
 
     def pre_backward(self) -> None:
-        """All-gather the weights when the gradient of an output arrives, and start to gather the units ahead."""
+        """All-gather the weights when an output's gradient arrives, and start to gather the units that run next."""
         self.all_gather("backward", self._passes.schedule.ahead_in_backward[self.index])
 
     def post_backward(self) -> None:
@@ -253,14 +253,14 @@ class Unit:
     def end_use_outside(self, outputs: Collection[int]) -> None:
         """Reshard the weights that :meth:`gather_outside` gathered, unless they are still needed.
 
-        ``outputs`` are addresses of the memory of the outputs of the module that used them.
+        ``outputs`` are addresses: the module that used the weights has returned tensors in memory there.
         """
         self._passes.escaped.discard(self.index)
         if not self.used_after(outputs, backward=torch.is_grad_enabled()):
             self.reshard()
 
     def _used_outside(self, name: str) -> None:
-        """Handle a use of parameter ``name`` while modules hold placeholders: during a pass, gather the unit.
+        """Handle a use of parameter ``name`` while modules hold placeholders: if a pass is running, gather the unit.
 
         Raises:
             ZeroError: if no pass is running.
@@ -283,7 +283,10 @@ class Unit:
             self.state = State.HIDDEN
 
     def written(self) -> Sequence[str]:
-        """Return the names of parameters that were written while modules hold them."""
+        """Return the names of the parameters that were written since modules have held them.
+
+        Empty while modules hold placeholders.
+        """
         return self.flat.written()
 
     def weights_changed(self, change: Change = "loaded") -> None:
@@ -299,7 +302,7 @@ class Unit:
             self.flat.detach()
 
     def _become_sharded(self) -> None:
-        """Have modules hold placeholders, and count the unit as sharded; its memory may be kept."""
+        """Have modules hold placeholders, and count the unit as sharded; the flat buffer may be kept for later."""
         self.flat.conceal(sharded=True)
         self.state = State.SHARDED
 
@@ -317,7 +320,7 @@ class Unit:
     # Gradients
 
     def drop_gradients(self) -> None:
-        """Forget gradients that were collected but not reduced, and those that a failed pass left at leaves."""
+        """Forget gradients that were collected but not reduced, and gradients that a failed pass left in ``.grad``."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # no values are needed
             for member in self.members:
                 member.parameter.grad = member.placeholder.grad = None
@@ -336,7 +339,7 @@ class Unit:
         return copies if errors is None else copies | errors.state()
 
     def check_communication_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raise a ZeroError, which names this unit, for a state of other hops, shapes or types."""
+        """Raise a ZeroError, which names this unit, unless ``state`` has the expected entries, shapes and types."""
         expected, shapes = (
             {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
             for tensors in (self.communication_state(), state)
@@ -358,11 +361,11 @@ class Unit:
     def check_hidden(self, place: str) -> None:
         """Raise a ZeroError if GatheredParameters shows a parameter of this unit.
 
-        ``place`` begins the message: what is done, and "inside" or "under".
+        ``place`` begins the message, such as "a pass inside" or "optimizer.step() under".
         """
         for number in self.flat.shown:
             name = self.geometry.slots[number].spec.name
-            raise ZeroError(f"{place} GatheredParameters of {name!r}: leave its context first")
+            raise ZeroError(f"{place} GatheredParameters of {name!r} is refused: leave its context first")
 
     def check_unchanged(self, *, training: bool) -> None:
         """Raise a ZeroError if a user has changed what the engine relies on.

@@ -10,8 +10,8 @@ A frame is one encoded shard, codes and scales, and has F bytes.
 2. *Hop 1 crosses the link between nodes.*  :class:`impl.comm.all_gather.FrameGather` all-gathers along the
    axis ``node``, among the ranks of equal local index: (node, F) = (2, F) uint8.
 3. *The secondary shard is kept.*  The received frames are hpZ's secondary shard (section 3.2).
-   :mod:`impl.unit.secondary_shard` keeps a copy of them, cast to 16 bits if the policy says so.  The frames
-   are also, unchanged, the message of hop 2.
+   :mod:`impl.unit.secondary_shard` keeps a copy of them, in another codec such as bf16 if the policy says so.
+   The frames are also, unchanged, the message of hop 2, unless the policy sends the copy there.
 4. *Hop 2 stays inside the node*, along the axis ``local``: (local, node, F) = (2, 2, F) uint8.  Every rank now
    has every frame, including its own, and all ranks decode the same bytes, so their weights are bit-equal.
 5. *The frames are decoded* into the flat buffer (P,) of :mod:`impl.unit.flat_buffer`, viewed as
@@ -67,14 +67,14 @@ class WeightGather:
         policy, wire, shard = context.policy, context.wire, geometry.shard
         self.geometry, self.wire, self.clock = geometry, wire, context.clock
         self.master_shard, self.flat = master_shard, flat
-        # The axes of all hops, first hop first, and how many of the first ones a current secondary shard spares.
+        # The axes of all hops, first hop first, and how many of the first hops a gather skips while the secondary
+        # shard is current.
         self.axes, self.spared = policy.gather_axes(wire.mesh.topology)
         wire.make_groups(self.axes)
         sizes, strides = zip(*((axis.size, axis.stride * shard) for axis in self.axes[::-1]), strict=True)
-        self.target = (
-            (*sizes, shard),
-            (*strides, 1),
-        )  # shape and strides: the flat buffer as shards by rank digits
+        # The shape and the strides of the view of the flat buffer that has a dimension for each axis, last hop
+        # first, and one for the elements of a shard.
+        self.target = ((*sizes, shard), (*strides, 1))
         between, offloaded = self.axes[: self.spared], master_shard.placement.frames
         self.secondary = SecondaryShard(geometry, context, between, offloaded=offloaded)
         self.version: Version = (-1, -1)  # the version of the weights that are gathered
@@ -83,8 +83,8 @@ class WeightGather:
         plain = are_elements(policy.weights, DTYPES[policy.compute], shard) and not between
         sending = [axis for axis in self.axes if axis.size > 1]
         self._alone = plain and not sending
-        # Messages may arrive in the flat buffer, unless the wire keeps a reference to its memory afterwards: the
-        # flat buffer would take the reference for a view of autograd's.
+        # Messages may arrive in the flat buffer, unless the wire keeps a reference to its memory afterwards, which
+        # FlatBuffer would take for a view that autograd holds.
         in_place = plain and len(sending) == 1 and wire.lets_go(sending[0])
         frames = _Frames(self, policy.weights, in_place=in_place)
         self._weights: _Frames | _Between = frames
@@ -101,7 +101,7 @@ class WeightGather:
         self._arrival: Arrival | None = None  # on a GPU, the end of the hops after the first
 
     def start(self, phase: Phase) -> None:
-        """Encode this rank's frame, or take it from the secondary shard, and post the first hop.
+        """Encode this rank's frame, or take frames from the secondary shard, and post the first hop.
 
         These are steps 1, 2 and 7 of the list above.  On a GPU, all later hops are enqueued on a side stream.
         """
@@ -167,14 +167,15 @@ class _Frames:
 
 
 class _Planes(_Frames):
-    """The path of two planes (``planes=2``): the weights are sent twice, quantised along rows and columns.
+    """The path of two planes (``planes=2``): the weights are sent twice, quantised once along rows, once along columns.
 
     The forward pass decodes the plane of rows, the backward pass the plane of columns.
     """
 
     def __init__(self, gather: WeightGather, codec: Blocked) -> None:
         super().__init__(gather, codec, planes=2)
-        self._rows = codec.block_size(gather.geometry.shard)  # rows of a band, for each shard
+        self._rows = codec.block_size(gather.geometry.shard)  # the number of rows in a band
+        # the bands of each shard
         self._bands = [gather.geometry.bands(index, self._rows) for index in range(gather.geometry.shards)]
 
     def start(self, tag: Tag) -> None:
@@ -206,9 +207,9 @@ class _Copy(_Frames):
 
 
 class _Between:
-    """The path of the masters' frames over the hops between nodes, where hpZ's copy is kept.
+    """The path of the masters' frames over the hops between nodes, after which hpZ's copy of them is kept.
 
-    ``onward`` is the path that then sends them over the hops inside the node.
+    ``onward`` is the path that then sends the frames, or their copies, over the hops inside the node.
     """
 
     def __init__(self, gather: WeightGather, codec: Codec, onward: _Frames) -> None:

@@ -1,6 +1,6 @@
 """Gathers and writes the values of whole parameters of one unit, outside of passes.
 
-State dicts, GatheredParameters and the access to parameters by name use it.
+State dicts, GatheredParameters and the access to parameters by name use this module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WholeValues:
         self._master_shard = unit.master_shard
         topology = unit.wire.mesh.topology
         axes, outside = topology.gather_axes(unit.policy.group_ranks(topology))
-        self._axes = axes[outside:]  # the axes along which ranks share one copy of the shards
+        self._axes = axes[outside:]  # the axes inside a state group, whose ranks together hold all shards
         self._tag = Tag("step", "state", unit.geometry.name)
 
     def masters(self) -> list[Tensor]:
@@ -41,7 +41,10 @@ class WholeValues:
         return [whole[slot.offset : slot.end].view(slot.spec.shape).clone() for slot in self._geometry.slots]
 
     def gather_member(self, number: int, part: Tensor) -> Tensor:
-        """Gather a parameter (shape) fp32 from all ranks' parts (n,); all ranks must call it."""
+        """Gather member ``number``, (shape) fp32, from all ranks' parts; all ranks must call it.
+
+        ``part`` (n,) is this rank's part.
+        """
         part = part.to(self._wire.mesh.device)
         return assemble(self._geometry, number, part, self._axes, wire=self._wire, tag=self._tag)
 
@@ -59,7 +62,7 @@ class WholeValues:
         unit.hide()
         unit.flat.shown[number] = values
         unit.meter.add("gathered", values.nbytes)
-        for leaf in (member.placeholder, member.parameter):  # users may hold the parameter since a pass
+        for leaf in (member.placeholder, member.parameter):  # a user may have kept the parameter from a pass
             leaf.__class__ = nn.Parameter
             leaf.data = values
         return member.placeholder

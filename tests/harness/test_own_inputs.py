@@ -296,7 +296,7 @@ CODECS = {
     "mine:Halves": "add fp32, the type of master shards",
     "mine:Shrinking": "changed the shapes of its tensors",
     "mine:Elsewhere": "expected any, cpu, cuda",
-    "mine:OnGpu": "mine:OnGpu is for cuda, and the tensors are on cpu",
+    "mine:OnGpu": "mine:OnGpu supports only cuda, but the tensors are on cpu",
 }
 
 

@@ -152,7 +152,7 @@ def test_a_new_codec_trains() -> None:
 @each_rank(1, 2)
 def test_codecs_that_cannot_be_used_are_refused(mesh: Mesh) -> None:
     """A codec for another device, one that hides overflows from a loss scale, and objects that are no codecs."""
-    with pytest.raises(ValueError, match="OnGpu is for cuda, and the tensors are on cpu"):
+    with pytest.raises(ValueError, match="OnGpu supports only cuda, but the tensors are on cpu"):
         shard(model(), mesh=mesh, policy=preset("zero3", weights=user_codec(OnGpu)))
     codec, scale = user_codec(Sixteenths), LossScale(initial=8.0)
     scaled = preset("zero3", compute="fp16", loss_scale=scale, weights=codec)

@@ -147,7 +147,7 @@ def test_a_state_of_another_budget_is_refused(mesh: Mesh) -> None:
     plain = preset("zero3", **INITIAL)
     engines = [shard(model(), mesh=mesh, policy=policy) for policy in (plain, replace(plain, budget=BOTH))]
     for zero, saved in (engines, engines[::-1]):
-        with pytest.raises(ZeroError, match="state of a budget"):
+        with pytest.raises(ZeroError, match="state of the bit budget"):
             zero.load_communication_state(saved.communication_state())
 
 

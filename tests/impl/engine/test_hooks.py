@@ -140,7 +140,7 @@ def test_transforms_of_torch_func_are_refused(mesh: Mesh, how: str) -> None:
         "functional_call": lambda: func.grad(lambda w: func.functional_call(net, w, (x,)))(weights),
         "block": lambda: func.vmap(net.blocks[0])(x[None]),
     }
-    with pytest.raises(ZeroError, match=r"of a sharded model under a transform of torch\.func"):
+    with pytest.raises(ZeroError, match=r"of a sharded model is called under a transform of torch\.func"):
         calls[how]()
     net(x).backward()
 

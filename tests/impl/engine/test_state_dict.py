@@ -57,7 +57,7 @@ def test_a_state_is_taken_in_any_strides_and_floating_type(mesh: Mesh, kind: str
 
 
 REFUSED: dict[str, tuple[str, Any, str]] = {
-    "another shape": (NAME, NEW.t(), r"is \(16, 40\), expected \(40, 16\)"),
+    "another shape": (NAME, NEW.t(), r"has shape \(16, 40\), expected \(40, 16\)"),
     "int8 codes": (NAME, NEW.to(torch.int8), "is int8, expected float32: convert it first"),
     "large integers": (NAME, NEW.long() + (1 << 30), "is int64, expected float32: convert it first"),
     "bools": (NAME, NEW > 1, "is bool, expected float32"),
@@ -71,7 +71,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
         NEW.double() * 1e38,
         r"overflow fp32, .*: 'blocks.1.up.weight' \(636 of 640, ",
     ),
-    "a broadcast buffer": ("count", torch.tensor(3), r"is \(\), expected \(1,\)"),
+    "a broadcast buffer": ("count", torch.tensor(3), r"has shape \(\), expected \(1,\)"),
     "a buffer of large integers": ("scale", torch.tensor((1 << 24) + 1), "is int64, expected float32"),
     "a rounded buffer": ("count", torch.tensor([2.5]), "is float32, expected int64: convert it first"),
     "a buffer of NaN": ("count", torch.tensor([torch.nan]), "is float32, expected int64"),

@@ -71,5 +71,5 @@ def test_a_block_that_runs_again_in_backward_is_refused(mesh: Mesh) -> None:
             return self.head(x).square().mean()
 
     shard(net := Again(), mesh=mesh, policy=replace(PLANES, align=1))
-    with pytest.raises(ZeroError, match="runs again in backward, for which planes = 2"):
+    with pytest.raises(ZeroError, match="runs again in the backward pass, where planes = 2"):
         net(batch(0, mesh.rank)).backward()
