@@ -32,7 +32,8 @@ class Setting(NamedTuple):
 Point = dict[str, Setting]
 """Settings by dotted path: one combination of the axes' values, or a part of one."""
 
-# Each function returns why a trial does not use a field, to follow the words "has no effect with"; None if it does.
+# Each function returns why a trial does not use a field, to follow the words "has no effect with"; None if the trial
+# uses the field.
 
 
 def _trains(trial: Trial) -> str | None:
@@ -153,7 +154,7 @@ def check_members(
 
 
 def check_overrides(file: SuiteTables, axes: Sequence[Sequence[Point]], points: Sequence[Point]) -> None:
-    """Refuse an override that later ones undo everywhere, or that gives all values of an axis one value."""
+    """Refuse an override that later ones undo everywhere, or that replaces all values of an axis with one."""
     standing = {(setting.table, path) for point in points for path, setting in point.items()}
     for number, override in enumerate(file.override, 1):
         table = f"[[override]] #{number} set"
@@ -180,7 +181,7 @@ def check_settings(given: Sequence[Point], points: Sequence[Point], trials: Sequ
 
     Args:
         given: For each trial, the settings that the suite's tables give it.
-        points: The same, without those that were left out because its strategy does not take them.
+        points: The same, without the settings that do not apply to the trial's strategy.
         trials: The trials.
     """
     usual = Trial().model_dump(mode="json")
@@ -235,7 +236,7 @@ def _unanswered(answer: str, trials: Sequence[Trial]) -> Iterator[str]:
             yield "needs validation losses, and a trial takes none: set validate_every"
         if trial.validate_every == 0 and total < LEAST_STEPS:
             once = f"a trial is validated once, after {total} steps"
-            yield f"{once}, and a single loss counts from {LEAST_STEPS} on: set steps, or validate_every = 1"
+            yield f"{once}, and a single loss needs {LEAST_STEPS} steps or more: raise steps, or set validate_every = 1"
     if answer == "error" and not any(t.measure_quantisation and t.strategy not in PEERS for t in trials):
         yield "no trial of a policy measures errors: set measure_quantisation = true"
     if answer == "bytes" and all(trial.cluster.nodes == 1 for trial in trials):

@@ -20,7 +20,7 @@ from harness.suites.trial import Trial
 
 BASELINE: Final = "zero3"  # the strategy that ratios divide by, unless the suite names a baseline
 LEAST: Final = 6  # repeats that a confidence interval needs
-BEYOND: Final = 3  # further repeats once an interval is narrow, which the first time may be by chance
+BEYOND: Final = 3  # repeats that are added once an interval is narrow enough, since it may be so by chance
 MOST: Final = 20  # repeats of a setting, unless the suite gives a number
 CONFIGURATION: Final = (
     "strategy",
@@ -40,9 +40,10 @@ class Repeats:
     """How often each trial is repeated in one sweep."""
 
     least: int = 1  # repeats of every trial
-    # Half the width that each ratio's interval must reach, as a share of the ratio; None for a fixed number.
+    # Trials are repeated until half the width of each ratio's interval is at most this share of the ratio.  None for a
+    # fixed number of repeats.
     within: float | None = None
-    most: int = 1  # repeats of any trial; the first of sweep s has number ``s * most``
+    most: int = 1  # largest number of repeats; the first repeat of sweep s has number ``s * most``
 
     @classmethod
     def parse(cls, value: Any) -> Repeats:
@@ -63,7 +64,7 @@ class Repeats:
 
 
 def comparable_groups(trials: Sequence[Trial], *also: str) -> list[list[Trial]]:
-    """Group trials that differ only in their configuration and the fields ``also``, by first appearance."""
+    """Group trials that differ only in their configuration and the fields ``also``, in order of appearance."""
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(setting_of(trial, *also), []).append(trial)

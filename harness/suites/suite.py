@@ -46,9 +46,9 @@ class SuiteKeys(BaseModel, extra="forbid", frozen=True):
     repeats: Annotated[Repeats, BeforeValidator(Repeats.parse)] = Repeats()  # how often each trial is run
     on_failure: dict[
         Kind, Annotated[FailureResponse, BeforeValidator(FailureResponse.parse)]
-    ] = {}  # other kinds of failure have `SKIP`
+    ] = {}  # kinds of failure that it does not list get `SKIP`
     answer: ChosenQuantity = ""  # the quantity that answers the question; if empty, it is inferred
-    margin: int = Field(0, ge=0)  # training steps by which a loss may be worse; 0: the report's own margin
+    margin: int = Field(0, ge=0)  # steps of training by which a loss may be worse; 0: 1 % of the loss
 
 
 class SuiteError(ValueError):
@@ -108,7 +108,7 @@ class Suite(SuiteKeys):
         return tuple(trial for repeat in repeats for trial in interleave(self.combinations, repeat))
 
     def all_repeats(self, sweeps: int) -> dict[str, Trial]:
-        """Return all trials that so many sweeps may run, by id."""
+        """Return by id all trials that the first ``sweeps`` sweeps may run."""
         repeats = range(sweeps * self.repeats.most)
         trials = (
             setting.model_copy(update={"repeat": repeat})
