@@ -27,9 +27,7 @@ from impl.codecs.rounding_noise import OCTET, Noise
 from impl.errors import raised
 
 LONGEST: Final = 5000  # elements of a drawn row, at most
-FEWER: Final = (
-    10  # UNBIASED is tried on so many times fewer examples, since each takes thousands of encodings
-)
+FEWER: Final = 10  # UNBIASED is tried on examples / FEWER rows, since each row takes thousands of encodings
 _LARGEST: Final = LARGEST["fp32"]
 _EDGES: Final = [
     0.0, 1.0, -1.0, -0.0, 0.5, 2.0, 1.5, 2.5, 1e-20, SMALLEST_NORMAL, -SMALLEST_NORMAL,

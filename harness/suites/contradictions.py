@@ -93,7 +93,8 @@ def _cluster(trial: Trial) -> Iterator[str]:
         needed = "device 'cuda' needs transport 'nccl' or 'staged', and these two need device 'cuda'"
         yield f"cluster.device = {cluster.device!r}, {transport}: {needed}"
     if cluster.transport == "staged" and trial.strategy in PEERS and trial.strategy != "single":
-        yield f"{transport}: strategy {trial.strategy!r} sends its own messages, which this transport cannot carry; set 'nccl'"
+        conflict = f"strategy {trial.strategy!r} sends its own messages, which this transport cannot carry"
+        yield f"{transport}: {conflict}; set 'nccl'"
     if cluster.transport == "staged" and trial.measure_quantisation:
         yield f"{transport}: cannot measure the errors of messages; remove measure_quantisation, or set 'nccl'"
     # A backend of the user's own may send bytes that the ledger does not count, which the comparison with a

@@ -9,9 +9,8 @@ from typing import Final
 from pydantic import BeforeValidator, ValidationInfo
 
 _QUANTITY: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(\S+)\s*")
-CANONICAL: Final = {
-    "canonical": True
-}  # validation context for canonical JSON, in which quantities are plain numbers
+# Validation context for a trial's canonical JSON, in which quantities are plain numbers.
+CANONICAL: Final = {"canonical": True}
 
 
 def parse_rate(value: object) -> float | None:

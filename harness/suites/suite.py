@@ -44,9 +44,8 @@ class SuiteKeys(BaseModel, extra="forbid", frozen=True):
     question: str = Field(min_length=1)
     time: str = "not stated"  # how long a run takes, in words
     repeats: Annotated[Repeats, BeforeValidator(Repeats.parse)] = Repeats()  # how often each trial is run
-    on_failure: dict[
-        Kind, Annotated[FailureResponse, BeforeValidator(FailureResponse.parse)]
-    ] = {}  # kinds of failure that it does not list get `SKIP`
+    # The response to each kind of failure; kinds that are not listed get `SKIP`.
+    on_failure: dict[Kind, Annotated[FailureResponse, BeforeValidator(FailureResponse.parse)]] = {}
     answer: ChosenQuantity = ""  # the quantity that answers the question; if empty, it is inferred
     margin: int = Field(0, ge=0)  # steps of training by which a loss may be worse; 0: 1 % of the loss
 

@@ -44,11 +44,8 @@ def decode(
 
 # Seconds waited for messages so far, bytes sent between nodes, and bytes sent inside nodes.
 Counts = tuple[float | None, int | None, int | None]
-_SPENT: Final = (
-    "exposed",
-    "inter_bytes",
-    "intra_bytes",
-)  # fields of Token that hold the growth of these counts
+# Fields of Token that hold the growth of these counts.
+_SPENT: Final = ("exposed", "inter_bytes", "intra_bytes")
 
 
 class Generator:
