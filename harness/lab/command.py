@@ -41,7 +41,7 @@ def snapshot(
         ),
     ] = None,
 ) -> None:
-    """Save a trial's weights and every rank's gradients at chosen steps, as input of zeropp bench formats."""
+    """Save a trial's weights and every rank's gradients at chosen steps, as input for zeropp bench formats."""
     from harness.lab.snapshot import take
 
     trial = load(file).trial_by_prefix(identity)

@@ -128,7 +128,7 @@ def rank_codecs(rows: pd.DataFrame) -> pd.DataFrame:
     These columns are added:
 
     - ``bits``: bits of an element on the wire;
-    - ``vnmse``;
+    - ``vnmse``: ``error / exact``;
     - ``bias``: the projection of decoded values on exact values, minus 1;
     - ``cosine`` of decoded and exact values;
     - ``gb_per_second``: GB of fp32 elements that are encoded and decoded in a second.
@@ -228,7 +228,7 @@ def budget_lines(rows: pd.DataFrame, bits: float) -> Iterator[str]:
 
 
 def choose_codecs(rows: pd.DataFrame, bits: float) -> tuple[dict[str, str], Cost]:
-    """Choose a codec for each unit, with the least total error at which elements take ``bits`` or less on average.
+    """Choose the codec of each unit such that the total error is least and elements take at most ``bits`` on average.
 
     Args:
         rows: Rows of :func:`measure` for one kind of values.

@@ -34,7 +34,7 @@ _EDGES: Final = [
     2.0**-149, -(2.0**-149), 65504.0, 1e30, _LARGEST, -_LARGEST,
 ]  # fmt: skip
 _SIMPLE: Final = [[0.0], [1.0], [-1.0], [1.0, 0.5], [1.0, -0.5], [1.0, -1.0]]
-MOST_TRIED: Final = 400  # while a row is made smaller, at most so many attempts to leave out a part of it
+MOST_TRIED: Final = 400  # most attempts to leave out a part of a row while the row is made smaller
 _BROKEN: Final = [float("nan"), float("inf"), float("-inf")]
 
 _numbers = st.one_of(
@@ -48,7 +48,7 @@ noises = st.builds(
 )
 
 
-# Pairs of a largest value and the ties between levels that go with it: for integer codecs with 2 to 8 bits, with and
+# Pairs of a codec's largest level and the ties between its levels: for integer codecs with 2 to 8 bits, with and
 # without an offset, and for float codecs.
 _FLOATS: Final = (FloatCodec("e2m1", 32, "e8m0"), FloatCodec("e4m3", 32), FloatCodec("e5m2", 32))
 _TIES: Final = [

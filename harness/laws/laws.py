@@ -25,7 +25,7 @@ from impl.codecs.reference import DTYPES, NAMES
 from impl.codecs.rounding_noise import OCTET, Noise
 
 FALSE_ALARM: Final = 1e-9  # largest probability that one try of UNBIASED blames an unbiased codec
-DRAWS: Final = 4096  # encodings with independent random bits whose mean UNBIASED takes
+DRAWS: Final = 4096  # encodings, each with its own random bits, of which UNBIASED takes the mean
 DRAWN: Final = 64  # elements of a row that UNBIASED looks at, at most
 _GUARD: Final = 32  # bytes or elements before and after a buffer, which must not be written
 _EXPONENTS: Final = 30  # POWER_OF_TWO uses magnitudes from 2^-30 to 1, and scales by 2^-30 to 2^30
@@ -57,7 +57,7 @@ class Subject:
 
     name: str  # for messages
     promises: Codec  # declares the laws and the error bound
-    frame_bytes: Callable[[int], int]  # bytes of the frame of a row with so many elements
+    frame_bytes: Callable[[int], int]  # from the elements of a row, the bytes of its frame
     # encode(x (..., S), frames (..., F) uint8, noise) writes frames; `noise` is for stochastic codecs.
     encode: Callable[[Tensor, Tensor, Noise], None]
     decode: Callable[[Tensor, Tensor], None]  # decode(frames (..., F), out (..., S)) writes elements
@@ -65,7 +65,7 @@ class Subject:
     decode_sum: Callable[[Tensor, Tensor], None] | None
     # decode_sum_encode(frames (sources, F), out (F,), S, noise) writes the sum's frame; None if not offered.
     decode_sum_encode: Callable[[Tensor, Tensor, int, Noise], None] | None
-    codec: Codec | None  # our codec or the published format that it must equal bit for bit, if any
+    codec: Codec | None  # built-in codec or format that the subject must equal bit for bit, if any
     device: torch.device  # where its tensors are
     kinds: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")  # element types that it supports
     specification: bool = False  # whether it is the reference itself, which is not compared with itself

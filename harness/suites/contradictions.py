@@ -20,7 +20,7 @@ from harness.suites.trial import RECIPE, LearningRates, Trial
 from impl.adapters.traffic import check_host
 from impl.plan.policy import Offload
 
-_WITHOUT: Final = {  # by workload, the fields that it does not use
+_WITHOUT: Final = {  # for each workload, the fields that it does not use
     "train": ("generate", "rlhf"),
     "generate": (
         "rlhf", "validate_every", "measure_quantisation", "clip", "activation_checkpointing",

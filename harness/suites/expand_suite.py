@@ -165,7 +165,7 @@ def _axes(file: SuiteTables) -> list[list[Point]]:
 
 
 def _settings(table: dict[str, Any], name: str) -> Point:
-    """Return a table's values by dotted path, with the table's name."""
+    """Return a table's values by dotted path, each with the table's name."""
     settings = {path: Setting(value, name) for path, value in flatten(table)}
     if "repeat" in settings:
         raise SuiteError(f"{name} repeat: cannot be set; use the key `repeats` at the top of the file")
@@ -173,7 +173,7 @@ def _settings(table: dict[str, Any], name: str) -> Point:
 
 
 def _trial(point: Point) -> Trial:
-    """Validate one point into a trial, without coercing TOML's types."""
+    """Make a validated trial of one point; values of another type than the field's are refused, not converted."""
     nested: dict[str, Any] = {}
     for path, (value, table) in point.items():
         *tables, leaf = path.split(".")
@@ -210,7 +210,7 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _path_of(error: ErrorDetails, point: Point) -> str:
-    """Return the path set by the suite that is nearest to the path of pydantic's error."""
+    """Return which of the paths that the suite sets is nearest to the path in pydantic's error."""
     parts = [str(part) for part in error["loc"]]
     for length in range(len(parts), 0, -1):
         where = ".".join(parts[:length])
@@ -255,7 +255,7 @@ def _fitting(points: list[Point], file: SuiteTables) -> tuple[list[Point], list[
         for path, (value, table) in list(point.items()):
             why = "" if table in named else reasons.get(path, "")
             if trial.strategy in PEERS and path.startswith("policy.") and table == "[matrix]":
-                why = "there is no policy in"  # a policy from another table is dropped without a line
+                why = "there is no policy in"  # policy fields of other tables are dropped without a line
             if why:
                 left_out[path, table, why].append((value_text(value), trial.strategy))
                 del point[path]
@@ -397,11 +397,12 @@ def _without_baseline(alone: Sequence[Trial], bases: Sequence[Trial], total: int
     where = _difference(alone[0], bases)
     count = f"{len(alone)} of {total} other trials have no baseline in their setting, the first with {where}"
     fields = ", ".join((*CONFIGURATION, *TRAINING))
-    return f"{count}; a baseline may differ only in {fields}: match no other field, or name a contrast"
+    allowed = f"a baseline may differ from other trials only in {fields}"
+    return f"{count}; {allowed}: match no other field, or name a contrast"
 
 
 def _difference(trial: Trial, others: Sequence[Trial]) -> str:
-    """Return the fields of its setting in which a trial differs from the most similar of others."""
+    """Return the fields in which a trial's setting differs from the setting of the most similar other trial."""
     kept = {name: value for name, value in trial.canonical().items() if name not in CONFIGURATION}
     mine, fewest = dict(flatten(kept)), list[str]()
     for other in others:

@@ -68,7 +68,7 @@ def _started_by(launcher: str) -> Callable[[Trial], str | None]:
 
 
 _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
-    # By the beginning of a path; the first entry that fits decides, so that longer paths come first.
+    # Each key is the beginning of a path.  The first key that fits decides, so longer keys come first.
     **dict.fromkeys(
         ("policy.gradients", "policy.feedback", "policy.sums", "policy.reduce_every", "policy.loss_scale"),
         lambda trial: _with_policy(trial) or _trains(trial),
@@ -172,7 +172,7 @@ def check_overrides(file: SuiteTables, axes: Sequence[Sequence[Point]], points: 
             table = next(iter(axis[0].values())).table
             alike = f"{by[0]} replaces all its {len(axis)} values with one"
             raise SuiteError(
-                f"{table} {', '.join(paths)}: {alike}; let it match some of them only, or remove the axis"
+                f"{table} {', '.join(paths)}: {alike}; let the override match only some of them, or remove the axis"
             )
 
 
@@ -244,4 +244,4 @@ def _unanswered(answer: str, trials: Sequence[Trial]) -> Iterator[str]:
     if answer == "memory" and len(ours) < 2:
         yield "memory is compared between policies, and the suite has fewer than two: add one"
     if answer == "step" and all(trial.workload == "generate" for trial in trials):
-        yield "workload = 'generate' has no steps of training, and answers by tokens: set another workload"
+        yield "workload = 'generate' has no training steps, and its quantity is tokens: set another workload"

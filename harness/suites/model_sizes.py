@@ -16,7 +16,7 @@ class _Sizes:
 
     layers: int  # number of blocks
     width: int  # of the residual stream, h
-    heads: int  # of attention; a divisor of ``width``
+    heads: int  # number of attention heads; a divisor of ``width``
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class Peer:
     """How one peer is set up; all else is as its library ships it."""
 
     family: Family
-    says: str  # what it does, in a few words, for tables and documentation
+    says: str  # what the peer does, in a few words, for tables and documentation
     tuned: bool = False  # DDP: gradients are views of its buckets, and the graph is static
     compressed: bool = False  # DDP: buckets are reduced in bf16 (its ``bf16_compress_hook``)
     prefetch: bool = False  # FSDP2: asynchronous all-gathers begin `AHEAD` blocks early, without streams

@@ -77,15 +77,15 @@ class Suite(SuiteKeys):
     """A question and the trials that answer it."""
 
     combinations: tuple[Trial, ...] = ()  # one trial per distinct run, as its repeat 0
-    merged: tuple[str, ...] = ()  # the axes' values of combinations that are the same run as another
+    merged: tuple[str, ...] = ()  # the axes' values of each combination that resolves to another's run
     left_out: tuple[str, ...] = ()  # a line for each field that does not apply to some strategies
-    # Whether the alignment of its policies, and so the ids of its trials, are known.  They are not if a policy has a
-    # user's codec whose block cannot be read, because the command imports no module of the suite's.
+    # Whether the alignment of its policies, and so the ids of its trials, are known.  They are unknown if a policy has
+    # a user's codec and the command imports no modules of the suite, since the codec's block cannot be read then.
     ids_known: bool = True
     roles: dict[str, str] = {}  # baseline or contrast, by the id of a trial's repeat 0
     compared_also: tuple[str, ...] = ()  # training fields that belong to the configuration (`repeat_order`)
     file: str = ""  # name of the suite file; empty if there is none
-    text: str = ""  # its content
+    text: str = ""  # content of the suite file
     configurations: dict[str, str] = {}  # JSON of the DeepSpeed configurations that it names, by path
 
     def role_of(self, trial: Trial) -> str:

@@ -93,7 +93,7 @@ class Model(_Frozen):
 
 
 _OwnBackend = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.\w+)+$")]  # package.module
-# A host, maybe after a user; neither can begin with "-", which would be an option of ssh.
+# A host, with or without ``user@`` before it.  Neither may begin with "-", which ssh would read as an option.
 _HOST: Final = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?([A-Za-z0-9_][A-Za-z0-9_.-]*)")
 
 
@@ -247,7 +247,7 @@ _AS_PUBLISHED: Final = ("sums", "blocks", "planes")
 
 
 def following_model(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a trial's fields; for a vision preset, add its defaults: corpus ``glyphs``, cut into 64 patches."""
+    """Return a trial's fields; for a vision preset, add its defaults: corpus ``glyphs``, and 64 patches."""
     model = fields.get("model")
     name = model.get("name") if isinstance(model, dict) else None
     images = isinstance(MODELS.get(str(name)), ViTShape)

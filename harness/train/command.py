@@ -225,7 +225,7 @@ def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *,
 
 
 def _with_room(trial: Trial) -> Trial:
-    """Raise the trial's limit on the size of units to that of the largest module that cannot be cut.
+    """Raise the trial's limit on the size of units to the size of the largest module that cannot be cut.
 
     DeepSpeed gathers such a module even if it is larger than ``stage3_max_live_parameters`` allows.
     """

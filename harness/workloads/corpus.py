@@ -179,7 +179,7 @@ def _of_arrays(source: str, _: Path) -> Corpus | OwnPairs:
 def _tokenised(source: str, tokenizer: str, train: bytes, validation: bytes) -> Corpus:
     """Make the corpus from a text and a user's tokenizer.
 
-    Bytes that are not UTF-8, as where a character is split between the two parts, become U+FFFD.
+    Bytes that are not UTF-8 become U+FFFD, and so does a character that the cut between the two parts splits.
     """
     function = f"tokenizer {tokenizer!r}"
     texts = (part.decode(errors="replace") for part in (train, validation))

@@ -51,7 +51,7 @@ _SPENT: Final = ("exposed", "inter_bytes", "intra_bytes")
 class Generator:
     """Generates from one prompt and keeps the time, waits and bytes of each token.
 
-    ``count`` returns this rank's :data:`Counts` so far; their growth is attributed to the token.
+    ``count`` returns this rank's :data:`Counts` so far; their growth during a token is kept with this token.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from harness.workloads import corpus, glyph_images
 from harness.workloads.own_sources import files_of, stamp
 from impl.named_object import see
 
-if TYPE_CHECKING:  # suites import pydantic, which is missing where only the laws are tried on a GPU
+if TYPE_CHECKING:  # trials import pydantic, which may be missing where only laws are tested, on a GPU
     from harness.suites.trial import Trial
 
 

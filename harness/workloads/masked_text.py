@@ -18,9 +18,7 @@ SHARE: Final = 0.15  # share of a sequence's tokens that are predicted; the same
 NO_TARGET: Final = -100  # target of all other tokens, which torch's cross-entropy ignores
 # A random byte decides what a predicted token is replaced with.
 _SHOWN_AS_MASK: Final = 205  # bytes below this value, eight in ten, choose the mask
-_SHOWN_AT_RANDOM: Final = (
-    231  # bytes from 205 to 230, one in ten, choose a random token; larger bytes, no change
-)
+_SHOWN_AT_RANDOM: Final = 231  # bytes from 205 to 230, one in ten, choose a random token; others, no change
 
 
 def mask(text: Tokens, keys: list[str], vocab: int) -> tuple[Tokens, Tokens]:

@@ -125,7 +125,7 @@ class GPT(_Transformer):
     causal = True
 
     def __init__(self, shape: GPTShape | BERTShape, sequence: int) -> None:
-        inputs = shape.vocab if self.causal else shape.vocab + 1  # BERT reads the mask too, as last token
+        inputs = shape.vocab if self.causal else shape.vocab + 1  # BERT also reads the mask, the last token
         embedding = nn.Embedding(inputs, shape.width)
         super().__init__(shape, embedding, sequence, shape.vocab, causal=self.causal)
         if isinstance(shape, GPTShape) and shape.tied:

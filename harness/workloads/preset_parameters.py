@@ -55,7 +55,11 @@ def shape_of(model: Model) -> Shape:
 
 
 def patch_of(model: Model, sequence: int) -> int:
-    """Return the side in pixels of the ``sequence`` patches of an image; raises a Refusal if there is no such side."""
+    """Return the side in pixels of a patch of an image that is cut into ``sequence`` patches.
+
+    Raises:
+        Refusal: if an image cannot be cut into so many patches.
+    """
     if sequence not in PATCHES:
         why = f"model {model.name!r}: an image cannot be cut into sequence = {sequence} patches"
         raise Refusal(f"{why}; expected one of {', '.join(map(str, PATCHES))}")

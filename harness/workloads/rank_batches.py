@@ -18,7 +18,7 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets of the model
 
 
 class Batches(Protocol):
-    """A source of batches for training steps: :class:`RankBatches` or :class:`ExperienceBatch`."""
+    """A source of batches for training steps, such as :class:`RankBatches`."""
 
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
         """Yield the batches of each micro-batch of step ``index``.
@@ -47,7 +47,7 @@ class ExperienceBatch:
 
 @dataclass(frozen=True, slots=True)
 class FirstSequences:
-    """The first sequence of each batch of another source, for checks that must be cheap."""
+    """Yields only the first sequence of each batch of another source, for checks that must be cheap."""
 
     batches: Batches
 
