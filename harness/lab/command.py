@@ -14,7 +14,7 @@ from harness.suites.suite_file import load
 from harness.terminal_table import Column
 
 Several = list[str] | None
-_STEPS: Final = (0, 20, 50)  # steps of a snapshot by default, if the trial has so many
+_STEPS: Final = (0, 20, 50)  # steps saved by default; steps that the trial does not have are left out
 _COLUMNS: Final = (
     Column("values", always=True),
     Column("codec", always=True),
@@ -36,12 +36,12 @@ def snapshot(
         list[int] | None,
         typer.Option(
             min=0,
-            help="Optimizer step, from 0, to keep; may be given several times. Default: 0, 20 and 50, if the "
-            "trial has them.",
+            help="Optimizer step to save, counted from 0; may be given several times. Default: 0, 20 and 50, as far "
+            "as the trial has them.",
         ),
     ] = None,
 ) -> None:
-    """Save a trial's weights and every rank's gradients at chosen steps, as input of zeropp bench formats."""
+    """Save a trial's weights and every rank's gradients at chosen steps, as input for zeropp bench formats."""
     from harness.lab.snapshot import take
 
     trial = load(file).trial_by_prefix(identity)
@@ -69,18 +69,20 @@ def formats(
     bits: Annotated[
         float | None,
         typer.Option(
-            help="Also choose a codec for each unit, such that elements take so many bits on average.",
+            help="Also choose a codec for each unit, so that elements take at most this many bits on average and "
+            "the error is least.",
             min=0.1,
         ),
     ] = None,
     losses: Annotated[
         Path | None,
         typer.Option(
-            help="Results folder or archive of a suite: also report how well errors rank codecs as its losses do."
+            help="Results folder or archive of a suite: also report the rank correlation between the errors of "
+            "codecs and the losses in these results."
         ),
     ] = None,
     as_csv: Annotated[
-        bool, typer.Option("--csv", help="Print everything as CSV, for other programs.")
+        bool, typer.Option("--csv", help="Print the whole table as CSV, for other programs.")
     ] = False,
 ) -> None:
     """Rank codecs by their errors on real weights and gradients, without training."""
@@ -107,6 +109,6 @@ def formats(
     rows: list[dict[str, Any]] = table.to_dict("records")  # type: ignore[assignment]  # keys are names
     terminal_table.show(rows, _COLUMNS, out, whole="--csv prints all of them")
     lossless = ", ".join(f"{kind} {lab.lossless_bits(units, kind):.2f}" for kind in codecs["kind"].unique())
-    note = f"Fewest bits of bf16 if its exponents are compressed without loss: {lossless}."
+    note = f"Bits of a bf16 element whose exponent an ideal coder compresses without loss: {lossless}."
     for line in [note, *lines]:
         terminal_table.say(line, out)

@@ -5,7 +5,8 @@ gradient is encoded, decoded and summed in fp32 inside its node; the sums are en
 nodes, and divided by the number of ranks.  The error is that of the resulting mean against the exact mean.
 
 Files that :mod:`harness.lab.snapshot` has not written may be read too.  Each tensor then counts as the weights of a
-unit, except that ``gradients/NAME`` holds gradients, a row for each rank of a single node.
+unit, unless its name begins with ``changes/`` or ``gradients/``.  Gradients have a row for each rank, and without
+metadata all ranks count as ranks of one node.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ CODECS: Final = (
     "spike3", "int3:128", "spike2", "int2:128", "sign1",
 )  # fmt: skip
 _RESAMPLED: Final = 2000  # bootstrap samples of seeds
-_FEWEST: Final = 5  # codecs with a loss that a rank correlation needs
-Sizes = tuple[int, int]  # nodes, and ranks of each
+_FEWEST: Final = 5  # least number of codecs with losses for a rank correlation
+Sizes = tuple[int, int]  # nodes, and ranks per node
 Sent = tuple[Tensor, int, float]
-"""The decoded elements, the bytes of one rank's frames, and the seconds of encoding and decoding."""
+"""The decoded elements, the bytes of one rank's frames, and the seconds that encoding and decoding took."""
 
 
 class Unit(NamedTuple):
@@ -99,13 +100,18 @@ def measure(units: Sequence[Unit], sizes: Sizes, texts: Sequence[str]) -> pd.Dat
 
     Args:
         units: The units, of all kinds and steps.
-        sizes: Nodes, and ranks of each, that gradients come from.
+        sizes: The nodes and the ranks per node that the gradients come from.
         texts: Text forms of the codecs.
 
     Returns:
-        A row for each codec, unit and step: the sums of squares of ``exact`` and ``decoded`` values and of their
-        ``error``; the sum of their ``product``; ``elements``, ``bytes`` of one rank's frames, and ``seconds`` of
-        encoding and decoding.
+        A row for each codec, unit and step, with these columns:
+
+        - ``kind``, ``codec`` and ``unit``;
+        - ``exact``, ``decoded`` and ``error``: the sums of squares of the exact values, of the decoded values, and of
+          their differences;
+        - ``product``: the sum of the products of exact and decoded values;
+        - ``elements``, and ``bytes`` of one rank's frames;
+        - ``seconds`` that encoding and decoding took.
     """
     torch.set_num_threads(1)  # ranks have one thread too, and small rows are slower with several
     return pd.DataFrame(
@@ -119,8 +125,13 @@ def measure(units: Sequence[Unit], sizes: Sizes, texts: Sequence[str]) -> pd.Dat
 def rank_codecs(rows: pd.DataFrame) -> pd.DataFrame:
     """Add up the rows of :func:`measure` over all units of a kind, and sort codecs by error.
 
-    Added columns: ``bits`` of an element on the wire; ``vnmse``; ``bias``, the projection of decoded values on exact
-    ones, minus 1; ``cosine`` of the two; ``gb_per_second`` of fp32 elements, encoded and decoded.
+    These columns are added:
+
+    - ``bits``: bits of an element on the wire;
+    - ``vnmse``: ``error / exact``;
+    - ``bias``: the projection of decoded values on exact values, minus 1;
+    - ``cosine`` of decoded and exact values;
+    - ``gb_per_second``: GB of fp32 elements that are encoded and decoded in a second.
     """
     sums = rows.groupby(["kind", "codec"], sort=False, as_index=False).sum(numeric_only=True)
     sums["bits"] = 8 * sums["bytes"] / sums["elements"]
@@ -161,7 +172,7 @@ def _cut(codec: Codec, values: Tensor, parts: int) -> Tensor:
 
 
 def _send(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
-    """Encode and decode ``x`` (..., parts, S), where ``number`` and ``hop`` decide the random bits."""
+    """Encode and decode ``x`` (..., parts, S); for stochastic codecs ``number`` and ``hop`` decide the random bits."""
     frames = torch.empty((*x.shape[:-1], codec.frame_bytes(x.shape[-1])), dtype=torch.uint8)
     out, noise = torch.empty_like(x), None
     if codec.stochastic:
@@ -201,7 +212,11 @@ def lossless_bits(units: Sequence[Unit], kind: str) -> float:
 
 
 def budget_lines(rows: pd.DataFrame, bits: float) -> Iterator[str]:
-    """Yield lines for each kind: the codecs of :func:`choose_codecs`, and the best single codec within ``bits``."""
+    """Yield lines for each kind of values, on codecs that take at most ``bits`` an element.
+
+    The first line compares the choice of :func:`choose_codecs` with the best single codec; a line for each unit
+    follows.
+    """
     for kind, group in rows.groupby("kind"):
         (chosen, cost), codecs = choose_codecs(group, bits), rank_codecs(group)
         first, alone = codecs.iloc[0], "no single codec fits"
@@ -213,11 +228,11 @@ def budget_lines(rows: pd.DataFrame, bits: float) -> Iterator[str]:
 
 
 def choose_codecs(rows: pd.DataFrame, bits: float) -> tuple[dict[str, str], Cost]:
-    """Choose a codec for each unit such that the error is least and an element takes at most ``bits`` on average.
+    """Choose the codec of each unit such that the total error is least and elements take at most ``bits`` on average.
 
     Args:
         rows: Rows of :func:`measure` for one kind of values.
-        bits: The budget.
+        bits: The budget, in bits of an element.
 
     Returns:
         The chosen codec by unit, and their total cost.
@@ -241,8 +256,8 @@ class Agreement(NamedTuple):
     """How well the order of codecs by error agrees with their order by loss."""
 
     correlation: float  # Spearman's
-    low: float  # 95 % confidence interval, from resampled seeds
-    high: float
+    low: float  # lower end of the 95 % confidence interval, from resampled seeds
+    high: float  # upper end
     codecs: int
     seeds: int
 
@@ -250,11 +265,12 @@ class Agreement(NamedTuple):
 def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
     """Compare the errors of gradients with the losses of a suite's records, which are in a folder or an archive.
 
-    The comparison uses the largest set of records that differ only in seed and in the codec of gradients, which must
-    be the same for both hops.  The interval comes from 2000 bootstrap samples of the seeds.
+    Only records whose gradients have one codec for both hops are used.  Records with the same strategy, link rate and
+    other policy changes form a set, and the set with the most codecs is compared.  The interval comes from 2000
+    bootstrap samples of the seeds.
 
     Raises:
-        Refusal: if that set has fewer than five of the measured codecs.
+        Refusal: if every set has fewer than five of the measured codecs.
     """
     from scipy import stats
 
@@ -283,9 +299,10 @@ def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
 
 
 def _losses(records: Sequence[Record]) -> Iterator[tuple[str, str, int, float]]:
-    """Yield, for each record with a validation: its settings without the codec, the codec, seed and last loss.
+    """Yield the set, the gradients' codec, the seed and the last validation loss of each record that has one.
 
-    Records with different codecs for the two hops of gradients are left out.
+    The set is a text that is equal for records with the same strategy, link rate and other policy changes.  Records
+    of controls, and records with different codecs for the two hops of gradients, are left out.
     """
     for record in records:
         if record.failure is not None or not record.validations:

@@ -33,13 +33,14 @@ def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str],
     """Train until the last chosen step, and write a snapshot.
 
     Args:
-        trial: The trial; its policy makes no difference.
+        trial: The trial; its policy is ignored.
         steps: The steps to save, counted from 0 at the first warm-up step.
         path: The file to write.
         report: Called with a line for each saved step.
 
     Raises:
-        Refusal: if the trial has not so many steps, does not train, or trains with DeepSpeed.
+        Refusal: if a step is beyond the trial's last, or the trial does not train or trains with DeepSpeed; and if the
+            file cannot be written.
     """
     count = trial.warmup + trial.steps
     if max(steps) >= count:
@@ -47,7 +48,9 @@ def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str],
             f"--steps {', '.join(map(str, steps))}: the trial has {count} steps; expected numbers from 0 to {count - 1}"
         )
     if trial.workload != "train":
-        raise Refusal(f"workload = {trial.workload!r}: only trials of workload 'train' have a snapshot")
+        raise Refusal(
+            f"workload = {trial.workload!r}: zeropp snapshot needs a trial of workload 'train'; name one"
+        )
     if family_of(trial.strategy) == DEEPSPEED:
         raise Refusal(
             f"strategy = {trial.strategy!r} trains with DeepSpeed's optimizer, which cannot run here; name a trial "
@@ -95,7 +98,7 @@ def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str],
 
 
 def _flatten(units: Sequence[UnitGeometry], values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Lay values, by parameter name, out as (P,) fp32 for each unit, with padding; zeros where a value is None."""
+    """Return one padded (P,) fp32 tensor for each unit, from values by parameter name; None becomes zeros."""
     return {unit.name: packed(unit, values).flatten() for unit in units}
 
 

@@ -2,5 +2,6 @@
 
 from typing import Final
 
-# Elements of the longest row, on which every claim except UNBIASED is tried once.  Indices of 16 bits overflow on it.
+# Elements of the longest row.  Every claim except UNBIASED is tried on a row of this length, in which 16-bit indices
+# overflow.
 ELEMENTS: Final = 70_001

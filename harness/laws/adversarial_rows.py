@@ -27,16 +27,14 @@ from impl.codecs.rounding_noise import OCTET, Noise
 from impl.errors import raised
 
 LONGEST: Final = 5000  # elements of a drawn row, at most
-FEWER: Final = (
-    10  # UNBIASED is tried on so many times fewer examples, since each takes thousands of encodings
-)
+FEWER: Final = 10  # UNBIASED is tried on examples / FEWER rows, since each row takes thousands of encodings
 _LARGEST: Final = LARGEST["fp32"]
 _EDGES: Final = [
     0.0, 1.0, -1.0, -0.0, 0.5, 2.0, 1.5, 2.5, 1e-20, SMALLEST_NORMAL, -SMALLEST_NORMAL,
     2.0**-149, -(2.0**-149), 65504.0, 1e30, _LARGEST, -_LARGEST,
 ]  # fmt: skip
 _SIMPLE: Final = [[0.0], [1.0], [-1.0], [1.0, 0.5], [1.0, -0.5], [1.0, -1.0]]
-MOST_TRIED: Final = 400  # parts of a row that are tried at most while it is made smaller
+MOST_TRIED: Final = 400  # most attempts to leave out a part of a row while the row is made smaller
 _BROKEN: Final = [float("nan"), float("inf"), float("-inf")]
 
 _numbers = st.one_of(
@@ -50,14 +48,15 @@ noises = st.builds(
 )
 
 
-# Pairs of a largest value and the ties between levels that go with it: for integer codecs with 2 to 8 bits, with and
+# Pairs of a codec's largest level and the ties between its levels: for integer codecs with 2 to 8 bits, with and
 # without an offset, and for float codecs.
 _FLOATS: Final = (FloatCodec("e2m1", 32, "e8m0"), FloatCodec("e4m3", 32), FloatCodec("e5m2", 32))
 _TIES: Final = [
     *((float(top), torch.arange(-top, top) + 0.5) for top in (1, 3, 7, 15, 31, 63, 127, 255)),
     *((codec.largest, levels(codec).float().unfold(0, 2, 1).mean(1)) for codec in _FLOATS),
 ]
-# A few ties after the largest value, which makes the codec's steps 1, so that these are ties indeed.
+# Rows of the largest value and a few ties after it.  The largest value makes the codec's scale 1, so that the ties
+# lie exactly between two levels.
 _largest_and_ties = st.sampled_from(_TIES).flatmap(
     lambda pair: st.lists(st.sampled_from(pair[1].tolist()), min_size=1, max_size=6).map(
         lambda ties: [pair[0], *ties]
@@ -69,9 +68,9 @@ _largest_and_ties = st.sampled_from(_TIES).flatmap(
 def rows(draw: st.DrawFn, block: Block, most: int = LONGEST) -> Tensor:
     """Draw a row (S,) fp32 of at most ``most`` elements.
 
-    A few numbers (ties, equal and alternating ones, denormals, zeros, extremes) are repeated up to a length near a
-    multiple of the block's.  Some rows get a different scale in each block, a single other number, or a NaN or an
-    infinity.
+    A few numbers (ties, equal and alternating numbers, denormals, zeros, extremes) are repeated until the row is, in
+    most cases, about as long as one block or two.  Some rows get a different scale in each block.  In some rows one
+    element is replaced with another number, NaN or infinity.
     """
     few = draw(st.one_of(st.lists(_numbers, min_size=1, max_size=24), _largest_and_ties))
     size = 16 if block == "shard" else block
@@ -95,7 +94,13 @@ def rows(draw: st.DrawFn, block: Block, most: int = LONGEST) -> Tensor:
 def cases(
     block: Block, kinds: tuple[Dtype, ...] = get_args(Dtype), most: int = LONGEST
 ) -> st.SearchStrategy[Case]:
-    """Return a strategy for cases: rows of at most ``most`` elements, for codecs with these blocks and types."""
+    """Return a Hypothesis strategy that draws cases, with rows of at most ``most`` elements.
+
+    Args:
+        block: The codec's block.
+        kinds: Element types that the codec supports.
+        most: The most elements of a row.
+    """
     types = st.sampled_from(kinds)
     x = st.builds(lambda row, kind: row.to(DTYPES[kind]), rows(block, most), types)
     return st.builds(Case, x=x, out=types, power=st.integers(-30, 30), noise=noises)
@@ -119,8 +124,8 @@ def fixed_cases(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> lis
     """Return the cases that are always tried, before drawn ones.
 
     These are simple rows, all ties of each format, and blocks on three scales.  For our own codecs the rounding edges
-    between levels are added if the claim is ``BITS`` or the subject is the reference.  The last case is a row of
-    ``elements``.
+    between levels are added if the claim is ``BITS`` or the subject is the reference.  If ``elements`` is above
+    :data:`LONGEST`, the last cases are rows of that length.
     """
     ties = [torch.stack([torch.full_like(tie, top), tie], dim=1).flatten() for top, tie in _TIES]
     size = 16 if subject.promises.block == "shard" else min(subject.promises.block, LONGEST // 3)
@@ -176,7 +181,11 @@ def falsify(subject: Subject, claim: Claim, *, examples: int, seed: int, element
 
 
 def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None:
-    """Try a claim on one row; return its violation, by wrong numbers or an exception, or None if it holds."""
+    """Try a claim on one row.
+
+    Returns:
+        A violation if the subject gives wrong numbers or raises an exception; None if the claim holds.
+    """
     try:
         attempt(subject, claim, case)
     except Violation as violation:
@@ -192,8 +201,8 @@ def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None
 def smallest(subject: Subject, claim: Claim, case: Case) -> Violation:
     """Make the row of a violation as small as possible, by delta debugging (Zeller and Hildebrandt 2002).
 
-    Ever smaller ranges of elements are left out as long as the rest still breaks the claim; at most
-    :data:`MOST_TRIED` parts are tried.  If the beginning of a row is left out, the rest keeps its random bits.
+    Ever smaller ranges of elements are left out as long as the rest still breaks the claim, in at most about
+    :data:`MOST_TRIED` attempts.  If the beginning of a row is left out, the rest keeps its random bits.
     """
     last, tried = violation_of(subject, claim, case), 0
     grain = OCTET if subject.promises.stochastic else 1

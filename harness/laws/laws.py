@@ -25,7 +25,7 @@ from impl.codecs.reference import DTYPES, NAMES
 from impl.codecs.rounding_noise import OCTET, Noise
 
 FALSE_ALARM: Final = 1e-9  # largest probability that one try of UNBIASED blames an unbiased codec
-DRAWS: Final = 4096  # encodings with independent random bits whose mean UNBIASED takes
+DRAWS: Final = 4096  # encodings, each with its own random bits, of which UNBIASED takes the mean
 DRAWN: Final = 64  # elements of a row that UNBIASED looks at, at most
 _GUARD: Final = 32  # bytes or elements before and after a buffer, which must not be written
 _EXPONENTS: Final = 30  # POWER_OF_TWO uses magnitudes from 2^-30 to 1, and scales by 2^-30 to 2^30
@@ -57,7 +57,7 @@ class Subject:
 
     name: str  # for messages
     promises: Codec  # declares the laws and the error bound
-    frame_bytes: Callable[[int], int]  # bytes of the frame of a row with so many elements
+    frame_bytes: Callable[[int], int]  # from the elements of a row, the bytes of its frame
     # encode(x (..., S), frames (..., F) uint8, noise) writes frames; `noise` is for stochastic codecs.
     encode: Callable[[Tensor, Tensor, Noise], None]
     decode: Callable[[Tensor, Tensor], None]  # decode(frames (..., F), out (..., S)) writes elements
@@ -65,7 +65,7 @@ class Subject:
     decode_sum: Callable[[Tensor, Tensor], None] | None
     # decode_sum_encode(frames (sources, F), out (F,), S, noise) writes the sum's frame; None if not offered.
     decode_sum_encode: Callable[[Tensor, Tensor, int, Noise], None] | None
-    codec: Codec | None  # our codec or the published format that it must equal bit for bit, if any
+    codec: Codec | None  # built-in codec or format that the subject must equal bit for bit, if any
     device: torch.device  # where its tensors are
     kinds: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")  # element types that it supports
     specification: bool = False  # whether it is the reference itself, which is not compared with itself
@@ -108,7 +108,7 @@ def attempt(subject: Subject, claim: Claim, case: Case) -> None:
 
 
 def title(claim: Claim) -> str:
-    """Return a claim's name as tables, and ``laws`` of users' codecs, write it."""
+    """Return a claim's name in lower case, as in tables and in the attribute ``laws`` of users' codecs."""
     return claim.name.lower()
 
 
@@ -132,7 +132,7 @@ def blocks_of(x: Tensor, block: Block) -> Tensor:
 
 
 def _by_element(by_block: Tensor, block: Block, numel: int) -> Tensor:
-    """Repeat one value for each block (blocks,) for all elements of the block: (S,)."""
+    """Repeat each block's value, (blocks,), for all elements of this block; returns (S,)."""
     return by_block.repeat_interleave(numel if block == "shard" else min(block, numel))[:numel]
 
 
@@ -155,7 +155,7 @@ class _Trip:
         self.refuse(differs, lambda i: template.format(i=i, got=_text(got[i]), wanted=_text(wanted[i])))
 
     def decoded_text(self, i: int) -> str:
-        """Return a text on element ``i`` and what it decodes to."""
+        """Describe element ``i`` and the value that it decodes to."""
         return f"element {i}: {_text(self.x[i])} decodes to {_text(self.decoded[i])}"
 
 
@@ -184,7 +184,7 @@ def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
     """Return the declared error bound of each element's block, (S,) fp64; infinite where a block is not finite.
 
     Raises:
-        Violation: for a bound of NaN, or an infinite one of a block whose magnitudes do not exceed ``_MODERATE``.
+        Violation: if a bound is NaN, or is infinite although no magnitude in the block exceeds ``_MODERATE``.
     """
     rotated = (x if subject.codec is None else reference.rotated(subject.codec, x)).double()
     lows, highs = blocks_of(rotated, subject.promises.block).aminmax(dim=1)
@@ -216,7 +216,9 @@ def _idempotent(subject: Subject, case: Case) -> None:
     trip = _round_trip(subject, case.x, case.noise)
     once, twice = trip.decoded, _round_trip(subject, trip.decoded, case.noise).decoded
     close = _same(once, twice) | ((once - twice).abs() <= once.abs() * 2.0**-22)
-    trip.refuse(~close, lambda i: f"{trip.decoded_text(i)}, and that to {_text(twice[i])} again")
+    trip.refuse(
+        ~close, lambda i: f"{trip.decoded_text(i)}, which decodes to {_text(twice[i])} in a second round trip"
+    )
 
 
 def _sign(subject: Subject, case: Case) -> None:
@@ -231,7 +233,7 @@ def _sign(subject: Subject, case: Case) -> None:
 def _power_of_two(subject: Subject, case: Case) -> None:
     """Check that a row scaled by a power of two decodes to the scaled elements.
 
-    Magnitudes are from 2^-30 to 1, so that all numbers stay normal in fp32.
+    Magnitudes are from 2^-30 to 1, so that all numbers stay normal in fp32; for a cast to fp16, from 2^-6 to 1.
     """
     exponents = _FP16_EXPONENTS if subject.codec == Raw("fp16") else _EXPONENTS
     power = max(-exponents, min(exponents, case.power))
@@ -241,12 +243,14 @@ def _power_of_two(subject: Subject, case: Case) -> None:
     trip, scaled = (_round_trip(subject, row, case.noise) for row in (x, x * 2.0**power))
     trip.refuse(
         ~_same(trip.decoded * 2.0**power, scaled.decoded),
-        lambda i: f"{trip.decoded_text(i)}, 2^{power} times it to {_text(scaled.decoded[i])}",
+        lambda i: (
+            f"{trip.decoded_text(i)}, 2^{power} times the element decodes to {_text(scaled.decoded[i])}"
+        ),
     )
 
 
 def _nonfinite(subject: Subject, case: Case) -> None:
-    """Check that NaN and infinities are kept, or spoil exactly their own block, and that finite blocks stay so."""
+    """Check that a NaN or an infinity is kept or turns its whole block into NaN, and that finite blocks get no NaN."""
     trip = _round_trip(subject, case.x, case.noise, case.out)
     x, decoded = case.x.float(), trip.decoded.float()
     finite, lost = (
@@ -400,7 +404,8 @@ def _sum(subject: Subject, case: Case) -> None:
         trip = _Trip(case.x, frames[0].cpu(), total.cpu().clone())
         wanted = _summed(subject, frames[:sources], numel).cpu()
         message = (
-            f"element {{i}} of the sum of {sources} is {{got}}, but {{wanted}} if they are added one by one"
+            f"element {{i}} of the sum of {sources} frames is {{got}}, but {{wanted}} if they are added one by "
+            "one"
         )
         trip.check_equal(trip.decoded, wanted, message)
         _refuse_beyond(buffer, 7.0, f"elements beyond the row's {numel}", trip)
@@ -416,7 +421,10 @@ def _fused(subject: Subject, case: Case) -> None:
         subject.decode_sum_encode(frames[:sources], frame, numel, case.noise)
         subject.encode(_summed(subject, frames[:sources], numel), wanted, case.noise)
         trip = _Trip(case.x, frame.cpu().clone(), case.x)
-        message = f"byte {{i}} of the frame of the sum of {sources} is {{got}}, but {{wanted}} if added, then encoded"
+        message = (
+            f"byte {{i}} of the frame of the sum of {sources} frames is {{got}}, but {{wanted}} if they are "
+            "decoded, added and encoded in separate calls"
+        )
         trip.check_equal(_one_nan(subject, trip.frame), _one_nan(subject, wanted.cpu()), message)
         _refuse_beyond(buffer, 0xA5, f"bytes beyond the frame's {frames.shape[1]}", trip)
 
@@ -453,7 +461,10 @@ def _same(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _one_nan(subject: Subject, frame: Tensor) -> Tensor:
-    """Replace all NaN in the frame of a cast with one bit pattern, since a cast may keep any; else change nothing."""
+    """Replace every NaN in the frame of a cast with the same NaN, since a cast may keep any bit pattern of a NaN.
+
+    Frames of other codecs are returned as they are.
+    """
     if not isinstance(subject.codec, Raw):
         return frame
     values = frame.view(DTYPES[subject.codec.dtype])

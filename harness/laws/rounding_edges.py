@@ -1,7 +1,7 @@
 """Makes rows at a codec's rounding edges: the tie between each two adjacent levels, and the floats next to it.
 
-Such rows find kernels that multiply by a reciprocal where the specification divides.  With scales that are powers of
-two both give the same codes, so the scales used here are others, for which the codes differ next to some level.
+Such rows find kernels that multiply by a reciprocal where the specification divides.  If the scale is a power of
+two, multiplying and dividing give the same codes.  Most rows therefore have other scales, at which some codes differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from impl.codecs.rounding_noise import Noise
 # For every codec and type, multiplying by a reciprocal gives a wrong code at one or more of these scales.
 _SCALES: Final = (1.0, 3.0, 15.0, 25.0, 29.0, math.sqrt(5.0))
 _OFFSETS: Final = (0.0, -1.0, -0.53)  # smallest element for asymmetric codecs, as a multiple of the range
-_LEAST_DRAWN: Final = 60  # edges that a row for a stochastic codec has at least
+_LEAST_DRAWN: Final = 60  # least number of edges in a row for a stochastic codec
 _BITS: Final = {4: torch.int32, 2: torch.int16}
 _CPU: Final = torch.device("cpu")
 
@@ -36,7 +36,7 @@ class Span(NamedTuple):
 
 
 def levels(codec: Blocked) -> Tensor:
-    """Return the quotients ``x / scale`` that a code stands for, ascending, zero included: (levels,) fp64."""
+    """Return all quotients ``x / scale`` that have a code, in ascending order, zero included: (levels,) fp64."""
     if not isinstance(codec, FloatCodec):
         top = codec.largest
         return torch.arange(0.0 if codec.asymmetric else -codec.steps, top + 1, dtype=torch.float64)
@@ -50,8 +50,8 @@ def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
 
     For each two adjacent levels a row has the tie between them, the next float below and the next float above, each
     after the extreme elements that determine the block's scale.  For a stochastic codec the "tie" is the value at
-    which ``noise`` changes the rounding.  For a codec with a rotation, rows are rotated such that the codec's own
-    rotation turns them into ties.
+    which ``noise`` changes the rounding.  For a codec with a rotation, rows are rotated beforehand, so that the codec's
+    own rotation restores the ties.
     """
     for span in spans(replace(codec, block=32, hadamard=0, stochastic=False), kind):
         row = _row(codec, span, kind, noise)
@@ -62,7 +62,7 @@ def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
 
 
 def spans(codec: Blocked, kind: Dtype) -> list[Span]:
-    """Return the spans to try: with scale 1, with scales where product and quotient differ, and extreme ones."""
+    """Return the spans to try: with the scales in ``_SCALES``, and with the smallest and the largest numbers."""
     small = 2.0**-8 if codec.steps * max(_SCALES) > LARGEST[kind] else 1.0
     ranges = torch.tensor(_SCALES) * codec.steps * small
     parts = torch.tensor(_OFFSETS if codec.asymmetric else _OFFSETS[:1])

@@ -20,8 +20,8 @@ from impl.codecs.reference import REFERENCE
 from impl.codecs.rounding_noise import Noise
 
 BACKENDS: Final = ("reference", "cpu", "cuda")
-# Codecs that are checked by default: every kind, width and option, with blocks small enough for adversarial rows to
-# fill several of them; and every published format.
+# Codecs that are checked by default: codecs of every kind, width and option, most with blocks so small that
+# adversarial rows fill several of them, and every published format.
 REPRESENTATIVE: Final = (
     "fp32", "bf16", "fp16",
     "int8:64", "int7:8", "int6:24", "int5:13", "int4:32", "int3:64", "int2:5",
@@ -49,7 +49,7 @@ def why_missing(backend: str) -> str | None:
 
 
 def subject_of(codec: Codec, backend: str) -> Subject:
-    """Return one of our codecs, or a published format, on a backend.
+    """Return the subject for one of our codecs, or for a published format, on a backend.
 
     Raises:
         ValueError: if this machine lacks the backend.

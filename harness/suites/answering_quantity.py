@@ -24,10 +24,16 @@ def quantity(trials: Sequence[Trial], answer: ChosenQuantity = "") -> Quantity:
 
     Args:
         trials: The suite's trials.
-        answer: The suite's own choice; if empty, the first rule below that applies decides: ``tokens`` if all
-            trials decode, ``size`` with a memory limit, ``loss`` if training is validated repeatedly or is long,
-            ``memory`` if offload varies, ``error`` if the codecs of one strategy are measured, ``rate`` or
-            ``nodes`` if they vary, else ``step``.
+        answer: The suite's own choice.  If it is empty, the first of these rules that applies decides:
+
+            - ``tokens`` if all trials decode;
+            - ``size`` if a trial has a memory limit;
+            - ``loss`` if a trial is validated repeatedly, or once after :data:`LEAST_STEPS` steps or more;
+            - ``memory`` if offload varies;
+            - ``error`` if quantisation errors of a single strategy are measured;
+            - ``rate`` if the rate of the link varies;
+            - ``nodes`` if the number of nodes varies;
+            - otherwise ``step``.
     """
     if answer:
         return answer

@@ -20,7 +20,7 @@ from harness.suites.trial import RECIPE, LearningRates, Trial
 from impl.adapters.traffic import check_host
 from impl.plan.policy import Offload
 
-_WITHOUT: Final = {  # by workload, the fields that it does not use
+_WITHOUT: Final = {  # for each workload, the fields that it does not use
     "train": ("generate", "rlhf"),
     "generate": (
         "rlhf", "validate_every", "measure_quantisation", "clip", "activation_checkpointing",
@@ -76,7 +76,8 @@ def _cluster(trial: Trial) -> Iterator[str]:
         yield f"cluster.hcas = {hcas}: {needed}; set both, or remove cluster.hcas"
     if cluster.latency is not None and cluster.link in ("none", "real", "shaped"):
         conflict = f"cluster.link = {cluster.link!r} cannot add latency"
-        yield f"cluster.latency = {cluster.latency:g} ms: {conflict}; remove it, or set cluster.link = 'namespaces'"
+        way_out = "remove cluster.latency, or set cluster.link = 'namespaces'"
+        yield f"cluster.latency = {cluster.latency:g} ms: {conflict}; {way_out}"
     if cluster.slow < 1 and not (shapes and rate is not None and cluster.nodes > 2):
         slow = f"cluster.slow = {cluster.slow:g} slows the last of {cluster.nodes} nodes"
         yield f"{slow}: needs a cluster.rate, 3 nodes or more, and cluster.link = 'auto' or 'namespaces'"
@@ -92,7 +93,8 @@ def _cluster(trial: Trial) -> Iterator[str]:
         needed = "device 'cuda' needs transport 'nccl' or 'staged', and these two need device 'cuda'"
         yield f"cluster.device = {cluster.device!r}, {transport}: {needed}"
     if cluster.transport == "staged" and trial.strategy in PEERS and trial.strategy != "single":
-        yield f"{transport}: strategy {trial.strategy!r} sends its own messages, which it cannot carry; set 'nccl'"
+        conflict = f"strategy {trial.strategy!r} sends its own messages, which this transport cannot carry"
+        yield f"{transport}: {conflict}; set 'nccl'"
     if cluster.transport == "staged" and trial.measure_quantisation:
         yield f"{transport}: cannot measure the errors of messages; remove measure_quantisation, or set 'nccl'"
     # A backend of the user's own may send bytes that the ledger does not count, which the comparison with a
@@ -123,7 +125,7 @@ def _workload(trial: Trial) -> Iterator[str]:
     if trial.workload == "generate":
         return
     if (policy := trial.resolved_policy()) is None or trial.host is not None:
-        yield f"{workload}: strategy {trial.strategy!r} cannot shard frozen models; choose one of our own engine"
+        yield f"{workload}: strategy {trial.strategy!r} cannot shard frozen models; choose a policy with our own engine"
     elif policy.offload != Offload():
         yield f"policy.offload_optimizer, policy.offload_weights: not supported with {workload}; remove them"
     if (sequences := trial.tokens_per_rank // trial.sequence) % (group := trial.rlhf.group):
@@ -132,7 +134,7 @@ def _workload(trial: Trial) -> Iterator[str]:
 
 
 def _control(trial: Trial) -> Iterator[str]:
-    """Yield why a control cannot degrade this trial: it needs hpZ's copy, two hops, or two sequences."""
+    """Yield why a control cannot degrade this trial, which lacks a secondary shard, two hops or two sequences."""
     policy, topology = trial.resolved_policy(), trial.topology()
     engine_policy = None if trial.host is not None else policy
     strategy = f"control = {trial.control!r}: strategy {trial.strategy!r}"
@@ -148,12 +150,12 @@ def _control(trial: Trial) -> Iterator[str]:
         if engine_policy is None or not engine_policy.secondary_ranks(topology):
             yield f"{strategy} keeps no secondary shard; choose a strategy with hpZ"
         elif engine_policy.sends_copy:
-            conflict = "also sends its secondary shard in the forward pass, so that the copy must be current"
-            yield f"{strategy} {conflict}; set one codec of weights and no differences"
+            conflict = "sends its secondary shard in the forward pass too, so that the shard must be current"
+            yield f"{strategy} {conflict}; set a single codec in policy.weights, and policy.differences = 'none'"
 
 
 def _configured(trial: Trial) -> Iterator[str]:
-    """Yield where a DeepSpeed configuration contradicts the trial's fields, or that no strategy reads it."""
+    """Yield where a DeepSpeed configuration contradicts the trial's fields, or that the strategy reads none."""
     sequences = trial.tokens_per_rank // trial.sequence
     if family_of(trial.strategy) == DEEPSPEED:
         yield from _for_deepspeed(trial, sequences)
@@ -181,7 +183,7 @@ def _for_recipe(trial: Trial, sequences: int) -> Iterator[str]:
 
 
 def _for_deepspeed(trial: Trial, sequences: int) -> Iterator[str]:
-    """Yield what contradicts a trial of the peer DeepSpeed in the DeepSpeed configuration that the peer reads."""
+    """Yield where the configuration that the peer DeepSpeed reads contradicts the trial's fields."""
     table = trial.peer_configuration()
     if trial.workload == "generate":
         yield f"workload = 'generate': strategy {trial.strategy!r} can only train; set workload = 'train'"

@@ -5,8 +5,8 @@
 1. The axes of ``[matrix]`` and ``[[zip]]`` are multiplied; each combination is laid over ``[defaults]``.
 2. ``[[exclude]]`` removes combinations, and ``[[override]]`` changes those that it matches, in file order.
 3. Fields that would turn a strategy into another one are left out of it, such as quantised weights for ``zero3``.
-   A ``[[zip]]`` or ``[[override]]`` that names the strategy sets them all the same, as does a suite with one
-   policy only.
+   Such a field is set all the same if it comes from a ``[[zip]]`` or ``[[override]]`` that names the strategy, or
+   if the suite has only one policy.
 4. Each combination becomes a :class:`~harness.suites.trial.Trial`, which is checked.
 5. All policies get one common alignment, combinations that resolve to the same run are merged, and each trial
    gets its role in the comparison: baseline or contrast.
@@ -78,7 +78,7 @@ def expand(file: SuiteTables, align: int | None = None) -> Suite:
     total = math.prod(len(axis) for axis in axes) * file.repeats.most
     if total > MOST_TRIALS:
         raise SuiteError(
-            f"{total} trials, but a suite has at most {MOST_TRIALS}: shorten an axis, or repeats"
+            f"{total} trials, but a suite has at most {MOST_TRIALS}: shorten an axis, or lower repeats"
         )
     check_tables(file, axes, _trial)
     defaults = _settings(file.defaults, "[defaults]")
@@ -165,7 +165,7 @@ def _axes(file: SuiteTables) -> list[list[Point]]:
 
 
 def _settings(table: dict[str, Any], name: str) -> Point:
-    """Return a table's values by dotted path, with the table's name."""
+    """Return a table's values by dotted path, each with the table's name."""
     settings = {path: Setting(value, name) for path, value in flatten(table)}
     if "repeat" in settings:
         raise SuiteError(f"{name} repeat: cannot be set; use the key `repeats` at the top of the file")
@@ -173,7 +173,7 @@ def _settings(table: dict[str, Any], name: str) -> Point:
 
 
 def _trial(point: Point) -> Trial:
-    """Validate one point into a trial, without coercing TOML's types."""
+    """Make a validated trial of one point; values of another type than the field's are refused, not converted."""
     nested: dict[str, Any] = {}
     for path, (value, table) in point.items():
         *tables, leaf = path.split(".")
@@ -210,7 +210,7 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _path_of(error: ErrorDetails, point: Point) -> str:
-    """Return the path set by the suite that is nearest to the path of pydantic's error."""
+    """Return which of the paths that the suite sets is nearest to the path in pydantic's error."""
     parts = [str(part) for part in error["loc"]]
     for length in range(len(parts), 0, -1):
         where = ".".join(parts[:length])
@@ -255,7 +255,7 @@ def _fitting(points: list[Point], file: SuiteTables) -> tuple[list[Point], list[
         for path, (value, table) in list(point.items()):
             why = "" if table in named else reasons.get(path, "")
             if trial.strategy in PEERS and path.startswith("policy.") and table == "[matrix]":
-                why = "there is no policy in"  # a policy from another table is dropped without a line
+                why = "there is no policy in"  # policy fields of other tables are dropped without a line
             if why:
                 left_out[path, table, why].append((value_text(value), trial.strategy))
                 del point[path]
@@ -273,12 +273,12 @@ def _readable(trial: Trial) -> bool:
 
 
 def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
-    """Give all policies the least common multiple of their block sizes as alignment, or ``align``.
+    """Give all policies one alignment: ``align`` or, if it is None, the least common multiple of their block sizes.
 
-    Codecs whose blocks must not be read are left out of the multiple.
+    Policies with a codec whose block may not be read (:attr:`impl.plan.policy.Policy.readable`) do not count.
 
-    Peers lose their policy fields and all others their ``peer`` fields, which they do not use, so that unused
-    fields do not change a trial's id.
+    Fields that a trial does not use are reset, so that they do not change its id: the policy of a peer, and the
+    ``peer`` fields of all other trials.
     """
     try:
         policies = [trial.resolved_policy() for trial in trials if _readable(trial)]
@@ -348,8 +348,8 @@ def _roles(
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Resolve the suite's keys ``baseline`` and ``contrast``.
 
-    A trial that is run under the name of another combination keeps its role.  Without ``contrast``, all trials
-    that are no baseline are compared with it.
+    Several combinations may resolve to one run.  This run then has the role of the combination that the key matches.
+    Without ``contrast``, all trials other than the baseline are the contrast.
 
     Returns:
         The role of each trial that has one, by the trial's id; and the training fields in which configurations
@@ -386,8 +386,8 @@ def _roles(
         lone = next(trial for trial in bases.values() if setting_of(trial, *also) in without)
         where = _difference(lone, [*others.values()])
         raise SuiteError(
-            f"{key}: some of its trials have {where}, and no contrast does: add a contrast that has, or let the "
-            "baseline match fewer trials"
+            f"{key}: some of its trials have {where}, and no trial of the contrast does: add one that does, or let "
+            "the baseline match fewer trials"
         )
     return dict.fromkeys(others, "contrast") | dict.fromkeys(bases, "baseline"), also
 
@@ -397,11 +397,12 @@ def _without_baseline(alone: Sequence[Trial], bases: Sequence[Trial], total: int
     where = _difference(alone[0], bases)
     count = f"{len(alone)} of {total} other trials have no baseline in their setting, the first with {where}"
     fields = ", ".join((*CONFIGURATION, *TRAINING))
-    return f"{count}; a baseline may differ only in {fields}: match no other field, or name a contrast"
+    allowed = f"a baseline may differ from other trials only in {fields}"
+    return f"{count}; {allowed}: match no other field, or name a contrast"
 
 
 def _difference(trial: Trial, others: Sequence[Trial]) -> str:
-    """Return the fields of its setting in which a trial differs from the most similar of others."""
+    """Return the fields in which a trial's setting differs from the setting of the most similar other trial."""
     kept = {name: value for name, value in trial.canonical().items() if name not in CONFIGURATION}
     mine, fewest = dict(flatten(kept)), list[str]()
     for other in others:

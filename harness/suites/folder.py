@@ -21,7 +21,7 @@ def find_from(folder: Path) -> None:
 
 
 def current() -> Path:
-    """Return the absolute path of the folder of inputs."""
+    """Return the absolute path of the folder to which paths in a suite are relative."""
     return Path.cwd() if _folder is None else _folder
 
 

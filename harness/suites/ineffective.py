@@ -32,7 +32,8 @@ class Setting(NamedTuple):
 Point = dict[str, Setting]
 """Settings by dotted path: one combination of the axes' values, or a part of one."""
 
-# Each function returns why a trial does not use a field, to follow the words "has no effect with"; None if it does.
+# Each function returns why a trial does not use a field, to follow the words "has no effect with"; None if the trial
+# uses the field.
 
 
 def _trains(trial: Trial) -> str | None:
@@ -67,7 +68,7 @@ def _started_by(launcher: str) -> Callable[[Trial], str | None]:
 
 
 _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
-    # By the beginning of a path; the first entry that fits decides, so that longer paths come first.
+    # Each key is the beginning of a path.  The first key that fits decides, so longer keys come first.
     **dict.fromkeys(
         ("policy.gradients", "policy.feedback", "policy.sums", "policy.reduce_every", "policy.loss_scale"),
         lambda trial: _with_policy(trial) or _trains(trial),
@@ -153,7 +154,7 @@ def check_members(
 
 
 def check_overrides(file: SuiteTables, axes: Sequence[Sequence[Point]], points: Sequence[Point]) -> None:
-    """Refuse an override that later ones undo everywhere, or that gives all values of an axis one value."""
+    """Refuse an override that later ones undo everywhere, or that replaces all values of an axis with one."""
     standing = {(setting.table, path) for point in points for path, setting in point.items()}
     for number, override in enumerate(file.override, 1):
         table = f"[[override]] #{number} set"
@@ -171,7 +172,7 @@ def check_overrides(file: SuiteTables, axes: Sequence[Sequence[Point]], points: 
             table = next(iter(axis[0].values())).table
             alike = f"{by[0]} replaces all its {len(axis)} values with one"
             raise SuiteError(
-                f"{table} {', '.join(paths)}: {alike}; let it match some of them only, or remove the axis"
+                f"{table} {', '.join(paths)}: {alike}; let the override match only some of them, or remove the axis"
             )
 
 
@@ -180,7 +181,7 @@ def check_settings(given: Sequence[Point], points: Sequence[Point], trials: Sequ
 
     Args:
         given: For each trial, the settings that the suite's tables give it.
-        points: The same, without those that were left out because its strategy does not take them.
+        points: The same, without the settings that do not apply to the trial's strategy.
         trials: The trials.
     """
     usual = Trial().model_dump(mode="json")
@@ -235,7 +236,7 @@ def _unanswered(answer: str, trials: Sequence[Trial]) -> Iterator[str]:
             yield "needs validation losses, and a trial takes none: set validate_every"
         if trial.validate_every == 0 and total < LEAST_STEPS:
             once = f"a trial is validated once, after {total} steps"
-            yield f"{once}, and a single loss counts from {LEAST_STEPS} on: set steps, or validate_every = 1"
+            yield f"{once}, and a single loss needs {LEAST_STEPS} steps or more: raise steps, or set validate_every = 1"
     if answer == "error" and not any(t.measure_quantisation and t.strategy not in PEERS for t in trials):
         yield "no trial of a policy measures errors: set measure_quantisation = true"
     if answer == "bytes" and all(trial.cluster.nodes == 1 for trial in trials):
@@ -243,4 +244,4 @@ def _unanswered(answer: str, trials: Sequence[Trial]) -> Iterator[str]:
     if answer == "memory" and len(ours) < 2:
         yield "memory is compared between policies, and the suite has fewer than two: add one"
     if answer == "step" and all(trial.workload == "generate" for trial in trials):
-        yield "workload = 'generate' has no steps of training, and answers by tokens: set another workload"
+        yield "workload = 'generate' has no training steps, and its quantity is tokens: set another workload"

@@ -17,7 +17,7 @@ INTERFACES_IN_WORDS: Final = (
     f"{INTERFACES}: counted by the interfaces of the nodes, headers included: peers have no ledger."
 )
 _RATES: Final = ("cluster.rate", "cluster.inner_rate")
-# Fields that follow from the suite as a whole, and are no axis of its question.
+# Fields whose values follow from the suite as a whole, so that its question is never about them.
 _FOLLOWS: Final = ("policy.align", "policy.max_padding")
 
 

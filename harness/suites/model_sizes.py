@@ -16,7 +16,7 @@ class _Sizes:
 
     layers: int  # number of blocks
     width: int  # of the residual stream, h
-    heads: int  # of attention; a divisor of ``width``
+    heads: int  # number of attention heads; a divisor of ``width``
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class GPTShape(_Sizes):
 class BERTShape(_Sizes):
     """Sizes of a BERT."""
 
-    vocab: int = 256  # number of tokens, V; the mask is a further one
+    vocab: int = 256  # number of tokens, V, without the mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ def step_flops(shape: Shape, *, sequences: int, length: int, recompute: bool) ->
     """Count the floating-point operations of one forward and backward pass (arXiv 2104.04473, section 5.1).
 
     With B sequences of s tokens, a block takes ``24 B s h^2 (1 + s / 6h)`` operations forward and twice as many
-    backward.  A GPT's logits take ``6 B s h V``; a ViT's patch embedding and its C classes take
-    ``4 B 1024 h + 6 B h C``.
+    backward.  Both passes together, the logits of a GPT or BERT take ``6 B s h V`` operations, and the patch
+    embedding and the C classes of a ViT take ``4 B 1024 h + 6 B h C``.
 
     Args:
         shape: Sizes of the model.

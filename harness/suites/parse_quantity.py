@@ -9,12 +9,13 @@ from typing import Final
 from pydantic import BeforeValidator, ValidationInfo
 
 _QUANTITY: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(\S+)\s*")
-CANONICAL: Final = {"canonical": True}  # validation context of a trial's canonical JSON, with plain numbers
+# Validation context for a trial's canonical JSON, in which quantities are plain numbers.
+CANONICAL: Final = {"canonical": True}
 
 
 def parse_rate(value: object) -> float | None:
     """Parse ``"50 Mbit/s"`` into Mbit/s, and ``"unshaped"`` into None; raises a ValueError for other values."""
-    valid = "kbit/s, Mbit/s or Gbit/s, or 'unshaped', from 1 kbit/s to 1000 Gbit/s"
+    valid = "kbit/s, Mbit/s or Gbit/s, from 1 kbit/s to 1000 Gbit/s, or 'unshaped'"
     units = {"kbit/s": 1e-3, "Mbit/s": 1.0, "Gbit/s": 1e3}
     return _parsed(None if value == "unshaped" else value, units, 1e-3, 1e6, valid)
 

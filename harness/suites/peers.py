@@ -12,7 +12,9 @@ Family = Literal["single", "ddp", "fsdp2", "deepspeed"]
 Compute = Literal["fp32", "bf16"]
 
 DEEPSPEED: Final = "deepspeed"
-AHEAD: Final = 2  # blocks that FSDP2 prefetches; with one, its all-gathers overlap less
+AHEAD: Final = (
+    2  # number of blocks that FSDP2 prefetches; if it is 1, fewer all-gathers overlap with computing
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class Peer:
     """How one peer is set up; all else is as its library ships it."""
 
     family: Family
-    says: str  # what it does, in a few words, for tables and documentation
+    says: str  # what the peer does, in a few words, for tables and documentation
     tuned: bool = False  # DDP: gradients are views of its buckets, and the graph is static
     compressed: bool = False  # DDP: buckets are reduced in bf16 (its ``bf16_compress_hook``)
     prefetch: bool = False  # FSDP2: asynchronous all-gathers begin `AHEAD` blocks early, without streams
@@ -28,7 +30,7 @@ class Peer:
     hpz: bool = False  # DeepSpeed: each node keeps a second copy of the weights
 
     def wire(self, compute: Compute) -> Compute:
-        """Return the type in which it sends most of its bytes.
+        """Return the type in which the peer sends most of its bytes.
 
         Under autocast DDP still has gradients in fp32, and so sends fp32 unless it compresses them.
         """
@@ -88,11 +90,11 @@ def _zero(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantising_keys(table: dict[str, Any]) -> list[str]:
-    """Return the keys of a DeepSpeed configuration that switch on quantising kernels, which need a GPU."""
+    """Return the keys with which a DeepSpeed configuration switches on quantisation, whose kernels need a GPU."""
     return [name for name in QUANTISERS if _zero(table).get(name)]
 
 
 def zero_stage(table: dict[str, Any]) -> int:
-    """Return the ZeRO stage of a DeepSpeed configuration; without one, DeepSpeed's default of 0."""
+    """Return the ZeRO stage that a DeepSpeed configuration sets; if it sets none, DeepSpeed's default of 0."""
     stage = _zero(table).get("stage", 0)
     return stage if isinstance(stage, int) else 0

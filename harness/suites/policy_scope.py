@@ -1,7 +1,7 @@
 """Decides which ``policy.*`` keys apply to a strategy, and which would turn it into another one.  No torch.
 
-A suite may set ``policy.weights = "int8:256"`` for all its strategies.  That changes ``qwz``, which quantises its
-weights; ``zero3`` with quantised weights would no longer be ``zero3``, so there the key is left out.
+A suite may set ``policy.weights = "int8:256"`` for all its strategies.  The key applies to ``qwz``, which quantises
+its weights anyway.  ``zero3`` with quantised weights would no longer be ``zero3``, so ``zero3`` runs without the key.
 """
 
 from __future__ import annotations

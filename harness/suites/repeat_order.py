@@ -4,8 +4,8 @@ Trials of one *setting* differ only in their *configuration* (strategy, policy a
 that setting's baseline.  They run next to each other in each repeat, in an order that changes with the repeat, so
 that slow drift of the machine affects all configurations alike.
 
-A sweep runs all repeats once.  Each sweep numbers its repeats on from the last one, so that adding a sweep leaves the
-ids of earlier trials as they were.
+A sweep runs all repeats once.  Each sweep continues the numbers of repeats where the sweep before ends, so that
+another sweep leaves the ids of earlier trials as they were.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, Final
 from harness.suites.trial import Trial
 
 BASELINE: Final = "zero3"  # the strategy that ratios divide by, unless the suite names a baseline
-LEAST: Final = 6  # repeats that a confidence interval needs
-BEYOND: Final = 3  # further repeats once an interval is narrow, which the first time may be by chance
-MOST: Final = 20  # repeats of a setting, unless the suite gives a number
+LEAST: Final = 6  # least number of repeats for a confidence interval
+BEYOND: Final = 3  # repeats that are added once an interval is narrow enough, since it may be so by chance
+MOST: Final = 20  # largest number of repeats, unless the suite gives one
 CONFIGURATION: Final = (
     "strategy",
     "policy",
@@ -40,9 +40,10 @@ class Repeats:
     """How often each trial is repeated in one sweep."""
 
     least: int = 1  # repeats of every trial
-    # Half the width that each ratio's interval must reach, as a share of the ratio; None for a fixed number.
+    # Trials are repeated until half the width of each ratio's interval is at most this share of the ratio.  None for a
+    # fixed number of repeats.
     within: float | None = None
-    most: int = 1  # repeats of any trial; the first of sweep s has number ``s * most``
+    most: int = 1  # largest number of repeats; the first repeat of sweep s has number ``s * most``
 
     @classmethod
     def parse(cls, value: Any) -> Repeats:
@@ -63,7 +64,7 @@ class Repeats:
 
 
 def comparable_groups(trials: Sequence[Trial], *also: str) -> list[list[Trial]]:
-    """Group trials that differ only in their configuration and the fields ``also``, by first appearance."""
+    """Group trials that differ only in their configuration and the fields ``also``, in order of appearance."""
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(setting_of(trial, *also), []).append(trial)
@@ -88,9 +89,9 @@ def configuration_of(trial: Trial, also: Sequence[str] = ()) -> str:
 def compared_also(bases: Sequence[Trial], others: Sequence[Trial]) -> tuple[str, ...]:
     """Return the fields of :data:`TRAINING` that belong to the configuration in this suite.
 
-    A field does if some of ``others`` has a value that none of ``bases`` has.  If the baseline uses AdamW and the
-    contrast uses SGD, the suite compares optimizers.  If the baseline is run with both, each optimizer is a setting
-    with a baseline of its own.
+    A field belongs if a trial of ``others`` has a value that no trial of ``bases`` has.  If the baseline uses AdamW and
+    the contrast uses SGD, the suite compares optimizers.  If the baseline is run with both optimizers, each optimizer
+    is a setting with a baseline of its own.
     """
     if not bases:
         return ()

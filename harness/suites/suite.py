@@ -44,11 +44,10 @@ class SuiteKeys(BaseModel, extra="forbid", frozen=True):
     question: str = Field(min_length=1)
     time: str = "not stated"  # how long a run takes, in words
     repeats: Annotated[Repeats, BeforeValidator(Repeats.parse)] = Repeats()  # how often each trial is run
-    on_failure: dict[
-        Kind, Annotated[FailureResponse, BeforeValidator(FailureResponse.parse)]
-    ] = {}  # other kinds of failure have `SKIP`
+    # The response to each kind of failure; kinds that are not listed get `SKIP`.
+    on_failure: dict[Kind, Annotated[FailureResponse, BeforeValidator(FailureResponse.parse)]] = {}
     answer: ChosenQuantity = ""  # the quantity that answers the question; if empty, it is inferred
-    margin: int = Field(0, ge=0)  # training steps by which a loss may be worse; 0: the report's own margin
+    margin: int = Field(0, ge=0)  # steps of training by which a loss may be worse; 0: 1 % of the loss
 
 
 class SuiteError(ValueError):
@@ -78,15 +77,15 @@ class Suite(SuiteKeys):
     """A question and the trials that answer it."""
 
     combinations: tuple[Trial, ...] = ()  # one trial per distinct run, as its repeat 0
-    merged: tuple[str, ...] = ()  # the axes' values of combinations that are the same run as another
+    merged: tuple[str, ...] = ()  # the axes' values of each combination that resolves to another's run
     left_out: tuple[str, ...] = ()  # a line for each field that does not apply to some strategies
-    # Whether the alignment of its policies, and so the ids of its trials, are known.  They are not if a policy has a
-    # user's codec whose block cannot be read, because the command imports no module of the suite's.
+    # Whether the alignment of its policies, and so the ids of its trials, are known.  They are unknown if a policy has
+    # a user's codec and the command imports no modules of the suite, since the codec's block cannot be read then.
     ids_known: bool = True
     roles: dict[str, str] = {}  # baseline or contrast, by the id of a trial's repeat 0
     compared_also: tuple[str, ...] = ()  # training fields that belong to the configuration (`repeat_order`)
     file: str = ""  # name of the suite file; empty if there is none
-    text: str = ""  # its content
+    text: str = ""  # content of the suite file
     configurations: dict[str, str] = {}  # JSON of the DeepSpeed configurations that it names, by path
 
     def role_of(self, trial: Trial) -> str:
@@ -108,7 +107,7 @@ class Suite(SuiteKeys):
         return tuple(trial for repeat in repeats for trial in interleave(self.combinations, repeat))
 
     def all_repeats(self, sweeps: int) -> dict[str, Trial]:
-        """Return all trials that so many sweeps may run, by id."""
+        """Return by id all trials that the first ``sweeps`` sweeps may run."""
         repeats = range(sweeps * self.repeats.most)
         trials = (
             setting.model_copy(update={"repeat": repeat})

@@ -26,7 +26,8 @@ _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs a
 def load(path: Path, align: int | None = None) -> Suite:
     """Read a suite file and expand it into trials; ``align`` is as in :func:`harness.suites.expand_suite.expand`.
 
-    The file's folder becomes this process's folder of inputs (:mod:`harness.suites.folder`).
+    From then on this process looks in the file's folder for the files and modules that the suite names
+    (:mod:`harness.suites.folder`).
 
     Raises:
         SuiteError: For the first mistake, with one line that begins with the file.

@@ -67,7 +67,7 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def used(self) -> dict[str, Any]:
-        """Return the fields as JSON-ready data, without those added to the schema later that have their default."""
+        """Return the fields as JSON-ready data, except those added to the schema later that have their default."""
         fields, data = type(self).model_fields, self.model_dump(mode="json")
         return {
             name: value
@@ -93,7 +93,7 @@ class Model(_Frozen):
 
 
 _OwnBackend = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.\w+)+$")]  # package.module
-# A host, maybe after a user; neither can begin with "-", which would be an option of ssh.
+# A host, with or without ``user@`` before it.  Neither may begin with "-", which ssh would read as an option.
 _HOST: Final = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?([A-Za-z0-9_][A-Za-z0-9_.-]*)")
 
 
@@ -220,7 +220,7 @@ class PolicyChanges(_Frozen):
     @field_validator("secondary_format")
     @classmethod
     def _usual(cls, value: str | None) -> str | None:
-        """Turn the default ``frames`` into None, so that the trial is the same, and has the same id, without it."""
+        """Turn the default ``frames`` into None, so that a trial that sets it has the id of one that does not."""
         return None if value == "frames" else value
 
     def applied(self, base: Policy) -> Policy:
@@ -247,7 +247,7 @@ _AS_PUBLISHED: Final = ("sums", "blocks", "planes")
 
 
 def following_model(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a trial's fields with the defaults of a vision preset, if it has one: images in 64 patches."""
+    """Return a trial's fields; for a vision preset, add its defaults: corpus ``glyphs``, and 64 patches."""
     model = fields.get("model")
     name = model.get("name") if isinstance(model, dict) else None
     images = isinstance(MODELS.get(str(name)), ViTShape)
@@ -278,7 +278,7 @@ def configuration_text(value: Any) -> Any:
 
 
 def _is_json(text: str) -> bool:
-    """Return whether a configuration's text is JSON, which is kept as it is, rather than HJSON."""
+    """Return whether a configuration's text is JSON rather than HJSON; JSON text is kept as it is."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -366,7 +366,7 @@ class Trial(_Frozen):
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def topology(self) -> Topology:
-        """Return its nodes and ranks per node."""
+        """Return the trial's nodes and ranks per node."""
         return Topology(self.cluster.nodes, self.cluster.ranks_per_node)
 
     @property
@@ -415,7 +415,7 @@ class Trial(_Frozen):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The policy fields that it changes, with their values."""
+        """The policy fields that the trial changes, with their values."""
         return self.policy.model_dump(exclude_defaults=True)
 
     def resolved_policy(self) -> Policy | None:

@@ -85,9 +85,9 @@ class Settings:
             help="DeepSpeed configuration, a JSON file; see docs/guide/deepspeed.md.",
         ),
     ] = None
-    model_parallel_size: Annotated[int, Option(help="Must be 1: not supported.")] = 1
-    tensor_model_parallel_size: Annotated[int, Option(help="Must be 1: not supported.")] = 1
-    pipeline_model_parallel_size: Annotated[int, Option(help="Must be 1: not supported.")] = 1
+    model_parallel_size: Annotated[int, Option(help="Only 1 is supported.")] = 1
+    tensor_model_parallel_size: Annotated[int, Option(help="Only 1 is supported.")] = 1
+    pipeline_model_parallel_size: Annotated[int, Option(help="Only 1 is supported.")] = 1
     nodes: Annotated[
         int | None, Option(min=1, help="Number of emulated nodes. Default: 1; under torchrun, torchrun's.")
     ] = None
@@ -114,7 +114,9 @@ class Settings:
         int | None,
         Option("--save-every", "--save-interval", min=1, help="Also save a checkpoint every so many steps."),
     ] = None
-    keep: Annotated[int | None, Option(min=1, help="Keep only so many checkpoints, the newest.")] = None
+    keep: Annotated[int | None, Option(min=1, help="Keep only this many checkpoints, the newest ones.")] = (
+        None
+    )
     resume: Annotated[
         Path | None,
         Option("--load", help="Continue from this checkpoint, or from the newest in this folder."),
@@ -223,7 +225,7 @@ def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *,
 
 
 def _with_room(trial: Trial) -> Trial:
-    """Raise the trial's limit on the size of units to that of the largest module that cannot be cut.
+    """Raise the trial's limit on the size of units to the size of the largest module that cannot be cut.
 
     DeepSpeed gathers such a module even if it is larger than ``stage3_max_live_parameters`` allows.
     """
@@ -246,13 +248,12 @@ def _with_room(trial: Trial) -> Trial:
 
 
 def steps_text(manifest: Manifest) -> str:
-    """Return the steps of a checkpoint's run as text, counted as in the log: including steps that were skipped."""
+    """Say how many steps a checkpoint's run has done, including skipped steps, which the log counts too."""
     scale, extra = manifest.loss_scale, manifest.extra
     done = manifest.step + (0 if scale is None else scale["skipped"])
     if isinstance(extra, dict) and extra.keys() == {"seed", "corpus", "sequence", "steps"}:
-        done = int(
-            extra["steps"]
-        )  # saved by `zeropp train`; `skipped` restarts when the loss scale is changed
+        # Saved by `zeropp train`.  The count of skipped steps restarts when the loss scale is changed.
+        done = int(extra["steps"])
     skipped = done - manifest.step
     return f"step {done}" + (f", {skipped} of them skipped for an overflow" if skipped else "")
 

@@ -26,7 +26,8 @@ MB: Final = 1e6
 # Bytes of activations in 16 bits that a block keeps for backward, for each token and channel: arXiv 2205.05198,
 # equation 1, without attention scores.
 _BLOCK_BYTES: Final = 34
-# Columns of the table: the parts of impl.plan.memory.memory() that they add up.  All other parts are in "other".
+# Columns of the table, each with the parts of impl.plan.memory.memory() that it adds up.  All other parts are added
+# up in the column "other".
 _COLUMNS: Final = {
     "Adam's states": ("masters", "optimizer"),
     "gradients": ("gradients", "local_gradients"),
@@ -60,9 +61,8 @@ def needs(model: nn.Module, policy: Policy, trial: Trial) -> list[Need]:
     stages, topology, activations = [], trial.topology(), _activation_bytes(trial, policy)
     for stage in get_args(Stage):
         variant = policy
-        if (
-            stage != policy.stage
-        ):  # drop options that only the requested stage supports, and allow any padding
+        if stage != policy.stage:
+            # Drop options that only the requested stage supports, and allow any padding.
             bare, limits = policy.without_secondary(), MemoryLimits(max_padding=math.inf)
             variant = replace(bare, stage=stage, group=0, reduce_every="stage", memory=limits)
         units = plan_units(model, topology, variant)
@@ -80,7 +80,7 @@ def _columns(parts: dict[str, int]) -> dict[str, int]:
 
 
 def _activation_bytes(trial: Trial, policy: Policy) -> int:
-    """Estimate, rather too high, the bytes of a micro-batch's activations: blocks, logits and their gradient."""
+    """Estimate, rather too high, the bytes of a micro-batch's activations, logits and gradient of the logits."""
     shape, item = shape_of(trial.model), ITEM_BYTES[policy.compute]
     assert isinstance(shape, GPTShape)  # noqa: S101  # no flag selects another kind of model
     place = trial.tokens_per_rank * shape.width

@@ -3,8 +3,8 @@
 A suite names its corpus in one of these ways:
 
 - text: ``stdlib`` (the sources of Python's standard library), a file, or a folder, whose files are joined in
-  alphabetical order.  The first 95 % are for training.  Bytes are the tokens, unless a user's tokenizer makes
-  others;
+  alphabetical order.  The first 95 % are for training.  Bytes are the tokens, unless the suite names a tokenizer
+  of the user's own;
 - a folder with the token files ``train.npy`` and ``validation.npy``;
 - a ``module:function`` that returns two arrays of tokens, or two pairs of arrays
   (:mod:`harness.workloads.own_pairs`).
@@ -52,7 +52,7 @@ class Corpus:
 class Text(Dataset):
     """Windows of T tokens of a corpus: (B, T) int64 inputs, and (B, T) int64 targets.
 
-    Targets are the next tokens or, with ``masks``, the tokens that BERT's masking replaced.
+    Targets are the next tokens or, with ``masks``, the tokens that BERT's masking chose.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Text(Dataset):
         self.length, self.masks = length, masks
 
     def count(self, part: NDArray[Any]) -> int:
-        """Number of offsets at which a window of T + 1 tokens can start."""
+        """Return the number of offsets at which a window of T + 1 tokens can start."""
         return len(part) - self.length
 
     def at(self, part: NDArray[Any], numbers: list[int], keys: list[str]) -> Pair:
@@ -80,9 +80,7 @@ class Text(Dataset):
 
 
 def _check_room(source: str, size: int, length: int) -> None:
-    """Raise a CorpusError if ``size`` tokens do not hold a sequence of ``length`` and the target of its last
-    token.
-    """
+    """Raise a CorpusError if ``size`` tokens are too few for a sequence of ``length`` and its last token's target."""
     if size <= length:
         enough = f"a text needs {int((length + 1) / (1 - TRAINING_SHARE)) + 1} bytes"
         why = f"has {size} tokens for validation or training, too few for one sequence of {length}"
@@ -113,7 +111,10 @@ def _files_of(source: str) -> tuple[list[Path], int]:
 
 
 def check(source: str, length: int) -> None:
-    """Raise a CorpusError, without reading the text, if it is missing or too small for ``length`` bytes."""
+    """Raise a CorpusError if a text is missing, or too small for a sequence of ``length`` bytes.
+
+    Only the sizes of files are read.
+    """
     _, size = _files_of(source)
     _check_room(source, size - int(size * TRAINING_SHARE), length)
 
@@ -176,7 +177,10 @@ def _of_arrays(source: str, _: Path) -> Corpus | OwnPairs:
 
 @lru_cache(1)
 def _tokenised(source: str, tokenizer: str, train: bytes, validation: bytes) -> Corpus:
-    """Make the corpus from a text and a user's tokenizer; a character cut between the parts is replaced."""
+    """Make the corpus from a text and a user's tokenizer.
+
+    Bytes that are not UTF-8 become U+FFFD, and so does a character that the cut between the two parts splits.
+    """
     function = f"tokenizer {tokenizer!r}"
     texts = (part.decode(errors="replace") for part in (train, validation))
     return _of_tokens(source, function, (_call(function, tokenizer, text) for text in texts))

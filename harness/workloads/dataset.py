@@ -34,8 +34,8 @@ class Dataset(ABC):
         Args:
             part: ``train`` or ``validation``.
             numbers: Numbers of the samples, from 0.
-            keys: A key for each sample, from which everything else that is random in it is derived, such as
-                masks.
+            keys: A key for each sample.  Whatever else is random in a sample, such as its masks, is derived from its
+                key.
         """
 
     def batch(self, *, seed: int, step: int, micro_batch: int, rank: int, sequences: int) -> Pair:

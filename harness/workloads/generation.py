@@ -44,17 +44,14 @@ def decode(
 
 # Seconds waited for messages so far, bytes sent between nodes, and bytes sent inside nodes.
 Counts = tuple[float | None, int | None, int | None]
-_SPENT: Final = (
-    "exposed",
-    "inter_bytes",
-    "intra_bytes",
-)  # fields of Token that hold the growth of these counts
+# Fields of Token that hold the growth of these counts.
+_SPENT: Final = ("exposed", "inter_bytes", "intra_bytes")
 
 
 class Generator:
     """Generates from one prompt and keeps the time, waits and bytes of each token.
 
-    ``count`` returns this rank's :data:`Counts` so far; their growth is attributed to the token.
+    ``count`` returns this rank's :data:`Counts` so far; their growth during a token is kept with this token.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from harness.workloads import corpus, glyph_images
 from harness.workloads.own_sources import files_of, stamp
 from impl.named_object import see
 
-if TYPE_CHECKING:  # suites import pydantic, which is missing where only the laws are tried on a GPU
+if TYPE_CHECKING:  # trials import pydantic, which may be missing where only laws are tested, on a GPU
     from harness.suites.trial import Trial
 
 
@@ -30,8 +30,8 @@ def digests(trial: Trial) -> dict[str, str]:
 
     - ``corpus``, of all its tokens;
     - ``model``, ``optimizer``, ``tokenizer``, ``transport`` or ``codec <text>``: the file of a user's module;
-    - ``module helper``: what these modules import.  For a package of several files it is the digest of the
-      list of their digests;
+    - ``module helper``: a module ``helper`` that these modules import.  For a package of several files it is the
+      digest of the list of their digests;
     - ``file words.txt of mine``: a file that the source of module ``mine`` names.
     """
     see(Path.cwd())

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 Tokens = NDArray[np.int64]
 
-SHARE: Final = 0.15  # of the tokens of a sequence that are predicted; the same number in each sequence
+SHARE: Final = 0.15  # share of a sequence's tokens that are predicted; the same number in each sequence
 NO_TARGET: Final = -100  # target of all other tokens, which torch's cross-entropy ignores
 # A random byte decides what a predicted token is replaced with.
-_SHOWN_AS_MASK: Final = 205  # below this, eight in ten: the mask
-_SHOWN_AT_RANDOM: Final = 231  # from there to below this, one in ten: a random token; above: nothing
+_SHOWN_AS_MASK: Final = 205  # bytes below this value, eight in ten, choose the mask
+_SHOWN_AT_RANDOM: Final = 231  # bytes from 205 to 230, one in ten, choose a random token; others, no change
 
 
 def mask(text: Tokens, keys: list[str], vocab: int) -> tuple[Tokens, Tokens]:

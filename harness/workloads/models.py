@@ -60,7 +60,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, past: KeysAndValues | None = None) -> Tensor:
         """Map (B, T, width) to (B, T, width).
 
-        With a ``past``, x are the tokens after those in the cache: several if it is empty, else one.
+        With a ``past``, ``x`` holds the tokens that follow those in the cache: several if the cache is empty, else one.
         """
         batch, length, width = x.shape
         heads = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
@@ -89,7 +89,7 @@ class Block(nn.Module):
 
 
 class _Transformer(nn.Module):
-    """What GPT, BERT and ViT share: an embedding with learned positions, blocks, a norm and a head."""
+    """The parts that GPT, BERT and ViT share: an embedding with learned positions, blocks, a norm and a head."""
 
     def __init__(
         self, shape: Shape, embedding: nn.Embedding | nn.Linear, places: int, outputs: int, *, causal: bool
@@ -110,7 +110,7 @@ class _Transformer(nn.Module):
     def through_blocks(self, x: Tensor, past: Sequence[KeysAndValues] | None = None) -> Tensor:
         """Add positions to embeddings (B, T, width) and pass them through all blocks.
 
-        With a ``past``, a cache for each block, positions go on after the tokens in it.
+        If ``past`` holds a cache for each block, positions continue after the cached tokens.
         """
         start = past[0].length if past is not None else 0
         x = x + self.positions(torch.arange(start, start + x.shape[1], device=x.device))
@@ -125,7 +125,7 @@ class GPT(_Transformer):
     causal = True
 
     def __init__(self, shape: GPTShape | BERTShape, sequence: int) -> None:
-        inputs = shape.vocab if self.causal else shape.vocab + 1  # BERT reads the mask too, as last token
+        inputs = shape.vocab if self.causal else shape.vocab + 1  # BERT also reads the mask, the last token
         embedding = nn.Embedding(inputs, shape.width)
         super().__init__(shape, embedding, sequence, shape.vocab, causal=self.causal)
         if isinstance(shape, GPTShape) and shape.tied:
@@ -172,7 +172,7 @@ class ViT(_Transformer):
         embedding = nn.Linear(patch * patch, shape.width, bias=False)
         super().__init__(shape, embedding, (IMAGE_SIDE // patch) ** 2, IMAGE_CLASSES, causal=False)
         self.patch = patch
-        # Embeddings of pixels from 0 to 1 would otherwise be small against positions.
+        # Embeddings of pixels from 0 to 1 would otherwise be small compared with the positions.
         nn.init.normal_(self.embedding.weight, std=1 / patch)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The data set of a user's function that returns pairs of arrays, inputs and targets.  No torch."""
+"""Makes a data set of the pairs of arrays, inputs and targets, that a user's function returns.  No torch."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _model_type(array: NDArray[Any]) -> np.dtype[Any]:
 
 
 def _array(origin: str, value: Any) -> NDArray[Any]:
-    """Return a value as an array; raise a CorpusError unless it has examples, of finite numbers."""
+    """Return a value as an array; raise a CorpusError unless it has at least one example and only finite numbers."""
     with raising(CorpusError, f"{origin}: no array:"):
         array = np.ascontiguousarray(value)
     if array.dtype.kind not in "fiub":

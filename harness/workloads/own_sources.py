@@ -3,7 +3,8 @@
 These files are the object's module, all modules that it imports, and all files that these sources name (data
 files, kernels and their headers), transitively.  They are found by parsing sources; no user code runs.  Libraries
 and this project's packages are left out, since records keep their versions.  What a source names is guessed from
-its texts: a file too many is harmless, and a name that is computed at run time cannot be found.  No torch.
+its string constants.  A file that is found without need is harmless; a file whose name is computed at run time cannot
+be found.  No torch.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ _OURS: Final = tuple(_ROOT / name for name in ("impl", "harness", "report"))
 _INSTALLED: Final = frozenset(("site-packages", "dist-packages"))
 _NO_FILES: Final = tuple(map(Path, ("/dev", "/proc", "/sys", "/run")))  # they show the state of the system
 _MODULE: Final = re.compile(r"\.*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-# A source that mentions one of these may import modules by texts; others cannot.
+# A source that mentions one of these may import modules whose names are strings; other sources cannot.
 _DYNAMIC: Final = re.compile(
     rb"__import__|importlib|import_module|find_spec|pkgutil|runpy|lazy", re.IGNORECASE
 )
-# Functions whose names begin so write files: the files that such a call names are no inputs.
+# A function whose name begins like this writes files, so the files that a call of it names are no inputs.
 _WRITING: Final = re.compile(
     r"save|write|dump|to_(csv|json|pickle|parquet)|export|FileHandler|mkdir|makedirs|touch|unlink|remove|rename"
 )
@@ -188,7 +189,8 @@ def _resolve(name: str, package: str, added_folders: Sequence[Path]) -> list[_So
     for length in range(1, len(parts) + 1):
         full = ".".join(parts[:length])
         spec = _top_level(full, added_folders) if folders is None else _spec(PathFinder, full, folders)
-        # Finders find a namespace package inside another package only once that one is imported, so look here.
+        # Finders find a namespace package inside another package only after the outer package is imported, so look
+        # in its folders here.
         if spec is None:
             inner = [folder for f in folders or () if (folder := Path(f) / parts[length - 1]).is_dir()]
             file, folders = None, [*map(str, inner)]
@@ -277,7 +279,7 @@ def stamp(file: Path) -> tuple[int, int]:
 def _mentions(file: Path, _time: int, _size: int) -> _Mentions:
     """Collect the modules and files that a source may name.
 
-    A source that cannot be parsed has none; its import will fail.  ``_time`` and ``_size`` are the file's
+    A source that cannot be parsed has no mentions; its import will fail.  ``_time`` and ``_size`` are the file's
     :func:`stamp`, so that the cache holds until the file is written.
     """
     mentions = _Mentions()
@@ -329,7 +331,7 @@ def _texts(node: ast.AST) -> list[str]:
 
 
 def _called(node: ast.AST | None) -> str:
-    """Return the last name of the function that a call calls: ``join`` for ``os.path.join()``; else nothing."""
+    """Return the last name of a call's function: ``join`` for ``os.path.join()``; an empty text for other nodes."""
     function = node.func if isinstance(node, ast.Call) else None
     return str(getattr(function, "attr", "") or getattr(function, "id", ""))
 

@@ -1,6 +1,6 @@
-"""Sizes of a trial's preset, and its parameters by name and shape, without building it.  No torch.
+"""Lists a preset model's sizes, and its parameters by name and shape, without building the model.  No torch.
 
-Plans need no more of a preset, and torch takes longer to import than a suite takes to plan.
+A plan needs no more than this, and torch takes longer to import than a suite takes to plan.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from impl.plan.unit_plan import Placed
 
 
 def shape_of(model: Model) -> Shape:
-    """Sizes of a preset with the model's changes, or a Refusal."""
+    """Return a preset's sizes with the model's changes.
+
+    Raises:
+        Refusal: if there is no such preset or argument, or the sizes are impossible.
+    """
     if model.name not in PRESETS:  # of an old record: suites are checked when read
         raise Refusal(f"model {model.name!r}: expected one of {', '.join(PRESETS)} or 'module:function'")
     preset = PRESETS[model.name]
@@ -51,7 +55,11 @@ def shape_of(model: Model) -> Shape:
 
 
 def patch_of(model: Model, sequence: int) -> int:
-    """Side in pixels of the patches of which a ViT reads ``sequence``, or a Refusal."""
+    """Return the side in pixels of a patch of an image that is cut into ``sequence`` patches.
+
+    Raises:
+        Refusal: if an image cannot be cut into so many patches.
+    """
     if sequence not in PATCHES:
         why = f"model {model.name!r}: an image cannot be cut into sequence = {sequence} patches"
         raise Refusal(f"{why}; expected one of {', '.join(map(str, PATCHES))}")
@@ -61,8 +69,10 @@ def patch_of(model: Model, sequence: int) -> int:
 def parameters_of(model: Model, sequence: int) -> tuple[list[Placed], list[str]]:
     """List the parameters of a preset in the model's order, and the names of its blocks.
 
-    They equal those of the module that :func:`harness.workloads.models.build` returns.  Raises a Refusal for an
-    unknown preset or argument.
+    Parameters and blocks are those of the module that :func:`harness.workloads.models.build` returns.
+
+    Raises:
+        Refusal: as :func:`shape_of` and :func:`patch_of` do.
     """
     shape = shape_of(model)
     width, places, outputs, inputs = shape.width, sequence, IMAGE_CLASSES, (0, shape.width)

@@ -18,7 +18,7 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets of the model
 
 
 class Batches(Protocol):
-    """A source of batches for training steps: :class:`RankBatches` or :class:`ExperienceBatch`."""
+    """A source of batches for training steps, such as :class:`RankBatches`."""
 
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
         """Yield the batches of each micro-batch of step ``index``.
@@ -47,7 +47,7 @@ class ExperienceBatch:
 
 @dataclass(frozen=True, slots=True)
 class FirstSequences:
-    """The first sequence of each batch of another source, for checks that must be cheap."""
+    """Yields only the first sequence of each batch of another source, for checks that must be cheap."""
 
     batches: Batches
 
@@ -89,7 +89,7 @@ class RankBatches:
             yield [self._batch(index, micro_batch, part) for part in self.ranks]
 
     def of_rank(self, index: int, rank: int) -> Iterator[Batch]:
-        """Yield the batches of a step of any rank; for strategy ``single``, those of all ranks."""
+        """Yield the batches that rank ``rank`` reads in a step; for strategy ``single``, those of all ranks."""
         ranks = (rank,) if len(self.ranks) == 1 else self.ranks
         for micro_batch in range(self._trial.accumulation):
             yield from (self._batch(index, micro_batch, part) for part in ranks)

@@ -87,14 +87,13 @@ def judges_of(trial: Trial, actor: nn.Module) -> Judges:
 
 
 def group_advantages(rewards: Tensor, group: int) -> Tensor:
-    """Return (B,) fp32 advantages of (B,) rewards, of which ``group`` neighbours are a group.
+    """Return (B,) fp32 advantages of (B,) rewards; each ``group`` adjacent rewards form a group.
 
     An advantage is the reward minus the group's mean, divided by the group's standard deviation; it is 0 in a
     group of equal rewards.
     """
-    grouped = rewards.double().view(
-        -1, group
-    )  # in fp64 the mean of equal fp32 numbers is exactly that number
+    # In fp64 the mean of equal fp32 numbers is exactly that number.
+    grouped = rewards.double().view(-1, group)
     centred = grouped - grouped.mean(1, keepdim=True)
     return (centred / (grouped.std(1, correction=0, keepdim=True) + _LEAST_SPREAD)).flatten().float()
 

@@ -224,14 +224,14 @@ def test_honest_codecs_of_others_pass(kind: type[Toy], sums: list[Duty]) -> None
         (bounded(float("nan")), Law.BOUND, 1, "error_bound(0, 0, 'fp32') is nan"),
         (bounded(float("inf")), Law.BOUND, 1, "error_bound(0, 0, 'fp32') is inf"),
         (GHOSTLY, Law.ZERO, 1, "in a block of zeros"),
-        (decoding(lambda _, out: out.mul_(1 - 2.0**-12)), Law.IDEMPOTENT, 1, "again"),
+        (decoding(lambda _, out: out.mul_(1 - 2.0**-12)), Law.IDEMPOTENT, 1, "in a second round trip"),
         (  # rounds halves up
             toy(rounded=lambda _, quotients, __: (quotients + 0.5).floor()),
             Law.SIGN, 2, "its negative to",
         ),
         (  # has a smallest scale that data can reach
             toy(scales=lambda self, blocks: Toy.scales(self, blocks).clamp(min=1e-8)),
-            Law.POWER_OF_TWO, 1, "times it to",
+            Law.POWER_OF_TWO, 1, "times the element decodes to",
         ),
         (
             decoding(lambda _, out: out.nan_to_num_(0.0)),
@@ -340,8 +340,8 @@ def test_what_a_short_row_alone_does_not_show_is_found() -> None:
     )
     for kind, claim, message in (
         (decoding(nosy), Duty.LOCAL, "another block, were changed"),
-        (backwards, Duty.SUM, "of the sum of 5 is"),
-        (forgetful, Duty.FUSED, "of the frame of the sum of 5 is"),
+        (backwards, Duty.SUM, "of the sum of 5 frames is"),
+        (forgetful, Duty.FUSED, "of the frame of the sum of 5 frames is"),
     ):
         assert message in str(broken(kind, claim))
         assert search(toy_subject(kind), Duty.FRAME, examples=10, seed=1) is None

@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "steps of generation": (
         'answer = "step"',
         f'[defaults]\nworkload = "generate"\ngenerate.prompt = 4\n{TWO}',
-        ("answers by tokens",),
+        ("its quantity is tokens",),
     ),
     "a margin of no loss": ("margin = 3", TWO, ("margin = 3", "no validation", "remove margin")),
     "a margin of one late loss": (

@@ -61,7 +61,7 @@ def test_all_repeats_of_the_baseline_are_it(read: Read) -> None:
         ),
         (
             'baseline = { strategy = "zero3" }\ncontrast = { strategy = "zeropp", tokens_per_rank = 64 }',
-            "some of its trials have tokens_per_rank = 128, and no contrast does: add a contrast",
+            "some of its trials have tokens_per_rank = 128, and no trial of the contrast does: add one",
         ),
     ],
 )

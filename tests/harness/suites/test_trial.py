@@ -70,7 +70,10 @@ def test_units(number: int) -> None:
 def test_other_quantities_are_refused(value: object) -> None:
     """Quantities without a known unit, of zero, or beyond any link are refused; the message names the allowed ones."""
     for fields, message in (
-        ({"cluster": {"rate": value}}, "kbit/s, Mbit/s or Gbit/s, or 'unshaped', from 1 kbit/s to 1000"),
+        (
+            {"cluster": {"rate": value}},
+            "kbit/s, Mbit/s or Gbit/s, from 1 kbit/s to 1000 Gbit/s, or 'unshaped'",
+        ),
         ({"memory_limit": value}, "a number above 0 with a unit, MiB or GiB"),
     ):
         with pytest.raises(ValidationError, match=message):
