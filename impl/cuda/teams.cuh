@@ -179,15 +179,22 @@ __device__ __forceinline__ void add_whole(Scheme<BITS> scheme, const Arguments& 
         bool safe = true;
 #pragma unroll
         for (int k = 0; k < AHEAD; ++k) safe = safe & within(scheme, fetched[k].stored, Fp32::largest());
-        const bool saturate = rare(!safe);
+        // Two loops, since a condition in one loop becomes selections of all terms.
+        if (rare(!safe)) {
 #pragma unroll
-        for (int k = 0; k < AHEAD; ++k) {
-            float term[kOctet];
-            expand_whole(scheme, fetched[k], term);
+            for (int k = 0; k < AHEAD; ++k) {
+                float term[kOctet];
+                expand_whole(scheme, fetched[k], term);
 #pragma unroll
-            for (int i = 0; i < kOctet; ++i) {
-                if (saturate) term[i] = saturated(term[i], Fp32::largest());
-                sums[i] = sums[i] + term[i];
+                for (int i = 0; i < kOctet; ++i) sums[i] = sums[i] + saturated(term[i], Fp32::largest());
+            }
+        } else {
+#pragma unroll
+            for (int k = 0; k < AHEAD; ++k) {
+                float term[kOctet];
+                expand_whole(scheme, fetched[k], term);
+#pragma unroll
+                for (int i = 0; i < kOctet; ++i) sums[i] = sums[i] + term[i];
             }
         }
     }
