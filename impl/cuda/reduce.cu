@@ -73,7 +73,7 @@ struct Sums {
 };
 
 template <int FIRST, int AHEAD, int SECOND, bool STOCHASTIC>
-__global__ void __launch_bounds__(512, kHalf) decode_sum_encode(const Arguments a) {
+__global__ void __launch_bounds__(256, 2 * kHalf) decode_sum_encode(const Arguments a) {
     const Sums<FIRST, AHEAD> sums{a, row_start(a, a.frames)};
-    encode_team<Fp32, SECOND, 1, STOCHASTIC>(a, a.second, a.output, sums);
+    encode_team<Fp32, SECOND, 2, STOCHASTIC>(a, a.second, a.output, sums);
 }

@@ -234,18 +234,20 @@ __device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, u
 template <bool WARPS = true>
 __device__ __forceinline__ Extent team_extent(Extent mine, u32 team, bool two, u32 turn = 0) {
     __shared__ u32 highs[2][32], lows[2][32];  // used in turns: a warp may be one turn ahead of others
-    u32 shuffled = team;
+    bool shuffles = true;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     if (WARPS && !rare(team < 32)) {
         mine = {__reduce_max_sync(kWarp, mine.high), two ? __reduce_max_sync(kWarp, mine.low) : 0};
-        shuffled = 1;
+        shuffles = false;
     }
 #endif
+    if (shuffles) {
 #pragma unroll
-    for (u32 offset = 16; offset > 0; offset /= 2) {
-        if (offset >= shuffled) continue;
-        const u32 apart = lanes_apart(int(offset)), high = __shfl_xor_sync(kWarp, mine.high, apart);
-        mine.include({high, two ? __shfl_xor_sync(kWarp, mine.low, apart) : 0u});
+        for (u32 offset = 16; offset > 0; offset /= 2) {
+            if (offset >= team) continue;
+            const u32 apart = lanes_apart(int(offset)), high = __shfl_xor_sync(kWarp, mine.high, apart);
+            mine.include({high, two ? __shfl_xor_sync(kWarp, mine.low, apart) : 0u});
+        }
     }
     if (rare(team > 32)) {
         const u32 thread = threadIdx.x;
@@ -399,7 +401,13 @@ struct Encoder {
                 encode<false>(scheme, team, turn, held);
             } else {
                 bring<true>(team, held);
-                encode<true>(scheme, team, turn, held);
+                if constexpr (STOCHASTIC) {  // with both, registers would spill
+                    encode<true>(scheme, team, turn, held);
+                } else if (rare(scheme.asymmetric)) {
+                    encode<true>({scheme.stated, true}, team, turn, held);  // a constant, whose branches are dropped
+                } else {
+                    encode<true>({scheme.stated, false, scheme.clipped}, team, turn, held);
+                }
             }
         }
     }

@@ -587,3 +587,15 @@ def _store(lanes: Lanes, it: Instruction, active: Lot) -> None:
     names = [source if register[2] == "Z" else f"R{int(register[2]) + i}" for i in range(-(-size // 4))]
     words = [lanes.integer(name)[active] for name in names]
     (lanes.shared if it.name == "STS" else lanes.memory).store(addresses[active], size, words)
+
+
+@_runs("RED", "REDG")
+def _reduce_in_memory(lanes: Lanes, it: Instruction, active: Lot) -> None:
+    if "MAX" not in it.modifiers or "S32" in it.modifiers:
+        raise NotImplementedError("another reduction")
+    lanes.accessed.add(it.number)
+    addresses, values = lanes.address(it.operands[0])[active], lanes.integer(it.operands[1])[active]
+    for address in np.unique(addresses):  # lanes, and launches, do this one after the other
+        here = np.array([address])
+        (old,) = lanes.memory.load(here, 4)
+        lanes.memory.store(here, 4, [np.maximum(old, values[addresses == address].max())])

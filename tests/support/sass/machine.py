@@ -31,30 +31,32 @@ _LIMIT: Final = 1_000_000  # steps; more are an endless loop
 
 
 class Machine:
-    """The lanes of some thread blocks of a launch, from its first instruction to its last.
+    """All lanes of a launch over one row, from its first instruction to its last.
 
-    ``blocks`` are the numbers of the thread blocks along x, of the first row.  ``shared`` is the shared memory of a
-    thread block in bytes.
+    ``shared`` is the shared memory of a thread block in bytes.
     """
 
     def __init__(
-        self, program: Program, launch: Launch, architecture: int, blocks: range, shared: int, memory: Memory
+        self, program: Program, launch: Launch, architecture: int, shared: int, memory: Memory
     ) -> None:
         constants = bytearray(_CONSTANTS)
         struct.pack_into("<6I", constants, 0, launch.threads, 1, 1, *launch.grid)
         argument, at = launch.arguments.tobytes(), ARGUMENTS_AT[architecture]
         constants[at : at + len(argument)] = argument
-        count = len(blocks) * launch.threads
-        thread = np.tile(np.arange(launch.threads, dtype=np.uint32), len(blocks))
-        block = np.repeat(np.arange(len(blocks), dtype=np.uint64), launch.threads)
+        blocks, *rows = launch.grid
+        if rows != [1, 1]:
+            raise ValueError(f"a grid of {launch.grid}: only one row is interpreted")
+        count = blocks * launch.threads
+        thread = np.tile(np.arange(launch.threads, dtype=np.uint32), blocks)
+        block = np.repeat(np.arange(blocks, dtype=np.uint64), launch.threads)
         self._program, self._threads = program, launch.threads
         self.lanes = Lanes(count, bytes(constants), memory)
         self.lanes.shared_at = block * np.uint64(shared + _RESERVED)
-        self.lanes.shared.add_shared(len(blocks) * (shared + _RESERVED))
+        self.lanes.shared.add_shared(blocks * (shared + _RESERVED))
         self.lanes.special |= {
             "SR_TID.X": thread,
             "SR_LANEID": thread % np.uint32(WARP),
-            "SR_CTAID.X": (block + np.uint64(blocks.start)).astype(np.uint32),
+            "SR_CTAID.X": block.astype(np.uint32),
         }
         self.issued: NDArray[np.int64] = np.zeros((len(program.instructions), count // WARP), np.int64)
         self._alive = np.ones(count, bool)

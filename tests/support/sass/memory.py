@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,21 +11,21 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-Words = "NDArray[np.uint32]"
-
-
 class Memory:
     """Ranges of addresses with their bytes."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, NDArray[np.uint8]]] = []
 
-    def add(self, tensor: Tensor) -> None:
-        """Let kernels reach the storage of a contiguous CPU tensor."""
-        array = np.ctypeslib.as_array(  # torch has no NumPy array of bfloat16
-            (np.ctypeslib.ctypes.c_uint8 * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
-        )
-        self._ranges.append((tensor.data_ptr(), array))
+    def add(self, *tensors: Tensor) -> None:
+        """Let kernels reach contiguous tensors in the CPU's memory."""
+        for tensor in tensors:
+            self.add_range(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+    def add_range(self, address: int, size: int) -> None:
+        """Let kernels reach ``size`` bytes from ``address`` on."""
+        here = (ctypes.c_uint8 * size).from_address(address)
+        self._ranges.append((address, np.frombuffer(here, np.uint8)))
 
     def add_shared(self, size: int) -> None:
         """Let kernels reach ``size`` zeros from address 0 on."""

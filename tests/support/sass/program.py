@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 _LABEL: Final = re.compile(r"\s*(\.L_x_\d+|\$?[\w$]+):\s*$")
-_INSTRUCTION: Final = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+) )?([\w.]+)\s*([^;]*?)\s*;")
+INSTRUCTION: Final = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+) )?([\w.]+)\s*([^;]*?)\s*;")
 _COMMAS: Final = re.compile(r"\s*,\s*(?![^\[]*\])")
 
 
@@ -39,7 +39,7 @@ def read(section: str) -> Program:
     for line in section.splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(instructions)
-        elif found := _INSTRUCTION.search(line):
+        elif found := INSTRUCTION.search(line):
             addresses[int(found[1], 16)] = len(instructions)
             name, *modifiers = found[3].split(".")
             operands = tuple(
