@@ -163,7 +163,9 @@ class Case:
 
 
 def _codec(bits: str, stochastic: str = "false") -> Codec:
-    return parse(f"int{bits}:{BLOCK}" + (":stochastic" if stochastic == "true" else ":clip" if bits == "4" else ""))
+    return parse(
+        f"int{bits}:{BLOCK}" + (":stochastic" if stochastic == "true" else ":clip" if bits == "4" else "")
+    )
 
 
 @functools.cache

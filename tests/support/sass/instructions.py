@@ -68,13 +68,19 @@ class Lanes:
         """The predicate ``text``, such as ``!P0``; PT holds always."""
         name = text.lstrip("!")
         always = name in {"PT", "UPT"}
-        value = np.ones(self.count, bool) if always else self._predicates.get(name, np.zeros(self.count, bool))
+        value = (
+            np.ones(self.count, bool) if always else self._predicates.get(name, np.zeros(self.count, bool))
+        )
         return ~value if text.startswith("!") else value
 
     def _bits(self, text: str) -> Words:
         """A register or a constant."""
         if register := _REGISTER.match(text):
-            return np.zeros(self.count, np.uint32) if register[2] == "Z" else self._registers[register[1]][int(register[2])]
+            return (
+                np.zeros(self.count, np.uint32)
+                if register[2] == "Z"
+                else self._registers[register[1]][int(register[2])]
+            )
         if constant := _CONSTANT.match(text):
             at = 0 if "RZ" in constant[1] else int(constant[1], 16)
             return np.full(self.count, int.from_bytes(self._constants[at : at + 4], "little"), np.uint32)
@@ -103,7 +109,9 @@ class Lanes:
         """An operand of 64 bits: two registers from an even one on, or eight bytes of constants."""
         text, negative, inverted, _ = _taken_apart(text)
         if (register := _REGISTER.match(text)) and register[2] != "Z":
-            low, high = self._registers[register[1]][int(register[2]) : int(register[2]) + 2].astype(np.uint64)
+            low, high = self._registers[register[1]][int(register[2]) : int(register[2]) + 2].astype(
+                np.uint64
+            )
             value = low | high << _UP
         elif constant := _CONSTANT.match(text):
             at = int(constant[1], 16)
@@ -195,7 +203,9 @@ def _ordered(value: Words, it: Instruction) -> NDArray[np.generic]:
     return value if _unsigned(it) else value.view(np.int32)
 
 
-def _table(look_up: int, x: NDArray[np.generic], y: NDArray[np.generic], z: NDArray[np.generic]) -> NDArray[np.generic]:
+def _table(
+    look_up: int, x: NDArray[np.generic], y: NDArray[np.generic], z: NDArray[np.generic]
+) -> NDArray[np.generic]:
     """The bitwise function of three operands whose eight results are the bits of ``look_up``."""
     total = x ^ x
     for case in range(8):
@@ -384,7 +394,11 @@ def _select(lanes: Lanes, it: Instruction, active: Lot) -> None:
 @_runs("FSEL")
 def _select_real(lanes: Lanes, it: Instruction, active: Lot) -> None:
     to, x, y, which = it.operands
-    lanes.put(to, np.where(lanes.predicate(which), lanes.real(x).view(np.uint32), lanes.real(y).view(np.uint32)), active)
+    lanes.put(
+        to,
+        np.where(lanes.predicate(which), lanes.real(x).view(np.uint32), lanes.real(y).view(np.uint32)),
+        active,
+    )
 
 
 @_runs("SHF", "USHF")
@@ -396,7 +410,9 @@ def _shift(lanes: Lanes, it: Instruction, active: Lot) -> None:
     elif "U64" in it.modifiers:
         wide = wide >> by >> (_UP if "HI" in it.modifiers else np.uint64(0))
     elif "HI" in it.modifiers:
-        signed = high.astype(np.uint32).view(np.int32).astype(np.int64) >> np.minimum(by, np.uint64(31)).astype(np.int64)
+        signed = high.astype(np.uint32).view(np.int32).astype(np.int64) >> np.minimum(
+            by, np.uint64(31)
+        ).astype(np.int64)
         wide = signed.view(np.uint64) if "S32" in it.modifiers else high >> by
     else:
         raise NotImplementedError("an unknown shift")
@@ -460,13 +476,20 @@ def _approximate(lanes: Lanes, it: Instruction, active: Lot) -> None:
     x = _flushed(lanes.real(it.operands[1]))
     exact = np.float32(1) / (x if "RCP" in it.modifiers else np.sqrt(x))
     off = np.arange(lanes.count) % 3
-    near = np.where(off == 0, exact, np.nextafter(exact, np.where(off == 1, np.float32(0), np.copysign(np.float32(np.inf), exact))))
+    near = np.where(
+        off == 0,
+        exact,
+        np.nextafter(exact, np.where(off == 1, np.float32(0), np.copysign(np.float32(np.inf), exact))),
+    )
     lanes.put(it.operands[0], _flushed(np.where(np.isfinite(exact), near, exact)), active)
 
 
 @_runs("FCHK")
 def _check_division(lanes: Lanes, it: Instruction, active: Lot) -> None:
-    x, y = ((lanes.real(operand).view(np.uint32) >> np.uint32(23) & np.uint32(255)).astype(int) for operand in it.operands[1:3])
+    x, y = (
+        (lanes.real(operand).view(np.uint32) >> np.uint32(23) & np.uint32(255)).astype(int)
+        for operand in it.operands[1:3]
+    )
     normal = (x > 24) & (x < 255) & (y > 0) & (y < 253) & (np.abs(x - y) < 125)
     zero = (lanes.real(it.operands[1]) == 0) & (y > 0) & (y < 253)
     lanes.put_predicate(it.operands[0], ~(normal | zero), active)
@@ -493,7 +516,11 @@ def _real_to_integer(lanes: Lanes, it: Instruction, active: Lot) -> None:
 def _widen_or_narrow(lanes: Lanes, it: Instruction, active: Lot) -> None:
     widens = it.text.split()[-3 if it.guard else 1].find("F64.F32") >= 0 or "F2F.F64.F32" in it.text
     source = it.operands[1]
-    lanes.put(it.operands[0], lanes.real(source).astype(np.float64) if widens else lanes.double(source).astype(np.float32), active)
+    lanes.put(
+        it.operands[0],
+        lanes.real(source).astype(np.float64) if widens else lanes.double(source).astype(np.float32),
+        active,
+    )
 
 
 @_runs("F2FP")
@@ -564,7 +591,9 @@ def _load(lanes: Lanes, it: Instruction, active: Lot) -> None:
         lanes.accessed.add(it.number)
     register = _REGISTER.match(to)
     assert register is not None
-    for i, part in enumerate((lanes.shared if it.name == "LDS" else lanes.memory).load(addresses[active], size)):
+    for i, part in enumerate(
+        (lanes.shared if it.name == "LDS" else lanes.memory).load(addresses[active], size)
+    ):
         if register[2] != "Z":
             word = np.zeros(lanes.count, np.uint32)
             word[active] = part

@@ -62,7 +62,9 @@ class Machine:
         self._alive = np.ones(count, bool)
         self._groups = {0: np.ones(count, bool)}
         self._members = {f"B{i}": np.zeros(count, bool) for i in range(16)}
-        self._waiting: dict[tuple[str, int], NDArray[np.bool_]] = {}  # lanes by barrier and by what comes after
+        self._waiting: dict[
+            tuple[str, int], NDArray[np.bool_]
+        ] = {}  # lanes by barrier and by what comes after
 
     def run(self) -> Machine:
         """Run all lanes to their end.

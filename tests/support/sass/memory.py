@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+
 class Memory:
     """Ranges of addresses with their bytes."""
 
@@ -62,4 +63,6 @@ class Memory:
                 units = array[: len(array) // unit * unit].view(f"u{unit}")
                 yield units, offsets[here] // unit, here
         if left.any():
-            raise IndexError(f"an access of {size} bytes at {int(addresses[left][0]):#x}, outside of all tensors")
+            raise IndexError(
+                f"an access of {size} bytes at {int(addresses[left][0]):#x}, outside of all tensors"
+            )
