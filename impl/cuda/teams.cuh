@@ -362,7 +362,7 @@ struct Encoder {
         }
         if (!scheme.asymmetric)
             extent.high = bits_of(T::widen(typename T::Word(sizeof(typename T::Word) == 4 ? largest : largest >> 16)));
-        const Stored stored = stored_of(scheme, team_extent<OCTETS == 1>(extent, team.size, scheme.asymmetric, turn));
+        const Stored stored = stored_of(scheme, team_extent<false>(extent, team.size, scheme.asymmetric, turn));
         const Divider divider = divider_of(scheme, stored);
 #pragma unroll
         for (int j = 0; j < OCTETS; ++j) {

@@ -6,7 +6,6 @@ type, and :meth:`Work.share` the largest share of a copy's rate that they allow 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import re
 from collections import Counter
@@ -30,13 +29,11 @@ from tests.support.sass.program import read
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from torch import Tensor
 
 ELEMENTS: Final = 16_384  # of a row: at least two thread blocks of every kernel
 BLOCK: Final = 256  # elements
 ADDED: Final = 8  # sources
 _LONG: Final = 1 << 24  # elements of a row, whose frame has no padding to speak of
-_EXTENTS: Final = "encode_extents<Scheme<0>>"  # the first of two launches that encode NVFP4
 _NOISE: Final = Noise((1, 2, 3, 4))
 
 
@@ -80,11 +77,9 @@ class Interpreter:
         self._architecture, self._sources = architecture, sources
 
     def __call__(self, launch: Launch, device: torch.device) -> None:
-        together = VARIANTS[launch.file] if self._sources == SOURCES else (launch.kernel,)
-        if launch.kernel != _EXTENTS:
-            together = tuple(kernel for kernel in together if PLAIN.fullmatch(kernel))
-        else:
-            together = (launch.kernel,)
+        together = (launch.kernel,)
+        if self._sources == SOURCES and PLAIN.fullmatch(launch.kernel):
+            together = tuple(kernel for kernel in VARIANTS[launch.file] if PLAIN.fullmatch(kernel))
         cubin = compiled(launch.file, together, self._architecture, self._sources)[launch.kernel]
         if extents := int(launch.arguments["extents"][0]):
             self.memory.add_range(extents, 8 * int(launch.arguments["coding"]["blocks"][0]))

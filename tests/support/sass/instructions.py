@@ -180,7 +180,7 @@ def rounded(exact: NDArray[np.float64], modifiers: frozenset[str]) -> Reals:
 
 
 def multiplied_and_added(x: Reals, y: Reals, z: Reals) -> NDArray[np.float64]:
-    """x * y + z, rounded to odd in fp64, so that another rounding to fp32 is as if there had been one."""
+    """Sums of products and addends, rounded to odd in fp64; rounded again to fp32 they are as if rounded once."""
     product, addend = x.astype(np.float64) * y, z.astype(np.float64)  # the product is exact
     total = product + addend
     back = total - product
@@ -514,13 +514,11 @@ def _real_to_integer(lanes: Lanes, it: Instruction, active: Lot) -> None:
 
 @_runs("F2F")
 def _widen_or_narrow(lanes: Lanes, it: Instruction, active: Lot) -> None:
-    widens = it.text.split()[-3 if it.guard else 1].find("F64.F32") >= 0 or "F2F.F64.F32" in it.text
     source = it.operands[1]
-    lanes.put(
-        it.operands[0],
-        lanes.real(source).astype(np.float64) if widens else lanes.double(source).astype(np.float32),
-        active,
-    )
+    if "F2F.F64.F32" in it.text:
+        lanes.put(it.operands[0], lanes.real(source).astype(np.float64), active)
+    else:
+        lanes.put(it.operands[0], lanes.double(source).astype(np.float32), active)
 
 
 @_runs("F2FP")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,7 +50,9 @@ class Memory:
             for i, word in enumerate(words):
                 array[at + i] = word[here].astype(array.dtype)
 
-    def _found(self, addresses, size):
+    def _found(
+        self, addresses: NDArray[np.uint64], size: int
+    ) -> Iterator[tuple[NDArray[np.unsignedinteger], NDArray[np.int64], NDArray[np.bool_]]]:
         """Yield a range in units of at most 4 bytes, numbers of units in it, and which addresses are in it."""
         unit = min(size, 4)
         left = np.ones(len(addresses), bool)

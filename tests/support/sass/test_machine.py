@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -162,9 +164,7 @@ def test_integer_instructions() -> None:
 
 
 def test_fused_products_are_rounded_once() -> None:
-    """x * y + z equals the exact sum, rounded to nearest and in each direction."""
-    from fractions import Fraction
-
+    """An FFMA equals the exact sum, rounded to nearest and in each direction."""
     random = np.random.default_rng(0)
     x, y = (random.standard_normal(500).astype(np.float32) for _ in range(2))
     z = (-x * y * (1 + random.integers(-2, 3, 500) * np.float32(2.0**-23))).astype(np.float32)
