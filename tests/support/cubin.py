@@ -16,6 +16,7 @@ import functools
 import importlib.metadata
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -113,6 +114,18 @@ class Cubin:
     def section(self) -> str:
         """Its instructions, as ``nvdisasm`` lists them."""
         return _sections(self.image)[self.lowered]
+
+    @property
+    def constants(self) -> bytes:
+        """Constants that ptxas put aside, in bank 2 of the kernel's constants."""
+        (table,) = struct.unpack_from("<Q", self.image, 0x28)  # of the sections of a 64-bit ELF file
+        size, count, names = struct.unpack_from("<3H", self.image, 0x3A)
+        heads = [struct.unpack_from("<2I4Q", self.image, table + i * size) for i in range(count)]
+        for name, _, _, _, at, length in heads:
+            start = heads[names][4] + name
+            if self.image[start : self.image.index(b"\0", start)] == f".nv.constant2.{self.lowered}".encode():
+                return self.image[at : at + length]
+        return b""
 
     @property
     def threads(self) -> tuple[int, ...]:

@@ -77,14 +77,21 @@ class Interpreter:
         self._architecture, self._sources = architecture, sources
 
     def __call__(self, launch: Launch, device: torch.device) -> None:
-        together = (launch.kernel,)
+        together: tuple[str, ...] = (launch.kernel,)
         if self._sources == SOURCES and PLAIN.fullmatch(launch.kernel):
             together = tuple(kernel for kernel in VARIANTS[launch.file] if PLAIN.fullmatch(kernel))
         cubin = compiled(launch.file, together, self._architecture, self._sources)[launch.kernel]
         if extents := int(launch.arguments["extents"][0]):
             self.memory.add_range(extents, 8 * int(launch.arguments["coding"]["blocks"][0]))
         program = read(cubin.section)
-        machine = Machine(program, launch, self._architecture, cubin.shared, self.memory).run()
+        machine = Machine(
+            program,
+            launch,
+            self._architecture,
+            self.memory,
+            shared=cubin.shared,
+            more=cubin.constants,
+        ).run()
         names = tuple(instruction.name for instruction in program.instructions)
         reached = frozenset(machine.lanes.accessed)
         self.ran[launch.kernel] = Executed(cubin, names, machine.issued, reached, 1)
@@ -146,8 +153,9 @@ class Case:
             wanted = torch.zeros(self.codecs[1].frame_bytes(numel), dtype=torch.uint8)
             got = torch.full_like(wanted, 77)
             memory.add(frames, got)
-            REFERENCE.decode_sum_encode(*self.codecs, frames, wanted, numel, noise=noise)
-            kernels.decode_sum_encode(*self.codecs, frames, got, numel, noise=noise)
+            second = self.codecs[1]
+            REFERENCE.decode_sum_encode(first, second, frames, wanted, numel, noise=noise)
+            kernels.decode_sum_encode(first, second, frames, got, numel, noise=noise)
         else:
             wanted, got = torch.zeros(numel, dtype=self.dtype), torch.ones(numel, dtype=self.dtype)
             memory.add(frames, got)

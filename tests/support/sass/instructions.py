@@ -31,7 +31,7 @@ _LOW: Final = np.uint64(0xFFFFFFFF)
 _UP: Final = np.uint64(32)
 _REGISTER: Final = re.compile(r"(U?)R(\d+|Z)$")
 _PREDICATE: Final = re.compile(r"!?U?P[\dT]$")
-_CONSTANT: Final = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+|RZ|URZ)\]$")
+_CONSTANT: Final = re.compile(r"c\[0x([02])\]\[(0x[0-9a-f]+|RZ|URZ)\]$")
 
 
 @functools.cache
@@ -50,7 +50,7 @@ class Lanes:
     Uniform registers, which a warp has once, are kept for each lane.
     """
 
-    def __init__(self, count: int, constants: bytes, memory: Memory) -> None:
+    def __init__(self, count: int, constants: dict[str, bytes], memory: Memory) -> None:
         self.count, self._constants = count, constants
         self._registers = {"": np.zeros((256, count), np.uint32), "U": np.zeros((64, count), np.uint32)}
         self._predicates: dict[str, Lot] = {}
@@ -82,9 +82,12 @@ class Lanes:
                 else self._registers[register[1]][int(register[2])]
             )
         if constant := _CONSTANT.match(text):
-            at = 0 if "RZ" in constant[1] else int(constant[1], 16)
-            return np.full(self.count, int.from_bytes(self._constants[at : at + 4], "little"), np.uint32)
+            return np.full(self.count, self._constant(constant, 4), np.uint32)
         return np.full(self.count, int(text, 0) & 0xFFFFFFFF, np.uint32)
+
+    def _constant(self, found: re.Match[str], size: int) -> int:
+        bank, at = found[1], 0 if "RZ" in found[2] else int(found[2], 16)
+        return int.from_bytes(self._constants[bank][at : at + size], "little")
 
     def integer(self, text: str) -> Words:
         """An operand of 32 bits."""
@@ -114,8 +117,7 @@ class Lanes:
             )
             value = low | high << _UP
         elif constant := _CONSTANT.match(text):
-            at = int(constant[1], 16)
-            value = np.full(self.count, int.from_bytes(self._constants[at : at + 8], "little"), np.uint64)
+            value = np.full(self.count, self._constant(constant, 8), np.uint64)
         else:
             value = np.full(self.count, 0 if register else int(text, 0) & (2**64 - 1), np.uint64)
         return ~value if inverted else np.uint64(0) - value if negative else value

@@ -33,11 +33,18 @@ _LIMIT: Final = 1_000_000  # steps; more are an endless loop
 class Machine:
     """All lanes of a launch over one row, from its first instruction to its last.
 
-    ``shared`` is the shared memory of a thread block in bytes.
+    ``shared`` is the shared memory of a thread block in bytes, and ``more`` are the constants of bank 2.
     """
 
     def __init__(
-        self, program: Program, launch: Launch, architecture: int, shared: int, memory: Memory
+        self,
+        program: Program,
+        launch: Launch,
+        architecture: int,
+        memory: Memory,
+        *,
+        shared: int,
+        more: bytes = b"",
     ) -> None:
         constants = bytearray(_CONSTANTS)
         struct.pack_into("<6I", constants, 0, launch.threads, 1, 1, *launch.grid)
@@ -50,7 +57,7 @@ class Machine:
         thread = np.tile(np.arange(launch.threads, dtype=np.uint32), blocks)
         block = np.repeat(np.arange(blocks, dtype=np.uint64), launch.threads)
         self._program, self._threads = program, launch.threads
-        self.lanes = Lanes(count, bytes(constants), memory)
+        self.lanes = Lanes(count, {"0": bytes(constants), "2": more}, memory)
         self.lanes.shared_at = block * np.uint64(shared + _RESERVED)
         self.lanes.shared.add_shared(blocks * (shared + _RESERVED))
         self.lanes.special |= {

@@ -24,7 +24,7 @@ def run(listing: str, *, threads: int = 64, memory: Memory | None = None) -> Mac
         lines.append(line if label else f"        /*{at:04x}*/    {line.strip()} ;")
         at += 0 if label else 16
     launch = Launch("none.cu", "none", (1, 1, 1), threads, np.zeros(1, ARGUMENTS))
-    return Machine(read("\n".join(lines)), launch, 90, 256, memory or Memory()).run()
+    return Machine(read("\n".join(lines)), launch, 90, memory or Memory(), shared=256).run()
 
 
 def test_lanes_that_a_branch_parts_wait_for_one_another() -> None:
