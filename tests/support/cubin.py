@@ -197,7 +197,7 @@ def _disassembler() -> str | None:
     return next((str(file.locate()) for file in files if file.name == "nvdisasm"), shutil.which("nvdisasm"))
 
 
-@functools.lru_cache(4)
+@functools.lru_cache(16)
 def _sections(image: bytes) -> dict[str, str]:
     """Instructions with their source lines, by the kernel's name in the image."""
     if (program := _disassembler()) is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,11 +56,11 @@ class Executed:
         """The accesses of global memory that were executed."""
         return tuple(access for access in self.cubin.accesses if access.number in self.reached)
 
-    def of_an_octet(self) -> Counter[str]:
+    def of_an_octet(self) -> dict[str, float]:
         """Instructions of a warp, by name, for eight elements of each lane."""
-        counts: Counter[str] = Counter()
+        counts = dict.fromkeys(self.names, 0.0)
         for name, count in zip(self.names, self.issued.sum(axis=1), strict=True):
-            counts[name] += float(count) * WARP * OCTET / self.elements  # type: ignore[assignment]
+            counts[name] += float(count) * WARP * OCTET / self.elements
         return counts
 
 
