@@ -1,4 +1,4 @@
-"""Figures and tables from records; ``load`` returns the records as a table, for analyses of one's own.
+"""Draws figures and tables from records; ``load`` returns the records as a table, for your own analyses.
 
 Never imports torch or cupy.
 """
@@ -16,13 +16,15 @@ __all__ = ["load"]
 
 
 def load(where: str | Path) -> pd.DataFrame:
-    """Every trial that trained, one row each, with its metrics: those of :func:`report.data.metrics.trials`.
+    """Return one row per trial that trained, with the metrics of :func:`report.data.metrics.trials`.
 
-    Times in s, sizes in B, per optimizer step (``report/quantities.csv``).  Column ``trial`` is the trial's
-    canonical form, ``losses`` its validations (``step``, ``loss``, ``train_seconds``, ``inter_bytes``).
-    ``where`` is a suite's results folder, an archive of one (``.tar.xz``), or a folder of either.
+    Times are in s and sizes in B, both per optimizer step (``report/quantities.csv``).  Column ``trial`` holds the
+    trial's definition in its canonical form.  Column ``losses`` holds a list of its validations, each a dict with
+    ``step``, ``loss``, ``train_seconds`` and ``inter_bytes``.
+    ``where`` is a suite's results folder, an archive of such a folder (``.tar.xz``), or a folder that holds several
+    of these.
 
-    Raises a ReportError or RecordError if nothing is there, a folder mixes pools, or a file is no record.
+    Raises a ReportError or RecordError if ``where`` holds no records, a folder mixes pools, or a file is no record.
     """
     import pandas as pd
 

@@ -1,6 +1,6 @@
-"""Benchmark records as tables, in a terminal and as their folder's page, ``report.html``.
+"""Shows benchmark records as tables, in a terminal and on the page ``report.html`` of their folder.
 
-Ratios are formed inside a round of one run; a row of a table holds medians over rounds.
+A ratio divides two times of the same round; a row of a table holds medians over rounds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TEXT_COLUMNS: Final = 98  # width of the text below a table
 _PAGE_ALONE: Final = (
     "numel", "copy_rate", "of_copy", "other", "sent_inter_mb", "rounds",
 )  # fmt: skip
-"""Columns for which a terminal has no room."""
+"""Columns that only the page shows, because a terminal has no room for them."""
 _ROUNDS: Final = Column("rounds", "rounds", "{:d}".format)
 OPERATIONS: Final = {
     "encode": "encode", "decode": "decode",
@@ -43,12 +43,12 @@ OPERATIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One kind of sample."""
+    """How the samples of one kind become a table."""
 
     name: str
     title: str
     notes: str
-    # labels of a sample, ``where`` and ``configuration`` among them, and its measures, (rounds,) each
+    # returns a sample's labels, among them ``where`` and ``configuration``, and its measures, each an array (rounds,)
     values: Callable[[Sample], dict[str, Any]]
     columns: tuple[Column, ...]
 
@@ -129,10 +129,10 @@ KINDS: Final[dict[Kind, Measured]] = {
     "codec": Measured(
         "codecs",
         "Rates of codecs",
-        "The copy moves the same elements into an existing buffer and is timed just before. A codec at the copy's "
-        "rate (1) is limited by memory, below it by arithmetic. Sums add 4 frames. 'Carried error' adds what the last "
-        "encoding lost, and keeps what this one loses. 'Other arithmetic' is another library, which allocates its own "
-        "buffers.",
+        "The copy moves the same elements into an existing buffer, and is timed just before the codec. A codec that "
+        "reaches the copy's rate is limited by memory; a slower one is limited by arithmetic. Sums add 4 frames. "
+        "'Encode with carried error' adds the error of the last encoding to the elements, and keeps the error of this "
+        "one. A row with 'other arithmetic' is another library's codec, which allocates its own buffers.",
         _codec,
         (
             Column("codec", "codec"),
@@ -150,8 +150,8 @@ KINDS: Final[dict[Kind, Measured]] = {
         "collectives",
         "Times and bytes of collectives",
         "Times are those of the slowest rank. The ledger's bytes include what ranks of a node read through shared "
-        "memory; a row names shared memory only if a hop lies inside a node. gloo sends fp32, so that only fp32 rows "
-        "compare like with like.",
+        "memory; a row names shared memory only if a hop lies inside a node. gloo sends fp32, so only the rows with "
+        "fp32 compare equal types.",
         _collective,
         (
             Column("algorithm", "algorithm"),
@@ -168,9 +168,9 @@ KINDS: Final[dict[Kind, Measured]] = {
     ),
     "step": Measured(
         "steps",
-        "Steps beside compute alone",
+        "Steps compared with compute alone",
         "Times are those of the slowest rank. Compute alone is a step of the same model, with its optimizer, that "
-        "every rank trains by itself without sending anything. At 1 all communication is hidden.",
+        "every rank trains by itself without sending anything. A ratio of 1 means that all communication is hidden.",
         _step,
         (
             Column("configuration", "policy"),
@@ -185,8 +185,8 @@ KINDS: Final[dict[Kind, Measured]] = {
     "hops": Measured(
         "hops",
         "Reductions in chunks",
-        "Times are those of the slowest rank. The hops are timed by themselves, as messages without encoding. At 1 all "
-        "of the shorter hop is hidden.",
+        "Times are those of the slowest rank. The hops are timed by themselves, as messages without encoding. A share "
+        "of 1 means that the whole shorter hop is hidden.",
         _hops,
         (
             Column("configuration", "reduction"),
@@ -202,7 +202,10 @@ KINDS: Final[dict[Kind, Measured]] = {
 
 
 def tables_of(benches: Sequence[Bench]) -> list[Table]:
-    """A table for each kind of sample, one row per configuration: medians with intervals; ``id`` has the records."""
+    """Return a table for each kind of sample, with one row per configuration.
+
+    A row holds medians with intervals; its column ``id`` names the records.
+    """
     tables = []
     for name, kind in KINDS.items():
         rounds = [
@@ -238,7 +241,9 @@ def build(results: Path) -> Path:
     for field, name in (("pool", "machines or versions of the code"), ("subject", "subjects")):
         if len(values := sorted({getattr(bench, field) for bench in benches})) > 1:
             kinds = f"{len(values)} {name} ({', '.join(values)}), which cannot be combined"
-            raise ReportError(f"{results}: holds records of {kinds}; move all but one into other folders")
+            raise ReportError(
+                f"{results}: holds records of {kinds}; keep those of one, and move the others away"
+            )
     tables, last = tables_of(benches), benches[-1]
     text = page.fill(
         title=f"zeropp bench {last.subject}",

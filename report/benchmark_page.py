@@ -1,6 +1,7 @@
-"""Files of pytest-benchmark (``tox -e bench``) as a page: a table for each group, with the last run's rounds.
+"""Builds a page from files of pytest-benchmark (``tox -e bench``).
 
-Rounds of two benchmarks are not pairs, so that a comparison is the ratio of two medians, without an interval.
+The page has a table for each group of benchmarks, with medians over the rounds of the last run.
+Rounds of two benchmarks are not pairs, so a comparison is the ratio of two medians, without an interval.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from report.data.frames import groups
 from report.data.text import number
 from report.tables.table import Column, Table, table_of
 
-_GROUP: Final = "benchmarks"  # of benchmarks that name none
+_GROUP: Final = "benchmarks"  # group of the benchmarks that name no group
 _COLUMNS: Final = (
     Column("configuration", "Benchmark"),
     Column("milliseconds", "ms", number(3)),
     Column(
         "times", "speed, reference = 1", number(3),
-        "Speed: the reference's median over the benchmark's, if both have as many elements.",
+        "Speed: the reference's median over the benchmark's, if both have equally many elements.",
     ),
-    Column("rate", "GB/s", number(3), "GB/s: bytes that a call reads and writes once, over the median."),
+    Column("rate", "GB/s", number(3), "GB/s: bytes that a call reads and writes, each counted once, over the median."),
     Column("sent_mb", "MB sent", number(3), "MB sent: bytes that all ranks send in a call, by the wire's ledger."),
     Column(
-        "change", "times the last run's ms", number(3),
-        "Times the last run's ms: the median over that of the run before, in the same folder.",
+        "change", "times the previous run's ms", number(3),
+        "Times the previous run's ms: this run's median over the median of the run before it in the same folder.",
     ),
     Column("rounds", "rounds", "{:d}".format),
 )  # fmt: skip
@@ -61,7 +62,10 @@ def tables_of(files: Sequence[BenchmarkFile]) -> list[Table]:
 
 
 def _row(timed: Timed, *, reference: Timed | None, before: dict[str, float]) -> dict[str, Any]:
-    """Return the row of one benchmark; None where the test noted nothing, or the reference has other elements."""
+    """Return the row of one benchmark.
+
+    A cell is None if the test did not note the value, or if the reference has another number of elements.
+    """
     stats, moved, sent = timed.stats, timed.noted("moved_bytes"), timed.noted("sent_bytes")
     alike = reference is not None and reference.noted("elements") == timed.noted("elements")
     return {
@@ -79,7 +83,7 @@ def build(results: Path) -> Path:
     """Build the page of a folder with files of pytest-benchmark; returns its path.
 
     Raises:
-        RecordError: As :func:`harness.records.benchmark_file.read_all`.
+        RecordError: As :func:`harness.records.benchmark_file.read_all` raises it.
     """
     files = read_all(results)
     last, tables = files[-1], tables_of(files)

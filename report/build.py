@@ -1,7 +1,7 @@
 """Builds the report of a results folder: ``report.html``, with ``figures/`` and ``tables/`` beside it.
 
-It is written into a hidden folder inside, then renamed file by file, so that a full disk or an interruption
-leaves the previous report.
+The report is first written into a hidden folder inside the results folder, so that a full disk or an interruption of
+the writing leaves the previous report.  Its files are then renamed one by one.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ def build(
     width: float = theme.WIDTH,
     forms: Sequence[str] = (),
 ) -> Path:
-    """Build the report of a results folder, inside it; equal records give equal bytes.  Returns the page's path.
+    """Build the report of a results folder, inside this folder, and return the page's path.
 
-    ``columns``, by table, are printed beside the configuration, by title or name in the CSV; ``width`` is in mm.
-    Figures are drawn as SVG, which the page shows, and in these further ``forms`` ("pdf", "png"), each of
-    which takes about as long as the page.
-    Raises a Refusal for an unknown column, and as :func:`report.data.frames.load` and :func:`publish`.
+    Equal records give equal bytes.
+    ``columns`` maps the name of a table to the columns that it prints after the configuration; a column is given by
+    its title or by its name in the CSV.  ``width`` of the figures is in mm.
+    Figures are drawn as SVG, which the page shows, and in these further ``forms`` ("pdf", "png").  Each further form
+    takes about as long as the page.
+    Raises a Refusal for an unknown table or column, and what :func:`report.data.frames.load` and :func:`publish` raise.
     """
     usual = not columns and width == theme.WIDTH and not forms
     made_of = stamp.digest(results) if usual else ""
@@ -62,19 +64,22 @@ def build(
     path = publish(results, shown, page_of)
     if usual:
         stamp.write(results, made_of, verdicts(derived).lines)
-    else:  # a run would draw another page
+    else:  # `zeropp run` would draw another page, with the usual options
         stamp.remove(results)
     return path
 
 
 def every_table(derived: Derived) -> list[Table]:
-    """The table of verdicts, if anything is compared, and all others that have rows."""
+    """Return the table of verdicts, if configurations are compared, and all other tables that have rows."""
     head = verdicts(derived).table
     return [*([head] if len(head.data) else []), *tables.all_tables(derived)]
 
 
 def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -> list[Table]:
-    """Tables with only the requested columns, in that order, after places and configuration."""
+    """Return all tables; those that ``columns`` names have only the requested columns.
+
+    The requested columns keep their order, and stand after the columns of place and configuration.
+    """
     tables = {table.name: table for table in shown}
     for name, requested in columns.items():
         table = find_table(shown, name)
@@ -85,10 +90,10 @@ def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -
 
 
 def explanation(folder: Path, table: str, row: str, column: str) -> str:
-    """What is behind one number of a page: its records, its raw values and its definition.
+    """Explain one number of a page: return its records, its raw values and its definition as text.
 
-    The table is named, the row by parts of its cells (:meth:`Table.row`), the column by its title.  A Refusal names
-    what there is.
+    ``table`` is the table's name, ``row`` contains parts of the row's cells (:meth:`Table.row`), and ``column`` is the
+    column's title.  Raises a Refusal that lists what exists if one of the three is unknown.
     """
     derived = derive(load(folder))
     shown = find_table(every_table(derived), table)
@@ -102,18 +107,21 @@ def explanation(folder: Path, table: str, row: str, column: str) -> str:
     raw_values = pd.read_csv(io.StringIO(shown.csv())).iloc[number]  # with the ends of intervals
     lines += [f"  {key} = {value}" for key, value in raw_values.items() if str(key).startswith(printed.name)]
     files, others = (" ".join(f"{identity}.json" for identity in group) for group in (ids, baselines))
-    lines.append(f"records ({len(ids)}): {files or 'none of one configuration alone'}")
+    lines.append(
+        f"records ({len(ids)}): {files or 'none, because the row is not about a single configuration'}"
+    )
     if baselines:
         lines.append(f"compared with ({len(baselines)}): {others}")
-    how = printed.says or shown.caption or "a value of the trials' records, as it is"
+    how = printed.says or shown.caption or "a value of the trials' records, unchanged"
     lines += [f"definition: {how}", *([f"notes: {shown.footnotes}"] if shown.footnotes else [])]
     return "\n".join([*lines, "quantities: docs/reference/metrics.md"])
 
 
 def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str]) -> Path:
-    """Write tables and the page that ``page_of`` makes with its files in a folder; returns the page's path.
+    """Write tables, the page and the page's other files into a results folder, and return the page's path.
 
-    Raises a ReportError if the folder cannot be written, and then leaves the previous report.
+    ``page_of`` gets a folder, writes the page's other files into it, and returns the page.
+    Raises a ReportError if the results folder cannot be written; the previous report is then still there.
     """
     try:
         with tempfile.TemporaryDirectory(dir=results, prefix=".report-") as name:

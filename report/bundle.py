@@ -1,4 +1,4 @@
-"""An archive for the evaluation of an artifact: records, suite, packages, commands and verdicts."""
+"""Writes an archive for a conference's artifact evaluation: records, suite, packages, commands and verdicts."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _README: Final = """\
 
 `{suite}{suffix}` holds the records: `zeropp report .` in this folder draws their page, with every figure and
 table.
-`sh run.sh CLONE` runs the suite again in a clone of the sources, at the commit that ran it, and compares;
-`VERDICTS.md` says what came out, and within which interval a new run is expected.
+`sh run.sh CLONE` runs the suite again in a clone of the sources, at the commit that ran it, and compares the new
+records with these. `VERDICTS.md` says what came out, and within which interval a new run is expected.
 
 {headline}
 
 {facts}
 """
 _SCRIPT: Final = """\
-# sh run.sh CLONE: runs the suite again from a clone of the sources, and compares; {changed}.
+# sh run.sh CLONE: runs the suite again from a clone of the sources, and compares both runs; {changed}.
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
 cd "${{1:?expected the folder of a clone of the sources}}"
@@ -47,17 +47,24 @@ tar -xf "$here"/{packed} -C "$here"
 
 
 def bundle(folder: Path, into: Path) -> Path:
-    """Write ``<into>/<suite>-artifact.tar.xz`` from the records of ``folder``, and return its path; raises a
-    RecordError for no records, or records without their run or its suite.
+    """Write ``<into>/<suite>-artifact.tar.xz`` from the records of ``folder``, and return its path.
+
+    Raises a RecordError if the folder has no records, no record names its run, the run does not say which suite it
+    ran, or the suite needs a file outside of its folder.
     """
     records = read_all(folder)
     if not records:
         raise RecordError(f"{folder}: no records in it")
     if not (runs := [record.run for record in records if record.run is not None]):
-        raise RecordError(f"{folder}: no record names its run; records of before they did")
+        raise RecordError(
+            f"{folder}: no record names its run, because an older version wrote them; run the suite again"
+        )
     suite, run = records[0].suite, run_record.read(folder, runs[-1])
     if run.suite is None:
-        raise RecordError(f"{folder}: its runs do not say which suite they ran; records of before they did")
+        raise RecordError(
+            f"{folder}: the last run does not say which suite it ran, because an older version wrote it; "
+            "run the suite again"
+        )
     derived = derive(frames_of(records))
     head = verdicts(derived)
     node = run.nodes[0]
@@ -65,7 +72,7 @@ def bundle(folder: Path, into: Path) -> Path:
     facts = "".join(f"- {name}: {value}\n" for name, value in page.facts(derived))
     inputs = {pair for record in records for pair in record.inputs.items()}
     modules = [f"{name} (SHA-256 {sha[:12]})" for name, sha in sorted(inputs) if name != "corpus"]
-    facts += f"- not packed, and needed: the suite's own {listed(modules)}\n" if modules else ""
+    facts += f"- needed, but not in this archive: the suite's own {listed(modules)}\n" if modules else ""
     python = ".".join(str(node.machine.get("python")).split(".")[:2])
     texts = {
         "README.md": _README.format(
@@ -85,7 +92,9 @@ def bundle(folder: Path, into: Path) -> Path:
             packed=shlex.quote(f"{suite}{archive.SUFFIX}"),
             commit=shlex.quote(str(node.code.get("commit") or "HEAD")),
             python=shlex.quote(f"python{python}"),
-            changed="the checkout that ran it had changes" if run.changes else "what ran was that commit",
+            changed="the first run's checkout had changes"
+            if run.changes
+            else "the first run was of this commit",
         ),
         **run.suite.configurations,
     }
@@ -96,7 +105,10 @@ def bundle(folder: Path, into: Path) -> Path:
     with tarfile.open(fileobj=buffer, mode="w:xz", preset=9, format=tarfile.USTAR_FORMAT) as whole:
         for path, content in sorted(files.items()):
             if Path(path).is_absolute() or ".." in Path(path).parts:
-                raise RecordError(f"{path}: a file outside of the suite's folder; it cannot be packed")
+                raise RecordError(
+                    f"{path}: this file lies outside of the suite's folder and cannot be packed; move it into the "
+                    "folder, and run the suite again"
+                )
             entry = tarfile.TarInfo(f"{suite}-artifact/{path}")
             entry.size = len(content)
             whole.addfile(entry, io.BytesIO(content))

@@ -42,7 +42,9 @@ def report(
     ] = False,
     explain: Annotated[
         tuple[str, str, str] | None,
-        typer.Option(help="Only say what is behind one number.", metavar="TABLE ROW COLUMN"),
+        typer.Option(
+            help="Only print the records and the definition behind one number.", metavar="TABLE ROW COLUMN"
+        ),
     ] = None,
     columns: Annotated[
         list[str] | None,
@@ -50,15 +52,21 @@ def report(
     ] = None,
     width: Annotated[
         float,
-        typer.Option(min=60, max=400, help="Of figures, in mm; 84 is a column of a paper.", metavar="MM"),
+        typer.Option(
+            min=60, max=400, help="Width of figures, in mm; 84 is one column of a paper.", metavar="MM"
+        ),
     ] = _WIDTH,
-    pdf: Annotated[bool, typer.Option("--pdf", help="Also draw figures as PDF, with fonts.")] = False,
+    pdf: Annotated[
+        bool, typer.Option("--pdf", help="Also draw figures as PDF, with embedded fonts.")
+    ] = False,
     png: Annotated[bool, typer.Option("--png", help="Also draw figures as PNG.")] = False,
 ) -> None:
-    """Build a suite's report from its records and print its path; of a folder of archives, every suite's."""
+    """Build a suite's report from its records and print its path; for a folder of archives, that of every suite."""
     if check:
         if not (ROOT / "docs" / "build.py").is_file():
-            raise Refusal(f"--check is of a checkout's README and docs; {ROOT} is none")
+            raise Refusal(
+                f"--check compares README and docs of a checkout: {ROOT} has no docs; run it in a clone"
+            )
         sys.path.insert(0, str(ROOT))
         from docs.build import differences
 
@@ -72,7 +80,7 @@ def report(
     if archives := sorted(folder.glob(f"*{archive.SUFFIX}")):
         if requested or explain:
             many = f"{folder} holds {len(archives)} archives"
-            raise Refusal(f"{many}: --columns and --explain are of one suite")
+            raise Refusal(f"{many}: --columns and --explain need the records of one suite; name its folder")
         _build_archives(archives, width, forms)
         return
     if explain is not None:
@@ -94,10 +102,10 @@ def archive_records(
 
 def bundle(
     suite: Suite,
-    into: Annotated[Path, typer.Argument(help="Folder in which it is written.", metavar="FOLDER")],
+    into: Annotated[Path, typer.Argument(help="Folder in which the file is written.", metavar="FOLDER")],
     results: ResultsFolder = RESULTS,
 ) -> None:
-    """Write records, suite, packages, commands and verdicts into one file, for an artifact's evaluation."""
+    """Write records, suite, packages, commands and verdicts into one file, for a conference's artifact evaluation."""
     folder = _existing_folder(suite, results)
     from report.bundle import bundle as write_bundle
 
@@ -106,10 +114,12 @@ def bundle(
 
 def compare(
     first: Annotated[Path, typer.Argument(help="Results folder from before a change.", metavar="BEFORE")],
-    second: Annotated[Path, typer.Argument(help="That of the same suite, after it.", metavar="AFTER")],
+    second: Annotated[
+        Path, typer.Argument(help="Results folder of the same suite, after it.", metavar="AFTER")
+    ],
     *,
-    margin: Annotated[str, typer.Option(help="Within which two step times are the same, as 2%.")] = "2%",
-    html: Annotated[Path | None, typer.Option(help="Also write a page.", metavar="FILE")] = None,
+    margin: Annotated[str, typer.Option(help="Step times within this margin count as the same.")] = "2%",
+    html: Annotated[Path | None, typer.Option(help="Also write an HTML page.", metavar="FILE")] = None,
 ) -> None:
     """Compare two runs of a suite, before and after a change; status 1 if anything got slower."""
     percent = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", margin)
@@ -128,9 +138,9 @@ def compare(
 
 
 def _build_archives(archives: Sequence[Path], width: float, forms: Sequence[str]) -> None:
-    """Build the pages of archives, several at once; prints their paths, then why others have none.
+    """Build the page of each archive, several at once; print the paths of the pages, then the errors.
 
-    Raises ``typer.Exit`` with status 2 if one has none.
+    Raises ``typer.Exit`` with status 2 if a page could not be built.
     """
     processes, pages, errors = min(len(archives), machine.cores()), list[Path](), list[Exception]()
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
@@ -169,7 +179,7 @@ def build_report(
     of_bench, of_tests = bench_record.holds(folder), benchmark_file.holds(folder)
     if (of_bench or of_tests) and (columns or forms or width != _WIDTH):
         raise Refusal(
-            f"{folder} holds a benchmark's records: --columns, --width, --pdf and --png are of suites"
+            f"{folder} holds a benchmark's records: --columns, --width, --pdf and --png are of suites; remove them"
         )
     if of_bench:
         from report.bench_page import build as build_bench
@@ -187,9 +197,9 @@ def build_report(
 
 
 def report_after_run(folder: Path) -> None:
-    """Print the path of a suite's page, and on standard error the sentence in its head.
+    """Print the path of a suite's page, and on standard error the sentences in the page's head.
 
-    A page of the same records, built by the same program, is not built again.
+    The page is built first, unless the same program has built it from the same records.
     """
     interrupts.take_over()
     if (sentences := stamp.sentences_of(folder)) is None:
@@ -204,7 +214,7 @@ def report_after_run(folder: Path) -> None:
 
 
 def _columns(options: Sequence[str]) -> dict[str, list[str]]:
-    """Columns by table, from ``TABLE=COLUMN;COLUMN``."""
+    """Return the columns of each table that options of the form ``TABLE=COLUMN;COLUMN`` name."""
     columns = {}
     for text in options:
         table, _, names = map(str.strip, text.partition("="))
@@ -215,7 +225,10 @@ def _columns(options: Sequence[str]) -> dict[str, list[str]]:
 
 
 def folder_of(suite: str, results: Path) -> Path | None:
-    """The results folder of a suite's name or file, or the folder itself; None if it is neither."""
+    """Return the results folder of a suite, which is given by its name, its file or this folder.
+
+    Returns None for a name without results, and raises a Refusal for a file without results.
+    """
     if suite.endswith(".toml"):
         folder = results / name_of(Path(suite))
         if not folder.is_dir():
@@ -226,14 +239,14 @@ def folder_of(suite: str, results: Path) -> Path | None:
 
 
 def _existing_folder(suite: str, results: Path) -> Path:
-    """The same folder, or a Refusal that lists the suites with results."""
+    """Return :func:`folder_of`, or raise a Refusal that lists the suites with results."""
     if (folder := folder_of(suite, results)) is None:
         unknown = f"unknown suite {suite!r}: {results} holds {suites_in(results)}"
-        raise Refusal(f"{unknown}; a report is of a suite, `zeropp show` also prints single trials")
+        raise Refusal(f"{unknown}; expected one of these, or a folder (`zeropp show` prints single trials)")
     return folder
 
 
 def suites_in(results: Path) -> str:
-    """Names of the suites that have results."""
+    """Return the names of the suites that have results, as text."""
     names = sorted(path.name for path in results.glob("*") if path.is_dir()) if results.is_dir() else []
     return ", ".join(names) or "no suites"

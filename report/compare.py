@@ -1,6 +1,6 @@
 """Compares two result folders of one suite, before and after a change, by pairs of trials.
 
-Whatever else changed between the two runs is part of the ratios, too.
+The two folders ran at different times, so anything else that changed in between is part of the ratios, too.
 """
 
 from __future__ import annotations
@@ -35,26 +35,27 @@ _COLUMNS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two folders side by side."""
+    """The comparison of two results folders."""
 
     names: tuple[str, str]  # of the folders
-    # a row per setting and configuration: ``step``, seconds in the second folder over those in the first
-    # (:class:`Interval`), its ``verdict``, ``bytes`` between nodes likewise, and ``loss``, the last
-    # validation loss in the second minus that in the first, in nats, or NaN
+    # One row per setting and configuration. ``step`` (an :class:`Interval`) is the seconds of a step in the second
+    # folder over those in the first, and ``verdict`` the verdict on it. ``bytes`` is the same ratio of the bytes
+    # between nodes. ``loss`` is the last validation loss in the second folder minus that in the first, in nats, or NaN.
     table: Table
-    notes: tuple[str, ...]  # sentences above it, beginning with the counts of verdicts
+    notes: tuple[str, ...]  # sentences above the table, beginning with the counts of verdicts
 
     @property
     def worse(self) -> int:
-        """How many rows got worse."""
+        """How many rows have the verdict ``worse``."""
         return int(self.table.data["verdict"].eq("worse").sum())
 
 
 def judge(ratio: Interval, margin: float) -> Verdict:
-    """The verdict on a ratio of step times, after over before.
+    """Return the verdict on a ratio of step times, after over before.
 
-    ``same`` if the interval lies within ``1 / (1 + margin)`` and ``1 + margin``; ``better`` or ``worse`` if it lies
-    below or above 1; else, and without an interval, ``inconclusive``.
+    The verdict is ``same`` if the interval lies between ``1 / (1 + margin)`` and ``1 + margin``.  Otherwise it is
+    ``better`` if the interval lies below 1, ``worse`` if it lies above 1, and ``inconclusive`` if it contains 1.
+    Without an interval it is ``inconclusive``.
     """
     if not ratio.known:
         return "inconclusive"
@@ -68,7 +69,7 @@ def judge(ratio: Interval, margin: float) -> Verdict:
 def compare(first: Path, second: Path, margin: float) -> Comparison:
     """Compare the trials that two folders have in common; steps within ``margin`` (0.02 is 2 %) are the same.
 
-    Raises a ReportError without records, or without a trial that finished in both.
+    Raises a ReportError if a folder has no records, or no trial finished in both folders.
     """
     loaded = [load(folder, across_pools=True) for folder in (first, second)]
     before, after = map(trials, loaded)
@@ -82,20 +83,22 @@ def compare(first: Path, second: Path, margin: float) -> Comparison:
     )
     counts = rows["verdict"].value_counts()
     outcomes = ", ".join(f"{counts[name]} {name}" for name in _OUTCOMES if name in counts)
-    notes = [f"Of {len(rows)} comparisons: {outcomes} (same: within {margin:.3g} of 1)."]
+    notes = [
+        f"Of {len(rows)} comparisons: {outcomes} (same: the whole interval is within {margin:.3g} of 1)."
+    ]
     if any(not step.known for step in rows["step"]):
         notes.append(
             "Rows with too few pairs are inconclusive: run more repeats, or --sweeps 3, in both folders."
         )
     notes.append(
-        "The two folders ran at different times, so that the ratios also contain what else differed."
+        "The two folders ran at different times, so the ratios also contain whatever else changed in between."
     )
     for fact in (*MUST_AGREE, "packages.torch"):
         tables = [frames.facts[frames.facts["fact"] == f"machine.{fact}"] for frames in loaded]
         value, other = (" and ".join(sorted(set(table["value"]))) or "not recorded" for table in tables)
         if value != other:
             name = fact.rpartition(".")[2]
-            notes.append(f"Machines differ: {name} is {value} in the first and {other} in the second.")
+            notes.append(f"Machines differ: {name} is {value} in the first folder and {other} in the second.")
     for folder, trained in ((first, before), (second, after)):
         if ids := sorted(set(trained["id"]) - set(both["id"])):
             some = ", ".join(ids[:5]) + (", ..." if len(ids) > 5 else "")
@@ -105,7 +108,7 @@ def compare(first: Path, second: Path, margin: float) -> Comparison:
 
 
 def page(comparison: Comparison) -> str:
-    """The comparison as a page of HTML."""
+    """Render the comparison as a page of HTML."""
     return render_template("compare.html", {"comparison": comparison})
 
 

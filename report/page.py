@@ -20,7 +20,7 @@ from report.verdicts import MARKS, Verdicts, verdicts
 
 _HERE: Final = Path(__file__).parent
 _COMMIT: Final = 12  # characters of a commit's hash
-_FACTS: Final = {  # in the page's head, by their names on record
+_FACTS: Final = {  # facts in the page's head: the name in the records, and the name on the page
     "machine.cpu": "processor", "machine.cores": "cores", "machine.gpus": "GPUs", "machine.kernel": "kernel",
     "machine.packages.torch": "torch", "link.kind": "link", "code.version": "version",
     "code.commit": "commit",
@@ -69,7 +69,10 @@ def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) ->
 
 
 def _head_table(head: Verdicts, table: Table) -> tuple[Table, Table, str]:
-    """The table of verdicts: open rows, further ones, and what further ones are called."""
+    """Split the table of verdicts into the rows that are shown and those that are folded.
+
+    The last of the three values is the label of the folded rows.
+    """
     shown, rest = head.parts(table)
     noun = "more row" if table.places else "more configuration"
     return shown, rest, counted(len(rest.data), noun)
@@ -81,7 +84,7 @@ def fill(**parts: Any) -> str:
 
 
 def render_template(template: str, parts: Mapping[str, Any]) -> str:
-    """A page by one of the templates in this folder, with their common style."""
+    """Render one of the templates in this folder, with the style that all of them share."""
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -91,7 +94,11 @@ def render_template(template: str, parts: Mapping[str, Any]) -> str:
 
 
 def heading(derived: Derived) -> tuple[str, str]:
-    """(introduction, what it introduces): the suite's configurations, and what they are compared with."""
+    """Return the page's heading in two parts: the compared configurations ("A and B against"), and the baseline.
+
+    The page shows the second part as a name.  It is the suite if no trial has finished, and the strategy if all
+    configurations change one strategy and have no names of their own.
+    """
     if derived.finished.empty:
         return "No finished trial of", derived.frames.suite
     compared = derived.compared
@@ -107,7 +114,7 @@ def heading(derived: Derived) -> tuple[str, str]:
 
 
 def facts(derived: Derived) -> list[tuple[str, str]]:
-    """Facts for the page's head: where and when the trials ran."""
+    """Return the facts of the page's head: where and when the trials ran."""
     frames, ran = derived.frames, derived.finished
     known = {
         str(fact): listed(sorted({value[:_COMMIT] if fact == "code.commit" else value for value in values}))

@@ -43,7 +43,7 @@ def sentences_of(results: Path) -> list[str] | None:
     """The sentences in the head of the folder's page, if it was built from the records as they are now; else None."""
     try:
         found, *sentences = regular_file.read_text(results / _STAMP).splitlines()
-    except (OSError, ValueError):  # there is none, or it is damaged
+    except (OSError, ValueError):  # there is no stamp, or it is damaged
         return None
     return sentences if (results / PAGE).exists() and found == digest(results) else None
 

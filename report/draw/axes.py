@@ -17,19 +17,22 @@ from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from report.draw import theme
 from report.draw.theme import Look, Style
 
-ROW_INCHES: Final = 0.32  # height of a row with its air
-_FEW_DECADES: Final = 1e3  # ratio of an axis' ends
+ROW_INCHES: Final = 0.32  # height of a row with the space around it
+_FEW_DECADES: Final = 1e3  # an axis whose ends have a smaller ratio has ticks inside its decades
 _MOST_TICKS: Final = 9
 _LETTER_INCHES: Final = 0.062  # average width of a letter of a legend's label
 _ENTRY_INCHES: Final = 0.45  # width of a legend's entry without its label
 _LINE_INCHES: Final = 0.17  # height of a legend's line
-_EDGES_INCHES: Final = 0.1  # of a figure, left and right of what is drawn
+_EDGES_INCHES: Final = 0.1  # width of a figure's empty edges, left and right together
 
 
 def grid(
     style: Style, rows: int, columns: int, heights: Sequence[float], *, share_y: bool = False
 ) -> tuple[Figure, list[list[Axes]]]:
-    """A figure of panels, in one column where it is narrow; ``heights`` in inches, with titles and axes."""
+    """Return a figure and its panels by row and column.
+
+    A narrow figure has all panels in one column.  ``heights`` are those of the rows in inches, with titles and axes.
+    """
     shape = (rows * columns, 1) if style.narrow else (rows, columns)
     ratios = [height for height in heights for _ in range(shape[0] // rows)]
     figure = Figure(figsize=(style.inches, sum(ratios)), layout="constrained")
@@ -44,7 +47,10 @@ def rows_inches(count: int) -> float:
 
 
 def wrapped(name: str, limit: int = 26, most: int | None = None) -> str:
-    """Break a long name near its middle, before a parenthesis or after a comma; past ``most`` at slashes."""
+    """Break a name of more than ``limit`` characters near its middle, before a parenthesis or after a comma.
+
+    A name of more than ``most`` characters is also broken after every slash.
+    """
     if most is not None and len(name) > most:
         name = name.replace("/", "/\n")
     places = [match.start() for match in re.finditer(r"(?<=,) | (?=\()", name)]
@@ -55,7 +61,7 @@ def wrapped(name: str, limit: int = 26, most: int | None = None) -> str:
 
 
 def name_rows(ax: Axes, names: Sequence[str], *, first: bool = True) -> None:
-    """Write the names of rows, the first on top; of panels that share rows only the ``first`` shows them."""
+    """Write the names of rows, the first row on top; of panels that share rows, only the ``first`` shows names."""
     ax.set_yticks(range(len(names)), [wrapped(name) for name in names])
     ax.set_ylim(len(names) - 0.45, -0.55)
     ax.set_ylabel("")
@@ -64,7 +70,10 @@ def name_rows(ax: Axes, names: Sequence[str], *, first: bool = True) -> None:
 
 
 def log_ticks(ax: Axes, axis: Literal["x", "y"]) -> None:
-    """Make an axis logarithmic with plain labels at decades, or at 1, 2 and 5 of each if they are few."""
+    """Make an axis logarithmic, with plain labels.
+
+    Ticks are at the decades; an axis of less than three decades has ticks at 1, 2 and 5 times each decade.
+    """
     (ax.set_xscale if axis == "x" else ax.set_yscale)("log")
     part, (low, high) = (ax.xaxis, ax.get_xlim()) if axis == "x" else (ax.yaxis, ax.get_ylim())
     subs = (1, 2, 5) if high / low < _FEW_DECADES else (1,)
@@ -80,7 +89,7 @@ def beside(ax: Axes, x: float, y: float, text: str) -> None:
 
 
 def room(ax: Axes, *, zero: bool, share: float = 0.2) -> None:
-    """Leave room for labels on the right; the axis begins at 0, or near the least value."""
+    """Leave room for labels on the right; the axis begins at 0 (``zero``), or else near the least value."""
     low, high = ax.dataLim.x0, ax.dataLim.x1
     if not (math.isfinite(low) and math.isfinite(high)):
         return
@@ -89,7 +98,7 @@ def room(ax: Axes, *, zero: bool, share: float = 0.2) -> None:
 
 
 def lines(looks: Mapping[str, Look], **changes: Any) -> dict[str, Artist]:
-    """A legend's entries of lines or, with ``changes`` of the artist, points."""
+    """Return a legend's entries for lines; ``changes`` are set on each artist, for example to show points only."""
     entries: dict[str, Artist] = {
         name: Line2D([], [], color=look.colour, marker=look.marker, dashes=look.dashes)
         for name, look in looks.items()
@@ -100,12 +109,12 @@ def lines(looks: Mapping[str, Look], **changes: Any) -> dict[str, Artist]:
 
 
 def patches(colours: Mapping[str, str]) -> dict[str, Artist]:
-    """A legend's entries of bars."""
+    """Return a legend's entries for bars."""
     return {name: Patch(color=colour) for name, colour in colours.items()}
 
 
 def legend(figure: Figure, entries: Mapping[str, Artist], style: Style) -> None:
-    """Draw a legend above all panels, in as many columns as fit, and make the figure higher by it."""
+    """Draw a legend above all panels, in as many columns as fit, and make the figure higher by the legend's height."""
     parts = [name.split("\n") for name in entries]
     longest = _ENTRY_INCHES + _LETTER_INCHES * max(len(part) for name in parts for part in name)
     columns = max(1, min(len(entries), int((style.inches - _EDGES_INCHES) / longest)))
@@ -116,6 +125,6 @@ def legend(figure: Figure, entries: Mapping[str, Artist], style: Style) -> None:
 
 
 def line_at(ax: Axes, value: float | None, *, across: bool) -> None:
-    """A faint line at a value: upright, or ``across``."""
+    """Draw a faint line at a value, if there is one: vertical, or horizontal (``across``)."""
     if value is not None:
         (ax.axhline if across else ax.axvline)(value, color=theme.FAINT, lw=0.8, zorder=1)

@@ -1,4 +1,4 @@
-"""A figure: its declaration, a question and the columns of one tidy table, and its files."""
+"""Declares figures: the question of each, its data as a tidy table, how it is drawn, and its caption and files."""
 
 from __future__ import annotations
 
@@ -32,31 +32,33 @@ _METADATA: Final[dict[str, dict[str, Any]]] = {
 }
 FORMS: Final = tuple(_METADATA)
 _MARGIN: Final = 0.05  # inches around what is drawn
-_LETTERS: Final = 36  # of a line above or below a narrow panel
-_PANEL: Final = 1.0  # inches of a panel at least, with the air around it
-_LAYOUTS: Final = 4  # at most; labels keep their widths, so the width converges
+_LETTERS: Final = 36  # most characters of a line above or below a narrow panel
+_PANEL: Final = 1.0  # inches: the least width of a panel, with the space around it
+_LAYOUTS: Final = 4  # most times that a figure is laid out; labels keep their widths, so its width converges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One figure: how a tidy table of raw values with a column ``id`` (records) is drawn."""
+    """One figure: how a tidy table of raw values is drawn; the table's column ``id`` names the records."""
 
     name: str  # of its files, and of its anchor on the page
     title: str
-    question: str  # that it answers; its caption begins with it
+    question: str  # that the figure answers; the caption begins with the question
     mark: Rows | Lines | Stacked | Front | Lanes
-    # its data of a suite's records; without rows if they hold nothing to draw
+    # selects the figure's data from a suite's records; returns no rows if there is nothing to draw
     table: Callable[[Derived], pd.DataFrame] = lambda derived: derived.trials
-    note: str = ""  # a further sentence of its caption
-    notes: tuple[Callable[[pd.DataFrame], str], ...] = ()  # sentences after that, of its data
+    note: str = ""  # a further sentence of the caption
+    notes: tuple[
+        Callable[[pd.DataFrame], str], ...
+    ] = ()  # each returns a sentence on the data, placed after ``note``
 
     @property
     def alt(self) -> str:
-        """Alternative text, without numbers: tables of the same page have them."""
+        """Alternative text.  It has no numbers, because tables on the same page have them."""
         return f"{self.title}. {self.question} Tables on this page have the numbers."
 
     def caption(self, data: pd.DataFrame) -> str:
-        """The question, what is drawn and how, and what all rows have in common."""
+        """Return the caption: the question, what is drawn and how, and what all rows have in common."""
         parts = [self.question, self.mark.says(data), self.note, *(note(data) for note in self.notes)]
         parts += [caveats.FOOTNOTES[caveats.RATES]] if caveats.rates(data) else []
         parts += [peers_note(data)] if "strategy" in data else []
@@ -65,7 +67,10 @@ class Figure:
         return " ".join(part.strip() for part in parts if part.strip())
 
     def draw(self, derived: Derived, folder: Path, style: Style, forms: Collection[str] = ()) -> Drawn | None:
-        """Draw it into an SVG, further ``forms`` and a CSV of its raw values; None without data."""
+        """Write the figure as SVG and in further ``forms``, and its raw values as CSV.
+
+        Returns None, and writes nothing, if there is no data to draw.
+        """
         if (data := self.table(derived)).empty:
             return None
         rendered = self.render(data, style, ("svg", *forms))
@@ -75,7 +80,7 @@ class Figure:
         return Drawn(self, data, rendered["svg"], style, (*rendered, "csv"))
 
     def render(self, data: pd.DataFrame, style: Style, forms: Collection[str] = ("svg",)) -> dict[str, bytes]:
-        """The drawing of a table with rows in these ``forms``."""
+        """Draw a table that has rows, and return the content of the file in each of ``forms``."""
         rendered = {}
         with fonts():
             drawn = self.mark.draw(data, style)
@@ -102,23 +107,26 @@ class Drawn:
     files: tuple[str, ...]  # suffixes of its files
 
     def image(self, *, narrow: bool = False) -> str:
-        """The drawing, or another one for a narrow screen, as a data URI."""
+        """Return the drawing as a data URI; with ``narrow``, draw the figure again for a narrow screen."""
         svg = self.figure.render(self.data, replace(self.style, width=COLUMN))["svg"] if narrow else self.svg
         return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
 
     def records(self, marked: AbstractSet[str]) -> list[tuple[str, str]]:
-        """Ids of the records behind it, each with its footnote mark if it is in ``marked``."""
+        """Return the ids of the records behind the figure, each with a footnote mark if it is in ``marked``."""
         return [(name, caveats.TAKEN if name in marked else "") for name in records_behind(self.data)]
 
 
 def records_behind(data: pd.DataFrame) -> tuple[str, ...]:
-    """Sorted ids of the records behind a figure's data, those of column ``baseline`` among them."""
+    """Return the sorted ids of the records behind a figure's data, which columns ``id`` and ``baseline`` hold."""
     ids = data.filter(["id", "baseline"]).melt()["value"].dropna()
     return tuple(sorted({identity for cell in ids for identity in str(cell).split()}))
 
 
 def style_of(derived: Derived, width: float = WIDTH) -> Style:
-    """The style of a page: presets first, with the plain looks of their strategies, then changed ones."""
+    """Return the style of a page.
+
+    Looks are given to unchanged presets first, so that these have the plain looks of their strategies.
+    """
     ran = derived.finished.sort_values("place", kind="stable")
     ran = ran.assign(changed=ran["configuration"] != ran["strategy"].map(NAMES))
     ran = ran.sort_values("changed", kind="stable")
@@ -126,7 +134,10 @@ def style_of(derived: Derived, width: float = WIDTH) -> Style:
 
 
 def _laid_out(figure: matplotlib.figure.Figure, style: Style) -> Bbox:
-    """Lay a figure out, once for all forms, at the width of its style, or wider if labels need it."""
+    """Lay a figure out, once for all forms, and return the box to be saved.
+
+    The box is as wide as the style says, or wider if labels need more width.
+    """
     inner, layout = style.inches - 2 * _MARGIN, figure.get_layout_engine()
     assert layout is not None  # noqa: S101  # axes.grid sets one
     least = _least_inches(figure) if style.narrow else 1.0
@@ -144,7 +155,7 @@ def _laid_out(figure: matplotlib.figure.Figure, style: Style) -> Bbox:
 
 
 def _least_inches(figure: matplotlib.figure.Figure) -> float:
-    """The least width at which panels above one another have room beside the names of their rows."""
+    """Return the least width at which panels above one another have room next to the names of their rows."""
     boxes = [(ax, ax.get_tightbbox()) for ax in figure.axes]
     beside = [box.width - ax.bbox.width for ax, box in boxes if box is not None]
     return max(beside, default=0.0) / figure.dpi + _PANEL

@@ -1,4 +1,4 @@
-"""Marks: the ways in which a tidy table is drawn, as rows of intervals, lines, stacked bars, a front, or lanes."""
+"""Marks, the ways to draw a tidy table: rows of intervals, lines, stacked bars, a Pareto front, or lanes of time."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from report.draw.names_of_rows import (
 from report.draw.theme import Look, Style
 
 _THREE_DIGITS: Final = number(3)
-_FEW: Final = 8  # values of an axis, each of which has its tick
+_FEW: Final = 8  # an axis with fewer integer values has a tick at each of them
 _PANEL_INCHES: Final = 2.3
-_COLUMNS: Final = 3  # of panels in a row, for a single measure
+_COLUMNS: Final = 3  # most panels in a row of a figure that has a single measure
 _MARKERS: Final = {"o": "circles", "x": "crosses", "|": "strokes"}
 _DOT: Final = {"s": 9, "color": theme.INK, "linewidth": 0.3, "zorder": 2.5, "legend": False}
 
@@ -41,7 +41,7 @@ class Measure:
 
     column: str
     label: str  # of its axis, with the unit
-    says: str  # its definition, which becomes a part of a sentence of the caption
+    says: str  # its definition, which becomes a part of a sentence in the caption
     # Estimates the value of one configuration in one setting from its rows; by default their median.
     estimate: Callable[[pd.DataFrame], Interval] | None = None
     form: Callable[[float], str] = _THREE_DIGITS  # prints an estimate
@@ -52,38 +52,41 @@ class Measure:
     stroke_label: str = ""  # what the caption calls it; by default the column's name
 
     def interval(self, group: pd.DataFrame) -> Interval:
-        """The estimate of a configuration's rows."""
+        """Return the estimate from a configuration's rows."""
         if self.estimate is not None:
             return self.estimate(group)
         return Interval(float(group[self.column].median()), math.nan, math.nan, len(group))
 
 
 def _measured(measures: Sequence[Measure], data: pd.DataFrame) -> list[Measure]:
-    """Measures that have a value, with the baseline's name in their labels."""
+    """Return the measures of which ``data`` has a value, with the baseline's name in their labels."""
     base = listed(list(data["baseline_configuration"].unique())) if "baseline_configuration" in data else ""
     known = [measure for measure in measures if data[measure.column].notna().any()]
     return [replace(measure, label=measure.label.format(base=base)) for measure in known]
 
 
 def _definitions(measures: Sequence[Measure]) -> str:
-    """One sentence that defines the measures."""
+    """Return one sentence that defines the measures."""
     return sentence("; ".join(f"{measure.label}: {measure.says}" for measure in measures if measure.says))
 
 
 def _strokes(measures: Sequence[Measure], mark: str) -> str:
-    """The end of a caption, which names the columns that are drawn as strokes."""
+    """Return the end of a caption, which names the values that are drawn as strokes."""
     shown = [measure for measure in measures if measure.stroke]
     return "".join(f"; {mark}: {each.stroke_label or each.stroke.replace('_', ' ')}" for each in shown)
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A row for each configuration of each setting; measures stand side by side, each value as a dot."""
+    """Draws a row for each configuration of each setting, and a panel for each measure, side by side.
+
+    A row shows the estimate with its interval, and each raw value as a dot.
+    """
 
     measures: tuple[Measure, ...]
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
-        """Bars or points with their intervals."""
+        """Draw bars or points with their intervals."""
         rows, shown = by_setting_and_configuration(data), _measured(self.measures, data)
         names = [name + caveats.rates(group) for name, _, group in rows]
         figure, (panels,) = axes.grid(style, 1, len(shown), [axes.rows_inches(len(rows))], share_y=True)
@@ -95,13 +98,13 @@ class Rows:
         return figure
 
     def says(self, data: pd.DataFrame) -> str:
-        """Sentences on the measures."""
+        """Return the caption's sentences on the measures."""
         shown = _measured(self.measures, data)
         return f"{_definitions(shown)} Each dot is one trial, or one pair of trials{_strokes(shown, 'strokes ( | )')}."
 
 
 def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: Sequence[Look]) -> None:
-    """One measure of all rows."""
+    """Draw one measure of all rows into a panel."""
     places, column = np.arange(len(rows)), measure.column
     ends = pd.DataFrame([measure.interval(group) for group in rows])
     ends["stroke"] = [group[measure.stroke].median() if measure.stroke else np.nan for group in rows]
@@ -132,18 +135,23 @@ def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A line for each configuration over ``x``; measures stand below each other, panels side by side."""
+    """Draws a line for each configuration, or each value of another column ``lines``, over ``x``.
+
+    Measures stand below each other, and the panels of a measure side by side.
+    """
 
     x: str  # column of the x axis
-    label: str  # of the x axis; empty where the titles of panels say it
+    label: str  # of the x axis; empty if the title of each panel says what its x axis is
     measures: tuple[Measure, ...]
     lines: str = "configuration"  # column of the lines' names
-    points: str = ""  # column by which rows make a point, whose x is their median
-    log: bool = False
-    band: bool = False  # whether the range of the values is drawn, instead of each
+    points: str = (
+        ""  # rows with equal values in this column make one point, at their median x; by default ``x``
+    )
+    log: bool = False  # whether the x axis is logarithmic
+    band: bool = False  # whether a band shows the range of the values, instead of a dot for each value
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
-        """Lines through estimates, in panels by the column ``panel``."""
+        """Draw lines through estimates, with a panel for each value of the column ``panel``."""
         shown, titles = _measured(self.measures, data), list(data["panel"].unique())
         looks = theme.shades([str(name) for name in data[self.lines].unique()])
         if self.lines == "configuration":
@@ -208,7 +216,7 @@ class Lines:
             axes.log_ticks(ax, "y")
 
     def says(self, data: pd.DataFrame) -> str:
-        """Sentences on the measures."""
+        """Return the caption's sentences on the measures."""
         shown = _measured(self.measures, data)
         raw = (
             "bands reach from the lowest to the highest value"
@@ -220,20 +228,23 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """A stacked bar for each configuration: rows of ``kind`` bar are its parts; rows of other kinds are totals, which
-    are drawn as marks.
+    """Draws a stacked bar for each configuration.
+
+    Rows of the table whose ``kind`` is "bar" are parts of the bar; rows of other kinds are totals, drawn as marks.
     """
 
     value: str  # column of the lengths
     label: str  # of the axis, with the unit
-    says_parts: str  # a sentence of the caption on the bars
-    parts: tuple[str, ...]  # in order; others follow
+    says_parts: str  # a sentence of the caption on the bars, without its full stop
+    parts: tuple[str, ...]  # names of parts in the order of stacking; parts that are not named follow
     # by kind, the marker, its colour and its meaning
     also: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
-    middle: Literal["mean", "median"] = "median"  # over trials, which is drawn, as tables print it
+    middle: Literal["mean", "median"] = (
+        "median"  # the average over trials that is drawn, and that tables print
+    )
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
-        """Bars and marks, in panels by the column ``panel``."""
+        """Draw bars and marks, with a panel for each value of the column ``panel``."""
         held = set(data[(data["kind"] == "bar") & data[self.value].gt(0)]["part"])
         known = [part for part in self.parts if part in held]
         colours = theme.of_parts([*known, *sorted(held - set(known))])
@@ -271,25 +282,25 @@ class Stacked:
         axes.room(ax, zero=True, share=0.12)
 
     def says(self, data: pd.DataFrame) -> str:
-        """Sentences on bars and marks."""
+        """Return the caption's sentences on bars and marks."""
         also = [self.also[kind] for kind in self.also if kind in set(data["kind"])]
         marks = "".join(f"; {_MARKERS[marker]}: {meaning}" for marker, _, meaning in also)
         # Only the parts of a step are means; their own sentence says to which length they are scaled.
-        begin = "All are medians over trials; the" if self.middle == "median" else "The"
+        begin = "Bars and marks are medians over trials; the" if self.middle == "median" else "The"
         return f"{self.says_parts}{marks}. {begin} printed numbers are the lengths of the bars."
 
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """Measures over the median of ``x``: a point for each configuration's estimate, and their Pareto front."""
+    """Draws a point for each configuration, its estimate over its median ``x``, and the points' Pareto front."""
 
-    x: str
-    label: str
-    measures: tuple[Measure, ...]
+    x: str  # column of the x axis
+    label: str  # of the x axis
+    measures: tuple[Measure, ...]  # one panel each
     log: bool = False  # whether ``x`` is on a logarithmic axis
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
-        """A panel for each setting and measure."""
+        """Draw a panel for each setting and measure."""
         shown, settings = _measured(self.measures, data), by_setting(data)
         figure, panels = axes.grid(
             style, len(settings), len(shown), [3.6 if self.log else 2.6] * len(settings)
@@ -325,21 +336,23 @@ class Front:
         return figure
 
     def _middle(self, rows: pd.DataFrame, measure: Measure) -> list[float]:
-        """Where a configuration's marker stands."""
+        """Return x and y of a configuration's marker."""
         return [float(rows[self.x].median()), measure.interval(rows).estimate]
 
     def says(self, data: pd.DataFrame) -> str:
-        """Sentences on the measures and the front."""
+        """Return the caption's sentences on the measures and the front."""
         measures = _definitions(_measured(self.measures, data))
         return (
-            f"{measures} Markers are estimates at median bytes, dots are trials. The grey line is the Pareto front: "
-            f"no configuration is better than one on it in {self.label} without being worse in the other quantity."
+            f"{measures} Markers are estimates at median bytes, dots are trials. The grey line is the Pareto front. "
+            "A configuration lies on this line if no other one is lower in one of the two quantities and at most equal "
+            "in the other."
         )
 
 
 def front(points: pd.DataFrame) -> pd.DataFrame:
-    """The Pareto front of rows (bytes, value), ordered by bytes: no other row is lower in one and at most equal in the
-    other.
+    """Return the Pareto front of rows (bytes, value), ordered by bytes.
+
+    A row is on the front if no other row is lower in one column and at most equal in the other.
     """
     ordered = points.sort_values(list(points.columns), kind="stable")
     values = ordered.iloc[:, 1]
@@ -348,12 +361,12 @@ def front(points: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Spans of time: a panel for each title, with a row of bars for each lane."""
+    """Draws spans of time: a panel for each value of the column ``panel``, with a row of bars for each lane."""
 
     lanes: tuple[str, ...]
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
-        """Bars from ``begin`` to ``end``, in ms."""
+        """Draw bars from ``begin`` to ``end``, in ms."""
         rows, colours = groups(data, ["panel"]), theme.of_parts(self.lanes)
         height = 0.35 + 0.13 * len(self.lanes)
         figure, panels = axes.grid(style, len(rows), 1, [height] * (len(rows) - 1) + [height + 0.25])
@@ -372,5 +385,5 @@ class Lanes:
         return figure
 
     def says(self, data: pd.DataFrame) -> str:
-        """The sentences on the panels, which the column ``summary`` holds."""
+        """Return the sentences on the panels, which the column ``summary`` holds."""
         return f"{'; '.join(data['summary'].unique())}."

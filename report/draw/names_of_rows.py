@@ -1,4 +1,4 @@
-"""Rows of a tidy table by configuration and setting, with their names; and sentences of captions on all rows."""
+"""Groups the rows of a tidy table by configuration and setting, names the groups, and describes them in captions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from report.data.text import listed
 
 
 def common_and_rest(wheres: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-    """Parts that all descriptions of settings have; and the other parts of each, by description."""
+    """Return the parts that all descriptions of settings share, and the remaining parts of each description."""
     parts = {where: where.split(", ") for where in map(str, wheres)}
     common = [
         part for part in next(iter(parts.values()), []) if all(part in setting for setting in parts.values())
@@ -24,20 +24,20 @@ def common_and_rest(wheres: Iterable[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def titles_of(data: pd.DataFrame) -> dict[str, str]:
-    """Short title of each setting: the fields in which it differs from the table's other settings."""
+    """Return a short title of each setting: the fields in which it differs from the table's other settings."""
     where = data.drop_duplicates("setting").set_index("setting")["where"]
     titles = common_and_rest(where)[1]
     return {str(setting): titles[str(text)] for setting, text in where.items()}
 
 
 def common_to(data: pd.DataFrame) -> str:
-    """Last sentence of a caption, with what all settings have in common: ``Common setting: 2x2 ranks.``"""
+    """Return a caption's sentence on what all settings have in common: ``Common setting: 2x2 ranks.``"""
     common = common_and_rest(data["where"].unique())[0]
     return f"Common setting: {', '.join(common)}." if common else ""
 
 
 def peers_note(data: pd.DataFrame) -> str:
-    """Caption text on the bytes of peers, if ``data`` has any."""
+    """Return a caption's text on what peers send, if ``data`` has trials of peers."""
     senders: dict[str, dict[str, None]] = {"fp32": {}, "bf16": {}}
     for strategy, configuration in zip(
         data["strategy"], data.get("configuration", data["strategy"]), strict=True
@@ -56,22 +56,22 @@ def peers_note(data: pd.DataFrame) -> str:
 
 
 def configurations(data: pd.DataFrame) -> list[str]:
-    """Distinct configurations, in list order."""
+    """Return the distinct configurations: by strategy, and those of one strategy in the order of the suite's trials."""
     return list(data.sort_values(["place", "first"], kind="stable")["configuration"].unique())
 
 
 def by_configuration(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """(configuration, its rows) in list order."""
+    """Return (configuration, its rows) for each configuration, in the order of :func:`configurations`."""
     return [(name, data[data["configuration"] == name]) for name in configurations(data)]
 
 
 def by_setting(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """(short title, rows) of each setting."""
+    """Return (short title, rows) of each setting."""
     return [(title, data[data["setting"] == setting]) for setting, title in titles_of(data).items()]
 
 
 def by_setting_and_configuration(data: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
-    """(name, configuration, rows) of each configuration of each setting; the name ends in the setting."""
+    """Return (name, configuration, rows) of each configuration of each setting; the name ends with the setting."""
     return [
         (f"{configuration}, {title}" if title else configuration, configuration, group)
         for title, rows in by_setting(data)

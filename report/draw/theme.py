@@ -1,4 +1,4 @@
-"""Style of figures: fonts, and a colour, a marker and dashes per configuration, the same on a whole page."""
+"""Style of figures: fonts, and a colour, a marker and dashes that each configuration keeps on a whole page."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ COLUMN: Final = 84.0  # mm: one column of a journal, and a telephone's screen
 INK: Final = "#222222"
 FAINT: Final = "#8a8a8a"
 PUBLISHED: Final = "#c00000"  # numbers of the papers
-_NARROW_BELOW: Final = 130.0  # mm, panels stand above one another
-# Of the configurations of a strategy in turn: the colour mixed in, and its share.
+_NARROW_BELOW: Final = 130.0  # mm; in a narrower figure, panels stand above one another
+# The configurations of a strategy take these in turn: the colour that is mixed into the strategy's, and its share.
 _SHADES: Final = (("black", 0.0), ("black", 0.45), ("white", 0.5), ("black", 0.7), ("white", 0.3))
 _MARKERS: Final = "DosPXv^p<h>*dH8"
 _FONTS: Final = mpl.rc_params_from_file(
@@ -49,7 +49,7 @@ class Style:
 
     @property
     def inches(self) -> float:
-        """Width of a figure."""
+        """Width of a figure in inches."""
         return self.width / 25.4
 
     @property
@@ -58,12 +58,12 @@ class Style:
         return self.width < _NARROW_BELOW
 
     def look(self, configuration: str) -> Look:
-        """The look of a configuration."""
+        """Return the look of a configuration, or a grey one if the style does not know it."""
         return self.looks.get(configuration, Look())
 
 
 def looks_of(configurations: Iterable[tuple[str, str]]) -> dict[str, Look]:
-    """Looks by configuration, from (strategy, configuration) in list order; those of one strategy differ."""
+    """Return a look for each (strategy, configuration), so that the configurations of one strategy look different."""
     looks: dict[str, Look] = {}
     seen: Counter[str] = Counter()
     for strategy, configuration in dict.fromkeys(configurations):
@@ -81,20 +81,20 @@ def _mixed(colour: str, other: str, share: float) -> str:
 
 
 def of_parts(parts: Sequence[str]) -> dict[str, str]:
-    """Colours of the parts of a whole, in order: each full colour is followed by its pale one."""
+    """Return colours for the parts of a whole, in order: each full colour is followed by a pale one."""
     full = sns.color_palette("colorblind", -(-len(parts) // 2))
     colours = [shade for rgb in full for shade in (to_hex(rgb), _mixed(to_hex(rgb), "white", 0.55))]
     return dict(zip(parts, colours, strict=False))
 
 
 def shades(names: Sequence[str]) -> dict[str, Look]:
-    """Looks of ordered lines that are no configurations, legible on white."""
+    """Return looks, legible on white, for ordered lines that are not configurations."""
     colours = sns.color_palette("viridis", len(names) + 1).as_hex()  # the last is too pale
     return {name: Look(colour) for name, colour in zip(names, colours, strict=False)}
 
 
 @contextmanager
 def fonts() -> Iterator[None]:
-    """Context in which figures are drawn and saved: fonts, lines, deterministic output."""
+    """Set fonts, lines and deterministic output for the figures that are drawn and saved in this context."""
     with mpl.rc_context({**sns.axes_style("ticks"), **sns.plotting_context("paper"), **_FONTS}):
         yield

@@ -19,7 +19,7 @@ _PLACE: Final = ["nodes", "ranks_per_node", "shape", "accumulation"]
 
 
 def _place(row: pd.Series) -> str:
-    """Ranks and model of a panel."""
+    """Return the title of a panel: its ranks and its model, and micro-batches if there are several."""
     place = f"{row['nodes']}x{row['ranks_per_node']} ranks, {plain(row['shape'])}"
     return place + (f", {row['accumulation']} micro-batches" if row.get("accumulation", 1) > 1 else "")
 
@@ -43,11 +43,15 @@ def _volume(derived: Derived) -> pd.DataFrame:
 
 
 def _m_in_words(data: pd.DataFrame) -> str:
-    """The size of M in each panel."""
+    """Return sentences that define M and give its size in each panel."""
     m = data["m_bytes"] / data["accumulation"] / 1e6
     panels = data.groupby("panel", sort=False)
     sizes = "; ".join(f"{panel}: {m[rows.index[0]]:.2f} MB" for panel, rows in panels)
-    several = " With several micro-batches, the bytes of one." if data["accumulation"].gt(1).any() else ""
+    several = (
+        " If a step has several micro-batches, its bytes are divided by their number."
+        if data["accumulation"].gt(1).any()
+        else ""
+    )
     return (
         "M is what one hierarchical gather of the whole model in 16 bits sends between nodes, 2 bytes x elements x "
         f"(nodes - 1), without padding ({sizes}).{several}"
@@ -113,7 +117,11 @@ MEMORY: Final = Figure(
 
 
 def _largest(derived: Derived) -> pd.DataFrame:
-    """A row for each trial under a limit: millions of parameters if it trained, and the smallest size that did not."""
+    """Return a row for each trial under a memory limit.
+
+    A row has the trial's parameters in millions if it trained, and the smallest size that its configuration did not
+    train.
+    """
     rows = bytes_and_memory.under_limits(derived)
     millions, trained = rows["parameters"] / 1e6, rows["trained"].astype(bool)
     least = millions.mask(trained).groupby(rows["configuration"]).transform("min")
@@ -125,9 +133,9 @@ def _largest(derived: Derived) -> pd.DataFrame:
 _TRAINED: Final = Measure(
     "trained_millions",
     "largest model that trained, million parameters",
-    "masters, gradients, optimizer state, copies and gathered weights lie within the limit, by formula before the "
-    "run and as counted by the engine after it; activations and buffers of the wire are not counted. The next "
-    "larger size is recorded as a failure and was not run",
+    "masters, gradients, optimizer state, copies and gathered weights must lie within the limit, both by the formulas "
+    "before the run and as the engine counts them after it; activations and buffers of the wire are not counted. The "
+    "next larger size is recorded as a failure and was not run",
     lambda trials: Interval(bytes_and_memory.largest(trials)[0], math.nan, math.nan, len(trials)),
     stroke="next_size_not_run",
 )

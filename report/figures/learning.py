@@ -17,7 +17,7 @@ from report.draw.names_of_rows import titles_of
 from report.quantities import formula
 
 _ENDS: Final = [*OF_TRIAL, "validation_loss", "validation_step"]
-_FEWEST: Final = 4  # configurations of a setting that have a front
+_FEWEST: Final = 4  # configurations that a setting must have, so that a front is drawn
 _EXCESS: Final = "loss minus the baseline's, nats"
 _EXCESS_OVER_SEEDS: Final = Measure(
     "excess", _EXCESS, "difference of the last validation losses, paired by seed, mean over seeds",
@@ -26,7 +26,7 @@ _EXCESS_OVER_SEEDS: Final = Measure(
 
 
 def _curves(derived: Derived) -> pd.DataFrame:
-    """Validations of trials that have at least three, once against steps, once against seconds, once against bytes."""
+    """Return the validations of trials that have at least three, once each against steps, seconds and bytes."""
     long = derived.trials[derived.trials["validation_loss"].notna()]
     rows = long[OF_TRIAL].merge(derived.frames.validations, on="id")
     rows = rows[rows.groupby("id")["step"].transform("nunique") >= 3]
@@ -44,7 +44,7 @@ def _curves(derived: Derived) -> pd.DataFrame:
 
 def _seeds_in_words(data: pd.DataFrame) -> str:
     seeds = counted(data["seed"].nunique(), "seed")
-    return f"There are {seeds}; repeats of a seed train the same again and count as one."
+    return f"There are {seeds}; repeats of a seed train the same model again and count as one."
 
 
 LOSS: Final = Figure(
@@ -76,7 +76,7 @@ FINAL_LOSS: Final = Figure(
     table=lambda derived: derived.trials[_ENDS].dropna(subset=["validation_loss"]),
     mark=Rows((
         Measure(
-            "validation_loss", "validation loss, nats", "mean over seeds, from the lowest to the highest",
+            "validation_loss", "validation loss, nats", "mean over seeds, with a line from the lowest to the highest",
             loss_verdicts.over_seeds, "{:.4f}".format, bar=False,
         ),
     )),
@@ -85,7 +85,7 @@ FINAL_LOSS: Final = Figure(
 
 
 def _front(derived: Derived) -> pd.DataFrame:
-    """One row per trial of settings that have a front, with the bytes of a step in M."""
+    """Return one row per trial of settings that have a front, with the bytes of a step in M."""
     known = loss_verdicts.front(derived)
     trials = derived.trials[derived.trials["setting"].isin(known["setting"])].dropna(
         subset=["validation_loss"]
@@ -98,7 +98,7 @@ def _front(derived: Derived) -> pd.DataFrame:
 
 
 def _excess(derived: Derived, trials: pd.DataFrame) -> pd.Series[float]:
-    """The validation loss of each trial, less that of the baseline with the same setting and seed."""
+    """Return each trial's validation loss minus the mean loss of the baseline with the same setting and seed."""
     every, keys = derived.trials, ["setting", "seed"]
     base = every[is_baseline(every)].groupby(keys)["validation_loss"].mean()
     return trials["validation_loss"] - trials.join(base.rename("base"), on=keys)["base"]
@@ -118,7 +118,7 @@ FRONTIER: Final = Figure(
 
 
 def _sent(derived: Derived) -> pd.DataFrame:
-    """Errors of gradients at the last measured step, of each hop and end to end, without messages that are exact."""
+    """Return errors of gradients at the last measured step, of each hop and end to end; exact messages are left out."""
     errors = derived.sent_errors
     last = _last(errors[errors["purpose"].eq("gradients") & errors["repeated"].eq(1) & errors["vnmse"].gt(0)])
     end = last["hop"].isna()
@@ -126,7 +126,7 @@ def _sent(derived: Derived) -> pd.DataFrame:
 
 
 def _last(errors: pd.DataFrame) -> pd.DataFrame:
-    """Errors of the last measured step of each trial."""
+    """Return the errors of the last measured step of each trial."""
     return errors[errors["step"] == errors.groupby("id")["step"].transform("max")]
 
 
@@ -143,7 +143,7 @@ SENT_ERROR: Final = Figure(
                 form=number(2), bar=False, log=True,
             ),
             Measure(
-                "each_hop", "vNMSE of each hop", "the same of the decoded values beside those that were encoded",
+                "each_hop", "vNMSE of each hop", "the same for the decoded values and the values that were encoded",
                 form=number(2), bar=False, log=True,
             ),
         )
@@ -153,7 +153,7 @@ SENT_ERROR: Final = Figure(
 
 
 def _costs(derived: Derived) -> pd.DataFrame:
-    """One row per trial of settings in which enough configurations have known bytes and errors."""
+    """Return one row per trial of the settings in which enough configurations have known bytes and errors."""
     trials, errors = derived.trials, derived.sent_errors
     last = _last(errors[errors["hop"].isna() & errors["repeated"].eq(1)])
     trials = trials.assign(
@@ -177,8 +177,7 @@ PARETO: Final = Figure(
         (
             Measure(
                 "vnmse", "vNMSE of what was sent",
-                "the larger one of the errors of gradients (beside the exact mean) and of weights (beside their "
-                "masters), "
+                "the larger of two errors (of gradients from their exact mean, and of weights from their masters) "
                 "at the last measured step, median over trials",
                 form=number(2), log=True,
             ),

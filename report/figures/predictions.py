@@ -1,4 +1,4 @@
-"""Steps beside their predictions: the seconds of each trial over the seconds predicted before it ran."""
+"""Compares steps with their predictions: the seconds of each trial over the seconds predicted before it ran."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pandas as pd
 
 from report.data.metrics import KEPT, Derived
 
-APART: Final = 0.05  # steps of a pair that differ by less have no order
+APART: Final = (
+    0.05  # relative difference below which two measured steps count as equal, so their order is not judged
+)
 WAYS: Final = {
     "over_predicted": "foreseen_seconds",
     "over_naive": "naive_seconds",
@@ -29,12 +31,17 @@ def measured_over(derived: Derived) -> pd.DataFrame:
 
 
 def score(rows: pd.DataFrame) -> dict[str, float]:
-    """Errors of the predicted steps of :func:`measured_over`'s rows.
+    """Return the scores of the predictions in :func:`measured_over`'s rows.
 
-    Returns the median and the 90th percentile of the relative errors, over settings, over single trials
-    (``trial_``), and of the prediction by computation plus wire alone (``naive_``); ``ordered``, the share of pairs
-    of configurations more than :data:`APART` apart that are predicted in the right order; and ``regret``, by how much
-    the configuration predicted to be fastest exceeds the fastest one, as a share.
+    - ``settings``: the number of combinations of setting and configuration.
+    - ``median``, ``ninth``: median and 90th percentile of the relative errors over these combinations.
+    - ``trial_median``, ``trial_ninth``: the same over single trials.
+    - ``naive_median``, ``naive_ninth``: the same over combinations, if computation plus wire is the prediction.
+    - ``pairs``: the number of pairs of configurations whose measured steps in one setting are more than :data:`APART`
+      apart.
+    - ``ordered``: the share of these pairs that are predicted in the right order.
+    - ``regret``: how much longer than the fastest configuration the one that is predicted to be fastest takes, as a
+      share of the fastest one's step; mean over settings.
     """
     by_setting = rows.groupby(["setting", "configuration"], as_index=False)[
         ["step_seconds", *WAYS.values()]
@@ -60,11 +67,11 @@ def score(rows: pd.DataFrame) -> dict[str, float]:
 
 
 def score_in_words(rows: pd.DataFrame) -> str:
-    """The main scores in two sentences."""
+    """Return the main scores as sentences."""
     scores = score(rows)
     text = (
-        "Over {settings:.0f} settings the error of the prediction has a median of {median:.1%} and a 90th percentile "
-        "of {ninth:.1%}; adding up computation and wire has {naive_median:.1%} and {naive_ninth:.1%}."
+        "Over {settings:.0f} combinations of setting and configuration, the error of the prediction has a median of "
+        "{median:.1%} and a 90th percentile of {ninth:.1%}; if computation plus wire is the prediction, they are {naive_median:.1%} and {naive_ninth:.1%}."
     )
     if scores["pairs"]:
         text += (

@@ -155,17 +155,17 @@ def _speedup_or_published(rows: pd.DataFrame) -> Interval:
 
 _BESIDE: Final = Measure(
     "speedup", "speed-up",
-    "ZeRO++ over the baseline, geometric means; the published speed-ups are ratios of the TFLOPs per GPU in the "
-    "figures of the ZeRO++ blog, which are rounded to integers (June 2023, 18 to 138 B parameters)",
+    "ZeRO++ over the baseline, geometric means; the published speed-ups are ratios of the TFLOPs per GPU, rounded to "
+    "integers, in the figures of the ZeRO++ blog (June 2023, 18 to 138 B parameters)",
     _speedup_or_published, "{:.2f}".format, line=1,
 )  # fmt: skip
 BESIDE_PUBLISHED: Final = Figure(
     name="beside_published",
-    title="Speed-up beside the published",
+    title="Speed-up compared with the published one",
     question="Does the speed-up fall with the link's rate as the published one does?",
     table=_beside_published,
     mark=Lines("rate", "", (_BESIDE,), lines="line", points="setting", log=True),
-    note="Rates and hardware differ by orders of magnitude, so that only the shapes can be compared.",
+    note="Rates and hardware differ by orders of magnitude, so only the shapes of the curves can be compared.",
     notes=(lambda data: caveats.beside_real(data["link_kind"].dropna()),),
 )
 
@@ -201,7 +201,7 @@ GENERATION: Final = Figure(
 )  # fmt: skip
 PREDICTED: Final = Figure(
     name="predicted",
-    title="Steps beside their predictions",
+    title="Steps compared with their predictions",
     question="How well was each step predicted before it ran?",
     table=predictions.measured_over,
     mark=Rows(
@@ -213,7 +213,7 @@ PREDICTED: Final = Figure(
                     "measured over predicted",
                     "predicted by the step-time model of the calibrated machine",
                 ),
-                ("over_naive", "over computation + wire", "predicted without any overlap"),
+                ("over_naive", "over computation + wire", "predicted as if nothing overlapped"),
                 ("over_constant", "over one number", "predicted to be the median step of all trials"),
             )
         )
@@ -232,7 +232,7 @@ SCALING: Final = Figure(
 
 
 def _split(derived: Derived) -> pd.DataFrame:
-    """Parts of each trial's step, scaled so that the means of a configuration add up to the step in the Summary."""
+    """Return the parts of each trial's step, scaled so that a configuration's means add up to its step in the Summary."""
     table = derived.trials[[*KEPT, "step_seconds"]].merge(metrics.split(derived.frames), on="id")
     keys = ["setting", "configuration"]
     means = table.groupby([*keys, "id"])["seconds"].sum().groupby(level=keys).mean()
@@ -243,7 +243,7 @@ def _split(derived: Derived) -> pd.DataFrame:
 
 
 def _unexposed_in_words(data: pd.DataFrame) -> str:
-    """A sentence on the configurations whose exposed communication is not known; empty if there are none."""
+    """Return a sentence on the configurations whose exposed communication is not known; empty if there are none."""
     known = set(data[data["part"].str.startswith("exposed")]["configuration"])
     without = [configuration for configuration in configurations(data) if configuration not in known]
     text = "The exposed communication of {} is not known, and is part of forward and backward."

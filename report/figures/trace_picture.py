@@ -1,4 +1,4 @@
-"""A traced step: the figure of its first rank on a page, and the picture of all ranks beside the trace."""
+"""Draws a traced step: its first rank as a figure on the page, and all its ranks as a picture next to the trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LANES: Final = Lanes(LANES)
 
 
 def _traced(derived: Derived) -> pd.DataFrame:
-    """Spans of the first rank of each traced trial, with a sentence about them in the column ``summary``."""
+    """Return the spans of the first rank of each traced trial, with a sentence about them in the column ``summary``."""
     spans = derived.frames.traces
     table = derived.trials[KEPT].merge(spans[spans["rank"] == 0], on="id")
     parts = []

@@ -90,9 +90,9 @@ def test_page(tmp_path: Path, subject: str) -> None:
 @pytest.mark.parametrize(
     ("subject", "texts"),
     [
-        ("codecs", ("GB/s: bytes moved / (10^9 * seconds)", "'Carried error' adds")),
+        ("codecs", ("GB/s: bytes moved / (10^9 * seconds)", "'Encode with carried error' adds")),
         ("collectives", ()),
-        ("overlap", ("At 1 all communication is hidden",)),
+        ("overlap", ("A ratio of 1 means that all communication is hidden",)),
     ],
 )
 def test_a_terminal_shows_narrow_tables_and_how_to_read_them(subject: str, texts: tuple[str, ...]) -> None:
