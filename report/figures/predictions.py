@@ -71,7 +71,8 @@ def score_in_words(rows: pd.DataFrame) -> str:
     scores = score(rows)
     text = (
         "Over {settings:.0f} combinations of setting and configuration, the error of the prediction has a median of "
-        "{median:.1%} and a 90th percentile of {ninth:.1%}; if computation plus wire is the prediction, they are {naive_median:.1%} and {naive_ninth:.1%}."
+        "{median:.1%} and a 90th percentile of {ninth:.1%}; if computation plus wire is the prediction, they are "
+        "{naive_median:.1%} and {naive_ninth:.1%}."
     )
     if scores["pairs"]:
         text += (

@@ -232,7 +232,7 @@ SCALING: Final = Figure(
 
 
 def _split(derived: Derived) -> pd.DataFrame:
-    """Return the parts of each trial's step, scaled so that a configuration's means add up to its step in the Summary."""
+    """Return parts of each trial's step, scaled so that a configuration's means add up to its step in the Summary."""
     table = derived.trials[[*KEPT, "step_seconds"]].merge(metrics.split(derived.frames), on="id")
     keys = ["setting", "configuration"]
     means = table.groupby([*keys, "id"])["seconds"].sum().groupby(level=keys).mean()
