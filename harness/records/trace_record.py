@@ -94,13 +94,13 @@ def read_traces(folder: Path) -> list[Trace]:
 
 
 def overlap(spans: Sequence[Span]) -> tuple[float, float]:
-    """Return how long a rank's messages between nodes were under way, and for how much of that it did not wait.
+    """Return how long messages between nodes were under way, and for how much of this time the rank did not wait.
 
     Args:
         spans: The spans of one rank.
 
     Returns:
-        (seconds under way, seconds of them in which the rank did not wait for other nodes).
+        (seconds under way, those of these seconds in which the rank did not wait for other nodes).
     """
     under_way = [span for span in spans if span.lane == BETWEEN]
     waited = [span for span in spans if (span.lane, span.name) == (WAITING, ACROSS)]

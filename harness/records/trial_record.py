@@ -43,7 +43,7 @@ class _Part(BaseModel, extra="ignore", frozen=True):
 class LedgerRow(_Part):
     """Payload that one rank sent in all timed steps together, for one purpose and unit.
 
-    A message has one destination, so that an exchange with three other ranks counts as three.
+    A message has one destination, so that an exchange with three other ranks counts as three messages.
     """
 
     phase: Phase
@@ -56,7 +56,7 @@ class LedgerRow(_Part):
 
 
 class Step(_Part):
-    """Times of one optimizer step on one rank; ``exposed_*`` is the time that a part waited for messages."""
+    """Times of one optimizer step on one rank; ``exposed_*`` is how long the rank waited for messages in a part."""
 
     index: int
     warmup: bool
@@ -140,7 +140,7 @@ class RankRecord(_Part):
 
 
 class GradientCheck(_Part):
-    """Comparison of a unit's reduced gradient with a single process's, before a step."""
+    """Comparison of a unit's reduced gradient with the gradient that a single process computes, before a step."""
 
     unit: str
     elements: int  # number of elements compared
@@ -149,7 +149,7 @@ class GradientCheck(_Part):
 
 
 class QuantisationError(_Part):
-    """Error of one codec on the weights or reduced gradients of one unit; it was tried without sending anything."""
+    """Error of one codec on the weights or reduced gradients of one unit, which were encoded but not sent."""
 
     purpose: str
     unit: str
@@ -259,7 +259,7 @@ class Predicted(_Part):
     """Messages that :mod:`impl.plan.traffic` predicts."""
 
     ledgers: list[list[LedgerRow]]  # by rank
-    equal: bool  # whether all ranks' ledgers equal them exactly
+    equal: bool  # whether all ranks' ledgers equal the predicted ones exactly
 
 
 PASSING: Final = ("interrupted", "refused", "link", "killed", "disk", "lost")
@@ -350,8 +350,8 @@ class Record(_Part):
     def answers(self) -> bool:
         """Whether it helps to answer the suite's question.
 
-        A result does.  So does a failure that is itself an answer: a peer's library cannot run the trial, or it
-        would exceed the suite's memory limit and was not run.
+        A result does.  So does a failure that is itself an answer: a peer's library cannot run the trial, or the
+        trial would exceed the suite's memory limit and was not run.
         """
         if self.failure is None or self.failure.by is not None:
             return True
@@ -387,7 +387,7 @@ def digest_of(data: dict[str, Any]) -> str:
     """Return the SHA-256 of a record's JSON, with sorted keys, without spaces and without its digest.
 
     Raises:
-        ValueError: If a number is infinite or NaN, which JSON does not have and no record is written with.
+        ValueError: If a number is infinite or NaN.  JSON has no such numbers, and no record is written with them.
     """
     content = {key: value for key, value in data.items() if key != "digest"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
