@@ -1,7 +1,7 @@
 """Estimates how long a suite takes on this machine, from a short measurement of how fast a core computes.
 
-The time of a step is the time of computing its micro-batches, which grows if there are more ranks than cores,
-plus the time that its bytes take at the link's rate.  The time of a trial is that of its steps, of its
+The time of a step is the time of computing its micro-batches plus the time that its bytes take at the link's rate.
+Computing takes longer if there are more ranks than cores.  The time of a trial is that of its steps, of its
 validations and of the passes that check it, plus :data:`OVERHEAD` seconds to start and end.
 """
 
@@ -28,8 +28,12 @@ _CHECKS: Final = 6  # passes of a micro-batch that check a trial before and afte
 _ERRORS: Final = 8  # further passes of the first repeat if communication errors are measured
 _MEASURED: Final = (2, 128)  # batch that core_flops() times: sequences, and tokens of each
 _OPERATIONS: Final = 6  # floating-point operations for each parameter and token, forward and backward
-_UNTIMED: Final = ("corpus", "tokenizer", "optimizer")  # own objects whose sizes the time does not need
-_FORWARD: Final = 1 / 3  # share of these operations in the forward pass
+_UNTIMED: Final = (
+    "corpus",
+    "tokenizer",
+    "optimizer",
+)  # a suite's own objects that do not affect the estimate
+_FORWARD: Final = 1 / 3  # share of a step's floating-point operations that belong to the forward pass
 
 
 class Estimate(NamedTuple):
@@ -111,7 +115,7 @@ def core_flops() -> float:
 def measured_flops() -> float:
     """Measure one core's floating-point operations per second.
 
-    The fastest of three passes counts; processor seconds are used, so that other processes do not disturb it.
+    The fastest of three passes counts.  Processor seconds are measured, so that other processes do not matter.
     """
     import torch
 
@@ -134,7 +138,7 @@ def measured_flops() -> float:
 
 
 def spoken(seconds: float) -> str:
-    """Return a duration as text, in whichever of seconds, minutes and hours suits it: ``4.5 min``."""
+    """Return a duration as text in seconds, minutes or hours, whichever suits its length: ``4.5 min``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:
