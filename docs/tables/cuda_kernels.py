@@ -19,7 +19,10 @@ _CODED: Final = (("encode", "Bf16"), ("decode", "Bf16"), ("decode", "Fp32"))
 
 
 def render() -> str:
-    """Compile every kernel and return the tables in Markdown; needs all that ``missing`` looks for."""
+    """Compile every kernel and return the tables in Markdown.
+
+    This needs the programs that :func:`tests.support.cubin.missing` looks for.
+    """
     plain = [
         (kernel, (*_resources(cubin), *_accesses(mains[kernel])))
         for file, kernels in VARIANTS.items()

@@ -27,8 +27,8 @@ from report.draw.theme import fonts
 ROOT: Final = Path(__file__).parents[2]
 SUITES: Final = ROOT / "suites"
 DOCS: Final = ROOT / "docs"
-PAYS: Final = 1.05  # the smallest speed-up that counts as one
-GIB: Final = 80  # memory of a GPU
+PAYS: Final = 1.05  # the smallest speed-up with which a page says that ZeRO++ pays
+GIB: Final = 80  # memory of a GPU, in GiB
 _CAVEAT: Final = (
     "The numbers are modelled, not measured. The model assumes that GPUs compute at a fixed share of their peak, that "
     "links between nodes have no contention, and that there are no stragglers. Memory does not include activations."
@@ -113,12 +113,12 @@ def nodes_in_words(table: pd.DataFrame) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One figure of a suite's forecast: ``y`` over ``x``, which is logarithmic."""
+    """One figure of a suite's forecast: ``y`` over a logarithmic ``x``."""
 
     suite: str
     x: str  # column
     y: str  # column
-    line: Sequence[str]  # columns whose values each line has in common
+    line: Sequence[str]  # columns; trials with equal values in all of them form one line
     x_label: str
     y_label: str
     text: Callable[[pd.DataFrame], tuple[str, str]]  # makes the sentence and the table above the figure
@@ -155,10 +155,11 @@ def draw(plot: Plot, table: pd.DataFrame, path: Path) -> None:
 
 
 def needed_gbps(bits: float, rate: float, *, nodes: int = 64, ranks_per_node: int = 8) -> float:
-    """Return the GB/s of fp32 elements at which a codec's encoding and decoding take as long as what it saves.
+    """Return the GB/s of fp32 elements at which a codec takes as much time to encode and decode as it saves in sending.
 
-    Compared with 16 bits, a node sends (2 - bits / 8) bytes less for each element of a two-hop reduction, at ``rate``
-    in B/s.  For that, each rank encodes and decodes 1 + 1 / ranks_per_node elements, with nothing hidden.
+    With a codec of ``bits`` a node sends (2 - bits / 8) bytes less than in 16 bits for each element of a two-hop
+    reduction, at ``rate`` in B/s.  For each element, a rank encodes and decodes 1 + 1 / ranks_per_node elements, and
+    none of this time is hidden.
     """
     saved = (2 - bits / 8) * (nodes - 1) / nodes / rate
     return 4 * 2 * (1 + 1 / ranks_per_node) / saved / 1e9

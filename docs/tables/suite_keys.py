@@ -22,9 +22,10 @@ _OVERRIDE: Final = (
     f"A suite has at most {MOST_TRIALS} trials."
 )
 _BARE: Final = ("table", "list of tables")  # keys of these types are described above the tables
-_VALUES: Final = {  # values of keys, in more detail than their types; limits follow the words before the colon
+# What values a key takes, in more detail than its type.  Limits are inserted before the first colon of the text.
+_VALUES: Final = {
     "name": "text: name of the suite and of its results folder",
-    "question": "text: what the page is headed with",
+    "question": "text: heading of the report page",
     "time": "text: how long the suite takes, as its author says",
     "workload": "`train`, `generate`, `rlhf`: [what a step is](#generation-and-rlhf)",
     "generate.prompt": "whole number: tokens that a generation starts from",
@@ -79,7 +80,7 @@ _VALUES: Final = {  # values of keys, in more detail than their types; limits fo
     "policy.persist_most": "most elements that stay gathered because of `persist_below`; in model "
     "order, a parameter that would exceed it is sharded instead",
     "policy.largest_unit": "elements of a unit; larger blocks are cut into their submodules; 0: no limit",
-    "policy.reduce_bucket": "elements of gradients whose reduction runs at once",
+    "policy.reduce_bucket": "gradient elements that may be in reduction at the same time",
     "policy.max_padding": "largest share of a unit that may be padding",
     "policy.offload_optimizer": "share of trained elements whose masters and optimizer state are on the host",
     "policy.offload_weights": "share of elements whose encoded and frozen shards are on the host",
@@ -113,8 +114,8 @@ _VALUES: Final = {  # values of keys, in more detail than their types; limits fo
     "tokenizer": "`module:function` that makes tokens from a text; without it bytes are tokens",
     "activation_checkpointing": "true: blocks keep only their inputs, and run again in the backward pass",
     "optimizer.arguments": "table: arguments of the optimizer; `lr` below 1000",
-    "corpus": "`stdlib`, a text, token files or `module:function`; `glyphs` with a model that reads images, "
-    "whose default it is",
+    "corpus": "`stdlib`, a text, token files or `module:function`; for a model that reads images `glyphs`, which is "
+    "then the default",
     "sequence": "tokens; images have 1, 4, 16, 64 (the default), 256 or 1024 patches",
     "validate_every": "steps between validations; 0: once, after the last step; none: no validation",
     "validation_batches": "batches of each rank in a validation",
@@ -128,7 +129,10 @@ _VALUES: Final = {  # values of keys, in more detail than their types; limits fo
 
 
 def render() -> str:
-    """Return the tables in Markdown; policies have one of their own, since their defaults are the strategy's."""
+    """Return the tables in Markdown.
+
+    Fields of policies have a table of their own without defaults, since their defaults depend on the strategy.
+    """
     head = ("key", "value", "default")
     rows = [_row(name, field) for name, field in SuiteTables.model_fields.items()]
     top = table(head, (row for row in rows if row[1] not in _BARE))

@@ -74,7 +74,10 @@ def test_a_magnitude_has_the_interval_of_the_sizes(value: float, half: float) ->
         (lambda: numbers.fact("slow_node", "weather"), r"no fact 'weather': expected one of suite, trials"),
         (lambda: numbers.count("slow_node", "nodes"), r"expected one of trials, sweeps"),
         (lambda: numbers.planned("paper_scale", "memory_bytes", strategy="zero3"), r"4 planned trials"),
-        (lambda: numbers.loss_in_steps("convergence", "ZeRO++"), r"its margin is no number of steps"),
+        (
+            lambda: numbers.loss_in_steps("convergence", "ZeRO++"),
+            r"the suite's margin is not a number of steps",
+        ),
         (lambda: numbers.budgeted("budget", "int9"), r"0 budgets of 'int9'"),
     ],
 )
