@@ -255,9 +255,9 @@ def page(table: Predicted) -> str:
     ]
     paragraphs = [
         f"""This shows that the published numbers are consistent with the model; it does not validate the model. Only
-        {distinct} of the {len(rows)} rows are distinct, and models of all sizes count as one where computation and
-        bytes both grow in proportion to the parameters. Rows whose batch lies outside the fitted range are marked
-        *transferred*.""",
+        {distinct} of the {len(rows)} rows are distinct, since several models have the same published throughput. The
+        size of a language model does not change its predicted throughput, because computation and bytes both grow in
+        proportion to the parameters. Rows whose batch lies outside the fitted range are marked *transferred*.""",
     ]
     if len(held):
         worst = held.iloc[int(held["error"].abs().to_numpy().argmax())]
