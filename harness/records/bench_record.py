@@ -1,6 +1,6 @@
 """Defines the record of ``zeropp bench``: the raw seconds of every round, one JSON file per run.  No torch.
 
-It is the counterpart of :mod:`harness.records.trial_record`.  Reports compute rates and ratios from this record.
+The record is the counterpart of :mod:`harness.records.trial_record`.  Reports compute rates and ratios from it.
 """
 
 from __future__ import annotations

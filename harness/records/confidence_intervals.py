@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 CONFIDENCE: Final = 0.95
-FEWEST: Final = 6  # values; the range of five holds the median in only 0.94 of samples
+FEWEST: Final = 6  # fewest values; the range of five values holds the median in only 94 % of samples
 FEWEST_SWEEPS: Final = 3  # for means; the interval of two sweeps would reach 13 standard errors to each side
 _NUMERALS: Final = {FEWEST_SWEEPS: "three", FEWEST: "six"}
 
@@ -68,7 +68,7 @@ class Interval:
 def of_another_sweep(interval: Interval, *, ratio: bool) -> Interval:
     """Return Student's prediction interval for the result of one further sweep.
 
-    For a ratio the interval is computed from its logarithm.
+    For a ratio, the interval is computed on the scale of logarithms.
     """
     numbers = (interval.low, interval.estimate, interval.high)
     low, middle, high = map(math.log, numbers) if ratio else numbers

@@ -33,7 +33,7 @@ INTERFACE_WITHIN: Final = (
 # announcements and a header with each part; each of these three takes 48 bytes.
 CONTROL_BYTES: Final = 2 * 3 * 48
 RATE_WITHIN: Final = (0.95, 1.05)  # rate that probes may measure, as a share of the requested rate
-_COVERED: Final = 0.97  # least share of the time from the first step to the last that steps must add up to
+_COVERED: Final = 0.97  # steps add up to at least this share of the time from the first to the last
 _TICK: Final = 0.005  # seconds for each step that reading clocks and reporting progress may take
 _SLEPT: Final = (
     0.1,
@@ -118,7 +118,9 @@ class Checked:
 
     kernel: str | None = None  # how the first wrong codec kernel differs from the reference
     wrong: str | None = None  # the first fault that this rank found itself
-    losses: list[float] = field(default_factory=list)  # of every step: mean of what its passes returned
+    losses: list[float] = field(
+        default_factory=list
+    )  # of every step: mean of the losses that its passes returned
     replayed: int = 0  # optimizer steps that were replayed and found right
     linked: int = 0  # steps whose optimizer got the same gradients as an untimed rehearsal of the step gave
     # SHA-256 of this rank's inputs and targets by step, and of the inputs and targets that the seed gives the next

@@ -25,7 +25,7 @@ _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Event(BaseModel, extra="ignore", frozen=True):
-    """One event of Chrome's format: a span in a rank's lane (``ph`` is ``X``), or a name (``M``)."""
+    """One event of Chrome's format: a span in a rank's lane (``ph`` is ``X``), or a rank's or lane's name (``M``)."""
 
     ph: Literal["X", "M"]
     name: str
@@ -75,7 +75,7 @@ def read_traces(folder: Path) -> list[Trace]:
     """Read all traces of a results folder.
 
     Raises:
-        RecordError: If a trace is unreadable or invalid, or its name is that of another trial.
+        RecordError: If a trace is unreadable or invalid, or its file is named after another trial.
     """
     traces = []
     for path in sorted((folder / FOLDER).glob("trace-*.json")):

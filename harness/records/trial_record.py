@@ -252,7 +252,7 @@ class Foreseen(_Part):
     seconds: _Seconds
     compute: _Seconds  # of the model's passes and the optimizer
     wire: _Seconds  # of the messages between nodes, which overlap with computing
-    spread: _Seconds  # relative standard deviation of such steps, from the calibration
+    spread: _Seconds  # relative standard deviation of measured steps around the prediction
 
 
 class Predicted(_Part):
@@ -360,7 +360,7 @@ class Record(_Part):
 
 
 def joules(nodes: list[NodeUse]) -> float | None:
-    """Return the energy of all GPUs of a trial in joules, from their counters or else sampled; None without GPUs."""
+    """Return the joules of all GPUs of a trial, from energy counters or else from sampled power; None without GPUs."""
     gpus = [gpu for node in nodes for gpu in node.gpus]
     return sum(gpu.sampled_joules if gpu.joules is None else gpu.joules for gpu in gpus) if gpus else None
 

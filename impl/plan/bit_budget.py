@@ -78,7 +78,7 @@ class Share:
     limit: int  # most bytes for all units together
 
     def choose(self, errors: Sequence[Sequence[float]]) -> list[int]:
-        """Returns the index of each unit's codec; ``errors`` (unit, codec) are sums over all ranks."""
+        """Returns for each unit the index of its codec; ``errors`` (unit, codec) are sums over all ranks."""
         parts = [dict(enumerate(map(Cost, *costs))) for costs in zip(self.bytes, errors, strict=True)]
         return choose(parts, self.limit)
 

@@ -50,8 +50,8 @@ def memory(
     - ``secondary``: hpZ's copy; with a budget, in the largest of its codecs
     - ``feedback``: the kept errors of gradient codecs
     - ``gathered``: unsharded weights in the compute type.  Below stage 3 all units; in stage 3 the outer units
-      and either the largest block or, if they have more elements, the units kept for backward (none without
-      ``backward``)
+      and either the largest block or, if they have more elements, the units kept for backward (without
+      ``backward`` no units are kept)
     - ``local_gradients``: unsharded gradients.  All of them in fp32 where several micro-batches are added up
       locally, else those of the outer units and the largest block, in the compute type
 

@@ -122,9 +122,9 @@ class MemoryLimits:
     persist_below: int = 0
     persist_most: int = 2**63 - 1  # most elements of the persistent unit; later parameters join their blocks
     reduce_bucket: int = (
-        500_000_000  # most gradient elements in reduction; earlier reductions are finished to stay below
+        500_000_000  # most gradient elements in reduction; earlier reductions are finished to stay within it
     )
-    largest_unit: int = 0  # a larger block is split into its submodules, else refused; 0: no limit
+    largest_unit: int = 0  # a larger block is split into its submodules, or refused; 0: no limit
     max_padding: float = 0.2  # largest padding of a unit, as a share of its parameters; more is refused
 
     def __post_init__(self) -> None:
@@ -136,7 +136,7 @@ class MemoryLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """Shares of the state kept in host memory (ZeRO-Offload 2101.06840, ZeRO-Infinity 2104.07857).
+    """Shares of a model's states that are kept in host memory (ZeRO-Offload 2101.06840, ZeRO-Infinity 2104.07857).
 
     Whole units are offloaded, in model order, until at least the share is reached.  A trained unit whose
     master is on the device is encoded anew for each gather.  Of such a unit, ``weights`` moves only the frames of
@@ -164,7 +164,7 @@ class LossScale:
 
     A dynamic scale halves at an overflow and doubles after ``window`` steps without one.
 
-    Raises PolicyError: for scales that are not positive, or a negative window.
+    Raises PolicyError: for a negative window, or unless ``0 < least <= initial <= LARGEST_SCALE``.
     """
 
     initial: float = 65536.0
@@ -331,7 +331,7 @@ class Policy:
     # ``two_hop``: inside nodes, then between them; ``one_hop``: one all-to-all over all ranks; ``ring``: over
     # all ranks, where each of ``world - 1`` steps encodes the partial sum again (the paper's counter-example).
     reduce: Reduce = "two_hop"
-    chunks: int = 1  # pieces of a unit's reduction: one is sent between nodes while the next is sent inside
+    chunks: int = 1  # parts of a unit's reduction: one is sent between nodes while the next is sent inside
     secondary: int | Literal["node"] = 0  # ranks that share one secondary copy of weights (hpZ); 0: no copy
     # Type in which hpZ's copy is kept, and sent inside its group.  ``frames``: the messages as they arrived;
     # else they are decoded and cast (DeepSpeed, and the paper's figure 4, use 16 bits).
@@ -394,7 +394,7 @@ class Policy:
         """Yield an error for each combination of fields that cannot be carried out."""
         if not 1 <= self.chunks <= MOST_CHUNKS or self.align < 1 or min(self.order_every, self.refresh) < 0:
             values = f"chunks={self.chunks}, align={self.align}, order_every={self.order_every}"
-            limits = f"chunks is 1 to {MOST_CHUNKS}, align 1 or more, order_every and refresh 0 or more"
+            limits = f"expected chunks 1 to {MOST_CHUNKS}, align 1 or more, order_every and refresh 0 or more"
             yield f"{values}, refresh={self.refresh}: {limits}"
         if self.stage < 2 and self.reduce_every == "micro_batch":
             sharded = "needs the sharded gradients of stage 2 or 3"
@@ -417,7 +417,7 @@ class Policy:
             any_block = isinstance(codec, Blocked) and codec.scale == "fp32" and not codec.hadamard
             if not any_block and not isinstance(codec, Raw):
                 way_out = "use an int or fp8 codec without hadamard, or set blocks='codec'"
-                yield f"blocks='shape' chooses the size of blocks, and that of {codec} is fixed: {way_out}"
+                yield f"blocks='shape' chooses the size of blocks, but the size of {codec}'s blocks is fixed: {way_out}"
         codec = self.weights
         if self.planes == 2 and (
             not isinstance(codec, Blocked) or codec.block == "shard" or codec.stochastic or codec.hadamard
@@ -467,14 +467,16 @@ class Policy:
         text = f"budget '{budget}'"
         if self.stage == 0 or self.group != 0 or self.blocks == "shape" or self.planes > 1:
             values = f"stage {self.stage}, group={self.group!r}, blocks={self.blocks!r}, planes={self.planes}"
-            needs = "needs stage 1 to 3, group=0, blocks='codec' and planes=1"
-            yield f"{text} {needs}; here {values}: change these, or remove budget"
+            yield (
+                f"{text} needs stage 1 to 3, group=0, blocks='codec' and planes=1; here {values}: change these, or "
+                "remove budget"
+            )
         if budget.gradients is not None and self.reduce != "two_hop":
             chooses = "chooses the codec of the reductions' hop between nodes"
             yield f"{text} {chooses}, and reduce={self.reduce!r} has one hop: set reduce='two_hop'"
         if budget.weights is not None and (self.differences is not None or self.offload != Offload()):
             chooses = "chooses the codec of weights, which differences and offload do not allow"
-            yield f"{text} {chooses}: remove these, or weights from the budget"
+            yield f"{text} {chooses}: remove differences and offload, or remove weights from the budget"
         for codec in itertools.chain(*self.candidates.values()):
             if isinstance(codec, OwnCodec) and codec.name not in FORMATS:
                 yield f"budget: {codec} is a codec of your own, whose bytes are not known here: use built-in codecs"
@@ -551,7 +553,7 @@ class Policy:
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Whether gradients are reduced after each micro-batch and added up in shards, else locally."""
+        """Whether gradients are reduced after each micro-batch and added up in shards, not added up locally."""
         return self.stage >= 2 if self.reduce_every == "stage" else self.reduce_every == "micro_batch"
 
     def for_kind(self, *, trainable: bool = True, persistent: bool = False) -> Policy:
@@ -643,7 +645,7 @@ class Policy:
                 yield f"{codec}: its kinds are {kinds}; add fp32, the type of master shards and of sums"
             if self.loss_scale is not None and Law.NONFINITE not in codec.laws:
                 needs = "needs codecs that keep NaN and infinity"
-                yield f"loss_scale={self.loss_scale} {needs}, and {codec} does not promise the law 'nonfinite'"
+                yield f"loss_scale={self.loss_scale} {needs}; {codec} does not promise the law 'nonfinite': use another"
 
     def group_ranks(self, topology: Topology) -> int:
         """Returns how many ranks share one copy of everything that is sharded on ``topology``."""

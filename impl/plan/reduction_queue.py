@@ -95,7 +95,7 @@ class ReductionQueue:
         return sum(r.elements for r in self._under_way if r.progress is Progress.REDUCING)
 
     def _start(self) -> None:
-        """Start the next reduction, after those under way have posted a hop and enough of them have ended."""
+        """Start the next reduction, after those under way have posted a hop and enough of them have ended to fit it."""
         self.post_next_hops()
         reduction = self.order[self._position]
         for earlier in self._under_way:

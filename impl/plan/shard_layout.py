@@ -158,9 +158,10 @@ class UnitGeometry:
         return replica * self.piece, (replica + 1) * self.piece
 
     def received_piece(self, rank: int) -> tuple[int, int]:
-        """Returns (start, end) in the unit of a piece of the mean that ``rank`` has after a reduction.
+        """Returns (start, end) in the unit of a piece of the mean gradient that ``rank`` has after a reduction.
 
-        Together the pieces of all ranks cover the unit.
+        With several groups this is the piece that a rank of the next group reduced, with one group the rank's own
+        piece.  Together the pieces of all ranks cover the unit.
         """
         low, _ = self.bounds(rank)
         first, end = self.own_piece((rank + self.shards) % self.world)

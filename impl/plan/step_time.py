@@ -194,8 +194,8 @@ def step_time(machine: Machine, work: Work) -> StepTime:
 def least_seconds(work: Work, peak_flops: float) -> float:
     """Returns a lower bound of the seconds of a step.
 
-    It is the longer of sending at the wire's nominal rate, and computing at ``peak_flops``, a rank's most
-    floating-point operations a second.
+    The bound is the longer of two times: the time to send at the adapters' nominal rate, and the time to compute at
+    ``peak_flops``, the most floating-point operations a second of a rank.
     """
     return max(work.egress_bytes / work.rate, flops(work) / peak_flops)
 
@@ -222,8 +222,8 @@ class Step:
 def step_of(machine: Machine, step: Step) -> StepTime:
     """Predicts a step of this engine by simulating it, unit by unit, for the rank that sends most.
 
-    The model's computation is divided among units in proportion to their elements.  As after an optimizer
-    step, the first pass gathers all weights anew, without hpZ's copy.
+    The model's computation is divided among units in proportion to their elements.  The first pass gathers all
+    weights anew, not from hpZ's copy, since the optimizer step before has changed them.
     """
     policy, units, passes = step.policy, step.units, passes_of(machine, step)
     stretch = machine.stretch(step.topology.nodes, step.topology.ranks_per_node)

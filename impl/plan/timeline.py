@@ -55,7 +55,7 @@ class Collective:
 
 
 def in_chunks(hops: Sequence[Sequence[Hop]]) -> tuple[Hop, ...]:
-    """Returns the chunks of a reduction's hops, given as (hop, chunk), in the order in which they are posted.
+    """Returns the hops of a reduction's chunks, which are given as (hop, chunk), in the order of posting.
 
     Chunk i is posted on hop h + 1 right after chunk i + 1 has been posted on hop h, as in
     :class:`impl.comm.reduce_scatter.Reduction`.

@@ -238,7 +238,7 @@ def predict(
                     if event != "step" or sender.unit.trainable:
                         sender.weights_changed(event)
                 if event == "step" and policy.budget is not None:
-                    # Ranks exchange the sum of squared values, and of errors for each codec.
+                    # Ranks exchange the sum of squared values, and for each codec the sum of squared errors.
                     if steps % policy.budget.every == 0:
                         chosen = sum(unit.trainable and not unit.persistent for unit in units)
                         sums = sum(1 + len(codecs) for codecs in policy.candidates.values())
