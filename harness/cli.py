@@ -2,7 +2,7 @@
 
 A suite file describes an experiment completely, so no option repeats what a suite file can state.  A request
 that cannot be met is refused with one line on standard error and exit status 2, before anything is written.
-Commands import torch inside their functions, so that those that do not need torch start fast.
+Commands import torch inside their functions, so that commands without torch start fast.
 """
 
 from __future__ import annotations
@@ -471,7 +471,7 @@ def export_checkpoint(
 def _print_rows(
     table: Sequence[dict[str, Any]], whole: dict[str, Any] | None = None, *, as_json: bool, as_csv: bool
 ) -> bool:
-    """Print ``table`` as CSV, or ``whole`` (by default the table) as JSON; return False if neither is asked."""
+    """Print ``table`` as CSV, or ``whole`` (by default the table) as JSON; return False if neither was asked for."""
     if as_json and as_csv:
         raise Refusal("--json and --csv exclude each other: give one of them")
     if as_json:

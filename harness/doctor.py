@@ -26,7 +26,7 @@ _ADDS: Final = {  # what the component is used for and, if it is missing, what t
     "transport = 'gloo'",
     "torch": "runs every trial: pip install torch",
     "network namespaces": "emulated nodes with a shaped link, which also limits the rate of peers; without "
-    "them only our own messages are paced",
+    "namespaces, only our own messages are paced",
     "tbf": "the kernel's traffic shaper, which limits the link between namespaces",
     "C++ compiler": "builds the CPU kernels, and tests the CUDA sources on a CPU; without it, codecs run as "
     "PyTorch operations",

@@ -1,6 +1,6 @@
 """Exceptions for input that cannot be used, and the one line in which a command prints them.
 
-Each ends a command with exit status 2.  No torch.
+Each of these exceptions ends a command with exit status 2.  No torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NEEDED: Final = (
 
 
 def check_installed() -> None:
-    """Raise a Refusal if a package is missing that some command imports later, so that none fails midway."""
+    """Raise a Refusal if a package is missing that some command imports later, so that no command fails midway."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise Refusal(_install(f"{', '.join(missing)} {'are' if missing[1:] else 'is'} not installed"))

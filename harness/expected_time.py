@@ -1,8 +1,8 @@
 """Estimates how long a suite takes on this machine, from a short measurement of how fast a core computes.
 
 The time of a step is the time of computing its micro-batches plus the time that its bytes take at the link's rate.
-Computing takes longer if there are more ranks than cores.  The time of a trial is that of its steps, of its
-validations and of the passes that check it, plus :data:`OVERHEAD` seconds to start and end.
+Computing takes longer if there are more ranks than cores.  A trial takes the time of its steps, its validations
+and the passes that check it, plus :data:`OVERHEAD` seconds to start and end.
 """
 
 from __future__ import annotations

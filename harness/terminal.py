@@ -37,10 +37,10 @@ _NOTES: Final = (
     "link's rate; memory/rank: without activations."
 )
 _BASES: Final = {  # what a modelled step rests on, by the nature of the machine
-    "calibration": "a modelled step is calibrated where model and batch lie inside the range that was measured "
-    "on the machine, else transferred",
-    "published steps": "a modelled step is fitted where the batch lies inside the range of the published "
-    "steps, else transferred",
+    "calibration": "the basis of a modelled step is 'calibrated' if model and batch lie inside the range that was "
+    "measured on the machine, else 'transferred'",
+    "published steps": "the basis of a modelled step is 'fitted' if the batch lies inside the range of the "
+    "published steps, else 'transferred'",
     "data sheet": "modelled steps rest on data sheets and assumptions, and nothing was measured",
 }
 _UNCALIBRATED: Final = "modelled steps rest on a machine that was not calibrated"

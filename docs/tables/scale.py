@@ -59,11 +59,11 @@ def rate_in_words(table: pd.DataFrame) -> tuple[str, str]:
     lines = [[f"{model}, {tokens:,}, {nodes}", *(f"{speedup:.2f}" for speedup in row)]
              for (model, tokens, nodes), row in zip(wide.index, wide.to_numpy(), strict=True)]  # fmt: skip
     least = float(wide.to_numpy().min())
-    text = "The table has the speed-up of ZeRO++ over ZeRO-3. "
+    text = "The table shows the speed-up of ZeRO++ over ZeRO-3. "
     text += (
-        f"It pays in every setting: the smallest speed-up is {least:.2f}."
+        f"ZeRO++ pays in every setting: the smallest speed-up is {least:.2f}."
         if least >= PAYS
-        else f"It does not pay everywhere: some speed-ups are below {PAYS}."
+        else f"ZeRO++ does not pay everywhere: some speed-ups are below {PAYS}."
     )
     return text, markdown.table(["model, tokens, nodes", *(f"{rate:g} Gbit/s" for rate in wide)], lines)
 
@@ -181,8 +181,9 @@ def page(tables: Mapping[str, pd.DataFrame]) -> str:
     rates = (100, 400, 800)
     lines = [(bits, *(f"{needed_gbps(bits, rate * 1e9 / 8):,.0f}" for rate in rates)) for bits in (8, 4, 2)]
     about = (
-        "A codec pays if it encodes and decodes more GB/s of fp32 elements than the table has: at that speed a two-hop "
-        "reduction on 64 nodes of 8 ranks takes as long as in 16 bits, provided that nothing hides the codec's time."
+        "A codec pays if it encodes and decodes more GB/s of fp32 elements than the table shows. At the speed in the "
+        "table, a two-hop reduction on 64 nodes of 8 ranks takes as long as in 16 bits, provided that nothing hides "
+        "the codec's time."
     )
     parts += ["## How fast must a codec be to pay?", textwrap.fill(about, 120)]
     return "\n\n".join([*parts, markdown.table(["bits", *(f"{rate} Gbit/s" for rate in rates)], lines)])

@@ -163,8 +163,8 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
     explains what a rank does besides computing, the optimizer and encoding, as costs of ``unit``, ``element``,
     ``message`` and ``sent``.  Before the second fit, the seconds of each trial are divided by the factor
     by which the trial's computing was slower than the first fit expects.  Trials over the slow link are left out of the
-    second fit, since waking threads that wait for messages costs processor time too.  Finally ``spread`` is the larger of the machine's
-    drift and the root mean square of the logarithmic errors of predicted durations.
+    second fit, since waking threads that wait for messages costs processor time too.  Finally ``spread`` is the larger
+    of the machine's drift and the root mean square of the logarithmic errors of predicted durations.
     """
     achieved = [trial.achieved for trial in measured if trial.achieved is not None]
     blank = replace(machine, latency=0.0, processors=0, codecs={})  # has no communication costs yet
