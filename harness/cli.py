@@ -213,7 +213,7 @@ def run(
             "happen again, such as that of a killed trial.",
         ),
     ] = False,
-    report: Annotated[bool, typer.Option(help="Build the report after the last trial, or do not.")] = True,
+    report: Annotated[bool, typer.Option(help="Whether to build the report after the last trial.")] = True,
 ) -> None:
     """Run the trials of a suite that have no record yet, then build its report and print the report's path.
 
@@ -450,7 +450,7 @@ def export_checkpoint(
         bool,
         typer.Option(
             "--allow-overflow",
-            help="Write values that are too large for the type as infinity; do not refuse.",
+            help="Write values that are too large for the type as infinity, instead of refusing them.",
         ),
     ] = False,
 ) -> None:

@@ -79,8 +79,8 @@ _FACTS: Final = (
 def compare(nodes: Sequence[Node]) -> list[dict[str, Any]]:
     """Return a row for each fact: ``what``, the ``values`` of all nodes in order, and whether it ``differs``.
 
-    A difference that is normal does not count.  Hosts are not named; row ``host`` has a letter for each
-    distinct host.
+    Differences that are normal in a cluster, such as of addresses, do not count.  Hosts are not named; row
+    ``host`` has a letter for each distinct host.
     """
     hosts = list(dict.fromkeys(node.identity for node in nodes))
     columns = [

@@ -33,7 +33,7 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
     Numbers that depend on a module that was not imported are None (:func:`not_imported`).  If a codec was not
     imported, all ids are None too.
 
-    Bytes are those of one optimizer step or one generation, and None for peers:
+    Bytes that are sent are those of one optimizer step or one generation.  All bytes are None for peers:
 
     - ``egress_bytes`` are sent by one node to the others.  At the link's rate they take ``wire_seconds``, and
       the egress bytes of all steps take ``least_seconds``.

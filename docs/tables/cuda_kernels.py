@@ -75,7 +75,10 @@ def _accesses(main: Cubin) -> Iterator[str]:
 
 
 def _equal(rows: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, ...]]:
-    """Yield one row for all kernels with equal columns; all variants of one kernel become ``all `name```."""
+    """Yield one row for each group of kernels with equal columns.
+
+    If a group holds all variants of a kernel, they are printed as ``all `name```.
+    """
     kernels: dict[tuple[str, ...], list[str]] = {}
     for kernel, columns in rows:
         kernels.setdefault(columns, []).append(kernel)

@@ -1,8 +1,8 @@
 """Defines the record of a trial: its raw measurements as one JSON file, written atomically.
 
 Every step's times, every loss and every byte counter is stored as it was measured; statistics are left to ``report``.
-A trial that failed has a record too.  ``results/README.md`` explains every key; comments here explain only those that
-their names do not.  Times are in seconds.  No torch.
+A trial that failed has a record too.  ``results/README.md`` explains every key; comments here explain only keys whose
+names are not enough.  Times are in seconds.  No torch.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Memory(_Part):
 class Alone(_Part):
     """Seconds of the unsharded model's computation on one rank, without messages (``measure.compute_alone``)."""
 
-    when: Literal["before", "after"]  # the trial's steps
+    when: Literal["before", "after"]  # whether measured before or after the trial's steps
     forward: _Seconds
     backward: _Seconds
     optimizer: _Seconds
@@ -237,7 +237,7 @@ class ProcessorUse(_Part):
 
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # wall-clock time
     processors: Annotated[int, Field(ge=1)]
-    ranks: _Seconds  # of the trial's ranks; the others are of the whole machine
+    ranks: _Seconds  # of the trial's ranks; all fields below are of the whole machine
     user: _Seconds
     system: _Seconds
     interrupts: _Seconds

@@ -320,8 +320,8 @@ class Policy:
     # What is sharded (1910.02054).  Stage 1: masters and optimizer state; stage 2: also mean gradients;
     # stage 3: also weights; stage 0: nothing.  Below stage 3 weights stay gathered until they change.
     stage: Stage = 3
-    # Ranks that share one copy of everything that is sharded; every group of so many ranks has a copy of its
-    # own (MiCS, 2205.00119; HSDP).  0: all ranks share one copy.
+    # Number of ranks that share one copy of everything that is sharded; every group of this many ranks has a copy
+    # of its own (MiCS, 2205.00119; HSDP).  0: all ranks share one copy.
     group: int | Literal["node"] = 0
     weights: Codec = BF16  # codec of weight gathers; qwZ: an integer codec
     gradients: tuple[Codec, Codec] = (BF16, BF16)  # codecs of hop 1, inside nodes, and 2, between them (qgZ)
@@ -338,9 +338,9 @@ class Policy:
     secondary_format: Literal["frames", "fp32", "bf16", "fp16"] = "frames"
     # Codec of hpZ's copy in place of ``secondary_format``; forward then also sends the copy inside its group.
     inside: Codec | None = None
-    # Codec of differences between the masters and hpZ's copy, which the hops before an hpZ group send instead
-    # of weights (SDP4Bit, 2410.15526).  Every rank adds the decoded difference to its copy; so does the owner
-    # of the master, so that all copies stay equal.
+    # Codec in which the hops before an hpZ group send differences instead of weights: how the masters differ from
+    # hpZ's copy (SDP4Bit, 2410.15526).  Every rank adds the decoded differences to its copy.  The rank that owns
+    # the masters does so too, so that all copies stay equal.
     differences: Codec | None = None
     refresh: int = 0  # optimizer steps of differences after which the weights themselves are sent; 0: never
     feedback: Feedback | None = None  # error feedback of the gradient codecs
@@ -728,9 +728,13 @@ TECHNIQUES: Final[dict[str, Policy]] = {
     "hpz+qgz": Policy(secondary="node", gradients=_INT4),
     "zeropp": Policy(weights=_INT8, secondary="node", gradients=_INT4),
 }
-"""Policies by name: the ZeRO stages in 16 bits, of which ``zero3`` is the baseline; ``zero3-flat``, the ZeRO++
-paper's baseline, whose collectives are one ring over all ranks, whatever their nodes; ``mics``, which shards
-inside a node; then each technique of ZeRO++, each pair of techniques, and all three.
+"""Policies by name:
+
+- ``exact``: ZeRO-3 with all messages in fp32;
+- ``zero0`` to ``zero3``: the ZeRO stages with messages in 16 bits; ``zero3`` is the baseline;
+- ``zero3-flat``: the ZeRO++ paper's baseline, whose collectives are one ring over all ranks, whatever their nodes;
+- ``mics``: ZeRO-3 that shards inside a node only;
+- all others: each technique of ZeRO++, each pair of techniques, and all three together (``zeropp``).
 """
 
 SUCCESSORS: Final[dict[str, Policy]] = {

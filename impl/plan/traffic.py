@@ -341,7 +341,7 @@ class _Sender:
         self.gathered = keep or policy.stage < 3
 
     def _sent(self) -> Codec:
-        """Returns the codec of the hops before an hpZ group, for weights or for differences to its copy."""
+        """Returns the codec of the hops before an hpZ group, which send weights or differences from hpZ's copy."""
         policy = self.policy
         if policy.differences is not None and not self.current:
             if self.steps is not None and not (policy.refresh and self.steps >= policy.refresh):
