@@ -29,13 +29,14 @@ from harness.records.confidence_intervals import Interval, geometric_interval, m
 from harness.records.memory_parts import on_device
 from harness.runs import feasibility
 from harness.suites import suite_file
+from harness.suites.peers import family_of
 from report import page
 from report.data import bytes_and_memory, decoding, loss_verdicts, speedups
 from report.data.frames import load
 from report.data.metrics import OTHERS_WITHIN, Derived, derive
 from report.data.text import number
 from report.figures.all_figures import FIGURES
-from report.tables import all_tables, phases
+from report.tables import all_tables, peers, phases
 from report.tables.table import markdown
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -460,6 +461,102 @@ def pairs_agree(suite: str, name: str, over: str = "", at: str = "") -> bool:
     return bool(faster.all() or not faster.any())
 
 
+@dataclass(frozen=True)
+class Beside:
+    """One of our configurations compared with the fastest setting of a library that sends the same types."""
+
+    ours: str
+    types: str  # that ours sends
+    library: str
+    setting: str  # the library's fastest configuration, as pages print it
+    speedup: Estimate  # how many times as fast a step of ours is
+    pairs: str  # the lowest and the highest pair
+    faster: bool  # whether ours is faster: significantly, or in every pair where these are too few for an interval
+    slower: bool  # likewise
+
+    @property
+    def text(self) -> str:
+        """The speed-up with its interval; with the range of its pairs, where these are too few for an interval."""
+        known = self.speedup.interval.known
+        return str(self.speedup) if known else f"{self.speedup.value} (pairs {self.pairs})"
+
+
+def _types_sent(suite: str, at: str) -> dict[str, tuple[str, str, str]]:
+    """By configuration: its library (empty for ours), the types that it sends, and those that it is compared in."""
+    trials, trial_of = derived(suite).trials, derived(suite).frames.trial_of
+    parts = {part.strip() for part in at.split(",") if part.strip()}
+    here = trials[[parts <= {*str(where).split(", ")} for where in trials["where"]]]
+    first = here.drop_duplicates("configuration")
+    found = {}
+    for name, identity in zip(first["configuration"], first["id"], strict=True):
+        trial = trial_of[identity]
+        library = peers.FAMILIES.get(family_of(trial.strategy) or "", "")
+        found[str(name)] = library, peers.sent_types(trial), peers.sharing_types(trial)
+    return found
+
+
+def fastest_setting(suite: str, library: str, types: str, at: str = "") -> str:
+    """The configuration of a library with the shortest step among those that send these types: ``fp32``, ``bf16``."""
+    names = [name for name, of in _types_sent(suite, at).items() if (of[0], of[1]) == (library, types)]
+    if not names:
+        raise DocumentError(f"{suite}: no records of {library} that sends {types} at {at!r}")
+    return min(names, key=lambda name: seconds(suite, name, at).interval.estimate)
+
+
+def beside_libraries(suite: str, ours: str, at: str = "") -> list[Beside]:
+    """A configuration of ours compared with each library's fastest setting of the same types.
+
+    No library sends fewer than 16 bits, so that a configuration that quantises is compared with bf16.  Libraries
+    without such records are left out; :func:`not_beside` names them.
+    """
+    found = _types_sent(suite, at)
+    if ours not in found:
+        raise DocumentError(f"{suite}: no {ours!r} at {at!r}: expected one of {'; '.join(found)}")
+    _, types, shared = found[ours]
+    rows = []
+    for library in peers.FAMILIES.values():
+        if any((of[0], of[1]) == (library, shared) for of in found.values()):
+            name = fastest_setting(suite, library, shared, at)
+            pairs = ours, name, at
+            gain, agree = speedup(suite, *pairs), pairs_agree(suite, *pairs)
+            ratio, known = gain.interval.estimate, gain.interval.known
+            faster, slower = (
+                gain.verdict == verdict if known else agree and beyond
+                for verdict, beyond in (("better", ratio > 1), ("worse", ratio < 1))
+            )
+            rows.append(Beside(ours, types, library, name, gain, pair_range(suite, *pairs), faster, slower))
+    return rows
+
+
+def outcomes(rows: Sequence[Beside]) -> str:
+    """In how many comparisons ours is faster and slower: ``faster in 4 of 6 comparisons and slower in 1``."""
+    faster, slower = sum(row.faster for row in rows), sum(row.slower for row in rows)
+    text = f"faster in {'all' if faster == len(rows) else f'{faster} of'} {len(rows)} comparisons"
+    text += f" and slower in {slower}" if slower else ""
+    rest = len(rows) - faster - slower
+    return f"{text}; in {rest} the difference is not significant" if rest else text
+
+
+def not_beside(suite: str, at: str = "") -> str:
+    """Libraries that have no records in a type: ``FSDP2 in bf16, DeepSpeed in bf16``; empty if all have."""
+    found = {(library, types) for library, types, _ in _types_sent(suite, at).values()}
+    wanted = [(library, types) for types in ("fp32", "bf16") for library in peers.FAMILIES.values()]
+    return ", ".join(f"{library} in {types}" for library, types in wanted if (library, types) not in found)
+
+
+def settings_tried(suite: str, at: str = "") -> int:
+    """How many settings of libraries a suite has records of."""
+    return sum(bool(library) for library, _, _ in _types_sent(suite, at).values())
+
+
+def not_repeated(search: str, suite: str, at: str = "") -> str:
+    """The fastest settings of libraries in a search of which another suite has no records; empty if it has all."""
+    found, repeated = _types_sent(search, ""), _types_sent(suite, at)
+    classes = dict.fromkeys((library, types) for library, types, _ in found.values() if library)
+    fastest = [fastest_setting(search, library, types) for library, types in classes]
+    return ", ".join(name for name in fastest if name not in repeated)
+
+
 def model_sizes() -> str:
     """The smallest and the largest model of all records, in million parameters: ``0.14 to 14.3``."""
     sizes = pd.concat([derived(suite).finished["parameters"] for suite in suites()]) / 1e6
@@ -576,7 +673,7 @@ FUNCTIONS: Final = (
     memory, decoding_speedup, phase_speedup, phase_sent, tokens_per_second, ratio_of_tokens, largest_model,
     cell, table, question, fact, as_predicted, count, computing, suites,
     validated_at, loss_share, pair_range, pair_count, pairs_agree, model_sizes, disturbed, undisturbed_tokens,
-    facts, seconds_on_record,
+    facts, seconds_on_record, fastest_setting, beside_libraries, outcomes, not_beside, settings_tried, not_repeated,
     exposed, parity_range, budgeted, composition, product, planned,
 )  # fmt: skip
 """What templates may call, by name; :mod:`docs.build` adds figures, verdict tables and assertions."""

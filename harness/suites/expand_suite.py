@@ -277,8 +277,8 @@ def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
 
     Codecs whose blocks must not be read are left out of the multiple.
 
-    Peers lose their policy fields and all others their ``peer`` fields, which they do not use, so that unused
-    fields do not change a trial's id.
+    Peers lose their policy fields and the ``peer`` fields of other libraries, and all others their ``peer`` fields,
+    which they do not use, so that unused fields do not change a trial's id.
     """
     try:
         policies = [trial.resolved_policy() for trial in trials if _readable(trial)]
@@ -287,7 +287,10 @@ def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
         raise SuiteError(str(error)) from None
     return [
         trial.model_copy(
-            update={"policy": PolicyChanges()}
+            update={
+                "policy": PolicyChanges(),
+                "peer": trial.peer.read_by(PEERS[trial.strategy].family),
+            }
             if trial.strategy in PEERS
             else {"policy": trial.policy.model_copy(update={"align": grain}), "peer": PeerSettings()}
         )

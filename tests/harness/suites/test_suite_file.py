@@ -178,8 +178,8 @@ def test_one_policy_of_two_names_runs_once(read: Read) -> None:
 
 
 def test_the_papers_baseline_keeps_its_flat_rings(read: Read) -> None:
-    """Hops and chunks for all strategies do not turn it into the best ZeRO-3, and the suite lists that they were left
-    out.
+    """Hops and chunks for all strategies do not turn it into hierarchical ZeRO-3, and the suite lists that they were
+    left out.
     """
     suite = read(
         '[defaults]\npolicy.chunks = 2\npolicy.reduce = "two_hop"\npolicy.gather = "hierarchical"\n'
