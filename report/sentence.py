@@ -208,7 +208,7 @@ def _differences(
         peer = PEERS.get(trials[key[1]].strategy)
         if peer is not None and peer.family != "single":
             settings = trials[key[1]].peer
-            notes[key] += f"; {key[1]} sends {peer.wire(settings.compute, settings.gradients)}"
+            notes[key] += f"; {key[1]} sends {peer.wire(settings.compute, settings.reduce_dtype)}"
     if asked == "rate":
         notes |= {key: notes[key] + _break_even(derived, key) for key in keys}
     if asked == "loss":

@@ -52,7 +52,7 @@ def wrap(
 
 def algorithms(peer: Peer, settings: PeerSettings) -> dict[str, Any]:
     """Return the collectives that a peer of torch uses, for the record."""
-    backend, wire = dist.get_backend(), peer.wire(settings.compute, settings.gradients)
+    backend, wire = dist.get_backend(), peer.wire(settings.compute, settings.reduce_dtype)
     if peer.family == "single":
         return {"gather": "none", "reduce": "none"}
     if peer.family == "ddp":
@@ -86,7 +86,7 @@ def _in_fsdp2(
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     types = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if settings.compute == "bf16" else None,
-        reduce_dtype=torch.float32 if settings.gradients == "fp32" else None,  # None: the type of weights
+        reduce_dtype=torch.float32 if settings.reduce_dtype == "fp32" else None,  # None: the type of weights
     )
     if settings.group == "node":
         sizes = (dist.get_world_size() // ranks_per_node, ranks_per_node)

@@ -12,12 +12,12 @@ from typing import Any, Final, Literal
 Family = Literal["single", "ddp", "fsdp2", "deepspeed"]
 Compute = Literal["fp32", "bf16"]
 Group = Literal["all", "node"]
-Gradients = Literal["compute", "fp32"]
+ReduceDtype = Literal["compute", "fp32"]
 
 DEEPSPEED: Final = "deepspeed"
 BUCKET_MB: Final = 25.0  # DDP's default size of a bucket of gradients
 READ_BY: Final[dict[str, tuple[Family, ...]]] = {
-    "gradients": ("fsdp2",), "group": ("fsdp2",), "bucket_mb": ("ddp",),
+    "reduce_dtype": ("fsdp2",), "group": ("fsdp2",), "bucket_mb": ("ddp",),
 }  # fmt: skip
 """Settings of a peer that only some families read; all families read the others."""
 AHEAD: Final = 2  # blocks that FSDP2 prefetches; with one, its all-gathers overlap less
@@ -37,18 +37,18 @@ class Peer:
     # DeepSpeed: keys of its section ``zero_optimization``; those of ``deepspeed_config`` replace them.
     zero: Mapping[str, int | bool] = field(default_factory=dict)
 
-    def wire(self, compute: Compute, gradients: Gradients = "compute") -> str:
+    def wire(self, compute: Compute, reduce_dtype: ReduceDtype = "compute") -> str:
         """Return the type in which it sends weights and gradients: ``fp32``, ``bf16``, or ``bf16 and fp32``.
 
         Under autocast DDP still has gradients in fp32, and so sends fp32 unless it compresses them.
 
         Args:
             compute: The type in which it computes (``peer.compute``).
-            gradients: The type in which FSDP2 reduces gradients (``peer.gradients``).
+            reduce_dtype: The type in which FSDP2 reduces gradients (``peer.reduce_dtype``).
         """
         if self.family == "ddp":
             return "bf16" if self.compressed else "fp32"
-        if gradients == "fp32" and compute == "bf16":
+        if reduce_dtype == "fp32" and compute == "bf16":
             return "bf16 and fp32"
         return compute
 

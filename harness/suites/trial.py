@@ -41,8 +41,8 @@ from harness.suites.peers import (
     READ_BY,
     Compute,
     Family,
-    Gradients,
     Group,
+    ReduceDtype,
     configuration,
 )
 from impl.adapters.traffic import HOSTED, Host
@@ -299,7 +299,7 @@ class PeerSettings(_Frozen):
     """Settings of a peer."""
 
     compute: Compute = "fp32"  # type of weights and activations; the optimizer steps fp32 masters
-    gradients: Gradients = "compute"  # FSDP2: type in which gradients are reduced
+    reduce_dtype: ReduceDtype = "compute"  # FSDP2: type in which gradients are reduced
     group: Group = (
         "all"  # FSDP2: ranks that share one copy of the states; with "node", nodes are replicas (HSDP)
     )
@@ -308,7 +308,7 @@ class PeerSettings(_Frozen):
     def read_by(self, family: Family) -> PeerSettings:
         """Return these settings with those that a family does not read at their defaults."""
         unread = {name for name, families in READ_BY.items() if family not in families}
-        unread |= {"gradients"} if self.compute == "fp32" else set()  # which are fp32 then in any case
+        unread |= {"reduce_dtype"} if self.compute == "fp32" else set()  # which are fp32 then in any case
         return self.model_copy(update={name: getattr(PeerSettings(), name) for name in unread})
 
 

@@ -220,6 +220,7 @@ def _peer_settings(trial: Trial) -> dict[str, str]:
     settings = {path.rpartition(".")[2]: str(value) for path, value in flatten(json.loads(config or "{}"))}
     if trial.peer.bucket_mb != BUCKET_MB:
         settings["buckets of"] = f"{trial.peer.bucket_mb:g} MB"
-    settings |= trial.peer.model_dump(include={"compute", "gradients", "group"})
+    settings |= trial.peer.model_dump(include={"compute", "group"})
+    settings["gradients"] = trial.peer.reduce_dtype
     usual = {"stage": "3", "compute": "fp32", "gradients": "compute", "group": "all"}
     return {name: value for name, value in settings.items() if value != usual.get(name)}

@@ -57,7 +57,7 @@ def sent_types(trial: Trial) -> str:
     """The types that a trial sends, in words: ``fp32``, ``bf16``, ``int8 and int4``."""
     policy = trial.resolved_policy()
     if policy is None:
-        return PEERS[trial.strategy].wire(trial.peer.compute, trial.peer.gradients)
+        return PEERS[trial.strategy].wire(trial.peer.compute, trial.peer.reduce_dtype)
     codecs = (policy.weights, policy.inside or policy.weights, *policy.gradients)
     return listed(list(dict.fromkeys(str(codec).partition(":")[0] for codec in codecs)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,11 @@ from hypothesis import strategies as st
 from docs import numbers
 from docs.numbers import DocumentError, Estimate
 from harness.records.confidence_intervals import Interval
+from harness.suites.trial import Trial
+from report.data.frames import frames_of
+from report.data.metrics import derive
 from report.tables import all_tables
+from tests.report.records import changed_steps, record_of
 
 FINITE = st.floats(0.1, 10.0)
 
@@ -98,6 +103,71 @@ def test_numbers_are_those_of_the_suites_tables() -> None:
         assert numbers.seconds("slow_node", "ZeRO++", at=at).interval == row["step_seconds"]
         over_itself = numbers.speedup("slow_node", "ZeRO-3", over="ZeRO++", at=at).interval.estimate
         assert over_itself == pytest.approx(1 / row["speedup"].estimate)
+
+
+STEPS = {  # seconds of a step by strategy and type of a peer
+    ("ddp", "fp32"): 3.0, ("ddp-tuned", "fp32"): 2.0, ("ddp-bf16", "fp32"): 1.5, ("fsdp2", "fp32"): 5.0,
+    ("fsdp2", "bf16"): 0.5, ("exact", ""): 1.0, ("zero3", ""): 1.0, ("zeropp", ""): 0.25,
+}  # fmt: skip
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Returns the name of a suite with records of these steps, and of the given strategies only."""
+
+    def make(name: str, repeats: int, *strategies: str) -> str:
+        trials = [
+            (Trial.model_validate({"strategy": strategy, "repeat": repeat, "peer": peer}), seconds)
+            for (strategy, compute), seconds in STEPS.items()
+            for repeat in range(repeats)
+            for peer in [{"compute": compute} if compute else {}]
+            if strategy in strategies or not strategies
+        ]
+        records = [
+            changed_steps(record_of(trial), lambda _, seconds=seconds: {"total": seconds})
+            for trial, seconds in trials
+        ]
+        monkeypatch.setitem(numbers._DERIVED, name, derive(frames_of(records)))
+        return name
+
+    return make
+
+
+def test_ours_is_compared_with_each_librarys_fastest_setting_of_equal_types(
+    made: Callable[..., str],
+) -> None:
+    """Tuned DDP and not DDP as shipped; FSDP2 in fp32 for fp32 and in bf16 for 16 bits and fewer; and DeepSpeed, which
+    has no records, is named.
+    """
+    suite = made("made", 6)
+    rows = [
+        row for ours in ("exact (fp32)", "ZeRO-3", "ZeRO++") for row in numbers.beside_libraries(suite, ours)
+    ]
+    assert [(row.types, row.setting, row.speedup.value) for row in rows] == [
+        ("fp32", "DDP, tuned", "2.00"), ("fp32", "FSDP2", "5.00"),
+        ("bf16", "DDP, bf16 hook", "1.50"), ("bf16", "FSDP2 (compute bf16)", "0.50"),
+        ("int8 and int4", "DDP, bf16 hook", "6.00"), ("int8 and int4", "FSDP2 (compute bf16)", "2.00"),
+    ]  # fmt: skip
+    assert numbers.outcomes(rows) == "faster in 5 of 6 comparisons and slower in 1"
+    assert numbers.outcomes(rows[:3]) == "faster in all 3 comparisons"
+    assert numbers.not_beside(suite) == "DeepSpeed in fp32, DeepSpeed in bf16"
+    assert numbers.settings_tried(suite) == 5
+    with pytest.raises(DocumentError, match=r"^made: no records of DeepSpeed that sends bf16 at ''$"):
+        numbers.fastest_setting(suite, "DeepSpeed", "bf16")
+
+
+def test_few_pairs_are_a_range(made: Callable[..., str]) -> None:
+    """Without an interval the text has the lowest and highest pair, and all pairs must agree."""
+    (row, *_) = numbers.beside_libraries(made("few", 2), "exact (fp32)")
+    assert row.text == "2.00 (pairs 2.00 to 2.00)"
+    assert (row.faster, row.slower) == (True, False)
+
+
+def test_a_search_s_fastest_settings_are_repeated(made: Callable[..., str]) -> None:
+    """Those that are not are named, but not the slower ones."""
+    search = made("search", 1)
+    assert numbers.not_repeated(search, made("all", 2)) == ""
+    assert numbers.not_repeated(search, made("one", 2, "ddp", "ddp-bf16", "fsdp2")) == "DDP, tuned"
 
 
 def test_parts_multiply_as_their_pairs_do() -> None:
