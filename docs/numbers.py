@@ -463,10 +463,10 @@ def pairs_agree(suite: str, name: str, over: str = "", at: str = "") -> bool:
 
 @dataclass(frozen=True)
 class Beside:
-    """One of our configurations compared with the fastest setting of a library that sends the same types."""
+    """One of our configurations compared with the fastest setting of a library in the same types."""
 
     ours: str
-    types: str  # that ours sends
+    types: str  # in which both compute and send, in words: ``bf16``, ``fp32, sent as bf16``
     library: str
     setting: str  # the library's fastest configuration, as pages print it
     speedup: Estimate  # how many times as fast a step of ours is
@@ -481,8 +481,8 @@ class Beside:
         return str(self.speedup) if known else f"{self.speedup.value} (pairs {self.pairs})"
 
 
-def _types_sent(suite: str, at: str) -> dict[str, tuple[str, str, str]]:
-    """By configuration: its library (empty for ours), the types that it sends, and those that it is compared in."""
+def _types(suite: str, at: str) -> dict[str, tuple[str, str]]:
+    """By configuration: its library (empty for ours), and the types in which it is compared."""
     trials, trial_of = derived(suite).trials, derived(suite).frames.trial_of
     parts = {part.strip() for part in at.split(",") if part.strip()}
     here = trials[[parts <= {*str(where).split(", ")} for where in trials["where"]]]
@@ -491,40 +491,44 @@ def _types_sent(suite: str, at: str) -> dict[str, tuple[str, str, str]]:
     for name, identity in zip(first["configuration"], first["id"], strict=True):
         trial = trial_of[identity]
         library = peers.FAMILIES.get(family_of(trial.strategy) or "", "")
-        found[str(name)] = library, peers.sent_types(trial), peers.sharing_types(trial)
+        found[str(name)] = library, peers.shared_types(trial)
     return found
 
 
 def fastest_setting(suite: str, library: str, types: str, at: str = "") -> str:
-    """The configuration of a library with the shortest step among those that send these types: ``fp32``, ``bf16``."""
-    names = [name for name, of in _types_sent(suite, at).items() if (of[0], of[1]) == (library, types)]
+    """The configuration of a library with the shortest step among those in these types: ``fp32``, ``bf16``."""
+    names = [name for name, of in _types(suite, at).items() if of == (library, types)]
     if not names:
-        raise DocumentError(f"{suite}: no records of {library} that sends {types} at {at!r}")
+        raise DocumentError(f"{suite}: no records of {library} in {types} at {at!r}")
     return min(names, key=lambda name: seconds(suite, name, at).interval.estimate)
 
 
-def beside_libraries(suite: str, ours: str, at: str = "") -> list[Beside]:
-    """A configuration of ours compared with each library's fastest setting of the same types.
+def beside_libraries(suite: str, *ours: str, at: str = "") -> list[Beside]:
+    """Configurations of ours, each compared with the fastest setting of each library in the same types.
 
-    No library sends fewer than 16 bits, so that a configuration that quantises is compared with bf16.  Libraries
-    without such records are left out; :func:`not_beside` names them.
+    Both compute in and send the same types.  No library sends less than 16 bits, so that a configuration that
+    quantises is compared with bf16.  Configurations and libraries without such records are left out;
+    :func:`not_beside` names them.
     """
-    found = _types_sent(suite, at)
-    if ours not in found:
-        raise DocumentError(f"{suite}: no {ours!r} at {at!r}: expected one of {'; '.join(found)}")
-    _, types, shared = found[ours]
-    rows = []
-    for library in peers.FAMILIES.values():
-        if any((of[0], of[1]) == (library, shared) for of in found.values()):
-            name = fastest_setting(suite, library, shared, at)
-            pairs = ours, name, at
+    found, rows = _types(suite, at), []
+    if not found.keys() & {*ours}:
+        raise DocumentError(f"{suite}: no {' or '.join(ours)} at {at!r}: expected one of {'; '.join(found)}")
+    for name in (name for name in ours if name in found):
+        types = found[name][1]
+        for library in peers.FAMILIES.values():
+            if (library, types) not in found.values():
+                continue
+            setting = fastest_setting(suite, library, types, at)
+            pairs = name, setting, at
             gain, agree = speedup(suite, *pairs), pairs_agree(suite, *pairs)
             ratio, known = gain.interval.estimate, gain.interval.known
             faster, slower = (
                 gain.verdict == verdict if known else agree and beyond
                 for verdict, beyond in (("better", ratio > 1), ("worse", ratio < 1))
             )
-            rows.append(Beside(ours, types, library, name, gain, pair_range(suite, *pairs), faster, slower))
+            rows.append(
+                Beside(name, types, library, setting, gain, pair_range(suite, *pairs), faster, slower)
+            )
     return rows
 
 
@@ -538,22 +542,25 @@ def outcomes(rows: Sequence[Beside]) -> str:
 
 
 def not_beside(suite: str, at: str = "") -> str:
-    """Libraries that have no records in a type: ``FSDP2 in bf16, DeepSpeed in bf16``; empty if all have."""
-    found = {(library, types) for library, types, _ in _types_sent(suite, at).values()}
-    wanted = [(library, types) for types in ("fp32", "bf16") for library in peers.FAMILIES.values()]
-    return ", ".join(f"{library} in {types}" for library, types in wanted if (library, types) not in found)
+    """Libraries, and ours, without records in a type: ``FSDP2 in bf16, ours in bf16``; empty if all have them."""
+    found = {*_types(suite, at).values()}
+    wanted = [(library, types) for types in ("fp32", "bf16") for library in (*peers.FAMILIES.values(), "")]
+    return ", ".join(f"{key[0] or 'ours'} in {key[1]}" for key in wanted if key not in found)
 
 
 def settings_tried(suite: str, at: str = "") -> int:
     """How many settings of libraries a suite has records of."""
-    return sum(bool(library) for library, _, _ in _types_sent(suite, at).values())
+    return sum(bool(library) for library, _ in _types(suite, at).values())
 
 
 def not_repeated(search: str, suite: str, at: str = "") -> str:
-    """The fastest settings of libraries in a search of which another suite has no records; empty if it has all."""
-    found, repeated = _types_sent(search, ""), _types_sent(suite, at)
-    classes = dict.fromkeys((library, types) for library, types, _ in found.values() if library)
-    fastest = [fastest_setting(search, library, types) for library, types in classes]
+    """The fastest settings of libraries in a search of which another suite has no records; empty if it has all.
+
+    In fp32 and in bf16; settings that compute in one and send the other are left out.
+    """
+    found, repeated = {*_types(search, "").values()}, _types(suite, at)
+    classes = [(library, types) for library in peers.FAMILIES.values() for types in ("fp32", "bf16")]
+    fastest = [fastest_setting(search, *each) for each in classes if each in found]
     return ", ".join(name for name in fastest if name not in repeated)
 
 

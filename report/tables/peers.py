@@ -22,7 +22,7 @@ def peers(derived: Derived) -> Table:
     ran = [derived.frames.trial_of[identity] for identity in derived.trials["id"]]
     trials = derived.trials.assign(
         where=derived.trials["where"].str.replace(r", transport [^,]*", "", regex=True),
-        types=[sharing_types(trial) for trial in ran],
+        types=[shared_types(trial) for trial in ran],
         carried=list(map(carried_by, ran)),
         family=[family_of(trial.strategy) or "" for trial in ran],
     )
@@ -47,9 +47,9 @@ def peers(derived: Derived) -> Table:
         STEP,
         *(Column(f"over_{family}", f"Over best {name}", RATIO, mark=f"_{family}")
           for family, name in FAMILIES.items()),
-        caption="Steps of our policies beside those of peers that send the same types; policies that quantise are "
-        "beside peers in bf16. Each speed-up is over the named configuration of that peer which is hardest to beat, "
-        "as a geometric mean over pairs.",
+        caption="Steps of our policies beside those of peers that compute in and send the same types; policies that "
+        "quantise are beside peers that send bf16. Each speed-up is over the named configuration of that peer which "
+        "is hardest to beat, as a geometric mean over pairs.",
     )  # fmt: skip
 
 
@@ -62,10 +62,14 @@ def sent_types(trial: Trial) -> str:
     return listed(list(dict.fromkeys(str(codec).partition(":")[0] for codec in codecs)))
 
 
-def sharing_types(trial: Trial) -> str:
-    """The types of the peers that a trial is compared with: its own, or bf16 where no peer sends its own."""
-    types = sent_types(trial)
-    return types if types in ("fp32", "bf16", "bf16 and fp32") else "bf16"
+def shared_types(trial: Trial) -> str:
+    """The types in which peers compute and send that a trial is compared with: ``bf16``, ``fp32, sent as bf16``.
+
+    They are its own, but for a policy that quantises: no peer sends less than bf16.
+    """
+    compute, sent = (trial.resolved_policy() or trial.peer).compute, sent_types(trial)
+    sent = sent if sent in ("fp32", "bf16", "bf16 and fp32") else "bf16"
+    return sent if sent == compute else f"{compute}, sent as {sent}"
 
 
 def carried_by(trial: Trial) -> str:

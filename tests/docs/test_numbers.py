@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from docs import numbers
 from docs.numbers import DocumentError, Estimate
 from harness.records.confidence_intervals import Interval
+from harness.suites.peers import PEERS
 from harness.suites.trial import Trial
 from report.data.frames import frames_of
 from report.data.metrics import derive
@@ -105,9 +106,10 @@ def test_numbers_are_those_of_the_suites_tables() -> None:
         assert over_itself == pytest.approx(1 / row["speedup"].estimate)
 
 
-STEPS = {  # seconds of a step by strategy and type of a peer
-    ("ddp", "fp32"): 3.0, ("ddp-tuned", "fp32"): 2.0, ("ddp-bf16", "fp32"): 1.5, ("fsdp2", "fp32"): 5.0,
-    ("fsdp2", "bf16"): 0.5, ("exact", ""): 1.0, ("zero3", ""): 1.0, ("zeropp", ""): 0.25,
+STEPS = {  # seconds of a step by strategy and type in which it computes
+    ("ddp", "fp32"): 3.0, ("ddp-tuned", "fp32"): 2.0, ("ddp-bf16", "fp32"): 1.5, ("ddp-bf16", "bf16"): 1.25,
+    ("fsdp2", "fp32"): 5.0, ("fsdp2", "bf16"): 0.5, ("exact", "fp32"): 1.0, ("zero3", "fp32"): 1.0,
+    ("zero3", "bf16"): 1.0, ("zeropp", "bf16"): 0.25,
 }  # fmt: skip
 
 
@@ -117,10 +119,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
     def make(name: str, repeats: int, *strategies: str) -> str:
         trials = [
-            (Trial.model_validate({"strategy": strategy, "repeat": repeat, "peer": peer}), seconds)
+            (
+                Trial.model_validate({"strategy": strategy, "repeat": repeat, part: {"compute": compute}}),
+                seconds,
+            )
             for (strategy, compute), seconds in STEPS.items()
             for repeat in range(repeats)
-            for peer in [{"compute": compute} if compute else {}]
+            for part in ["peer" if strategy in PEERS else "policy"]
             if strategy in strategies or not strategies
         ]
         records = [
@@ -136,24 +141,28 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 def test_ours_is_compared_with_each_librarys_fastest_setting_of_equal_types(
     made: Callable[..., str],
 ) -> None:
-    """Tuned DDP and not DDP as shipped; FSDP2 in fp32 for fp32 and in bf16 for 16 bits and fewer; and DeepSpeed, which
-    has no records, is named.
+    """Tuned DDP and not DDP as shipped; DDP with its hook in the type in which ours computes; ZeRO++ with bf16; and
+    what has no records is named.
     """
-    suite = made("made", 6)
-    rows = [
-        row for ours in ("exact (fp32)", "ZeRO-3", "ZeRO++") for row in numbers.beside_libraries(suite, ours)
-    ]
+    suite, ours = (
+        made("made", 6),
+        ("exact (fp32)", "ZeRO-3", "ZeRO-3 (compute bf16)", "ZeRO++ (compute bf16)"),
+    )
+    rows = numbers.beside_libraries(suite, *ours, "not there")
     assert [(row.types, row.setting, row.speedup.value) for row in rows] == [
         ("fp32", "DDP, tuned", "2.00"), ("fp32", "FSDP2", "5.00"),
-        ("bf16", "DDP, bf16 hook", "1.50"), ("bf16", "FSDP2 (compute bf16)", "0.50"),
-        ("int8 and int4", "DDP, bf16 hook", "6.00"), ("int8 and int4", "FSDP2 (compute bf16)", "2.00"),
+        ("fp32, sent as bf16", "DDP, bf16 hook", "1.50"),
+        ("bf16", "DDP, bf16 hook (compute bf16)", "1.25"), ("bf16", "FSDP2 (compute bf16)", "0.50"),
+        ("bf16", "DDP, bf16 hook (compute bf16)", "5.00"), ("bf16", "FSDP2 (compute bf16)", "2.00"),
     ]  # fmt: skip
-    assert numbers.outcomes(rows) == "faster in 5 of 6 comparisons and slower in 1"
+    assert numbers.outcomes(rows) == "faster in 6 of 7 comparisons and slower in 1"
     assert numbers.outcomes(rows[:3]) == "faster in all 3 comparisons"
     assert numbers.not_beside(suite) == "DeepSpeed in fp32, DeepSpeed in bf16"
-    assert numbers.settings_tried(suite) == 5
-    with pytest.raises(DocumentError, match=r"^made: no records of DeepSpeed that sends bf16 at ''$"):
+    assert numbers.settings_tried(suite) == 6
+    with pytest.raises(DocumentError, match=r"^made: no records of DeepSpeed in bf16 at ''$"):
         numbers.fastest_setting(suite, "DeepSpeed", "bf16")
+    with pytest.raises(DocumentError, match=r"^made: no not there at '': expected one of DDP; "):
+        numbers.beside_libraries(suite, "not there")
 
 
 def test_few_pairs_are_a_range(made: Callable[..., str]) -> None:

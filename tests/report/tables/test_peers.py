@@ -57,24 +57,27 @@ def test_the_best_of_each_library_is_divided_by(fsdp2: list[float], engine: floa
 
 def test_the_same_transport_comes_first() -> None:
     """Peers, then ours over gloo alone, then ours with shared memory, whatever ran first, and said so."""
-    half = run("fsdp2", 1.0, "shm", peer={"compute": "bf16"})
-    table = rows(run("zeropp", 0.2, "shm"), run("zeropp", 0.4), run("ddp-bf16", 1.0), half)
-    gloo = ("DDP, bf16 hook", "FSDP2 (compute bf16)", "ZeRO++")
-    assert list(table.index) == [*((name, "gloo alone") for name in gloo), ("ZeRO++", "shm, gloo")]
+    table = rows(run("exact", 0.2, "shm"), run("exact", 0.4), run("ddp", 1.0), run("fsdp2", 1.0, "shm"))
+    gloo = ("DDP", "FSDP2", "exact (fp32)")
+    assert list(table.index) == [*((name, "gloo alone") for name in gloo), ("exact (fp32)", "shm, gloo")]
     assert "like with like" in peers(derive(frames_of([run("ddp", 1.0), run("exact", 1.0)]))).description
 
 
 def test_types_are_not_mixed() -> None:
-    """Policies are compared with peers that send the same type, however fast others are and whatever they compute
-    in; policies that quantise with peers in bf16.
+    """Policies are compared with peers that compute in and send the same types, however fast others are; policies
+    that quantise with peers that send bf16.
     """
     mixed = run("fsdp2", 0.01, peer={"compute": "bf16", "reduce_dtype": "fp32"})
     peer_records = run("fsdp2", 0.1), run("fsdp2", 2.0, peer={"compute": "bf16"}), mixed
-    table = rows(*peer_records, run("exact", 1.0), run("zero3", 1.0), run("zeropp", 0.5))
+    half = {"policy": {"compute": "bf16"}}
+    ours = run("exact", 1.0), run("zero3", 1.0, **half), run("zeropp", 0.5, **half), run("zero3", 3.0)
+    table = rows(*peer_records, *ours)
     assert table["over_fsdp2"]["exact (fp32)", "gloo alone"].estimate == pytest.approx(0.1)
     in_bf16 = table[table["types"] == "bf16"]["over_fsdp2"].dropna()
     assert [gain.estimate for gain in in_bf16] == pytest.approx([2.0, 4.0])
-    assert "bf16 and fp32" not in set(table["types"]), "no policy sends these two"
+    assert set(table["types"]) == {"fp32", "bf16"}, (
+        "ZeRO-3 that computes in fp32 and sends bf16 is beside none"
+    )
 
 
 @pytest.mark.parametrize(
