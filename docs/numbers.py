@@ -466,7 +466,7 @@ class Beside:
     """One of our configurations compared with the fastest setting of a library in the same types."""
 
     ours: str
-    types: str  # in which both compute and send, in words: ``bf16``, ``fp32, sent as bf16``
+    types: str  # in which both compute and send, ``bf16``, ``bf16; ours sends int8 and int4``
     library: str
     setting: str  # the library's fastest configuration, as pages print it
     speedup: Estimate  # how many times as fast a step of ours is
@@ -515,6 +515,8 @@ def beside_libraries(suite: str, *ours: str, at: str = "") -> list[Beside]:
         raise DocumentError(f"{suite}: no {' or '.join(ours)} at {at!r}: expected one of {'; '.join(found)}")
     for name in (name for name in ours if name in found):
         types = found[name][1]
+        sent = peers.sent_types(derived(suite).frames.trial_of[_trials(suite, name, at)["id"].iloc[0]])
+        words = types if sent in types else f"{types}; ours sends {sent}"
         for library in peers.FAMILIES.values():
             if (library, types) not in found.values():
                 continue
@@ -527,7 +529,7 @@ def beside_libraries(suite: str, *ours: str, at: str = "") -> list[Beside]:
                 for verdict, beyond in (("better", ratio > 1), ("worse", ratio < 1))
             )
             rows.append(
-                Beside(name, types, library, setting, gain, pair_range(suite, *pairs), faster, slower)
+                Beside(name, words, library, setting, gain, pair_range(suite, *pairs), faster, slower)
             )
     return rows
 
