@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -113,6 +115,10 @@ STEPS = {  # seconds of a step by strategy and type in which it computes
 }  # fmt: skip
 
 
+def _taking(seconds: float, _: Any) -> dict[str, float]:
+    return {"total": seconds}
+
+
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Returns the name of a suite with records of these steps, and of the given strategies only."""
@@ -128,10 +134,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
             for part in ["peer" if strategy in PEERS else "policy"]
             if strategy in strategies or not strategies
         ]
-        records = [
-            changed_steps(record_of(trial), lambda _, seconds=seconds: {"total": seconds})
-            for trial, seconds in trials
-        ]
+        records = [changed_steps(record_of(trial), partial(_taking, seconds)) for trial, seconds in trials]
         monkeypatch.setitem(numbers._DERIVED, name, derive(frames_of(records)))
         return name
 
