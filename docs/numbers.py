@@ -30,13 +30,14 @@ from harness.records.confidence_intervals import Interval, geometric_interval, m
 from harness.records.memory_parts import on_device
 from harness.runs import feasibility
 from harness.suites import suite_file
+from harness.suites.peers import family_of
 from report import page
 from report.data import bytes_and_memory, decoding, loss_verdicts, speedups
 from report.data.frames import load
 from report.data.metrics import OTHERS_WITHIN, Derived, derive
 from report.data.text import number
 from report.figures.all_figures import FIGURES
-from report.tables import all_tables, phases
+from report.tables import all_tables, peers, phases
 from report.tables.table import markdown
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -470,6 +471,111 @@ def pairs_agree(suite: str, name: str, over: str = "", at: str = "") -> bool:
     return bool(faster.all() or not faster.any())
 
 
+@dataclass(frozen=True)
+class Beside:
+    """One of our configurations compared with the fastest setting of a library in the same types."""
+
+    ours: str
+    types: str  # in which both compute and send, ``bf16``, ``bf16; ours sends int8 and int4``
+    library: str
+    setting: str  # the library's fastest configuration, as pages print it
+    speedup: Estimate  # how many times as fast a step of ours is
+    pairs: str  # the lowest and the highest pair
+    faster: bool  # whether ours is faster: significantly, or in every pair where these are too few for an interval
+    slower: bool  # likewise
+
+    @property
+    def text(self) -> str:
+        """The speed-up with its interval; with the range of its pairs, where these are too few for an interval."""
+        known = self.speedup.interval.known
+        return str(self.speedup) if known else f"{self.speedup.value} (pairs {self.pairs})"
+
+
+def _types(suite: str, at: str) -> dict[str, tuple[str, str]]:
+    """By configuration: its library (empty for ours), and the types in which it is compared."""
+    trials, trial_of = derived(suite).trials, derived(suite).frames.trial_of
+    parts = {part.strip() for part in at.split(",") if part.strip()}
+    here = trials[[parts <= {*str(where).split(", ")} for where in trials["where"]]]
+    first = here.drop_duplicates("configuration")
+    found = {}
+    for name, identity in zip(first["configuration"], first["id"], strict=True):
+        trial = trial_of[identity]
+        library = peers.FAMILIES.get(family_of(trial.strategy) or "", "")
+        found[str(name)] = library, peers.shared_types(trial)
+    return found
+
+
+def fastest_setting(suite: str, library: str, types: str, at: str = "") -> str:
+    """The configuration of a library with the shortest step among those in these types: ``fp32``, ``bf16``."""
+    names = [name for name, of in _types(suite, at).items() if of == (library, types)]
+    if not names:
+        raise DocumentError(f"{suite}: no records of {library} in {types} at {at!r}")
+    return min(names, key=lambda name: seconds(suite, name, at).interval.estimate)
+
+
+def beside_libraries(suite: str, *ours: str, at: str = "") -> list[Beside]:
+    """Configurations of ours, each compared with the fastest setting of each library in the same types.
+
+    Both compute in and send the same types.  No library sends less than 16 bits, so that a configuration that
+    quantises is compared with bf16.  Configurations and libraries without such records are left out;
+    :func:`not_beside` names them.
+    """
+    found, rows = _types(suite, at), []
+    if not found.keys() & {*ours}:
+        raise DocumentError(f"{suite}: no {' or '.join(ours)} at {at!r}: expected one of {'; '.join(found)}")
+    for name in (name for name in ours if name in found):
+        types = found[name][1]
+        sent = peers.sent_types(derived(suite).frames.trial_of[_trials(suite, name, at)["id"].iloc[0]])
+        words = types if sent in types else f"{types}; ours sends {sent}"
+        for library in peers.FAMILIES.values():
+            if (library, types) not in found.values():
+                continue
+            setting = fastest_setting(suite, library, types, at)
+            pairs = name, setting, at
+            gain, agree = speedup(suite, *pairs), pairs_agree(suite, *pairs)
+            ratio, known = gain.interval.estimate, gain.interval.known
+            faster, slower = (
+                gain.verdict == verdict if known else agree and beyond
+                for verdict, beyond in (("better", ratio > 1), ("worse", ratio < 1))
+            )
+            rows.append(
+                Beside(name, words, library, setting, gain, pair_range(suite, *pairs), faster, slower)
+            )
+    return rows
+
+
+def outcomes(rows: Sequence[Beside]) -> str:
+    """In how many comparisons ours is faster and slower: ``faster in 4 of 6 comparisons and slower in 1``."""
+    faster, slower = sum(row.faster for row in rows), sum(row.slower for row in rows)
+    text = f"faster in {'all' if faster == len(rows) else f'{faster} of'} {len(rows)} comparisons"
+    text += f" and slower in {slower}" if slower else ""
+    rest = len(rows) - faster - slower
+    return f"{text}; in {rest} the difference is not significant" if rest else text
+
+
+def not_beside(suite: str, at: str = "") -> str:
+    """Libraries, and ours, without records in a type: ``FSDP2 in bf16, ours in bf16``; empty if all have them."""
+    found = {*_types(suite, at).values()}
+    wanted = [(library, types) for types in ("fp32", "bf16") for library in (*peers.FAMILIES.values(), "")]
+    return ", ".join(f"{key[0] or 'ours'} in {key[1]}" for key in wanted if key not in found)
+
+
+def settings_tried(suite: str, at: str = "") -> int:
+    """How many settings of libraries a suite has records of."""
+    return sum(bool(library) for library, _ in _types(suite, at).values())
+
+
+def not_repeated(search: str, suite: str, at: str = "") -> str:
+    """The fastest settings of libraries in a search of which another suite has no records; empty if it has all.
+
+    In fp32 and in bf16; settings that compute in one and send the other are left out.
+    """
+    found, repeated = {*_types(search, "").values()}, _types(suite, at)
+    classes = [(library, types) for library in peers.FAMILIES.values() for types in ("fp32", "bf16")]
+    fastest = [fastest_setting(search, *each) for each in classes if each in found]
+    return ", ".join(name for name in fastest if name not in repeated)
+
+
 def model_sizes() -> str:
     """The smallest and the largest model of all records, in million parameters: ``0.14 to 14.3``."""
     sizes = pd.concat([derived(suite).finished["parameters"] for suite in suites()]) / 1e6
@@ -592,7 +698,7 @@ FUNCTIONS: Final = (
     memory, decoding_speedup, phase_speedup, phase_sent, tokens_per_second, ratio_of_tokens, largest_model,
     cell, table, question, fact, as_predicted, count, computing, suites,
     validated_at, loss_share, pair_range, pair_count, pairs_agree, model_sizes, disturbed, undisturbed_tokens,
-    facts, seconds_on_record,
+    facts, seconds_on_record, fastest_setting, beside_libraries, outcomes, not_beside, settings_tried, not_repeated,
     exposed, parity_range, budgeted, composition, product, planned,
 )  # fmt: skip
 """The functions that templates may call; :mod:`docs.build` adds figures, verdict tables and assertions."""

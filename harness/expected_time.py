@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from harness.measure import machine
 from harness.records.trial_record import RecordError, write_whole
 from harness.runs.feasibility import Forecast
-from harness.suites.peers import PEERS
+from harness.suites.peers import PEERS, Compute
 from harness.suites.trial import Model
 from impl.codecs.codec import ITEM_BYTES
 from impl.cpu.build import BuildError, user_cache
@@ -82,7 +82,8 @@ def _trial_seconds(forecast: Forecast, flops: float) -> float:
     if sent is None and ranks > 1:
         peer = PEERS[trial.strategy]
         rings = 2 if peer.family == "ddp" else 3 * trial.accumulation
-        sent = rings * (forecast.parameters or 0) * ITEM_BYTES[peer.wire(trial.peer.compute)]
+        dtype: Compute = "bf16" if peer.wire(trial.peer.compute) == "bf16" else "fp32"
+        sent = rings * (forecast.parameters or 0) * ITEM_BYTES[dtype]
     wire = sent * 8 / (rate * 1e6) if sent and rate and trial.cluster.nodes > 1 else 0.0
     steps = trial.warmup + trial.steps
     passes = float(_CHECKS + (_ERRORS if trial.measure_quantisation and trial.repeat == 0 else 0))

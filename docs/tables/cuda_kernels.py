@@ -8,9 +8,11 @@ from typing import Final
 
 from docs.tables.markdown import table
 from impl.codecs.codec import FORMATS
-from tests.support.cubin import DEVICES, FORMAT, VARIANTS, Cubin, compiled, main_paths, works
+from tests.support.cubin import FORMAT, Cubin
+from tests.support.sass.executed import DEVICES, Executed, executed, plain, works
 
 ARCHITECTURE: Final = 90
+DEVICE: Final = "H100"
 _PLAIN: Final = (
     *("kernels", "threads", "registers", "occupancy"),
     *("elements loaded", "stored"),
@@ -23,39 +25,34 @@ def render() -> str:
 
     This needs the programs that :func:`tests.support.cubin.missing` looks for.
     """
-    plain = [
-        (kernel, (*_resources(cubin), *_accesses(mains[kernel])))
-        for file, kernels in VARIANTS.items()
-        for mains in [main_paths(file, ARCHITECTURE)]
-        for kernel, cubin in compiled(file, kernels, ARCHITECTURE).items()
-        if kernel in mains and not FORMAT.fullmatch(kernel)
-    ]
-    shares = ("kernels", *(f"`sm_{architecture}`" for architecture in DEVICES))
+    runs = [executed(kernel, ARCHITECTURE) for kernel in plain() if not FORMAT.fullmatch(kernel)]
+    resources = [(run.cubin.kernel, (*_resources(run.cubin), *_accesses(run))) for run in runs]
+    shares = ("kernels", "instructions", *DEVICES)
     columns = ("format", "encode bf16", "decode bf16", "sum to fp32")
     return (
-        "### Resources of plain kernels\n\nElements loaded and stored are those of the main path.\n\n"
-        f"{table(_PLAIN, _equal(plain))}\n"
+        f"### Resources of plain kernels\n\n{table(_PLAIN, _equal(resources))}\n"
         f"### Largest share of a copy's rate, and what limits it\n\n{table(shares, _equal(_shares()))}\n"
-        f"### Largest share of published formats on `sm_{ARCHITECTURE}`\n\n{table(columns, _equal(_formats()))}"
+        f"### Largest share of published formats on an {DEVICE}\n\n{table(columns, _equal(_formats()))}"
     )
 
 
 def _shares() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield every plain kernel with its predicted share on each device."""
-    for kernel in filter(lambda name: not FORMAT.fullmatch(name), works(ARCHITECTURE)):
-        yield kernel, tuple(_share(kernel, architecture) for architecture in DEVICES)
+    """Yield every plain kernel with its instructions for an element, and its predicted share on each device."""
+    for kernel in filter(lambda name: not FORMAT.fullmatch(name), plain()):
+        count = executed(kernel, ARCHITECTURE).an_element
+        yield kernel, (f"{count:.0f}", *(_share(kernel, device) for device in DEVICES))
 
 
 def _formats() -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield every published format with its predicted shares."""
     for text, name in FORMATS.items():
         kernels = (f"{verb}_format<{name.partition(':')[2]}, {dtype}>" for verb, dtype in _CODED)
-        yield text, tuple(_share(kernel, ARCHITECTURE) for kernel in kernels)
+        yield text, tuple(_share(kernel, DEVICE) for kernel in kernels)
 
 
-def _share(kernel: str, architecture: int) -> str:
+def _share(kernel: str, device: str) -> str:
     """Return the predicted share of a copy's rate, and what limits it."""
-    share, limit = works(architecture)[kernel].share(DEVICES[architecture])
+    share, limit = works(DEVICES[device].architecture)[kernel].share(DEVICES[device])
     return limit if limit == "memory" else f"{share:.0%} {limit}"
 
 
@@ -63,12 +60,12 @@ def _resources(cubin: Cubin) -> tuple[str, ...]:
     return ", ".join(map(str, cubin.threads)), str(cubin.registers), f"{cubin.occupancy[0]:.0%}"
 
 
-def _accesses(main: Cubin) -> Iterator[str]:
+def _accesses(run: Executed) -> Iterator[str]:
     """Yield counts and widths of the loads, then of the stores of elements: ``4x16 B``."""
     for loads in (True, False):
         counts = Counter(
             access.width
-            for access in main.accesses
+            for access in run.accesses
             if access.loads is loads and access.purpose.startswith("elements")
         )
         yield ", ".join(f"{count}x{width} B" for width, count in sorted(counts.items(), reverse=True))

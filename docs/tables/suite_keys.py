@@ -54,6 +54,9 @@ _VALUES: Final = {
     "strategy": "[ours](#strategies-of-our-engine), `recipe`, [a peer](#strategies-that-are-peers), or ours "
     "[inside FSDP2 or DDP](#collectives-inside-fsdp2-and-ddp)",
     "peer.compute": "`fp32`, `bf16`: type that peers compute in; policies have `policy.compute`",
+    "peer.reduce_dtype": "`compute`, `fp32`: type in which FSDP2 reduces gradients",
+    "peer.group": "`all`, `node`: ranks that share one copy of FSDP2's states; with `node`, nodes are replicas (HSDP)",
+    "peer.bucket_mb": "number: largest bucket of DDP's gradients, in MB",
     "deepspeed_config": "for strategy `recipe` or `deepspeed`: a file next to the suite, or a table",
     "policy.align": "whole number: parameters start on multiples of so many elements; a suite sets it for all "
     "its policies",

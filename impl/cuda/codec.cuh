@@ -48,7 +48,7 @@ CODEC_FN float magnitude(float value) {
 #endif
 }
 
-// a * b + c, rounded once.  Used only for products that stand in for quotients, which need not equal the reference's.
+// a * b + c, rounded once.
 CODEC_FN float fused(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
     return __fmaf_rn(a, b, c);
@@ -57,16 +57,8 @@ CODEC_FN float fused(float a, float b, float c) {
 #endif
 }
 
-// Marks a condition that does not hold on the main path.  tests/support/cubin.py defines MAIN_PATH to count the
-// instructions of the main path: then the branch is a trap, and only testing the condition is counted.
-CODEC_FN bool rare(bool happens) {
-#if defined(MAIN_PATH) && defined(__CUDA_ARCH__)
-    if (happens) __trap();
-    return false;
-#else
-    return happens;
-#endif
-}
+// Marks a condition that rarely holds, so that the compiler keeps what it leads to out of the way.
+CODEC_FN bool rare(bool happens) { return __builtin_expect(happens, false); }
 
 constexpr int kOctet = 8;  // elements of an octet, whose codes fill whole bytes
 constexpr u32 kAbs = 0x7fffffffu, kInfinity = 0x7f800000u, kNaN = 0x7fc00000u;
@@ -299,19 +291,37 @@ CODEC_FN float shift_of(const Words& random, int i) {
 
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds |x| < 2^22 to nearest-even
 
-// What all elements of a block are divided by, and the bounds within which products may stand in for quotients.
+// What all elements of a block are divided by.  `quick`: whether `quotient_of` divides exactly.
 struct Divider {
-    float divisor, reciprocal, half_low, unsafe;
+    float divisor, reciprocal, half_low;
+    bool quick;
 };
+
+CODEC_FN Divider divider_of(float divisor, float half_low) {
+    return {divisor, 1.0f / divisor, half_low, divisor >= 0x1p-64f && divisor <= 0x1p125f};
+}
 
 template <int BITS>
 CODEC_FN Divider divider_of(Scheme<BITS> scheme, Stored stored) {
-    Divider divider;
-    divider.divisor = scheme.asymmetric ? stored.scale * 0.5f : stored.scale;
-    divider.reciprocal = 1.0f / divider.divisor;
-    divider.half_low = stored.low * 0.5f;
-    divider.unsafe = 0.5f - (scheme.last() + 1.0f) * 4.76837158203125e-07f;  // 2^-21
-    return divider;
+    return divider_of(scheme.asymmetric ? stored.scale * 0.5f : stored.scale, stored.low * 0.5f);
+}
+
+template <int MANTISSA>
+CODEC_FN Divider divider_of(Floats<MANTISSA>, Stored stored) {
+    return divider_of(stored.scale, 0.0f);
+}
+
+// numerator / divisor, rounded as a division rounds it, if the divider is `quick` and the quotient is 0, or at least
+// 2^-20 and finite (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990).
+//
+// A division takes ten instructions and a branch, this three.  Before the last rounding the result is within 2^-22
+// units in the last place of the quotient, so the two can only round differently if the quotient is that near to the
+// middle between two numbers.  That leaves finitely many pairs of mantissas, and tests/impl/cuda/test_division.py
+// tries all of them.  No product on the way is denormal: the remainder is a multiple of 2^-43 * 2^-23 * divisor.
+// Smaller quotients may be off in their last places, which no code depends on.  The quotient of -0 is 0.
+CODEC_FN float quotient_of(Divider divider, float numerator) {
+    const float near = numerator * divider.reciprocal;
+    return fused(fused(-near, divider.divisor, numerator), divider.reciprocal, near);
 }
 
 template <int BITS>
@@ -319,62 +329,8 @@ CODEC_FN float numerator_of(Scheme<BITS> scheme, Divider divider, float value) {
     return scheme.asymmetric ? value * 0.5f - divider.half_low : value;
 }
 
-template <int BITS>
-CODEC_FN float clamped(Scheme<BITS> scheme, float quotient) {
-    const float first = scheme.first(), last = scheme.last();
-    quotient = quotient > last ? last : quotient;
-    return quotient < first ? first : quotient;
-}
-
-// round(quotient): `rounded` has the code in its low bits, in two's complement, and `rest` is the distance of the
-// quotient from that whole number.
-struct Rounded {
-    float rounded, rest;
-};
-
-CODEC_FN Rounded rounded_of(float quotient) {
-    const float rounded = quotient + kRound;
-    return {rounded, quotient - (rounded - kRound)};
-}
-
-template <int BITS>
-CODEC_FN u32 low_bits(Scheme<BITS> scheme, float rounded) {
-    return bits_of(rounded) & ((1u << scheme.bits()) - 1u);
-}
-
-// round(value / scale), clamped.
-//
-// A division takes ten instructions, a product one.  The product with the reciprocal differs from the quotient by
-// less than a relative 2^-21: the reciprocal is exact to 2^-22 (it may be denormal), product and quotient are each
-// rounded by 2^-24, and the clamped quotient is at most `last`.  If the product is farther than that from a tie, both
-// round to the same code; else the division decides.
-template <int BITS>
-CODEC_FN u32 code_of(Scheme<BITS> scheme, Divider divider, float value) {
-    const float numerator = numerator_of(scheme, divider, value);
-    Rounded result = rounded_of(clamped(scheme, numerator * divider.reciprocal));
-    if (!((result.rest < 0.0f ? -result.rest : result.rest) <= divider.unsafe)) {
-        result = rounded_of(clamped(scheme, numerator / divider.divisor));
-    }
-    return low_bits(scheme, result.rounded);
-}
-
-// Stochastic rounding: round(quotient + shift), clamped afterwards, since 127 + 0.49999 may be rounded up.
-//
-// With the product in place of the quotient, the sum differs by less than 2^-21 of `last`, as above, and each sum is
-// rounded by 2^-24 of at most last + 1.  That is within twice the margin, inside which the division decides.
-template <int BITS>
-CODEC_FN u32 code_of(Scheme<BITS> scheme, Divider divider, float value, float shift) {
-    const float numerator = numerator_of(scheme, divider, value);
-    Rounded result = rounded_of(numerator * divider.reciprocal + shift);
-    if (!((result.rest < 0.0f ? -result.rest : result.rest) <= divider.unsafe * 2.0f - 0.5f)) {
-        result = rounded_of(numerator / divider.divisor + shift);
-    }
-    const float last = kRound + scheme.last(), first = kRound + scheme.first();
-    result.rounded = result.rounded > last ? last : result.rounded;
-    return low_bits(scheme, result.rounded < first ? first : result.rounded);
-}
-
-// The same by division alone; returns the bits of kRound + code.
+// round(quotient + shift), clamped, by a division; returns the bits of kRound + code.  It is clamped at the end, since
+// 127 + 0.49999 may be rounded up.
 template <int BITS>
 CODEC_FN u32 divided(Scheme<BITS> scheme, Divider divider, float value, float shift) {
     float rounded = numerator_of(scheme, divider, value) / divider.divisor + shift + kRound;
@@ -388,46 +344,24 @@ CODEC_FN u32 divided_code(Scheme<BITS> scheme, Divider divider, float value, flo
     return divided(scheme, divider, value, shift) & ((1u << scheme.bits()) - 1u);
 }
 
-// Floats: if scales are powers of two, the product equals the quotient.  Otherwise a quotient is at most 16 steps of
-// its quantum, so product and sum are off by less than 2^-17 of a step.  That also holds if product and quotient have
-// different exponents, since both then round to the power of two between them.
+// The bit pattern of a quotient rounded to a float of 4 or 8 bits.
 template <int MANTISSA>
-CODEC_FN Divider divider_of(Floats<MANTISSA> scheme, Stored stored) {
-    return {stored.scale, 1.0f / stored.scale, 0.0f, scheme.powers ? 1.0f : 0.5f - 0x1p-16f};
-}
-
-// The bit pattern of a rounded quotient, and the distance of its steps from a whole number.
-struct Pattern {
-    u32 code;
-    float rest;
-};
-
-template <int MANTISSA>
-CODEC_FN Pattern pattern_of(Floats<MANTISSA> scheme, float quotient, float shift) {
+CODEC_FN u32 pattern_of(Floats<MANTISSA> scheme, float quotient, float shift) {
     const int mantissa = scheme.mantissa();
     const u32 bits = bits_of(quotient), least = u32(127 + scheme.smallest());
     u32 exponent = bits >> 23 & 0xffu;
     exponent = exponent < least ? least : exponent;
     // The quotient in steps of 2^(exponent - 127 - mantissa); without noise the shift is 0.
-    const Rounded result = rounded_of(quotient * float_of((254u + u32(mantissa) - exponent) << 23) + shift);
-    const int steps = int(bits_of(result.rounded) - bits_of(kRound));
+    const float whole = quotient * float_of((254u + u32(mantissa) - exponent) << 23) + shift + kRound;
+    const int steps = int(bits_of(whole) - bits_of(kRound));
     u32 size = ((exponent - least) << mantissa) + u32(steps < 0 ? -steps : steps);
     size = size > scheme.top() ? scheme.top() : size;
-    return {size | bits >> 31 << (scheme.bits() - 1), result.rest};
-}
-
-template <int MANTISSA>
-CODEC_FN u32 code_of(Floats<MANTISSA> scheme, Divider divider, float value, float shift = 0.0f) {
-    Pattern pattern = pattern_of(scheme, value * divider.reciprocal, shift);
-    if (!((pattern.rest < 0.0f ? -pattern.rest : pattern.rest) <= divider.unsafe)) {
-        pattern = pattern_of(scheme, value / divider.divisor, shift);
-    }
-    return pattern.code;
+    return size | bits >> 31 << (scheme.bits() - 1);
 }
 
 template <int MANTISSA>
 CODEC_FN u32 divided_code(Floats<MANTISSA> scheme, Divider divider, float value, float shift) {
-    return pattern_of(scheme, value / divider.divisor, shift).code;
+    return pattern_of(scheme, value / divider.divisor, shift);
 }
 
 // For many values at once, where a test and a branch for each would cost too much: two reciprocals, one too small
@@ -535,49 +469,38 @@ CODEC_FN typename State::Word carried_of(Decay decay, float error, float value, 
 
 // ---- octets: eight codes, which fill whole bytes -----------------------------------------------
 
-// Rounds eight values of one block by products; `rounded` gets the bits of kRound + code.  Returns whether all codes
-// are certain.  Symmetric quotients are clamped only if `CLIPPED`: otherwise they are at most `last` except for their
-// rounding, and a quotient that a shift of 0.49999 carries over a tie is not certain.
+// Rounds eight values of one block whose divider is `quick`; `rounded` gets the bits of kRound + code.  `shift(i)` is the
+// shift of element i for stochastic rounding.  Symmetric quotients are at most `last` except for their rounding, so they
+// are clamped only if `CLIPPED`, or if a shift of 0.49999 may carry them over a tie.
 template <bool STOCHASTIC, bool ASYMMETRIC, bool CLIPPED, int BITS, class Shift>
-CODEC_FN bool quick_octet(Scheme<BITS> stated, Divider divider, const float (&values)[kOctet], Shift shift,
+CODEC_FN void quick_octet(Scheme<BITS> stated, Divider divider, const float (&values)[kOctet], Shift shift,
                           u32 (&rounded)[kOctet]) {
     const Scheme<BITS> scheme{stated.stated, ASYMMETRIC, CLIPPED};
-    const float safe = STOCHASTIC ? divider.unsafe * 2.0f - 0.5f : divider.unsafe;
-    const float last = kRound + scheme.last();
-    bool sure = true;
+    const float first = kRound + scheme.first(), last = kRound + scheme.last();
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) {
-        const float numerator = numerator_of(scheme, divider, values[i]);
-        float whole, rest;
-        if (STOCHASTIC) {
-            const float sum = fused(numerator, divider.reciprocal, shift(i));
-            whole = sum + kRound;
-            rest = sum - (whole - kRound);
-        } else {
-            whole = fused(numerator, divider.reciprocal, kRound);
-            rest = fused(numerator, divider.reciprocal, kRound - whole);
-        }
-        sure = sure & (magnitude(rest) <= safe);
-        if (ASYMMETRIC || CLIPPED) whole = whole > last ? last : whole;
-        if (ASYMMETRIC) whole = whole < kRound ? kRound : whole;
+        const float quotient = quotient_of(divider, numerator_of(scheme, divider, values[i]));
+        float whole = (STOCHASTIC ? quotient + shift(i) : quotient) + kRound;
+        if (STOCHASTIC || ASYMMETRIC || CLIPPED) whole = whole > last ? last : whole;
+        if (STOCHASTIC || ASYMMETRIC) whole = whole < first ? first : whole;
         rounded[i] = bits_of(whole);
     }
-    return sure;
 }
 
-// The same, but if any code is not certain, all eight values are divided, which takes one branch for eight.
-// `shift(i)` is the shift of element i, 0 for rounding to nearest.
+// The same for any divider.
 template <bool STOCHASTIC, int BITS, class Shift>
 CODEC_FN void round_octet(Scheme<BITS> scheme, Divider divider, const float (&values)[kOctet], Shift shift,
                           u32 (&rounded)[kOctet]) {
-    const bool sure =
-        rare(scheme.asymmetric) ? quick_octet<STOCHASTIC, true, false>(scheme, divider, values, shift, rounded)
-        : rare(scheme.clipped)  ? quick_octet<STOCHASTIC, false, true>(scheme, divider, values, shift, rounded)
-                          : quick_octet<STOCHASTIC, false, false>(scheme, divider, values, shift, rounded);
-    if (rare(!sure)) {
+    if (rare(!divider.quick)) {
 #pragma unroll
         for (int i = 0; i < kOctet; ++i)
             rounded[i] = divided(scheme, divider, values[i], STOCHASTIC ? shift(i) : 0.0f);
+    } else if (rare(scheme.asymmetric)) {
+        quick_octet<STOCHASTIC, true, false>(scheme, divider, values, shift, rounded);
+    } else if (scheme.clipped) {
+        quick_octet<STOCHASTIC, false, true>(scheme, divider, values, shift, rounded);
+    } else {
+        quick_octet<STOCHASTIC, false, false>(scheme, divider, values, shift, rounded);
     }
 }
 
@@ -592,17 +515,16 @@ CODEC_FN void codes_of(Scheme<BITS> scheme, Divider divider, const float (&value
 template <bool STOCHASTIC, int MANTISSA, class Shift>
 CODEC_FN void codes_of(Floats<MANTISSA> scheme, Divider divider, const float (&values)[kOctet], Shift shift,
                        u32 (&codes)[kOctet]) {
-    bool sure = true;
-#pragma unroll
-    for (int i = 0; i < kOctet; ++i) {
-        const Pattern pattern = pattern_of(scheme, values[i] * divider.reciprocal, STOCHASTIC ? shift(i) : 0.0f);
-        sure = sure & (magnitude(pattern.rest) <= divider.unsafe);
-        codes[i] = pattern.code;
-    }
-    if (!sure) {
+    if (rare(!divider.quick)) {
 #pragma unroll
         for (int i = 0; i < kOctet; ++i)
             codes[i] = divided_code(scheme, divider, values[i], STOCHASTIC ? shift(i) : 0.0f);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) {
+            const u32 size = bits_of(quotient_of(divider, values[i])) & kAbs, sign = bits_of(values[i]) & ~kAbs;
+            codes[i] = pattern_of(scheme, float_of(size | sign), STOCHASTIC ? shift(i) : 0.0f);  // -0 has a code too
+        }
     }
 }
 

@@ -256,7 +256,7 @@ class Kernels(Operations):
             kernel = f"decode_sum_encode<{sums}, {second.bits}, {_ROUNDINGS[second.stochastic]}>"
         else:
             kernel = f"decode_sum_encode_general<{_any(first)}, {_any(second)}>"
-        return self._launch(call.held("reduce.cu", kernel, second, 1, loops=plain), tensors)
+        return self._launch(call.held("reduce.cu", kernel, second, 2 if plain else 1, loops=plain), tensors)
 
     def _encoding(
         self, call: _Call, codec: Blocked | OwnCodec, x: Tensor, *, carries: bool

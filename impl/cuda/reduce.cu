@@ -7,7 +7,8 @@
 //      codecs whose block is a multiple of 8, or the whole row, with up to 4,096 elements: 512 threads, since with
 //      1024 threads or more octets a thread registers spilled.  With error feedback too, unless the sum is rotated:
 //      then both the sum and its rotation would have to be held.
-//   3. decode_sum_encode: the same for integers of 4 and 8 bits without rotation and error feedback.
+//   3. decode_sum_encode: the same for integers of 4 and 8 bits without rotation and error feedback.  A thread holds two
+//      octets, which share the search for the block's extent, its scale and what a thread block computes at its start.
 // Sums are in fp32, in ascending order of the sources (DeepSpeed adds in fp16).
 #include "teams.cuh"
 
@@ -73,7 +74,7 @@ struct Sums {
 };
 
 template <int FIRST, int AHEAD, int SECOND, bool STOCHASTIC>
-__global__ void __launch_bounds__(512, kHalf) decode_sum_encode(const Arguments a) {
+__global__ void __launch_bounds__(256, 2 * kHalf) decode_sum_encode(const Arguments a) {
     const Sums<FIRST, AHEAD> sums{a, row_start(a, a.frames)};
-    encode_team<Fp32, SECOND, 1, STOCHASTIC>(a, a.second, a.output, sums);
+    encode_team<Fp32, SECOND, 2, STOCHASTIC>(a, a.second, a.output, sums);
 }

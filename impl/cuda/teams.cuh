@@ -179,15 +179,22 @@ __device__ __forceinline__ void add_whole(Scheme<BITS> scheme, const Arguments& 
         bool safe = true;
 #pragma unroll
         for (int k = 0; k < AHEAD; ++k) safe = safe & within(scheme, fetched[k].stored, Fp32::largest());
-        const bool saturate = rare(!safe);
+        // Two loops, since a condition in one loop becomes selections of all terms.
+        if (rare(!safe)) {
 #pragma unroll
-        for (int k = 0; k < AHEAD; ++k) {
-            float term[kOctet];
-            expand_whole(scheme, fetched[k], term);
+            for (int k = 0; k < AHEAD; ++k) {
+                float term[kOctet];
+                expand_whole(scheme, fetched[k], term);
 #pragma unroll
-            for (int i = 0; i < kOctet; ++i) {
-                if (saturate) term[i] = saturated(term[i], Fp32::largest());
-                sums[i] = sums[i] + term[i];
+                for (int i = 0; i < kOctet; ++i) sums[i] = sums[i] + saturated(term[i], Fp32::largest());
+            }
+        } else {
+#pragma unroll
+            for (int k = 0; k < AHEAD; ++k) {
+                float term[kOctet];
+                expand_whole(scheme, fetched[k], term);
+#pragma unroll
+                for (int i = 0; i < kOctet; ++i) sums[i] = sums[i] + term[i];
             }
         }
     }
@@ -227,18 +234,20 @@ __device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, u
 template <bool WARPS = true>
 __device__ __forceinline__ Extent team_extent(Extent mine, u32 team, bool two, u32 turn = 0) {
     __shared__ u32 highs[2][32], lows[2][32];  // used in turns: a warp may be one turn ahead of others
-    u32 shuffled = team;
+    bool shuffles = true;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     if (WARPS && !rare(team < 32)) {
         mine = {__reduce_max_sync(kWarp, mine.high), two ? __reduce_max_sync(kWarp, mine.low) : 0};
-        shuffled = 1;
+        shuffles = false;
     }
 #endif
+    if (shuffles) {
 #pragma unroll
-    for (u32 offset = 16; offset > 0; offset /= 2) {
-        if (offset >= shuffled) continue;
-        const u32 apart = lanes_apart(int(offset)), high = __shfl_xor_sync(kWarp, mine.high, apart);
-        mine.include({high, two ? __shfl_xor_sync(kWarp, mine.low, apart) : 0u});
+        for (u32 offset = 16; offset > 0; offset /= 2) {
+            if (offset >= team) continue;
+            const u32 apart = lanes_apart(int(offset)), high = __shfl_xor_sync(kWarp, mine.high, apart);
+            mine.include({high, two ? __shfl_xor_sync(kWarp, mine.low, apart) : 0u});
+        }
     }
     if (rare(team > 32)) {
         const u32 thread = threadIdx.x;
@@ -353,7 +362,7 @@ struct Encoder {
         }
         if (!scheme.asymmetric)
             extent.high = bits_of(T::widen(typename T::Word(sizeof(typename T::Word) == 4 ? largest : largest >> 16)));
-        const Stored stored = stored_of(scheme, team_extent<OCTETS == 1>(extent, team.size, scheme.asymmetric, turn));
+        const Stored stored = stored_of(scheme, team_extent<false>(extent, team.size, scheme.asymmetric, turn));
         const Divider divider = divider_of(scheme, stored);
 #pragma unroll
         for (int j = 0; j < OCTETS; ++j) {
@@ -392,7 +401,13 @@ struct Encoder {
                 encode<false>(scheme, team, turn, held);
             } else {
                 bring<true>(team, held);
-                encode<true>(scheme, team, turn, held);
+                if constexpr (STOCHASTIC) {  // with both, registers would spill
+                    encode<true>(scheme, team, turn, held);
+                } else if (rare(scheme.asymmetric)) {
+                    encode<true>({scheme.stated, true}, team, turn, held);  // a constant, whose branches are dropped
+                } else {
+                    encode<true>({scheme.stated, false, scheme.clipped}, team, turn, held);
+                }
             }
         }
     }
