@@ -476,23 +476,24 @@ class Beside:
     """One of our configurations compared with the fastest setting of a library in the same types."""
 
     ours: str
-    types: str  # in which both compute and send, ``bf16``, ``bf16; ours sends int8 and int4``
+    types: str  # the types in which both compute and send: ``bf16``, or ``bf16; ours sends int8 and int4``
     library: str
     setting: str  # the library's fastest configuration, as pages print it
     speedup: Estimate  # how many times as fast a step of ours is
-    pairs: str  # the lowest and the highest pair
-    faster: bool  # whether ours is faster: significantly, or in every pair where these are too few for an interval
-    slower: bool  # likewise
+    pairs: str  # the lowest and the highest speed-up of a pair
+    # Whether ours is significantly faster or, with too few pairs for an interval, faster in every pair.
+    faster: bool
+    slower: bool  # the same for slower
 
     @property
     def text(self) -> str:
-        """The speed-up with its interval; with the range of its pairs, where these are too few for an interval."""
+        """The speed-up with its interval, or with the range of its pairs if they are too few for an interval."""
         known = self.speedup.interval.known
         return str(self.speedup) if known else f"{self.speedup.value} (pairs {self.pairs})"
 
 
 def _types(suite: str, at: str) -> dict[str, tuple[str, str]]:
-    """By configuration: its library (empty for ours), and the types in which it is compared."""
+    """Return for each configuration its library (empty for ours), and the types in which it is compared."""
     trials, trial_of = derived(suite).trials, derived(suite).frames.trial_of
     parts = {part.strip() for part in at.split(",") if part.strip()}
     here = trials[[parts <= {*str(where).split(", ")} for where in trials["where"]]]
@@ -506,7 +507,7 @@ def _types(suite: str, at: str) -> dict[str, tuple[str, str]]:
 
 
 def fastest_setting(suite: str, library: str, types: str, at: str = "") -> str:
-    """The configuration of a library with the shortest step among those in these types: ``fp32``, ``bf16``."""
+    """The configuration with the shortest step among those of a library in ``types``, such as ``bf16``."""
     names = [name for name, of in _types(suite, at).items() if of == (library, types)]
     if not names:
         raise DocumentError(f"{suite}: no records of {library} in {types} at {at!r}")
@@ -514,11 +515,11 @@ def fastest_setting(suite: str, library: str, types: str, at: str = "") -> str:
 
 
 def beside_libraries(suite: str, *ours: str, at: str = "") -> list[Beside]:
-    """Configurations of ours, each compared with the fastest setting of each library in the same types.
+    """Compare each configuration of ours with the fastest setting of each library in the same types.
 
-    Both compute in and send the same types.  No library sends less than 16 bits, so that a configuration that
-    quantises is compared with bf16.  Configurations and libraries without such records are left out;
-    :func:`not_beside` names them.
+    The configuration and the setting compute in the same type and send the same type.  A configuration that quantises
+    is compared with bf16, because libraries send at least 16 bits an element.  Configurations and libraries without
+    records in a type are left out; :func:`not_beside` names them.
     """
     found, rows = _types(suite, at), []
     if not found.keys() & {*ours}:
@@ -545,7 +546,7 @@ def beside_libraries(suite: str, *ours: str, at: str = "") -> list[Beside]:
 
 
 def outcomes(rows: Sequence[Beside]) -> str:
-    """In how many comparisons ours is faster and slower: ``faster in 4 of 6 comparisons and slower in 1``."""
+    """In how many comparisons ours is faster, and in how many slower: ``faster in 4 of 6 comparisons and ...``."""
     faster, slower = sum(row.faster for row in rows), sum(row.slower for row in rows)
     text = f"faster in {'all' if faster == len(rows) else f'{faster} of'} {len(rows)} comparisons"
     text += f" and slower in {slower}" if slower else ""
@@ -554,21 +555,22 @@ def outcomes(rows: Sequence[Beside]) -> str:
 
 
 def not_beside(suite: str, at: str = "") -> str:
-    """Libraries, and ours, without records in a type: ``FSDP2 in bf16, ours in bf16``; empty if all have them."""
+    """Which records are missing, by library or ours and by type: ``FSDP2 in bf16, ours in bf16``; empty if none is."""
     found = {*_types(suite, at).values()}
     wanted = [(library, types) for types in ("fp32", "bf16") for library in (*peers.FAMILIES.values(), "")]
     return ", ".join(f"{key[0] or 'ours'} in {key[1]}" for key in wanted if key not in found)
 
 
 def settings_tried(suite: str, at: str = "") -> int:
-    """How many settings of libraries a suite has records of."""
+    """The number of libraries' settings of which a suite has records."""
     return sum(bool(library) for library, _ in _types(suite, at).values())
 
 
 def not_repeated(search: str, suite: str, at: str = "") -> str:
-    """The fastest settings of libraries in a search of which another suite has no records; empty if it has all.
+    """Name the fastest settings in the suite ``search`` of which the other suite has no records; empty if none.
 
-    In fp32 and in bf16; settings that compute in one and send the other are left out.
+    These are the fastest setting of each library in fp32, and in bf16.  Settings that compute in one type and send the
+    other are left out.
     """
     found, repeated = {*_types(search, "").values()}, _types(suite, at)
     classes = [(library, types) for library in peers.FAMILIES.values() for types in ("fp32", "bf16")]
