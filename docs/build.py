@@ -1,14 +1,17 @@
-"""Builds the documents that have numbers from templates, which a person writes, and the committed records.
+"""Builds the documents that quote numbers, from hand-written templates and the committed records.
 
-``python -m docs.build`` writes them and their figures, and prints the paths that changed;
-``python -m docs.build --check`` prints each line with a number that differs from the records and each claim that the
-records no longer bear, and exits with status 1 if there are any.  Both take names of templates,
-to build only these.  Templates call the functions of :mod:`docs.numbers`, and:
+``python -m docs.build`` writes the documents and their figures, and prints the paths of the files that changed.
+``python -m docs.build --check`` writes nothing.  It prints each line with a number that differs from the records, and
+each claim that the records no longer support, and exits with status 1 if there are any.  Both commands build all
+templates, or only those whose names they are given.
 
-- ``figure(suite, name="")``: draws a figure of the suite, by default the one that shows its verdicts, and links it;
-- ``verdicts(suite)``: the suite's verdict table; ``finding(suite)``: the sentence above it on its page;
+Templates call the functions of :mod:`docs.numbers`, and also:
+
+- ``figure(suite, name="")``: draws a figure of the suite, by default the figure that shows its verdicts, and links it;
+- ``verdicts(suite)``: the suite's verdict table;
+- ``finding(suite)``: the sentence above this table on the suite's page;
 - ``assert_better(estimate)``, ``assert_worse(estimate)``, ``assert_not_significant(estimate)`` and
-  ``assert_that(condition, claim)``: print nothing, and fail the build where records do not bear them.
+  ``assert_that(condition, claim)``: print nothing, and fail the build if the records do not support the claim.
 """
 
 from __future__ import annotations
@@ -47,32 +50,33 @@ DOCUMENTS: Final = {
 }
 """Templates in docs/, with the documents that they make."""
 _LONGEST: Final = 100  # characters of a line in a message
-_OPEN_ROWS: Final = 16  # of a verdict table; a longer one is folded
+_OPEN_ROWS: Final = 16  # rows of a verdict table; a longer table is folded
 _NUMBER: Final = re.compile(r"[+-]?\d[\d,.]*(?:e[+-]\d+)?")
 
 
 @dataclass(frozen=True)
 class Head:
-    """What a suite's page begins with, as documents have it."""
+    """The parts at the beginning of a suite's page that documents may show."""
 
     sentence: str
-    table: str  # Markdown
-    rows: int
-    figure: str  # its name
-    svg: bytes | None = None  # if it was drawn
+    table: str  # the verdict table as Markdown
+    rows: int  # of this table
+    figure: str  # name of the figure that shows the verdicts
+    svg: bytes | None = None  # the figure, if it was drawn
 
 
 @dataclass
 class Build:
-    """Files that follow from templates and records, by path below the root; and claims that do not hold."""
+    """The documents and figures that follow from templates and records, and the problems that were found."""
 
-    files: dict[Path, bytes] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)  # each with its template and line
+    files: dict[Path, bytes] = field(default_factory=dict)  # by path below the root
+    # Claims that the records do not support, and errors of templates; each with its template and line.
+    problems: list[str] = field(default_factory=list)
     heads: dict[str, Head] = field(default_factory=dict)  # by suite
     drawn: dict[tuple[str, str], bytes] = field(default_factory=dict)  # figures by suite and name
 
     def prepare(self, texts: Iterable[str], processes: int) -> None:
-        """Read the suites that templates name, and draw the figure of each one's verdicts, in parallel."""
+        """Read the suites that templates name, and draw the figure of each suite's verdicts, in parallel."""
         named = set(re.findall(r"[\"'](\w+)[\"']", " ".join(texts)))
         suites = [suite for suite in numbers.suites() if suite in named]
         drawing = any("figure(" in text for text in texts)
@@ -88,13 +92,13 @@ class Build:
                     self.drawn[suite, head.figure] = head.svg
 
     def head(self, suite: str) -> Head:
-        """What a suite's page begins with; read here, if no other process has."""
+        """Return the beginning of a suite's page; read it now unless :meth:`prepare` has read it."""
         if suite not in self.heads:
             self.heads[suite] = _read(suite, drawing=False)[1]
         return self.heads[suite]
 
     def add(self, template: str, folder: Path = ROOT / DOCS) -> None:
-        """Render one template; a template that asks for what is not there is a problem with its line."""
+        """Render one template.  If it asks for something that does not exist, add a problem that names the line."""
         path = DOCUMENTS[template]
         environment = Environment(
             loader=FileSystemLoader(folder), undefined=StrictUndefined, autoescape=False,  # noqa: S701  # Markdown
@@ -110,7 +114,10 @@ class Build:
         self.files[path] = (head + text).encode()
 
     def _functions(self, template: str, path: Path) -> dict[str, Callable[..., str]]:
-        """What templates may call beside :mod:`docs.numbers`; links are relative to the document's folder."""
+        """Return the functions that templates may call besides those of :mod:`docs.numbers`, by name.
+
+        Links to figures are relative to the folder of the document, whose ``path`` is below the root.
+        """
         above = "../" * (len(path.parts) - 1)
 
         def figure(suite: str, name: str = "") -> str:
@@ -136,7 +143,7 @@ class Build:
         def holds(*, condition: bool, claim: str) -> str:
             if not condition:
                 self.problems.append(
-                    f"{DOCS / template}:{_line_in(template)}: the records do not bear: {claim}"
+                    f"{DOCS / template}:{_line_in(template)}: the records do not support: {claim}"
                 )
             return ""
 
@@ -156,7 +163,7 @@ class Build:
 
 
 def build(templates: Sequence[str] = tuple(DOCUMENTS)) -> Build:
-    """Documents and their figures, by default all.
+    """Build the documents of these templates, by default all, and their figures.
 
     Raises:
         RecordError: for an edited record, or a file that is no archive.
@@ -170,7 +177,7 @@ def build(templates: Sequence[str] = tuple(DOCUMENTS)) -> Build:
 
 
 def differences(root: Path = ROOT, made: Build | None = None) -> list[str]:
-    """A line for each claim that records do not bear, and for each line that does not follow from them."""
+    """Return a line for each claim that records do not support, and for each committed line that must change."""
     made = build() if made is None else made
     lines = list(made.problems)
     for path, expected in made.files.items():
@@ -178,16 +185,16 @@ def differences(root: Path = ROOT, made: Build | None = None) -> list[str]:
         if committed == expected:
             continue
         if path.suffix == ".svg":
-            lines.append(f"{path}: is not the figure of the committed records")
+            lines.append(f"{path}: is not the figure of the committed records; run `python -m docs.build`")
         else:
             lines += [f"{path}:{place}" for place in _moved(committed.decode("utf-8"), expected.decode())]
     return lines
 
 
 def _moved(committed: str, expected: str) -> list[str]:
-    """A line for each line that differs, with its number and what moved:
+    """Return a line for each line that differs, with its number and what differs in it.
 
-    ``12: 2.39 is 2.36 by the records, in '…ZeRO++ is 2.39x faster…'``.
+    For example, ``12: 2.39 should be 2.36 by the records, in '…ZeRO++ is 2.39x faster…'``.
     """
     before, after = committed.splitlines(), expected.splitlines()
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
@@ -201,7 +208,7 @@ def _moved(committed: str, expected: str) -> list[str]:
 
 
 def _change(line: str, other: str) -> str:
-    """What differs between two lines: the first number that does, else the text around the difference."""
+    """Say how two lines differ: by the first number that differs, or else by the text around the difference."""
     same = next(
         (n for n, (a, b) in enumerate(zip(line, other, strict=False)) if a != b), min(len(line), len(other))
     )
@@ -210,14 +217,12 @@ def _change(line: str, other: str) -> str:
     context = repr(("…" if begin else "") + line[begin : begin + _LONGEST])
     if _NUMBER.sub("", line) == _NUMBER.sub("", other) and len(old) == len(new):
         was, now = next(pair for pair in zip(old, new, strict=True) if pair[0] != pair[1])
-        return f"{was} is {now} by the records, in {context}"
-    return (
-        f"is {context}, by template and records {('…' if begin else '') + other[begin : begin + _LONGEST]!r}"
-    )
+        return f"{was} should be {now} by the records, in {context}"
+    return f"is {context}, should be {('…' if begin else '') + other[begin : begin + _LONGEST]!r}"
 
 
 def _read(suite: str, *, drawing: bool) -> tuple[Derived, Head]:
-    """A suite's records, and what its page begins with; with its figure, if asked for."""
+    """Read a suite's records, and return them with the beginning of the suite's page; draw its figure if asked."""
     derived = numbers.derived(suite)
     found = verdicts.verdicts(derived)
     figure = _shows(derived, found.figure)
@@ -228,13 +233,13 @@ def _read(suite: str, *, drawing: bool) -> tuple[Derived, Head]:
 
 
 def _shows(derived: Derived, wanted: str) -> str:
-    """The name of the figure of a suite's verdicts; where the records have no rows for it, the page's first."""
+    """Return ``wanted`` if the records have rows for this figure, else the first figure of the page that has rows."""
     ordered = sorted(FIGURES, key=lambda figure: figure.name != wanted)
     return next(figure.name for figure in ordered if not figure.table(derived).empty)
 
 
 def _svg(suite: str, name: str) -> bytes:
-    """A figure of a suite as SVG."""
+    """Draw a figure of a suite as SVG."""
     derived = numbers.derived(suite)
     drawing = next(figure for figure in FIGURES if figure.name == name)
     with tempfile.TemporaryDirectory() as folder:
@@ -245,7 +250,7 @@ def _svg(suite: str, name: str) -> bytes:
 
 
 def _line_in(template: str) -> int:
-    """The line of a template from which this was called."""
+    """Return the line of a template from which this function was called; 0 if it is not known."""
     frame: Any = sys._getframe()  # noqa: SLF001  # Jinja compiles templates to functions and knows their lines
     while frame is not None:
         compiled = frame.f_globals.get("__jinja_template__")
@@ -256,7 +261,7 @@ def _line_in(template: str) -> int:
 
 
 def _line_of(error: Exception, template: str) -> int:
-    """The line of a template at which an error arose."""
+    """Return the line of a template at which an error arose; 0 if it is not known."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(template)
     ]

@@ -1,11 +1,12 @@
-"""The numbers and claims that templates of documents may use, computed from the committed records.
+"""Computes the numbers that templates of documents may use, from the committed records.
 
-A template names a suite, a configuration as pages print it, and, where the suite has several settings, as many
-parts of the setting as single one out: ``speedup("bandwidth", "ZeRO++", at="25 Mbit/s, 256 tokens/rank")``.
-What cannot be found raises a :class:`DocumentError` that lists what there is.
+A template names a suite, and a configuration as report pages print it.  If the suite has several settings, the
+template also names enough parts of one setting to identify it:
+``speedup("bandwidth", "ZeRO++", at="25 Mbit/s, 256 tokens/rank")``.  If a name is unknown, a :class:`DocumentError`
+lists the known ones.
 
 Claims about direction are checked when a document is built: ``assert_better(speedup("quickstart", "ZeRO++"))``
-prints nothing, and fails the build when the records no longer bear the claim.
+prints nothing, and fails the build when the records no longer support the claim.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from harness.records.confidence_intervals import Interval, geometric_interval, m
 from harness.records.memory_parts import on_device
 from harness.runs import feasibility
 from harness.suites import suite_file
+from harness.suites.peers import family_of
 from report import page
 from report.data import bytes_and_memory, decoding, loss_verdicts, speedups
 from report.data.frames import load
 from report.data.metrics import OTHERS_WITHIN, Derived, derive
 from report.data.text import number
 from report.figures.all_figures import FIGURES
-from report.tables import all_tables, phases
+from report.tables import all_tables, peers, phases
 from report.tables.table import markdown
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -43,7 +45,7 @@ REFERENCE: Final = Path("results/reference")
 
 
 class DocumentError(Exception):
-    """A template asks for what the records do not hold, or claims what they do not bear."""
+    """A template asks for a number that the records do not hold, or makes a claim that they do not support."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,13 @@ class Estimate:
     """A number from records with its 95 % interval, where it has one; prints as ``2.36 (2.29 to 2.42)``."""
 
     interval: Interval
-    form: Callable[[float], str]
+    form: Callable[[float], str]  # prints a number
     what: str  # in words, for messages
-    equal: float = math.nan  # its value without any difference: 1 of ratios, 0 of differences; else NaN
+    equal: float = math.nan  # the value that means "no difference": 1 for ratios, 0 for differences; else NaN
     more_is_better: bool = True
 
     def __str__(self) -> str:
-        """``2.36 (2.29 to 2.42)``, or ``2.36`` where nothing is known of its spread."""
+        """Print the estimate with its interval, ``2.36 (2.29 to 2.42)``; without an interval, ``2.36``."""
         return f"{self.value} ({self.range})" if self._spreads else self.value
 
     @property
@@ -67,17 +69,17 @@ class Estimate:
 
     @property
     def range(self) -> str:
-        """``2.29 to 2.42``."""
+        """The interval: ``2.29 to 2.42``."""
         return f"{self.form(self.interval.low)} to {self.form(self.interval.high)}"
 
     @property
     def ci(self) -> str:
-        """``95 % CI 2.29 to 2.42``."""
+        """The interval with its name: ``95 % CI 2.29 to 2.42``."""
         return f"95 % CI {self.range}"
 
     @property
     def again(self) -> str:
-        """The 95 % prediction interval of a further run of the suite: ``2.09 to 2.74``."""
+        """The 95 % prediction interval for a further run of the suite: ``2.09 to 2.74``."""
         if not self._spreads:
             raise DocumentError(f"{self.what} has no interval, and so no prediction of a further run")
         expected = of_another_sweep(self.interval, ratio=self.equal == 1)
@@ -85,18 +87,18 @@ class Estimate:
 
     @property
     def n(self) -> int:
-        """The number of pairs, seeds or trials behind it."""
+        """The number of pairs, seeds or trials from which it is computed."""
         return self.interval.n
 
     @property
     def magnitude(self) -> Estimate:
-        """Without its sign, for sentences that name the direction in words."""
+        """The same estimate without its sign, for sentences that name the direction in words."""
         low, high = sorted((abs(self.interval.low), abs(self.interval.high)))
         size = replace(self.interval, estimate=abs(self.interval.estimate), low=low, high=high)
         return replace(self, interval=size, form=lambda value: self.form(value).lstrip("+-"), equal=math.nan)
 
     def as_(self, form: str) -> Estimate:
-        """Printed by another format specification: ``.1f``."""
+        """Return the same estimate, printed with another format specification, such as ``.1f``."""
         return replace(self, form=lambda value: format(value, form))
 
     @property
@@ -121,11 +123,11 @@ class Estimate:
         return "better" if (self.interval.estimate > self.equal) is self.more_is_better else "worse"
 
     def __lt__(self, other: Estimate) -> bool:
-        """Whether its estimate is the smaller one; for :meth:`Numbers.assert_that`."""
+        """Return whether this estimate is smaller than ``other``; templates use it in ``assert_that``."""
         return self.interval.estimate < other.interval.estimate
 
     def __truediv__(self, other: Estimate | float) -> Estimate:
-        """The ratio to another estimate or a number, without an interval."""
+        """Return the ratio to another estimate or a number, without an interval."""
         divisor, what = (
             (other.interval.estimate, other.what) if isinstance(other, Estimate) else (other, other)
         )
@@ -133,7 +135,7 @@ class Estimate:
         return Estimate(Interval(ratio, math.nan, math.nan, 0), number(3), f"{self.what} over {what}")
 
     def __mul__(self, other: Estimate | float) -> Estimate:
-        """The product with another estimate or a number, without an interval."""
+        """Return the product with another estimate or a number, without an interval."""
         factor, what = (
             (other.interval.estimate, other.what) if isinstance(other, Estimate) else (other, other)
         )
@@ -146,7 +148,7 @@ def _form(specification: str) -> Callable[[float], str]:
 
 
 def _counted(value: float) -> Interval:
-    """A number that is counted, and so has no spread."""
+    """Return the interval of a number that is counted, and so has no spread: both ends equal the number."""
     return Interval(value, value, value, 0)
 
 
@@ -154,10 +156,10 @@ _DERIVED: Final[dict[str, Derived]] = {}  # by suite
 
 
 def derived(suite: str) -> Derived:
-    """What the committed records of a suite say; read once.
+    """Return what is derived from the committed records of a suite.  They are read only once.
 
     Raises:
-        DocumentError: without an archive of that name.
+        DocumentError: if there is no archive of that name.
         RecordError: for an edited record, or a file that is no archive.
     """
     if suite not in _DERIVED:
@@ -168,7 +170,7 @@ def derived(suite: str) -> Derived:
 
 
 def read(suite: str, folder: Path = REFERENCE) -> Derived:
-    """What a suite's archive in a folder below the root says.
+    """Return what is derived from a suite's archive in a folder below the root.
 
     Raises:
         RecordError: as :func:`derived`.
@@ -178,19 +180,22 @@ def read(suite: str, folder: Path = REFERENCE) -> Derived:
 
 
 def keep(suite: str, records: Derived) -> None:
-    """Take a suite's records as another process read them."""
+    """Store what another process derived from a suite's records, for :func:`derived` to return."""
     _DERIVED[suite] = records
 
 
 def suites(folder: Path = REFERENCE) -> list[str]:
-    """The suites that have committed records in a folder below the root, by name."""
+    """Return the names of the suites that have committed records in a folder below the root, sorted."""
     return sorted(
         path.name.removesuffix(archive.SUFFIX) for path in (ROOT / folder).glob(f"*{archive.SUFFIX}")
     )
 
 
 def _trials(suite: str, name: str, at: str, table: pd.DataFrame | None = None) -> pd.DataFrame:
-    """The rows of one configuration in one setting, of trials or of another table that has these columns."""
+    """Return the rows of one configuration in one setting.
+
+    They are rows of ``table``, by default the trials, with columns ``where``, ``configuration`` and ``setting``.
+    """
     table = derived(suite).trials if table is None else table
     parts = {part.strip() for part in at.split(",") if part.strip()}
     matches = {where: parts <= {*str(where).split(", ")} for where in table["where"].unique()}
@@ -206,7 +211,7 @@ def _trials(suite: str, name: str, at: str, table: pd.DataFrame | None = None) -
 
 
 def _paired(suite: str, name: str, over: str, at: str) -> tuple[pd.DataFrame, str]:
-    """Pairs of a configuration with ``over``, by default the suite's baseline; and the name of that."""
+    """Return the pairs of a configuration with ``over``, by default the suite's baseline, and the latter's name."""
     trials = derived(suite).trials
     setting = str(_trials(suite, name, at)["setting"].iloc[0])
     if over:
@@ -221,7 +226,7 @@ def _paired(suite: str, name: str, over: str, at: str) -> tuple[pd.DataFrame, st
 
 
 def speedup(suite: str, name: str, over: str = "", at: str = "") -> Estimate:
-    """How many times as fast a step is as one of ``over``, by default of the suite's baseline."""
+    """How many times as fast a step of ``name`` is as a step of ``over``, by default the suite's baseline."""
     pairs, base = _paired(suite, name, over, at)
     what = f"the speed-up of {name} over {base} in {suite}"
     return Estimate(speedups.speedup(pairs), _form(".2f"), what, equal=1.0)
@@ -234,7 +239,10 @@ def seconds(suite: str, name: str, at: str = "") -> Estimate:
 
 
 def sent(suite: str, name: str, over: str = "", at: str = "") -> Estimate:
-    """Bytes between nodes over those of ``over``, by default of the suite's baseline; counted by the ledger."""
+    """Bytes between nodes, divided by the bytes of ``over``, by default the suite's baseline.
+
+    Both are counted by the ledger; if one has no ledger, by the nodes' interfaces.
+    """
     pairs, base = _paired(suite, name, over, at)
     ratio = float(pairs["bytes_ratio"].median())
     if math.isnan(ratio):
@@ -250,9 +258,7 @@ def megabytes(suite: str, name: str, at: str = "") -> Estimate:
 
 
 def error(suite: str, name: str, at: str = "") -> Estimate:
-    """Error of gradients end to end (vNMSE): of a trial the median of its measured steps, of trials their
-    geometric mean.
-    """
+    """Error of gradients end to end (vNMSE): the geometric mean over trials of each trial's median over steps."""
     rows = derived(suite).sent_errors
     rows = rows[rows["purpose"].eq("gradients") & rows["hop"].isna() & rows["repeated"].eq(1)]
     trials = _trials(suite, name, at)
@@ -265,7 +271,7 @@ def error(suite: str, name: str, at: str = "") -> Estimate:
 
 
 def loss(suite: str, name: str, over: str = "", at: str = "") -> Estimate:
-    """Validation loss at the end less that of ``over``, by default of the baseline, in nats, paired by seed."""
+    """Validation loss at the end minus the loss of ``over``, by default the baseline, in nats, paired by seed."""
     base = over or derived(suite).compared.baseline
     losses = [loss_verdicts.by_seed(_trials(suite, each, at)) for each in (name, base)]
     difference = mean_interval(list((losses[0] - losses[1]).dropna()))
@@ -286,21 +292,21 @@ def _loss_row(suite: str, name: str, at: str) -> loss_verdicts.Row:
 
 
 def loss_verdict(suite: str, name: str, at: str = "") -> str:
-    """``not inferior``, ``inferior``, ``cannot tell``, ... (docs/reference/metrics.md)."""
+    """``not inferior``, ``inferior``, ``inconclusive`` or ``no power`` (docs/reference/metrics.md)."""
     return str(_loss_row(suite, name, at)["verdict"])
 
 
 def loss_margin(suite: str, name: str, at: str = "") -> Estimate:
-    """Nats by which a loss may be higher than the baseline's and count as not inferior."""
+    """Nats by which a loss may be higher than the baseline's and still count as not inferior."""
     margin = float(_loss_row(suite, name, at)["margin"])
     return Estimate(_counted(margin), number(3), f"the margin of {name} in {suite}")
 
 
 def loss_in_steps(suite: str, name: str, at: str = "") -> Estimate:
-    """Steps of the baseline's training, at its last rate, that a difference of losses is worth."""
+    """Steps in which the baseline's loss falls, near the end of training, by as much as the losses differ."""
     row, steps = _loss_row(suite, name, at), derived(suite).frames.margin
     if not steps:
-        raise DocumentError(f"{suite}: its margin is no number of steps")
+        raise DocumentError(f"{suite}: the suite's margin is not a number of steps")
     worth = float(steps * row["difference"].estimate / row["margin"])
     return Estimate(Interval(worth, math.nan, math.nan, 0), _form(".0f"), f"{name}'s loss in steps, {suite}")
 
@@ -330,7 +336,7 @@ def phase_speedup(suite: str, name: str, phase: str, at: str = "") -> Estimate:
 
 
 def phase_sent(suite: str, name: str, phase: str, at: str = "") -> Estimate:
-    """Bytes between nodes in a phase of workload ``rlhf`` over the baseline's."""
+    """Bytes between nodes in a phase of workload ``rlhf``, divided by the baseline's bytes."""
     rows = phases.by_phase(derived(suite))
     rows = _trials(suite, name, at, rows[rows["phase"] == phase])
     ratio = float((rows["inter_bytes"] / rows["baseline_bytes"]).median())
@@ -353,12 +359,15 @@ def largest_model(suite: str, name: str, limit: str = "") -> Estimate:
 
 
 def ratio_of_tokens(suite: str, name: str, at: str, over_at: str) -> Estimate:
-    """Tokens per second at one setting over those at another, of one configuration; without an interval."""
+    """Tokens per second of one configuration in one setting, divided by those in another; without an interval."""
     return tokens_per_second(suite, name, at) / tokens_per_second(suite, name, over_at)
 
 
 def cell(suite: str, table: str, row: str, column: str) -> str:
-    """A cell of a page's table as printed: table by name, row by parts of its cells, column by title."""
+    """A cell of a report table as printed.
+
+    ``table`` is the table's name, ``row`` holds parts of the row's cells, and ``column`` is the column's title.
+    """
     try:
         shown = all_tables.MAKERS[table](derived(suite))
         printed = shown.column(column)
@@ -392,7 +401,7 @@ def fact(suite: str, name: str) -> str:
 
 
 def as_predicted(suite: str) -> str:
-    """In how many trials the ledger's bytes equal the prediction: ``210 of 210``."""
+    """The number of trials in which the ledger's bytes equal the prediction: ``210 of 210``."""
     equal = derived(suite).trials["predicted_equal"].dropna().astype(bool)
     return f"{int(equal.sum())} of {len(equal)}"
 
@@ -430,12 +439,14 @@ def validated_at(suite: str) -> str:
     """The step after which final losses were measured: ``1,400``."""
     steps = {int(row["steps"]) for row in loss_verdicts.losses(derived(suite))}
     if len(steps) != 1:
-        raise DocumentError(f"{suite}: losses were measured after {len(steps)} numbers of steps: name one")
+        raise DocumentError(
+            f"{suite}: losses were measured after {len(steps)} different numbers of steps: expected one"
+        )
     return f"{steps.pop():,}"
 
 
 def loss_share(suite: str, name: str, at: str = "") -> Estimate:
-    """Difference of a final loss from the baseline's, as a share of the baseline's: ``0.39 %``."""
+    """Difference between a final loss and the baseline's, as a share of the baseline's: ``+0.39 %``."""
     base = final_loss(suite, derived(suite).compared.baseline, at).interval.estimate
     difference = loss(suite, name, at=at).interval
     share = Interval(difference.estimate / base, difference.low / base, difference.high / base, difference.n)
@@ -450,14 +461,121 @@ def pair_range(suite: str, name: str, over: str = "", at: str = "") -> str:
 
 
 def pair_count(suite: str, name: str, over: str = "", at: str = "") -> int:
-    """How many pairs of trials a speed-up is of."""
+    """How many pairs of trials a speed-up is computed from."""
     return len(_paired(suite, name, over, at)[0])
 
 
 def pairs_agree(suite: str, name: str, over: str = "", at: str = "") -> bool:
-    """Whether every pair is faster, or every pair slower: what few pairs can say without an interval."""
+    """Whether all pairs agree that the configuration is faster, or that it is slower; for pairs without an interval."""
     faster = _paired(suite, name, over, at)[0]["speedup"] > 1
     return bool(faster.all() or not faster.any())
+
+
+@dataclass(frozen=True)
+class Beside:
+    """One of our configurations compared with the fastest setting of a library in the same types."""
+
+    ours: str
+    types: str  # the types in which both compute and send: ``bf16``, or ``bf16; ours sends int8 and int4``
+    library: str
+    setting: str  # the library's fastest configuration, as pages print it
+    speedup: Estimate  # how many times as fast a step of ours is
+    pairs: str  # the lowest and the highest speed-up of a pair
+    # Whether ours is significantly faster or, with too few pairs for an interval, faster in every pair.
+    faster: bool
+    slower: bool  # the same for slower
+
+    @property
+    def text(self) -> str:
+        """The speed-up with its interval, or with the range of its pairs if they are too few for an interval."""
+        known = self.speedup.interval.known
+        return str(self.speedup) if known else f"{self.speedup.value} (pairs {self.pairs})"
+
+
+def _types(suite: str, at: str) -> dict[str, tuple[str, str]]:
+    """Return for each configuration its library (empty for ours), and the types in which it is compared."""
+    trials, trial_of = derived(suite).trials, derived(suite).frames.trial_of
+    parts = {part.strip() for part in at.split(",") if part.strip()}
+    here = trials[[parts <= {*str(where).split(", ")} for where in trials["where"]]]
+    first = here.drop_duplicates("configuration")
+    found = {}
+    for name, identity in zip(first["configuration"], first["id"], strict=True):
+        trial = trial_of[identity]
+        library = peers.FAMILIES.get(family_of(trial.strategy) or "", "")
+        found[str(name)] = library, peers.shared_types(trial)
+    return found
+
+
+def fastest_setting(suite: str, library: str, types: str, at: str = "") -> str:
+    """The configuration with the shortest step among those of a library in ``types``, such as ``bf16``."""
+    names = [name for name, of in _types(suite, at).items() if of == (library, types)]
+    if not names:
+        raise DocumentError(f"{suite}: no records of {library} in {types} at {at!r}")
+    return min(names, key=lambda name: seconds(suite, name, at).interval.estimate)
+
+
+def beside_libraries(suite: str, *ours: str, at: str = "") -> list[Beside]:
+    """Compare each configuration of ours with the fastest setting of each library in the same types.
+
+    The configuration and the setting compute in the same type and send the same type.  A configuration that quantises
+    is compared with bf16, because libraries send at least 16 bits an element.  Configurations and libraries without
+    records in a type are left out; :func:`not_beside` names them.
+    """
+    found, rows = _types(suite, at), []
+    if not found.keys() & {*ours}:
+        raise DocumentError(f"{suite}: no {' or '.join(ours)} at {at!r}: expected one of {'; '.join(found)}")
+    for name in (name for name in ours if name in found):
+        types = found[name][1]
+        sent = peers.sent_types(derived(suite).frames.trial_of[_trials(suite, name, at)["id"].iloc[0]])
+        words = types if sent in types else f"{types}; ours sends {sent}"
+        for library in peers.FAMILIES.values():
+            if (library, types) not in found.values():
+                continue
+            setting = fastest_setting(suite, library, types, at)
+            pairs = name, setting, at
+            gain, agree = speedup(suite, *pairs), pairs_agree(suite, *pairs)
+            ratio, known = gain.interval.estimate, gain.interval.known
+            faster, slower = (
+                gain.verdict == verdict if known else agree and beyond
+                for verdict, beyond in (("better", ratio > 1), ("worse", ratio < 1))
+            )
+            rows.append(
+                Beside(name, words, library, setting, gain, pair_range(suite, *pairs), faster, slower)
+            )
+    return rows
+
+
+def outcomes(rows: Sequence[Beside]) -> str:
+    """In how many comparisons ours is faster, and in how many slower: ``faster in 4 of 6 comparisons and ...``."""
+    faster, slower = sum(row.faster for row in rows), sum(row.slower for row in rows)
+    text = f"faster in {'all' if faster == len(rows) else f'{faster} of'} {len(rows)} comparisons"
+    text += f" and slower in {slower}" if slower else ""
+    rest = len(rows) - faster - slower
+    return f"{text}; in {rest} the difference is not significant" if rest else text
+
+
+def not_beside(suite: str, at: str = "") -> str:
+    """Which records are missing, by library or ours and by type: ``FSDP2 in bf16, ours in bf16``; empty if none is."""
+    found = {*_types(suite, at).values()}
+    wanted = [(library, types) for types in ("fp32", "bf16") for library in (*peers.FAMILIES.values(), "")]
+    return ", ".join(f"{key[0] or 'ours'} in {key[1]}" for key in wanted if key not in found)
+
+
+def settings_tried(suite: str, at: str = "") -> int:
+    """The number of libraries' settings of which a suite has records."""
+    return sum(bool(library) for library, _ in _types(suite, at).values())
+
+
+def not_repeated(search: str, suite: str, at: str = "") -> str:
+    """Name the fastest settings in the suite ``search`` of which the other suite has no records; empty if none.
+
+    These are the fastest setting of each library in fp32, and in bf16.  Settings that compute in one type and send the
+    other are left out.
+    """
+    found, repeated = {*_types(search, "").values()}, _types(suite, at)
+    classes = [(library, types) for library in peers.FAMILIES.values() for types in ("fp32", "bf16")]
+    fastest = [fastest_setting(search, *each) for each in classes if each in found]
+    return ", ".join(name for name in fastest if name not in repeated)
 
 
 def model_sizes() -> str:
@@ -467,13 +585,13 @@ def model_sizes() -> str:
 
 
 def disturbed(suite: str) -> str:
-    """In how many trials others took so much processor time that seconds are marked: ``17 of 28``."""
+    """In how many trials other programs took so much processor time that seconds are marked: ``17 of 28``."""
     ran = derived(suite)
     return f"{len(ran.disturbed)} of {len(ran.finished)}"
 
 
 def undisturbed_tokens(suite: str, name: str, at: str, over_at: str) -> Estimate:
-    """:func:`ratio_of_tokens` of the trials in which others took little processor time."""
+    """:func:`ratio_of_tokens` of the trials in which other programs took little processor time."""
     ran = derived(suite)
     quiet = ran.trials[~ran.trials["id"].isin(ran.disturbed)]
     here, there = (
@@ -511,20 +629,26 @@ def seconds_on_record(suite: str) -> str:
 
 
 def exposed(suite: str, name: str, at: str = "") -> Estimate:
-    """Seconds of a step in which communication is hidden by no computation, median over trials."""
+    """Seconds of a step in which a rank waits for messages, median over trials."""
     value = float(_trials(suite, name, at)["exposed_seconds"].median())
     return Estimate(_counted(value), number(3), f"{name}'s exposed communication in {suite}")
 
 
 def parity_range(suite: str) -> str:
-    """Tokens/s of ZeRO++ at a quarter of the rate over ZeRO-3's at the full one: lowest and highest setting."""
+    """Tokens/s of ZeRO++ at a quarter of the rate, divided by those of ZeRO-3 at the full rate.
+
+    The two numbers are the lowest and the highest of all settings: ``0.97 and 1.12``.
+    """
     rows = speedups.parity(derived(suite).trials)
     ratios = [speedups.parity_interval(pairs).estimate for _, pairs in rows.groupby(["setting", "full_rate"])]
     return f"{min(ratios):.2f} and {max(ratios):.2f}"
 
 
 def budgeted(suite: str, codec: str) -> Estimate:
-    """Loss with codecs chosen by unit, less that of the one codec (``int4``) whose bytes they may send."""
+    """Loss with codecs chosen unit by unit, minus the loss with the single ``codec``, such as ``int4``.
+
+    The chosen codecs may send as many bytes as the single one.
+    """
     names = [str(name) for name in derived(suite).trials["configuration"].unique()]
     chosen = [name for name in names if ", budget" in name and f"/{codec}:" in name.partition(", budget")[0]]
     if len(chosen) != 1:
@@ -535,7 +659,7 @@ def budgeted(suite: str, codec: str) -> Estimate:
 
 
 def composition(suite: str, parts: Sequence[str], together: str, at: str = "") -> Estimate:
-    """Speed-up of configuration ``together`` over the product of its parts' speed-ups, pair by pair."""
+    """Speed-up of configuration ``together``, divided by the product of its parts' speed-ups, pair by pair."""
     ratios = {}  # by configuration, a speed-up for each pair
     for name in (together, *parts):
         pairs, _ = _paired(suite, name, "", at)
@@ -576,7 +700,7 @@ FUNCTIONS: Final = (
     memory, decoding_speedup, phase_speedup, phase_sent, tokens_per_second, ratio_of_tokens, largest_model,
     cell, table, question, fact, as_predicted, count, computing, suites,
     validated_at, loss_share, pair_range, pair_count, pairs_agree, model_sizes, disturbed, undisturbed_tokens,
-    facts, seconds_on_record,
+    facts, seconds_on_record, fastest_setting, beside_libraries, outcomes, not_beside, settings_tried, not_repeated,
     exposed, parity_range, budgeted, composition, product, planned,
 )  # fmt: skip
-"""What templates may call, by name; :mod:`docs.build` adds figures, verdict tables and assertions."""
+"""The functions that templates may call; :mod:`docs.build` adds figures, verdict tables and assertions."""

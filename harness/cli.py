@@ -2,7 +2,7 @@
 
 A suite file describes an experiment completely, so no option repeats what a suite file can state.  A request
 that cannot be met is refused with one line on standard error and exit status 2, before anything is written.
-Commands import torch inside their functions, so that those that do not need torch start fast.
+Commands import torch inside their functions, so that commands without torch start fast.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def plan(
     """Predict the bytes sent and the memory of every trial, without running any.
 
     The exit status is 1 if some trials cannot run on this machine; their reasons are printed below the
-    table.  With --machine, the seconds of a step are predicted too.  Without --import no module that the
-    suite names is imported, and a line says which numbers are missing.
+    table.  With --machine, the seconds of a step are predicted too.  Without --import, the modules that the
+    suite names are not imported, and a line says which numbers are missing for that reason.
     """
     calibrated = None if machine is None else machine_file.read(machine)
     with contextlib.nullcontext() if imports else named_object.forbidden():
@@ -183,7 +183,7 @@ def calibrate(
 ) -> None:
     """Measure this machine for two minutes, so that the seconds of a step can be predicted."""
     if not file.absolute().parent.is_dir():
-        raise Refusal(f"{file}: there is no folder {file.absolute().parent}")
+        raise Refusal(f"{file}: there is no folder {file.absolute().parent}; make it, or name another file")
     feasibility.check_writable(file.absolute().parent, f"{file}: its folder")
 
     from harness.bench import calibration
@@ -209,10 +209,11 @@ def run(
         bool,
         typer.Option(
             "--retry-failed",
-            help="Run all failed trials again. Without it, only trials that were killed run again.",
+            help="Run all failed trials again. Without it, a failed trial runs again only if its failure may not "
+            "happen again, such as that of a killed trial.",
         ),
     ] = False,
-    report: Annotated[bool, typer.Option(help="Build the report after the last trial, or do not.")] = True,
+    report: Annotated[bool, typer.Option(help="Whether to build the report after the last trial.")] = True,
 ) -> None:
     """Run the trials of a suite that have no record yet, then build its report and print the report's path.
 
@@ -238,7 +239,7 @@ def run(
     folder = results / suite.name
     records = feasibility.check_folder(folder)
     if (last := max((record.sweep for record in records), default=0)) >= MOST_TRIALS:
-        raise Refusal(f"{folder}: a record is of sweep {last + 1}, beyond {MOST_TRIALS}; delete the record")
+        raise Refusal(f"{folder}: a record is of sweep {last + 1}, above {MOST_TRIALS}; delete the record")
     known = suite.all_repeats(max(sweeps, 1 + last)) if records else {}
     feasibility.check_inputs(folder, known, records)
     check_feasible(file, forecast(suite.trials if only is None else trials, this_host()))
@@ -449,15 +450,15 @@ def export_checkpoint(
         bool,
         typer.Option(
             "--allow-overflow",
-            help="Write values that are too large for the type as infinity; do not refuse.",
+            help="Write values that are too large for the type as infinity, instead of refusing them.",
         ),
     ] = False,
 ) -> None:
     """Write the whole model of a checkpoint as one safetensors file.
 
     This takes one process and needs neither the model's code nor the ranks that saved it.  The command
-    refuses finite values that are too large for the type, and names their parameters.  It counts, on
-    standard error, values that became 0 and values that are not finite in the checkpoint either.
+    refuses finite values that are too large for the type, and names their parameters.  It reports on
+    standard error how many values became 0, and how many were not finite in the checkpoint itself.
     """
     from impl.checkpoint.full_state import export
 
@@ -470,7 +471,7 @@ def export_checkpoint(
 def _print_rows(
     table: Sequence[dict[str, Any]], whole: dict[str, Any] | None = None, *, as_json: bool, as_csv: bool
 ) -> bool:
-    """Print ``table`` as CSV, or ``whole`` (by default the table) as JSON; return False if neither is asked."""
+    """Print ``table`` as CSV, or ``whole`` (by default the table) as JSON; return False if neither was asked for."""
     if as_json and as_csv:
         raise Refusal("--json and --csv exclude each other: give one of them")
     if as_json:
@@ -487,7 +488,7 @@ def _follow(file: Path, results: Path, out: Console) -> None:
 
     suite = load(file)
     folder, total = results / suite.name, 0
-    if not suite.ids_known:  # a record tells the alignment, on which the ids depend
+    if not suite.ids_known:  # the ids depend on the alignment, which a record holds
         suite = load(file, _recorded_alignment(folder))
     for batch in batches(suite, 1, seconds_in(folder)):
         done, total = total, total + len(batch.trials)
@@ -550,7 +551,7 @@ def _record(trial_id: str, results: Path) -> Path:
 
 
 def _keep_whole(group: typer.Typer) -> None:
-    """Let the help of a group print the first sentence of each command whole; typer would cut it to a line."""
+    """Let the help of a group print the first paragraph of each command whole; typer would cut it to a line."""
     for command in group.registered_commands:
         command.short_help = (inspect.getdoc(command.callback) or "").partition("\n\n")[0]
     for inner in group.registered_groups:
@@ -566,8 +567,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
     Args:
-        arguments: The words after ``zeropp``; by default those of this process, which then also handles
-            Ctrl-C and a closed or full standard output, as a process that ends with the command.
+        arguments: The words after ``zeropp``.  By default the words with which this process was started; then
+            the process ends with the command, so Ctrl-C and a closed or full standard output are handled too.
 
     Returns:
         0 if all went well; 1 if trials failed, or planned trials cannot run here; 2 for input that is
@@ -646,7 +647,7 @@ def _discard_output() -> None:
 def _make_printable() -> None:
     """Make printing safe: escape characters that the terminal's encoding lacks, replace closed streams.
 
-    A standard stream that the caller has closed is None; it is replaced with the null device.
+    A standard stream that the caller has closed is None in :mod:`sys`, and is replaced with the null device.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -13,10 +13,10 @@ _BEGINS_A_FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 
 
 def safe_cell(value: Any) -> Any:
-    """Return a text that no spreadsheet takes for a formula, and without control characters; other values as they are.
+    """Return a text as a cell without control characters that no spreadsheet takes for a formula.
 
-    A text that begins like a formula gets an apostrophe before it, as OWASP recommends, unless it is a number or a
-    single dash.  Source: https://owasp.org/www-community/attacks/CSV_Injection
+    Values other than texts are returned as they are.  A text that begins like a formula gets an apostrophe before it,
+    as OWASP recommends, unless it is a number or a single dash.  Source: https://owasp.org/www-community/attacks/CSV_Injection
     """
     if not isinstance(value, str):
         return value
@@ -25,7 +25,7 @@ def safe_cell(value: Any) -> Any:
 
 
 def safe_cells(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table whose texts went through :func:`safe_cell`; columns of numbers are as they were."""
+    """Return a table with :func:`safe_cell` applied to each text; columns of numbers stay as they are."""
     texts = table.select_dtypes(exclude=["number", "bool"])
     return table.assign(**{str(name): column.map(safe_cell) for name, column in texts.items()})
 

@@ -26,7 +26,7 @@ _ADDS: Final = {  # what the component is used for and, if it is missing, what t
     "transport = 'gloo'",
     "torch": "runs every trial: pip install torch",
     "network namespaces": "emulated nodes with a shaped link, which also limits the rate of peers; without "
-    "them only our own messages are paced",
+    "namespaces, only our own messages are paced",
     "tbf": "the kernel's traffic shaper, which limits the link between namespaces",
     "C++ compiler": "builds the CPU kernels, and tests the CUDA sources on a CPU; without it, codecs run as "
     "PyTorch operations",
@@ -79,8 +79,8 @@ _FACTS: Final = (
 def compare(nodes: Sequence[Node]) -> list[dict[str, Any]]:
     """Return a row for each fact: ``what``, the ``values`` of all nodes in order, and whether it ``differs``.
 
-    A difference that is normal does not count.  Hosts are not named; row ``host`` has a letter for each
-    distinct host.
+    Differences that are normal in a cluster, such as of addresses, do not count.  Hosts are not named; row
+    ``host`` has a letter for each distinct host.
     """
     hosts = list(dict.fromkeys(node.identity for node in nodes))
     columns = [

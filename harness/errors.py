@@ -1,6 +1,6 @@
 """Exceptions for input that cannot be used, and the one line in which a command prints them.
 
-Each ends a command with exit status 2.  No torch.
+Each of these exceptions ends a command with exit status 2.  No torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-# C0 but tab and line feed, DEL, C1; marks of writing direction, separators and other invisible marks; surrogates.
+# The control characters C0 (except tab and line feed), DEL and C1; invisible marks, such as marks of writing direction
+# and separators; and surrogates.
 _CONTROL: Final = re.compile(
     "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff\\ud800-\\udfff]"
 )
@@ -21,7 +22,7 @@ _LONGEST_WORD: Final = 300  # characters of a word that are printed; longer word
 
 
 class Refusal(Exception):  # noqa: N818  # it is about the user's input, not an error of the program
-    """Raised when a request, mostly to run a trial, cannot be met; the message names setting and numbers."""
+    """Raised when a request, such as to run a trial, cannot be met; the message names the setting and the numbers."""
 
 
 class LinkError(Exception):
@@ -42,7 +43,7 @@ _NEEDED: Final = (
 
 
 def check_installed() -> None:
-    """Raise a Refusal if a package is missing that some command imports later, so that none fails midway."""
+    """Raise a Refusal if a package is missing that some command imports later, so that no command fails midway."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise Refusal(_install(f"{', '.join(missing)} {'are' if missing[1:] else 'is'} not installed"))
@@ -51,7 +52,7 @@ def check_installed() -> None:
 def not_imported(error: ImportError) -> str | None:
     """Return the line that names the package that cannot be imported and how to install it.
 
-    Returns None if the module belongs to this project: that is a fault of the program, not of the machine.
+    Returns None if the package is one of this project's own: then the program is at fault, not the machine.
     """
     if (name := (error.name or "").partition(".")[0]) in _OURS:
         return None
@@ -69,9 +70,9 @@ def _install(what: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Return ``text`` with control characters, but tabs and ends of lines, escaped as in Python.
+    """Return ``text`` with control characters, except tabs and ends of lines, escaped as in Python.
 
-    A terminal would act on them: move the cursor, hide text, or show it in another order.
+    A terminal would act on control characters: move the cursor, hide text, or show text in another order.
     """
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 

@@ -1,8 +1,8 @@
 """Estimates how long a suite takes on this machine, from a short measurement of how fast a core computes.
 
-The time of a step is the time of computing its micro-batches, which grows if there are more ranks than cores,
-plus the time that its bytes take at the link's rate.  The time of a trial is that of its steps, of its
-validations and of the passes that check it, plus :data:`OVERHEAD` seconds to start and end.
+The time of a step is the time of computing its micro-batches plus the time that its bytes take at the link's rate.
+Computing takes longer if there are more ranks than cores.  A trial takes the time of its steps, its validations
+and the passes that check it, plus :data:`OVERHEAD` seconds to start and end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from harness.measure import machine
 from harness.records.trial_record import RecordError, write_whole
 from harness.runs.feasibility import Forecast
-from harness.suites.peers import PEERS
+from harness.suites.peers import PEERS, Compute
 from harness.suites.trial import Model
 from impl.codecs.codec import ITEM_BYTES
 from impl.cpu.build import BuildError, user_cache
@@ -28,8 +28,12 @@ _CHECKS: Final = 6  # passes of a micro-batch that check a trial before and afte
 _ERRORS: Final = 8  # further passes of the first repeat if communication errors are measured
 _MEASURED: Final = (2, 128)  # batch that core_flops() times: sequences, and tokens of each
 _OPERATIONS: Final = 6  # floating-point operations for each parameter and token, forward and backward
-_UNTIMED: Final = ("corpus", "tokenizer", "optimizer")  # own objects whose sizes the time does not need
-_FORWARD: Final = 1 / 3  # share of these operations in the forward pass
+_UNTIMED: Final = (
+    "corpus",
+    "tokenizer",
+    "optimizer",
+)  # a suite's own objects that do not affect the estimate
+_FORWARD: Final = 1 / 3  # share of a step's floating-point operations that belong to the forward pass
 
 
 class Estimate(NamedTuple):
@@ -78,7 +82,8 @@ def _trial_seconds(forecast: Forecast, flops: float) -> float:
     if sent is None and ranks > 1:
         peer = PEERS[trial.strategy]
         rings = 2 if peer.family == "ddp" else 3 * trial.accumulation
-        sent = rings * (forecast.parameters or 0) * ITEM_BYTES[peer.wire(trial.peer.compute)]
+        dtype: Compute = "bf16" if peer.wire(trial.peer.compute) == "bf16" else "fp32"
+        sent = rings * (forecast.parameters or 0) * ITEM_BYTES[dtype]
     wire = sent * 8 / (rate * 1e6) if sent and rate and trial.cluster.nodes > 1 else 0.0
     steps = trial.warmup + trial.steps
     passes = float(_CHECKS + (_ERRORS if trial.measure_quantisation and trial.repeat == 0 else 0))
@@ -111,7 +116,7 @@ def core_flops() -> float:
 def measured_flops() -> float:
     """Measure one core's floating-point operations per second.
 
-    The fastest of three passes counts; processor seconds are used, so that other processes do not disturb it.
+    The fastest of three passes counts.  Processor seconds are measured, so that other processes do not matter.
     """
     import torch
 
@@ -134,7 +139,7 @@ def measured_flops() -> float:
 
 
 def spoken(seconds: float) -> str:
-    """Return a duration as text, in whichever of seconds, minutes and hours suits it: ``4.5 min``."""
+    """Return a duration as text in seconds, minutes or hours, whichever suits its length: ``4.5 min``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:

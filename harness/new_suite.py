@@ -21,9 +21,9 @@ from harness.suites.suite_file import load
 
 WITHIN: Final = 200.0  # seconds that the suite may take by estimate: five minutes, less a margin
 _TEMPLATE: Final = Path(__file__).with_name("new_suite.template")
-# Tokens of a rank and steps, largest first: the first pair that stays within the time is taken.
+# Tokens of a rank, and steps.  The largest pair comes first, and the first pair that stays within the time is taken.
 _SIZES: Final = ((512, 20), (512, 8), (512, 4), (256, 4), (128, 4), (128, 2))
-_GPUS: Final = 4  # that two nodes of two ranks need
+_GPUS: Final = 4  # GPUs that two nodes of two ranks need
 _SHARED_MEMORY: Final = 64 << 20  # bytes that transport "shm" needs for such small models
 
 
@@ -69,8 +69,8 @@ def suite_text(name: str, host: Host, tokens: int, steps: int) -> str:
 def _cluster(host: Host) -> str:
     """Return the suite's cluster as TOML: two nodes on this machine.
 
-    They use GPUs if there are enough, else processors, and one rank each where memory is short.  Their link is
-    shaped by the kernel where that is possible, else paced by our own wire.
+    The nodes use GPUs if there are enough, else processors, and have one rank each where memory is short.  The kernel
+    shapes the link between them where it can; elsewhere our own wire paces it.
     """
     gpus = len(host.gpus) >= _GPUS
     ranks = 2 if gpus or host.memory >= 8 * PROCESS_BYTES else 1

@@ -30,31 +30,32 @@ _MODELLED: Final = (
 def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[dict[str, Any]]:
     """Return a row for each trial: its setting, the fields that vary in the suite, and its predictions.
 
-    Numbers that need a module that was not imported are None (:func:`not_imported`), and so are all ids if it has
-    a codec.
+    Numbers that depend on a module that was not imported are None (:func:`not_imported`).  If a codec was not
+    imported, all ids are None too.
 
-    Bytes are those of one optimizer step or one generation, and None for peers:
+    Bytes that are sent are those of one optimizer step or one generation.  All bytes are None for peers:
 
-    - ``egress_bytes`` are sent by one node to the others; they take ``wire_seconds`` at the link's rate, and
-      those of all steps take ``least_seconds``;
-    - ``memory_bytes`` are held by the fullest rank, without activations;
-    - ``secondary_frames`` and ``secondary_wide`` are the bytes of hpZ's copy on a rank, kept encoded and kept
-      in 16 bits.
+    - ``egress_bytes`` are sent by one node to the others.  At the link's rate they take ``wire_seconds``, and
+      the egress bytes of all steps take ``least_seconds``.
+    - ``memory_bytes`` are held by the fullest rank, without activations.
+    - ``secondary_frames`` are the bytes of hpZ's copy on a rank if it is kept encoded, ``secondary_wide`` if it
+      is kept in 16 bits.
 
     With a ``machine``, each row also predicts the step's time.  These keys begin with ``modelled_`` and are
     None for peers and for generation:
 
-    - ``seconds`` of a step; ``low_seconds`` and ``high_seconds`` are two standard deviations of the
-      calibration's logarithmic errors away;
-    - ``compute_seconds``, ``wire_seconds`` and ``exposed_seconds`` in them, and as ``critical`` the resource
-      that is busy longest;
-    - ``tokens_per_second`` of all ranks; ``tflops`` of one rank, at 6 operations for each parameter and token,
-      or 8 with activation checkpointing;
-    - ``speed_up`` over ZeRO-3 in the same setting; ``basis``, what the prediction rests on
-      (:meth:`impl.plan.step_time.Machine.basis`).
+    - ``seconds``: the duration of a step.  ``low_seconds`` and ``high_seconds`` lie two standard deviations of
+      the calibration's logarithmic errors below and above it.
+    - ``compute_seconds``, ``wire_seconds`` and ``exposed_seconds``: how long a step computes, sends between nodes,
+      and waits for messages.
+    - ``critical``: the resource that is busy longest.
+    - ``tokens_per_second``: tokens of all ranks together.
+    - ``tflops``: of one rank, at 6 operations for each parameter and token, or 8 with activation checkpointing.
+    - ``speed_up``: over ZeRO-3 in the same setting.
+    - ``basis``: what the prediction rests on (:meth:`impl.plan.step_time.Machine.basis`).
     """
     varying = varying_paths([forecast.trial.canonical() for forecast in forecasts])
-    # A codec's block is part of the alignment of all policies of the suite, and so of all ids.
+    # All policies of the suite are aligned to every codec's blocks, and the alignment is part of each trial's id.
     ids_unknown = any(role.startswith("codec") for forecast in forecasts for role in forecast.unread)
     table = [_row(forecast, varying, ids_unknown=ids_unknown) for forecast in forecasts]
     if machine is None:
@@ -63,7 +64,7 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
     base = {
         setting_of(forecast.trial): step.seconds
         for forecast, step in sorted(pairs, key=lambda pair: -len(pair[0].trial.changes))
-        # Sorted, the baseline with the fewest changes comes last, and replaces others of its setting.
+        # In this order the baseline with the fewest changes comes last, and replaces other baselines of its setting.
         if step is not None and forecast.trial.strategy == BASELINE
     }
     for row, (forecast, step) in zip(table, pairs, strict=True):
@@ -178,7 +179,7 @@ def record_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     ]
 
 
-_TRAINING: Final = ("forward", "backward", "step")  # the ledger's phases of a training step
+_TRAINING: Final = ("forward", "backward", "step")  # phases that a training step has in the ledger
 
 
 def _summary(record: Record) -> dict[str, Any]:
@@ -186,8 +187,8 @@ def _summary(record: Record) -> dict[str, Any]:
 
     ``step_seconds`` is the median of the slowest rank's steps (a generation counts as a step without loss),
     ``exposed_seconds`` the median of the first rank's waits, ``rate_mbit`` the median of the link's probes.
-    ``inter_bytes`` are those that all ranks sent between nodes in a step; without a ledger, those that the
-    nodes' interfaces counted.  ``loss`` is the last step's, averaged over ranks.
+    ``inter_bytes`` are the bytes that all ranks sent between nodes in a step; without a ledger, the bytes that
+    the nodes' interfaces counted.  ``loss`` is the last step's loss, averaged over ranks.
     """
     timed = [[step for step in rank.steps if not step.warmup] for rank in record.ranks]
     tokens = [[token for token in rank.tokens if not token.warmup] for rank in record.ranks]
@@ -204,7 +205,7 @@ def _summary(record: Record) -> dict[str, Any]:
         if timed[0][0].exposed is not None:
             waited = [step.exposed or 0.0 for step in timed[0]]
         ledgers = [rank.ledger for rank in record.ranks if rank.ledger is not None]
-        # Steps of rlhf also decode.  In other workloads further phases are evaluations, part of no step.
+        # Steps of rlhf also decode.  In other workloads, any phase but these is an evaluation, not part of a step.
         decodes = record.trial.get("workload") == "rlhf"
         sent = [
             sum(row.bytes for row in ledger if row.link == "inter" and (decodes or row.phase in _TRAINING))

@@ -33,14 +33,14 @@ from impl.plan.step_time import Machine
 
 _NOTES: Final = (
     "between nodes, inside nodes: bytes that all ranks together send in an optimizer step (or a generation); "
-    "out of a node: bytes that one node sends to the others; on the wire: the seconds these take at the link's "
-    "rate; memory/rank: without activations."
+    "out of a node: bytes that one node sends to the others; on the wire: the seconds that these bytes take at the "
+    "link's rate; memory/rank: without activations."
 )
 _BASES: Final = {  # what a modelled step rests on, by the nature of the machine
-    "calibration": "a modelled step is calibrated where model and batch lie inside the range that was measured "
-    "on the machine, else transferred",
-    "published steps": "a modelled step is fitted where the batch lies inside the range of the published "
-    "steps, else transferred",
+    "calibration": "the basis of a modelled step is 'calibrated' if model and batch lie inside the range that was "
+    "measured on the machine, else 'transferred'",
+    "published steps": "the basis of a modelled step is 'fitted' if the batch lies inside the range of the "
+    "published steps, else 'transferred'",
     "data sheet": "modelled steps rest on data sheets and assumptions, and nothing was measured",
 }
 _UNCALIBRATED: Final = "modelled steps rest on a machine that was not calibrated"
@@ -84,7 +84,8 @@ _MEASURED: Final = (
 def plan(suite: Suite, forecasts: Sequence[Forecast], out: Console, machine: Machine | None = None) -> None:
     """Print a suite's plan: a table with a row for each combination, then notes and reasons.
 
-    Trials that differ only in repeat or seed share a row.  With a ``machine`` the table has modelled steps.
+    Trials that differ only in repeat or seed share a row.  With a ``machine``, the table also shows the modelled
+    seconds of a step.
     """
     merged = [(f.trial.model_copy(update={"repeat": 0, "seed": 0}), f) for f in reversed(forecasts)]
     varying = varying_paths([trial.canonical() for trial, _ in merged])
@@ -191,7 +192,7 @@ _NOT_PRINTED: Final = {
 
 
 def losses_text(losses: Sequence[float]) -> str:
-    """Return the losses of a trial's steps as one line; of a long curve, the first and the last six."""
+    """Return the losses of a trial's steps as one line; if there are many, only the first and the last six."""
     texts = [f"{loss:.4f}" for loss in losses]
     return ", ".join(texts if len(texts) <= 2 * _ENDS else [*texts[:_ENDS], "...", *texts[-_ENDS:]])
 
@@ -199,7 +200,7 @@ def losses_text(losses: Sequence[float]) -> str:
 def single_record(record: Record, out: Console, folder: Path) -> None:
     """Print one record of a results folder, a line for each value.
 
-    Names are keys of the record, which ``results/README.md`` explains, or keys of the suite.
+    The names of the lines are keys of the record, which ``results/README.md`` explains, or keys of the suite.
     """
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column(style="bold")
@@ -212,7 +213,7 @@ def single_record(record: Record, out: Console, folder: Path) -> None:
         **dict(flatten(record.model_dump(mode="json", exclude=_NOT_PRINTED))),
         **{path: at(record.trial, path) for path, value in flatten(record.trial) if value is not None},
         **{f"ran {name}": value for name, value in record.ran.items()},
-        "padding of its units": f"{record.padding:.1%} of them" if record.units else None,
+        "padding": f"{record.padding:.1%} of the model's elements" if record.units else None,
         **{column.heading: column.cells[0] for column in filled([row], _MEASURED)},
         **{f"memory, {part.replace('_', ' ')}": gib(size) for part, size in sizes.items() if size},
         "failure.losses": losses_text([] if record.failure is None else record.failure.losses),

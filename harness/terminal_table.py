@@ -32,7 +32,7 @@ class _Console(Console):
     """A console that prints no control characters of records, manifests and suites."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return the text that is printed, of every line and every cell of a table."""
+        """Return a line, or a cell of a table, as it is printed: with its control characters escaped."""
         return super().render_str(visible(text), **options)
 
 
@@ -56,7 +56,7 @@ class Column:
     name: str = ""  # the heading, which may break at dots and spaces; by default the key
     form: str = ""  # format specification of numbers, which are aligned to the right; empty for text
     unit: str = ""  # of all cells; printed in the heading
-    rank: int = 0  # where width is short, the highest rank is left out first, and rank 0 never
+    rank: int = 0  # on a narrow terminal, columns of the highest rank are left out first, of rank 0 never
     mark: Callable[[Mapping[str, Any]], str] = lambda _: ""  # text after the value, from the row
     always: bool = False  # stays a column even if all its values are equal
     whole: bool = False  # its cells are never folded, so that users can copy them
@@ -69,7 +69,11 @@ class Column:
 
 
 def filled(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> Iterator[Column]:
-    """Yield the columns with the text of their cells; names are completed, and units of bytes scaled."""
+    """Yield the columns with the text of their cells.
+
+    A column without a name is named after its key.  Bytes are scaled to kB, MB, GB or TB,
+    and the unit of the column is changed accordingly.
+    """
     for column in columns:
         values = [row.get(column.key) for row in rows]
         form, unit = column.form, column.unit
@@ -92,7 +96,7 @@ def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], out: Cons
         rows: Values by key.
         columns: The columns to print, in order.
         out: Where to print.
-        whole: The end of the line that names columns left out: where the reader can get all columns.
+        whole: Where the reader can get all columns; ends the line that names the columns that are left out.
     """
     known = [column for column in columns if column.always or any(row.get(column.key) for row in rows)]
     shown, same = list[Column](), list[str]()

@@ -212,7 +212,8 @@ def _differences(
     for key in keys:
         peer = PEERS.get(trials[key[1]].strategy)
         if peer is not None and peer.family != "single":
-            notes[key] += f"; {key[1]} sends {peer.wire(trials[key[1]].peer.compute)}"
+            settings = trials[key[1]].peer
+            notes[key] += f"; {key[1]} sends {peer.wire(settings.compute, settings.reduce_dtype)}"
     if asked == "rate":
         notes |= {key: notes[key] + _break_even(derived, key) for key in keys}
     if asked == "loss":
@@ -230,7 +231,7 @@ def _differences(
     return [
         Difference(
             found[key], spelled(key[1]), spelled(next(iter(bases.get(key[0], overall)), "")),
-            f"within {key[0]}, " if asked == "size" else places.get(key[0], ""), notes[key],
+            f"within {key[0]} without activations, " if asked == "size" else places.get(key[0], ""), notes[key],
             preset=key[1] == NAMES[trials[key[1]].strategy] or trials[key[1]].control is not None,
         )
         for key in keys

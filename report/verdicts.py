@@ -58,7 +58,10 @@ _QUANTITIES: Final = {
     "loss": _Quantity("loss_difference", "Change of loss, nats", "{:+.4f}".format, effects.losses, 0.0),
     "memory": _Quantity("memory_mib", "Memory, MiB a rank", _g3, effects.memory),
     "size": _Quantity(
-        "largest_model", "Largest model that trained, M parameters", _g3, effects.largest_models
+        "largest_model",
+        "Largest model that trained, M parameters (activations not counted)",
+        _g3,
+        effects.largest_models,
     ),
 }
 """In the order of the columns.  ``size`` is by limit of memory, and stands alone."""

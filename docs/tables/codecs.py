@@ -45,7 +45,7 @@ def formula(codec: BuiltIn) -> str:
         return "0" if codec.dtype == "fp32" else f"max / {1 / HALF_ULP[codec.dtype][0]:.0f}"
     if not isinstance(codec, FloatCodec):
         steps = codec.largest
-        if codec.clipped:  # its top is off by a whole step
+        if codec.clipped:  # the largest element is off by a whole step
             return f"{f'{codec.hadamard} * ' if codec.hadamard else ''}max / {codec.steps}"
     elif codec.scale == "e8m0":  # the largest element may be the smallest of its binade
         steps = 1 << codec.mantissa

@@ -21,7 +21,10 @@ _CODED: Final = (("encode", "Bf16"), ("decode", "Bf16"), ("decode", "Fp32"))
 
 
 def render() -> str:
-    """Compile every kernel and return the tables in Markdown; needs all that ``missing`` looks for."""
+    """Compile every kernel and return the tables in Markdown.
+
+    This needs the programs that :func:`tests.support.cubin.missing` looks for.
+    """
     runs = [executed(kernel, ARCHITECTURE) for kernel in plain() if not FORMAT.fullmatch(kernel)]
     resources = [(run.cubin.kernel, (*_resources(run.cubin), *_accesses(run))) for run in runs]
     shares = ("kernels", "instructions", *DEVICES)
@@ -69,7 +72,10 @@ def _accesses(run: Executed) -> Iterator[str]:
 
 
 def _equal(rows: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, ...]]:
-    """Yield one row for all kernels with equal columns; all variants of one kernel become ``all `name```."""
+    """Yield one row for each group of kernels with equal columns.
+
+    If a group holds all variants of a kernel, they are printed as ``all `name```.
+    """
     kernels: dict[tuple[str, ...], list[str]] = {}
     for kernel, columns in rows:
         kernels.setdefault(columns, []).append(kernel)

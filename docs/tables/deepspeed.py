@@ -28,7 +28,7 @@ def render() -> str:
 def _by_reason(fate: Fate, head: str) -> str:
     """Return a table of the keys of one outcome, with a row for each reason.
 
-    A key that only its default is allowed for is shown with that default, unless it means "off".
+    A key whose default is its only allowed value is shown with this default, unless the default means "off".
     """
     reasons: dict[str, list[str]] = {}
     for key in KEYS.values():

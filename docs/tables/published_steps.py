@@ -1,4 +1,4 @@
-"""Predicts published throughput from a few of the published numbers, and reports the errors of these predictions.
+"""Predicts published throughput from a few of the published numbers, and reports how far the predictions are off.
 
 ``python -m docs.tables.published_steps`` writes docs/modelled.md from ``report/published/zeropp_throughput.csv``.
 Given another file with the same columns, it prints the page for that file instead.
@@ -141,14 +141,12 @@ def fit(rows: pd.DataFrame) -> Machine:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A table with predictions, and the machine that they share; None if each row has its own.
+    """A table with a prediction for each row."""
 
-    ``rows`` are those of :func:`read` with ``predicted`` (seconds), ``predicted_tflops``, ``mark`` and the errors of
-    throughput.
-    """
-
+    # The rows of :func:`read`, with the columns ``predicted`` (seconds), ``predicted_tflops`` and ``mark``, and the
+    # errors of throughput.
     rows: pd.DataFrame
-    machine: Machine | None
+    machine: Machine | None  # the machine on which all rows are predicted; None if each row has its own
 
     @property
     def held_out(self) -> pd.DataFrame:
@@ -171,8 +169,8 @@ class Predicted:
 def predict(rows: pd.DataFrame) -> Predicted:
     """Predict a table from its fitted rows or, if there are none, each row from all others.
 
-    For comparison, ``naive_error`` is the error of assuming perfect overlap at the best throughput of the rows that
-    were fitted, and ``constant_error`` the error of assuming their median throughput.
+    For comparison, two simpler predictions are made from the rows to which the machine was fitted.  ``naive_error`` is
+    the error if perfect overlap at their best throughput is assumed, ``constant_error`` if their median throughput is.
     """
     known = rows[rows["fitted"]]
     shared = fit(known) if len(known) else None
@@ -184,7 +182,7 @@ def predict(rows: pd.DataFrame) -> Predicted:
         naive = least_seconds(work, seen["tflops"].max() * 1e12)
         predictions.append((step.seconds, mark, naive, flops(work) / 1e12 / seen["tflops"].median()))
     steps = pd.DataFrame(predictions, rows.index, ["predicted", "mark", "naive", "constant"])
-    # Errors are those of throughput, which is what was published: measured seconds over predicted ones.
+    # The published numbers are throughputs, so errors are those of throughput: measured seconds / predicted seconds.
     over = {name: rows["seconds"] / steps[name] for name in ("predicted", "naive", "constant")}
     return Predicted(
         rows.assign(
@@ -200,13 +198,13 @@ def predict(rows: pd.DataFrame) -> Predicted:
 
 
 def _errors(name: str, errors: pd.Series) -> list[str]:
-    """Return a row of the table of errors: its name, the number of errors, their median and 90th percentile."""
+    """Return a row of the table of errors: name, number of predictions, and median and 90th percentile of errors."""
     sizes = errors.abs()
     return [name, str(len(sizes)), f"{sizes.median():.1%}", f"{sizes.quantile(0.9):.1%}"]
 
 
 def measured_trials() -> pd.DataFrame:
-    """Return the trials of results/predicted, whose steps a calibration predicted before they ran."""
+    """Return the trials of results/predicted.  A calibration predicted their steps before the trials ran."""
     tables = {suite: measured_over(numbers.read(suite, PREDICTED)) for suite in numbers.suites(PREDICTED)}
     parts = [
         rows.assign(suite=suite, setting=f"{suite} " + rows["setting"]) for suite, rows in tables.items()
@@ -257,9 +255,9 @@ def page(table: Predicted) -> str:
     ]
     paragraphs = [
         f"""This shows that the published numbers are consistent with the model; it does not validate the model. Only
-        {distinct} of the {len(rows)} rows are distinct, and models of all sizes count as one where computation and
-        bytes both grow in proportion to the parameters. Rows whose batch lies outside the fitted range are marked
-        *transferred*.""",
+        {distinct} of the {len(rows)} rows are distinct, since several models have the same published throughput. The
+        size of a language model does not change its predicted throughput, because computation and bytes both grow in
+        proportion to the parameters. Rows whose batch lies outside the fitted range are marked *transferred*.""",
     ]
     if len(held):
         worst = held.iloc[int(held["error"].abs().to_numpy().argmax())]
@@ -290,7 +288,7 @@ def page(table: Predicted) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write docs/modelled.md, or print the page of the file that is named; return 2 if it cannot be read."""
+    """Write docs/modelled.md, or print the page for the file that is given; return 2 if the file cannot be read."""
     if not arguments:
         table = predict(read(published.FOLDER / "zeropp_throughput.csv"))
         (DOCS / "modelled.md").write_text(page(table) + measured_here(measured_trials()), encoding="utf-8")

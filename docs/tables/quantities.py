@@ -14,14 +14,17 @@ _TABLE: Final = re.compile(r"(\| quantity.*\n\| ---.*\n)(?:\|.*\n)+")
 def insert_rows(page: str) -> str:
     """Return ``page`` with the rows of its tables of quantities replaced, in order.
 
-    A table whose head has no column of units gets none.
+    A table without a column of units in its head gets no units.
 
     Raises:
-        ValueError: if the numbers of tables of the page and of the file differ.
+        ValueError: if the page and ``report/quantities.csv`` do not have equally many tables.
     """
     tables = [list(rows) for _, rows in itertools.groupby(QUANTITIES.values(), lambda row: row["table"])]
     if len(heads := _TABLE.findall(page)) != len(tables):
-        raise ValueError(f"a page with {len(heads)} tables of quantities, where there are {len(tables)}")
+        raise ValueError(
+            f"the page has {len(heads)} tables of quantities, report/quantities.csv has {len(tables)}: "
+            "expected equally many"
+        )
     left = iter(tables)
 
     def rows(match: re.Match[str]) -> str:

@@ -27,8 +27,8 @@ from report.draw.theme import fonts
 ROOT: Final = Path(__file__).parents[2]
 SUITES: Final = ROOT / "suites"
 DOCS: Final = ROOT / "docs"
-PAYS: Final = 1.05  # the smallest speed-up that counts as one
-GIB: Final = 80  # memory of a GPU
+PAYS: Final = 1.05  # the smallest speed-up with which a page says that ZeRO++ pays
+GIB: Final = 80  # memory of a GPU, in GiB
 _CAVEAT: Final = (
     "The numbers are modelled, not measured. The model assumes that GPUs compute at a fixed share of their peak, that "
     "links between nodes have no contention, and that there are no stragglers. Memory does not include activations."
@@ -59,11 +59,11 @@ def rate_in_words(table: pd.DataFrame) -> tuple[str, str]:
     lines = [[f"{model}, {tokens:,}, {nodes}", *(f"{speedup:.2f}" for speedup in row)]
              for (model, tokens, nodes), row in zip(wide.index, wide.to_numpy(), strict=True)]  # fmt: skip
     least = float(wide.to_numpy().min())
-    text = "The table has the speed-up of ZeRO++ over ZeRO-3. "
+    text = "The table shows the speed-up of ZeRO++ over ZeRO-3. "
     text += (
-        f"It pays in every setting: the smallest speed-up is {least:.2f}."
+        f"ZeRO++ pays in every setting: the smallest speed-up is {least:.2f}."
         if least >= PAYS
-        else f"It does not pay everywhere: some speed-ups are below {PAYS}."
+        else f"ZeRO++ does not pay everywhere: some speed-ups are below {PAYS}."
     )
     return text, markdown.table(["model, tokens, nodes", *(f"{rate:g} Gbit/s" for rate in wide)], lines)
 
@@ -113,12 +113,12 @@ def nodes_in_words(table: pd.DataFrame) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One figure of a suite's forecast: ``y`` over ``x``, which is logarithmic."""
+    """One figure of a suite's forecast: ``y`` over a logarithmic ``x``."""
 
     suite: str
     x: str  # column
     y: str  # column
-    line: Sequence[str]  # columns whose values each line has in common
+    line: Sequence[str]  # columns; trials with equal values in all of them form one line
     x_label: str
     y_label: str
     text: Callable[[pd.DataFrame], tuple[str, str]]  # makes the sentence and the table above the figure
@@ -155,10 +155,11 @@ def draw(plot: Plot, table: pd.DataFrame, path: Path) -> None:
 
 
 def needed_gbps(bits: float, rate: float, *, nodes: int = 64, ranks_per_node: int = 8) -> float:
-    """Return the GB/s of fp32 elements at which a codec's encoding and decoding take as long as what it saves.
+    """Return the GB/s of fp32 elements at which a codec takes as much time to encode and decode as it saves in sending.
 
-    Compared with 16 bits, a node sends (2 - bits / 8) bytes less for each element of a two-hop reduction, at ``rate``
-    in B/s.  For that, each rank encodes and decodes 1 + 1 / ranks_per_node elements, with nothing hidden.
+    With a codec of ``bits`` a node sends (2 - bits / 8) bytes less than in 16 bits for each element of a two-hop
+    reduction, at ``rate`` in B/s.  For each element, a rank encodes and decodes 1 + 1 / ranks_per_node elements, and
+    none of this time is hidden.
     """
     saved = (2 - bits / 8) * (nodes - 1) / nodes / rate
     return 4 * 2 * (1 + 1 / ranks_per_node) / saved / 1e9
@@ -180,8 +181,9 @@ def page(tables: Mapping[str, pd.DataFrame]) -> str:
     rates = (100, 400, 800)
     lines = [(bits, *(f"{needed_gbps(bits, rate * 1e9 / 8):,.0f}" for rate in rates)) for bits in (8, 4, 2)]
     about = (
-        "A codec pays if it encodes and decodes more GB/s of fp32 elements than the table has: at that speed a two-hop "
-        "reduction on 64 nodes of 8 ranks takes as long as in 16 bits, provided that nothing hides the codec's time."
+        "A codec pays if it encodes and decodes more GB/s of fp32 elements than the table shows. At the speed in the "
+        "table, a two-hop reduction on 64 nodes of 8 ranks takes as long as in 16 bits, provided that nothing hides "
+        "the codec's time."
     )
     parts += ["## How fast must a codec be to pay?", textwrap.fill(about, 120)]
     return "\n\n".join([*parts, markdown.table(["bits", *(f"{rate} Gbit/s" for rate in rates)], lines)])

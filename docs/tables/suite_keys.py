@@ -22,13 +22,14 @@ _OVERRIDE: Final = (
     f"A suite has at most {MOST_TRIALS} trials."
 )
 _BARE: Final = ("table", "list of tables")  # keys of these types are described above the tables
-_VALUES: Final = {  # values of keys, in more detail than their types; limits follow the words before the colon
+# What values a key takes, in more detail than its type.  Limits are inserted before the first colon of the text.
+_VALUES: Final = {
     "name": "text: name of the suite and of its results folder",
-    "question": "text: what the page is headed with",
+    "question": "text: heading of the report page",
     "time": "text: how long the suite takes, as its author says",
     "workload": "`train`, `generate`, `rlhf`: [what a step is](#generation-and-rlhf)",
     "generate.prompt": "whole number: tokens that a generation starts from",
-    "generate.tokens": "whole number: tokens that it decodes",
+    "generate.tokens": "whole number: tokens that a generation decodes",
     "rlhf.group": "whole number: sampled continuations of each prompt",
     "rlhf.kl": "number: weight of the distance from the reference model",
     "cluster.nodes": "whole number: nodes",
@@ -40,7 +41,7 @@ _VALUES: Final = {  # values of keys, in more detail than their types; limits fo
     "accumulation": "whole number: micro-batches of a step",
     "clip": "number: largest norm of the gradient",
     "steps": "whole number: timed steps",
-    "warmup": "whole number: untimed steps before them",
+    "warmup": "whole number: untimed steps before the timed ones",
     "seed": "whole number: draws weights and the order of the data",
     "threads": "whole number: threads of each rank",
     "timeout_seconds": "number: seconds after which a trial fails",
@@ -53,6 +54,9 @@ _VALUES: Final = {  # values of keys, in more detail than their types; limits fo
     "strategy": "[ours](#strategies-of-our-engine), `recipe`, [a peer](#strategies-that-are-peers), or ours "
     "[inside FSDP2 or DDP](#collectives-inside-fsdp2-and-ddp)",
     "peer.compute": "`fp32`, `bf16`: type that peers compute in; policies have `policy.compute`",
+    "peer.reduce_dtype": "`compute`, `fp32`: type in which FSDP2 reduces gradients",
+    "peer.group": "`all`, `node`: ranks that share one copy of FSDP2's states; with `node`, nodes are replicas (HSDP)",
+    "peer.bucket_mb": "number: largest bucket of DDP's gradients, in MB",
     "deepspeed_config": "for strategy `recipe` or `deepspeed`: a file next to the suite, or a table",
     "policy.align": "whole number: parameters start on multiples of so many elements; a suite sets it for all "
     "its policies",
@@ -64,8 +68,8 @@ _VALUES: Final = {  # values of keys, in more detail than their types; limits fo
     "policy.gather": "`flat`: one ring over all ranks; `hierarchical`: between nodes first, then inside nodes",
     "policy.reduce": "`ring`; `one_hop`: one all-to-all over all ranks; `two_hop`: inside nodes, then between",
     "policy.chunks": "whole number: parts in which a shard is reduced, so that hops overlap",
-    "policy.reduce_every": "`micro_batch` reduces after each and adds up in shards, `step` adds up locally and "
-    "reduces once; `stage`: as the stage implies",
+    "policy.reduce_every": "`micro_batch` reduces after each micro-batch and adds up in shards; `step` adds up "
+    "locally and reduces once; `stage`: as the stage implies",
     "policy.compute": "`fp32`, `bf16`, `fp16`: type of gathered weights and local gradients; masters stay fp32",
     "policy.loss_scale": "`none`, a number, or `dynamic` followed by `:from<scale>`, `:window<steps>`",
     "margin": "steps of training by which a loss may be worse; 0: 1 % of the baseline's loss instead",
@@ -74,12 +78,12 @@ _VALUES: Final = {  # values of keys, in more detail than their types; limits fo
     "larger; 0: no unit is",
     "policy.max_live": "elements that are gathered at the same time; beyond this number no further unit is gathered "
     "ahead or kept. Only if this key is not given, the next unit is gathered ahead even beyond it",
-    "policy.max_reuse": "a unit stays gathered until backward if fewer elements run in between; 0: never",
+    "policy.max_reuse": "a unit stays gathered until backward if fewer elements than this run in between; 0: never",
     "policy.persist_below": "parameters with fewer elements stay gathered and are never quantised; 0: none",
     "policy.persist_most": "most elements that stay gathered because of `persist_below`; in model "
     "order, a parameter that would exceed it is sharded instead",
-    "policy.largest_unit": "elements of a unit; larger blocks are cut into their submodules; 0: no limit",
-    "policy.reduce_bucket": "elements of gradients whose reduction runs at once",
+    "policy.largest_unit": "most elements of a unit; larger blocks are cut into their submodules; 0: no limit",
+    "policy.reduce_bucket": "gradient elements that may be in reduction at the same time",
     "policy.max_padding": "largest share of a unit that may be padding",
     "policy.offload_optimizer": "share of trained elements whose masters and optimizer state are on the host",
     "policy.offload_weights": "share of elements whose encoded and frozen shards are on the host",
@@ -113,13 +117,13 @@ _VALUES: Final = {  # values of keys, in more detail than their types; limits fo
     "tokenizer": "`module:function` that makes tokens from a text; without it bytes are tokens",
     "activation_checkpointing": "true: blocks keep only their inputs, and run again in the backward pass",
     "optimizer.arguments": "table: arguments of the optimizer; `lr` below 1000",
-    "corpus": "`stdlib`, a text, token files or `module:function`; `glyphs` with a model that reads images, "
-    "whose default it is",
+    "corpus": "`stdlib`, a text, token files or `module:function`; for a model that reads images `glyphs`, which is "
+    "then the default",
     "sequence": "tokens; images have 1, 4, 16, 64 (the default), 256 or 1024 patches",
     "validate_every": "steps between validations; 0: once, after the last step; none: no validation",
     "validation_batches": "batches of each rank in a validation",
-    "measure_quantisation": "true: measure the errors of what is sent, untimed, in the first repeat, and those that "
-    "[other codecs](../reference/metrics.md#error-of-what-was-sent) would have",
+    "measure_quantisation": "true: in the first repeat, measure the errors of what is sent, and the errors that "
+    "[other codecs](../reference/metrics.md#error-of-what-was-sent) would have; this is not timed",
     "memory_limit": "text with MiB or GiB",
     "control": "`none`, or a change that makes training worse on purpose: `stale_secondary`, hpZ's copy is never "
     "renewed; `late_secondary`, it is renewed one step late; `half_batch`, only the first half of each batch is "
@@ -128,7 +132,10 @@ _VALUES: Final = {  # values of keys, in more detail than their types; limits fo
 
 
 def render() -> str:
-    """Return the tables in Markdown; policies have one of their own, since their defaults are the strategy's."""
+    """Return the tables in Markdown.
+
+    Fields of policies have a table of their own without defaults, since their defaults depend on the strategy.
+    """
     head = ("key", "value", "default")
     rows = [_row(name, field) for name, field in SuiteTables.model_fields.items()]
     top = table(head, (row for row in rows if row[1] not in _BARE))

@@ -1,7 +1,7 @@
 """Tables of ``docs/reference/support.md``: which options of a policy can be combined.
 
 Every pair of options is built as a policy and checked on a topology.  The tables quote the errors of the pairs that
-are refused; the tests train every pair that is not.
+are refused; the tests train with every other pair.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Changes = Mapping[str, Any]
 
 
 def parts(weights: Codec, gradients: Codec, memory: MemoryLimits) -> dict[str, Changes]:
-    """Options of a policy by name, each as changes of ``Policy()``.
+    """Return options of a policy by name, each as changes of the fields of ``Policy()``.
 
     Args:
         weights: codec of the options that quantise weights.
         gradients: codec of the option that quantises gradients.
-        memory: limits on memory; the option that sets some of them keeps the others.
+        memory: limits on memory; the option that sets some of these limits keeps the others.
     """
     both = (gradients, gradients)
     limited = replace(memory, persist_below=50, max_reuse=2000)
@@ -64,7 +64,7 @@ PARTS: Final = parts(IntCodec(8, 2048), IntCodec(4, 256), MemoryLimits())
 
 
 def pairs(changes: Mapping[str, Changes], base: Policy) -> Iterator[tuple[str, str, Policy | str]]:
-    """Yield every pair of options that change different fields: both names, and the policy or its error."""
+    """Yield both names of every pair of options that change different fields, and the policy or its error."""
     for part, other in itertools.combinations(changes, 2):
         if not changes[part].keys() & changes[other].keys():
             yield part, other, combine(base, changes[part], changes[other])
@@ -102,7 +102,10 @@ def render() -> str:
 
 
 def _row(reason: str, pairs: Sequence[tuple[str, str, str]]) -> tuple[str, str]:
-    """Return the names of pairs with one ``reason``, and their error, or ``reason`` if errors differ."""
+    """Return the names of the pairs that are refused for one ``reason``, and their error.
+
+    If the errors of the pairs differ, the ``reason`` takes the place of the error.
+    """
     parts, others, refusals = (list(dict.fromkeys(column)) for column in zip(*pairs, strict=True))
     names = "; ".join(f"{part} with {other}" for part, other, _ in pairs)
     if len(pairs) == len(parts) * len(others):
@@ -111,7 +114,7 @@ def _row(reason: str, pairs: Sequence[tuple[str, str, str]]) -> tuple[str, str]:
 
 
 def _without_names(refusal: str) -> str:
-    """Return an error without the names of option and host before it and what is expected after it."""
+    """Return an error without its beginning, which names option and host, and its end, which says what is expected."""
     return refusal.partition(": ")[2].partition("; expected")[0] if "; expected" in refusal else refusal
 
 

@@ -82,7 +82,7 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
 
     Args:
         name: Name that the machine gets.
-        results: Records of the trials go into a new folder in this one, and stay there.
+        results: Folder of results.  The trials' records are written into a new folder in it, and stay there.
         console: Where progress is printed.
 
     Raises:
@@ -161,13 +161,13 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
 
     The first fit explains computing as a sum of ``launch``, ``fixed`` and ``per_token`` costs.  The second fit
     explains what a rank does besides computing, the optimizer and encoding, as costs of ``unit``, ``element``,
-    ``message`` and ``sent``.  A trial whose computing ran slower than the first fit expects is corrected by that
-    factor.  Trials over the slow link are left out of the second fit, since waking threads that wait for messages
-    costs processor time too.  Finally ``spread`` is the larger of the machine's drift and the root mean square of
-    the logarithmic errors of predicted durations.
+    ``message`` and ``sent``.  Before the second fit, the seconds of each trial are divided by the factor
+    by which the trial's computing was slower than the first fit expects.  Trials over the slow link are left out of the
+    second fit, since waking threads that wait for messages costs processor time too.  Finally ``spread`` is the larger
+    of the machine's drift and the root mean square of the logarithmic errors of predicted durations.
     """
     achieved = [trial.achieved for trial in measured if trial.achieved is not None]
-    blank = replace(machine, latency=0.0, processors=0, codecs={})  # has no costs of communication yet
+    blank = replace(machine, latency=0.0, processors=0, codecs={})  # has no communication costs yet
     computing, steps = [trial.computing for trial in measured], [trial.step for trial in measured]
     passes: dict[str, Sequence[float]] = {
         "launch": [len(step.units) for step in steps],

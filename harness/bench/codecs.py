@@ -40,11 +40,11 @@ USUAL: Final = (*OURS, *other_libraries.QUANTISERS)  # backends that are timed b
 SOURCES: Final = 4  # frames that decode_sum adds
 MEBIBYTES: Final = {"cpu": 64, "cuda": 256}  # of elements, by default
 REFERENCE_SHARE: Final = 8  # the reference backend is timed on one element in eight,
-REFERENCE_NUMEL: Final = 1 << 21  # but on at least so many, which do not fit a core's cache
-GRAIN: Final = 1 << 15  # the number of elements is a multiple, so that blocks of all default codecs are whole
+REFERENCE_NUMEL: Final = 1 << 21  # but on at least this many elements, which do not fit a core's cache
+GRAIN: Final = 1 << 15  # elements come in multiples of this, so that blocks of all default codecs are whole
 MOST_ROUNDS: Final = 15
 FEWEST_ROUNDS: Final = 3
-_ROUND_SECONDS: Final = 2e-3  # a round takes at least so long, so that reading the clock does not matter
+_ROUND_SECONDS: Final = 2e-3  # least duration of a round, so that reading the clock does not matter
 _FLUSH_BYTES: Final = 1 << 29  # read on a GPU before each timed call; larger than any cache
 _MOST_QUEUED: Final = 10  # calls in a round on a GPU, where each call is timed by itself
 _QUEUE_CYCLES: Final = 1_000_000  # GPU cycles, about half a millisecond, in which the host queues a call
@@ -57,7 +57,7 @@ class Work(NamedTuple):
         str, str | None
     ]  # operation, codec, backend; ``other`` describes another library's arithmetic
     x: Tensor  # (S,) the elements; the operation is compared with a copy of them
-    moved_bytes: int  # that one call reads and writes
+    moved_bytes: int  # bytes that one call reads and writes
     run: Callable[[], object]  # makes one call
 
 
@@ -84,7 +84,7 @@ def measure(
     mebibytes: int | None,
     seconds: float,
 ) -> list[Sample]:
-    """Time all operations, in a process of their own.
+    """Time all operations; runs in a process that does nothing else.
 
     Args:
         rank: Reports progress.
@@ -161,7 +161,7 @@ def _time(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
 
 
 def works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterator[Work]:
-    """Yield all operations to time on elements ``x`` (S,) and their device."""
+    """Yield all operations to time on the elements ``x`` (S,), of those ``backends`` that work on their device."""
     kernels = [name for name in backends if name in (x.device.type, "reference")]
     kernels += [name for name in backends if name in kernel_ablation.ABLATED and x.is_cuda]
     for codec, name in product(map(parse, codecs), kernels):

@@ -28,7 +28,7 @@ CODECS: Final = ("fp32", "bf16", "int8:2048", "int4:256")
 GATHERS: Final[tuple[Gather, ...]] = ("flat", "hierarchical")
 REDUCTIONS: Final[tuple[Reduce, ...]] = ("ring", "one_hop", "two_hop")
 TRANSPORTS: Final[tuple[Transport, ...]] = ("shm", "backend")
-GRAIN: Final = 1 << 12  # a shard's elements are a multiple, so that blocks of all codecs above are whole
+GRAIN: Final = 1 << 12  # a shard has a multiple of this many elements, so that all codecs' blocks are whole
 ROUNDS: Final = (5, 15)  # fewest and most
 
 # torch 2.13 renames these functions and warns about the old names; torch 2.11 has only the old ones.

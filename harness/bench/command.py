@@ -148,7 +148,7 @@ def overlap(
     """Measure how much communication hides behind computation, and one hop of a reduction behind the other.
 
     Steps over a slow link are timed against the same steps without communication, and reductions in several
-    chunks against reductions in one.
+    chunks against reductions in one chunk.
     """
     run = _Run("overlap", results)
 
@@ -177,12 +177,14 @@ class _Run:
         self._fixed = {"subject": subject, "machine": facts, "code": code, "pool": pool, "started": _now()}
         existing = next(path for path in (self._folder, *self._folder.absolute().parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise Refusal(f"--results {results}: {existing} is not a folder that can be written")
+            raise Refusal(
+                f"--results {results}: {existing} is not a folder, or cannot be written; name another folder"
+            )
         records = bench_record.read_all(self._folder) if any(self._folder.glob("*.json")) else []
         if pools := [bench.pool for bench in records if bench.pool != pool]:
             raise Refusal(
-                f"{self._folder}: holds {counted(len(pools), 'record')} of another machine or code (hash "
-                f"{pools[0]}, here {pool}), and such records cannot be compared; move the folder aside, or "
+                f"{self._folder}: holds {counted(len(pools), 'record')} of another machine or version of the code "
+                f"(hash {pools[0]}, here {pool}), and such records cannot be compared; move the folder aside, or "
                 "name another one with --results"
             )
 
@@ -203,8 +205,8 @@ class _Run:
     ) -> list[Result]:
         """Run ``target`` in fresh processes, one for each rank, and show their progress.
 
-        A rate is always enforced by the kernel, between network namespaces.  Pacing would not do, since it limits
-        only messages of our wire, and gloo's collectives do not use it.
+        A rate is always enforced by the kernel, between network namespaces.  Pacing would not do: it limits only
+        messages of our wire, and gloo's collectives do not use our wire.
 
         Raises:
             LaunchError: if a process fails.

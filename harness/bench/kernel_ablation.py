@@ -1,8 +1,9 @@
 """Variants of the CUDA kernels without one optimisation, as backends of ``zeropp bench codecs``.
 
-All write the same bits as ``cuda``, so that a difference in speed is what the optimisation brings.  ``cuda``,
-``cuda-general``, ``cuda-shared-memory`` and ``cuda-two-reads`` (which differs in encoding only) each have less than
-the one before.  ``cuda-narrow`` also loses the main path, which does without checks of bounds.
+All write the same bits as ``cuda``, so that a difference in speed is what the optimisation brings.  The backends
+``cuda-general``, ``cuda-shared-memory`` and ``cuda-two-reads`` each lack an optimisation that the one before still has;
+the first is compared with ``cuda``, and the last differs from the one before only in encoding.  ``cuda-narrow`` also
+lacks the main path, in which the kernels do not check bounds.
 """
 
 from __future__ import annotations
@@ -43,9 +44,15 @@ ABLATED: Final[Mapping[str, Callable[[Runner], Kernels]]] = {
     "cuda-narrow": lambda run: Kernels(partial(narrowly, run)),
     "cuda-few-warps": lambda run: Kernels(partial(run, idle_bytes=_IDLE_BYTES)),
 }
-"""By name of the backend, in order: kernels that are not compiled for one codec; blocks held in shared memory instead
-of registers; elements read twice from global memory; sums written to memory before they are encoded; elements accessed
-one by one; and few thread blocks at a time on each multiprocessor."""
+"""The kernels of each backend, by its name:
+
+- ``cuda-general``: kernels that are compiled for all codecs, not for one;
+- ``cuda-shared-memory``: blocks are held in shared memory instead of registers;
+- ``cuda-two-reads``: elements are read twice from global memory;
+- ``cuda-unfused``: sums are written to memory before they are encoded;
+- ``cuda-narrow``: elements are loaded and stored one by one;
+- ``cuda-few-warps``: few thread blocks run at a time on each multiprocessor.
+"""
 
 
 def why_not(name: str, device: Any) -> str | None:
@@ -53,5 +60,5 @@ def why_not(name: str, device: Any) -> str | None:
     most = getattr(device, "shared_memory_per_block_optin", _IDLE_BYTES)
     if name == "cuda-few-warps" and most < _IDLE_BYTES + _STATIC_BYTES:
         needed = (_IDLE_BYTES + _STATIC_BYTES) >> 10
-        return f"needs {needed} KiB of shared memory for a thread block, and this GPU has {most >> 10} KiB"
+        return f"needs {needed} KiB of shared memory for a thread block, but this GPU allows {most >> 10} KiB"
     return None

@@ -43,17 +43,17 @@ CODEC: Final = "int4:256"  # of both hops
 CHUNKS: Final = 4
 ROUNDS: Final = (5, 200)  # fewest and most
 PROBES: Final = (3, 3)  # fewest and most rounds whose median sets the rate of a link
-# The link's rate for steps is set such that, in the tighter pass, computing takes so many times as long as sending.
+# The link's rate for steps is set such that, in the tighter pass, computing takes this many times as long as sending.
 ROOM: Final = 1.2
-# The link's rate for hops is set such that the second hop takes so many times as long as the first.
+# The link's rate for hops is set such that the second hop takes this many times as long as the first.
 HOPS_APART: Final = 3.0
 _TAG: Final = Tag("backward", "gradients")
 
 Times = tuple[float, float, float]
 """Seconds of a step on this rank: forward, backward, and the whole step with the optimizer."""
 Alone = tuple[list[Times], dict[str, list[int]]]
-"""Times of compute alone by round; and, by policy, the bytes that this rank would send to other nodes in forward and
-in backward."""
+"""The times of compute alone, by round, and the bytes that this rank would send to other nodes under each policy, in
+forward and in backward."""
 
 
 def compute_alone(rank: Rank, *, layers: int, sequences: int) -> Alone:
@@ -73,7 +73,7 @@ def rates_for_steps(ranks: Sequence[Alone]) -> dict[str, float]:
 
 
 def rate_for_step(sent: Sequence[int], computed: Sequence[float]) -> float:
-    """Return the Mbit/s that leave :data:`ROOM` in forward and in backward.
+    """Return the Mbit/s at which computing takes at least :data:`ROOM` times as long as sending, in both passes.
 
     Args:
         sent: Bytes that a rank sends between nodes in forward and in backward.

@@ -109,7 +109,7 @@ def trace_step(rank: Rank, assignment: Assignment) -> RankTrace:
 
 @contextlib.contextmanager
 def _noting_operations(timeline: Timeline) -> Iterator[None]:
-    """Add calls of the codecs' operations to the timeline in the body of ``with``.
+    """Add each call of a codec's operation to the timeline, while the body of ``with`` runs.
 
     The engine looks these functions up in :mod:`impl.ops` at each call, so they are replaced there.
     """

@@ -26,7 +26,7 @@ _NAME: Final = re.compile(
 _PRESET: Final = 9 | lzma.PRESET_EXTREME  # 5 % smaller than preset 9 alone
 _MOST: Final = regular_file.MOST  # bytes that an entry of the archive may have
 _MOST_IN_ALL: Final = 1 << 30  # bytes that all entries may have together
-_MOST_ENTRIES: Final = 20_000  # an archive has about one entry for each of at most 2,000 trials, and traces
+_MOST_ENTRIES: Final = 20_000  # one for each of at most 2,000 trials, and further ones for runs and traces
 _MOST_DECODER: Final = 256 << 20  # bytes of memory for decompressing; archives of this project take 65 MiB
 _CHUNK: Final = 1 << 16
 
@@ -38,7 +38,8 @@ def pack(folder: Path, into: Path) -> Path:
         The path of the archive.
 
     Raises:
-        RecordError: If the folder holds no records, a file that is none by its name or size, or cannot be read.
+        RecordError: If the folder holds no records or too many, if the name or the size of a file is not that of a
+            record, run or trace, or if a file cannot be read.
     """
     files = sorted(folder.glob("*.json"))
     if not files:
@@ -56,7 +57,7 @@ def pack(folder: Path, into: Path) -> Path:
                 entry.size = len(content)
                 total += entry.size
                 if _NAME.fullmatch(entry.name) is None or entry.size > _MOST:
-                    reason = f"no record, run or trace by its name, or larger than {_MOST >> 20} MiB"
+                    reason = f"its name is not that of a record, run or trace, or it is larger than {_MOST >> 20} MiB"
                     raise RecordError(f"{path}: {reason}; move it out of the folder")
                 if total > _MOST_IN_ALL or len(files) > _MOST_ENTRIES:
                     limits = f"{_MOST_ENTRIES} files or {_MOST_IN_ALL >> 30} GiB in all"
@@ -80,8 +81,8 @@ def unpack(archive: Path, into: Path | None = None) -> Path:
         The suite's folder.
 
     Raises:
-        RecordError: If the archive holds anything but the suite's records, or too much, or the folder has records or
-            a journal that the archive lacks; the folder is then as it was.
+        RecordError: If the archive holds too much, or a file that does not belong to the suite; or if the folder has
+            records or lines of the journal that the archive lacks.  The folder is not changed then.
     """
     suite = archive.name.removesuffix(SUFFIX)
     into = archive.parent if into is None else into
@@ -127,7 +128,8 @@ def _merge(archive: Path, staging: Path, folder: Path) -> None:
     fresh = {path.relative_to(staging) for path in staging.rglob("*") if path.is_file()}
     if others := sorted({path.relative_to(folder) for path in folder.glob("*.json")} - fresh):
         raise RecordError(
-            f"{folder}: has records that {archive.name} lacks, the first {others[0].name}; move one of the two"
+            f"{folder}: has records that {archive.name} lacks, such as {others[0].name}; "
+            "move the folder or the archive elsewhere"
         )
     # If an earlier version of the archive was unpacked here, its journal is the beginning of this one's.
     journal, new = folder / JOURNAL, staging / JOURNAL
@@ -135,7 +137,8 @@ def _merge(archive: Path, staging: Path, folder: Path) -> None:
         old = regular_file.read_bytes(journal)
         if not (new.read_bytes() if new.exists() else b"").startswith(old):
             raise RecordError(
-                f"{folder}: its journal lists records that {archive.name} lacks; move one of the two"
+                f"{folder}: its journal lists records that {archive.name} lacks; "
+                "move the folder or the archive elsewhere"
             )
     for path in sorted(fresh):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +150,10 @@ class _OtherEntryError(Exception):
 
 
 class _PlainEntry(tarfile.TarInfo):
-    """An entry that is a plain file: others are refused before :mod:`tarfile` reads their content into memory."""
+    """An entry of an archive, which must be a plain file.
+
+    Links, folders and extended headers are refused before :mod:`tarfile` reads their content into memory.
+    """
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
@@ -165,7 +171,7 @@ class _Unpacked:
         self._decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MOST_DECODER)
 
     def read(self, size: int) -> bytes:
-        """Return at most ``size`` bytes; none at the end.  Raises an EOFError if the file ends early."""
+        """Return at most ``size`` bytes, or no bytes at the end; raise an EOFError if the file ends early."""
         while not self._decoder.eof:
             packed = self._file.read(_CHUNK) if self._decoder.needs_input else b""
             if not packed and self._decoder.needs_input:

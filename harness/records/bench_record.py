@@ -1,6 +1,6 @@
 """Defines the record of ``zeropp bench``: the raw seconds of every round, one JSON file per run.  No torch.
 
-It is the counterpart of :mod:`harness.records.trial_record`.  Rates and ratios are computed from it by reports.
+The record is the counterpart of :mod:`harness.records.trial_record`.  Reports compute rates and ratios from it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Sample(BaseModel, extra="forbid", frozen=True):
     kind: Kind
     names: dict[str, str | int | float | None]  # which candidate, and under which conditions
     sizes: dict[str, int] = {}  # bytes, elements and the like of one call or step
-    seconds: list[float]  # of the slowest rank, by round
+    seconds: list[float]  # of the slowest rank, by round; before :func:`merge_ranks`, of one rank
     reference_seconds: list[float]  # of the reference, by round
     parts: dict[str, list[float]] = {}  # seconds of parts of the call or step, by round
     sent: dict[str, int] = {}  # bytes that all ranks send in one call, by link, from the wire's ledger
@@ -38,7 +38,7 @@ class Sample(BaseModel, extra="forbid", frozen=True):
         for name, values in self.timed.items():
             if len(values) != len(self.seconds) or not values:
                 raise ValueError(
-                    f"seconds has {len(self.seconds)} rounds, {name} has {len(values)}: expected as many"
+                    f"seconds has {len(self.seconds)} rounds, {name} has {len(values)}: expected equally many"
                 )
             if min(values) <= 0:
                 raise ValueError(f"{name} = {min(values):g}: expected seconds above 0")
@@ -83,7 +83,7 @@ class Bench(BaseModel, extra="forbid", frozen=True):
     pool: str  # hash of the facts that must be equal before two records are pooled
     missing: dict[str, str] = {}  # why a candidate could not be timed, by name
     samples: list[Sample]
-    digest: str | None = None  # SHA-256 of all else in the file; None in older records
+    digest: str | None = None  # SHA-256 of everything else in the file; None in older records
 
     @property
     def id(self) -> str:
@@ -111,7 +111,7 @@ def read_all(folder: Path) -> list[Bench]:
     """Read all records of a folder, in the order in which they ran.
 
     Raises:
-        RecordError: If there is none, or a file is no benchmark's record.
+        RecordError: If the folder holds none, or a file is not the record of a benchmark.
     """
     benches = [read_as(Bench, path) for path in sorted(folder.glob("*.json"))]
     if not benches:

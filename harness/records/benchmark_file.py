@@ -1,6 +1,6 @@
 """Reads the JSON files that pytest-benchmark writes (``tox -e bench``).  No torch.
 
-The format is pytest-benchmark's own; only the fields that a page shows are checked.
+The format is pytest-benchmark's own; only the fields that report pages show are checked.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Timed(BaseModel, frozen=True):
     stats: Stats
 
     def noted(self, key: str) -> float | None:
-        """Return a finite number that the test noted; None if it noted none."""
+        """Return the number that the test noted under ``key``; None if there is none or it is not finite."""
         value = self.extra_info.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             return None
@@ -70,7 +70,8 @@ def read_all(folder: Path) -> list[BenchmarkFile]:
     """Read all files of a folder, in the order in which they were written.
 
     Raises:
-        RecordError: If a file is none of pytest-benchmark's, or lacks a field that a page needs; it names the file.
+        RecordError: If the folder holds none; or, naming the file, if a file was not written by pytest-benchmark, or
+            lacks a field that report pages need.
     """
     files = []
     for path in paths_in(folder):

@@ -43,8 +43,8 @@ class Entry(BaseModel, extra="forbid", frozen=True):
 def content_of(record: Record) -> str:
     """Return the SHA-256 of a record's content.
 
-    Role, answer and digest are left out, and fields that have their default: a later version of the schema may have
-    added them.
+    Role, answer and digest are left out.  So are fields that hold their default value, because a later version of the
+    schema may have added them.
     """
     return digest_of(json.loads(record.model_dump_json(exclude=_LEFT_OUT, exclude_defaults=True)))
 
@@ -72,7 +72,9 @@ def append(results: Path, record: Record) -> Record:
 
 
 def complete(results: Path) -> None:
-    """Add the line of a record whose run ended before it wrote the line; a journal without such a record is kept.
+    """Add the line of a record whose run ended before it wrote the line.
+
+    If there is no such record, the journal stays as it is.
 
     Raises:
         RecordError: If the journal cannot be read or written.
@@ -86,8 +88,8 @@ def complete(results: Path) -> None:
 def _without_line(lines: Sequence[str], records: Sequence[Record]) -> Record | None:
     """Return the record that was written without its line; None if there is none.
 
-    There is at most one, and its line is the next.  If the journal lacks the lines of several records, or is not
-    intact, it was cut, which is not the work of a run that was killed.
+    A run that is killed leaves at most one such record, and its line is the next one of the journal.  If the journal
+    lacks the lines of several records, or is not intact, somebody has cut it, and None is returned.
     """
     without = [record for record in records if record.entry is not None and record.entry >= len(lines)]
     if len(without) != 1 or without[0].entry != len(lines) or len(_entries(lines)) < len(lines):
@@ -96,7 +98,7 @@ def _without_line(lines: Sequence[str], records: Sequence[Record]) -> Record | N
 
 
 def _line(lines: Sequence[str], record: Record) -> str:
-    """Return the line of a record that follows ``lines``."""
+    """Return the line of a record, to be appended to ``lines``."""
     return Entry(
         number=len(lines),
         trial=record.id,
@@ -137,7 +139,7 @@ def verify(results: Path, records: Sequence[Record]) -> list[str]:
             for trial, runs in of_trial.items()
             if trial in by_id and content_of(by_id[trial]) != runs[-1].content
         ],
-        "records name a line that it does not have": [
+        "records name a line that the journal does not have": [
             record.id for record in records if record.entry is not None and record.id not in of_trial
         ],
     }

@@ -22,8 +22,8 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 CONFIDENCE: Final = 0.95
-FEWEST: Final = 6  # values; the range of five holds the median in only 0.94 of samples
-FEWEST_SWEEPS: Final = 3  # for means; with two, Student's t is 13 standard errors wide
+FEWEST: Final = 6  # fewest values; the range of five values holds the median in only 94 % of samples
+FEWEST_SWEEPS: Final = 3  # for means; the interval of two sweeps would reach 13 standard errors to each side
 _NUMERALS: Final = {FEWEST_SWEEPS: "three", FEWEST: "six"}
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -43,7 +43,7 @@ class Interval:
 
     @property
     def why_none(self) -> str:
-        """Why there is no interval: ``n = 3: no interval; six are needed``, or the same for sweeps; else empty."""
+        """Why there is no interval, such as ``n = 3: no interval; six are needed``; empty if there is one."""
         if 0 < self.n < FEWEST:
             return f"n = {self.n}: no interval; {_NUMERALS[FEWEST]} are needed"
         if 1 < self.sweeps < self.fewest_sweeps:
@@ -68,7 +68,7 @@ class Interval:
 def of_another_sweep(interval: Interval, *, ratio: bool) -> Interval:
     """Return Student's prediction interval for the result of one further sweep.
 
-    For a ratio the interval is computed from its logarithm.
+    For a ratio, the interval is computed on the scale of logarithms.
     """
     numbers = (interval.low, interval.estimate, interval.high)
     low, middle, high = map(math.log, numbers) if ratio else numbers
@@ -85,7 +85,8 @@ def median_interval(values: Sequence[float], sweeps: Sequence[int] | None = None
     and Sheather's (1986).
 
     Args:
-        values: At least one value; an interval needs :data:`FEWEST`, or that many sweeps.
+        values: At least one value.  An interval needs :data:`FEWEST` values or, if there are several sweeps, as many
+            sweeps.
         sweeps: The sweep of each value; None if all are from one sweep.
 
     Raises:
@@ -120,7 +121,7 @@ def paired_ratio_interval(
     Args:
         above: Positive numerators by key.
         below: Positive denominators by key.  Keys that only one side has are left out.
-        sweeps: The sweep of each key; with several, the sweeps' mean logarithms are the values.
+        sweeps: The sweep of each key; with several sweeps, the mean of each sweep's logarithms counts as one value.
 
     Raises:
         ValueError: If no key is shared, or a value is NaN, zero or negative.
@@ -141,7 +142,7 @@ def geometric_interval(values: Sequence[float], sweeps: Sequence[int] | None = N
 
 
 def mean_interval(values: Sequence[float] | _Floats, sweeps: Sequence[int] | None = None) -> Interval:
-    """Return the mean with Student's interval; with several sweeps, of the sweeps' means.
+    """Return the mean with Student's interval; with several sweeps, both are computed from the sweeps' means.
 
     Raises:
         ValueError: If there are no values.
@@ -185,7 +186,7 @@ def undecided(
     Args:
         left: Values by key at 0; keys that only one side has are left out.
         right: Values by key at 1.
-        sweeps: The sweep of each key; with several, the sweeps' means are the values.
+        sweeps: The sweep of each key; with several sweeps, each sweep's mean counts as one value.
 
     Returns:
         Disjoint parts (low, high) of [0, 1] in ascending order; with too few values or sweeps, all of it.

@@ -1,4 +1,7 @@
-"""Selects parts of a rank's memory, given as bytes by part: without training, on the device, on the host."""
+"""Selects parts of a rank's memory: those needed without training, those on the device, and those on the host.
+
+Memory is given as bytes by the name of the part.
+"""
 
 from __future__ import annotations
 

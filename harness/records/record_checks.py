@@ -25,20 +25,25 @@ from harness.records.packet_sizes import HEADER_BYTES, SEGMENT_BYTES
 from harness.records.trial_record import LedgerRow, RankRecord, Record
 from harness.suites.trial import Trial
 
-INTERFACE_WITHIN: Final = (0.99, 1.02)  # bytes of an interface, as a share of the ledger's plus headers
-# Bytes of gloo's own for one of our messages: two announcements and a header of 48 bytes each, for each of the two
-# parts in which a ring sends a message.
+INTERFACE_WITHIN: Final = (
+    0.99,
+    1.02,
+)  # bytes that an interface counts, as a share of the ledger's bytes plus headers
+# Bytes that gloo itself may send with one of our messages.  A ring sends a message in two parts, and gloo sends two
+# announcements and a header with each part; each of these three takes 48 bytes.
 CONTROL_BYTES: Final = 2 * 3 * 48
 RATE_WITHIN: Final = (0.95, 1.05)  # rate that probes may measure, as a share of the requested rate
-_COVERED: Final = 0.97  # share that steps must take, at least, of the time from the first to the last
+_COVERED: Final = 0.97  # steps add up to at least this share of the time from the first to the last
 _TICK: Final = 0.005  # seconds for each step that reading clocks and reporting progress may take
 _SLEPT: Final = (
     0.1,
     0.01,
 )  # seconds that a rank may sleep without waiting for messages: in all, and for each step
-_AWAKE: Final = 0.5  # share that waiting for messages must be, at least, of the time in which a rank sleeps
+_AWAKE: Final = 0.5  # least share of its sleep that a rank must have recorded as waiting for messages
 _ROUNDED: Final = 0.01  # seconds by which two clocks may differ
-_BARRIERS: Final = 4  # barriers around the counted steps, and around each validation (itself not counted)
+_BARRIERS: Final = (
+    4  # barriers around the timed steps, and as many around each validation, which itself is not counted
+)
 
 
 def ledger_mismatch(record: Record) -> str | None:
@@ -113,10 +118,13 @@ class Checked:
 
     kernel: str | None = None  # how the first wrong codec kernel differs from the reference
     wrong: str | None = None  # the first fault that this rank found itself
-    losses: list[float] = field(default_factory=list)  # of every step: mean of what its passes returned
+    losses: list[float] = field(
+        default_factory=list
+    )  # of every step: mean of the losses that its passes returned
     replayed: int = 0  # optimizer steps that were replayed and found right
-    linked: int = 0  # steps whose optimizer got the gradients of the rehearsal just before
-    # SHA-256 of this rank's inputs and targets by step, and of those that the seed gives the next rank.
+    linked: int = 0  # steps whose optimizer got the same gradients as an untimed rehearsal of the step gave
+    # SHA-256 of this rank's inputs and targets by step, and of the inputs and targets that the seed gives the next
+    # rank.
     batches: dict[int, str] = field(default_factory=dict)
     of_next_rank: dict[int, str] = field(default_factory=dict)
     seconds: float = (
@@ -146,13 +154,13 @@ def training_fault(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> s
                 read = f"in step {step} rank {rank} read another batch (SHA-256 {digest[:12]})"
                 return f"{read} than the seed gives this rank ({drawn.get(step, 'none')[:12]})"
         steps = ranks[rank].steps
-        for step_record, loss in zip(steps, check.losses, strict=False):  # generations have no steps
+        for step_record, loss in zip(steps, check.losses, strict=False):  # trials that generate have no steps
             if not math.isclose(step_record.loss, loss, rel_tol=1e-6) and math.isfinite(loss):
                 return (
                     f"in step {step_record.index} rank {rank} trained at a loss of {loss:.6f}, but "
                     f"{step_record.loss:.6f} is on record"
                 )
-        for timed_step, seconds in zip(steps, check.step_seconds, strict=False):  # generations have no steps
+        for timed_step, seconds in zip(steps, check.step_seconds, strict=False):  # as above
             if timed_step.total > seconds + _ROUNDED:
                 took = f"step {timed_step.index} of rank {rank} is recorded with {timed_step.total:.3f} s"
                 return (

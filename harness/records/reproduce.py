@@ -39,7 +39,7 @@ def script(record: Record, run: Run) -> str:
     elif changes is not None:
         size = f"{changes.size} bytes, SHA-256 {changes.sha256}"
         lines.append(
-            f"# The checkout had changes that are not recorded in full ({size}): the code that ran was another."
+            f"# The checkout had changes that are not recorded in full ({size}): the code that ran was different."
         )
     lines += ["", *_installed(node), ""]
     if run.suite is None:

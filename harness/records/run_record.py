@@ -1,7 +1,7 @@
 """Records what all trials of one run have in common: the suite, changes of the sources, and each node's software.
 
-It is one file ``runs/<hash of its content>.json`` in the suite's results folder, and each trial's record names it in
-its field ``run``.  No torch.
+These facts are kept in one file ``runs/<hash of its content>.json`` in the suite's results folder.  Each trial's record
+names the file in its field ``run``.  No torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from harness.records.trial_record import RecordError, digest_of, read_as, write_
 from impl import regular_file
 
 RUNS: Final = "runs"
-_LETTERS: Final = 16  # of the SHA-256 that name a file
+_LETTERS: Final = 16  # hex digits of the SHA-256 that are the file's name
 
 
 class _Part(BaseModel, extra="forbid", frozen=True):
@@ -24,11 +24,11 @@ class _Part(BaseModel, extra="forbid", frozen=True):
 
 
 class SuiteText(_Part):
-    """A suite file."""
+    """A suite file, and the DeepSpeed configurations that it names."""
 
     name: str
     text: str
-    configurations: dict[str, str] = {}  # JSON of the DeepSpeed configurations that it names, by path
+    configurations: dict[str, str] = {}  # the DeepSpeed configurations as JSON, by path
 
 
 class Changes(_Part):
@@ -66,7 +66,7 @@ class Run(_Part):
 
     schema_version: int = 1
     suite: SuiteText | None  # None if the trials came from no suite file
-    changes: Changes | None  # of node 0's checkout; None if it had none, or they are not known
+    changes: Changes | None  # of node 0's checkout; None if there were none, or if they are not known
     nodes: list[Node] = Field(min_length=1)  # by number; node 0 wrote the records
 
 

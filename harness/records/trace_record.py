@@ -25,7 +25,7 @@ _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Event(BaseModel, extra="ignore", frozen=True):
-    """One event of Chrome's format: a span in a rank's lane (``ph`` is ``X``), or a name (``M``)."""
+    """One event of Chrome's format: a span in a rank's lane (``ph`` is ``X``), or a rank's or lane's name (``M``)."""
 
     ph: Literal["X", "M"]
     name: str
@@ -75,7 +75,7 @@ def read_traces(folder: Path) -> list[Trace]:
     """Read all traces of a results folder.
 
     Raises:
-        RecordError: If a trace is unreadable or invalid, or its name is that of another trial.
+        RecordError: If a trace is unreadable or invalid, or its file is named after another trial.
     """
     traces = []
     for path in sorted((folder / FOLDER).glob("trace-*.json")):
@@ -94,13 +94,13 @@ def read_traces(folder: Path) -> list[Trace]:
 
 
 def overlap(spans: Sequence[Span]) -> tuple[float, float]:
-    """Return how long a rank's messages between nodes were under way, and for how much of that it did not wait.
+    """Return how long messages between nodes were under way, and for how much of this time the rank did not wait.
 
     Args:
         spans: The spans of one rank.
 
     Returns:
-        (seconds under way, seconds of them in which the rank did not wait for other nodes).
+        (seconds under way, those of these seconds in which the rank did not wait for other nodes).
     """
     under_way = [span for span in spans if span.lane == BETWEEN]
     waited = [span for span in spans if (span.lane, span.name) == (WAITING, ACROSS)]

@@ -1,8 +1,8 @@
 """Defines the record of a trial: its raw measurements as one JSON file, written atomically.
 
 Every step's times, every loss and every byte counter is stored as it was measured; statistics are left to ``report``.
-A trial that failed has a record too.  ``results/README.md`` explains every key; comments here explain only those that
-their names do not.  Times are in seconds.  No torch.
+A trial that failed has a record too.  ``results/README.md`` explains every key; comments here explain only keys whose
+names are not enough.  Times are in seconds.  No torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Part(BaseModel, extra="ignore", frozen=True):
 class LedgerRow(_Part):
     """Payload that one rank sent in all timed steps together, for one purpose and unit.
 
-    A message has one destination, so that an exchange with three other ranks counts as three.
+    A message has one destination, so that an exchange with three other ranks counts as three messages.
     """
 
     phase: Phase
@@ -56,7 +56,7 @@ class LedgerRow(_Part):
 
 
 class Step(_Part):
-    """Times of one optimizer step on one rank; ``exposed_*`` is the time that a part waited for messages."""
+    """Times of one optimizer step on one rank; ``exposed_*`` is how long the rank waited for messages in a part."""
 
     index: int
     warmup: bool
@@ -118,7 +118,7 @@ class Memory(_Part):
 class Alone(_Part):
     """Seconds of the unsharded model's computation on one rank, without messages (``measure.compute_alone``)."""
 
-    when: Literal["before", "after"]  # the trial's steps
+    when: Literal["before", "after"]  # whether measured before or after the trial's steps
     forward: _Seconds
     backward: _Seconds
     optimizer: _Seconds
@@ -140,7 +140,7 @@ class RankRecord(_Part):
 
 
 class GradientCheck(_Part):
-    """Comparison of a unit's reduced gradient with a single process's, before a step."""
+    """Comparison of a unit's reduced gradient with the gradient that a single process computes, before a step."""
 
     unit: str
     elements: int  # number of elements compared
@@ -149,7 +149,7 @@ class GradientCheck(_Part):
 
 
 class QuantisationError(_Part):
-    """Error of one codec on the weights or reduced gradients of one unit; it was tried without sending anything."""
+    """Error of one codec on the weights or reduced gradients of one unit, which were encoded but not sent."""
 
     purpose: str
     unit: str
@@ -237,7 +237,7 @@ class ProcessorUse(_Part):
 
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # wall-clock time
     processors: Annotated[int, Field(ge=1)]
-    ranks: _Seconds  # of the trial's ranks; the others are of the whole machine
+    ranks: _Seconds  # of the trial's ranks; all fields below are of the whole machine
     user: _Seconds
     system: _Seconds
     interrupts: _Seconds
@@ -252,14 +252,14 @@ class Foreseen(_Part):
     seconds: _Seconds
     compute: _Seconds  # of the model's passes and the optimizer
     wire: _Seconds  # of the messages between nodes, which overlap with computing
-    spread: _Seconds  # relative standard deviation of such steps, from the calibration
+    spread: _Seconds  # relative standard deviation of measured steps around the prediction
 
 
 class Predicted(_Part):
     """Messages that :mod:`impl.plan.traffic` predicts."""
 
     ledgers: list[list[LedgerRow]]  # by rank
-    equal: bool  # whether all ranks' ledgers equal them exactly
+    equal: bool  # whether all ranks' ledgers equal the predicted ones exactly
 
 
 PASSING: Final = ("interrupted", "refused", "link", "killed", "disk", "lost")
@@ -350,8 +350,8 @@ class Record(_Part):
     def answers(self) -> bool:
         """Whether it helps to answer the suite's question.
 
-        A result does.  So does a failure that is itself an answer: a peer's library cannot run the trial, or it
-        would exceed the suite's memory limit and was not run.
+        A result does.  So does a failure that is itself an answer: a peer's library cannot run the trial, or the
+        trial would exceed the suite's memory limit and was not run.
         """
         if self.failure is None or self.failure.by is not None:
             return True
@@ -360,7 +360,7 @@ class Record(_Part):
 
 
 def joules(nodes: list[NodeUse]) -> float | None:
-    """Return the energy of all GPUs of a trial in joules, from their counters or else sampled; None without GPUs."""
+    """Return the joules of all GPUs of a trial, from energy counters or else from sampled power; None without GPUs."""
     gpus = [gpu for node in nodes for gpu in node.gpus]
     return sum(gpu.sampled_joules if gpu.joules is None else gpu.joules for gpu in gpus) if gpus else None
 
@@ -387,7 +387,7 @@ def digest_of(data: dict[str, Any]) -> str:
     """Return the SHA-256 of a record's JSON, with sorted keys, without spaces and without its digest.
 
     Raises:
-        ValueError: If a number is infinite or NaN, which JSON does not have and no record is written with.
+        ValueError: If a number is infinite or NaN.  JSON has no such numbers, and no record is written with them.
     """
     content = {key: value for key, value in data.items() if key != "digest"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)

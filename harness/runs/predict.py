@@ -174,7 +174,8 @@ def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometr
 def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
     """Return the bytes that one rank of a peer, or of a policy inside one, holds by part.
 
-    Weights and gradients are fp32.  FSDP2 shards weights, gradients and optimizer state; DeepSpeed shards as its stage
+    Weights and gradients are fp32.  FSDP2 shards weights, gradients and optimizer state, within a node with
+    ``peer.group = "node"``; DeepSpeed shards as its stage
     says; DDP and a single process shard nothing.
 
     Args:
@@ -185,9 +186,10 @@ def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
     peer = PEERS.get(trial.host or trial.strategy)
     family = "" if peer is None else peer.family
     stage = zero_stage(trial.peer_configuration()) if family == "deepspeed" else 3 * (family == "fsdp2")
+    shards = trial.cluster.ranks_per_node if trial.peer.group == "node" else trial.topology().world
 
     def elements(least: int) -> int:
-        return -(-parameters // trial.topology().world) if stage >= least else parameters
+        return -(-parameters // shards) if stage >= least else parameters
 
     return {
         "masters": FP32_BYTES * elements(3),

@@ -62,6 +62,7 @@ from impl.codecs.codec import Dtype
 from impl.codecs.rounding_noise import Clock
 from impl.errors import raised
 from impl.plan.shard_layout import UnitGeometry
+from impl.plan.topology import Topology
 from impl.plan.traffic import Event
 from impl.zero import Zero, find_blocks, plan_units
 
@@ -263,7 +264,9 @@ class Comparison:
         with contextlib.ExitStack() as gathered:
             units: Sequence[UnitGeometry | GroupGeometry] = ()
             if family == "fsdp2":
-                units = fsdp2_groups(model, find_blocks(model), topology)
+                # With peer.group = "node", each node is one copy of the states, sharded among its own ranks.
+                sharing = topology if trial.peer.group == "all" else Topology(1, topology.ranks_per_node)
+                units = fsdp2_groups(model, find_blocks(model), sharing)
             elif policy is not None:
                 units = plan_units(model, topology, policy)
             elif family == "ddp":

@@ -59,6 +59,7 @@ class Strategy:
     wire: Wire | None  # carries a policy's messages; None for peers, which do not use it
     units: Sequence[UnitGeometry | GroupGeometry]  # units or parameter groups of a policy; empty for peers
     zero: Zero | None = None  # our own engine, if the strategy uses it
+    sharing: int | None = None  # ranks that share one copy of FSDP2's states; None for all
     _begun: bool = field(default=False, init=False)  # whether a micro-batch has been trained
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
@@ -107,7 +108,7 @@ class Strategy:
             name: None if parameter.grad is None else optimizers.local_part(parameter.grad)
             for name, parameter in self.model.named_parameters()
         }
-        return dist.get_rank(), layout.part(parts)
+        return dist.get_rank() % (self.sharing or dist.get_world_size()), layout.part(parts)
 
     def forget_gradients(self) -> None:
         """Drop all gradients, and everything else that a pass outside training leaves behind."""
@@ -333,10 +334,13 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
     """
     policy, host = trial.resolved_policy(), trial.host
     if policy is None:
-        peer, compute = PEERS[trial.strategy], trial.peer.compute
+        peer, settings = PEERS[trial.strategy], trial.peer
         if peer.family != DEEPSPEED:
-            wrapped = torch_peers.wrap(peer, model, device, compute)
-            return Strategy(wrapped, partial(torch_peers.algorithms, peer, compute), None, ())
+            local = trial.cluster.ranks_per_node
+            wrapped = torch_peers.wrap(peer, model, device, settings, local)
+            sharing = local if settings.group == "node" else trial.topology().world
+            describe_peer = partial(torch_peers.algorithms, peer, settings)
+            return Strategy(wrapped, describe_peer, None, (), sharing=sharing)
         config = deepspeed.configuration(trial)
         optimizer = optimizers.build(trial.optimizer, model.parameters())
         engine = deepspeed.initialise(model, optimizer, config, device)

@@ -10,36 +10,57 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from harness.suites.peers import AHEAD, Compute, Peer
+from harness.suites.peers import AHEAD, BUCKET_MB, Peer
+from harness.suites.trial import PeerSettings
 from harness.workloads.models import under_autocast
 from impl.zero import find_blocks
 
 
-def wrap(peer: Peer, model: nn.Module, device: torch.device, compute: Compute = "fp32") -> nn.Module:
-    """Wrap ``model`` for a peer of torch; the model is changed in place.  All ranks must call this."""
+def wrap(
+    peer: Peer,
+    model: nn.Module,
+    device: torch.device,
+    settings: PeerSettings | None = None,
+    ranks_per_node: int = 1,
+) -> nn.Module:
+    """Wrap ``model`` for a peer of torch; the model is changed in place.  All ranks must call this.
+
+    Args:
+        peer: Library and options.
+        model: The model.
+        device: Where it is.
+        settings: Types, groups and buckets; None for the defaults.
+        ranks_per_node: Ranks of each node, which share one copy of the states with ``peer.group = "node"``.
+    """
+    settings = settings or PeerSettings()
     if peer.family == "fsdp2":
-        return _in_fsdp2(peer, model, device, compute)
-    if compute == "bf16":
+        return _in_fsdp2(peer, model, device, settings, ranks_per_node)
+    if settings.compute == "bf16":
         under_autocast(model, device)
     if peer.family == "single":
         return model
     devices = [device.index] if device.type == "cuda" else None
     ddp = nn.parallel.DistributedDataParallel(
-        model, device_ids=devices, gradient_as_bucket_view=peer.tuned, static_graph=peer.tuned
-    )
+        model, device_ids=devices, gradient_as_bucket_view=peer.tuned, static_graph=peer.tuned,
+        # Its own default also makes the first bucket small, which the same number in MB would not.
+        bucket_cap_mb=None if settings.bucket_mb == BUCKET_MB else settings.bucket_mb,
+    )  # fmt: skip
     if peer.compressed:
         ddp.register_comm_hook(None, _compress)
     return ddp
 
 
-def algorithms(peer: Peer, compute: Compute) -> dict[str, Any]:
+def algorithms(peer: Peer, settings: PeerSettings) -> dict[str, Any]:
     """Return the collectives that a peer of torch uses, for the record."""
-    backend, wire = dist.get_backend(), peer.wire(compute)
+    backend, wire = dist.get_backend(), peer.wire(settings.compute, settings.reduce_dtype)
     if peer.family == "single":
         return {"gather": "none", "reduce": "none"}
     if peer.family == "ddp":
         return {"gather": "none", "reduce": f"all_reduce of {backend}, {wire}, by bucket"}
-    return {"gather": f"all_gather of {backend}, {wire}", "reduce": f"reduce_scatter of {backend}, {wire}"}
+    reduce = f"reduce_scatter of {backend}, {wire}"
+    if settings.group == "node":
+        reduce += " inside nodes, all_reduce between them"
+    return {"gather": f"all_gather of {backend}, {wire}", "reduce": reduce}
 
 
 def _compress(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -54,22 +75,31 @@ def _compress(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures.Fut
 _compress.__annotations__ |= default_hooks.bf16_compress_hook.__annotations__
 
 
-def _in_fsdp2(peer: Peer, model: nn.Module, device: torch.device, compute: Compute) -> nn.Module:
+def _in_fsdp2(
+    peer: Peer, model: nn.Module, device: torch.device, settings: PeerSettings, ranks_per_node: int
+) -> nn.Module:
     """Make each block of ``model`` a unit of FSDP2; the remaining parameters belong to the root unit."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     # torch 2.13 warns about the old names of two collectives, and its own FSDP2 still uses these names.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    dtype = torch.bfloat16 if compute == "bf16" else None
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
+    types = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if settings.compute == "bf16" else None,
+        reduce_dtype=torch.float32 if settings.reduce_dtype == "fp32" else None,  # None: the type of weights
+    )
+    if settings.group == "node":
+        sizes = (dist.get_world_size() // ranks_per_node, ranks_per_node)
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicas", "shards"))
+    else:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": types}
     blocks = find_blocks(model)
     # None is torch's default: blocks are resharded after their forward pass, and the root is not.
     released = False if peer.kept else None
     for block in blocks:
-        fully_shard(block, reshard_after_forward=released, **settings)
-    fully_shard(model, reshard_after_forward=released, **settings)
+        fully_shard(block, reshard_after_forward=released, **options)
+    fully_shard(model, reshard_after_forward=released, **options)
     if peer.prefetch:
         _prefetch(model, blocks)
     return model

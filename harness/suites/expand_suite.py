@@ -277,8 +277,8 @@ def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
 
     Policies with a codec whose block may not be read (:attr:`impl.plan.policy.Policy.readable`) do not count.
 
-    Fields that a trial does not use are reset, so that they do not change its id: the policy of a peer, and the
-    ``peer`` fields of all other trials.
+    Fields that a trial does not use are reset, so that they do not change its id: the policy of a peer and the
+    ``peer`` fields of other libraries, and the ``peer`` fields of all other trials.
     """
     try:
         policies = [trial.resolved_policy() for trial in trials if _readable(trial)]
@@ -287,7 +287,10 @@ def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
         raise SuiteError(str(error)) from None
     return [
         trial.model_copy(
-            update={"policy": PolicyChanges()}
+            update={
+                "policy": PolicyChanges(),
+                "peer": trial.peer.read_by(PEERS[trial.strategy].family),
+            }
             if trial.strategy in PEERS
             else {"policy": trial.policy.model_copy(update={"align": grain}), "peer": PeerSettings()}
         )

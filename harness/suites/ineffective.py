@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from harness.suites.answering_quantity import LEAST_STEPS
 from harness.suites.labels import flatten, look_up, value_text
-from harness.suites.peers import PEERS
+from harness.suites.peers import PEERS, READ_BY, Family, family_of
 from harness.suites.repeat_order import configuration_of
 from harness.suites.suite import SuiteError, SuiteTables
 from harness.suites.trial import Trial
@@ -67,6 +67,16 @@ def _started_by(launcher: str) -> Callable[[Trial], str | None]:
     return why
 
 
+def _read_by(*families: Family) -> Callable[[Trial], str | None]:
+    def why(trial: Trial) -> str | None:
+        read = family_of(trial.strategy) in families
+        return (
+            None if read else f"strategy = {trial.strategy!r} (only peers of {', '.join(families)} read it)"
+        )
+
+    return why
+
+
 _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     # Each key is the beginning of a path.  The first key that fits decides, so longer keys come first.
     **dict.fromkeys(
@@ -79,6 +89,7 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     "policy.max_reuse": _of_stage_3,
     "policy.persist_most": lambda trial: None if trial.policy.persist_below else "no policy.persist_below",
     "policy": _with_policy,
+    **{f"peer.{name}": _read_by(*families) for name, families in READ_BY.items()},
     "peer": lambda trial: (
         None
         if trial.strategy in PEERS

@@ -5,16 +5,22 @@ A peer trains with its library's own engine and messages.  :mod:`harness.strateg
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 Family = Literal["single", "ddp", "fsdp2", "deepspeed"]
 Compute = Literal["fp32", "bf16"]
+Group = Literal["all", "node"]
+ReduceDtype = Literal["compute", "fp32"]
 
 DEEPSPEED: Final = "deepspeed"
-AHEAD: Final = (
-    2  # number of blocks that FSDP2 prefetches; if it is 1, fewer all-gathers overlap with computing
-)
+BUCKET_MB: Final = 25.0  # DDP's default size of a bucket of gradients
+READ_BY: Final[dict[str, tuple[Family, ...]]] = {
+    "reduce_dtype": ("fsdp2",), "group": ("fsdp2",), "bucket_mb": ("ddp",),
+}  # fmt: skip
+"""Settings of a peer that only these families read; all families read the other settings."""
+AHEAD: Final = 2  # blocks that FSDP2 prefetches; with 1, fewer all-gathers overlap with computing
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +34,22 @@ class Peer:
     prefetch: bool = False  # FSDP2: asynchronous all-gathers begin `AHEAD` blocks early, without streams
     kept: bool = False  # FSDP2: all weights stay gathered until backward, not only the root's
     hpz: bool = False  # DeepSpeed: each node keeps a second copy of the weights
+    # DeepSpeed: keys of its section ``zero_optimization``; those of ``deepspeed_config`` replace them.
+    zero: Mapping[str, int | bool] = field(default_factory=dict)
 
-    def wire(self, compute: Compute) -> Compute:
-        """Return the type in which the peer sends most of its bytes.
+    def wire(self, compute: Compute, reduce_dtype: ReduceDtype = "compute") -> str:
+        """Return the type in which the peer sends weights and gradients: ``fp32``, ``bf16``, or ``bf16 and fp32``.
 
         Under autocast DDP still has gradients in fp32, and so sends fp32 unless it compresses them.
+
+        Args:
+            compute: The type in which it computes (``peer.compute``).
+            reduce_dtype: The type in which FSDP2 reduces gradients (``peer.reduce_dtype``).
         """
         if self.family == "ddp":
             return "bf16" if self.compressed else "fp32"
+        if reduce_dtype == "fp32" and compute == "bf16":
+            return "bf16 and fp32"
         return compute
 
 
@@ -61,9 +75,22 @@ PEERS: Final = {
     "deepspeed-hpz": Peer(
         "deepspeed", "`deepspeed` with a copy in each node (`zero_hpz_partition_size`)", hpz=True
     ),
+    "deepspeed-kept": Peer(
+        "deepspeed",
+        "`deepspeed` whose weights all stay gathered (`stage3_param_persistence_threshold`)",
+        zero={"stage3_param_persistence_threshold": 1_000_000_000},
+    ),
+    "deepspeed-serial": Peer("deepspeed", "`deepspeed` without `overlap_comm`", zero={"overlap_comm": False}),
+    "deepspeed-stage2": Peer("deepspeed", "DeepSpeed's ZeRO-2 as shipped", zero={"stage": 2}),
+    "deepspeed-stage2-overlap": Peer(
+        "deepspeed",
+        "`deepspeed-stage2` with `overlap_comm` and buckets of 1 M elements (`reduce_bucket_size`)",
+        zero={"stage": 2, "overlap_comm": True, "reduce_bucket_size": 1_000_000},
+    ),
+    "deepspeed-stage1": Peer("deepspeed", "DeepSpeed's ZeRO-1 as shipped", zero={"stage": 1}),
 }
 
-_SHIPPED: Final = {"zero_optimization": {"stage": 3}}
+_STAGE_3: Final = {"stage": 3}
 QUANTISERS: Final = (
     "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",
 )  # fmt: skip
@@ -77,11 +104,12 @@ def family_of(strategy: str) -> Family | None:
 def configuration(peer: Peer, ranks_per_node: int, table: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return DeepSpeed's configuration without batch sizes and types: ``table`` or, without one, plain ZeRO-3.
 
-    hpZ's group size is filled in for a peer with hpZ, unless ``table`` sets it.
+    The peer's own keys, and hpZ's group size for a peer with hpZ, are filled in unless ``table`` sets them.
     """
-    table = _SHIPPED if table is None else table
-    hpz = {"zero_hpz_partition_size": ranks_per_node}
-    return table | {"zero_optimization": hpz | _zero(table)} if peer.hpz else table
+    own = dict(peer.zero) | ({"zero_hpz_partition_size": ranks_per_node} if peer.hpz else {})
+    if table is None:
+        return {"zero_optimization": _STAGE_3 | own}
+    return table | {"zero_optimization": own | _zero(table)} if own else table
 
 
 def _zero(table: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,16 @@ from harness.suites import folder
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.model_sizes import ViTShape
 from harness.suites.parse_quantity import CANONICAL, parse_latency, parse_rate, parse_size, text_or_number
-from harness.suites.peers import PEERS, Compute, configuration
+from harness.suites.peers import (
+    BUCKET_MB,
+    PEERS,
+    READ_BY,
+    Compute,
+    Family,
+    Group,
+    ReduceDtype,
+    configuration,
+)
 from impl.adapters.traffic import HOSTED, Host
 from impl.codecs.codec import Codec, parse
 from impl.deepspeed.config_to_policy import Recipe, recipe
@@ -290,6 +299,17 @@ class PeerSettings(_Frozen):
     """Settings of a peer."""
 
     compute: Compute = "fp32"  # type of weights and activations; the optimizer steps fp32 masters
+    reduce_dtype: ReduceDtype = "compute"  # FSDP2: type in which gradients are reduced
+    group: Group = (
+        "all"  # FSDP2: ranks that share one copy of the states; with "node", nodes are replicas (HSDP)
+    )
+    bucket_mb: float = Field(BUCKET_MB, gt=0)  # DDP: largest bucket of gradients, in MB
+
+    def read_by(self, family: Family) -> PeerSettings:
+        """Return these settings with those that a family does not read at their defaults."""
+        unread = {name for name, families in READ_BY.items() if family not in families}
+        unread |= {"reduce_dtype"} if self.compute == "fp32" else set()  # which are fp32 then in any case
+        return self.model_copy(update={name: getattr(PeerSettings(), name) for name in unread})
 
 
 class Trial(_Frozen):
@@ -343,7 +363,9 @@ class Trial(_Frozen):
         Fields that were added to the schema later are left out while they have their default, so that older
         trials keep their ids.  The names of hosts and Slurm's options are left out too.
         """
-        data = self.used() | {part: getattr(self, part).used() for part in ("cluster", "optimizer", "policy")}
+        data = self.used()
+        parts = ("cluster", "optimizer", "policy", *(("peer",) if "peer" in data else ()))
+        data |= {part: getattr(self, part).used() for part in parts}
         for part, is_used in (("generate", self.workload != "train"), ("rlhf", self.workload == "rlhf")):
             data.pop(part, None)
             data |= {part: getattr(self, part).model_dump(mode="json")} if is_used else {}

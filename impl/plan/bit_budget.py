@@ -1,9 +1,11 @@
 """Chooses each unit's codec so that the sum of encoding errors is least within a budget of bytes.
 
-This is a multiple-choice knapsack, solved greedily: every unit starts in its smallest codec, and as long as a
-change fits into the budget, the one that saves most error per byte is made.  The result is never worse than
-the best single codec for all units that fits.  :func:`shares_of` derives the budget in bytes from a policy,
-:class:`Share` chooses from measured errors, and :func:`at_most` bounds the traffic of any choice.
+This is a multiple-choice knapsack, solved greedily.  Every unit starts in its smallest codec.  Then, among the
+changes of a unit's codec that still fit into the budget, the change that saves most error per byte is made, until
+none is left.  The result is never worse than the best single codec that fits for all units.
+
+:func:`shares_of` derives the budget in bytes from a policy, :class:`Share` chooses from measured errors, and
+:func:`at_most` bounds the traffic of any choice.
 
 Pure: no torch.
 """
@@ -36,7 +38,7 @@ class Cost(NamedTuple):
 def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
     """Returns the name of the chosen codec for each part, within ``budget`` bytes for all parts together.
 
-    ``parts`` hold for each part the cost by codec; all parts have the same codecs.
+    For each part, ``parts`` holds the cost in each codec; all parts have the same codecs.
 
     Raises ValueError: if the smallest codecs take more than ``budget``, naming both numbers.
     """
@@ -76,7 +78,7 @@ class Share:
     limit: int  # most bytes for all units together
 
     def choose(self, errors: Sequence[Sequence[float]]) -> list[int]:
-        """Returns the index of each unit's codec; ``errors`` (unit, codec) are sums over all ranks."""
+        """Returns for each unit the index of its codec; ``errors`` (unit, codec) are sums over all ranks."""
         parts = [dict(enumerate(map(Cost, *costs))) for costs in zip(self.bytes, errors, strict=True)]
         return choose(parts, self.limit)
 
@@ -124,9 +126,9 @@ def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry])
 def at_most(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], sent: Mapping[LedgerKey, int]
 ) -> dict[Link, int]:
-    """Returns an upper bound of the bytes over each kind of link, whatever the budget chooses.
+    """Returns an upper bound of the bytes that a rank sends over each kind of link, whatever the budget chooses.
 
-    ``sent`` are a rank's bytes in the policy's own codecs.
+    ``sent`` are the bytes that the rank sends if every unit has the policy's own codecs.
     """
     left, totals = dict(sent), dict.fromkeys(get_args(Link), 0)
     for share in shares_of(policy, topology, units):
@@ -135,7 +137,8 @@ def at_most(
         for key in sent:
             if key.purpose == share.purpose and key.unit in sizes and share.hop in ("", key.hop):
                 shared[key.link][key.unit] += left.pop(key)
-        # No choice sends more than if the whole budget went to the unit that sends each byte most often.
+        # The budget limits the bytes of frames, and a frame may be sent over a link several times.  No choice sends
+        # more than giving the whole budget to the unit whose frames are sent most often.
         for link, counts in shared.items():
             most = (-(-nbytes * share.limit // sizes[unit]) for unit, nbytes in counts.items())
             totals[link] += max(most, default=0)

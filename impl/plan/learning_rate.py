@@ -15,19 +15,24 @@ class Schedule:
 
     Step s (counted from 0) of a warm-up of w steps has the factor ``start + (1 - start) (s + 1) / w``.  Then,
     with ``p = (s + 1 - w) / (steps - w)``, a linear decay has ``floor + (1 - floor) (1 - p)`` and a cosine
-    decay ``floor + (1 - floor) (1 + cos(pi p)) / 2``.  The last step, and every step after it, has ``floor``.
+    decay ``floor + (1 - floor) (1 + cos(pi p)) / 2``, so that the last step, and every step after it, has
+    ``floor``.  Without a decay these steps have the factor 1.
 
-    Raises ValueError: for a warm-up that is negative or longer than ``steps``, or factors outside [0, 1].
+    Raises ValueError: for a negative warm-up, a warm-up longer than ``steps`` before a decay, or factors outside
+    [0, 1].
     """
 
     steps: int  # of the whole schedule, warm-up included
     warmup: int = 0  # steps of the warm-up
     start: float = 0.0  # factor before the first step of the warm-up
-    shape: Literal["linear", "log"] = "linear"  # of the warm-up; ``log`` exists only as DeepSpeed has it
+    shape: Literal["linear", "log"] = (
+        "linear"  # of the warm-up; ``log`` has an effect only with ``as_deepspeed``
+    )
     decay: Decay = "none"
     floor: float = 0.0  # factor at the end of the decay
-    # Whether steps are counted as in DeepSpeed, whose schedules are first applied after the first step: that
-    # step has the factor ``start``, or 0 with a cosine, and the second step is step 0 of the schedule.
+    # Whether steps are counted as in DeepSpeed, which applies a schedule only after the first step: that step has
+    # the factor ``start``, or 0 with a cosine.  Steps of the schedule are counted from the second step, and a
+    # warm-up or a linear decay uses ``s`` in place of ``s + 1`` in the formulas above.
     as_deepspeed: bool = False
 
     def __post_init__(self) -> None:
@@ -37,7 +42,7 @@ class Schedule:
             raise ValueError(f"start = {self.start:g} and floor = {self.floor:g}: expected 0 to 1")
 
     def factor(self, step: int) -> float:
-        """Returns the factor of step ``step`` (from 0), as ``torch.optim.lr_scheduler.LambdaLR`` asks for it."""
+        """Returns the factor of step ``step`` (from 0); suits ``torch.optim.lr_scheduler.LambdaLR``."""
         if self.as_deepspeed:
             return self._as_deepspeed(step - 1)
         if step < self.warmup:

@@ -28,7 +28,7 @@ PARTS: Final = (
 
 
 def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
-    """The bytes by part of :func:`memory`, for ``size`` bytes of optimizer state an element."""
+    """Returns ``parts`` of :func:`memory`, for an optimizer with ``size`` bytes of state an element instead of Adam."""
     return parts | {part: size * (parts[part] // ADAM_BYTES) for part in ("optimizer", "host_optimizer")}
 
 
@@ -50,8 +50,8 @@ def memory(
     - ``secondary``: hpZ's copy; with a budget, in the largest of its codecs
     - ``feedback``: the kept errors of gradient codecs
     - ``gathered``: unsharded weights in the compute type.  Below stage 3 all units; in stage 3 the outer units
-      and either the largest block or, if these are more, the units kept for backward (none without
-      ``backward``)
+      and either the largest block or, if they have more elements, the units kept for backward (without
+      ``backward`` no units are kept)
     - ``local_gradients``: unsharded gradients.  All of them in fp32 where several micro-batches are added up
       locally, else those of the outer units and the largest block, in the compute type
 
@@ -59,9 +59,9 @@ def memory(
     or the largest unit if that is more.
 
     With offload, parts in host memory have the prefix ``host_``, and there are further parts.  The device
-    holds ``frames``, the encoded weights of offloaded masters, unless these are offloaded too, and
-    ``staging``, two of the largest mean gradients while they are copied to the host.  The host holds
-    ``host_frames``, the encoded weights of its fp32 shards, and gradients twice where micro-batches are added
+    holds ``frames``, the encoded weights of offloaded masters, unless the encoded weights are offloaded too.  It
+    also holds ``staging``, two of the largest mean gradients while they are copied to the host.  The host holds
+    ``host_frames``, the encoded weights of its fp32 shards.  It holds gradients twice if micro-batches are added
     up in shards.
     """
     item = ITEM_BYTES[policy.compute]
@@ -104,9 +104,9 @@ def _gathered(policy: Policy, units: Sequence[UnitGeometry], *, backward: bool) 
     """Returns the most elements of weights gathered at once, not counting units gathered ahead of their use."""
     if policy.stage < 3:
         return sum(unit.padded for unit in units)
-    # A block's units are gathered together with, in backward, the frozen units of the block after it: frozen
-    # units are resharded when the gradients of their block's inputs arrive, and these gradients also start
-    # the block before it.
+    # In backward, a block's units are gathered while the frozen units of the block after it are still gathered:
+    # frozen units are resharded when the gradients of their block's inputs arrive, and the same gradients start
+    # the backward pass of the block before.
     whole, frozen = Counter[str](), Counter[str]()
     for unit in units:
         if not unit.outer:

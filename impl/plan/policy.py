@@ -93,7 +93,7 @@ def _text(head: str, settings: object, defaults: object, prefixes: Mapping[str, 
     return ":".join([head, *options])
 
 
-MOST_LIVE: Final = 1_000_000_000  # elements gathered at once by default, as DeepSpeed's
+MOST_LIVE: Final = 1_000_000_000  # most elements gathered at once by default; DeepSpeed has the same default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +105,9 @@ class MemoryLimits:
     backward would gather again at once; 0 keeps nothing.  On one rank every value but 0 keeps as many units
     as ``max_live`` allows.
 
-    The next unit is gathered ahead even if it is larger than ``prefetch``, as DeepSpeed does, which fetches
-    parameters until ``stage3_prefetch_bucket_size`` is exceeded; without it, a model of large blocks would
-    wait for every all-gather.  ``prefetch=0`` gathers nothing ahead.
+    The next unit is gathered ahead even if it is larger than ``prefetch``.  Otherwise a model of large blocks would
+    wait for every all-gather.  DeepSpeed, too, fetches parameters until ``stage3_prefetch_bucket_size`` is
+    exceeded.  ``prefetch=0`` gathers nothing ahead.
 
     Raises PolicyError: if a limit is negative or NaN.
     """
@@ -121,8 +121,10 @@ class MemoryLimits:
     # and sent unquantised; 0: there is no such unit.
     persist_below: int = 0
     persist_most: int = 2**63 - 1  # most elements of the persistent unit; later parameters join their blocks
-    reduce_bucket: int = 500_000_000  # most gradient elements in reduction; beyond it an earlier one is ended
-    largest_unit: int = 0  # a larger block is split into its submodules, else refused; 0: no limit
+    reduce_bucket: int = (
+        500_000_000  # most gradient elements in reduction; earlier reductions are finished to stay within it
+    )
+    largest_unit: int = 0  # a larger block is split into its submodules, or refused; 0: no limit
     max_padding: float = 0.2  # largest padding of a unit, as a share of its parameters; more is refused
 
     def __post_init__(self) -> None:
@@ -134,10 +136,11 @@ class MemoryLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """Shares of the state kept in host memory (ZeRO-Offload 2101.06840, ZeRO-Infinity 2104.07857).
+    """Shares of a model's states that are kept in host memory (ZeRO-Offload 2101.06840, ZeRO-Infinity 2104.07857).
 
     Whole units are offloaded, in model order, until at least the share is reached.  A trained unit whose
-    master is on the device is encoded anew for each gather, so ``weights`` moves only its hpZ frames.
+    master is on the device is encoded anew for each gather.  Of such a unit, ``weights`` moves only the frames of
+    hpZ's copy to the host.
 
     Raises PolicyError: for shares outside [0, 1].
     """
@@ -161,7 +164,7 @@ class LossScale:
 
     A dynamic scale halves at an overflow and doubles after ``window`` steps without one.
 
-    Raises PolicyError: for scales that are not positive, or a negative window.
+    Raises PolicyError: for a negative window, or unless ``0 < least <= initial <= LARGEST_SCALE``.
     """
 
     initial: float = 65536.0
@@ -205,10 +208,10 @@ class Feedback:
 
     ``h = gradient + error`` is encoded, and then ``error = decay * error + (1 - decay) * (h - decoded)``
     (:class:`impl.codecs.reference.Carried`).  Classic feedback has decay 0.  LoCo (2407.04480) keeps a moving
-    average of the errors; DeepSpeed's has decay 0.8 and is reset every 1024 steps.
+    average of the errors; DeepSpeed's LoCo has decay 0.8 and is reset every 1024 steps.
 
-    A rank keeps ``padded / ranks_per_node`` errors of a unit for the last hop, between nodes, and ``padded``
-    (one for each element of the unsharded gradient) for the first.
+    For each unit, a rank keeps ``padded / ranks_per_node`` errors of the last hop, between nodes.  With
+    ``hops="all"`` it also keeps ``padded`` errors of the first hop, one for each element of the unsharded gradient.
 
     Raises PolicyError: for a decay outside [0, 1) or a negative reset.
     """
@@ -256,10 +259,10 @@ def parse_feedback(text: str) -> Feedback | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BitBudget:
-    """A limit of bits, within which codecs are chosen unit by unit while training (:mod:`impl.plan.bit_budget`).
+    """A limit on bits, within which codecs are chosen unit by unit while training (:mod:`impl.plan.bit_budget`).
 
     Training begins with the policy's own codecs.  After step 1, and then every ``every`` steps, all candidates
-    encode that step's weights and gradients, and each unit gets the codec with which the sum of all units'
+    encode that step's weights and gradients.  Then the units get those codecs with which the sum of all units'
     errors is least within the limit.
 
     Raises PolicyError: for numbers out of range, no codecs, or neither weights nor gradients.
@@ -317,8 +320,8 @@ class Policy:
     # What is sharded (1910.02054).  Stage 1: masters and optimizer state; stage 2: also mean gradients;
     # stage 3: also weights; stage 0: nothing.  Below stage 3 weights stay gathered until they change.
     stage: Stage = 3
-    # Ranks that share one copy of everything that is sharded; every group of so many ranks has a copy of its
-    # own (MiCS, 2205.00119; HSDP).  0: all ranks share one copy.
+    # Number of ranks that share one copy of everything that is sharded; every group of this many ranks has a copy
+    # of its own (MiCS, 2205.00119; HSDP).  0: all ranks share one copy.
     group: int | Literal["node"] = 0
     weights: Codec = BF16  # codec of weight gathers; qwZ: an integer codec
     gradients: tuple[Codec, Codec] = (BF16, BF16)  # codecs of hop 1, inside nodes, and 2, between them (qgZ)
@@ -328,16 +331,16 @@ class Policy:
     # ``two_hop``: inside nodes, then between them; ``one_hop``: one all-to-all over all ranks; ``ring``: over
     # all ranks, where each of ``world - 1`` steps encodes the partial sum again (the paper's counter-example).
     reduce: Reduce = "two_hop"
-    chunks: int = 1  # pieces of a unit's reduction: one is sent between nodes while the next is sent inside
+    chunks: int = 1  # parts of a unit's reduction: one is sent between nodes while the next is sent inside
     secondary: int | Literal["node"] = 0  # ranks that share one secondary copy of weights (hpZ); 0: no copy
     # Type in which hpZ's copy is kept, and sent inside its group.  ``frames``: the messages as they arrived;
     # else they are decoded and cast (DeepSpeed, and the paper's figure 4, use 16 bits).
     secondary_format: Literal["frames", "fp32", "bf16", "fp16"] = "frames"
     # Codec of hpZ's copy in place of ``secondary_format``; forward then also sends the copy inside its group.
     inside: Codec | None = None
-    # Codec of differences between the masters and hpZ's copy, which the hops before an hpZ group send instead
-    # of weights (SDP4Bit, 2410.15526).  Every rank adds the decoded difference to its copy; so does the owner
-    # of the master, so that all copies stay equal.
+    # Codec in which the hops before an hpZ group send differences instead of weights: how the masters differ from
+    # hpZ's copy (SDP4Bit, 2410.15526).  Every rank adds the decoded differences to its copy.  The rank that owns
+    # the masters does so too, so that all copies stay equal.
     differences: Codec | None = None
     refresh: int = 0  # optimizer steps of differences after which the weights themselves are sent; 0: never
     feedback: Feedback | None = None  # error feedback of the gradient codecs
@@ -391,7 +394,7 @@ class Policy:
         """Yield an error for each combination of fields that cannot be carried out."""
         if not 1 <= self.chunks <= MOST_CHUNKS or self.align < 1 or min(self.order_every, self.refresh) < 0:
             values = f"chunks={self.chunks}, align={self.align}, order_every={self.order_every}"
-            limits = f"chunks is 1 to {MOST_CHUNKS}, align 1 or more, order_every and refresh 0 or more"
+            limits = f"expected chunks 1 to {MOST_CHUNKS}, align 1 or more, order_every and refresh 0 or more"
             yield f"{values}, refresh={self.refresh}: {limits}"
         if self.stage < 2 and self.reduce_every == "micro_batch":
             sharded = "needs the sharded gradients of stage 2 or 3"
@@ -414,7 +417,7 @@ class Policy:
             any_block = isinstance(codec, Blocked) and codec.scale == "fp32" and not codec.hadamard
             if not any_block and not isinstance(codec, Raw):
                 way_out = "use an int or fp8 codec without hadamard, or set blocks='codec'"
-                yield f"blocks='shape' chooses the size of blocks, and that of {codec} is fixed: {way_out}"
+                yield f"blocks='shape' chooses the size of blocks, but the size of {codec}'s blocks is fixed: {way_out}"
         codec = self.weights
         if self.planes == 2 and (
             not isinstance(codec, Blocked) or codec.block == "shard" or codec.stochastic or codec.hadamard
@@ -446,7 +449,7 @@ class Policy:
         ):
             needs = "needs a codec that rounds to nearest, secondary_format='frames' and offload.weights=0"
             values = f"here secondary_format={formats!r}, offload.weights={self.offload.weights:g}"
-            yield f"inside='{self.inside}' {needs}; {values}"
+            yield f"inside='{self.inside}' {needs}; {values}: change these, or remove inside"
         if self.refresh and self.differences is None:
             yield f"refresh={self.refresh} has no effect without differences: set differences, or refresh=0"
         adds = isinstance(self.copy_codec, Raw) and self.offload == Offload()
@@ -458,19 +461,22 @@ class Policy:
             yield f"differences='{self.differences}' {needs}; {values}: {way_out}"
 
     def _budget_errors(self) -> Iterator[str]:
-        """Yield an error for each reason why a budget could not choose codecs by their bytes."""
+        """Yield an error for each field with which a budget could not choose codecs by their bytes."""
         if (budget := self.budget) is None:
             return
         text = f"budget '{budget}'"
         if self.stage == 0 or self.group != 0 or self.blocks == "shape" or self.planes > 1:
             values = f"stage {self.stage}, group={self.group!r}, blocks={self.blocks!r}, planes={self.planes}"
-            yield f"{text} needs stage 1 to 3, group=0, blocks='codec' and planes=1; here {values}"
+            yield (
+                f"{text} needs stage 1 to 3, group=0, blocks='codec' and planes=1; here {values}: change these, or "
+                "remove budget"
+            )
         if budget.gradients is not None and self.reduce != "two_hop":
             chooses = "chooses the codec of the reductions' hop between nodes"
             yield f"{text} {chooses}, and reduce={self.reduce!r} has one hop: set reduce='two_hop'"
         if budget.weights is not None and (self.differences is not None or self.offload != Offload()):
             chooses = "chooses the codec of weights, which differences and offload do not allow"
-            yield f"{text} {chooses}: remove these, or weights from the budget"
+            yield f"{text} {chooses}: remove differences and offload, or remove weights from the budget"
         for codec in itertools.chain(*self.candidates.values()):
             if isinstance(codec, OwnCodec) and codec.name not in FORMATS:
                 yield f"budget: {codec} is a codec of your own, whose bytes are not known here: use built-in codecs"
@@ -480,7 +486,7 @@ class Policy:
     def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
         """Yield an error for each gradient codec whose messages cannot be cut into chunks.
 
-        Checks either the users' codecs, which this imports, or all others.
+        Checks either the users' codecs, whose modules are imported for it, or all other codecs.
         """
         for codec in (*self.gradients, *self.candidates.get("gradients", ())) if self.chunks > 1 else ():
             if isinstance(codec, OwnCodec) == user_codecs and codec.block == "shard":
@@ -489,7 +495,7 @@ class Policy:
 
     @property
     def grain(self) -> int:
-        """The number of elements of which every parameter's and every shard's start is a multiple."""
+        """Every parameter and every shard starts on a multiple of this number of elements."""
         return math.lcm(self.align, common_grain(*self.codecs))
 
     @property
@@ -547,14 +553,14 @@ class Policy:
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Whether gradients are reduced after each micro-batch and added up in shards, else locally."""
+        """Whether gradients are reduced after each micro-batch and added up in shards, not added up locally."""
         return self.stage >= 2 if self.reduce_every == "stage" else self.reduce_every == "micro_batch"
 
     def for_kind(self, *, trainable: bool = True, persistent: bool = False) -> Policy:
-        """Returns the policy of frozen or persistent units; that of all other units is this one.
+        """Returns the policy of frozen or persistent units; all other units have this policy itself.
 
-        Frozen units are sent in the codec in which they are kept.  The persistent unit, of small parameters,
-        stays gathered and is sent unquantised: in the compute type where the policy has a quantising codec.
+        Frozen units are sent in the codec in which they are kept.  The persistent unit, of small parameters, stays
+        gathered and is sent unquantised: codecs that quantise are replaced with a cast to the compute type.
         """
         changes: dict[str, Any] = {}
         if persistent:
@@ -609,10 +615,10 @@ class Policy:
     def check(self, topology: Topology) -> None:
         """Check that this policy can run on ``topology``.
 
-        Users' codecs are not checked while their modules must not be imported.
+        Users' codecs are not checked where their modules must not be imported.
 
-        Raises PolicyError: if the topology does not hold the policy's groups, if a user's codec does not fit,
-        or if a budget needs a second node.
+        Raises PolicyError: if the topology cannot be cut into the policy's groups, if a user's codec does not fit
+        the policy, or if a budget needs a second node.
         """
         try:
             topology.check_group("an hpZ group", self.secondary_ranks(topology))
@@ -639,7 +645,7 @@ class Policy:
                 yield f"{codec}: its kinds are {kinds}; add fp32, the type of master shards and of sums"
             if self.loss_scale is not None and Law.NONFINITE not in codec.laws:
                 needs = "needs codecs that keep NaN and infinity"
-                yield f"loss_scale={self.loss_scale} {needs}, and {codec} does not promise the law 'nonfinite'"
+                yield f"loss_scale={self.loss_scale} {needs}; {codec} does not promise the law 'nonfinite': use another"
 
     def group_ranks(self, topology: Topology) -> int:
         """Returns how many ranks share one copy of everything that is sharded on ``topology``."""
@@ -686,9 +692,9 @@ _NO_COPY: Final[dict[str, Any]] = {  # the fields of a policy without hpZ
 
 
 def weight_block(shard: int) -> int:
-    """Returns the elements of a block of weights in DeepSpeed, which depend on the elements of a ``shard``.
+    """Returns how many elements DeepSpeed has in a block of weights, for a ``shard`` of so many elements.
 
-    That is the largest multiple of 8, at most 8000, that divides ``shard``; 1 if there is none.
+    This is the largest multiple of 8 that is at most 8000 and divides ``shard``; 1 if there is none.
     """
     return next((size for size in range(_GROUP, 0, -8) if shard and shard % size == 0), 1)
 
@@ -722,17 +728,21 @@ TECHNIQUES: Final[dict[str, Policy]] = {
     "hpz+qgz": Policy(secondary="node", gradients=_INT4),
     "zeropp": Policy(weights=_INT8, secondary="node", gradients=_INT4),
 }
-"""Policies by name: the ZeRO stages in 16 bits, of which ``zero3`` is the baseline; ``zero3-flat``, the ZeRO++
-paper's baseline, whose collectives are one ring over all ranks, whatever their nodes; ``mics``, which shards
-inside a node; then each technique of ZeRO++, each pair of techniques, and all three.
+"""Policies by name:
+
+- ``exact``: ZeRO-3 with all messages in fp32;
+- ``zero0`` to ``zero3``: the ZeRO stages with messages in 16 bits; ``zero3`` is the baseline;
+- ``zero3-flat``: the ZeRO++ paper's baseline, whose collectives are one ring over all ranks, whatever their nodes;
+- ``mics``: ZeRO-3 that shards inside a node only;
+- all others: each technique of ZeRO++, each pair of techniques, and all three together (``zeropp``).
 """
 
 SUCCESSORS: Final[dict[str, Policy]] = {
     # ZeRO++ with two more of DeepSpeed's choices: its scale rule for weights too, and hpZ's copy in 16 bits.
     "zeropp-deepspeed": _SHIPPED,
     # Also with DeepSpeed's fp16 sums and block sizes.  What still differs from DeepSpeed: here scales are sent
-    # in the same message as the codes, the mean is the mean (DeepSpeed's is larger by a factor of the ranks
-    # per node), vectors are quantised like the matrices of their unit, and no tensor is sent unquantised
+    # in the same message as the codes, gradients are averaged correctly (DeepSpeed's mean is larger by a factor of
+    # the ranks per node), vectors are quantised like the matrices of their unit, and no tensor is sent unquantised
     # because of its size.
     "zeropp-shipped": replace(_SHIPPED, sums="fp16", blocks="shape"),
     # LoCo (2407.04480): ZeRO++ with a moving average of the errors of both hops.
@@ -768,7 +778,7 @@ def preset(name: str, **changes: object) -> Policy:
 
     Raises PolicyError: for an unknown name or field.
     """
-    if name not in tuple(PRESETS):  # a tuple, since a name that cannot be hashed is to be refused too
+    if name not in tuple(PRESETS):  # a tuple, so that names that cannot be hashed are refused too
         raise PolicyError(f"unknown policy {name!r}: expected one of {', '.join(PRESETS)}")
     names = sorted(field.name for field in fields(Policy))
     if unknown := [name for name in changes if name not in names]:

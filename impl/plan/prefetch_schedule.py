@@ -28,7 +28,7 @@ class Schedule:
     sizes: Sequence[int]  # padded elements of each unit, by index
     order: tuple[int, ...]  # the units that run one after the other, in forward order
     outer: tuple[int, ...]  # the units in use during the whole pass (the root's, and the persistent ones)
-    prefetch: int  # most elements gathered ahead of the unit in use, but for the next unit; 0: none
+    prefetch: int  # most elements gathered ahead; the next unit may exceed this limit; 0: none
     # Most elements gathered at once; nothing is gathered ahead beyond it.  None: ``MOST_LIVE``, but the next unit
     # is gathered ahead whatever its size.
     max_live: int | None = None
@@ -67,7 +67,7 @@ class Schedule:
         return tuple(tuple(units) for _, units in groups)
 
     def after(self, seen: Sequence[int]) -> Schedule:
-        """Returns this schedule with the order in which a pass ran the units ``seen``; others come last."""
+        """Returns this schedule with the units in the order ``seen`` in a pass; units that did not run come last."""
         return replace(self, order=(*seen, *(index for index in self.order if index not in seen)))
 
     @cached_property
@@ -104,11 +104,11 @@ class Schedule:
 def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
     """Returns the indices of the units that stay gathered from a forward pass to its backward pass.
 
-    Outer units are used last in forward and first in backward, so they stay unless ``max_reuse`` is 0.  Then
-    whole blocks stay, beginning with the last, as long as fewer than ``max_reuse`` elements run between their
+    Outer units are used last in forward and first in backward, so they stay unless ``max_reuse`` is 0.  In
+    addition whole blocks stay, beginning with the last, as long as fewer than ``max_reuse`` elements run between their
     forward and their backward pass and all that is gathered at once fits into ``max_live``.  On one rank,
-    ``max_reuse`` does not limit the blocks: gathering again would move 6 bytes a parameter (the cast of the
-    masters) to save 2.  With two planes no unit stays, since backward computes with the other plane.
+    ``max_reuse`` does not limit the blocks: resharding would save 2 bytes a parameter, and gathering again would
+    move 6 (to cast the masters).  With two planes no unit stays, since backward computes with the other plane.
 
     ``units`` are in model order.
     """

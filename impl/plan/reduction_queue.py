@@ -34,7 +34,7 @@ class Reducing(Protocol):
         """Post the first hop; the progress becomes REDUCING, or REDUCED if there is no hop."""
 
     def post_next_hop(self, *, finish: bool = False) -> None:
-        """Post the next hop; with ``finish`` all that are left, and wait, so that the progress is REDUCED.
+        """Post the next hop.  With ``finish``, post all hops that are left, and wait until the progress is REDUCED.
 
         Does nothing unless the progress is REDUCING.
         """
@@ -77,8 +77,8 @@ class ReductionQueue:
     def post_next_hops(self) -> None:
         """Let every reduction under way post its next hop, at most once after each start of a reduction.
 
-        So all ranks post in one order, whichever of their units have gradients, and no link is idle while a
-        hop could be posted.
+        In this way all ranks post in one order, even if their units with gradients differ, and no link is idle
+        while a hop could be posted.
         """
         if self._behind:
             self._behind = False
@@ -95,7 +95,7 @@ class ReductionQueue:
         return sum(r.elements for r in self._under_way if r.progress is Progress.REDUCING)
 
     def _start(self) -> None:
-        """Start the next reduction, after those under way have posted a hop and enough of them have ended."""
+        """Start the next reduction, after those under way have posted a hop and enough of them have ended to fit it."""
         self.post_next_hops()
         reduction = self.order[self._position]
         for earlier in self._under_way:

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 FROZEN: Final = ".frozen"  # suffix of the name of a block's second unit, which holds its frozen parameters
 PERSISTENT: Final = "persistent"  # name of the unit of small parameters, which stays gathered
 ROOT: Final = "root"  # name of the unit of parameters outside all blocks
-MUCH_PADDING: Final = 0.05  # padding, as a share of a model's elements, beyond which pages mark its bytes
+MUCH_PADDING: Final = 0.05  # share of padding in a model beyond which report pages mark the model's bytes
 
 
 class GeometryError(ValueError):
@@ -48,7 +48,7 @@ class ParameterSpec:
 
 
 class Band(NamedTuple):
-    """Consecutive bands, each of the same number of whole rows, of one matrix in a shard."""
+    """Consecutive bands of one matrix in a shard; each band has the same number of whole rows."""
 
     start: int  # first element, relative to the shard
     bands: int  # how many bands follow one another
@@ -122,10 +122,10 @@ class UnitGeometry:
         return self.padded // self.world
 
     def piece_stride(self, stride: int) -> int:
-        """Returns how many pieces apart in the unit the pieces of two ranks lie that are ``stride`` apart.
+        """Returns the distance, in pieces, between the pieces of two ranks whose numbers differ by ``stride``.
 
-        ``stride`` is an axis's.  The pieces of a shard are consecutive: rank ``k * group + i`` has piece number
-        ``i * (world / group) + k`` of the unit.
+        ``stride`` is the stride of an axis.  The pieces of a shard are consecutive: rank ``k * group + i`` has piece
+        number ``i * (world / group) + k`` of the unit.
         """
         return stride * (self.world // self.shards) if stride < self.shards else stride // self.shards
 
@@ -158,9 +158,10 @@ class UnitGeometry:
         return replica * self.piece, (replica + 1) * self.piece
 
     def received_piece(self, rank: int) -> tuple[int, int]:
-        """Returns (start, end) in the unit of a piece of the mean that ``rank`` has after a reduction.
+        """Returns (start, end) in the unit of a piece of the mean gradient that ``rank`` has after a reduction.
 
-        Together the pieces of all ranks cover the unit.
+        With several groups this is the piece that a rank of the next group reduced, with one group the rank's own
+        piece.  Together the pieces of all ranks cover the unit.
         """
         low, _ = self.bounds(rank)
         first, end = self.own_piece((rank + self.shards) % self.world)
@@ -220,7 +221,7 @@ def lay_out(
 
     Parameters of one group keep their order, and every parameter and shard starts on a multiple of ``grain``
     elements.  ``max_padding`` is the largest padding allowed, as a share of the parameters' elements;
-    ``grain_in_words`` is the reason for the grain, for the error message.  All else is as in
+    ``grain_in_words`` is the reason for the grain, for the error message.  The other arguments are explained in
     :class:`UnitGeometry`.
 
     Raises PaddingError: if padding exceeds ``max_padding``.
@@ -231,7 +232,7 @@ def lay_out(
     slots = tuple(map(Slot, specs, offsets))
     unit = UnitGeometry(name, slots, padded, world, trainable, 0 if group == world else group)
     padding = padded - unit.numel
-    if padding and padding / unit.numel > max_padding:  # a product could round below ``needed``
+    if padding and padding / unit.numel > max_padding:  # a quotient: a product could round below ``needed``
         needed = -(-100 * padding // unit.numel) / 100
         codecs = f" ({grain_in_words})" if grain_in_words else ""
         share = f"{padding / unit.numel:.1%} of {unit.numel}, allowed {max_padding:.1%} by max_padding"
@@ -257,9 +258,9 @@ def chunked(piece: int, chunks: int, grain: int) -> tuple[tuple[int, int], ...]:
     """Returns (start, end) of the chunks into which a piece is cut, in order, none of them empty.
 
     There are at most ``chunks``, and each starts on a multiple of ``grain``.  With three or more, the first
-    and the last are a third as long as the others (1:3:...:3:1), as far as the grain allows.  That hides more
-    of the shorter hop behind the longer: four chunks 1:3:3:1 hide seven eighths, ``n`` equal ones at most
-    ``1 - 1 / n``.
+    and the last are a third as long as the others (1:3:...:3:1), as far as the grain allows.  These lengths
+    hide more of the shorter hop behind the longer hop: four chunks 1:3:3:1 hide seven eighths of it, ``n`` equal
+    chunks at most ``1 - 1 / n``.
     """
     whole = max(1, piece // grain)
     weights = [1] * chunks if chunks < 3 else [1, *[3] * (chunks - 2), 1]

@@ -7,8 +7,8 @@ A :class:`Machine` holds the rates of a cluster, measured or published, and how 
 - ``schedule``: the step of this engine is simulated, unit by unit and hop by hop (:mod:`impl.plan.timeline`)
 
 :func:`step_time` models the first two.  It needs only sums (:class:`Work`), so it works for systems of which
-little is known: computation takes ``parameters * (fixed + tokens * per_token)`` seconds a rank, and the wire
-takes the bytes that leave one node over the rate of its adapters together.  :func:`step_of` simulates a
+little is known.  Computation takes ``parameters * (fixed + tokens * per_token)`` seconds a rank.  Sending takes
+the bytes that leave one node, divided by the rate of all its adapters together.  :func:`step_of` simulates a
 :class:`Step` of this engine.
 
 Pure: no torch.
@@ -141,8 +141,8 @@ class Machine:
 def _likeness(text: str, other: str) -> tuple[bool, bool, int]:
     """Returns how similar two codecs are, as a tuple to compare.
 
-    That is whether type and bits agree, whether the type agrees, and minus the number of options that only one
-    of them has; block sizes do not count.
+    The tuple says whether type and bits agree, and whether the type agrees; last is minus the number of options
+    that only one of the codecs has.  Block sizes do not count.
     """
     (head, *options), (other_head, *other_options) = text.split(":"), other.split(":")
     same_type = re.sub(r"[0-9].*", "", head) == re.sub(r"[0-9].*", "", other_head)
@@ -165,7 +165,7 @@ class StepTime:
     """The prediction of one step, in seconds."""
 
     compute: float  # the model's passes and the optimizer
-    wire: float  # sending messages between nodes, whether computation hides it or not
+    wire: float  # sending messages between nodes, including what computation hides
     seconds: float  # the whole step
     calibrated: bool  # whether the model, the batch and the codecs are within the machine's measured range
     exposed: float = math.nan  # time in which the rank waits for messages; NaN if the schedule is not known
@@ -179,7 +179,7 @@ class StepTime:
 
 
 def step_time(machine: Machine, work: Work) -> StepTime:
-    """Predicts a step from sums alone, with the machine's ``overlap`` as ``none`` or ``full``."""
+    """Predicts a step from sums alone, for a machine whose ``overlap`` is ``none`` or ``full``."""
     compute = machine.compute(work.parameters, work.tokens)
     wire = work.egress_bytes / (work.rate * machine.efficiency)
     return StepTime(
@@ -192,9 +192,10 @@ def step_time(machine: Machine, work: Work) -> StepTime:
 
 
 def least_seconds(work: Work, peak_flops: float) -> float:
-    """Returns a lower bound of the step, in seconds: the wire at its nominal rate or the operations at peak.
+    """Returns a lower bound of the seconds of a step.
 
-    ``peak_flops`` are a rank's operations a second.
+    The bound is the longer of two times: the time to send at the adapters' nominal rate, and the time to compute at
+    ``peak_flops``, the most floating-point operations a second of a rank.
     """
     return max(work.egress_bytes / work.rate, flops(work) / peak_flops)
 
@@ -221,8 +222,8 @@ class Step:
 def step_of(machine: Machine, step: Step) -> StepTime:
     """Predicts a step of this engine by simulating it, unit by unit, for the rank that sends most.
 
-    The model's computation is divided among units in proportion to their elements.  As after an optimizer
-    step, the first pass gathers all weights anew, without hpZ's copy.
+    The model's computation is divided among units in proportion to their elements.  The first pass gathers all
+    weights anew, not from hpZ's copy, since the optimizer step before has changed them.
     """
     policy, units, passes = step.policy, step.units, passes_of(machine, step)
     stretch = machine.stretch(step.topology.nodes, step.topology.ranks_per_node)
@@ -279,7 +280,7 @@ class _Seconds:
         """Returns the gather of a unit's weights; with ``again``, from hpZ's copy if there is one."""
         copied = policy.gather_axes(self._topology)[1]  # hops before hpZ's copy
         again = again and copied > 0
-        # With differences this is any step but the first, which sends the weights themselves.
+        # A policy with differences sends the weights themselves only in the first step; any other step is modelled.
         codec = policy.copy_codec if again else policy.differences or policy.weights
         before = 0.0 if again else policy.planes * self._coding(codec, unit.shard, "encode")
         hops, ring = list[Hop](), policy.gather == "flat"
@@ -292,7 +293,9 @@ class _Seconds:
             if axis.size > 1:
                 hops.append(self._hop(axis, size, ring=ring, before=before))
                 before = 0.0
-            elif not (again or hops) and index + 1 == copied:  # on one node hpZ keeps its copy while waiting
+            elif (
+                not (again or hops) and index + 1 == copied
+            ):  # on one node: hpZ's copy is made here, and nothing is sent
                 hops.append(Hop(adapter=0.0, before=before, sends=False))
                 before = 0.0
         return Collective(hops=tuple(hops), after=self._coding(codec, unit.padded, "decode"))
@@ -339,8 +342,8 @@ class _Seconds:
     def _hop(self, axis: Axis, size: int, *, before: float, ring: bool = False, step: bool = False) -> Hop:
         """Returns the hop in which a rank sends ``size`` bytes to every other rank along ``axis``.
 
-        In a ``ring`` all these messages go to the next rank; with ``step`` the hop is one step of the ring,
-        which sends one of them.
+        In a ``ring`` all these messages go to the next rank.  With ``step`` the hop is one step of the ring, which
+        sends only one of these messages.
         """
         # The ranks of node 0 stand for those of every node, which send the same.
         machine, ranks = self._machine, range(self._topology.ranks_per_node)

@@ -7,8 +7,8 @@ when the gather starts, each further hop while the rank waits for the weights.  
 is posted at the unit's last gradient, each further hop at the first gradient of the next trained unit.
 ``tests/impl/plan/test_issue_order.py`` compares the order of events with the engine's.
 
-Three resources serve one request at a time, in order: the rank's *processor* (or GPU stream), the node's
-*adapter* to other nodes, and the links of ranks *inside* the node.
+Three resources each serve one request at a time, in order: the rank's *processor* (or GPU stream), the node's
+*adapter* to other nodes, and the links between ranks *inside* the node.
 
 Pure: no torch.
 """
@@ -38,7 +38,7 @@ class Hop:
     inside: float = 0.0  # time of all messages of a rank inside its node
     latency: float = 0.0  # time from the end of sending to the arrival, in which other messages can be sent
     before: float = 0.0  # time of the processor, before the message is posted, to decode, encode or copy
-    follows: int = 1  # the hop so many places before this one must have arrived first; 0: none
+    follows: int = 1  # posted only when the hop this many places before has arrived; 0: waits for none
     sends: bool = True  # False for a hop along an axis of one rank, which sends nothing but takes its turn
     at_once: bool = False  # whether this hop is posted together with the hop before it, not at the next event
 
@@ -49,13 +49,13 @@ class Collective:
 
     hops: tuple[Hop, ...] = ()  # in the order in which they are posted
     after: float = 0.0  # seconds of the processor after the last hop, to decode
-    # Whether the last hop crosses nodes.  A reduction then waits for its last hop only when the bucket is full
-    # or the pass ends, else at the next event.
+    # Whether the last hop crosses nodes.  If so, a reduction waits for its last hop only when the bucket is full or
+    # the pass ends; if not, at the next event.
     crosses: bool = True
 
 
 def in_chunks(hops: Sequence[Sequence[Hop]]) -> tuple[Hop, ...]:
-    """Returns the chunks of a reduction's hops, given as (hop, chunk), in the order in which they are posted.
+    """Returns the hops of a reduction's chunks, which are given as (hop, chunk), in the order of posting.
 
     Chunk i is posted on hop h + 1 right after chunk i + 1 has been posted on hop h, as in
     :class:`impl.comm.reduce_scatter.Reduction`.
@@ -231,7 +231,7 @@ class Pass:
         self.seconds = self.seconds + seconds
 
     def turn(self, least: Seconds) -> None:
-        """End the forward pass, not before ``least``; only the units that the schedule keeps stay gathered."""
+        """End the forward pass, at ``least`` or later; only the units that the schedule keeps stay gathered."""
         self.seconds = self.forward = np.maximum(self.seconds, least)
         self._gathers = {unit: self._gathers[unit] for unit in self._gathers.keys() & self._schedule.kept}
         self._backward = True
@@ -276,7 +276,7 @@ class Pass:
         self._queue.start_ready()
 
     def finish(self, *, reduces: bool) -> None:
-        """Wait for all reductions; if the pass ``reduces``, start those that have not started before."""
+        """Wait for all reductions under way; if the pass ``reduces``, first start all that have not started."""
         self._queue.finish(start=reduces)
 
     def start(self, unit: int, purpose: Literal["weights", "gradients"], collective: Collective) -> _UnderWay:
@@ -297,7 +297,10 @@ class Pass:
             self.events.append(("mean", under_way.unit))
 
     def post(self, under_way: _UnderWay) -> None:
-        """Post the next hop and the hops posted at once with it, each after the hop that it follows arrived."""
+        """Post the next hop and the hops that are posted together with it.
+
+        Before a hop is posted, the hop that it follows must have arrived.
+        """
         hops, arrivals = under_way.collective.hops, under_way.arrivals
         self._post(under_way, hops[len(arrivals)])
         while under_way.left and hops[len(arrivals)].at_once:

@@ -1,6 +1,6 @@
 """Defines the topology (nodes and ranks per node) and the axes along which the hops of collectives run.
 
-A topology is a value that the caller chooses, so two-node algorithms can run and be tested on one machine.
+A topology is a value that the caller chooses, so that two-node algorithms can run and be tested on one machine.
 Ranks are numbered ``rank = node * ranks_per_node + local``.  Pure: no torch.
 """
 
@@ -84,16 +84,17 @@ class Topology:
         per_node, world = self.ranks_per_node, self.world
         if ranks < 0 or (ranks and per_node % ranks and (ranks % per_node or world % ranks)):
             raise ValueError(
-                f"{name} of {ranks} ranks does not fit {self.nodes} nodes x {per_node} ranks: it must divide "
-                f"{per_node}, or be a multiple of it that divides {world}"
+                f"{name} of {ranks} ranks does not fit {self.nodes} nodes x {per_node} ranks: choose a number "
+                f"that divides {per_node}, or a multiple of {per_node} that divides {world}"
             )
 
     def gather_axes(self, secondary: int) -> tuple[tuple[Axis, ...], int]:
         """Returns the hops of a hierarchical gather, first hop first, and how many come before hpZ's copy.
 
-        After these hops a rank holds its part of the secondary copy, which ``secondary`` ranks share (0: there
-        is none; else a size that passes :meth:`check_group`), and a backward gather repeats only the hops
-        after them.  The product of the hops' sizes is the world size; a hop of size 1 sends nothing.
+        ``secondary`` ranks share one copy; 0 means that there is none, and any other number must pass
+        :meth:`check_group`.  After the hops that come before the copy, a rank holds its part of it, so that a
+        backward gather repeats only the other hops.  The product of the hops' sizes is the world size, and a hop of
+        size 1 sends nothing.
         """
         per_node = self.ranks_per_node
         if secondary in (0, per_node):

@@ -1,7 +1,7 @@
 """Predicts the bytes and messages that a policy sends, from the policy and the units' layout alone.
 
 Tests check that the engine's ledger equals :func:`predict` to the byte.  A message counts once for each
-destination, not counting the sender itself; in a ring all messages of a rank go to its neighbour.
+destination other than the sender.  In a ring, all messages of a rank go to its neighbour.
 
 Pure: no torch.
 """
@@ -31,7 +31,7 @@ Event = Literal[
     "forward", "accumulate", "backward", "evaluate", "norm", "step", "changed", "forgotten", "dropped"
 ]
 
-ORDER_BYTES: Final = 16  # of a check of the order: the count of exchanges, and a hash of their order
+ORDER_BYTES: Final = 16  # of a check that ranks agree: the count of their exchanges, and a hash of the order
 NORM_BYTES: Final = 8  # of a rank's sum of squares for a norm: one fp64
 SQUARES_BYTES: Final = 8  # of a rank's sum of squared errors for one unit and codec of a budget: one fp64
 MASTER_BYTES: Final = 4  # fp32
@@ -82,7 +82,7 @@ class Decision(NamedTuple):
 
 
 def passes(policy: Policy, *, micro_batches: int = 1, norms: int = 0) -> list[Event]:
-    """Returns the events of a step with ``micro_batches``; ``accumulate`` is a backward that reduces nothing.
+    """Returns the events of a step with so many ``micro_batches``; ``accumulate`` is a backward without reduction.
 
     ``norms`` is how often a gradient norm is computed before the optimizer steps.
     """
@@ -197,9 +197,12 @@ def predict(
 ) -> Book:
     """Predicts everything that ``rank`` sends in ``events``, and its copies between host and device.
 
-    Events change what later events send: a ``step`` changes the trained weights, ``changed``
-    (``Zero.weights_changed``) all weights; after ``forgotten`` (``Zero.forget_gathered``) all weights are
-    gathered anew; after ``dropped`` (``Zero.drop_gradients``) the next gather sends weights, not differences.
+    Some events change what later events send:
+
+    - ``step`` changes the trained weights;
+    - ``changed`` (``Zero.weights_changed``) changes all weights;
+    - ``forgotten`` (``Zero.forget_gathered``): all weights are gathered anew;
+    - ``dropped`` (``Zero.drop_gradients``): the next gather sends weights, not differences.
 
     With offload, each reduction copies the mean gradient of an offloaded master (4 bytes an element of the
     shard) to the host.  The encoded master is copied to the device once a step or, if frames are offloaded
@@ -235,7 +238,7 @@ def predict(
                     if event != "step" or sender.unit.trainable:
                         sender.weights_changed(event)
                 if event == "step" and policy.budget is not None:
-                    # Ranks exchange the sum of squared values, and of errors for each codec.
+                    # Ranks exchange the sum of squared values, and for each codec the sum of squared errors.
                     if steps % policy.budget.every == 0:
                         chosen = sum(unit.trainable and not unit.persistent for unit in units)
                         sums = sum(1 + len(codecs) for codecs in policy.candidates.values())
@@ -306,7 +309,10 @@ class _Sender:
     steps: int | None = None
 
     def weights_changed(self, event: Event) -> None:
-        """Mark all kept copies as stale; after an optimizer step differences to them may still be sent."""
+        """Mark all copies of the weights as stale.
+
+        After the event ``changed`` the next gather sends the weights themselves, not differences from hpZ's copy.
+        """
         self.gathered = self.current = self.uploaded = False
         if event == "changed":
             self.steps = None
@@ -314,7 +320,10 @@ class _Sender:
             self.steps += 1
 
     def gather(self, phase: Phase, *, keep: bool) -> None:
-        """Count a gather of the weights unless they are gathered; ``keep`` them gathered, or reshard."""
+        """Count a gather of the weights, unless they are gathered already.
+
+        Afterwards they stay gathered with ``keep`` or below stage 3; otherwise they are resharded.
+        """
         policy, book, placement, unit = self.policy, self.book, self.placement, self.unit
         if not self.gathered:
             if placement.shard and not self.current and (placement.frames or not self.uploaded):
@@ -332,7 +341,7 @@ class _Sender:
         self.gathered = keep or policy.stage < 3
 
     def _sent(self) -> Codec:
-        """Returns the codec of the hops before an hpZ group, for weights or for differences to its copy."""
+        """Returns the codec of the hops before an hpZ group, which send weights or differences from hpZ's copy."""
         policy = self.policy
         if policy.differences is not None and not self.current:
             if self.steps is not None and not (policy.refresh and self.steps >= policy.refresh):

@@ -19,7 +19,7 @@ class Placed(NamedTuple):
     """A parameter and its block."""
 
     spec: ParameterSpec
-    block: str  # its name; "" for parameters outside all blocks or shared by several
+    block: str  # name of the block; "" for a parameter outside all blocks, or shared by several
     trainable: bool = True
 
 
@@ -32,11 +32,11 @@ class Contents(Protocol):
 
     @property
     def trainable(self) -> bool:
-        """Whether its parameters have gradients."""
+        """Whether the unit's parameters have gradients."""
 
     @property
     def specs(self) -> Sequence[ParameterSpec]:
-        """Its parameters, in slot order."""
+        """The unit's parameters, in slot order."""
 
 
 class Members(NamedTuple):
@@ -46,14 +46,14 @@ class Members(NamedTuple):
     home: str  # name of its block, :data:`PERSISTENT` or :data:`ROOT`
     trainable: bool
     specs: Sequence[ParameterSpec]  # in slot order
-    places: Sequence[int]  # of these parameters in the model's order
+    places: Sequence[int]  # the index of each of these parameters in the model's order
 
 
 def members_of(parameters: Sequence[Placed], blocks: Sequence[str], limits: MemoryLimits) -> list[Members]:
     """Assign every parameter to exactly one unit.
 
-    Parameters outside all blocks, or shared by several, belong to the root's unit.  Parameters smaller than
-    ``limits.persist_below`` form a persistent unit of their own, up to ``limits.persist_most`` elements in all.
+    Parameters outside all blocks, or shared by several, belong to the root's unit.  Parameters with fewer than
+    ``limits.persist_below`` elements form a persistent unit, up to ``limits.persist_most`` elements in all.
     """
     entries: dict[tuple[str, bool], list[int]] = {
         (name, trainable): [] for name in (ROOT, PERSISTENT, *blocks) for trainable in (True, False)

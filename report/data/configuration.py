@@ -17,14 +17,14 @@ from typing import Any, Final
 import pandas as pd
 
 from harness.suites.labels import differing, flatten, in_words
-from harness.suites.peers import DEEPSPEED, family_of
+from harness.suites.peers import BUCKET_MB, DEEPSPEED, family_of
 from harness.suites.trial import RECIPE, Trial
 from impl.deepspeed.config_to_policy import recipe
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
 from report.data.text import plain
 
-BASELINE: Final = "zero3"  # the strongest that is not quantised
+BASELINE: Final = "zero3"  # in hops, without quantisation or a copy (hpZ)
 PAPERS_BASELINE: Final = "zero3-flat"  # of ZeRO++: one ring over all ranks, blind to nodes
 PROPOSED: Final = "zeropp"
 
@@ -215,9 +215,12 @@ def short_names_in_words(names: Iterable[str]) -> str:
 
 
 def _peer_settings(trial: Trial) -> dict[str, str]:
-    """Settings of a peer without usual ones (stage 3, fp32): DeepSpeed's configuration, and the type."""
+    """Settings of a peer without usual ones (stage 3, fp32): DeepSpeed's configuration, types, and the like."""
     config = trial.deepspeed_config if family_of(trial.strategy) == DEEPSPEED else None
     settings = {path.rpartition(".")[2]: str(value) for path, value in flatten(json.loads(config or "{}"))}
-    settings["compute"] = trial.peer.compute
-    usual = {"stage": "3", "compute": "fp32"}
+    if trial.peer.bucket_mb != BUCKET_MB:
+        settings["buckets of"] = f"{trial.peer.bucket_mb:g} MB"
+    settings |= trial.peer.model_dump(include={"compute", "group"})
+    settings["gradients"] = trial.peer.reduce_dtype
+    usual = {"stage": "3", "compute": "fp32", "gradients": "compute", "group": "all"}
     return {name: value for name, value in settings.items() if value != usual.get(name)}

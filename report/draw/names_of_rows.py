@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from harness.suites.peers import PEERS
+from harness.suites.peers import PEERS, Compute
 from report.data.configuration import NAMES
 from report.data.text import listed
 
@@ -43,8 +43,9 @@ def peers_note(data: pd.DataFrame) -> str:
         data["strategy"], data.get("configuration", data["strategy"]), strict=True
     ):
         if strategy in PEERS and strategy != "single":
-            wire = PEERS[strategy].wire("bf16" if "compute bf16" in configuration else "fp32")
-            senders[wire][NAMES[strategy]] = None
+            compute: Compute = "bf16" if "compute bf16" in configuration else "fp32"
+            wire = PEERS[strategy].wire(compute, "fp32" if "g fp32" in configuration else "compute")
+            senders.setdefault(wire, {})[NAMES[strategy]] = None
     sentences = [
         f"{listed(list(names))} {'send' if len(names) > 1 else 'sends'} {wire}"
         for wire, names in senders.items()

@@ -11,6 +11,7 @@ from harness.suites.trial import Trial
 from report.data import speedups
 from report.data.frames import groups
 from report.data.metrics import Derived
+from report.data.text import listed
 from report.tables.table import CONFIGURATION, RATIO, STEP, TRIALS, Column, Table, table_of, trial_count
 
 FAMILIES: Final = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
@@ -21,13 +22,13 @@ def peers(derived: Derived) -> Table:
     ran = [derived.frames.trial_of[identity] for identity in derived.trials["id"]]
     trials = derived.trials.assign(
         where=derived.trials["where"].str.replace(r", transport [^,]*", "", regex=True),
-        compute=[(trial.resolved_policy() or trial.peer).compute for trial in ran],
+        types=[shared_types(trial) for trial in ran],
         carried=list(map(carried_by, ran)),
         family=[family_of(trial.strategy) or "" for trial in ran],
     )
     rows = [
         row
-        for _, setting in groups(trials[trials["family"] != "single"], ["where", "compute"])
+        for _, setting in groups(trials[trials["family"] != "single"], ["where", "types"])
         if 0 < (setting["family"] != "").sum() < len(setting)
         for row in _rows(setting)
     ]
@@ -46,9 +47,29 @@ def peers(derived: Derived) -> Table:
         STEP,
         *(Column(f"over_{family}", f"Over best {name}", RATIO, mark=f"_{family}")
           for family, name in FAMILIES.items()),
-        caption="Steps of our policies beside those of peers that compute in the same type. Each speed-up is over the "
-        "named configuration of that peer which is hardest to beat, as a geometric mean over pairs.",
+        caption="Steps of our policies beside those of peers that compute in and send the same types; policies that "
+        "quantise are beside peers that send bf16. Each speed-up is over the named configuration of that peer which "
+        "is hardest to beat, as a geometric mean over pairs.",
     )  # fmt: skip
+
+
+def sent_types(trial: Trial) -> str:
+    """The types that a trial sends, in words: ``fp32``, ``bf16``, ``int8 and int4``."""
+    policy = trial.resolved_policy()
+    if policy is None:
+        return PEERS[trial.strategy].wire(trial.peer.compute, trial.peer.reduce_dtype)
+    codecs = (policy.weights, policy.inside or policy.weights, *policy.gradients)
+    return listed(list(dict.fromkeys(str(codec).partition(":")[0] for codec in codecs)))
+
+
+def shared_types(trial: Trial) -> str:
+    """The types in which peers compute and send that a trial is compared with: ``bf16``, ``fp32, sent as bf16``.
+
+    They are its own, but for a policy that quantises: no peer sends less than bf16.
+    """
+    compute, sent = (trial.resolved_policy() or trial.peer).compute, sent_types(trial)
+    sent = sent if sent in ("fp32", "bf16", "bf16 and fp32") else "bf16"
+    return sent if sent == compute else f"{compute}, sent as {sent}"
 
 
 def carried_by(trial: Trial) -> str:
@@ -65,7 +86,7 @@ def _rows(setting: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows of one setting and type: peers, then our policies by transport, gloo alone first."""
     is_peer = setting["family"] != ""
     peer_rows, policy_rows = setting[is_peer], setting[~is_peer].sort_values("carried", kind="stable")
-    rows, keys = [], ["where", "configuration", "carried", "compute"]
+    rows, keys = [], ["where", "configuration", "carried", "types"]
     for key, trials in groups(pd.concat([peer_rows, policy_rows]), keys):
         row = dict(zip(keys, key, strict=True)) | trial_count(trials)
         row["step_seconds"] = speedups.step_interval(trials)

@@ -30,7 +30,7 @@ _PER_SECOND: Final = (
 def summary(derived: Derived) -> Table:
     """The summary, one row per setting and configuration: times, speed-up, bytes, loss."""
     rows, base, two = _rows(derived), derived.compared.baseline, len(derived.over_papers) > 0
-    best = f"the best {NAMES[BASELINE]}" if two and not derived.compared.named_in_suite else base
+    best = f"the hierarchical {NAMES[BASELINE]}" if two and not derived.compared.named_in_suite else base
     steps = derived.trials["validation_step"].dropna()
     after = f", after {span(steps, 'step')}" if len(steps) else ""
     loss = (

@@ -123,7 +123,7 @@ class Table:
         """The printed column that a title or a name in the CSV selects.
 
         If none has exactly this title or name, the only column whose title begins with it, or whose title has all
-        of its words: ``Speed-up`` and ``Speed-up over ZeRO-3`` select ``Speed-up over the best ZeRO-3``.
+        of its words: ``Speed-up`` and ``Speed-up over ZeRO-3`` select ``Speed-up over the hierarchical ZeRO-3``.
         A Refusal lists the titles.
         """
         if columns := [column for column in self.columns if name in (column.title, column.key, column.name)]:

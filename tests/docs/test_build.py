@@ -74,7 +74,7 @@ def test_a_changed_record_is_a_named_line(built: Callable[..., Build], tmp_path:
     number = re.search(r"ZeRO\+\+: (\S+)x", before.files[Path("docs/page.md")].decode())
     assert number is not None
     half = f"{float(number[1]) / 2:.2f}"
-    found = re.fullmatch(r"docs/page\.md:4: (\S+) is (\S+) by the records, in '.*'", line)
+    found = re.fullmatch(r"docs/page\.md:4: (\S+) should be (\S+) by the records, in '.*'", line)
     assert found is not None, line
     assert found[1] == number[1]
     assert float(found[2]) == pytest.approx(float(half), abs=0.02)
@@ -85,9 +85,9 @@ def test_each_moved_line_is_named(built: Callable[..., Build], tmp_path: Path) -
     root = committed(built("One 1.\nTwo 2.\nThree.\n"), tmp_path)
     lines = differences(root, built("One 5.\nTwo 6.\nThird.\n"))
     assert lines == [
-        "docs/page.md:2: 1. is 5. by the records, in 'One 1.'",
-        "docs/page.md:3: 2. is 6. by the records, in 'Two 2.'",
-        "docs/page.md:4: is 'Three.', by template and records 'Third.'",
+        "docs/page.md:2: 1. should be 5. by the records, in 'One 1.'",
+        "docs/page.md:3: 2. should be 6. by the records, in 'Two 2.'",
+        "docs/page.md:4: is 'Three.', should be 'Third.'",
     ]
     assert differences(tmp_path / "empty", built("One 1.\n"))[0].startswith("docs/page.md:1: ")
 
@@ -105,7 +105,7 @@ def test_a_claim_that_does_not_hold_is_a_named_line(
 ) -> None:
     """It is one line, with the template's line and what was claimed."""
     (problem,) = built(f"First.\n\n{{% do {claim} %}}\nA sentence.\n").problems
-    assert problem.startswith(f"docs/{PAGE}:3: the records do not bear: {said}")
+    assert problem.startswith(f"docs/{PAGE}:3: the records do not support: {said}")
     assert "\n" not in problem
 
 

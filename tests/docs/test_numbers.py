@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +14,12 @@ from hypothesis import strategies as st
 from docs import numbers
 from docs.numbers import DocumentError, Estimate
 from harness.records.confidence_intervals import Interval
+from harness.suites.peers import PEERS
+from harness.suites.trial import Trial
+from report.data.frames import frames_of
+from report.data.metrics import derive
 from report.tables import all_tables
+from tests.report.records import changed_steps, record_of
 
 FINITE = st.floats(0.1, 10.0)
 
@@ -74,7 +82,10 @@ def test_a_magnitude_has_the_interval_of_the_sizes(value: float, half: float) ->
         (lambda: numbers.fact("slow_node", "weather"), r"no fact 'weather': expected one of suite, trials"),
         (lambda: numbers.count("slow_node", "nodes"), r"expected one of trials, sweeps"),
         (lambda: numbers.planned("paper_scale", "memory_bytes", strategy="zero3"), r"4 planned trials"),
-        (lambda: numbers.loss_in_steps("convergence", "ZeRO++"), r"its margin is no number of steps"),
+        (
+            lambda: numbers.loss_in_steps("convergence", "ZeRO++"),
+            r"the suite's margin is not a number of steps",
+        ),
         (lambda: numbers.budgeted("budget", "int9"), r"0 budgets of 'int9'"),
     ],
 )
@@ -98,6 +109,81 @@ def test_numbers_are_those_of_the_suites_tables() -> None:
         assert numbers.seconds("slow_node", "ZeRO++", at=at).interval == row["step_seconds"]
         over_itself = numbers.speedup("slow_node", "ZeRO-3", over="ZeRO++", at=at).interval.estimate
         assert over_itself == pytest.approx(1 / row["speedup"].estimate)
+
+
+STEPS = {  # seconds of a step by strategy and type in which it computes
+    ("ddp", "fp32"): 3.0, ("ddp-tuned", "fp32"): 2.0, ("ddp-bf16", "fp32"): 1.5, ("ddp-bf16", "bf16"): 1.25,
+    ("fsdp2", "fp32"): 5.0, ("fsdp2", "bf16"): 0.5, ("exact", "fp32"): 1.0, ("zero3", "fp32"): 1.0,
+    ("zero3", "bf16"): 1.0, ("zeropp", "bf16"): 0.25,
+}  # fmt: skip
+
+
+def _taking(seconds: float, _: Any) -> dict[str, float]:
+    return {"total": seconds}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Returns the name of a suite with records of these steps, and of the given strategies only."""
+
+    def make(name: str, repeats: int, *strategies: str) -> str:
+        trials = [
+            (
+                Trial.model_validate({"strategy": strategy, "repeat": repeat, part: {"compute": compute}}),
+                seconds,
+            )
+            for (strategy, compute), seconds in STEPS.items()
+            for repeat in range(repeats)
+            for part in ["peer" if strategy in PEERS else "policy"]
+            if strategy in strategies or not strategies
+        ]
+        records = [changed_steps(record_of(trial), partial(_taking, seconds)) for trial, seconds in trials]
+        monkeypatch.setitem(numbers._DERIVED, name, derive(frames_of(records)))
+        return name
+
+    return make
+
+
+def test_ours_is_compared_with_each_librarys_fastest_setting_of_equal_types(
+    made: Callable[..., str],
+) -> None:
+    """Tuned DDP and not DDP as shipped; DDP with its hook in the type in which ours computes; ZeRO++ with bf16; and
+    what has no records is named.
+    """
+    suite, ours = (
+        made("made", 6),
+        ("exact (fp32)", "ZeRO-3", "ZeRO-3 (compute bf16)", "ZeRO++ (compute bf16)"),
+    )
+    rows = numbers.beside_libraries(suite, *ours, "not there")
+    assert [(row.types, row.setting, row.speedup.value) for row in rows] == [
+        ("fp32", "DDP, tuned", "2.00"), ("fp32", "FSDP2", "5.00"),
+        ("fp32, sent as bf16", "DDP, bf16 hook", "1.50"),
+        ("bf16", "DDP, bf16 hook (compute bf16)", "1.25"), ("bf16", "FSDP2 (compute bf16)", "0.50"),
+        ("bf16; ours sends int8 and int4", "DDP, bf16 hook (compute bf16)", "5.00"),
+        ("bf16; ours sends int8 and int4", "FSDP2 (compute bf16)", "2.00"),
+    ]  # fmt: skip
+    assert numbers.outcomes(rows) == "faster in 6 of 7 comparisons and slower in 1"
+    assert numbers.outcomes(rows[:3]) == "faster in all 3 comparisons"
+    assert numbers.not_beside(suite) == "DeepSpeed in fp32, DeepSpeed in bf16"
+    assert numbers.settings_tried(suite) == 6
+    with pytest.raises(DocumentError, match=r"^made: no records of DeepSpeed in bf16 at ''$"):
+        numbers.fastest_setting(suite, "DeepSpeed", "bf16")
+    with pytest.raises(DocumentError, match=r"^made: no not there at '': expected one of DDP; "):
+        numbers.beside_libraries(suite, "not there")
+
+
+def test_few_pairs_are_a_range(made: Callable[..., str]) -> None:
+    """Without an interval the text has the lowest and highest pair, and all pairs must agree."""
+    (row, *_) = numbers.beside_libraries(made("few", 2), "exact (fp32)")
+    assert row.text == "2.00 (pairs 2.00 to 2.00)"
+    assert (row.faster, row.slower) == (True, False)
+
+
+def test_a_search_s_fastest_settings_are_repeated(made: Callable[..., str]) -> None:
+    """Those that are not are named, but not the slower ones."""
+    search = made("search", 1)
+    assert numbers.not_repeated(search, made("all", 2)) == ""
+    assert numbers.not_repeated(search, made("one", 2, "ddp", "ddp-bf16", "fsdp2")) == "DDP, tuned"
 
 
 def test_parts_multiply_as_their_pairs_do() -> None:

@@ -17,7 +17,7 @@ GIB = 2**30
 HERE = Host(memory=8 * GIB, gpus=(), namespaces=lambda: None)
 NO_AXIS = {  # keys that need other keys, limit a run, or are for the whole suite
     "workload", "generate.prompt", "generate.tokens", "rlhf.group", "rlhf.kl", "strategy", "peer.compute",
-    "deepspeed_config",
+    "peer.reduce_dtype", "peer.group", "peer.bucket_mb", "deepspeed_config",
     "control", "policy.gather", "policy.largest_unit",
     "cluster.link", "cluster.slow", "cluster.inner_rate", "cluster.hcas", "cluster.device",
     "cluster.launcher", "cluster.hosts",

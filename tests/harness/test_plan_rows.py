@@ -79,9 +79,9 @@ def test_a_machine_adds_seconds(zeropp: Zeropp) -> None:
     [
         ("nature = 'data sheet'", "data sheet", "rest on data sheets and assumptions"),
         ("nature = 'data sheet'\nfewest = 9", "data sheet, out of range", "nothing was measured"),
-        ("nature = 'published steps'", "fitted", "is fitted where the batch"),
-        ("host = 'here'", "calibrated", "is calibrated where model and batch"),
-        ("host = 'here'\nfewest = 9", "transferred", "is calibrated where model and batch"),
+        ("nature = 'published steps'", "fitted", "is 'fitted' if the batch"),
+        ("host = 'here'", "calibrated", "is 'calibrated' if model and batch"),
+        ("host = 'here'\nfewest = 9", "transferred", "is 'calibrated' if model and batch"),
         ("", "not calibrated", "was not calibrated"),
     ],
 )

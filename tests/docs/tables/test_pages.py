@@ -31,7 +31,7 @@ def test_only_what_stands_between_the_marks_is_written() -> None:
     """Text around the marks stays, text between them goes, and a page without marks is refused."""
     assert insert(f"a {BEGIN} old {END} b", "new\n") == f"a {BEGIN}\n\nnew\n\n{END} b"
     for unmarked in ("a", f"a {BEGIN}", f"a {END}"):
-        with pytest.raises(ValueError, match="without the marks"):
+        with pytest.raises(ValueError, match="lacks the marker"):
             insert(unmarked, "new")
 
 

@@ -75,7 +75,7 @@ def test_results_that_are_no_folder(folder: Path, capsys: pytest.CaptureFixture[
 def test_other_machines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder with records of another machine or other code is refused."""
     bench_record.write(folder / "results" / "bench-codecs", codecs())
-    assert "another machine or code" in refused(folder, capsys, "bench", "codecs")
+    assert "another machine or version of the code" in refused(folder, capsys, "bench", "codecs")
 
 
 def test_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

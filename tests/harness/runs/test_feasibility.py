@@ -339,7 +339,9 @@ def _on_gpus(suite: Path, folder: Path) -> tuple[int, list[Trial]]:
     return int(header[1]), list(load(path).trials)
 
 
-NO_HEADER = ("engine", "inner_rate", "paper_scale", "peers", "signs", "slow_node", "tutorial_zeropp")
+NO_HEADER = (
+    "engine", "inner_rate", "paper_scale", "peers", "peers_search", "signs", "slow_node", "tutorial_zeropp",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from tests.harness.cluster.test_rank_processes import local
 from tests.support.params import long
 
 INSTALLED = pytest.mark.needs("DeepSpeed")
+STAGES_OF_DEEPSPEED = ("deepspeed-kept", "deepspeed-serial", "deepspeed-stage1", "deepspeed-stage2-overlap")
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +260,33 @@ def test_peers_have_one_processs_loss(text: str, tmp_path: Path, strategy: str, 
         first = outcome.compared.losses[0]
         assert first.sharded == pytest.approx(first.expected, abs=1e-4)
         assert (first.expected == first.reference) == (peer == "fp32")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "peer"),
+    [
+        ("fsdp2", {"group": "node"}),
+        *long(
+            ("fsdp2-kept-prefetch", {"group": "node", "compute": "bf16"}),
+            ("fsdp2", {"compute": "bf16", "reduce_dtype": "fp32"}),
+            ("ddp-tuned", {"bucket_mb": 0.1}),
+        ),
+        *(pytest.param(name, {}, marks=[INSTALLED, pytest.mark.long]) for name in STAGES_OF_DEEPSPEED),
+    ],
+)
+def test_peers_with_other_settings_train_as_one_process(
+    text: str, tmp_path: Path, strategy: str, peer: dict[str, Any]
+) -> None:
+    """Their first loss and, where they show them, gradients are a single process's; with a copy in each node a rank
+    holds a node's share.
+    """
+    record = result(trial(text, strategy, peer=peer), tmp_path / "log")
+    shows = not strategy.startswith("deepspeed")
+    assert bool(record.first_gradients) == shows
+    assert all(error.share <= 1 for error in record.first_gradients)
+    if peer.get("group") == "node":
+        for rank in record.ranks:
+            assert rank.memory.engine["masters"] == pytest.approx(4 * record.parameters / 2, rel=0.02)
 
 
 @INSTALLED

@@ -81,6 +81,16 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "[defaults]\ncluster.nodes = 1\npolicy.chunks = 2\n",
         ("policy.chunks", "cluster.nodes = 1"),
     ),
+    "buckets of a library without them": (
+        "",
+        '[matrix]\nstrategy = ["fsdp2", "zero3"]\npeer.bucket_mb = [5, 25]\n',
+        ("[matrix] peer.bucket_mb = 5", "only peers of ddp read it"),
+    ),
+    "groups of a library without them": (
+        "",
+        '[matrix]\nstrategy = ["ddp", "deepspeed"]\npeer.group = ["node", "all"]\n',
+        ('[matrix] peer.group = "node"', "only peers of fsdp2 read it"),
+    ),
     "a row twice": (
         "",
         "[[zip]]\nseed = [1, 1]\nsteps = [2, 2]\n",

@@ -172,6 +172,15 @@ def test_hosts(host: str, kept: str) -> None:
     assert Cluster(launcher="hosts", hosts=(host,)).hosts == (kept,)
 
 
+def test_a_peer_s_later_settings_leave_ids_as_they_were() -> None:
+    """A trial in bf16 has the id that it had when the type was a peer's only setting."""
+    assert Trial(strategy="fsdp2", peer=PeerSettings(compute="bf16")).id == "cce4593dd144"
+    assert Trial(strategy="fsdp2", peer=PeerSettings(compute="bf16", group="node")).canonical()["peer"] == {
+        "compute": "bf16",
+        "group": "node",
+    }
+
+
 @pytest.mark.parametrize(
     "host",
     ["", "-oProxyCommand=x", "-x@node1", "me@-node", "a b", "a;b", "::g", "[::1", "1::2::3", "a:22", "me@"],

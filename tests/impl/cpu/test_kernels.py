@@ -154,7 +154,9 @@ def test_what_no_kernel_can_do_is_refused(backend: Backend) -> None:
             kernels.encode(codec, x.to("meta"), frames)
     for kernels in (reference, backend.kernels, CudaKernels(no_launch)):
         for noise in (None, Noise((1, 2, 3, 4))):
-            with pytest.raises(ValueError, match=r"stochastically: \(16, 32\) elements need noise with a stride"):
+            with pytest.raises(
+                ValueError, match=r"stochastically: \(16, 32\) elements need noise with a stride"
+            ):
                 kernels.encode(parse("int8:8:stochastic"), x, frames, noise=noise)
     many = torch.zeros(*[2] * 10, 8).permute(1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 10)
     with pytest.raises(ValueError, match=r"the C\+\+ kernels take at most 8"):

@@ -62,8 +62,8 @@ SHARD, INT8, HOST = parse("int8:shard"), parse("int8:32"), Offload(optimizer=1.0
         ({"stage": 4}, "stage = 4: expected one of 0, 1, 2, 3"),
         ({"reduce": "twohop"}, "reduce = 'twohop': expected one of ring, one_hop, two_hop"),
         ({"secondary": 2, "secondary_format": "int8:64"}, "expected one of frames, fp32, bf16, fp16"),
-        ({"align": 0}, "align=0, order_every=32, refresh=0: chunks is 1 to 8, align 1 or more"),
-        ({"chunks": 9}, "chunks=9, .*: chunks is 1 to 8"),
+        ({"align": 0}, "align=0, order_every=32, refresh=0: expected chunks 1 to 8, align 1 or more"),
+        ({"chunks": 9}, "chunks=9, .*: expected chunks 1 to 8"),
         ({"gather": "flat", "secondary": 2}, "needs stage 3, group=0 and .*; here .*gather='flat'"),
         ({"reduce": "one_hop", "gradients": (BF16, FP32)}, "has one hop"),
         (
@@ -81,7 +81,10 @@ SHARD, INT8, HOST = parse("int8:shard"), parse("int8:32"), Offload(optimizer=1.0
         ({"stage": 0, "group": 2}, "group=2 needs stage 1 to 3, .* here stage 0"),
         ({"group": "node", "reduce": "ring"}, "group='node' needs .* gather='hierarchical', reduce='ring'"),
         ({"sums": "fp16", "reduce": "ring"}, "here sums='fp16', feedback=none: set reduce='two_hop'"),
-        (SHAPE | {"weights": MXFP8}, "blocks='shape' chooses the size of blocks, and that of mxfp8 is fixed"),
+        (
+            SHAPE | {"weights": MXFP8},
+            "blocks='shape' chooses the size of blocks, but the size of mxfp8's blocks is fixed",
+        ),
         (SHAPE | {"weights": parse("int4:32:hadamard8")}, "that of int4:32:hadamard8 is fixed"),
         ({"planes": 2}, "planes=2 needs a codec with blocks, .* here weights=bf16"),
         ({"planes": 2, "weights": SHARD}, "here weights=int8:shard"),

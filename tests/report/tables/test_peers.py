@@ -14,7 +14,7 @@ from harness.suites.trial import Trial
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.tables import all_tables
-from report.tables.peers import peers
+from report.tables.peers import peers, sent_types
 from tests.report.records import changed_steps, record_of
 
 
@@ -57,20 +57,44 @@ def test_the_best_of_each_library_is_divided_by(fsdp2: list[float], engine: floa
 
 def test_the_same_transport_comes_first() -> None:
     """Peers, then ours over gloo alone, then ours with shared memory, whatever ran first, and said so."""
-    table = rows(run("zeropp", 0.2, "shm"), run("zeropp", 0.4), run("ddp", 1.0), run("fsdp2", 1.0, "shm"))
-    assert list(table.index) == [
-        *((name, "gloo alone") for name in ("DDP", "FSDP2", "ZeRO++")), ("ZeRO++", "shm, gloo")
-    ]  # fmt: skip
-    assert "like with like" in peers(derive(frames_of([run("ddp", 1.0), run("zeropp", 1.0)]))).description
+    table = rows(run("exact", 0.2, "shm"), run("exact", 0.4), run("ddp", 1.0), run("fsdp2", 1.0, "shm"))
+    gloo = ("DDP", "FSDP2", "exact (fp32)")
+    assert list(table.index) == [*((name, "gloo alone") for name in gloo), ("exact (fp32)", "shm, gloo")]
+    assert "like with like" in peers(derive(frames_of([run("ddp", 1.0), run("exact", 1.0)]))).description
 
 
 def test_types_are_not_mixed() -> None:
-    """Policies in bf16 are compared with peers in bf16, however fast those in fp32 are."""
-    peer_records = run("fsdp2", 0.1), run("fsdp2", 2.0, peer={"compute": "bf16"})
-    table = rows(*peer_records, run("exact", 1.0), run("zero3", 1.0, policy={"compute": "bf16"}))
+    """Policies are compared with peers that compute in and send the same types, however fast others are; policies
+    that quantise with peers that send bf16.
+    """
+    mixed = run("fsdp2", 0.01, peer={"compute": "bf16", "reduce_dtype": "fp32"})
+    peer_records = run("fsdp2", 0.1), run("fsdp2", 2.0, peer={"compute": "bf16"}), mixed
+    half = {"policy": {"compute": "bf16"}}
+    ours = run("exact", 1.0), run("zero3", 1.0, **half), run("zeropp", 0.5, **half), run("zero3", 3.0)
+    table = rows(*peer_records, *ours)
     assert table["over_fsdp2"]["exact (fp32)", "gloo alone"].estimate == pytest.approx(0.1)
-    in_bf16 = table[table["compute"] == "bf16"]["over_fsdp2"].dropna()
-    assert [gain.estimate for gain in in_bf16] == pytest.approx([2.0])
+    in_bf16 = table[table["types"] == "bf16"]["over_fsdp2"].dropna()
+    assert [gain.estimate for gain in in_bf16] == pytest.approx([2.0, 4.0])
+    assert set(table["types"]) == {"fp32", "bf16"}, (
+        "ZeRO-3 that computes in fp32 and sends bf16 is beside none"
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes", "types"),
+    [
+        ("exact", {}, "fp32"),
+        ("zero3", {}, "bf16"),
+        ("zero3", {"policy": {"gradients": "fp32"}}, "bf16 and fp32"),
+        ("zeropp", {}, "int8 and int4"),
+        ("ddp-bf16", {}, "bf16"),
+        ("ddp", {"peer": {"compute": "bf16"}}, "fp32"),
+        ("deepspeed", {"peer": {"compute": "bf16"}}, "bf16"),
+    ],
+)
+def test_what_a_trial_sends(strategy: str, changes: dict[str, Any], types: str) -> None:
+    """The types of its weights and gradients, each named once."""
+    assert sent_types(Trial.model_validate({"strategy": strategy, **changes})) == types
 
 
 def test_without_both_there_is_no_table() -> None:
