@@ -1,7 +1,7 @@
 """Builds the report of a results folder: ``report.html``, with ``figures/`` and ``tables/`` beside it.
 
-The report is first written into a hidden folder inside the results folder, so that a full disk or an interruption of
-the writing leaves the previous report.  Its files are then renamed one by one.
+A new report is first written into a hidden folder inside the results folder; its files are then renamed one by one.
+If the disk is full or the writing is interrupted, the previous report therefore stays.
 """
 
 from __future__ import annotations

@@ -42,9 +42,7 @@ def report(
     ] = False,
     explain: Annotated[
         tuple[str, str, str] | None,
-        typer.Option(
-            help="Only print the records and the definition behind one number.", metavar="TABLE ROW COLUMN"
-        ),
+        typer.Option(help="Only print records and definition of one number.", metavar="TABLE ROW COLUMN"),
     ] = None,
     columns: Annotated[
         list[str] | None,
@@ -52,9 +50,7 @@ def report(
     ] = None,
     width: Annotated[
         float,
-        typer.Option(
-            min=60, max=400, help="Width of figures, in mm; 84 is one column of a paper.", metavar="MM"
-        ),
+        typer.Option(min=60, max=400, help="Width of figures in mm; a paper's column has 84.", metavar="MM"),
     ] = _WIDTH,
     pdf: Annotated[
         bool, typer.Option("--pdf", help="Also draw figures as PDF, with embedded fonts.")
@@ -179,7 +175,7 @@ def build_report(
     of_bench, of_tests = bench_record.holds(folder), benchmark_file.holds(folder)
     if (of_bench or of_tests) and (columns or forms or width != _WIDTH):
         raise Refusal(
-            f"{folder} holds a benchmark's records: --columns, --width, --pdf and --png are of suites; remove them"
+            f"{folder} holds a benchmark's records: --columns, --width, --pdf and --png are for suites; remove them"
         )
     if of_bench:
         from report.bench_page import build as build_bench

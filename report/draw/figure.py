@@ -48,9 +48,8 @@ class Figure:
     # selects the figure's data from a suite's records; returns no rows if there is nothing to draw
     table: Callable[[Derived], pd.DataFrame] = lambda derived: derived.trials
     note: str = ""  # a further sentence of the caption
-    notes: tuple[
-        Callable[[pd.DataFrame], str], ...
-    ] = ()  # each returns a sentence on the data, placed after ``note``
+    # each returns a further sentence, on the data
+    notes: tuple[Callable[[pd.DataFrame], str], ...] = ()
 
     @property
     def alt(self) -> str:

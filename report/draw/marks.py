@@ -144,9 +144,8 @@ class Lines:
     label: str  # of the x axis; empty if the title of each panel says what its x axis is
     measures: tuple[Measure, ...]
     lines: str = "configuration"  # column of the lines' names
-    points: str = (
-        ""  # rows with equal values in this column make one point, at their median x; by default ``x``
-    )
+    # rows with equal values in this column make one point, at their median x; by default this column is ``x``
+    points: str = ""
     log: bool = False  # whether the x axis is logarithmic
     band: bool = False  # whether a band shows the range of the values, instead of a dot for each value
 
@@ -239,9 +238,8 @@ class Stacked:
     parts: tuple[str, ...]  # names of parts in the order of stacking; parts that are not named follow
     # by kind, the marker, its colour and its meaning
     also: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
-    middle: Literal["mean", "median"] = (
-        "median"  # the average over trials that is drawn, and that tables print
-    )
+    # the average over trials that is drawn; tables print the same one
+    middle: Literal["mean", "median"] = "median"
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
         """Draw bars and marks, with a panel for each value of the column ``panel``."""

@@ -95,6 +95,6 @@ def shades(names: Sequence[str]) -> dict[str, Look]:
 
 @contextmanager
 def fonts() -> Iterator[None]:
-    """Set fonts, lines and deterministic output for the figures that are drawn and saved in this context."""
+    """Return a context in which figures are drawn with this module's fonts and lines, and saved deterministically."""
     with mpl.rc_context({**sns.axes_style("ticks"), **sns.plotting_context("paper"), **_FONTS}):
         yield

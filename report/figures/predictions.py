@@ -10,7 +10,7 @@ import pandas as pd
 from report.data.metrics import KEPT, Derived
 
 APART: Final = (
-    0.05  # relative difference below which two measured steps count as equal, so their order is not judged
+    0.05  # two measured steps that differ by a smaller share count as equal, so their order is not judged
 )
 WAYS: Final = {
     "over_predicted": "foreseen_seconds",
@@ -40,8 +40,8 @@ def score(rows: pd.DataFrame) -> dict[str, float]:
     - ``pairs``: the number of pairs of configurations whose measured steps in one setting are more than :data:`APART`
       apart.
     - ``ordered``: the share of these pairs that are predicted in the right order.
-    - ``regret``: how much longer than the fastest configuration the one that is predicted to be fastest takes, as a
-      share of the fastest one's step; mean over settings.
+    - ``regret``: the step of the configuration that is predicted to be fastest, over the step of the fastest
+      configuration, minus 1; mean over settings.
     """
     by_setting = rows.groupby(["setting", "configuration"], as_index=False)[
         ["step_seconds", *WAYS.values()]

@@ -51,5 +51,5 @@ def test_the_page_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "a[1]" in html
     assert "<b>" not in html
     assert cli.main(["report", str(tmp_path), "--pdf"]) == cli.REFUSED
-    assert "are of suites" in capsys.readouterr().err
+    assert "are for suites" in capsys.readouterr().err
     assert build(tmp_path) == tmp_path / "report.html"
