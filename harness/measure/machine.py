@@ -22,6 +22,7 @@ import psutil
 
 from impl.cpu import build
 
+BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 INFINIBAND: Final = Path("/sys/class/infiniband")
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGES: Final = (
@@ -34,7 +35,7 @@ SOURCE_SUFFIXES: Final = frozenset({".py", ".cu", ".cuh", ".cpp", ".hpp", ".h", 
 
 
 def facts() -> dict[str, Any]:
-    """Return facts about the machine, ready for JSON: CPU, memory, kernel, Python, packages, GPUs."""
+    """Return facts about the machine, ready for JSON: CPU, memory, kernel, its start, Python, packages, GPUs."""
     gpus, driver, _ = nvml()
     return {
         "cpu": _cpu_model(),
@@ -43,12 +44,24 @@ def facts() -> dict[str, Any]:
         "shared_memory_gib": round(shared_memory_bytes() / 2**30, 2),
         "system": platform.system(),
         "kernel": platform.release(),
+        "boot": boot(),
         "architecture": platform.machine(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "gpus": gpus,
         "driver": driver,
     }
+
+
+def boot(path: Path = BOOT_ID) -> str | None:
+    """Return 12 hex digits that are equal for all runs between two starts of this machine; None if not known.
+
+    They are of the hash of the kernel's boot id, which shall not be published itself.
+    """
+    try:
+        return hashlib.sha256(path.read_bytes().strip()).hexdigest()[:12]
+    except OSError:
+        return None
 
 
 def identity() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,19 @@ def test_facts_are_plain() -> None:
     assert str(machine.ROOT) not in text
     assert platform.node() not in text.split('"')
     assert getpass.getuser() not in text.split('"')
+
+
+def test_a_start_of_the_machine_is_known_by_a_hash(tmp_path: Path) -> None:
+    """Equal until the next start, without the boot id itself; None where the kernel has none."""
+    path = tmp_path / "boot_id"
+    assert machine.boot(path) is None
+    path.write_text("5a5a0000-0000-4000-8000-000000000001\n", encoding="ascii")
+    first = machine.boot(path)
+    assert first == machine.boot(path)
+    assert first is not None
+    assert re.fullmatch(r"[0-9a-f]{12}", first)
+    path.write_text("5a5a0000-0000-4000-8000-000000000002\n", encoding="ascii")
+    assert machine.boot(path) != first
 
 
 def test_source_digest(tmp_path: Path) -> None:
