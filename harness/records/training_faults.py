@@ -1,0 +1,269 @@
+"""Judges what the ranks of a trial noted while they trained.  No torch.
+
+Each rank notes facts (:mod:`harness.measure.training_checks`); :func:`training_fault` compares those of all ranks with
+each other and with the records of their steps, and names the first way in which training was not as the trial asks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from harness.records.trial_record import RankRecord, Validation
+
+_APART: Final = 2e-6  # seconds by which two clocks that share their readings may differ; each is rounded
+# Share of the timed steps, and seconds for each of them, in which a rank may be at work outside of its steps.
+_OUTSIDE: Final = (0.03, 0.005)
+_SLEPT: Final = (
+    0.1,
+    0.01,
+)  # seconds that a rank may sleep without waiting for messages: in all, and for each step
+_AWAKE: Final = 0.5  # share that waiting for messages must be, at least, of the time in which a rank sleeps
+_SAME_NORM: Final = 1e-4  # relative difference that rounding of sums may leave between two norms
+
+
+@dataclass(slots=True)
+class Spent:
+    """Seconds of one rank's thread: by the clock on the wall, and what it did in them, as far as known."""
+
+    seconds: float = 0.0
+    ran: float = 0.0  # on a CPU
+    slept: float = 0.0  # waiting for anything but a CPU
+    stalled: float = 0.0  # ready to run, without a CPU
+
+    @property
+    def used(self) -> float:
+        """Seconds in which the thread worked, or waited for others' work."""
+        return self.ran + self.slept
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
+            self.seconds + other.seconds,
+            self.ran + other.ran,
+            self.slept + other.slept,
+            self.stalled + other.stalled,
+        )
+
+    def __sub__(self, other: Spent) -> Spent:
+        return Spent(
+            self.seconds - other.seconds,
+            self.ran - other.ran,
+            self.slept - other.slept,
+            self.stalled - other.stalled,
+        )
+
+
+class Norms(NamedTuple):
+    """Norms of one rank's part of the gradient in one step."""
+
+    reduced: float  # that the backward passes left
+    stepped: float  # that the optimizer had
+    scale: float  # loss scale in the first
+
+
+@dataclass(slots=True)
+class Checked:
+    """What one rank noted while it trained (:mod:`harness.measure.training_checks`), for :func:`training_fault`."""
+
+    kernel: str | None = None  # how the first wrong codec kernel differs from the reference
+    wrong: str | None = None  # the first fault that this rank found itself
+    losses: list[float] = field(default_factory=list)  # of every step: mean of what its passes returned
+    validated: list[float] = field(
+        default_factory=list
+    )  # of every validation: mean of what its passes returned
+    warmup: int = 0  # warm-up steps that the trial asks for
+    timed: int = 0  # timed steps that it asks for
+    clip: float | None = None  # largest norm of the gradient that it asks for
+    replayed: int = 0  # optimizer steps that were replayed and found right
+    linked: int = 0  # steps whose optimizer got the gradients of the rehearsal just before
+    # Digests of this rank's inputs and targets by step, and of those that the seed gives the next rank.
+    batches: dict[int, str] = field(default_factory=dict)
+    of_next_rank: dict[int, str] = field(default_factory=dict)
+    distinct: bool = False  # whether equal batches in two steps, or on two ranks, are no coincidence
+    norms: dict[int, Norms] = field(default_factory=dict)  # by step, of those that the optimizer took
+    elements: int = 0  # that this rank's optimizer steps, padding included; 0 if not known
+    trainable: int = 0  # elements of the unsharded model that are trained
+    steps: list[Spent] = field(default_factory=list)  # of every step, by a second clock
+    between: Spent = field(
+        default_factory=Spent
+    )  # of the timed steps: neither steps, nor checks, nor validations
+    checks: Spent = field(default_factory=Spent)  # of the timed steps: checks, which send no messages
+    seconds: float = 0.0  # of all checks, also in warm-up steps
+    laps: float = 0.0  # seconds of all laps from the first timed step to the last
+    passed: float = 0.0  # the same by another clock of the system
+    sleeps_counted: bool = False  # whether sleep shows waiting for messages
+    carried: int = 0  # bytes that the transports carried for this rank in the timed steps
+    booked: int = 0  # bytes that its ledger booked in the same time
+
+
+def training_fault(
+    checked: Sequence[Checked], ranks: Sequence[RankRecord], validations: Sequence[Validation] = ()
+) -> str | None:
+    """Return the first way in which training was not as the trial asks; None if nothing is wrong.
+
+    Args:
+        checked: What each rank noted, by rank.
+        ranks: Records of the ranks, by rank.
+        validations: Validations of the trial.
+    """
+    return next(_faults(checked, ranks, validations), None)
+
+
+def _faults(
+    checked: Sequence[Checked], ranks: Sequence[RankRecord], validations: Sequence[Validation]
+) -> Iterator[str]:
+    for rank, (check, record) in enumerate(zip(checked, ranks, strict=True)):
+        if check.wrong is not None:
+            yield check.wrong
+        yield from _wrong_steps(rank, check, record)
+        yield from _wrong_seconds(rank, check, record)
+    yield from _wrong_clock(checked)
+    yield from _wrong_validations(checked, validations)
+    yield from _wrong_batches(checked)
+    yield from _wrong_norms(checked, ranks)
+    for rank, check in enumerate(checked):
+        if check.carried != check.booked:
+            yield (
+                f"the transports carried {check.carried} bytes for rank {rank} in the timed steps, but its ledger "
+                f"has {check.booked}"
+            )
+    yield from _little_waiting(checked, ranks)
+
+
+def _wrong_steps(rank: int, check: Checked, record: RankRecord) -> Iterator[str]:
+    """Yield steps that are missing on record, or are there with another loss, or as warm-up steps by mistake."""
+    if not record.steps:  # generations have no steps
+        return
+    total = check.warmup + check.timed
+    if [step.index for step in record.steps] != [*range(total)]:
+        yield f"rank {rank} has {len(record.steps)} steps on record, not the steps 0 to {total - 1}"
+    for step, loss in zip(record.steps, check.losses, strict=False):
+        if step.warmup != (step.index < check.warmup):
+            kinds = ("a timed step", "a warm-up step")
+            yield (
+                f"step {step.index} of rank {rank} is on record as {kinds[step.warmup]}, but the trial has "
+                f"{check.warmup} warm-up steps"
+            )
+        if not math.isclose(step.loss, loss, rel_tol=1e-6) and math.isfinite(loss):
+            yield (
+                f"in step {step.index} rank {rank} trained at a loss of {loss:.6f}, but {step.loss:.6f} is on "
+                "record"
+            )
+
+
+def _wrong_validations(checked: Sequence[Checked], validations: Sequence[Validation]) -> Iterator[str]:
+    """Yield a validation whose loss on record is not the mean over ranks of what its passes returned."""
+    for number, validation in enumerate(validations):
+        losses = [check.validated[number] for check in checked if number < len(check.validated)]
+        mean = math.fsum(losses) / max(len(losses), 1)
+        if len(losses) != len(checked) or not (
+            math.isclose(validation.loss, mean, rel_tol=1e-9) or math.isnan(mean)
+        ):
+            yield (
+                f"the validation after step {validation.step} has a loss of {validation.loss:.6f} on record, but "
+                f"{mean:.6f} was computed"
+            )
+
+
+def _wrong_seconds(rank: int, check: Checked, record: RankRecord) -> Iterator[str]:
+    """Yield steps whose seconds the witness does not confirm, and work outside of the steps."""
+    for step, spent in zip(record.steps, check.steps, strict=False):
+        if abs(step.total - spent.seconds) > _APART:
+            took = f"step {step.index} of rank {rank} is recorded with {step.total:.3f} s"
+            wrong = "counts too much" if step.total > spent.seconds else "misses a part of it"
+            yield f"{took}, but a second clock around it shows {spent.seconds:.3f} s: the clock {wrong}"
+    timed = [spent.seconds for spent in check.steps[check.warmup :]]
+    if not timed:
+        return
+    allowed = _OUTSIDE[0] * math.fsum(timed) + _OUTSIDE[1] * len(timed)
+    if check.between.used > allowed:
+        yield (
+            f"rank {rank} ran for {check.between.ran:.3f} s and slept for {check.between.slept:.3f} s between the "
+            f"timed steps, of which {allowed:.3f} s is allowed: the clock misses a part of them"
+        )
+    if check.checks.slept > allowed:
+        yield (
+            f"rank {rank} slept for {check.checks.slept:.3f} s in checks, which wait for nothing: the clock misses "
+            "a part of the steps"
+        )
+
+
+def _wrong_clock(checked: Sequence[Checked]) -> Iterator[str]:
+    """Yield a clock that runs slower or faster than the system's other one, on all ranks."""
+    apart = [abs(check.passed - check.laps) > 0.03 * check.passed + 0.01 for check in checked]
+    if all(apart):  # the two are read one after the other, and a busy machine may delay that on single ranks
+        check = checked[0]
+        yield (
+            f"the timed steps and what lies between them took {check.laps:.3f} s on rank 0, but another clock shows "
+            f"{check.passed:.3f} s"
+        )
+
+
+def _wrong_batches(checked: Sequence[Checked]) -> Iterator[str]:
+    """Yield batches that are not those that the seed gives a rank, or that were read twice."""
+    for rank, check in enumerate(checked):
+        drawn = checked[rank - 1].of_next_rank
+        for step, digest in check.batches.items():
+            if digest != drawn.get(step):
+                yield (
+                    f"in step {step} rank {rank} read another batch (digest {digest[:12]}) than the seed gives this "
+                    f"rank ({drawn.get(step, 'none')[:12]})"
+                )
+    seen: dict[str, tuple[int, int]] = {}
+    for rank, check in enumerate(checked):
+        for step, digest in check.batches.items():
+            if check.distinct and digest in seen:
+                before, other = seen[digest]
+                if other == rank:
+                    yield f"rank {rank} read in step {step} a batch that it had read in an earlier step, {before}"
+                yield f"rank {rank} read in step {step} the batch that rank {other} read in step {before}"
+            seen[digest] = (step, rank)
+
+
+def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> Iterator[str]:
+    """Yield gradients that were scaled, or not clipped, between the backward passes and the optimizer."""
+    for by_rank in zip(*(rank.steps for rank in ranks), strict=True):
+        norms = [step.gradient_norm for step in by_rank if step.gradient_norm is not None]
+        if norms and not max(norms) - min(norms) <= 1e-6 * abs(max(norms)) and math.isfinite(sum(norms)):
+            listed = ", ".join(f"{norm:.6g}" for norm in norms)
+            yield f"gradient norms of step {by_rank[0].index} differ between ranks: {listed}"
+    first = checked[0]
+    if not first.elements:
+        return
+    stepped = sum(check.elements for check in checked)
+    if stepped < first.trainable:
+        yield (
+            f"the optimizers of all ranks step {stepped} elements together, but the model has {first.trainable}: the "
+            "others stay as they are"
+        )
+    copies = stepped // max(first.trainable, 1)  # each element is stepped by so many ranks
+    for index in sorted(first.norms):
+        found = [check.norms[index] for check in checked if index in check.norms]
+        if len(found) != len(checked):
+            yield f"only {len(found)} of {len(checked)} ranks took the optimizer's step {index}"
+            continue
+        scale, clip = found[0].scale, first.clip
+        whole = math.sqrt(math.fsum(norm.reduced**2 for norm in found) / copies) / scale
+        factor = 1.0 if clip is None else min(1.0, clip / max(whole, 1e-30))
+        for rank, norm in enumerate(found):
+            expected = norm.reduced / scale * factor
+            if not abs(norm.stepped - expected) <= _SAME_NORM * expected and math.isfinite(expected):
+                asks = "" if clip is None else f" with the whole clipped from {whole:.6g} to {clip:g}"
+                yield (
+                    f"in step {index} the optimizer of rank {rank} had gradients with a norm of {norm.stepped:.6g}, "
+                    f"but its backward passes left {expected:.6g}{asks}"
+                )
+
+
+def _little_waiting(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> Iterator[str]:
+    """Yield a rank that slept for much longer than it recorded to have waited for messages."""
+    for rank, check in enumerate(checked):
+        exposed = [step.exposed for step in ranks[rank].steps if step.exposed is not None]
+        slept, count = math.fsum(spent.slept for spent in check.steps), len(check.steps)
+        waited = math.fsum(exposed)
+        enough = waited >= _AWAKE * slept - _SLEPT[0] - _SLEPT[1] * count
+        if check.sleeps_counted and len(exposed) == count and not enough:
+            wait = f"waited {waited:.3f} s for messages in {count} steps"
+            yield f"rank {rank} recorded that it {wait}, but its thread slept for {slept:.3f} s in them"
