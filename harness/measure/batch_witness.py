@@ -1,8 +1,8 @@
 """Draws a trial's batches and validation samples a second time, and compares them with those that ranks read.
 
-Nothing here calls :meth:`harness.workloads.dataset.Dataset.batch`, ``validation_batches`` or ``draw``: sample numbers are
-hashed anew, and windows of a text are cut from its tokens.  Masks, images and users' examples are still made by the
-data set's own :meth:`~harness.workloads.dataset.Dataset.at`, since a second renderer would prove nothing.
+Nothing here calls :meth:`harness.workloads.dataset.Dataset.batch`, ``validation_batches`` or ``draw``: sample numbers
+are hashed anew, and windows of a text are cut from its tokens.  Masks, images and users' examples are still made by
+the data set's own :meth:`~harness.workloads.dataset.Dataset.at`, since a second renderer would prove nothing.
 """
 
 from __future__ import annotations

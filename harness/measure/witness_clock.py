@@ -9,8 +9,8 @@ four kinds of laps:
 - ``apart``: validations and comparisons between steps, which send messages;
 - ``between``: everything else.
 
-Time is wall-clock time.  A rank that is ready to run and gets no CPU does not work, however long that takes; so a lap is
-judged by the seconds in which its thread ran, and in which it slept, waiting for something.
+Time is wall-clock time.  A rank that is ready to run and gets no CPU does not work, however long that takes; so a lap
+is judged by the seconds in which its thread ran, and in which it slept, waiting for something.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from harness.measure import communication_error
 from harness.measure.gradient_bounds import GradientError
 from harness.records import record_checks
-from harness.records.training_faults import training_fault
+from harness.records.training_faults import slowed, training_fault
 from harness.records.trial_record import GradientCheck, Predicted, Record, Step, Validation
 from harness.runs.rank_trial import Outcome
 from harness.runs.reference_checks import TOLERANCE, TrialError, same_loss
@@ -138,6 +138,8 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
             f"{scaler['scale']:g}; start policy.loss_scale from a smaller one"
         )
     for rank, outcome in enumerate(outcomes):
+        if outcome.compared.wrong is not None:
+            yield f"rank {rank}: {outcome.compared.wrong}"
         for step in outcome.record.steps:
             if not math.isfinite(step.loss):
                 yield f"the loss of rank {rank} is {step.loss} in step {step.index}"
@@ -163,6 +165,7 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
         record_checks.rate_mismatch(record, above=True),
         record_checks.secondary_mismatch(record),
         training_fault(checked, record.ranks, record.validations),
+        slowed(checked, record),
     )
     yield from filter(None, inconsistent)
 

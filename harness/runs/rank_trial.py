@@ -12,6 +12,7 @@ A step trains or, in workload ``generate``, decodes.  In workload ``rlhf`` it ge
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import time
 from collections import defaultdict
@@ -60,11 +61,13 @@ from harness.suites.peers import family_of
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 from harness.workloads import models
+from harness.workloads.dataset import draw
 from harness.workloads.generation import Counts, Generator
 from harness.workloads.preset_parameters import shape_of
 from harness.workloads.rank_batches import Batches, ExperienceBatch, RankBatches, batches_of
 from harness.workloads.reinforcement import Judges, actor_of, judges_of
 from impl import ops
+from impl.codecs.codec import Raw
 from impl.codecs.own_rows import decoded_sha256
 from impl.plan.traffic import Event, Sent
 
@@ -180,7 +183,11 @@ class TrialRun:
         self.loop.checks = checks = TrainingChecks(trial, self.data, rank.rank, self.loop.optimizer, read)
         self.checks, self.checked, self.witness = checks, checks.checked, self.loop.clock.witness
         self.checked.trainable, self._read = trained, read
+        # All ranks built the same model; from here on each draws its own random numbers, as for dropout.
+        torch.manual_seed(draw(f"{trial.seed}/{rank.rank}/torch", 2**63))
+        self.checked.random = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
         if policy is not None:
+            self.checked.encodes = any(not isinstance(codec, Raw) for codec in policy.codecs)
             self.checked.kernel = wrong_kernel(policy.codecs, self.device)
         self.events = self.loop.events
         self.events += self.comparison.events
@@ -366,7 +373,10 @@ class TrialRun:
         """Train one step, and validate if that is due."""
         if self._read is not None:
             self._read.clear()  # of passes that rehearsed the step
+        waited = self.strategy.exposed_seconds()
         self.loop.step(index, warmup=index < self.trial.warmup)
+        if waited is not None and (now := self.strategy.exposed_seconds()) is not None:
+            self.checked.waited = (self.checked.waited or 0.0) + now - waited
         if self.trial.validate_every and (index + 1) % self.trial.validate_every == 0:
             self._validate(index + 1)
 
@@ -453,7 +463,7 @@ class TrialRun:
         with self._untimed():
             begin = time.perf_counter()
             if zero is not None and drawn:
-                comparison.before_drawn_step(index, self.strategy, zero)
+                comparison.before_drawn_step(index, self.strategy, zero, self._count)
             else:
                 comparison.before_step(index, self.strategy, self.checks)
             comparison.compared.seconds += time.perf_counter() - begin
