@@ -198,11 +198,11 @@ class OptimizerWitness:
 
     def _draw(self, index: int) -> _Drawn | None:
         """Draw the elements that step ``index`` is checked on, and read them."""
-        if not self._masters:
-            return None
         seed = hashlib.sha256(f"{self._key}/{index}/drawn elements".encode()).digest()
         draw = torch.Generator().manual_seed(int.from_bytes(seed[:7], "little"))
         numbers = torch.randperm(len(self._masters), generator=draw)[:_DRAWN_TENSORS].tolist()
+        if not numbers:
+            return None
         sizes = [local(self._masters[number]).numel() for number in numbers]
         places = [torch.randint(size, (min(_DRAWN, size),), generator=draw) for size in sizes]
         return self._read([*zip(numbers, places, strict=True)])

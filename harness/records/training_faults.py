@@ -285,8 +285,8 @@ def _little_waiting(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> 
         allowed = _OUTSIDE[0] * total + _OUTSIDE[1] * count
         if check.sleeps_counted and check.waited is not None and slept > check.waited + allowed:
             yield (
-                f"rank {rank} slept for {slept:.3f} s in {count} steps, but waited for messages for {check.waited:.3f} s: "
-                "it was made slower"
+                f"rank {rank} slept for {slept:.3f} s in {count} steps, but waited for messages for "
+                f"{check.waited:.3f} s: something else made it wait"
             )
         exposed = [step.exposed for step in ranks[rank].steps if step.exposed is not None]
         waited = math.fsum(exposed)
