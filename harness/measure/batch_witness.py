@@ -24,6 +24,7 @@ from harness.workloads.rank_batches import Batch
 
 _CHANCES: Final = 2**24  # with more possible batches than this, two equal ones are no coincidence
 _WINDOWS: Final = 4  # windows of a text's validation part that are looked for in its training part
+_LEAST: Final = 64  # tokens of such a window, at least
 _SEARCHED: Final = 64 * 2**20  # bytes of the largest training part that is searched for them
 
 
@@ -89,7 +90,7 @@ def shared_split(dataset: Dataset) -> str | None:
         return shared
     if train.nbytes > _SEARCHED:
         return None
-    whole, length = train.tobytes(), dataset.length + 1
+    whole, length = train.tobytes(), min(max(dataset.length + 1, _LEAST), len(train), len(validation))
 
     def occurrences(part: Any) -> Iterable[int]:
         for start in np.linspace(0, len(part) - length, _WINDOWS).astype(int):

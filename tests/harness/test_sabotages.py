@@ -243,9 +243,10 @@ def a_frozen_unit(zero: Zero, groups: Any, _: Rank) -> Any:
 
 @instead_of(torch.optim.AdamW, "step")
 def lost_moments(optimizer: torch.optim.AdamW, taken: Any, _: Rank, closure: None = None) -> Any:
-    """The second halves of AdamW's moments are lost before each step."""
+    """AdamW's moments are lost before each step, but for elements that are always watched."""
     for state in optimizer.state.values():
-        state["exp_avg"].view(-1)[1::2] = 0
+        moments = state["exp_avg"].view(-1)
+        moments[~watched(torch.arange(len(moments)))] = 0
     return taken(optimizer, closure)
 
 
