@@ -194,8 +194,9 @@ def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
     """
     (unit,) = (unit for unit in zero.units if unit.geometry.name == only)
     codec = unit.policy.weights
-    if isinstance(codec, Raw | OwnCodec) or codec.stochastic or zero.policy.differences is not None:
-        return None
+    other = zero.policy.differences is not None or zero.policy.budget is not None or unit.policy.planes > 1
+    if isinstance(codec, Raw | OwnCodec) or codec.stochastic or other:
+        return None  # other messages than the masters in this codec
     master = unit.master_shard.master.detach().contiguous().cpu()
     frame, decoded = (
         torch.zeros(codec.frame_bytes(master.numel()), dtype=torch.uint8),
