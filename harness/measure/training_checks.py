@@ -65,7 +65,8 @@ class TrainingChecks:
         # DeepSpeed shows neither its gradients nor all of its masters.
         self._shown = family_of(trial.strategy) != "deepspeed" and trial.workload != "generate"
         if self._shown:
-            self.checked.elements = sum(local(parameter).numel() for parameter in self._parameters)
+            trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+            self.checked.elements = sum(local(parameter).numel() for parameter in trained)
         self._reduced = self._scale = (
             0.0  # norm of the gradient after the last backward pass, and its loss scale
         )

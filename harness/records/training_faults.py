@@ -79,9 +79,7 @@ class Checked:
     kernel: str | None = None  # how the first wrong codec kernel differs from the reference
     wrong: str | None = None  # the first fault that this rank found itself
     losses: list[float] = field(default_factory=list)  # of every step: mean of what its passes returned
-    validated: list[float] = field(
-        default_factory=list
-    )  # of every validation: mean of what its passes returned
+    validated: list[float] = field(default_factory=list)  # the same of every validation
     warmup: int = 0  # warm-up steps that the trial asks for
     timed: int = 0  # timed steps that it asks for
     clip: float | None = None  # largest norm of the gradient that it asks for
@@ -95,18 +93,16 @@ class Checked:
     elements: int = 0  # that this rank's optimizer steps, padding included; 0 if not known
     trainable: int = 0  # elements of the unsharded model that are trained
     steps: list[Spent] = field(default_factory=list)  # of every step, by a second clock
-    between: Spent = field(
-        default_factory=Spent
-    )  # of the timed steps: neither steps, nor checks, nor validations
-    checks: Spent = field(default_factory=Spent)  # of the timed steps: checks, which send no messages
+    # Between the first timed step and the last: what is neither step, check nor validation; and checks in and after
+    # steps, which send no messages.
+    between: Spent = field(default_factory=Spent)
+    checks: Spent = field(default_factory=Spent)
     seconds: float = 0.0  # of all checks, also in warm-up steps
     laps: float = 0.0  # seconds of all laps from the first timed step to the last
     passed: float = 0.0  # the same by another clock of the system
     encodes: bool = False  # whether the trial's policy has codecs other than casts
     random: str = ""  # digest of the state of torch's generator when training begins
-    waited: float | None = (
-        None  # seconds waited for messages in all steps, also in the optimizer; None for peers
-    )
+    waited: float | None = None  # seconds of all steps spent waiting for messages; None for peers
     sleeps_counted: bool = False  # whether sleep shows waiting for messages
     carried: int = 0  # bytes that the transports carried for this rank in the timed steps
     booked: int = 0  # bytes that its ledger booked in the same time
