@@ -6,6 +6,7 @@ Each check returns a sentence that names the first inconsistency, or None:
 - :func:`interface_mismatch`: the nodes' network interfaces counted as many bytes as the ledgers hold.
 - :func:`rate_mismatch`: the link had the requested rate.
 - :func:`codec_mismatch`: messages were encoded with the codecs of the trial's policy.
+- :func:`flat_loss`: the training loss fell.
 - :func:`secondary_mismatch`: with hpZ inside a node, backward passes gathered no weights from other nodes.
 
 The harness fails a trial that does not pass, and a report applies the checks to old records again.
@@ -29,6 +30,9 @@ INTERFACE_WITHIN: Final = (0.99, 1.02)  # bytes of an interface, as a share of t
 # parts in which a ring sends a message.
 CONTROL_BYTES: Final = 2 * 3 * 48
 RATE_WITHIN: Final = (0.95, 1.05)  # rate that probes may measure, as a share of the requested rate
+_LEARNS: Final = (
+    100  # timed and warm-up steps from which on a training loss must fall; reports judge losses then
+)
 _BARRIERS: Final = 4  # barriers around the counted steps, and around each validation (itself not counted)
 
 
@@ -140,6 +144,22 @@ def secondary_mismatch(record: Record) -> str | None:
                 "hpZ keeps a copy of all weights in each node"
             )
     return None
+
+
+def flat_loss(record: Record) -> str | None:
+    """Return how the training loss did not fall; None if it did, or if the trial has too few steps to tell.
+
+    Compared are the means over the first and the last tenth of the steps, warm-up steps included.  A report marks such
+    a trial, which is a result: a configuration may fail to learn.
+    """
+    losses = [
+        math.fsum(step.loss for step in steps) for steps in zip(*(r.steps for r in record.ranks), strict=True)
+    ]
+    if len(losses) < _LEARNS or record.trial.get("workload", "train") != "train":
+        return None
+    tenth, ranks = len(losses) // 10, len(record.ranks)
+    first, last = (math.fsum(part) / tenth / ranks for part in (losses[:tenth], losses[-tenth:]))
+    return None if last < first else f"its training loss went from {first:.4f} to {last:.4f}"
 
 
 def header_bytes(row: LedgerRow) -> int:
