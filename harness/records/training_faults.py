@@ -24,7 +24,7 @@ _SLEPT: Final = (
 _AWAKE: Final = 0.5  # share that waiting for messages must be, at least, of the time in which a rank sleeps
 # CPU seconds that a step may take on a rank: a multiple of the model's computation alone, seconds for each byte that
 # the rank sends, and seconds for each micro-batch.  The first is for policies that encode nothing, the second for
-# others.  Of 9,084 ranks of the reference results, the largest took 0.72 and 0.75 of these, on busy machines too.
+# others.  Of 8,748 ranks of the reference results, the largest took 0.72 and 0.82 of these, on busy machines too.
 _COMPUTED: Final = {False: (1.5, 12e-9, 0.02), True: (2.0, 20e-9, 0.04)}
 # Share of the steps, and seconds for each of them, in which neither a rank runs or is ready to, nor the link is busy.
 # Without a fault this is below -7 % of the steps, since ranks compute at the same time as each other and as the link.

@@ -264,7 +264,10 @@ LATER: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "a late update in a repeat": (a_late_update, "had other gradients than its backward passes left"),
     "a mean one step late": (a_mean_one_step_late, "before step [78] rank .'s reduced gradient of"),
     "ignored nodes": (ignored_nodes, "before step [78] rank .'s reduced gradient of"),
-    "a better loss in a repeat": (better_loss, "in step 2 rank . trained at a loss of .* is on record"),
+    "a better loss in a repeat": (
+        better_loss,
+        "in step [78] rank . trained at a loss of .* but a single process",
+    ),
 }
 """Sabotages of a repeat that measures no errors; before a drawn step, it is compared with a single process."""
 SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
