@@ -32,9 +32,7 @@ GROWTH: Final = (
     8.0  # largest growth of an error since the first measured step; without a fault it was 4.4 at most
 )
 BF16_VNMSE: Final = 2.0e-5  # largest vNMSE of a cast to bf16: 2^-16, rounded up
-_LEAST_ERROR: Final = (
-    0.5  # share of its codec's own error that weights must have; other roundings only add to it
-)
+_LEAST_ERROR: Final = 0.5  # share of its codec's error that weights must have; other roundings add to it
 REPEATED: Final = 8  # times that the same gradients are reduced if each reduction has another error
 
 
@@ -198,10 +196,8 @@ def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
     if isinstance(codec, Raw | OwnCodec) or codec.stochastic or other:
         return None  # other messages than the masters in this codec
     master = unit.master_shard.master.detach().contiguous().cpu()
-    frame, decoded = (
-        torch.zeros(codec.frame_bytes(master.numel()), dtype=torch.uint8),
-        torch.empty_like(master),
-    )
+    frame = torch.zeros(codec.frame_bytes(master.numel()), dtype=torch.uint8)
+    decoded = torch.empty_like(master)
     REFERENCE.encode(codec, master, frame)
     REFERENCE.decode(codec, frame, decoded)
     own = torch.from_numpy(squared_sums(decoded, master))

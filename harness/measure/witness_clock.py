@@ -62,6 +62,11 @@ class WitnessClock:
         self.steps: list[Spent] = []  # of each step, in order
         self._last = self._read()
 
+    @property
+    def counts_sleep(self) -> bool:
+        """Whether the kernel tells a thread that sleeps from one that is ready to run and has no CPU."""
+        return self._counts is not None
+
     def turn(self, kind: Kind) -> float:
         """End the present lap, begin one of another kind, and return the time of ``time.perf_counter()`` between them.
 

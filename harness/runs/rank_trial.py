@@ -296,7 +296,7 @@ class TrialRun:
         # Sleep shows waiting for messages only if nothing else sleeps: a rank also sleeps while its GPU computes, and
         # a user's model or optimizer may sleep.
         user_code = any(":" in name for name in (self.trial.model.name, self.trial.optimizer.name))
-        checked.sleeps_counted = self.device.type == "cpu" and not user_code
+        checked.sleeps_counted = witness.counts_sleep and self.device.type == "cpu" and not user_code
 
     def _sampling(self) -> contextlib.AbstractContextManager[list[NodeUse]]:
         """Return a context that samples this node's GPUs, on its first rank; elsewhere it samples nothing."""

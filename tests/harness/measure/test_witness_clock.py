@@ -49,6 +49,7 @@ def test_without_the_kernels_counts_nothing_slept(tmp_path: Path) -> None:
     """Where the kernel does not count how long a thread waits for a CPU, a pause cannot be told from that."""
     with mock.patch.object(witness_clock, "SCHEDULED", tmp_path / "none"):
         clock = WitnessClock()
+    assert not clock.counts_sleep
     with clock.lap("step"):
         time.sleep(0.01)
     assert clock.spent["step"].seconds >= 0.01
