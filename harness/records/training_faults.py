@@ -7,6 +7,7 @@ each other and with the records of their steps, and names the first way in which
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ _COMPUTED: Final = {False: (1.5, 12e-9, 0.02), True: (2.0, 20e-9, 0.04)}
 # Without a fault this is below -7 % of the steps, since ranks compute at the same time as each other and as the link.
 _IDLE: Final = (0.05, 0.02)
 _WIRE: Final = 1.06  # bytes on the link, with the headers of packets, for each byte that a ledger has
+_STEPS: Final = 3  # steps whose median is taken, at least
 _SAME_NORM: Final = 1e-4  # relative difference that rounding of sums may leave between two norms
 
 
@@ -308,17 +310,23 @@ def slowed(checked: Sequence[Checked], record: Record) -> str | None:
     if not all(check.sleeps_counted for check in checked) or cluster.get("inner_rate") is not None:
         return None
     for rank, (check, own) in enumerate(zip(checked, record.ranks, strict=True)):
-        used = [step.cpu_seconds for step in own.steps if not step.warmup and step.cpu_seconds is not None]
-        if own.alone and own.ledger is not None and used:
+        # The first step of a process has costs that no later one has, such as imports and fresh memory, and a single
+        # step may be disturbed.
+        later = [step for step in own.steps if not step.warmup and step.index]
+        used = [step.cpu_seconds for step in later if step.cpu_seconds is not None]
+        if own.alone and own.ledger is not None and len(used) >= _STEPS:
             alone = max(sample.cpu_seconds for sample in own.alone) * accumulation
             alone += max(sample.optimizer_cpu_seconds for sample in own.alone)
             times, by_byte, constant = _COMPUTED[check.encodes]
-            sent = sum(row.bytes for row in own.ledger)
-            allowed = len(used) * (times * alone + constant * accumulation) + by_byte * sent
-            if math.fsum(used) > allowed:
+            sent = sum(row.bytes for row in own.ledger) / check.timed
+            allowed, median = (
+                times * alone + constant * accumulation + by_byte * sent,
+                statistics.median(used),
+            )
+            if median > allowed:
                 return (
-                    f"rank {rank} computed for {math.fsum(used):.3f} s in {len(used)} steps, but the model alone "
-                    f"takes {alone:.3f} s a step and the rank sent {sent} bytes: at most {allowed:.3f} s is explained"
+                    f"rank {rank} computed for {median:.3f} s in half of its steps or more, but the model alone takes "
+                    f"{alone:.3f} s and the rank sent {sent:.0f} bytes a step: at most {allowed:.3f} s is explained"
                 )
     return _idle(checked, record)
 
