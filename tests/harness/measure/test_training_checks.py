@@ -295,7 +295,7 @@ SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "validation on training": (validation_on_training, "validates on other samples than those held out"),
     "little waiting": (
         little_waiting,
-        "slept for .* but waited for messages for",
+        "recorded that it waited .* but its thread slept for|but waited for messages for",
     ),
     "halved steps": (halves_steps, "but a second clock around it shows"),
     "a biased kernel": (biased_kernel, "kernels of int8:64 do not equal the reference"),
