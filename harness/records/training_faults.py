@@ -22,9 +22,9 @@ _SLEPT: Final = (
     0.1,
     0.01,
 )  # seconds that a rank may sleep without waiting for messages: in all, and for each step
-# Share of its steps, and seconds for each, that a rank may sleep longer than it waited for messages, unless all ranks
-# do.  A virtual machine whose host takes its CPUs seems to sleep, and so does a rank that reads swapped memory: on 2
-# processors with a load of 30 that was 7 % of the steps of one rank.
+# Share of the steps, and seconds for each, that a rank may sleep longer than it waited for messages; more is a fault if
+# it is so on all ranks.  A virtual machine whose host takes its CPUs seems to sleep, and so does a rank that reads
+# swapped memory: 0.2 s of 3 steps were seen on one rank of a machine with 2 processors and a load of 30.
 _SLEPT_LONGER: Final = (0.1, 0.01)
 _AWAKE: Final = 0.5  # share that waiting for messages must be, at least, of the time in which a rank sleeps
 # CPU seconds that a step may take on a rank: a multiple of the model's computation alone, seconds for each byte that
