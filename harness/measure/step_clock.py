@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from harness.measure.cpu_usage import stalled
+from harness.measure.witness_clock import WitnessClock
 from harness.records.trial_record import Step
 
 _DIGITS: Final = 6  # decimals of seconds that are kept: scheduling disturbs a reading by over a microsecond
@@ -26,6 +26,8 @@ def now(device: torch.device) -> float:
 class StepClock:
     """Times each step and its parts, in wall-clock and CPU seconds.
 
+    A step begins and ends at readings of ``witness``, which also says what lies between steps.
+
     Args:
         exposed: Returns the seconds waited for messages so far; None if they are not known, as for peers.
         device: Its work is waited for at each reading.
@@ -39,9 +41,7 @@ class StepClock:
         self._waited: dict[str, float] = {}
         self._begun = self._computed = 0.0
         self.steps: list[Step] = []
-        self.stalled = (
-            0.0  # seconds in which the thread waited for a CPU in all steps so far, as far as known
-        )
+        self.witness = WitnessClock(device)
         self.note: Callable[[str, float], None] | None = (
             None  # called at a part's end: its name, its beginning
         )
@@ -50,8 +50,7 @@ class StepClock:
         """Begin a step."""
         self._seconds = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
         self._waited = {}
-        self.stalled -= stalled() or 0.0
-        self._begun = now(self._device)
+        self._begun = self.witness.turn("step")
         self._computed = time.process_time()  # read after the wall clock here, and before it in end()
 
     @contextlib.contextmanager
@@ -70,12 +69,10 @@ class StepClock:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Leave the time of the body of ``with`` out of the step."""
-        wall, computed = now(self._device), time.process_time()
-        self.stalled += stalled() or 0.0
+        wall, computed = self.witness.turn("check"), time.process_time()
         yield
-        self.stalled -= stalled() or 0.0
         self._computed += time.process_time() - computed
-        self._begun += now(self._device) - wall
+        self._begun += self.witness.turn("step") - wall
 
     def end(self, *, index: int, warmup: bool, loss: float, norm: float | None) -> None:
         """End the step and append it to ``steps``.
@@ -87,8 +84,8 @@ class StepClock:
             norm: Norm of the gradient before clipping; None if it was not computed.
         """
         computed = time.process_time() - self._computed
-        seconds = {"total": now(self._device) - self._begun, "cpu_seconds": computed, **self._seconds}
-        self.stalled += stalled() or 0.0
+        total = self.witness.turn("between") - self._begun
+        seconds = {"total": total, "cpu_seconds": computed, **self._seconds}
         waited = {
             f"exposed_{part}": self._waited.get(part) for part in ("forward", "backward", "generate", "score")
         }

@@ -321,7 +321,7 @@ class Record(_Part):
     foreseen: Foreseen | None = None
     reference_loss: float | None = None
     first_gradients: list[GradientCheck] = []
-    # Untimed seconds of the comparisons before later steps, on the rank where they took longest.
+    # Untimed seconds of checks in steps and of comparisons before later steps, on the rank where they took longest.
     check_seconds: _Seconds | None = None
     decoded_sha256: list[str] = []
     machine_use: list[NodeUse] = []

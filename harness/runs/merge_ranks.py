@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from harness.measure import communication_error
 from harness.measure.gradient_bounds import GradientError
 from harness.records import record_checks
+from harness.records.training_faults import slowed, training_fault
 from harness.records.trial_record import GradientCheck, Predicted, Record, Step, Validation
 from harness.runs.rank_trial import Outcome
 from harness.runs.reference_checks import TOLERANCE, TrialError, same_loss
@@ -55,7 +56,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "chosen_codecs": first.chosen,
             "reference_loss": math.fsum(rank.losses[0].reference for rank in compared) / len(compared),
             "first_gradients": _gradient_checks([e for rank in compared for e in rank.gradient_errors]),
-            "check_seconds": round(max(rank.seconds for rank in compared), 6),
+            "check_seconds": round(max(o.compared.seconds + o.checked.seconds for o in outcomes), 6),
             "communication_errors": communication_error.combine([dict(c.communicated) for c in compared]),
             "quantisation": compared[0].errors,
         }
@@ -137,6 +138,8 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
             f"{scaler['scale']:g}; start policy.loss_scale from a smaller one"
         )
     for rank, outcome in enumerate(outcomes):
+        if outcome.compared.wrong is not None:
+            yield f"rank {rank}: {outcome.compared.wrong}"
         for step in outcome.record.steps:
             if not math.isfinite(step.loss):
                 yield f"the loss of rank {rank} is {step.loss} in step {step.index}"
@@ -160,7 +163,9 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
         record_checks.codec_mismatch(record),
         record_checks.codec_mismatch(record.model_copy(update={"communication_errors": drawn})),
         record_checks.rate_mismatch(record, above=True),
-        record_checks.training_fault(checked, record.ranks),
+        record_checks.secondary_mismatch(record),
+        training_fault(checked, record.ranks, record.validations),
+        slowed(checked, record),
     )
     yield from filter(None, inconsistent)
 

@@ -87,7 +87,7 @@ class TrainingLoop:
         passes = run_passes(self.trial, strategy, experience or self.data, index, clock)
         if self.checks is not None:
             with clock.paused():
-                self.checks.note_reduced(passes.mean)
+                self.checks.note_reduced(index, passes.mean, strategy.loss_scale)
         with clock.part("optimizer"):
             set_rates(self.optimizer, self.schedule, index)
             stepped = strategy.step(self.optimizer, self.trial.clip)
@@ -101,7 +101,9 @@ class TrainingLoop:
         self.events += ["step"] if stepped.done else []
         clock.end(index=index, warmup=warmup, loss=passes.mean, norm=stepped.norm)
         if self.checks is not None:
-            self.checks.note_batches(index, passes.batches if experience is None else experience.drawn)
+            drawn = passes.batches if experience is None else experience.drawn
+            with clock.witness.lap("check"):
+                self.checks.note_batches(index, drawn, passes.batches)
         return stepped
 
     @property

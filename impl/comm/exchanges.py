@@ -178,6 +178,7 @@ class InMemory:
         self.send = arena.row(self._number)[: route.sent_bytes]
 
     def post(self) -> None:
+        self._watchdog.carried += sent_to_others(self._route, self.send)
         self._begin = time.perf_counter()
         self._arena.post(self._number, self._step[2])
 
@@ -229,6 +230,7 @@ class Distributed:
 
     def post(self) -> None:
         route = self._route
+        self._watchdog.carried += sent_to_others(route, self.send)
         self._under_way, self._begin = True, time.perf_counter()
         if self._pacer is not None and route.inter_bytes:
             self._arrival = self._pacer.book(route.inter_bytes)
@@ -279,6 +281,14 @@ class Staged:
     def close(self) -> None:
         self._host.close()
         self._buffers.give_back(self.send)
+
+
+def sent_to_others(route: Route, sent: Tensor) -> int:
+    """Return the bytes of a message ``sent`` that other ranks receive, each rank's copy counted by itself."""
+    others = route.group.size - 1
+    if route.kind == "all_to_all":
+        return sent.numel() // route.group.size * others
+    return sent.numel() * (1 if route.kind == "shift" else others)
 
 
 def _arrived(watchdog: Watchdog, route: Route, begin: float) -> None:

@@ -47,6 +47,7 @@ class Watchdog:
 
     def __init__(self, mesh: Mesh, *, streams: bool = False) -> None:
         self.collective_log, self._waited = CollectiveLog(), 0.0
+        self.carried = 0  # bytes that the transports have sent to other ranks
         self.paused = False  # whether the current stream is a side stream, whose waits delay no computation
         self.timeline: Timeline | None = None  # records messages and waits, if it is set
         self._rank, self._ranks, self._streams = mesh.rank, range(mesh.topology.world), streams

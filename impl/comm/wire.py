@@ -126,6 +126,11 @@ class Wire:
         """
         return self._watchdog.exposed_seconds
 
+    @property
+    def carried(self) -> int:
+        """Bytes that the transports have sent for this rank, which count their own messages beside the ledger."""
+        return self._watchdog.carried
+
     @contextlib.contextmanager
     def calling(self, call: str) -> Iterator[None]:
         """Context whose exchanges belong to a public ``call``, such as ``save()``, that all ranks must make.

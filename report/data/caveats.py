@@ -30,6 +30,8 @@ FOOTNOTES: Final = {
 }
 _FAULTS: Final = {  # by the column that describes one
     "miscounted": "The interfaces did not count the bytes that the ledger holds",
+    "crossed": "Backward passes gathered weights from other nodes, although hpZ keeps copies of them",
+    "flat": "The training loss did not fall",
     "off_rate": "The link's rate after the trial differs by more than 5 % from the requested rate",
 }
 _NODES: Final = {  # by the kind of their link

@@ -331,6 +331,8 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
         "predicted_equal": record_checks.ledger_mismatch(record) is None if record.predicted else None,
         "miscounted": record_checks.interface_mismatch(record) or "",
         "off_rate": record_checks.rate_mismatch(record) or "",
+        "crossed": record_checks.secondary_mismatch(record) or "",
+        "flat": record_checks.flat_loss(record) or "",
         "gradient_share": max((check.share for check in record.first_gradients), default=math.nan),
         **{f"foreseen_{name}": getattr(record.foreseen, name, math.nan) for name in _FORESEEN},
         "signed": record.digest is not None,
