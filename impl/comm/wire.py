@@ -86,7 +86,8 @@ class Wire:
         timeout: seconds after which a rank that does not take part is an error.
 
     Raises:
-        WireError: for the transport ``shm`` on a mesh that is not on CPUs.
+        WireError: for the transport ``shm`` on a mesh that is not on CPUs, or for a ``pacer`` on a GPU whose
+            stream waits for messages.
     """
 
     def __init__(
@@ -102,11 +103,16 @@ class Wire:
             raise WireError(
                 f"transport 'shm' exchanges CPU memory, but the mesh is on {mesh.device}: use 'backend' or 'staged'"
             )
+        streams = waits_on_streams(mesh, transport)
+        if streams and pacer is not None:
+            raise WireError(
+                "a pacer delays messages on the host, which with NCCL enqueues later work meanwhile: use transport "
+                "'staged', or a wire without a pacer"
+            )
         self.transport = transport
         self.ledger = Ledger()
         self.observer: Observer | None = None  # observes reductions, if it is set
         self._pacer, self._timeout = pacer, timeout
-        streams = waits_on_streams(mesh, transport)
         self._watchdog = Watchdog(mesh, streams=streams)
         self._buffers = exchanges.Buffers(mesh.device, streams=streams)
         # The streams for the hops after the first of gathers and reductions; None if the host waits for messages.
