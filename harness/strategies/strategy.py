@@ -31,6 +31,7 @@ from harness.suites.trial import Optimizer, Trial
 from impl.adapters.inside_ddp import InDDP
 from impl.adapters.inside_fsdp2 import InFSDP2
 from impl.adapters.traffic import GroupGeometry
+from impl.comm.hang_monitor import end_process
 from impl.comm.mesh import Mesh
 from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire
 from impl.engine.engine import describe
@@ -363,6 +364,7 @@ def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
         pacer=rank.pacer,
         # Much shorter than the launcher's limit for the trial, so that ranks can still report where they wait.
         timeout=min(TIMEOUT_SECONDS, trial.timeout_seconds / 4),
+        on_hang=rank.fail or end_process,
     )
 
 

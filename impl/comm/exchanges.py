@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.comm.fingerprint import Fields, Step, label
+from impl.comm.hang_monitor import HangMonitor
 from impl.comm.ledger import BETWEEN, INSIDE
 from impl.comm.watchdog import DIFFER, Watchdog
 from impl.plan.traffic import LedgerKey
@@ -213,10 +214,12 @@ class Distributed:
         *,
         into: Tensor | None,
         pacer: Pacer | None,
+        monitor: HangMonitor | None = None,
     ) -> None:
         self._watchdog, self._step, self._route = watchdog, step, route
         self._buffers, self._pacer, self._arrival = buffers, pacer, 0.0
         self._works: Sequence[dist.Work] = ()
+        self._monitor = monitor  # watches the exchange, if the host does not wait for it
         self._under_way, self._begin = False, 0.0
         self._received = buffers.take(route.nbytes * route.rows) if into is None else into
         self._taken = [self._received] if into is None else []
@@ -240,6 +243,8 @@ class Distributed:
             self._works = start(route.group, route.kind, self._received, self.send, mark)
         except RuntimeError as error:  # gloo may find here already that a rank is lost
             raise self._watchdog.error(f"could not finish {label(self._step)}", error, self._step) from error
+        if self._monitor is not None:
+            self._monitor.posted(self._step, self._works)
 
     def wait(self) -> Tensor:
         if self._under_way:

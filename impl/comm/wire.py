@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from impl.codecs.codec import Codec
 from impl.comm import exchanges
 from impl.comm.exchanges import Exchange, Kind, Pacer
+from impl.comm.hang_monitor import HangMonitor, OnHang, end_process
 from impl.comm.ledger import Ledger, Timeline
 from impl.comm.mesh import Mesh
 from impl.comm.watchdog import DIFFER, ORDER_CHECK, Watchdog, WireError
@@ -38,6 +39,9 @@ from impl.transport.shared_memory import Arena, patience
 from impl.transport.side_stream import Arrival, SideStream
 
 TIMEOUT_SECONDS: Final = 120.0
+# NCCL counts from when an exchange was enqueued, which may be a step before it starts.  Its own time-out therefore
+# comes later, in case that the hang monitor cannot end the process.
+NCCL_TIMES: Final = 5
 Transport = Literal["backend", "shm", "staged"]
 
 
@@ -84,6 +88,8 @@ class Wire:
         transport: how messages are carried; ``shm`` holds inside nodes only.
         pacer: models a link between nodes, on machines where the network does not limit its rate.
         timeout: seconds after which a rank that does not take part is an error.
+        on_hang: is called with that error, in another thread, where a GPU's stream waits for messages instead of
+            the host; by default the error is printed and the process ended with status 1.
 
     Raises:
         WireError: for the transport ``shm`` on a mesh that is not on CPUs, or for a ``pacer`` on a GPU whose
@@ -97,6 +103,7 @@ class Wire:
         transport: Transport = "backend",
         pacer: Pacer | None = None,
         timeout: float = TIMEOUT_SECONDS,
+        on_hang: OnHang = end_process,
     ) -> None:
         self.mesh = mesh = Mesh.of(mesh)
         if transport == "shm" and mesh.device.type != "cpu":
@@ -114,6 +121,8 @@ class Wire:
         self.observer: Observer | None = None  # observes reductions, if it is set
         self._pacer, self._timeout = pacer, timeout
         self._watchdog = Watchdog(mesh, streams=streams)
+        self._monitor = HangMonitor(self._watchdog, timeout, on_hang) if streams else None
+        self._group_timeout = timedelta(seconds=NCCL_TIMES * timeout) if streams else None
         self._buffers = exchanges.Buffers(mesh.device, streams=streams)
         # The streams for the hops after the first of gathers and reductions; None if the host waits for messages.
         self.gathers = SideStream(mesh.device) if streams else None
@@ -164,7 +173,7 @@ class Wire:
         if not self.mesh.has_group(axis):
             apart = f", stride {axis.stride}" if axis.stride > 1 else ""
             self.meet(f"the making of groups along {axis.name} ({axis.size} ranks{apart})")
-        return self.mesh.group(axis)
+        return self.mesh.group(axis, self._group_timeout)
 
     def make_groups(self, axes: Iterable[Axis]) -> None:
         """Make the groups along ``axes`` now, so that no rank makes one while another waits for a message."""
@@ -264,6 +273,8 @@ class Wire:
     def close(self) -> None:
         """Drop shared memory and buffers, and report to the other ranks that this wire is closed."""
         self._watchdog.close()
+        if self._monitor is not None:
+            self._monitor.close()
         self._arenas.clear()
         self._buffers.clear()
         if self._host_buffers is not None:
@@ -306,7 +317,9 @@ class Wire:
                     arena = self._arenas[axis] = self._watchdog.wait(step, make)
             return exchanges.InMemory(dog, step, route, arena)
         if self._host_buffers is None:
-            return exchanges.Distributed(dog, step, route, self._buffers, into=into, pacer=pacer)
+            return exchanges.Distributed(
+                dog, step, route, self._buffers, into=into, pacer=pacer, monitor=self._monitor
+            )
         host = exchanges.Distributed(dog, step, route, self._host_buffers, into=None, pacer=pacer)
         return exchanges.Staged(host, route, self._buffers)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from harness.cluster import keeper, netns_shaper
 from harness.cluster.link import Link, message_bytes, open_link
-from harness.cluster.nccl_environment import choose_hcas, nccl_in_words, nccl_variables
+from harness.cluster.nccl_environment import choose_hcas, flight_recorder, nccl_in_words, nccl_variables
 from harness.cluster.netns_shaper import shape
 from harness.cluster.pacer import Pacer
 from harness.cluster.port import Port
@@ -141,6 +141,14 @@ def test_what_is_called_shaped_has_the_rate(rates: list[float], kind: str) -> No
     refusal = pytest.raises(LinkError, match=rf"set to 100 Mbit/s and carries {median:.4g}: .*{why}")
     with contextlib.nullcontext() if kind != "shaped" or 90 <= median <= 105 else refusal:
         joined.check()
+
+
+def test_nccls_latest_calls_are_recorded_and_written_at_a_time_out() -> None:
+    """Torch's flight recorder is on, and writes beside the trial's log."""
+    recorder = flight_recorder("logs/trial.log.nccl")
+    assert int(recorder["TORCH_FR_BUFFER_SIZE"]) > 0
+    assert recorder["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert recorder["TORCH_FR_DUMP_TEMP_FILE"] == "logs/trial.log.nccl"
 
 
 def test_nccl_sends_through_what_was_asked_for() -> None:
