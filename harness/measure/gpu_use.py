@@ -7,8 +7,9 @@ import os
 import statistics
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -17,6 +18,7 @@ import psutil
 from harness.records.trial_record import GpuUse, NodeUse
 
 SECONDS: Final = 0.1  # between two samples
+_HOSTS_NAMESPACE: Final = 0xEFFFFFFC  # PROC_PID_INIT_INO of Linux: the inode of the host's PID namespace
 _SM_CLOCK: Final = 1  # NVML_CLOCK_SM
 # NVML's bits for the reasons why a clock is held down, without those for idleness and users' settings.
 _REASONS: Final = {
@@ -28,10 +30,22 @@ _REASONS: Final = {
 }
 
 
-class _Gpu:
-    """Samples of one GPU; ``nvml`` is the module pynvml."""
+def sees_the_hosts_processes() -> bool:
+    """Whether this process sees the process numbers that the driver reports, which are the host's.
 
-    def __init__(self, nvml: Any, uuid: str) -> None:
+    In a container processes have numbers of their own, unless it shares the host's PID namespace.
+    """
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino == _HOSTS_NAMESPACE
+    except OSError:
+        return True
+
+
+class _Gpu:
+    """Samples of one GPU, on which ``ranks`` ranks compute; ``nvml`` is the module pynvml."""
+
+    def __init__(self, nvml: Any, uuid: str, ranks: int) -> None:
+        self._count, self._by_number = ranks, sees_the_hosts_processes()
         self._nvml, self._handle = nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)
         self._samples: dict[str, list[Any]] = defaultdict(list)  # values by name; some GPUs lack some
         processes = psutil.process_iter(["ppid"])
@@ -56,7 +70,9 @@ class _Gpu:
             self._samples["clock"].append(clock)
         self._samples["reasons"].append(self._query("CurrentClocksEventReasons") or 0)
         processes = self._query("ComputeRunningProcesses") or []
-        self._samples["others"].append(len({process.pid for process in processes} - self._ranks))
+        present = {process.pid for process in processes}
+        others = len(present - self._ranks) if self._by_number else max(0, len(present) - self._count)
+        self._samples["others"].append(others)
 
     def use(self) -> GpuUse:
         """Summarise all samples."""
@@ -89,7 +105,7 @@ def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
 
     Args:
         node: Number of the node, for the record.
-        gpus: UUIDs of its GPUs.
+        gpus: UUID of the GPU of each of its ranks; ranks that share a GPU name it several times.
 
     Yields:
         A list that is empty until the body ends; then it has one entry, unless NVML knows none of the GPUs.
@@ -125,6 +141,6 @@ def _open(uuids: Sequence[str]) -> list[_Gpu]:
 
     try:
         pynvml.nvmlInit()
-        return [_Gpu(pynvml, uuid) for uuid in uuids]
+        return [_Gpu(pynvml, uuid, ranks) for uuid, ranks in Counter(uuids).items()]
     except pynvml.NVMLError:  # there is no driver, or a UUID is that of a MIG instance
         return []

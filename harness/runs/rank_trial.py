@@ -278,7 +278,7 @@ class TrialRun:
         if self.rank.first_of_node and self.device.type == "cuda":
             first, count = self.device.index, torch.cuda.device_count()
             ranks = 1 if self.trial.strategy == "single" else self.rank.topology.ranks_per_node
-            used = dict.fromkeys((first + i) % count for i in range(ranks))  # ranks may share a GPU
+            used = [(first + i) % count for i in range(ranks)]  # ranks may share a GPU
             uuids = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in used]
         return gpu_use.sampling(self.rank.node, uuids)
 

@@ -21,7 +21,6 @@ from functools import partial
 from typing import Final, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -291,7 +290,7 @@ class Wire:
         gloo drops its references to the memory when the wait ends.  NCCL, and ranks that are threads, may keep
         them longer.
         """
-        gloo = dist.get_backend(self.group(axis).process_group) == "gloo"
+        gloo = self.group(axis).backend(self.mesh.device.type) == "gloo"
         return gloo and self.transport != "staged" and not self.shares_memory(axis)
 
     def _exchange(
@@ -326,7 +325,8 @@ class Wire:
     def _route(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> exchanges.Route:
         """Compute the route of such messages, and note what carries them for :meth:`describe`."""
         group, steps = self.group(axis), kind == "shift"
-        backend, shared = dist.get_backend(group.process_group), not steps and self.shares_memory(axis)
+        carried = "cpu" if self.transport == "staged" else self.mesh.device.type
+        backend, shared = group.backend(carried), not steps and self.shares_memory(axis)
         direct = backend == "gloo" and not ring
         carrier = "shm" if shared else f"{backend} point to point" if direct else backend
         carrier += " through host memory" if self.transport == "staged" else ""

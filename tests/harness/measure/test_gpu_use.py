@@ -98,3 +98,15 @@ def test_without_gpus_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> Non
     """A part of a GPU has no handle, and a CPU is not asked for one."""
     for gpus in ((), ("MIG-0",)):
         assert sampled(monkeypatch, fake_nvml(), 0.05, *gpus) is None
+
+
+@pytest.mark.parametrize(("pids", "others"), [((4001, 4002), 0), ((4001, 4002, 4003), 1), ((), 0)])
+def test_ranks_in_a_container_are_not_others(
+    monkeypatch: pytest.MonkeyPatch, pids: tuple[int, ...], others: int
+) -> None:
+    """There NVML shows the host's numbers of processes; as many as ranks compute on the GPU are this trial's."""
+    monkeypatch.setattr("harness.measure.gpu_use.sees_the_hosts_processes", lambda: False)
+    use = sampled(monkeypatch, fake_nvml(pids=pids), 0.2, "GPU-3", "GPU-3")
+    assert use is not None
+    (gpu,) = use.gpus  # two ranks share it
+    assert gpu.others == others
