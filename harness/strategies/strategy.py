@@ -179,6 +179,10 @@ class Strategy:
         """Return the seconds that this rank, or its GPU stream, has waited for messages so far; None for peers."""
         return None if self.wire is None else self.wire.exposed_seconds
 
+    def mark_exposed(self) -> Callable[[], float] | None:
+        """Return :meth:`impl.comm.wire.Wire.mark_exposed` of this strategy's wire; None for peers."""
+        return None if self.wire is None else self.wire.mark_exposed()
+
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
         """Return the peak bytes on this rank by part: as counted, and as ``impl.plan.memory`` predicts them."""
         held = sum(optimizers.local_part(parameter).nbytes for parameter in self.model.parameters())

@@ -13,6 +13,7 @@ import re
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, TypeVar
 
@@ -35,6 +36,13 @@ class WireError(RuntimeError):
     """A message cannot be sent, or did not arrive; the message tells what each rank was waiting for."""
 
 
+@dataclass(slots=True, eq=False)
+class _Mark:
+    """A moment between the waits of the device's stream."""
+
+    seconds: float | None = None  # waited until then; None until the device has passed the waits before it
+
+
 class Watchdog:
     """Logs this rank's exchanges, times its waits, and collects the other ranks' reports when a wait fails.
 
@@ -51,8 +59,9 @@ class Watchdog:
         self.timeline: Timeline | None = None  # records messages and waits, if it is set
         self._rank, self._ranks, self._streams = mesh.rank, range(mesh.topology.world), streams
         self._counting = mesh.counting
-        # Events before and after each wait of the device's stream that has not been added to ``_waited`` yet.
-        self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        # Events before and after each wait of the device's stream that has not been added to ``_waited`` yet, and
+        # marks between them.
+        self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event] | _Mark] = deque()
         self._store: Store | None = None  # holds the ranks' reports; ranks that are threads have none
         self._met: dict[str, int] = defaultdict(int)  # how often this rank has called meet(), by purpose
         if (store := mesh.store()) is not None:
@@ -61,10 +70,35 @@ class Watchdog:
     @property
     def exposed_seconds(self) -> float:
         """Seconds spent in :meth:`wait`: by the host, or by the device's stream in work that has finished."""
-        while self._stalls and self._stalls[0][1].query():  # type: ignore[no-untyped-call]
-            begin, end = self._stalls.popleft()
-            self._waited += begin.elapsed_time(end) / 1e3
+        while self._stalls:
+            first = self._stalls[0]
+            if isinstance(first, _Mark):
+                first.seconds = self._waited
+            elif first[1].query():  # type: ignore[no-untyped-call]
+                self._waited += first[0].elapsed_time(first[1]) / 1e3
+            else:
+                break
+            self._stalls.popleft()
         return self._waited
+
+    def mark_exposed(self) -> Callable[[], float]:
+        """Return a function that returns the exposed seconds until now.
+
+        If the device's stream waits for messages, call that function once the device has passed this moment.
+        """
+        mark = _Mark()
+        self._stalls.append(mark)
+
+        def read() -> float:
+            _ = self.exposed_seconds
+            if mark.seconds is None:
+                raise RuntimeError(
+                    "the device has not passed the waits before the mark: synchronise it first"
+                )
+            return mark.seconds
+
+        _ = self.exposed_seconds  # on a CPU the waits are known at once
+        return read
 
     @contextlib.contextmanager
     def stalling(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Final, Literal, NamedTuple
@@ -139,6 +139,13 @@ class Wire:
         If the stream of a GPU waits, synchronise the device before reading it.
         """
         return self._watchdog.exposed_seconds
+
+    def mark_exposed(self) -> Callable[[], float]:
+        """Return a function that returns the exposed seconds until now, without waiting for a GPU here.
+
+        If the stream of a GPU waits, call that function once the device has passed this moment.
+        """
+        return self._watchdog.mark_exposed()
 
     @contextlib.contextmanager
     def calling(self, call: str) -> Iterator[None]:
