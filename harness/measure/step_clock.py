@@ -37,7 +37,7 @@ class _Instant:
         event = None
         if device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(device))  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
         return cls(time.perf_counter(), event)
 
     def since(self, earlier: _Instant) -> float:
