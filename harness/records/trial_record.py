@@ -110,7 +110,9 @@ class Memory(_Part):
     engine: dict[str, int]  # held, by part, as counted
     formula: dict[str, int]  # held, by part, as predicted; empty for peers
     peak_rss: int  # of the process
-    peak_device: int | None = None  # of the GPU
+    peak_device: int | None = None  # of the GPU, as torch has allocated it
+    # Of the GPU after the steps, by all processes and libraries, such as NCCL; None for the CPU and older records.
+    device_in_use: int | None = None
     copied: dict[str, int] = {}  # by direction and purpose, as counted
     copied_formula: dict[str, int] = {}  # by direction and purpose, as predicted
 

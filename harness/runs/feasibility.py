@@ -229,7 +229,8 @@ def _plan(
     units, judges = _units(trial, policy, model)
     if trial.host is None:
         planned = [unit for unit in units if isinstance(unit, UnitGeometry)]
-        memory = held.memory(policy, topology, planned, micro_batches=trial.accumulation)
+        streams = trial.cluster.transport == "nccl"
+        memory = held.memory(policy, topology, planned, micro_batches=trial.accumulation, streams=streams)
         memory = held.with_state(memory, state)
         if judges:
             memory = sum_parts(memory, held.memory(policy, topology, judges, backward=False))

@@ -33,7 +33,7 @@ from harness.cluster.rank_processes import BACKENDS, Launch
 from harness.errors import Refusal
 from harness.measure import compute_alone, gpu_use
 from harness.measure.cpu_usage import ProcessorMeter, ThreadClock, stalled
-from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
+from harness.measure.peak_memory import device_in_use, forget_peak, peak_device, peak_rss
 from harness.measure.step_clock import StepClock
 from harness.measure.training_checks import TrainingChecks, wrong_kernel
 from harness.measure.unsharded_loss import as_computed
@@ -217,12 +217,15 @@ class TrialRun:
             engine, formula = without_training(engine), without_training(formula)
         if self.judges is not None:
             judge_engine, judge_formula = self.judges.memory(trial, self.loop.optimizer)
+            for parts in (judge_engine, judge_formula):  # the actor's wire carries the judges' messages too
+                parts.pop("messages", None)
             engine, formula = sum_parts(engine, judge_engine), sum_parts(formula, judge_formula)
         memory = Memory(
             engine=engine,
             formula=formula,
             peak_rss=max(self.peak_rss, peak_rss()),
             peak_device=peak_device(self.device),
+            device_in_use=device_in_use(self.device),
             copied=copied,
             copied_formula=copied_formula,
         )

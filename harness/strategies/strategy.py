@@ -324,7 +324,9 @@ class Sharded(Strategy):
             held[part] += optimizers.state_bytes(optimizer, (master for _, master in master_shard.masters))
         topology, units = self.zero.wire.mesh.topology, self.units
         trained = any(unit.trainable for unit in units)
-        parts = memory(self.zero.policy, topology, units, micro_batches=trial.accumulation, backward=trained)
+        wire, policy = self.zero.wire, self.zero.policy
+        predicted = partial(memory, policy, topology, units, micro_batches=trial.accumulation)
+        parts = predicted(backward=trained, streams=wire.streams)
         return held, with_state(parts, optimizers.state_bytes_per_element(trial.optimizer))
 
 

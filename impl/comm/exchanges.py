@@ -27,6 +27,7 @@ from impl.comm.fingerprint import Fields, Step, label
 from impl.comm.hang_monitor import HangMonitor
 from impl.comm.ledger import BETWEEN, INSIDE
 from impl.comm.watchdog import DIFFER, Watchdog
+from impl.plan.messages import SPARE, size_class
 from impl.plan.traffic import LedgerKey
 from impl.transport.group import Group
 from impl.transport.shared_memory import Arena
@@ -107,6 +108,7 @@ class Route:
     rows: int  # number of messages received, this rank's own included
     shared: bool  # whether ranks read each other's memory
     direct: bool  # otherwise, whether messages go from rank to rank over gloo or by the backend's collectives
+    in_place: bool  # whether this rank's message is its own row of what it receives
     limit: tuple[timedelta, ...]  # the arguments of ``Work.wait()``
     # for each key of the ledger, the bytes and the messages that one exchange adds
     booked: tuple[tuple[LedgerKey, int, int], ...]
@@ -116,43 +118,55 @@ class Route:
 class Buffers:
     """Reuses the memory of messages, because a fresh buffer costs a page fault every 4 KiB.
 
-    With several ``streams`` of a GPU, the stream of a buffer's next user waits for its last user.
+    With several ``streams`` of a GPU, the stream of a buffer's next user waits for its last user, and messages of
+    similar sizes share buffers (:mod:`impl.plan.messages`).  Without ``keep``, nothing is reused.
     """
 
-    def __init__(self, device: torch.device, *, streams: bool = False) -> None:
-        self._device, self._streams = device, streams
-        # With streams, two free buffers of a size are left (a message and what it receives), so that a user seldom
-        # has to wait for the last one.
-        self._spare = 2 if streams else 0
+    def __init__(self, device: torch.device, *, streams: bool = False, keep: bool = True) -> None:
+        self._device, self._streams, self._keep = device, streams and keep, keep
         self._free: dict[int, deque[tuple[Tensor, torch.cuda.Event | None]]] = defaultdict(deque)
+        self.held = 0  # bytes of all buffers, in use and free
 
     def take(self, nbytes: int) -> Tensor:
-        """Return a buffer (nbytes,) uint8 with arbitrary content."""
-        free = self._free[nbytes]
-        if len(free) > self._spare:
+        """Return a buffer uint8 of at least ``nbytes`` (:func:`first`) with arbitrary content."""
+        size, spare = (size_class(nbytes), SPARE) if self._streams else (nbytes, 0)
+        free = self._free[size]
+        if len(free) > spare:
             # With streams, take the buffer used longest ago; otherwise the last one, which caches may still hold.
             buffer, event = free.popleft() if self._streams else free.pop()
             if event is not None:
                 event.wait()
-            return buffer
-        with torch.inference_mode(mode=False):  # the buffer will outlive a pass in inference mode
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        else:
+            self.held += size
+            with torch.inference_mode(mode=False):  # the buffer will outlive a pass in inference mode
+                buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return buffer
 
     def give_back(self, buffer: Tensor) -> None:
         """Take back a buffer that :meth:`take` has returned, to use it again."""
+        if not self._keep:
+            self.held -= buffer.numel()
+            return
         event = torch.cuda.current_stream(self._device).record_event() if self._streams else None
         self._free[buffer.numel()].append((buffer, event))
 
     def clear(self) -> None:
         """Drop all free buffers."""
+        self.held -= sum(size * len(free) for size, free in self._free.items())
         self._free.clear()
+
+
+def first(buffer: Tensor, nbytes: int) -> Tensor:
+    """Return the first ``nbytes`` of a buffer; the buffer itself if it has no more."""
+    return buffer if buffer.numel() == nbytes else buffer[:nbytes]
 
 
 class Alone:
     """The exchange of a group of one rank, which receives what it sends."""
 
     def __init__(self, buffers: Buffers, nbytes: int) -> None:
-        self.send, self._buffers = buffers.take(nbytes), buffers
+        self._buffer, self._buffers = buffers.take(nbytes), buffers
+        self.send = first(self._buffer, nbytes)
 
     def post(self) -> None:
         pass
@@ -161,7 +175,7 @@ class Alone:
         return self.send.view(1, -1)
 
     def close(self) -> None:
-        self._buffers.give_back(self.send)
+        self._buffers.give_back(self._buffer)
 
 
 class InMemory:
@@ -221,14 +235,17 @@ class Distributed:
         self._works: Sequence[dist.Work] = ()
         self._monitor = monitor  # watches the exchange, if the host does not wait for it
         self._under_way, self._begin = False, 0.0
-        self._received = buffers.take(route.nbytes * route.rows) if into is None else into
-        self._taken = [self._received] if into is None else []
-        if route.kind == "all_gather" and route.direct:
+        self._taken: list[Tensor] = []
+        self._received = self._take(route.nbytes * route.rows) if into is None else into
+        if route.in_place:
             # The message is written straight to this rank's own row of what is received.
             self.send = self._received.view(route.rows, -1)[route.group.index]
         else:
-            self.send = buffers.take(route.sent_bytes)
-            self._taken.append(self.send)
+            self.send = self._take(route.sent_bytes)
+
+    def _take(self, nbytes: int) -> Tensor:
+        self._taken.append(self._buffers.take(nbytes))
+        return first(self._taken[-1], nbytes)
 
     def post(self) -> None:
         route = self._route
@@ -272,7 +289,8 @@ class Staged:
     """
 
     def __init__(self, host: Distributed, route: Route, buffers: Buffers) -> None:
-        self._host, self._buffers, self.send = host, buffers, buffers.take(route.sent_bytes)
+        self._host, self._buffers, self._buffer = host, buffers, buffers.take(route.sent_bytes)
+        self.send = first(self._buffer, route.sent_bytes)
 
     def post(self) -> None:
         self._host.send.copy_(self.send)
@@ -283,7 +301,7 @@ class Staged:
 
     def close(self) -> None:
         self._host.close()
-        self._buffers.give_back(self.send)
+        self._buffers.give_back(self._buffer)
 
 
 def _arrived(watchdog: Watchdog, route: Route, begin: float) -> None:

@@ -42,6 +42,7 @@ TIMEOUT_SECONDS: Final = 120.0
 # comes later, in case that the hang monitor cannot end the process.
 NCCL_TIMES: Final = 5
 Transport = Literal["backend", "shm", "staged"]
+_OF_PASSES: Final = ("weights", "persistent", "gradients")  # purposes of the messages in every pass
 
 
 class Hop(NamedTuple):
@@ -109,7 +110,9 @@ class Wire:
             raise WireError(
                 f"transport 'shm' exchanges CPU memory, but the mesh is on {mesh.device}: use 'backend' or 'staged'"
             )
-        streams = waits_on_streams(mesh, transport)
+        self.streams = streams = waits_on_streams(
+            mesh, transport
+        )  # whether a GPU's stream waits for messages
         if streams and pacer is not None:
             raise WireError(
                 "a pacer delays messages on the host, which with NCCL enqueues later work meanwhile: use transport "
@@ -123,6 +126,8 @@ class Wire:
         self._monitor = HangMonitor(self._watchdog, timeout, on_hang) if streams else None
         self._group_timeout = timedelta(seconds=NCCL_TIMES * timeout) if streams else None
         self._buffers = exchanges.Buffers(mesh.device, streams=streams)
+        # For all but weights and gradients: on a GPU, buffers of a checkpoint's large messages should not remain.
+        self._others = exchanges.Buffers(mesh.device, keep=not streams)
         # The streams for the hops after the first of gathers and reductions; None if the host waits for messages.
         self.gathers = SideStream(mesh.device) if streams else None
         self.reductions = SideStream(mesh.device) if streams else None
@@ -146,6 +151,14 @@ class Wire:
         If the stream of a GPU waits, call that function once the device has passed this moment.
         """
         return self._watchdog.mark_exposed()
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of the buffers for messages of weights and gradients; they grow to the most in use at once.
+
+        :mod:`impl.plan.messages` predicts them for a GPU whose stream waits for messages.
+        """
+        return self._buffers.held
 
     @contextlib.contextmanager
     def calling(self, call: str) -> Iterator[None]:
@@ -283,6 +296,7 @@ class Wire:
             self._monitor.close()
         self._arenas.clear()
         self._buffers.clear()
+        self._others.clear()
         if self._host_buffers is not None:
             self._host_buffers.clear()
 
@@ -303,8 +317,9 @@ class Wire:
     def _exchange(
         self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool = False, into: Tensor | None = None
     ) -> Exchange:
+        buffers = self._buffers if tag.purpose in _OF_PASSES else self._others
         if axis.size == 1:
-            return exchanges.Alone(self._buffers, nbytes)
+            return exchanges.Alone(buffers, nbytes)
         key = (kind, axis, nbytes, tag, ring)
         route = self._routes.get(key)
         if route is None:
@@ -324,10 +339,10 @@ class Wire:
             return exchanges.InMemory(dog, step, route, arena)
         if self._host_buffers is None:
             return exchanges.Distributed(
-                dog, step, route, self._buffers, into=into, pacer=pacer, monitor=self._monitor
+                dog, step, route, buffers, into=into, pacer=pacer, monitor=self._monitor
             )
         host = exchanges.Distributed(dog, step, route, self._host_buffers, into=None, pacer=pacer)
-        return exchanges.Staged(host, route, self._buffers)
+        return exchanges.Staged(host, route, buffers)
 
     def _route(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> exchanges.Route:
         """Compute the route of such messages, and note what carries them for :meth:`describe`."""
@@ -351,6 +366,7 @@ class Wire:
             rows=1 if steps else axis.size,
             shared=shared,
             direct=direct,
+            in_place=kind == "all_gather" and (direct or backend != "gloo"),  # gloo's own all-gather copies
             limit=patience(backend, timedelta(seconds=self._timeout)),
             booked=tuple(
                 (LedgerKey(*tag, axis.name, link), count * nbytes, count) for link, count in counts.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from impl.codecs.codec import parse
 from impl.comm.exchanges import Buffers, Distributed
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
+from impl.plan.memory import memory
 from impl.plan.policy import Policy, preset
 from impl.plan.topology import Topology
 from impl.transport.side_stream import Arrival
 from impl.zero import shard
 from tests.support import stream_order
+from tests.support.params import nightly
 from tests.support.ranks import on_threads
 from tests.support.strategies import ROOMY
 from tests.support.stream_order import Detector, RaceError, on_streams
@@ -145,3 +148,35 @@ def test_every_wait_is_needed(name: str, ranks: int, monkeypatch: pytest.MonkeyP
     without(name)(monkeypatch)
     with pytest.raises(RaceError, match="in no order"):
         on_threads(Topology(1, ranks), trained, POLICIES["zeropp"], True, backend="nccl_rules", seconds=5)
+
+
+def held(mesh: Mesh, policy: Policy) -> tuple[int, int]:
+    """Return the bytes of messages that a rank's exchanges hold after training, and the predicted ones."""
+    with Detector():
+        net = model()
+        zero = shard(net, mesh=mesh, policy=policy)
+        optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
+        for number in range(4):
+            net(batch(2 * number, mesh.rank)).backward()
+            net(batch(2 * number + 1, mesh.rank)).backward()
+            zero.step(optimizer, max_norm=1.0)
+            optimizer.zero_grad()
+        units = [unit.geometry for unit in zero.units]
+        formula = memory(policy, mesh.topology, units, micro_batches=2, streams=True)
+        return zero.memory()["messages"], formula["messages"]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "topology", [Topology(2, 2), *nightly(Topology(1, 2), Topology(1, 1), Topology(2, 1))], ids=str
+)
+def test_messages_hold_what_the_formula_predicts(
+    name: str, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffers of messages on a GPU are as large as predicted, for every kind of gather and reduction."""
+    on_streams(monkeypatch)
+    policy = POLICIES[name]
+    if policy.differences is not None:
+        policy = replace(policy, refresh=2)  # else weights themselves are sent once, and need no spare buffer
+    for measured, formula in on_threads(topology, held, policy, backend="nccl_rules", seconds=20):
+        assert measured == formula > 0
