@@ -70,6 +70,11 @@ def hang(rank: Rank, _: None) -> None:
     dist.barrier()
 
 
+def exchanged_together(rank: Rank, message: tuple[int, int]) -> list[float]:
+    """Exchange messages of all ranks at once, in grouped calls as with NCCL; returns the achieved rates."""
+    return exchange(rank, *message, grouped=True, together=True)
+
+
 def exchanged(rank: Rank, message: tuple[int, int]) -> tuple[list[float], int, int]:
     """Exchange messages; returns the achieved rates, and the bytes and packets that the interface sent meanwhile."""
     before = counters(rank.port.interface or "lo")
