@@ -20,6 +20,7 @@ from harness.records.trial_record import GpuUse, NodeUse
 SECONDS: Final = 0.1  # between two samples
 _HOSTS_NAMESPACE: Final = 0xEFFFFFFC  # PROC_PID_INIT_INO of Linux: the inode of the host's PID namespace
 _SM_CLOCK: Final = 1  # NVML_CLOCK_SM
+_NVLINK_SENT: Final = 138, 0xFFFFFFFF  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, of all links: KiB (nvml.h)
 # NVML's bits for the reasons why a clock is held down, without those for idleness and users' settings.
 _REASONS: Final = {
     0x4: "power cap",
@@ -50,7 +51,14 @@ class _Gpu:
         self._samples: dict[str, list[Any]] = defaultdict(list)  # values by name; some GPUs lack some
         processes = psutil.process_iter(["ppid"])
         self._ranks = {process.pid for process in processes if process.info["ppid"] == os.getppid()}
-        self._energy = self._query("TotalEnergyConsumption")
+        self._energy, self._nvlink = self._query("TotalEnergyConsumption"), self._nvlink_bytes()
+
+    def _nvlink_bytes(self) -> int | None:
+        """Return the bytes that this GPU has sent through NVLinks so far; None if it does not count them."""
+        values = self._query("FieldValues", [_NVLINK_SENT])
+        if not values or values[0].nvmlReturn != 0:
+            return None
+        return int(values[0].value.ullVal) * 1024
 
     def _query(self, name: str, *arguments: Any) -> Any:
         """Return what ``nvmlDeviceGet<name>`` returns; None if this GPU or driver does not support it."""
@@ -77,6 +85,7 @@ class _Gpu:
     def use(self) -> GpuUse:
         """Summarise all samples."""
         energy, samples = self._query("TotalEnergyConsumption"), self._samples
+        nvlink = self._nvlink_bytes()
         throttled = {
             reason: _mean([bool(bits & bit) for bits in samples["reasons"]])
             for bit, reason in _REASONS.items()
@@ -92,6 +101,7 @@ class _Gpu:
             clock_mhz=_mean(samples["clock"]),
             throttled={reason: share for reason, share in throttled.items() if share},
             others=max(samples["others"], default=0),
+            nvlink_bytes="unseen" if nvlink is None or self._nvlink is None else nvlink - self._nvlink,
         )
 
 
