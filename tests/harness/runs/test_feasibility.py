@@ -347,6 +347,8 @@ def _on_gpus(suite: Path, folder: Path) -> tuple[int, list[Trial]]:
     kept = [line for line in block.splitlines() if line.partition(" = ")[0] not in fields]
     written = [f"{name} = {value}" for name, value in fields.items()]
     path = folder / suite.name
+    for removed in re.findall(r"^# Then remove (\S+) from \[matrix\]\.$", text, re.MULTILINE):
+        after = re.sub(rf"^{re.escape(removed)} = .*\n?", "", after, flags=re.MULTILINE)
     path.write_text(before + mark + "\n".join([*written, *kept]) + rest + after)
     return int(header[1]), list(load(path).trials)
 
