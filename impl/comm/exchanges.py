@@ -31,9 +31,11 @@ from impl.plan.messages import SPARE, size_class
 from impl.plan.traffic import LedgerKey
 from impl.transport.group import Group
 from impl.transport.shared_memory import Arena
+from impl.transport.side_stream import Arrival
 
 Kind = Literal["all_gather", "all_to_all", "shift"]
 
+_IDLE: Final = Arrival()  # of a buffer that nothing uses
 _TAGS: Final = 1 << 30  # gloo's messages have tags below this number
 # torch 2.13 renames this function and warns about the old name; torch 2.11 has only the old name.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -124,8 +126,12 @@ class Buffers:
 
     def __init__(self, device: torch.device, *, streams: bool = False, keep: bool = True) -> None:
         self._device, self._streams, self._keep = device, streams and keep, keep
-        self._free: dict[int, deque[tuple[Tensor, torch.cuda.Event | None]]] = defaultdict(deque)
+        # By bytes, the free buffers, each with the end of its last use.
+        self._free: dict[int, deque[tuple[Tensor, Arrival]]] = defaultdict(deque)
         self.held = 0  # bytes of all buffers, in use and free
+        # The end of the side stream's work that is being enqueued, if any: what is given back meanwhile is in use
+        # until then.
+        self.arrival: Arrival | None = None
 
     def take(self, nbytes: int) -> Tensor:
         """Return a buffer uint8 of at least ``nbytes`` (:func:`first`) with arbitrary content."""
@@ -133,22 +139,27 @@ class Buffers:
         free = self._free[size]
         if len(free) > spare:
             # With streams, take the buffer used longest ago; otherwise the last one, which caches may still hold.
-            buffer, event = free.popleft() if self._streams else free.pop()
-            if event is not None:
-                event.wait()
+            buffer, last = free.popleft() if self._streams else free.pop()
+            if (
+                self.arrival is not None or not last.joined
+            ):  # else the computation, which is to use it, has waited
+                last.join()
         else:
             self.held += size
             with torch.inference_mode(mode=False):  # the buffer will outlive a pass in inference mode
                 buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         return buffer
 
-    def give_back(self, buffer: Tensor) -> None:
-        """Take back a buffer that :meth:`take` has returned, to use it again."""
+    def give_back(self, *buffers: Tensor) -> None:
+        """Take back buffers that :meth:`take` has returned, to use them again."""
         if not self._keep:
-            self.held -= buffer.numel()
+            self.held -= sum(buffer.numel() for buffer in buffers)
             return
-        event = torch.cuda.current_stream(self._device).record_event() if self._streams else None
-        self._free[buffer.numel()].append((buffer, event))
+        last = self.arrival or _IDLE
+        if self._streams and self.arrival is None:
+            last = Arrival(torch.cuda.current_stream(self._device).record_event())
+        for buffer in buffers:
+            self._free[buffer.numel()].append((buffer, last))
 
     def clear(self) -> None:
         """Drop all free buffers."""
@@ -278,8 +289,7 @@ class Distributed:
 
     def close(self) -> None:
         if not self._under_way:  # otherwise a message may still be read from or written to the buffers
-            for buffer in self._taken:
-                self._buffers.give_back(buffer)
+            self._buffers.give_back(*self._taken)
 
 
 class Staged:

@@ -25,6 +25,7 @@ from impl.comm.ledger import ACROSS, WAITING, WITHIN, Timeline
 from impl.comm.mesh import Mesh
 from impl.plan.topology import ranks_in_words
 from impl.transport.shared_memory import SharedMemoryError
+from impl.transport.side_stream import Arrival
 
 ORDER_CHECK: Final = "check_order()"  # as errors name the call of :meth:`impl.comm.wire.Wire.check_order`
 _PATIENCE_SECONDS: Final = 5.0  # how long a rank waits for the other ranks' reports
@@ -59,8 +60,8 @@ class Watchdog:
         self.timeline: Timeline | None = None  # records messages and waits, if it is set
         self._rank, self._ranks, self._streams = mesh.rank, range(mesh.topology.world), streams
         self._counting = mesh.counting
-        # Events before and after each wait of the device's stream that has not been added to ``_waited`` yet, and
-        # marks between them.
+        # For each wait of the device's stream that has not been added to ``_waited`` yet, the events before it and at
+        # its end, and marks between waits.
         self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event] | _Mark] = deque()
         self._store: Store | None = None  # holds the ranks' reports; ranks that are threads have none
         self._met: dict[str, int] = defaultdict(int)  # how often this rank has called meet(), by purpose
@@ -74,8 +75,9 @@ class Watchdog:
             first = self._stalls[0]
             if isinstance(first, _Mark):
                 first.seconds = self._waited
-            elif first[1].query():  # type: ignore[no-untyped-call]
-                self._waited += first[0].elapsed_time(first[1]) / 1e3
+            elif first[0].query() and first[1].query():  # type: ignore[no-untyped-call]
+                # An arrival that came before the wait began has delayed nothing.
+                self._waited += max(0.0, first[0].elapsed_time(first[1]) / 1e3)
             else:
                 break
             self._stalls.popleft()
@@ -112,6 +114,16 @@ class Watchdog:
         end.record()
         self._stalls.append((begin, end))
         _ = self.exposed_seconds  # adds up and drops the events that have finished
+
+    def join(self, arrival: Arrival) -> None:
+        """Make the current stream wait for ``arrival``, and time the wait, which ends with the arrival."""
+        if arrival.event is not None:
+            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            begin.record()
+            self._stalls.append((begin, arrival.event))
+            _ = self.exposed_seconds  # adds up and drops the events that have finished
+        arrival.join()
+        arrival.joined = True
 
     def wait(self, step: Step, receive: Callable[[], T], *, across: bool = False) -> T:
         """Call ``receive``, which waits for the messages of ``step``, and return its result.

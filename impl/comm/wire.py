@@ -200,23 +200,24 @@ class Wire:
             self.group(axis)
 
     @contextlib.contextmanager
-    def beside(self, stream: SideStream) -> Iterator[Arrival]:
+    def beside(self, stream: SideStream, *, posted: bool = False) -> Iterator[Arrival]:
         """Enqueue the body's posts, waits and decoding on a side stream; yields their end, for :meth:`join`.
 
         With NCCL, waiting for a message blocks the stream and not the host.  Therefore all further hops can be
-        enqueued as soon as the first is posted.
+        enqueued as soon as the first is posted.  ``posted`` is as in
+        :meth:`impl.transport.side_stream.SideStream.beside`.
         """
         self._watchdog.paused = True
         try:
-            with stream.beside() as arrival:
+            with stream.beside(posted=posted) as arrival:
+                self._buffers.arrival = arrival
                 yield arrival
         finally:
-            self._watchdog.paused = False
+            self._watchdog.paused, self._buffers.arrival = False, None
 
     def join(self, arrival: Arrival) -> None:
         """Make the computation wait for ``arrival``, the end of work on a side stream; the wait is exposed."""
-        with self._watchdog.stalling():
-            arrival.join()
+        self._watchdog.join(arrival)
 
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
