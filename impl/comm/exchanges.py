@@ -140,9 +140,8 @@ class Buffers:
         if len(free) > spare:
             # With streams, take the buffer used longest ago; otherwise the last one, which caches may still hold.
             buffer, last = free.popleft() if self._streams else free.pop()
-            if (
-                self.arrival is not None or not last.joined
-            ):  # else the computation, which is to use it, has waited
+            # Otherwise the stream of the computation, which is to use the buffer, waits already.
+            if self.arrival is not None or not last.joined:
                 last.join()
         else:
             self.held += size
