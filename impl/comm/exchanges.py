@@ -35,7 +35,7 @@ from impl.transport.side_stream import Arrival
 
 Kind = Literal["all_gather", "all_to_all", "shift"]
 
-_IDLE: Final = Arrival()  # of a buffer that nothing uses
+_IDLE: Final = Arrival(joined=True)  # of a buffer that nothing uses
 _TAGS: Final = 1 << 30  # gloo's messages have tags below this number
 # torch 2.13 renames this function and warns about the old name; torch 2.11 has only the old name.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -134,7 +134,7 @@ class Buffers:
         self.arrival: Arrival | None = None
 
     def take(self, nbytes: int) -> Tensor:
-        """Return a buffer uint8 of at least ``nbytes`` (:func:`first`) with arbitrary content."""
+        """Return a buffer uint8 of at least ``nbytes`` with arbitrary content, of which the caller uses the first."""
         size, spare = (size_class(nbytes), SPARE) if self._streams else (nbytes, 0)
         free = self._free[size]
         if len(free) > spare:
@@ -166,17 +166,12 @@ class Buffers:
         self._free.clear()
 
 
-def first(buffer: Tensor, nbytes: int) -> Tensor:
-    """Return the first ``nbytes`` of a buffer; the buffer itself if it has no more."""
-    return buffer if buffer.numel() == nbytes else buffer[:nbytes]
-
-
 class Alone:
     """The exchange of a group of one rank, which receives what it sends."""
 
     def __init__(self, buffers: Buffers, nbytes: int) -> None:
-        self._buffer, self._buffers = buffers.take(nbytes), buffers
-        self.send = first(self._buffer, nbytes)
+        self._buffers, self._buffer = buffers, buffers.take(nbytes)
+        self.send = self._buffer if self._buffer.numel() == nbytes else self._buffer[:nbytes]
 
     def post(self) -> None:
         pass
@@ -246,16 +241,19 @@ class Distributed:
         self._monitor = monitor  # watches the exchange, if the host does not wait for it
         self._under_way, self._begin = False, 0.0
         self._taken: list[Tensor] = []
-        self._received = self._take(route.nbytes * route.rows) if into is None else into
+        if into is None:
+            nbytes = route.nbytes * route.rows
+            whole = buffers.take(nbytes)
+            self._taken.append(whole)
+            into = whole if whole.numel() == nbytes else whole[:nbytes]
+        self._received = into
         if route.in_place:
             # The message is written straight to this rank's own row of what is received.
             self.send = self._received.view(route.rows, -1)[route.group.index]
         else:
-            self.send = self._take(route.sent_bytes)
-
-    def _take(self, nbytes: int) -> Tensor:
-        self._taken.append(self._buffers.take(nbytes))
-        return first(self._taken[-1], nbytes)
+            whole = buffers.take(route.sent_bytes)
+            self._taken.append(whole)
+            self.send = whole if whole.numel() == route.sent_bytes else whole[: route.sent_bytes]
 
     def post(self) -> None:
         route = self._route
@@ -287,7 +285,8 @@ class Distributed:
             time.sleep(left)
 
     def close(self) -> None:
-        if not self._under_way:  # otherwise a message may still be read from or written to the buffers
+        # While the exchange is under way, a message may still be read from or written to the buffers.
+        if self._taken and not self._under_way:
             self._buffers.give_back(*self._taken)
 
 
@@ -299,7 +298,7 @@ class Staged:
 
     def __init__(self, host: Distributed, route: Route, buffers: Buffers) -> None:
         self._host, self._buffers, self._buffer = host, buffers, buffers.take(route.sent_bytes)
-        self.send = first(self._buffer, route.sent_bytes)
+        self.send = self._buffer[: route.sent_bytes]
 
     def post(self) -> None:
         self._host.send.copy_(self.send)

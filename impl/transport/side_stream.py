@@ -50,5 +50,5 @@ class SideStream:
                 yield arrival
             finally:
                 event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                event.record(self._stream)  # type: ignore[no-untyped-call]
+                event.record(self._stream)
                 arrival.event = event

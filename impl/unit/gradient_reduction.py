@@ -166,7 +166,8 @@ class GradientReduction:
             if gradient.layout is not torch.strided:  # an embedding's may be sparse, but messages are dense
                 gradient = gradient.to_dense()
             if number in self._written:
-                self._copy_arrived()
+                if self._places:
+                    self._copy_arrived()
                 part.add_(gradient)
             elif self._together and not self._passes.accumulating:
                 self._places.append(part)
@@ -179,10 +180,9 @@ class GradientReduction:
 
     def _copy_arrived(self) -> None:
         """Copy the gradients that have arrived to their places, in one launch, which takes the host less time."""
-        if self._places:
-            torch._foreach_copy_(self._places, self._arrived)  # there is no public function for it
-            self._places.clear()
-            self._arrived.clear()
+        torch._foreach_copy_(self._places, self._arrived)  # there is no public function for it
+        self._places.clear()
+        self._arrived.clear()
 
     def _open(self) -> Tensor:
         """Choose and return the memory (P,) to collect gradients in.
@@ -211,8 +211,11 @@ class GradientReduction:
         Such a member still takes part in the reduction, since other ranks may have a gradient for it.
         """
         flat = self._open() if self.local is None else self.local
-        self._copy_arrived()
-        empty = [flat[start:end] for start, end in self._gaps]
+        if self._places:
+            self._copy_arrived()
+        empty = []
+        for start, end in self._gaps:  # a loop, since a comprehension costs a further call in each step
+            empty.append(flat[start:end])
         for number in set(range(len(self._members))) - self._written:
             slot = self._geometry.slots[number]
             empty.append(flat[slot.offset : slot.end])
