@@ -15,6 +15,7 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -131,6 +132,22 @@ def hcas(devices: Path = INFINIBAND) -> list[str]:
                 names.add(state.parts[-4])
     parts = {name: re.split(r"(\d+)", name) for name in names}
     return sorted(names, key=lambda name: [int(p) if p.isdecimal() else p for p in parts[name]])
+
+
+def hca_sent_bytes(only: Sequence[str] = (), devices: Path = INFINIBAND) -> dict[str, int]:
+    """Return the bytes that each active port of InfiniBand and RoCE adapters has sent so far, as ``mlx5_0/1``.
+
+    These are the counters ``port_xmit_data``, in units of 4 bytes (Linux, sysfs-class-infiniband); ports without a
+    readable counter are left out.  ``only`` names the adapters; by default all.
+    """
+    sent = {}
+    for name in hcas(devices):
+        for port in sorted((devices / name / "ports").glob("*")) if not only or name in only else ():
+            with contextlib.suppress(OSError, ValueError):
+                if (port / "state").read_text(encoding="ascii").strip().endswith(" ACTIVE"):
+                    count = (port / "counters" / "port_xmit_data").read_text(encoding="ascii")
+                    sent[f"{name}/{port.name}"] = 4 * int(count)
+    return sent
 
 
 def shared_memory_bytes() -> int:

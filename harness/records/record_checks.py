@@ -33,7 +33,9 @@ INTERFACE_WITHIN: Final = (
 # announcements and a header with each part; each of these three takes 48 bytes.
 CONTROL_BYTES: Final = 2 * 3 * 48
 RATE_WITHIN: Final = (0.95, 1.05)  # rate that probes may measure, as a share of the requested rate
-_LEARNS: Final = 100  # timed and warm-up steps from which on a training loss must fall; reports judge losses then
+_LEARNS: Final = (
+    100  # timed and warm-up steps from which on a training loss must fall; reports judge losses then
+)
 # barriers around the timed steps, and as many around each validation, which itself is not counted
 _BARRIERS: Final = 4
 

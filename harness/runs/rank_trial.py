@@ -32,9 +32,9 @@ from harness.cluster.link import PROBES, measure_link
 from harness.cluster.rank import Progress, Rank, counters, take_gpu
 from harness.cluster.rank_processes import BACKENDS, Launch
 from harness.errors import Refusal
-from harness.measure import compute_alone, gpu_use
+from harness.measure import compute_alone, gpu_use, machine
 from harness.measure.cpu_usage import ProcessorMeter
-from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
+from harness.measure.peak_memory import device_in_use, forget_peak, peak_device, peak_rss
 from harness.measure.step_clock import StepClock
 from harness.measure.training_checks import TrainingChecks, watch_inputs, wrong_kernel
 from harness.measure.unsharded_loss import as_computed
@@ -42,6 +42,7 @@ from harness.measure.witness_clock import Kind
 from harness.records.memory_parts import sum_parts, without_training
 from harness.records.training_faults import Checked, Spent
 from harness.records.trial_record import (
+    AdapterCounters,
     Alone,
     ChosenCodec,
     InterfaceCounters,
@@ -90,6 +91,7 @@ class Outcome:
     predicted: list[LedgerRow] | None  # messages of the timed steps by ``impl.plan.traffic``; None for peers
     # What the node's interface sent in the timed steps, without evaluations; only the node's first rank has it.
     sent: InterfaceCounters | None
+    adapters: AdapterCounters | None  # what its InfiniBand adapters sent meanwhile, likewise
     probed: list[float]  # rate of the link into its node, Mbit/s
     compared: Compared  # comparisons with a single process and with exact values
     checked: Checked  # what the rank noted in each step, for later checks
@@ -197,6 +199,10 @@ class TrialRun:
         # What checks, evaluations and comparisons sent, which belong to no step: in the ledger, and by interface.
         self.booked_untimed = self._booked() or 0
         self.own_interface = rank.port.holder is not None  # whether only this node's ranks use its interface
+        # The ports of this node's InfiniBand adapters, if NCCL may use them.
+        self.ports = (
+            self._sent_by_port() if trial.cluster.transport == "nccl" and trial.cluster.nodes > 1 else {}
+        )
         self.counted_untimed = self._count()
         self.moved_untimed = self._moved_so_far()
 
@@ -232,12 +238,15 @@ class TrialRun:
             engine, formula = without_training(engine), without_training(formula)
         if self.judges is not None:
             judge_engine, judge_formula = self.judges.memory(trial, self.loop.optimizer)
+            for parts in (judge_engine, judge_formula):  # the actor's wire carries the judges' messages too
+                parts.pop("messages", None)
             engine, formula = sum_parts(engine, judge_engine), sum_parts(formula, judge_formula)
         memory = Memory(
             engine=engine,
             formula=formula,
             peak_rss=max(self.peak_rss, peak_rss()),
             peak_device=peak_device(self.device),
+            device_in_use=device_in_use(self.device),
             copied=copied,
             copied_formula=copied_formula,
         )
@@ -252,7 +261,8 @@ class TrialRun:
         ran = self._ran()
         self.strategy.close()
         units = [*self.strategy.units, *(() if self.judges is None else self.judges.units)]
-        tx_bytes, tx_packets = counted.tolist()
+        tx_bytes, tx_packets, by_adapters = counted.tolist()
+        adapters = AdapterCounters(node=self.rank.node, tx_bytes=by_adapters, ports=list(self.ports))
         sent = InterfaceCounters(node=self.rank.node, tx_bytes=tx_bytes, tx_packets=tx_packets)
         return Outcome(
             record=RankRecord(
@@ -268,6 +278,7 @@ class TrialRun:
             validations=self.validations,
             predicted=predicted,
             sent=sent if self.own_interface and self.rank.first_of_node else None,
+            adapters=adapters if self.ports and self.rank.first_of_node else None,
             probed=probed,
             compared=self.comparison.compared,
             checked=self.checked,
@@ -304,7 +315,7 @@ class TrialRun:
         if self.rank.first_of_node and self.device.type == "cuda":
             first, count = self.device.index, torch.cuda.device_count()
             ranks = 1 if self.trial.strategy == "single" else self.rank.topology.ranks_per_node
-            used = dict.fromkeys((first + i) % count for i in range(ranks))  # ranks may share a GPU
+            used = [(first + i) % count for i in range(ranks)]  # ranks may share a GPU
             uuids = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in used]
         return gpu_use.sampling(self.rank.node, uuids)
 
@@ -410,19 +421,32 @@ class TrialRun:
             dist.barrier()  # the next step begins on all ranks at once
 
     def _count(self) -> NDArray[np.int64]:
-        """Return the (bytes, packets) that the node's interface has sent, on its first rank, else zeros.
+        """Return what the node has sent, on its first rank, else zeros; all ranks must call it.
 
-        All ranks must call it.
+        Returns (bytes, packets) of its interface, if only this node's ranks use it, and bytes of its InfiniBand
+        adapters.
         """
-        count = np.zeros(2, np.int64)
-        if self.own_interface:
+        count = np.zeros(3, np.int64)
+        nccl = self.trial.cluster.transport == "nccl" and self.trial.cluster.nodes > 1
+        if self.own_interface or nccl:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # otherwise messages could still be sent
             dist.barrier()
-            count = counters(str(self.rank.port.interface)) if self.rank.first_of_node else count
+            if self.rank.first_of_node and self.own_interface:
+                count[:2] = counters(str(self.rank.port.interface))
+            if self.rank.first_of_node and self.ports:
+                count[2] = sum(self._sent_by_port().values())
             dist.barrier()  # otherwise other ranks of the node could already send their next messages
         return count
 
+    def _sent_by_port(self) -> dict[str, int]:
+        """Return the bytes that each InfiniBand port of the node that NCCL may use has sent; none in a namespace."""
+        if self.rank.port.holder is not None or self.rank.port.shaped_mbit is not None:
+            return {}  # NCCL is told to use sockets
+        return machine.hca_sent_bytes([name for name in self.rank.port.hcas.split(",") if name])
+
     def _counted_training(self) -> NDArray[np.int64]:
-        """Return the (bytes, packets) that the node's interface has sent in training so far."""
+        """Return :meth:`_count` of training so far."""
         return self._count() - self.counted_untimed
 
     def _moved(self) -> NDArray[np.int64]:

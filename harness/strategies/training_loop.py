@@ -73,7 +73,7 @@ class TrainingLoop:
         """Build the optimizer; raises a Refusal if it cannot be built."""
         self.trial, self.strategy, self.data = trial, strategy, data
         self.optimizer, self.schedule = strategy.make_optimizer(trial.optimizer), trial.schedule()
-        self.clock = StepClock(strategy.exposed_seconds, device)  # has the times and losses of steps so far
+        self.clock = StepClock(strategy.mark_exposed, device)  # has the times and losses of steps so far
         self.events: list[Event] = []  # all passes and steps so far
         self.checks: TrainingChecks | None = None  # called at every step, if set
         # Makes the batch of a step, if set (workload rlhf); otherwise `data` gives it.

@@ -90,7 +90,10 @@ def test_pool_key_follows_the_kernels(change: dict[str, Any], monkeypatch: pytes
 
 
 def test_adapters_that_work_are_listed_by_number(tmp_path: Path) -> None:
-    """Only adapters with an active port are listed, sorted by number; without InfiniBand none is."""
+    """Only adapters with an active port are listed, sorted by number; without InfiniBand none is.
+
+    Bytes that they have sent are those of the active ports whose counter, in units of 4 bytes, can be read.
+    """
     assert machine.hcas(tmp_path / "none") == []
     states = {
         "mlx5_10": ["4: ACTIVE"],
@@ -104,4 +107,10 @@ def test_adapters_that_work_are_listed_by_number(tmp_path: Path) -> None:
             folder = tmp_path / name / "ports" / str(number)
             folder.mkdir(parents=True)
             (folder / "state").write_text(f"{state}\n", encoding="ascii")
+            (folder / "counters").mkdir()
+            (folder / "counters" / "port_xmit_data").write_text(f"{1000 * number}\n", encoding="ascii")
     assert machine.hcas(tmp_path) == ["mlx5_2", "mlx5_10"]
+    assert machine.hca_sent_bytes(devices=tmp_path) == {"mlx5_2/2": 8000, "mlx5_10/1": 4000}
+    assert machine.hca_sent_bytes(["mlx5_10"], tmp_path) == {"mlx5_10/1": 4000}
+    (tmp_path / "mlx5_10" / "ports" / "1" / "counters" / "port_xmit_data").unlink()
+    assert machine.hca_sent_bytes(devices=tmp_path) == {"mlx5_2/2": 8000}

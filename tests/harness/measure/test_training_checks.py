@@ -208,8 +208,12 @@ def little_waiting(_: Rank) -> Iterator[None]:
     def waited(self: Watchdog, message: Any, receive: Any, **options: Any) -> Any:
         return wait(self, message, lambda: (time.sleep(0.02), receive())[1], **options)
 
+    def marked(self: Watchdog) -> Callable[[], float]:
+        seconds = self._waited / 10
+        return lambda: seconds
+
     counted = property(lambda self: self._waited / 10)
-    with mock.patch.multiple(Watchdog, wait=waited, exposed_seconds=counted):
+    with mock.patch.multiple(Watchdog, wait=waited, exposed_seconds=counted, mark_exposed=marked):
         yield
 
 
