@@ -39,6 +39,7 @@ from report import verdicts
 from report.data.metrics import Derived
 from report.draw.figure import style_of
 from report.figures.all_figures import FIGURES
+from report.tables.table import markdown
 
 DOCS: Final = Path("docs")
 DOCUMENTS: Final = {
@@ -227,9 +228,8 @@ def _read(suite: str, *, drawing: bool) -> tuple[Derived, Head]:
     found = verdicts.verdicts(derived)
     figure = _shows(derived, found.figure)
     svg = _svg(suite, figure) if drawing else None
-    return derived, Head(
-        found.sentence, found.table.markdown_rows().strip(), len(found.table.data), figure, svg
-    )
+    table = f"{found.table.markdown_rows()}\n{markdown(found.table.footnotes)}".strip()
+    return derived, Head(found.sentence, table, len(found.table.data), figure, svg)
 
 
 def _shows(derived: Derived, wanted: str) -> str:

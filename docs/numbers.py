@@ -26,16 +26,23 @@ from harness import plan_rows
 from harness.errors import Refusal
 from harness.measure import machine_file
 from harness.records import archive
-from harness.records.confidence_intervals import Interval, geometric_interval, mean_interval, of_another_sweep
+from harness.records.confidence_intervals import (
+    WITHIN_START,
+    Interval,
+    Prediction,
+    geometric_interval,
+    mean_interval,
+    of_another_run,
+)
 from harness.records.memory_parts import on_device
 from harness.runs import feasibility
 from harness.suites import suite_file
 from harness.suites.peers import family_of
 from report import page
-from report.data import bytes_and_memory, decoding, loss_verdicts, speedups
+from report.data import bytes_and_memory, decoding, effects, loss_verdicts, speedups
 from report.data.frames import load
 from report.data.metrics import OTHERS_WITHIN, Derived, derive
-from report.data.text import number
+from report.data.text import counted, number
 from report.figures.all_figures import FIGURES
 from report.tables import all_tables, peers, phases
 from report.tables.table import markdown
@@ -50,22 +57,39 @@ class DocumentError(Exception):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number from records with its 95 % interval, where it has one; prints as ``2.36 (2.29 to 2.42)``."""
+    """A number from records with its 95 % interval, where it has one, and with what limits it.
+
+    It prints as ``2.36 (2.05 to 2.72)``, ``2.36 (2.29 to 2.42 within this start)`` if the interval is from one
+    occasion, and ``0.73 (disturbed)`` if other programs disturbed all trials behind it.  Every form of it says so, so
+    that no template can drop it.
+    """
 
     interval: Interval
     form: Callable[[float], str]  # prints a number
     what: str  # in words, for messages
     equal: float = math.nan  # the value that means "no difference": 1 for ratios, 0 for differences; else NaN
     more_is_better: bool = True
+    expected: Prediction | None = None  # in a further run, where not by the interval alone
 
     def __str__(self) -> str:
-        """Print the estimate with its interval, ``2.36 (2.29 to 2.42)``; without an interval, ``2.36``."""
-        return f"{self.value} ({self.range})" if self._spreads else self.value
+        """Print the estimate with its interval, ``2.36 (2.05 to 2.72)``; without an interval, ``2.36``."""
+        within = f" {WITHIN_START}" if self.interval.within_start else ""
+        notes = [f"{self.range}{within}"] if self._spreads else []
+        return self._with([*notes, *self._caveats], self.form(self.interval.estimate))
 
     @property
     def value(self) -> str:
         """The estimate alone: ``2.36``."""
-        return self.form(self.interval.estimate)
+        return self._with(self._caveats, self.form(self.interval.estimate))
+
+    @property
+    def cell(self) -> str:
+        """``2.36 (2.29 to 2.42)``, for tables whose head says ``within this start`` if intervals are."""
+        return (
+            self._with([self.range, *self._caveats], self.form(self.interval.estimate))
+            if self._spreads
+            else self.value
+        )
 
     @property
     def range(self) -> str:
@@ -74,16 +98,36 @@ class Estimate:
 
     @property
     def ci(self) -> str:
-        """The interval with its name: ``95 % CI 2.29 to 2.42``."""
-        return f"95 % CI {self.range}"
+        """The interval with its name: ``95 % CI 2.05 to 2.72``, or ``95 % CI within this start 2.29 to 2.42``."""
+        within = f" {WITHIN_START}" if self.interval.within_start else ""
+        return ", ".join([f"95 % CI{within} {self.range}", *self._caveats])
 
     @property
     def again(self) -> str:
-        """The 95 % prediction interval for a further run of the suite: ``2.09 to 2.74``."""
-        if not self._spreads:
-            raise DocumentError(f"{self.what} has no interval, and so no prediction of a further run")
-        expected = of_another_sweep(self.interval, ratio=self.equal == 1)
-        return f"{self.form(expected.low)} to {self.form(expected.high)}"
+        """The 95 % prediction interval of a further run of the suite: ``1.78 to 3.14``.
+
+        Where a prediction is by the speed of the processors, it is named: ``1.9 to 2.8 at 0.12 s of computation a
+        step``.
+
+        Raises:
+            DocumentError: Without an interval, or if all trials ran at one occasion, which says nothing about others.
+        """
+        if not self._spreads or self.interval.within_start:
+            raise DocumentError(
+                f"{self.what} has no interval over occasions, and so no prediction of a further run"
+            )
+        expected: Interval | Prediction = of_another_run(self.interval, ratio=self.equal == 1)
+        if self.expected is not None:
+            expected = self.expected
+        ends = f"{self.form(expected.low)} to {self.form(expected.high)}"
+        if isinstance(expected, Prediction) and not math.isnan(expected.at):
+            ends += f" at {expected.at:.2g} s of computation a step"
+        return ends
+
+    @property
+    def occasions(self) -> int:
+        """The number of occasions (starts of a machine) behind it; 0 if it does not depend on them."""
+        return self.interval.occasions
 
     @property
     def n(self) -> int:
@@ -104,12 +148,20 @@ class Estimate:
     @property
     def percent(self) -> str:
         """The estimate as a share: ``28 %``."""
-        return f"{100 * self.interval.estimate:.0f} %"
+        return self._with(self._caveats, f"{100 * self.interval.estimate:.0f} %")
 
     @property
     def change(self) -> str:
         """By how much a ratio differs from 1, without its sign: ``14 %``."""
-        return f"{100 * abs(self.interval.estimate - 1):.0f} %"
+        return self._with(self._caveats, f"{100 * abs(self.interval.estimate - 1):.0f} %")
+
+    @property
+    def _caveats(self) -> list[str]:
+        return ["disturbed"] if self.interval.disturbed else []
+
+    @staticmethod
+    def _with(notes: Sequence[str], number: str) -> str:
+        return f"{number} ({', '.join(notes)})" if notes else number
 
     @property
     def _spreads(self) -> bool:
@@ -128,19 +180,28 @@ class Estimate:
 
     def __truediv__(self, other: Estimate | float) -> Estimate:
         """Return the ratio to another estimate or a number, without an interval."""
-        divisor, what = (
-            (other.interval.estimate, other.what) if isinstance(other, Estimate) else (other, other)
-        )
-        ratio = self.interval.estimate / divisor
-        return Estimate(Interval(ratio, math.nan, math.nan, 0), number(3), f"{self.what} over {what}")
+        return self._combined(other, "over", lambda left, right: left / right)
 
     def __mul__(self, other: Estimate | float) -> Estimate:
         """Return the product with another estimate or a number, without an interval."""
-        factor, what = (
-            (other.interval.estimate, other.what) if isinstance(other, Estimate) else (other, other)
+        return self._combined(other, "times", lambda left, right: left * right)
+
+    def _combined(
+        self, other: Estimate | float, word: str, operation: Callable[[float, float], float]
+    ) -> Estimate:
+        if isinstance(other, Estimate):
+            right, what, both = other.interval.estimate, other.what, (self.interval, other.interval)
+        else:
+            right, what, both = other, str(other), (self.interval, self.interval)
+        value = _alone(
+            operation(self.interval.estimate, right), disturbed=any(each.disturbed for each in both)
         )
-        product = self.interval.estimate * factor
-        return Estimate(Interval(product, math.nan, math.nan, 0), number(3), f"{self.what} times {what}")
+        return Estimate(value, number(3), f"{self.what} {word} {what}")
+
+
+def _alone(value: float, *, disturbed: bool = False) -> Interval:
+    """A number without an interval."""
+    return Interval(value, math.nan, math.nan, 0, disturbed=disturbed)
 
 
 def _form(specification: str) -> Callable[[float], str]:
@@ -229,7 +290,7 @@ def speedup(suite: str, name: str, over: str = "", at: str = "") -> Estimate:
     """How many times as fast a step of ``name`` is as a step of ``over``, by default the suite's baseline."""
     pairs, base = _paired(suite, name, over, at)
     what = f"the speed-up of {name} over {base} in {suite}"
-    return Estimate(speedups.speedup(pairs), _form(".2f"), what, equal=1.0)
+    return Estimate(speedups.speedup(pairs), _form(".2f"), what, 1.0, expected=speedups.expected(pairs))
 
 
 def seconds(suite: str, name: str, at: str = "") -> Estimate:
@@ -266,13 +327,14 @@ def error(suite: str, name: str, at: str = "") -> Estimate:
     if errors.isna().all():
         raise DocumentError(f"{suite}: no error was measured of {name!r} at {at!r}")
     known = errors.notna()
-    mean = geometric_interval(list(errors[known]), list(trials["sweep"][known]))
+    mean = geometric_interval(list(errors[known]))
     return Estimate(mean, number(3), f"the error (vNMSE) of {name} in {suite}")
 
 
 def loss(suite: str, name: str, over: str = "", at: str = "") -> Estimate:
     """Validation loss at the end minus the loss of ``over``, by default the baseline, in nats, paired by seed."""
-    base = over or derived(suite).compared.baseline
+    setting = str(_trials(suite, name, at)["setting"].iloc[0])
+    base = over or next(iter(effects.beside(derived(suite)).get((setting, name), ())), "")
     losses = [loss_verdicts.by_seed(_trials(suite, each, at)) for each in (name, base)]
     difference = mean_interval(list((losses[0] - losses[1]).dropna()))
     what = f"the loss of {name} minus {base}'s in {suite}"
@@ -282,7 +344,7 @@ def loss(suite: str, name: str, over: str = "", at: str = "") -> Estimate:
 def final_loss(suite: str, name: str, at: str = "") -> Estimate:
     """Validation loss at the end, mean over seeds, without an interval."""
     mean = float(loss_verdicts.by_seed(_trials(suite, name, at)).mean())
-    return Estimate(Interval(mean, math.nan, math.nan, 0), _form(".3f"), f"the loss of {name} in {suite}")
+    return Estimate(_alone(mean), _form(".3f"), f"the loss of {name} in {suite}")
 
 
 def _loss_row(suite: str, name: str, at: str) -> loss_verdicts.Row:
@@ -308,7 +370,7 @@ def loss_in_steps(suite: str, name: str, at: str = "") -> Estimate:
     if not steps:
         raise DocumentError(f"{suite}: the suite's margin is not a number of steps")
     worth = float(steps * row["difference"].estimate / row["margin"])
-    return Estimate(Interval(worth, math.nan, math.nan, 0), _form(".0f"), f"{name}'s loss in steps, {suite}")
+    return Estimate(_alone(worth), _form(".0f"), f"{name}'s loss in steps, {suite}")
 
 
 def memory(suite: str, name: str, at: str = "") -> Estimate:
@@ -331,7 +393,7 @@ def phase_speedup(suite: str, name: str, phase: str, at: str = "") -> Estimate:
     """How many times as fast a phase of workload ``rlhf`` is: generate, score or train."""
     rows = phases.by_phase(derived(suite))
     rows = _trials(suite, name, at, rows[rows["phase"] == phase]).dropna(subset=["baseline_seconds"])
-    ratio = speedups.speedup(rows, below="seconds")
+    ratio = phases.over_baseline(rows)
     return Estimate(ratio, _form(".2f"), f"{name}'s speed-up in phase {phase} of {suite}", equal=1.0)
 
 
@@ -407,11 +469,14 @@ def as_predicted(suite: str) -> str:
 
 
 def count(suite: str, what: str = "trials") -> int:
-    """How many finished ``trials``, ``configurations``, ``sweeps``, ``machines`` (pools) or ``seeds`` a suite has."""
+    """How many finished ``trials``, ``configurations``, ``sweeps``, ``occasions``, ``machines`` (pools) or ``seeds`` a
+    suite has.
+    """
     ran = derived(suite).finished
     counts = {
         "trials": len(ran),
         "sweeps": int(ran["sweep"].nunique()),
+        "occasions": int(ran["occasion"].nunique()),
         "machines": len(derived(suite).frames.pools),
         "seeds": int(ran["seed"].nunique()),
         "configurations": int(derived(suite).trials["configuration"].nunique()),
@@ -424,7 +489,7 @@ def count(suite: str, what: str = "trials") -> int:
 def computing(suite: str) -> Estimate:
     """Seconds that the computation of a step takes by itself, median over trials."""
     value = float(derived(suite).trials["compute_seconds"].median())
-    return Estimate(Interval(value, math.nan, math.nan, 0), _form(".2f"), f"computing alone in {suite}")
+    return Estimate(_alone(value), _form(".2f"), f"computing alone in {suite}")
 
 
 def title_of_figure(name: str) -> str:
@@ -454,19 +519,27 @@ def loss_share(suite: str, name: str, at: str = "") -> Estimate:
     return Estimate(share, lambda value: f"{100 * value:+.2f} %", what, equal=0.0, more_is_better=False)
 
 
+def _undisturbed_pairs(suite: str, name: str, over: str, at: str) -> pd.DataFrame:
+    return speedups.undisturbed(_paired(suite, name, over, at)[0])
+
+
 def pair_range(suite: str, name: str, over: str = "", at: str = "") -> str:
-    """The lowest and the highest speed-up of a pair, where pairs are too few for an interval."""
-    pairs, _ = _paired(suite, name, over, at)
-    return f"{pairs['speedup'].min():.2f} to {pairs['speedup'].max():.2f}"
+    """The lowest and the highest speed-up of an undisturbed pair, where pairs are too few for an interval."""
+    pairs = _undisturbed_pairs(suite, name, over, at)
+    disturbed = " (disturbed)" if pairs["disturbed"].any() else ""
+    return f"{pairs['speedup'].min():.2f} to {pairs['speedup'].max():.2f}{disturbed}"
 
 
 def pair_count(suite: str, name: str, over: str = "", at: str = "") -> int:
-    """How many pairs of trials a speed-up is computed from."""
-    return len(_paired(suite, name, over, at)[0])
+    """How many undisturbed pairs of trials a speed-up is computed from; all pairs if all are disturbed."""
+    return len(_undisturbed_pairs(suite, name, over, at))
 
 
 def pairs_agree(suite: str, name: str, over: str = "", at: str = "") -> bool:
-    """Whether all pairs agree that the configuration is faster, or that it is slower; for pairs without an interval."""
+    """Whether all pairs, disturbed ones too, agree that the configuration is faster, or that it is slower.
+
+    It is for pairs without an interval.
+    """
     faster = _paired(suite, name, over, at)[0]["speedup"] > 1
     return bool(faster.all() or not faster.any())
 
@@ -590,25 +663,14 @@ def disturbed(suite: str) -> str:
     return f"{len(ran.disturbed)} of {len(ran.finished)}"
 
 
-def undisturbed_tokens(suite: str, name: str, at: str, over_at: str) -> Estimate:
-    """:func:`ratio_of_tokens` of the trials in which other programs took little processor time."""
-    ran = derived(suite)
-    quiet = ran.trials[~ran.trials["id"].isin(ran.disturbed)]
-    here, there = (
-        speedups.step_interval(_trials(suite, name, where, quiet), "tokens_per_second").estimate
-        for where in (at, over_at)
-    )
-    what = f"the undisturbed tokens/s of {name} at {at} over those at {over_at} in {suite}"
-    return Estimate(Interval(here / there, math.nan, math.nan, 0), _form(".2f"), what, equal=1.0)
-
-
 def facts(suite: str) -> str:
     """One line on a suite's records: trials, sweeps, machine, date, commit, and how many were disturbed."""
     known = dict(page.facts(derived(suite)))
-    sweeps, machines = count(suite, "sweeps"), count(suite, "machines")
+    sweeps, machines, occasions = (count(suite, what) for what in ("sweeps", "machines", "occasions"))
     trials = known["trials"]
     if sweeps > 1:
-        trials += f", in {sweeps} sweeps" + (f" on {machines} machines" if machines > 1 else "")
+        trials += f", in {sweeps} sweeps at {counted(occasions, 'occasion')}"
+        trials += f" on {machines} machines" if machines > 1 else ""
     changed = f" ({known['checkout']})" if "checkout" in known else ""
     parts = [
         f"Trials: {trials}",
@@ -629,9 +691,10 @@ def seconds_on_record(suite: str) -> str:
 
 
 def exposed(suite: str, name: str, at: str = "") -> Estimate:
-    """Seconds of a step in which a rank waits for messages, median over trials."""
-    value = float(_trials(suite, name, at)["exposed_seconds"].median())
-    return Estimate(_counted(value), number(3), f"{name}'s exposed communication in {suite}")
+    """Seconds of a step in which a rank waits for messages, median over undisturbed trials."""
+    rows = speedups.undisturbed(_trials(suite, name, at))
+    value = _alone(float(rows["exposed_seconds"].median()), disturbed=bool(rows["disturbed"].any()))
+    return Estimate(value, number(3), f"{name}'s exposed communication in {suite}")
 
 
 def parity_range(suite: str) -> str:
@@ -640,8 +703,10 @@ def parity_range(suite: str) -> str:
     The two numbers are the lowest and the highest of all settings: ``0.97 and 1.12``.
     """
     rows = speedups.parity(derived(suite).trials)
-    ratios = [speedups.parity_interval(pairs).estimate for _, pairs in rows.groupby(["setting", "full_rate"])]
-    return f"{min(ratios):.2f} and {max(ratios):.2f}"
+    ratios = [speedups.parity_interval(pairs) for _, pairs in rows.groupby(["setting", "full_rate"])]
+    ends = min(each.estimate for each in ratios), max(each.estimate for each in ratios)
+    disturbed = " (disturbed)" if any(each.disturbed for each in ratios) else ""
+    return f"{ends[0]:.2f} and {ends[1]:.2f}{disturbed}"
 
 
 def budgeted(suite: str, codec: str) -> Estimate:
@@ -660,22 +725,29 @@ def budgeted(suite: str, codec: str) -> Estimate:
 
 def composition(suite: str, parts: Sequence[str], together: str, at: str = "") -> Estimate:
     """Speed-up of configuration ``together``, divided by the product of its parts' speed-ups, pair by pair."""
-    ratios = {}  # by configuration, a speed-up for each pair
+    ratios, disturbed = {}, {}  # by configuration, for each pair
     for name in (together, *parts):
-        pairs, _ = _paired(suite, name, "", at)
-        ratios[name] = pairs.set_index(["sweep", "seed", "repeat"])["speedup"].astype(float)
-    logs = pd.DataFrame(ratios).dropna().map(math.log)
-    log = mean_interval(list(logs[together] - logs[[*parts]].sum(axis="columns")))
+        pairs = _paired(suite, name, "", at)[0].set_index(["occasion", "seed", "repeat"])
+        ratios[name] = pairs["speedup"].astype(float)
+        disturbed[name] = pairs["disturbed"].astype(bool)
+    whole = pd.DataFrame(ratios).dropna()
+    rows = whole.assign(disturbed=pd.DataFrame(disturbed).loc[whole.index].any(axis="columns"))
+    kept = speedups.undisturbed(rows)
+    logs = kept[[together, *parts]].map(math.log)
+    values = logs[together] - logs[[*parts]].sum(axis="columns")
+    log = mean_interval(list(values), list(values.index.get_level_values("occasion")), len(rows) - len(kept))
     ratio = replace(log, estimate=math.exp(log.estimate), low=math.exp(log.low), high=math.exp(log.high))
+    ratio = replace(ratio, disturbed=bool(kept["disturbed"].any()))
     return Estimate(ratio, _form(".2f"), f"{together} over the product of its parts in {suite}", equal=1.0)
 
 
 def product(suite: str, parts: Sequence[str], at: str = "") -> Estimate:
     """The product of the speed-ups of several configurations, without an interval."""
-    value = math.prod(speedup(suite, name, at=at).interval.estimate for name in parts)
-    return Estimate(
-        Interval(value, math.nan, math.nan, 0), _form(".2f"), f"the product of {', '.join(parts)}"
+    ratios = [speedup(suite, name, at=at).interval for name in parts]
+    value = _alone(
+        math.prod(each.estimate for each in ratios), disturbed=any(each.disturbed for each in ratios)
     )
+    return Estimate(value, _form(".2f"), f"the product of {', '.join(parts)}")
 
 
 @cache
@@ -699,7 +771,7 @@ FUNCTIONS: Final = (
     speedup, seconds, sent, megabytes, error, loss, final_loss, loss_verdict, loss_margin, loss_in_steps,
     memory, decoding_speedup, phase_speedup, phase_sent, tokens_per_second, ratio_of_tokens, largest_model,
     cell, table, question, fact, as_predicted, count, computing, suites,
-    validated_at, loss_share, pair_range, pair_count, pairs_agree, model_sizes, disturbed, undisturbed_tokens,
+    validated_at, loss_share, pair_range, pair_count, pairs_agree, model_sizes, disturbed,
     facts, seconds_on_record, fastest_setting, beside_libraries, outcomes, not_beside, settings_tried, not_repeated,
     exposed, parity_range, budgeted, composition, product, planned,
 )  # fmt: skip

@@ -61,6 +61,10 @@ from report.command import RESULTS, ResultsFolder
 OK: Final = 0
 SOME_FAILED: Final = 1
 _FOLLOW_SECONDS: Final = 1.0
+_ONE_OCCASION: Final = (
+    "Sweeps of one start of the machine within an hour are one occasion, and intervals hold within it. For a further "
+    "occasion, restart the machine, use another one, or wait an hour, and run this command again"
+)
 # Commands that may import and call what a suite names; in all others such an import raises.
 _RUNNING: Final = frozenset(("run", "train", "trace", "snapshot", "check", "bench"))
 
@@ -254,6 +258,7 @@ def run(
     say = partial(terminal_table.say, out=progress)
     say(f"{suite.name}: {suite.question}")
     say(f"{counts} ({suite.repeats}) into {folder}. Stated time{by_sweep}: {suite.time}.")
+    say(f"{_ONE_OCCASION} with --sweeps {sweeps + 1}." if sweeps > 1 and only is None else "")
     say("" if only is None else f"Only trial {only} runs.")
     say(f"The declared laws of {', '.join(user_codecs)} hold." if user_codecs else "")
     if others := len({record.id for record in records} - known.keys()):

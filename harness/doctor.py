@@ -20,6 +20,7 @@ from harness.strategies import deepspeed
 ENOUGH_CORES: Final = 2
 ENOUGH_MEMORY: Final = 4 << 30
 ENOUGH_SHARED_MEMORY: Final = 256 << 20
+_OLDEST_OF_CUDA_13: Final = (7, 5)  # compute capability (CUDA 13 release notes)
 _ADDS: Final = {  # what the component is used for and, if it is missing, what to do
     "cores": f"{ENOUGH_CORES} or more, for which the times stated in suites hold",
     "/dev/shm": "ranks of a node exchange data through it; in a container, start with --shm-size=1g, or set "  # noqa: S108
@@ -31,7 +32,7 @@ _ADDS: Final = {  # what the component is used for and, if it is missing, what t
     "C++ compiler": "builds the CPU kernels, and tests the CUDA sources on a CPU; without it, codecs run as "
     "PyTorch operations",
     "CUDA device": "runs trials with cluster.device = 'cuda'; without it, trials run on the CPU",
-    "CuPy": "our CUDA kernels: pip install 'zeropp-bench[cuda12]' or '[cuda13]', never both",
+    "CuPy": "our CUDA kernels: pip install 'zeropp-bench[cuda12]' or '[cuda13]', never both; a V100 needs cuda12",
     "NVML": "facts about GPUs in records: an NVIDIA driver, and pip install nvidia-ml-py",
     "DeepSpeed": "a peer that suites can name as strategy: pip install 'zeropp-bench[deepspeed]'",
 }
@@ -47,6 +48,7 @@ def examine() -> list[dict[str, Any]]:
     facts = machine.facts()
     packages, driver = facts["packages"], facts["driver"]
     cupy = [f"{name} {packages[name]}" for name in ("cupy-cuda12x", "cupy-cuda13x") if packages[name]]
+    old = _too_old() if packages["cupy-cuda13x"] else []
     nvml = "no NVIDIA driver answers" if packages["nvidia-ml-py"] else "nvidia-ml-py is not installed"
     compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     missing, unshaped, tbf = deepspeed.why_missing(), namespaces(None), namespaces()
@@ -59,7 +61,7 @@ def examine() -> list[dict[str, Any]]:
         "tbf": (tbf is None, tbf or "works"),
         "C++ compiler": (compiler, compiler and Path(compiler).name),
         "CUDA device": _cuda(),
-        "CuPy": (len(cupy) == 1, ", ".join(cupy)),
+        "CuPy": (len(cupy) == 1 and not old, ", ".join([*cupy, *old])),
         "NVML": (driver, driver or nvml),
         "DeepSpeed": (missing is None, missing is None and deepspeed.version()),
     }
@@ -105,6 +107,23 @@ def _facts_of(node: Node) -> dict[str, Any]:
         **facts["packages"],
         **{f"code {name}": code.get(name) for name in ("version", "commit", "source", "kernels")},
     }
+
+
+def _too_old() -> list[str]:
+    """Return the names of the GPUs for which CUDA 13 cannot compile, each with the reason."""
+    try:
+        import torch
+    except (ImportError, OSError):
+        return []
+    if not torch.cuda.is_available():
+        return []
+    devices = range(torch.cuda.device_count())
+    named = {torch.cuda.get_device_name(i): torch.cuda.get_device_capability(i) for i in devices}
+    return [
+        f"{name} (sm_{major}{minor}) needs cuda12"
+        for name, (major, minor) in named.items()
+        if (major, minor) < _OLDEST_OF_CUDA_13
+    ]
 
 
 def _cuda() -> tuple[bool, str]:

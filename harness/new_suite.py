@@ -76,7 +76,11 @@ def _cluster(host: Host) -> str:
     ranks = 2 if gpus or host.memory >= 8 * PROCESS_BYTES else 1
     lines = ["nodes = 2", f"ranks_per_node = {ranks}", 'rate = "50 Mbit/s"']
     if gpus:
-        lines += ['device = "cuda"', 'transport = "nccl"', 'link = "paced"  # the kernel does not shape NCCL']
+        lines += [
+            'device = "cuda"',
+            'transport = "nccl"',
+            'link = "namespaces"  # NCCL sends through sockets there',
+        ]
     elif why := host.namespaces():
         lines.append(f'link = "paced"  # network namespaces: {" ".join(why.split())}')
     if not gpus and machine.shared_memory_bytes() < _SHARED_MEMORY:

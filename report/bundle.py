@@ -25,7 +25,8 @@ _README: Final = """\
 `{suite}{suffix}` holds the records: `zeropp report .` in this folder draws their page, with every figure and
 table.
 `sh run.sh CLONE` runs the suite again in a clone of the sources, at the commit that ran it, and compares the new
-records with these. `VERDICTS.md` says what came out, and within which interval a new run is expected.
+records with these. `VERDICTS.md` says what came out, what its intervals hold for, and, if the suite ran at several
+occasions, within which interval a new run is expected.
 
 {headline}
 

@@ -17,6 +17,7 @@ from harness.records.confidence_intervals import Interval, mean_interval
 from report.data.frames import ReportError, groups, load
 from report.data.metrics import trials
 from report.data.speedups import speedup
+from report.data.text import left_out_in_words, occasions_in_words
 from report.page import render_template
 from report.tables.table import Column, Table
 
@@ -73,7 +74,7 @@ def compare(first: Path, second: Path, margin: float) -> Comparison:
     """
     loaded = [load(folder, across_pools=True) for folder in (first, second)]
     before, after = map(trials, loaded)
-    columns = ["id", "step_seconds", "sent_bytes", "validation_loss"]
+    columns = ["id", "step_seconds", "sent_bytes", "validation_loss", "disturbed"]
     both = before.merge(after[columns], on="id", suffixes=("", "_after"))
     if both.empty:
         raise ReportError(f"{first} and {second}: no trial finished in both; expected two runs of one suite")
@@ -87,9 +88,10 @@ def compare(first: Path, second: Path, margin: float) -> Comparison:
         f"Of {len(rows)} comparisons: {outcomes} (same: the whole interval is within {margin:.3g} of 1)."
     ]
     if any(not step.known for step in rows["step"]):
-        notes.append(
-            "Rows with too few pairs are inconclusive: run more repeats, or --sweeps 3, in both folders."
-        )
+        notes.append("Rows with too few pairs are inconclusive: run more repeats in both folders.")
+    steps = [step for step in rows["step"] if isinstance(step, Interval)]
+    occasions = max((step.occasions for step in steps if step.known), default=0)
+    notes += filter(None, [occasions_in_words(occasions), left_out_in_words(steps)])
     notes.append(
         "The two folders ran at different times, so the ratios also contain whatever else changed in between."
     )
@@ -113,13 +115,13 @@ def page(comparison: Comparison) -> str:
 
 
 def _row(group: pd.DataFrame, margin: float) -> dict[str, Any]:
-    step = speedup(group, "step_seconds_after", "step_seconds")
+    either = group["disturbed"].astype(bool) | group["disturbed_after"].astype(bool)
+    step = speedup(group.assign(disturbed=either), "step_seconds_after", "step_seconds")
     losses = (group["validation_loss_after"] - group["validation_loss"]).dropna()
-    sweeps = list(group["sweep"][losses.index])
     return {
         "pairs": step.n,
         "step": step,
         "verdict": judge(step, margin),
         "bytes": (group["sent_bytes_after"] / group["sent_bytes"]).median(),
-        "loss": mean_interval(list(losses), sweeps) if len(losses) else math.nan,
+        "loss": mean_interval(list(losses)) if len(losses) else math.nan,
     }

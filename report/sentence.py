@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from harness.records.confidence_intervals import FEWEST
+from harness.records.confidence_intervals import FEWEST, FEWEST_UNDISTURBED, WITHIN_START
 from harness.suites.answering_quantity import Quantity
 from harness.suites.peers import PEERS
 from report.data import break_even, effects, loss_verdicts, metrics, speedups
@@ -95,7 +95,7 @@ def on_largest(kind: str, differences: Sequence[Difference], *, controls: int = 
         subject = "No configuration's tokens/s differ significantly between numbers of nodes"
     change, pairs = top.effect.change, counted(top.effect.change.n, _noun(kind))
     needed = effects.needed(change, top.effect.equal)
-    bound, noun = "more than " * (needed == MOST_NEEDED), "run" if change.sweeps > 1 else _noun(kind)
+    bound, noun = "more than " * (needed == MOST_NEEDED), "occasion" if change.occasions > 1 else _noun(kind)
     largest = f"of the largest of {count} differences: {claim}" if count > 1 else "of this size"
     return f"{subject} ({pairs}); {bound}{needed} {noun}s would show a difference {largest}."
 
@@ -115,7 +115,13 @@ def _counts(kind: str, differences: Sequence[Difference], controls: int = 0) -> 
     if len(differences) < 2:
         return ""
     counts = Counter(each.effect.verdict for each in differences)
-    verdicts: tuple[Verdict, ...] = ("better", "worse", "not significant", "inconclusive")
+    verdicts: tuple[Verdict, ...] = (
+        "better",
+        "worse",
+        "within the margin",
+        "not significant",
+        "inconclusive",
+    )
     parts = [
         f"{counts[name]} {'is' if counts[name] == 1 else 'are'} {name}" for name in verdicts if counts[name]
     ]
@@ -165,8 +171,12 @@ def _claim(kind: str, difference: Difference) -> tuple[str, str]:
     if effect.counted:
         return claim, ""
     values = counted(change.n, "seed") if kind == "loss" else f"n = {change.n}"
-    runs = f" in {change.sweeps} runs" if change.sweeps > 1 else ""
-    return claim, f" (95 % CI {form(ends[0])} to {form(ends[1])}, {values}{runs})"
+    at = f" at {change.occasions} occasions" if change.occasions > 1 else ""
+    left = (
+        f", {change.left_out} disturbed left out" if change.left_out else ", all disturbed" * change.disturbed
+    )
+    within = f" {WITHIN_START}" if change.within_start else ""
+    return claim, f" (95 % CI{within} {form(ends[0])} to {form(ends[1])}, {values}{at}{left})"
 
 
 def _whose(thing: str, name: str) -> str:
@@ -186,9 +196,13 @@ def _why(kind: str, effect: Effect) -> str:
     change = effect.change
     if effect.why:
         return effect.why
-    if change.sweeps > 1 and change.n >= FEWEST:
-        return f"{_in_words(change.sweeps, 'run')}; a verdict needs {_WORDS[change.fewest_sweeps]}"
-    return f"{_in_words(change.n, _noun(kind))}; a verdict needs {_WORDS[FEWEST]}"
+    measured = change.n + change.left_out
+    if change.left_out and measured >= FEWEST:
+        undisturbed = f"{_WORDS.get(change.n, change.n)} undisturbed of {_in_words(measured, _noun(kind))}"
+        return f"{undisturbed}; a verdict needs {_WORDS[FEWEST_UNDISTURBED]}"
+    disturbed = f", {change.left_out} disturbed left out" if change.left_out else ""
+    disturbed = ", all disturbed" if change.disturbed else disturbed
+    return f"{_in_words(change.n, _noun(kind))}{disturbed}; a verdict needs {_WORDS[FEWEST]}"
 
 
 def _in_words(number: int, noun: str) -> str:
@@ -207,7 +221,7 @@ def _differences(
     }
     without = [key for key in compared if trials[key[1]].control is None]
     keys = without if len({name for _, name in without}) > 1 else compared
-    bases, places = effects.baselines(derived), _places(derived)
+    bases, places = effects.beside(derived), _places(derived)
     notes = dict.fromkeys(keys, "")
     for key in keys:
         peer = PEERS.get(trials[key[1]].strategy)
@@ -220,7 +234,7 @@ def _differences(
         margins = {
             (row["setting"], row["configuration"]): row["margin"] for row in loss_verdicts.losses(derived)
         }
-        sides = {"not significant": "within", "worse": "beyond"}
+        sides = {"not significant": "within", "within the margin": "within", "worse": "beyond"}
         steps = f" ({loss_verdicts.allowed(derived)} of training)" if derived.frames.margin else ""
         notes |= {
             key: notes[key] + f", {sides[verdict]} the margin of {two_digits(margins[key])} nats{steps}"
@@ -230,7 +244,7 @@ def _differences(
     overall = effects.all_baselines(derived)
     return [
         Difference(
-            found[key], spelled(key[1]), spelled(next(iter(bases.get(key[0], overall)), "")),
+            found[key], spelled(key[1]), spelled(next(iter(bases.get(key, overall)), "")),
             f"within {key[0]} without activations, " if asked == "size" else places.get(key[0], ""), notes[key],
             preset=key[1] == NAMES[trials[key[1]].strategy] or trials[key[1]].control is not None,
         )

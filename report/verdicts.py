@@ -14,20 +14,22 @@ from typing import Any, Final
 
 import pandas as pd
 
-from harness.records.confidence_intervals import Interval, of_another_sweep
+from harness.records.confidence_intervals import Interval, Prediction, of_another_run
 from harness.suites.answering_quantity import Quantity, quantity
+from harness.suites.peers import PEERS
 from report.data import break_even, bytes_and_memory, caveats, decoding, effects, loss_verdicts, speedups
-from report.data.configuration import differences_of, spelled
+from report.data.configuration import NAMES, differences_of, spelled
 from report.data.effects import Effect, Key, Verdict
 from report.data.frames import groups, load
 from report.data.metrics import Derived, derive
-from report.data.text import NOTHING, number, plus_or_minus
+from report.data.text import NOTHING, counted, listed, number, plus_or_minus
 from report.draw.names_of_rows import by_configuration, peers_note, titles_of
 from report.sentence import caveat, sentence, two_digits
-from report.tables.table import CONFIGURATION, Column, Table
+from report.tables.table import CONFIGURATION, Column, Table, interval_notes
 
 MARKS: Final[dict[Verdict, str]] = {
-    "better": "▲", "worse": "▼", "not significant": "○", "inconclusive": "?", "not measured": NOTHING,
+    "better": "▲", "worse": "▼", "within the margin": "▽", "not significant": "○", "inconclusive": "?",
+    "not measured": NOTHING,
 }  # fmt: skip
 """Follow the numbers of the table, so that verdicts survive where there is no colour."""
 MOST_OPEN: Final = 12  # rows that a page shows before it is asked for more
@@ -129,10 +131,14 @@ def _table(derived: Derived, asked: Quantity, kind: str, found: Mapping[str, Map
     first = derived.finished.drop_duplicates("configuration").set_index("configuration")["id"]
     trials = {str(name): derived.frames.trial_of[identity] for name, identity in first.items()}
     rows: list[dict[str, Any]] = []
+    beside = effects.beside(derived)
     for place, setting, names, bases in _places(derived, found.get("size", {})):
         for name in names:
             key, is_base = (setting, name), name in bases
-            change = _BASELINE if is_base else differences_of(trials[name], trials[bases[0]]) if bases else ""
+            nearest = beside.get(key, bases)
+            change = (
+                _BASELINE if is_base else differences_of(trials[name], trials[nearest[0]]) if nearest else ""
+            )
             row = place | {"_setting": setting, "configuration": name, "change": change}
             for column, of in shown.items():
                 row |= _cell(of, found[column].get(key), is_base=is_base)
@@ -150,21 +156,47 @@ def _table(derived: Derived, asked: Quantity, kind: str, found: Mapping[str, Map
         columns.append(Column(f"_{of.key}", of.title, str))
         if name == kind:
             columns += [Column("_expected", "Expected in a new run", str), Column("n", "n", "{:.0f}".format)]
-    columns.append(Column("own", own_title, _text_or_number))
+    columns.append(Column("own", own_title, _text_or_number, ends=False))
     kept = [column for column in columns if data[column.key].notna().any()]
     if len(set(data["setting"])) == 1:
         kept = kept[1:]
     left = [name for name in ("own", "setting") if name not in {column.key for column in kept}]
     data = data.drop(columns=left).dropna(axis="columns", how="all")
-    modelled = caveats.modelled_in_words(derived).strip()
+    notes = " ".join(filter(None, _footnotes(derived, data, shown)))
     return Table(
-        "verdicts",
-        "Verdicts",
-        _caption(derived, shown, again="_expected" in data),
-        data,
-        tuple(kept),
-        modelled,
+        "verdicts", "Verdicts", _caption(derived, shown, again="_expected" in data), data, tuple(kept), notes
     )
+
+
+def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quantity]) -> list[str]:
+    """Return sentences on intervals, on trials that were left out, and on cells without a number or a mark."""
+    one_value = "error" in shown and data[f"{shown['error'].key}_verdict"].eq("one value").any()
+    columns = [
+        Column(of.key, of.title)
+        for name, of in shown.items()
+        if of.key in data and not (name == "error" and one_value)
+    ]
+    notes = interval_notes(data, columns)
+    cells = [str(cell) for of in shown.values() if f"_{of.key}" in data for cell in data[f"_{of.key}"]]
+    pairs = derived.pairs[derived.pairs["id"] != derived.pairs["baseline"]]
+    if "step" in shown and len(set(pairs["occasion"])) > 1:
+        apart = {
+            name: speedups.outside(rows) for (_, name), rows in groups(pairs, ["setting", "configuration"])
+        }
+        names = [f"{name} ({counted(count, 'occasion')})" for name, count in apart.items() if count]
+        notes.append(
+            f"Means of single occasions lie outside of the intervals of {listed(names)}." * bool(names)
+        )
+    notes.append(caveats.footnotes(cells).strip())
+    peers = [NAMES[name].partition(",")[0] for name in derived.finished["strategy"].unique() if name in PEERS]
+    if "memory" in shown and peers:
+        notes.append(
+            f"The memory of {listed([*dict.fromkeys(peers)])} is not compared: what can be counted of a "
+            "library lacks its gathered weights and local gradients."
+        )
+    if one_value:
+        notes.append("An error without a mark is one value and has no verdict.")
+    return [*notes, caveats.modelled_in_words(derived).strip()]
 
 
 def _places(
@@ -198,10 +230,11 @@ def _cell(of: _Quantity, effect: Effect | None, *, is_base: bool) -> dict[str, A
         if not math.isnan(of.of_baseline):
             value = Interval(of.of_baseline, math.nan, math.nan, 0)
     elif effect is not None:
-        verdict, mark = effect.verdict, f" {MARKS[effect.verdict]}"
+        verdict, mark = effect.verdict, f" {MARKS.get(effect.verdict, '')}".rstrip()
     if math.isnan(value.estimate):
         return {of.key: math.nan, f"{of.key}_verdict": verdict, f"_{of.key}": NOTHING}
     text = plus_or_minus(value, of.form)
+    text += f" {caveats.TAKEN}" if value.disturbed else ""
     if of.key == "memory_mib" and effect is not None and effect.base > 0:
         text += f" ({value.estimate / effect.base:.2f})"
     return {of.key: value, f"{of.key}_verdict": verdict, f"_{of.key}": text + mark}
@@ -210,16 +243,23 @@ def _cell(of: _Quantity, effect: Effect | None, *, is_base: bool) -> dict[str, A
 def _expected(effect: Effect | None, form: Callable[[float], str]) -> dict[str, Any]:
     """Return the table's cells for the prediction interval of an effect, and ``n``, the number of values behind it.
 
-    They are NaN without an effect or an interval, and for bytes and memory, which are counted and do not vary.
+    They are NaN without an effect or an interval, for seconds of one occasion, which says nothing about others, and
+    for bytes and memory, which are counted and do not vary.
     """
     row: dict[str, Any] = dict.fromkeys(("expected_low", "expected_high", "_expected", "n"), math.nan)
     if effect is None or effect.counted:
         return row
     row["n"] = effect.change.n or math.nan
     if effect.value.known and not effect.why:
-        again = of_another_sweep(effect.value, ratio=effect.equal == 1)
-        row |= {"expected_low": again.low, "expected_high": again.high}
-        row["_expected"] = f"{form(again.low)} to {form(again.high)}"
+        again: Interval | Prediction = of_another_run(effect.value, ratio=effect.equal == 1)
+        if effect.expected is not None:
+            again = effect.expected
+        if not math.isnan(again.low):
+            row |= {"expected_low": again.low, "expected_high": again.high}
+            row["_expected"] = f"{form(again.low)} to {form(again.high)}"
+        if isinstance(again, Prediction) and not math.isnan(again.at):
+            row |= {"expected_at_compute_seconds": again.at}
+            row["_expected"] += f" at {again.at:.2g} s of computation"
     return row
 
 
@@ -228,10 +268,10 @@ def _own_column(derived: Derived, asked: Quantity) -> tuple[dict[Key, Any], str]
     keys = ["setting", "configuration"]
     if asked == "tokens":
         decoded = groups(derived.generations, keys)
-        return {key: decoding.speed(trials).estimate for key, trials in decoded}, "Tokens/s of a rank"
+        return {key: decoding.speed(trials) for key, trials in decoded}, "Tokens/s of a rank"
     if asked == "nodes":
         trained, column = groups(derived.trials, keys), "tokens_per_second"
-        return {key: speedups.step_interval(own, column).estimate for key, own in trained}, "Tokens/s"
+        return {key: speedups.step_interval(own, column) for key, own in trained}, "Tokens/s"
     if asked == "rate":
         found = derived.break_evens
         places = zip(found["elsewhere"], found["configuration"], strict=True)
@@ -256,19 +296,25 @@ def _text_or_number(value: Any) -> str:
 def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -> str:
     """What the numbers and marks mean, and when a loss is worse; ``again``: whether a new run has an expectation."""
     base = spelled(derived.compared.baseline)
-    marks = ", ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items())
+    margins = [row["margin"] for row in loss_verdicts.losses(derived) if row["margin"] > 0]
+    has_margin = bool("loss" in shown and margins)
+    marks = ", ".join(
+        f"{mark} {verdict}" for verdict, mark in MARKS.items() if has_margin or verdict != "within the margin"
+    )
     first = "Intervals are of 95 %"
     first += "; Expected in a new run is the prediction interval of one further run." if again else "."
     first += f" Memory is followed by its ratio to {base}'s." if "memory" in shown else ""
     first += f" Marks are the verdicts against {base} (docs/reference/metrics.md): {marks}."
     clauses = [peers_note(derived.finished).rstrip(".")]
-    margins = [row["margin"] for row in loss_verdicts.losses(derived) if row["margin"] > 0]
-    if "loss" in shown and margins:
+    if has_margin:
         allowed = (
             f"{loss_verdicts.allowed(derived)} of {base}'s {'training' if derived.frames.margin else 'loss'}"
         )
         rule = f"begins above the margin of {two_digits(min(margins))} nats ({allowed})"
-        otherwise = "better where it ends below 0, and not significant where it ends below the margin"
+        otherwise = (
+            "better where it ends below 0, within the margin where it lies between 0 and the margin, and not "
+            "significant where it contains 0 and ends below the margin"
+        )
         clauses = [f"a loss is worse where its interval {rule}, {otherwise}", *clauses]
     second = "; ".join(filter(None, clauses))
     return first + (f" {second[0].upper()}{second[1:]}." if second else "")

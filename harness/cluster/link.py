@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -54,7 +54,8 @@ def message_bytes(cluster: Cluster) -> int:
 
     At a rate, the message takes 0.2 s, but at least 20 bursts of the queue and 50 latencies.  On a shaped link it takes
     0.5 s (and has at most 64 MiB), because a message of 0.2 s now and then ends up to 0.6 % late.  Without a rate it
-    has 64 MiB, or 8 MiB if the nodes are on one machine.
+    has 64 MiB, or 8 MiB if the nodes are on one machine.  With NCCL all ranks of a node send at once
+    (:func:`exchange`): at a rate, each sends its part of the message.
     """
     if cluster.nodes == 1:
         return 0
@@ -62,16 +63,24 @@ def message_bytes(cluster: Cluster) -> int:
         return (8 if cluster.link == "none" else 64) * 2**20
     queue = shape(cluster.rate)
     longer = min(queue.rate // 2, 64 * 2**20) if cluster.link == "shaped" else 0
-    return max(longer, queue.rate // 5, 20 * queue.burst, round(queue.rate * 0.05 * (cluster.latency or 0.0)))
+    whole = max(
+        longer, queue.rate // 5, 20 * queue.burst, round(queue.rate * 0.05 * (cluster.latency or 0.0))
+    )
+    return -(-whole // (cluster.ranks_per_node if cluster.transport == "nccl" else 1))
 
 
-def slowest_rates(by_rank: Iterable[Sequence[float]]) -> list[float]:
+def slowest_rates(by_rank: Sequence[Sequence[float]], per_node: int) -> list[float]:
     """Return the rate of the slowest node in each repetition, in Mbit/s.
 
+    A node's rate is the sum over its ranks, whose messages run at the same time, until the last one has arrived.
+
     Args:
-        by_rank: Each rank's rates; ranks that only waited have none.
+        by_rank: Each rank's rates, in rank order; ranks that only waited have none.
+        per_node: Number of ranks of a node.
     """
-    return [min(rates) for rates in zip(*filter(None, by_rank), strict=True)]
+    nodes = [filter(None, by_rank[first : first + per_node]) for first in range(0, len(by_rank), per_node)]
+    sums = [[len(rates) * min(rates) for rates in zip(*node, strict=True)] for node in nodes]
+    return [min(rates) for rates in zip(*sums, strict=True)]
 
 
 @dataclass(slots=True)
@@ -216,15 +225,23 @@ def measure_link(rank: Rank, message: tuple[int, int, str, str]) -> list[float]:
     nbytes, repetitions, transport, launcher = message
     device = take_gpu(rank, launcher, transport) if transport == "nccl" else "cpu"
     grouped = transport not in ("shm", "gloo", "staged")  # NCCL and own backends send and receive in one call
-    return exchange(rank, nbytes, repetitions, device, grouped=grouped)
+    return exchange(rank, nbytes, repetitions, device, grouped=grouped, together=transport == "nccl")
 
 
 def exchange(
-    rank: Rank, message_bytes: int, repetitions: int, device: str = "cpu", *, grouped: bool
+    rank: Rank,
+    message_bytes: int,
+    repetitions: int,
+    device: str = "cpu",
+    *,
+    grouped: bool,
+    together: bool = False,
 ) -> list[float]:
-    """Measure the link's rate with messages between the first ranks of the nodes, around a ring.
+    """Measure the link's rate with messages from each node to the next, around a ring.
 
-    Every rank of the default group must call it.
+    The first ranks of the nodes exchange messages.  With ``together``, all ranks do, each with the rank of the same
+    local index, because a single GPU may reach only one of its node's network adapters.  Every rank of the default
+    group must call it.
 
     Args:
         rank: This rank.
@@ -234,6 +251,7 @@ def exchange(
         grouped: Whether to send and receive in one call.  NCCL needs it, because a receive alone, which all ranks
             would wait for before any of them sends, never ends.  A collective of all ranks then makes the communicator
             first.
+        together: Whether all ranks of a node exchange messages at once.
 
     Returns:
         The rate of messages into this rank in Mbit/s, one value per repetition; empty for ranks that only wait.
@@ -243,7 +261,8 @@ def exchange(
 
     per_node, world = rank.topology.ranks_per_node, rank.topology.world
     before, after = (rank.rank - per_node) % world, (rank.rank + per_node) % world
-    if rank.first_of_node:
+    sends = together or rank.first_of_node
+    if sends:
         outgoing = torch.ones(message_bytes, dtype=torch.uint8, device=device)
         # The buffer is written now, so that page faults are not timed as part of the link.
         incoming = torch.zeros_like(outgoing)
@@ -253,13 +272,13 @@ def exchange(
     for repetition in range(-1, repetitions):
         # The first, untimed, opens the connection and its window, for which a part of a message is long enough.
         size = message_bytes if repetition >= 0 else message_bytes // OPENING
-        if rank.first_of_node and not grouped:
+        if sends and not grouped:
             # The receive is posted before the barrier and the data.  Gloo then tells the sender, over the same
             # connection, that it may send.  Behind this rank's own data that message would have to wait, which
             # halves the rate.
             receiving = dist.irecv(incoming[:size], before)
         dist.barrier()
-        if rank.first_of_node:
+        if sends:
             start = time.monotonic()
             if grouped:
                 sent = dist.P2POp(dist.isend, outgoing[:size], after)

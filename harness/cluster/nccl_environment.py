@@ -27,6 +27,19 @@ def nccl_variables(port: Port) -> dict[str, str]:
     return dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"), "1") | sockets
 
 
+def flight_recorder(traces: str) -> dict[str, str]:
+    """Variables that make torch record NCCL's latest calls, and write them at a time-out.
+
+    The file of each rank has the name ``traces`` and the rank's number; ``python -m
+    torch.distributed.flight_recorder.fr_trace`` reads them (torch docs, torch_nccl_environment_variables).
+    """
+    return {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": traces,
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+
+
 def nccl_in_words(ports: Sequence[Port]) -> str:
     """Return NCCL's variables on every node as text for records; once if all nodes have the same."""
     texts = [", ".join(f"{name}={value}" for name, value in nccl_variables(port).items()) for port in ports]

@@ -52,6 +52,8 @@ class Rank:
     pacer: Pacer | None  # its node's rate limiter; None unless the link is paced
     report: Report  # sends progress to the parent process
     threads: int  # number of torch's threads
+    # Reports an error that a thread other than the main one has found, and ends the rank; None: the wire prints it.
+    fail: Callable[[BaseException], object] | None = None
 
     @property
     def node(self) -> int:

@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
@@ -35,7 +35,7 @@ from unittest import mock
 
 from harness.cluster import netns_shaper, socket_folder
 from harness.cluster.control_channel import Place
-from harness.cluster.nccl_environment import nccl_variables
+from harness.cluster.nccl_environment import flight_recorder, nccl_variables
 from harness.cluster.pacer import Pacer
 from harness.cluster.port import Port
 from harness.cluster.rank import Progress, Rank, Report
@@ -223,7 +223,10 @@ def run_in_place(
 
     from impl.comm.mesh import default_group
 
+    if launch.backend == BACKENDS["nccl"]:
+        os.environ.update(flight_recorder(_traces(launch)))
     with default_group(launch.backend, timeout=timedelta(seconds=launch.timeout_seconds)):
+        _limit_nccl(launch)
         number = dist.get_rank()
         torch.set_num_threads(launch.threads)
         port = launch.ports[launch.topology.node_of(number)]
@@ -357,18 +360,53 @@ def _rank_main(  # noqa: PLR0917  # a new process needs all of them
     sys.stderr = os.fdopen(2, "w", buffering=1)
     faulthandler.enable(file=log, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
-    try:
-        pipe.send((None, target(_join(number, launch, scratch, pipe), argument)))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)  # the interpreter's normal end takes 0.5 s with four ranks on two cores
-    except BaseException as error:  # any error of a rank goes on the record
+
+    def fail(error: BaseException) -> None:
         with contextlib.suppress(OSError):  # also if the disk is full
-            traceback.print_exc()
+            traceback.print_exception(error)
             sys.stderr.flush()
         message = str(error) if isinstance(error, REFUSALS) else f"{type(error).__name__}: {error}"
         pipe.send((kind_of(error), message))
         os._exit(1)  # without waiting for peers that no longer answer
+
+    def hang(error: BaseException) -> None:
+        with contextlib.suppress(OSError):
+            faulthandler.dump_traceback(file=log, all_threads=True)
+            _write_nccl_trace(launch, number)
+        fail(error)
+
+    try:
+        rank = replace(_join(number, launch, scratch, pipe), fail=hang)
+        pipe.send((None, target(rank, argument)))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # the interpreter's normal end takes 0.5 s with four ranks on two cores
+    except BaseException as error:  # any error of a rank goes on the record
+        fail(error)
+
+
+def _traces(launch: Launch) -> str:
+    """Return the path of the files with NCCL's latest calls, without the rank's number; make their folder."""
+    launch.log.parent.mkdir(parents=True, exist_ok=True)
+    return f"{launch.log}.nccl"
+
+
+def _write_nccl_trace(launch: Launch, number: int) -> None:
+    """Write NCCL's latest calls of this rank, as torch does at NCCL's own time-out, which comes later."""
+    from torch._C import _distributed_c10d as c10d
+
+    if launch.backend == BACKENDS["nccl"] and (dump := getattr(c10d, "_dump_nccl_trace", None)) is not None:
+        Path(f"{_traces(launch)}{number}").write_bytes(dump())
+
+
+def _limit_nccl(launch: Launch) -> None:
+    """Give NCCL in the default group the time-out that it has in the groups of a trial's wire."""
+    if launch.backend != BACKENDS["nccl"]:
+        return
+    from impl.comm.mesh import limit_nccl
+    from impl.comm.wire import NCCL_TIMES, TIMEOUT_SECONDS
+
+    limit_nccl(timedelta(seconds=NCCL_TIMES * min(TIMEOUT_SECONDS, launch.timeout_seconds / 4)))
 
 
 def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
@@ -388,6 +426,8 @@ def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
     if port.interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = port.interface  # the only way to tell gloo
     os.environ.update(nccl_variables(port))
+    if launch.backend == BACKENDS["nccl"]:
+        os.environ.update(flight_recorder(_traces(launch)))
     torch.set_num_threads(launch.threads)
     pacer = None
     if launch.paced_mbit is not None:
@@ -407,6 +447,7 @@ def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
         # Later than the launch's own timeout, which reports the stacks of all ranks.
         timeout=timedelta(seconds=launch.timeout_seconds + _LATER_SECONDS),
     )
+    _limit_nccl(launch)
     report = pipe.send if number == 0 else lambda _: None
     return Rank(number, launch.topology, port, pacer, report, launch.threads)
 

@@ -21,6 +21,8 @@ from torch import Tensor
 from harness.records.trial_record import Communicated, CommunicationError
 from harness.workloads.dataset import draw
 from impl import ops
+from impl.codecs.codec import OwnCodec, Raw
+from impl.codecs.reference import REFERENCE
 from impl.comm.wire import Hop, Observer
 from impl.plan.policy import Policy
 from impl.unit.unit import Unit
@@ -30,6 +32,7 @@ GROWTH: Final = (
     8.0  # largest growth of an error since the first measured step; without a fault it was 4.4 at most
 )
 BF16_VNMSE: Final = 2.0e-5  # largest vNMSE of a cast to bf16: 2^-16, rounded up
+_LEAST_ERROR: Final = 0.5  # share of its codec's error that weights must have; other roundings add to it
 REPEATED: Final = 8  # times that the same gradients are reduced if each reduction has another error
 
 
@@ -64,6 +67,8 @@ class ReductionObserver(Observer):
         self.gradients: dict[str, Tensor] = {}  # by unit: (P,) fp32 local gradient, summed over reductions
         # By unit: number of the first element of this rank's part, and the (n,) fp32 mean, summed over reductions.
         self.means: dict[str, tuple[int, Tensor]] = {}
+        # With a unit: the first message that the reference backend encodes otherwise, in words.
+        self.unlike: str | None = None
 
     def local(self, unit: str, gradient: Tensor) -> None:
         """See :class:`~impl.comm.wire.Observer`."""
@@ -79,6 +84,8 @@ class ReductionObserver(Observer):
         exact = values.detach().float()
         decoded = exact
         if frames is not None:
+            if self._unit is not None and self.unlike is None:
+                self.unlike = _unlike_reference(unit, hop, exact, frames)
             decoded = torch.empty(exact.shape, device=exact.device)
             ops.decode(hop.codec, frames.view(*exact.shape[:-1], -1), decoded)
         self.hops[unit, hop] += squared_sums(decoded, exact)
@@ -89,6 +96,23 @@ class ReductionObserver(Observer):
             return
         total = mean.detach().clone()
         self.means[unit] = (start, total.add_(self.means[unit][1]) if unit in self.means else total)
+
+
+def _unlike_reference(unit: str, hop: Hop, values: Tensor, frames: Tensor) -> str | None:
+    """Return how a message differs from what the reference backend encodes; None if it does not, or may."""
+    codec = hop.codec
+    if codec.stochastic or isinstance(codec, OwnCodec):
+        return None  # the noise is drawn by the message's place; a user's codec has the same code on every backend
+    rows = values.reshape(-1, values.shape[-1]).cpu()
+    expected = torch.zeros(len(rows), codec.frame_bytes(rows.shape[-1]), dtype=torch.uint8)
+    REFERENCE.encode(codec, rows, expected)
+    differ = int((expected.view(-1) != frames.reshape(-1).cpu()).sum())
+    if not differ:
+        return None
+    return (
+        f"{differ} of {expected.numel()} bytes that were sent as {codec} in hop {hop.number} for the gradient of unit "
+        f"{unit!r} are not what its reference encodes"
+    )
 
 
 def squared_sums(decoded: Tensor, exact: Tensor) -> Sums:
@@ -155,6 +179,37 @@ def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace
             errors[place] = squared_sums(*_next_rank_weights(unit, masters))
             unit.reshard()
     return errors
+
+
+def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
+    """Return how a unit's gathered weights err less than their codec does; None if they do not.
+
+    Args:
+        step: Index of the step.
+        zero: The engine.
+        only: The unit.
+        error: The sums of :func:`weight_errors` on this rank, which are of the next rank's shard.
+    """
+    (unit,) = (unit for unit in zero.units if unit.geometry.name == only)
+    codec = unit.policy.weights
+    other = zero.policy.differences is not None or zero.policy.budget is not None or unit.policy.planes > 1
+    if isinstance(codec, Raw | OwnCodec) or codec.stochastic or other:
+        return None  # other messages than the masters in this codec
+    master = unit.master_shard.master.detach().contiguous().cpu()
+    frame = torch.zeros(codec.frame_bytes(master.numel()), dtype=torch.uint8)
+    decoded = torch.empty_like(master)
+    REFERENCE.encode(codec, master, frame)
+    REFERENCE.decode(codec, frame, decoded)
+    own = torch.from_numpy(squared_sums(decoded, master))
+    sums = torch.stack([own, torch.from_numpy(error[:2])]).view(-1)
+    dist.all_reduce(sums := sums.to(unit.master_shard.master.device))
+    expected, found = float(sums[0]), float(sums[2])
+    if found >= _LEAST_ERROR * expected:
+        return None
+    return (
+        f"in step {step} the weights of {only} were gathered with a squared error of {found:.3g}, but {codec} makes "
+        f"one of {expected:.3g}: they were not sent in it"
+    )
 
 
 def _next_rank_weights(unit: Unit, masters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,10 @@
-"""Measures CPU usage: of this process, of the CPUs that it may use (from the kernel's counts), and of a thread."""
+"""Measures CPU usage: of this process, and of the CPUs that it may use, from the kernel's counts."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from pathlib import Path
 from typing import Final
 
 import psutil
@@ -13,7 +12,6 @@ import psutil
 from harness.measure.machine import cores
 from harness.records.trial_record import ProcessorUse
 
-SCHEDULED: Final = Path("/proc/thread-self/schedstat")
 _COLUMNS: Final = {  # our names, and the counts of psutil that they add up; user and nice include guests
     "user": ("user", "nice"), "system": ("system",), "interrupts": ("irq", "softirq"), "steal": ("steal",),
 }  # fmt: skip
@@ -53,25 +51,3 @@ def busy_seconds() -> dict[str, float] | None:
         name: math.fsum(getattr(cpu, column) for cpu in cpus for column in columns)
         for name, columns in _COLUMNS.items()
     }
-
-
-class ThreadClock:
-    """Measures wall-clock time from its construction on, and for how much of it the thread slept."""
-
-    def __init__(self) -> None:
-        self._begun, self._ran, self._stalled = time.perf_counter(), time.thread_time(), stalled()
-
-    def read(self) -> tuple[float, float | None]:
-        """Return the wall-clock seconds and, of these, the seconds that the thread slept (None if not known)."""
-        seconds, ran, now = time.perf_counter() - self._begun, time.thread_time() - self._ran, stalled()
-        if now is None or self._stalled is None:
-            return seconds, None
-        return seconds, max(seconds - ran - (now - self._stalled), 0.0)
-
-
-def stalled() -> float | None:
-    """Return the seconds that this thread has waited for a CPU while it could run; None if not counted."""
-    try:
-        return int(SCHEDULED.read_text(encoding="ascii").split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return None

@@ -7,8 +7,9 @@ import os
 import statistics
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +18,9 @@ import psutil
 from harness.records.trial_record import GpuUse, NodeUse
 
 SECONDS: Final = 0.1  # between two samples
+_HOSTS_NAMESPACE: Final = 0xEFFFFFFC  # PROC_PID_INIT_INO of Linux: the inode of the host's PID namespace
 _SM_CLOCK: Final = 1  # NVML_CLOCK_SM
+_NVLINK_SENT: Final = 138, 0xFFFFFFFF  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, of all links: KiB (nvml.h)
 # NVML's bits for the reasons why a clock is held down, without those for idleness and users' settings.
 _REASONS: Final = {
     0x4: "power cap",
@@ -28,15 +31,34 @@ _REASONS: Final = {
 }
 
 
-class _Gpu:
-    """Samples of one GPU; ``nvml`` is the module pynvml."""
+def sees_the_hosts_processes() -> bool:
+    """Whether this process sees the process numbers that the driver reports, which are the host's.
 
-    def __init__(self, nvml: Any, uuid: str) -> None:
+    In a container processes have numbers of their own, unless it shares the host's PID namespace.
+    """
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino == _HOSTS_NAMESPACE
+    except OSError:
+        return True
+
+
+class _Gpu:
+    """Samples of one GPU, on which ``ranks`` ranks compute; ``nvml`` is the module pynvml."""
+
+    def __init__(self, nvml: Any, uuid: str, ranks: int) -> None:
+        self._count, self._by_number = ranks, sees_the_hosts_processes()
         self._nvml, self._handle = nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)
         self._samples: dict[str, list[Any]] = defaultdict(list)  # values by name; some GPUs lack some
         processes = psutil.process_iter(["ppid"])
         self._ranks = {process.pid for process in processes if process.info["ppid"] == os.getppid()}
-        self._energy = self._query("TotalEnergyConsumption")
+        self._energy, self._nvlink = self._query("TotalEnergyConsumption"), self._nvlink_bytes()
+
+    def _nvlink_bytes(self) -> int | None:
+        """Return the bytes that this GPU has sent through NVLinks so far; None if it does not count them."""
+        values = self._query("FieldValues", [_NVLINK_SENT])
+        if not values or values[0].nvmlReturn != 0:
+            return None
+        return int(values[0].value.ullVal) * 1024
 
     def _query(self, name: str, *arguments: Any) -> Any:
         """Return what ``nvmlDeviceGet<name>`` returns; None if this GPU or driver does not support it."""
@@ -56,11 +78,14 @@ class _Gpu:
             self._samples["clock"].append(clock)
         self._samples["reasons"].append(self._query("CurrentClocksEventReasons") or 0)
         processes = self._query("ComputeRunningProcesses") or []
-        self._samples["others"].append(len({process.pid for process in processes} - self._ranks))
+        present = {process.pid for process in processes}
+        others = len(present - self._ranks) if self._by_number else max(0, len(present) - self._count)
+        self._samples["others"].append(others)
 
     def use(self) -> GpuUse:
         """Summarise all samples."""
         energy, samples = self._query("TotalEnergyConsumption"), self._samples
+        nvlink = self._nvlink_bytes()
         throttled = {
             reason: _mean([bool(bits & bit) for bits in samples["reasons"]])
             for bit, reason in _REASONS.items()
@@ -76,6 +101,7 @@ class _Gpu:
             clock_mhz=_mean(samples["clock"]),
             throttled={reason: share for reason, share in throttled.items() if share},
             others=max(samples["others"], default=0),
+            nvlink_bytes="unseen" if nvlink is None or self._nvlink is None else nvlink - self._nvlink,
         )
 
 
@@ -89,7 +115,7 @@ def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
 
     Args:
         node: Number of the node, for the record.
-        gpus: UUIDs of its GPUs.
+        gpus: UUID of the GPU of each of its ranks; ranks that share a GPU name it several times.
 
     Yields:
         A list that is empty until the body ends; then it has one entry, unless NVML knows none of the GPUs.
@@ -125,6 +151,6 @@ def _open(uuids: Sequence[str]) -> list[_Gpu]:
 
     try:
         pynvml.nvmlInit()
-        return [_Gpu(pynvml, uuid) for uuid in uuids]
+        return [_Gpu(pynvml, uuid, ranks) for uuid, ranks in Counter(uuids).items()]
     except pynvml.NVMLError:  # there is no driver, or a UUID is that of a MIG instance
         return []

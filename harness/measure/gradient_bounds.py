@@ -178,7 +178,7 @@ class FirstGradient:
             scale: The factor that the loss was multiplied by.
         """
         for layout, (numbers, means) in self._drawn.items():
-            drawn = _windows(layout, layout.packed(gradients))[numbers] / (scale * self.micro_batches)
+            drawn = _windows(layout, layout.packed(gradients), numbers) / (scale * self.micro_batches)
             means.add_(torch.cat([drawn, drawn.abs().amax(dim=1, keepdim=True)], dim=1))
 
     def average(self) -> None:
@@ -205,7 +205,7 @@ class FirstGradient:
         inside = (numbers >= first * per_row) & (numbers < (first + len(rows)) * per_row)
         if not (self._finite and bool(inside.any())):
             return None
-        reduced = _windows(layout, rows)[numbers[inside] - first * per_row] / scale
+        reduced = _windows(layout, rows, numbers[inside] - first * per_row) / scale
         expected, largest = means[inside, :-1], means[inside, -1:]
         least = _TINY + layout.floor / scale
         allowed = ((layout.factor + self.rounding) * largest + least).expand_as(reduced)
@@ -216,7 +216,12 @@ class FirstGradient:
         return GradientError(layout.geometry.name, reduced.numel(), **at_worst, step=self.step)
 
 
-def _windows(layout: Layout, rows: Tensor) -> Tensor:
-    """Cut rows (rows, row) into (windows, window); the last window of a row is filled up with zeros."""
+def _windows(layout: Layout, rows: Tensor, numbers: Tensor) -> Tensor:
+    """Return the windows ``numbers`` (n,) of rows (rows, row) as (n, window) on the CPU.
+
+    The last window of a row is filled up with zeros.  Windows are drawn where the rows are, because copying all
+    gradients of a large model from a GPU would take longer than a step.
+    """
     short = -layout.row % layout.window
-    return nn.functional.pad(rows.cpu(), (0, short)).view(-1, layout.window)
+    windows = nn.functional.pad(rows, (0, short)).view(-1, layout.window)
+    return windows[numbers.to(rows.device)].cpu()

@@ -15,6 +15,7 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ import psutil
 
 from impl.cpu import build
 
+BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 INFINIBAND: Final = Path("/sys/class/infiniband")
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGES: Final = (
@@ -34,7 +36,7 @@ SOURCE_SUFFIXES: Final = frozenset({".py", ".cu", ".cuh", ".cpp", ".hpp", ".h", 
 
 
 def facts() -> dict[str, Any]:
-    """Return facts about the machine, ready for JSON: CPU, memory, kernel, Python, packages, GPUs."""
+    """Return facts about the machine, ready for JSON: CPU, memory, kernel, its start, Python, packages, GPUs."""
     gpus, driver, _ = nvml()
     return {
         "cpu": _cpu_model(),
@@ -43,12 +45,24 @@ def facts() -> dict[str, Any]:
         "shared_memory_gib": round(shared_memory_bytes() / 2**30, 2),
         "system": platform.system(),
         "kernel": platform.release(),
+        "boot": boot(),
         "architecture": platform.machine(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "gpus": gpus,
         "driver": driver,
     }
+
+
+def boot(path: Path = BOOT_ID) -> str | None:
+    """Return 12 hex digits that are equal for all runs between two starts of this machine; None if not known.
+
+    They are of the hash of the kernel's boot id, which shall not be published itself.
+    """
+    try:
+        return hashlib.sha256(path.read_bytes().strip()).hexdigest()[:12]
+    except OSError:
+        return None
 
 
 def identity() -> str:
@@ -118,6 +132,22 @@ def hcas(devices: Path = INFINIBAND) -> list[str]:
                 names.add(state.parts[-4])
     parts = {name: re.split(r"(\d+)", name) for name in names}
     return sorted(names, key=lambda name: [int(p) if p.isdecimal() else p for p in parts[name]])
+
+
+def hca_sent_bytes(only: Sequence[str] = (), devices: Path = INFINIBAND) -> dict[str, int]:
+    """Return the bytes that each active port of InfiniBand and RoCE adapters has sent so far, as ``mlx5_0/1``.
+
+    These are the counters ``port_xmit_data``, in units of 4 bytes (Linux, sysfs-class-infiniband); ports without a
+    readable counter are left out.  ``only`` names the adapters; by default all.
+    """
+    sent = {}
+    for name in hcas(devices):
+        for port in sorted((devices / name / "ports").glob("*")) if not only or name in only else ():
+            with contextlib.suppress(OSError, ValueError):
+                if (port / "state").read_text(encoding="ascii").strip().endswith(" ACTIVE"):
+                    count = (port / "counters" / "port_xmit_data").read_text(encoding="ascii")
+                    sent[f"{name}/{port.name}"] = 4 * int(count)
+    return sent
 
 
 def shared_memory_bytes() -> int:

@@ -32,3 +32,14 @@ def peak_rss() -> int:
 def peak_device(device: torch.device) -> int | None:
     """Return the peak memory that torch has allocated on the GPU, in bytes; None for the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def device_in_use(device: torch.device) -> int | None:
+    """Return the bytes of the GPU that are in use now, by all processes and libraries; None for the CPU.
+
+    Unlike :func:`peak_device`, these include the CUDA contexts, NCCL's buffers and free memory that torch keeps.
+    """
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from harness.errors import Refusal
 from harness.measure import machine
 from harness.records.run_record import Changes, Node, Run, Software, SuiteText
 
@@ -60,13 +61,24 @@ def packages() -> list[str]:
 
 
 def libraries() -> dict[str, str]:
-    """Return the versions of CUDA, cuDNN and NCCL in torch, and the newest CUDA that the driver supports."""
+    """Return the versions of CUDA, cuDNN and NCCL in torch, and the newest CUDA that the driver supports.
+
+    Raises:
+        Refusal: if LD_LIBRARY_PATH leads torch to a cuDNN that it cannot use.
+    """
     import torch
     import torch.distributed as dist
 
     versions: dict[str, Any] = {"cuda_of_driver": machine.nvml()[2], "cuda": torch.version.cuda}
     if torch.version.cuda is not None:
-        versions["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        try:
+            versions["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:  # torch found another cuDNN than its own
+            reason = str(error).partition(". ")[0]
+            raise Refusal(
+                f"LD_LIBRARY_PATH = {os.environ.get('LD_LIBRARY_PATH', '')}: {reason}; remove the folder of that "
+                "cuDNN from LD_LIBRARY_PATH, or install the version that torch was compiled against"
+            ) from error
     if dist.is_nccl_available():
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return {name: str(version) for name, version in versions.items() if version is not None}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
 
-from harness.measure.cpu_usage import stalled
+from harness.measure.witness_clock import WitnessClock
 from harness.records.trial_record import Step
 
 _DIGITS: Final = 6  # decimals of seconds that are kept: scheduling disturbs a reading by over a microsecond
@@ -23,59 +24,82 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Instant:
+    """A moment of the host, and on a GPU the moment at which its current stream gets there."""
+
+    host: float  # time.perf_counter()
+    event: torch.cuda.Event | None
+
+    @classmethod
+    def take(cls, device: torch.device) -> _Instant:
+        """Take the present moment without waiting for the device."""
+        event = None
+        if device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+        return cls(time.perf_counter(), event)
+
+    def since(self, earlier: _Instant) -> float:
+        """Return the seconds from ``earlier`` to this moment; on a GPU only after it has passed both."""
+        if self.event is None or earlier.event is None:
+            return self.host - earlier.host
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
+
 class StepClock:
     """Times each step and its parts, in wall-clock and CPU seconds.
 
+    On a GPU, parts are timed by events of its current stream, which are read at the end of the step.  The host is
+    therefore not held up between parts, and enqueues work ahead as it does without a clock.
+
+    A step begins and ends at readings of ``witness``, which also says what lies between steps.  On a GPU these readings
+    wait for the device.
+
     Args:
-        exposed: Returns the seconds waited for messages so far; None if they are not known, as for peers.
-        device: Its work is waited for at each reading.
+        mark_exposed: Marks the moment of the call, and returns a function that later returns the seconds waited
+            for messages until then (:meth:`impl.comm.wire.Wire.mark_exposed`); returns None if they are not
+            known, as for peers.
+        device: Device on which the steps run.
     """
 
     def __init__(
-        self, exposed: Callable[[], float | None] = lambda: None, device: torch.device | None = None
+        self,
+        mark_exposed: Callable[[], Callable[[], float] | None] = lambda: None,
+        device: torch.device | None = None,
     ) -> None:
-        self._exposed, self._device = exposed, device or torch.device("cpu")
-        self._seconds: dict[str, float] = {}
-        self._waited: dict[str, float] = {}
+        self._mark_exposed, self._device = mark_exposed, device or torch.device("cpu")
+        self._parts: list[_Timed] = []  # of the step, in order
         self._begun = self._computed = 0.0
         self.steps: list[Step] = []
-        self.stalled = (
-            0.0  # seconds in which the thread waited for a CPU in all steps so far, as far as known
-        )
+        self.witness = WitnessClock(device)
         self.note: Callable[[str, float], None] | None = (
             None  # called at a part's end: its name, its beginning
         )
 
     def begin(self) -> None:
         """Begin a step."""
-        self._seconds = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
-        self._waited = {}
-        self.stalled -= stalled() or 0.0
-        self._begun = now(self._device)
+        self._parts = []
+        self._begun = self.witness.turn("step")
         self._computed = time.process_time()  # read after the wall clock here, and before it in end()
 
     @contextlib.contextmanager
     def part(self, name: Part) -> Iterator[None]:
         """Time the body of ``with`` as a part of the step; times of a part that occurs repeatedly add up."""
-        start = now(self._device)
-        waited = self._exposed()
+        start, waited = _Instant.take(self._device), self._mark_exposed()
         yield
-        self._seconds[name] = self._seconds.get(name, 0.0) + now(self._device) - start
+        end = _Instant.take(self._device)
         if self.note is not None:
-            self.note(name, start)
-        after = self._exposed()
-        if waited is not None and after is not None:
-            self._waited[name] = self._waited.get(name, 0.0) + after - waited
+            self.note(name, start.host)
+        self._parts.append(_Timed(name, start, end, waited, self._mark_exposed()))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Leave the time of the body of ``with`` out of the step."""
-        wall, computed = now(self._device), time.process_time()
-        self.stalled += stalled() or 0.0
+        wall, computed = self.witness.turn("check"), time.process_time()
         yield
-        self.stalled -= stalled() or 0.0
         self._computed += time.process_time() - computed
-        self._begun += now(self._device) - wall
+        self._begun += self.witness.turn("step") - wall
 
     def end(self, *, index: int, warmup: bool, loss: float, norm: float | None) -> None:
         """End the step and append it to ``steps``.
@@ -87,11 +111,29 @@ class StepClock:
             norm: Norm of the gradient before clipping; None if it was not computed.
         """
         computed = time.process_time() - self._computed
-        seconds = {"total": now(self._device) - self._begun, "cpu_seconds": computed, **self._seconds}
-        self.stalled += stalled() or 0.0
-        waited = {
-            f"exposed_{part}": self._waited.get(part) for part in ("forward", "backward", "generate", "score")
+        total = self.witness.turn("between") - self._begun  # waits for a GPU, whose events can then be read
+        seconds = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
+        waited: dict[str, float] = {}
+        for part in self._parts:
+            seconds[part.name] = seconds.get(part.name, 0.0) + part.end.since(part.start)
+            if part.waited_before is not None and part.waited_after is not None:
+                exposed = part.waited_after() - part.waited_before()
+                waited[part.name] = waited.get(part.name, 0.0) + exposed
+        seconds |= {"total": total, "cpu_seconds": computed}
+        exposures = {
+            f"exposed_{part}": waited.get(part) for part in ("forward", "backward", "generate", "score")
         }
-        times: dict[str, Any] = {name: t and round(t, _DIGITS) for name, t in (seconds | waited).items()}
+        times: dict[str, Any] = {name: t and round(t, _DIGITS) for name, t in (seconds | exposures).items()}
         loss = float(f"{loss:.9g}")  # nine digits distinguish any two fp32 numbers
         self.steps.append(Step(index=index, warmup=warmup, loss=loss, gradient_norm=norm, **times))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Timed:
+    """A part of a step that has ended on the host."""
+
+    name: Part
+    start: _Instant
+    end: _Instant
+    waited_before: Callable[[], float] | None
+    waited_after: Callable[[], float] | None

@@ -129,8 +129,10 @@ def packed(
 ) -> Tensor:
     """Lay values, by parameter name, out as a unit or parameter group does: (ranks, shard) fp32.
 
-    Padding, and parameters without a value, are zeros.
+    Padding, and parameters without a value, are zeros.  The result is on ``device``, by default that of the values.
     """
+    if device is None:
+        device = next((value.device for value in values.values() if value is not None), None)
     whole = torch.zeros(geometry.padded, device=device).view(-1, geometry.shard)
     for name, place in _places(geometry, whole):
         place.copy_(padded(values[name], place.numel()).view_as(place))

@@ -27,6 +27,7 @@ from impl import regular_file
 
 JOURNAL: Final = "journal.jsonl"
 # Role and answer follow from the suite's question, which may change later; the digest covers both.
+_MOST_NAMED: Final = 3  # ids in a sentence
 _LEFT_OUT: Final = {"role", "answer", "digest"}
 
 
@@ -147,7 +148,7 @@ def verify(results: Path, records: Sequence[Record]) -> list[str]:
         line = f"line {len(entries) + 1} of {len(lines)}"
         sentences.append(f"The journal was cut or edited: {line} does not follow from the line before it.")
     sentences += [
-        f"According to the journal, {mismatch}: {counted(len(trials), 'trial')} ({', '.join(trials)})."
+        f"According to the journal, {mismatch}: {counted(len(trials), 'trial')} ({_first_few(trials)})."
         for mismatch, trials in mismatches.items()
         if trials
     ]
@@ -157,6 +158,12 @@ def verify(results: Path, records: Sequence[Record]) -> list[str]:
         )
         sentences.append(f"Not in the journal: {counted(older, 'record')}, {unknown}.")
     return sentences
+
+
+def _first_few(trials: Sequence[str]) -> str:
+    """The first ids, and how many more there are."""
+    rest = len(trials) - _MOST_NAMED
+    return ", ".join(trials[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _entries(lines: Sequence[str]) -> list[Entry]:

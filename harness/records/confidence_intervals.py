@@ -2,10 +2,12 @@
 
 The formulas are in docs/reference/metrics.md.  How many values an interval needs:
 
-- From one sweep, at least :data:`FEWEST` values or pairs.
-- From several sweeps, each sweep's mean or median counts as one value, because values of one sweep share its
-  link's calibration and the machine's state.  Means and ratios then need :data:`FEWEST_SWEEPS` sweeps (Student's t);
-  medians need :data:`FEWEST` sweeps, because the range of five values holds the median in less than 95 % of samples.
+- At least :data:`FEWEST` values or pairs must have been measured.  Where some are left out because other programs
+  disturbed them, :data:`FEWEST_UNDISTURBED` must remain.
+- Seconds depend on the occasion at which they were measured: one start of one machine.  From several occasions, each
+  occasion's mean or median counts as one value, because values of one occasion share the machine's state.  Medians
+  then need :data:`FEWEST` occasions, because the range of five values holds the median in less than 95 % of samples.
+- From one occasion, an interval is over its values and holds within this start of the machine only.
 
 With fewer values the ends of the interval are NaN, and :attr:`Interval.why_none` says what is missing.
 """
@@ -23,8 +25,10 @@ import numpy as np
 
 CONFIDENCE: Final = 0.95
 FEWEST: Final = 6  # fewest values; the range of five values holds the median in only 94 % of samples
-FEWEST_SWEEPS: Final = 3  # for means; the interval of two sweeps would reach 13 standard errors to each side
-_NUMERALS: Final = {FEWEST_SWEEPS: "three", FEWEST: "six"}
+FEWEST_UNDISTURBED: Final = 3  # of these, how many must remain if disturbed ones are left out
+FEWEST_FOR_LINE: Final = 4  # fewest occasions for a prediction by a covariate
+WITHIN_START: Final = "within this start"  # says that an interval is of one occasion
+_NUMERALS: Final = {FEWEST_UNDISTURBED: "three", FEWEST: "six"}
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -38,22 +42,39 @@ class Interval:
     low: float
     high: float
     n: int  # number of values or pairs
-    sweeps: int = 1  # number of sweeps that they are from
-    fewest_sweeps: int = FEWEST_SWEEPS  # least number for an interval, if there are several sweeps
+    occasions: int = 0  # that they were measured at; 0 for values that do not depend on the occasion
+    left_out: int = 0  # number of further values that were left out because others disturbed them
+    disturbed: bool = False  # whether others disturbed all values, so that none could be left out
+    fewest_occasions: int = 1  # least number for an interval, if there are several occasions
 
     @property
     def why_none(self) -> str:
         """Why there is no interval, such as ``n = 3: no interval; six are needed``; empty if there is one."""
-        if 0 < self.n < FEWEST:
+        if self.n > 0 and self.n + self.left_out < FEWEST:
             return f"n = {self.n}: no interval; {_NUMERALS[FEWEST]} are needed"
-        if 1 < self.sweeps < self.fewest_sweeps:
-            return f"{self.sweeps} sweeps: no interval; {_NUMERALS[self.fewest_sweeps]} are needed"
+        if self.n > 0 and not enough(self.n, self.left_out):
+            measured = f"n = {self.n} undisturbed of {self.n + self.left_out}"
+            return f"{measured}: no interval; {_NUMERALS[FEWEST_UNDISTURBED]} are needed"
+        if 1 < self.occasions < self.fewest_occasions:
+            return f"{self.occasions} occasions: no interval; {_NUMERALS[self.fewest_occasions]} are needed"
         return ""
 
     @property
     def known(self) -> bool:
         """Whether there are enough values for an interval."""
         return not math.isnan(self.low)
+
+    @property
+    def within_start(self) -> bool:
+        """Whether there is an interval, and it holds within one start of a machine only."""
+        return self.known and self.occasions == 1
+
+    @property
+    def over(self) -> str:
+        """What the interval is over: ``within this start``, ``3 occasions``, or nothing that depends on occasions."""
+        if not self.known or not self.occasions:
+            return ""
+        return WITHIN_START if self.occasions == 1 else f"{self.occasions} occasions"
 
     @property
     def half(self) -> float:
@@ -65,39 +86,81 @@ class Interval:
         return self.low <= value <= self.high
 
 
-def of_another_sweep(interval: Interval, *, ratio: bool) -> Interval:
-    """Return Student's prediction interval for the result of one further sweep.
+def enough(n: int, left_out: int = 0) -> bool:
+    """Return whether ``n`` values have an interval, where further values were left out as disturbed."""
+    return n + left_out >= FEWEST and n >= FEWEST_UNDISTURBED
 
-    For a ratio, the interval is computed on the scale of logarithms.
+
+def of_another_run(interval: Interval, *, ratio: bool) -> Interval:
+    """Return Student's prediction interval for the result of one further run, at a further occasion.
+
+    For a ratio the interval is computed from its logarithm.  From values of one occasion nothing is known about
+    others, so that the ends are NaN.  Values that do not depend on the occasion count as one run.
     """
+    if interval.occasions == 1:
+        return replace(interval, low=math.nan, high=math.nan)
     numbers = (interval.low, interval.estimate, interval.high)
     low, middle, high = map(math.log, numbers) if ratio else numbers
-    wider = math.sqrt(1 + interval.sweeps)
+    wider = math.sqrt(1 + max(1, interval.occasions))
     ends = (middle + wider * (end - middle) for end in (low, high))
     low, high = (math.exp(end) if ratio else end for end in ends)
     return replace(interval, low=low, high=high)
 
 
-def median_interval(values: Sequence[float], sweeps: Sequence[int] | None = None) -> Interval:
-    """Return the median and its interval between two order statistics, interpolated to exactly 95 %.
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The 95 % prediction interval of a ratio in a further run."""
 
-    With several sweeps, the order statistics are those of the sweeps' medians.  The interpolation is Hettmansperger
-    and Sheather's (1986).
+    low: float
+    high: float
+    at: float = math.nan  # the value of the covariate for which it holds; NaN if it holds without one
+
+
+def ratio_of_another_run(ratio: Interval, points: Sequence[tuple[float, float]]) -> Prediction:
+    """Return the prediction interval of a ratio, by a covariate where the covariate explains how occasions differ.
+
+    From four occasions on, the logarithm of the ratio is also fitted by a straight line over the covariate.  The line
+    is used if it predicts each occasion from the others better than their mean does: if the sum of its squared
+    leave-one-out errors is smaller.  The prediction is then that at the mean of the covariate.
 
     Args:
-        values: At least one value.  An interval needs :data:`FEWEST` values or, if there are several sweeps, as many
-            sweeps.
-        sweeps: The sweep of each value; None if all are from one sweep.
+        ratio: The ratio with its interval over occasions.
+        points: For each occasion the covariate and the ratio.
+    """
+    if len(points) >= FEWEST_FOR_LINE and len({x for x, _ in points}) > 2:
+        x, y = np.array([x for x, _ in points]), np.log([value for _, value in points])
+        m, centred = len(points), x - x.mean()
+        slope = float(centred @ y / (centred @ centred))
+        residuals, means = y - y.mean() - slope * centred, y - y.mean()
+        leverage = 1 / m + centred**2 / (centred @ centred)
+        with_line, without = (residuals / (1 - leverage)) @ (residuals / (1 - leverage)), m / (m - 1) * means
+        if with_line < without @ without:
+            error = math.sqrt(residuals @ residuals / (m - 2) * (1 + 1 / m))
+            half = quantile(m - 2) * error
+            return Prediction(math.exp(y.mean() - half), math.exp(y.mean() + half), float(x.mean()))
+    further = of_another_run(ratio, ratio=True)
+    return Prediction(further.low, further.high)
+
+
+def median_interval(values: Sequence[float], occasions: Sequence[int] | None = None) -> Interval:
+    """Return the median and its interval between two order statistics, interpolated to exactly 95 %.
+
+    With several occasions, the order statistics are those of the occasions' medians.  The interpolation is
+    Hettmansperger and Sheather's (1986).
+
+    Args:
+        values: At least one value; an interval needs :data:`FEWEST`, or that many occasions.
+        occasions: The occasion of each value; None if values do not depend on it.
 
     Raises:
         ValueError: If there are no values.
     """
     data = _data(values)
     n, median = len(data), float(np.median(data))
-    of_sweeps = _by_sweep(data, sweeps, np.median)
-    data = np.sort(data if len(of_sweeps) == 1 else of_sweeps)
+    middles, count = _by_occasion(data, occasions, np.median), _count(occasions)
+    data = np.sort(data if len(middles) == 1 else middles)
     if (m := len(data)) < FEWEST:
-        return Interval(median, math.nan, math.nan, n, len(of_sweeps), FEWEST)
+        return Interval(median, math.nan, math.nan, n, count, fewest_occasions=FEWEST)
     d = 1
     while (inner := _coverage(m, d + 1)) >= CONFIDENCE:
         d += 1
@@ -105,7 +168,7 @@ def median_interval(values: Sequence[float], sweeps: Sequence[int] | None = None
     inwards = (m - d) * share / (d + (m - 2 * d) * share)
     low = float((1 - inwards) * data[d - 1] + inwards * data[d])
     high = float((1 - inwards) * data[m - d] + inwards * data[m - d - 1])
-    return Interval(median, min(low, median), max(high, median), n, len(of_sweeps), FEWEST)
+    return Interval(median, min(low, median), max(high, median), n, count, fewest_occasions=FEWEST)
 
 
 def _coverage(n: int, d: int) -> float:
@@ -114,14 +177,19 @@ def _coverage(n: int, d: int) -> float:
 
 
 def paired_ratio_interval(
-    above: Mapping[_Key, float], below: Mapping[_Key, float], sweeps: Mapping[_Key, int] | None = None
+    above: Mapping[_Key, float],
+    below: Mapping[_Key, float],
+    occasions: Mapping[_Key, int] | None = None,
+    left_out: int = 0,
 ) -> Interval:
     """Return the geometric mean of paired ratios with its interval, by Student's t on their logarithms.
 
     Args:
         above: Positive numerators by key.
         below: Positive denominators by key.  Keys that only one side has are left out.
-        sweeps: The sweep of each key; with several sweeps, the mean of each sweep's logarithms counts as one value.
+        occasions: The occasion of each key; with several, the occasions' mean logarithms are the values.  None if
+            ratios do not depend on it.
+        left_out: Number of further pairs that were left out because others disturbed them.
 
     Raises:
         ValueError: If no key is shared, or a value is NaN, zero or negative.
@@ -131,38 +199,46 @@ def paired_ratio_interval(
         if not value > 0:  # written so that NaN is refused too
             raise ValueError(f"a ratio needs positive values, got {value}")
     logs = [math.log(above[key]) - math.log(below[key]) for key in both]
-    log = mean_interval(logs, None if sweeps is None else [sweeps[key] for key in both])
-    return Interval(math.exp(log.estimate), math.exp(log.low), math.exp(log.high), log.n, log.sweeps)
+    log = mean_interval(logs, None if occasions is None else [occasions[key] for key in both], left_out)
+    return replace(log, estimate=math.exp(log.estimate), low=math.exp(log.low), high=math.exp(log.high))
 
 
-def geometric_interval(values: Sequence[float], sweeps: Sequence[int] | None = None) -> Interval:
+def geometric_interval(
+    values: Sequence[float], occasions: Sequence[int] | None = None, left_out: int = 0
+) -> Interval:
     """Return the geometric mean of positive values with its interval; raises a ValueError for other values."""
-    by_index = None if sweeps is None else dict(enumerate(sweeps))
-    return paired_ratio_interval(dict(enumerate(values)), dict.fromkeys(range(len(values)), 1.0), by_index)
+    by_index = None if occasions is None else dict(enumerate(occasions))
+    ones = dict.fromkeys(range(len(values)), 1.0)
+    return paired_ratio_interval(dict(enumerate(values)), ones, by_index, left_out)
 
 
-def mean_interval(values: Sequence[float] | _Floats, sweeps: Sequence[int] | None = None) -> Interval:
-    """Return the mean with Student's interval; with several sweeps, both are computed from the sweeps' means.
+def mean_interval(
+    values: Sequence[float] | _Floats, occasions: Sequence[int] | None = None, left_out: int = 0
+) -> Interval:
+    """Return the mean with Student's interval; with several occasions, of the occasions' means.
 
     Raises:
         ValueError: If there are no values.
     """
     data = _data(values)
-    means = _by_sweep(data, sweeps, np.mean)
-    few = len(data) < FEWEST or 1 < len(means) < FEWEST_SWEEPS
+    means = _by_occasion(data, occasions, np.mean)
     kept = data if len(means) == 1 else means
     mean, half = float(kept.mean()), math.nan
-    if not few:
+    if enough(len(data), left_out):
         half = quantile(len(kept) - 1) * float(kept.std(ddof=1)) / math.sqrt(len(kept))
-    return Interval(mean, mean - half, mean + half, len(data), len(means))
+    return Interval(mean, mean - half, mean + half, len(data), _count(occasions), left_out)
 
 
-def _by_sweep(data: _Floats, sweeps: Sequence[int] | None, middle: Any) -> _Floats:
-    """Return the ``middle`` (median or mean) of each sweep's values, one value per sweep."""
-    if sweeps is None or len(set(sweeps)) == 1:
+def _count(occasions: Sequence[int] | None) -> int:
+    return 0 if occasions is None else len(set(occasions))
+
+
+def _by_occasion(data: _Floats, occasions: Sequence[int] | None, middle: Any) -> _Floats:
+    """Return the ``middle`` (median or mean) of each occasion's values, one value per occasion."""
+    if occasions is None or len(set(occasions)) == 1:
         return np.array([middle(data)])
-    numbers = np.asarray(sweeps)
-    return np.array([middle(data[numbers == sweep]) for sweep in sorted(set(sweeps))])
+    numbers = np.asarray(occasions)
+    return np.array([middle(data[numbers == number]) for number in sorted(set(occasions))])
 
 
 @functools.cache
@@ -176,7 +252,8 @@ def quantile(freedom: float) -> float:
 def undecided(
     left: Mapping[_Key, float],
     right: Mapping[_Key, float],
-    sweeps: Mapping[_Key, int] | None = None,
+    occasions: Mapping[_Key, int] | None = None,
+    left_out: int = 0,
 ) -> list[tuple[float, float]]:
     """Return where a straight line between two means may cross zero (Fieller's confidence set).
 
@@ -186,19 +263,19 @@ def undecided(
     Args:
         left: Values by key at 0; keys that only one side has are left out.
         right: Values by key at 1.
-        sweeps: The sweep of each key; with several sweeps, each sweep's mean counts as one value.
+        occasions: The occasion of each key; with several, the occasions' means are the values.
+        left_out: Number of further keys that were left out because others disturbed them.
 
     Returns:
-        Disjoint parts (low, high) of [0, 1] in ascending order; with too few values or sweeps, all of it.
+        Disjoint parts (low, high) of [0, 1] in ascending order; with too few values, all of it.
     """
     both = [key for key in left if key in right]
-    numbers = None if sweeps is None else [sweeps[key] for key in both]
-    few = len(both) < FEWEST
-    if few or (numbers is not None and 1 < len(set(numbers)) < FEWEST_SWEEPS):
+    numbers = None if occasions is None else [occasions[key] for key in both]
+    if not enough(len(both), left_out):
         return [(0.0, 1.0)]
     a, b = (_data([side[key] for key in both]) for side in (left, right))
     if numbers is not None and len(set(numbers)) > 1:
-        a, b = (_by_sweep(side, numbers, np.mean) for side in (a, b))
+        a, b = (_by_occasion(side, numbers, np.mean) for side in (a, b))
     first, rise = float(a.mean()), float(b.mean() - a.mean())
     scale = quantile(len(a) - 1) ** 2 / len(a)
     (aa, ab), (_, bb) = scale * np.cov(a, b)

@@ -6,7 +6,8 @@ Each check returns a sentence that names the first inconsistency, or None:
 - :func:`interface_mismatch`: the nodes' network interfaces counted as many bytes as the ledgers hold.
 - :func:`rate_mismatch`: the link had the requested rate.
 - :func:`codec_mismatch`: messages were encoded with the codecs of the trial's policy.
-- :func:`training_fault`: batches, gradient norms and times of all ranks fit together.
+- :func:`flat_loss`: the training loss fell.
+- :func:`secondary_mismatch`: with hpZ inside a node, backward passes gathered no weights from other nodes.
 
 The harness fails a trial that does not pass, and a report applies the checks to old records again.
 """
@@ -17,12 +18,11 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
 from harness.records.packet_sizes import HEADER_BYTES, SEGMENT_BYTES
-from harness.records.trial_record import LedgerRow, RankRecord, Record
+from harness.records.trial_record import LedgerRow, Record
 from harness.suites.trial import Trial
 
 INTERFACE_WITHIN: Final = (
@@ -33,17 +33,11 @@ INTERFACE_WITHIN: Final = (
 # announcements and a header with each part; each of these three takes 48 bytes.
 CONTROL_BYTES: Final = 2 * 3 * 48
 RATE_WITHIN: Final = (0.95, 1.05)  # rate that probes may measure, as a share of the requested rate
-_COVERED: Final = 0.97  # steps add up to at least this share of the time from the first to the last
-_TICK: Final = 0.005  # seconds for each step that reading clocks and reporting progress may take
-_SLEPT: Final = (
-    0.1,
-    0.01,
-)  # seconds that a rank may sleep without waiting for messages: in all, and for each step
-_AWAKE: Final = 0.5  # least share of its sleep that a rank must have recorded as waiting for messages
-_ROUNDED: Final = 0.01  # seconds by which two clocks may differ
-_BARRIERS: Final = (
-    4  # barriers around the timed steps, and as many around each validation, which itself is not counted
+_LEARNS: Final = (
+    100  # timed and warm-up steps from which on a training loss must fall; reports judge losses then
 )
+# barriers around the timed steps, and as many around each validation, which itself is not counted
+_BARRIERS: Final = 4
 
 
 def ledger_mismatch(record: Record) -> str | None:
@@ -112,81 +106,6 @@ def counter_mismatch(counted: int, ledger: int, headers: int, messages: int) -> 
     )
 
 
-@dataclass(slots=True)
-class Checked:
-    """What one rank noted while it trained (:mod:`harness.measure.training_checks`), for :func:`training_fault`."""
-
-    kernel: str | None = None  # how the first wrong codec kernel differs from the reference
-    wrong: str | None = None  # the first fault that this rank found itself
-    losses: list[float] = field(
-        default_factory=list
-    )  # of every step: mean of the losses that its passes returned
-    replayed: int = 0  # optimizer steps that were replayed and found right
-    linked: int = 0  # steps whose optimizer got the same gradients as an untimed rehearsal of the step gave
-    # SHA-256 of this rank's inputs and targets by step, and of the inputs and targets that the seed gives the next
-    # rank.
-    batches: dict[int, str] = field(default_factory=dict)
-    of_next_rank: dict[int, str] = field(default_factory=dict)
-    seconds: float = (
-        0.0  # from the beginning of the first timed step to the end of the last, without ``untimed``
-    )
-    step_seconds: list[float] = field(default_factory=list)  # of every step, by a second clock around it
-    slept: list[float] = field(default_factory=list)  # seconds of a step in which the thread slept, if known
-    # Seconds in which the thread could run but waited for a CPU, outside of timed steps and of ``untimed``.
-    stalled: float = 0.0
-    untimed: float = 0.0  # seconds of evaluations and checks between steps, so far
-
-
-def training_fault(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | None:
-    """Return the first way in which training was not as the trial asks; None if nothing is wrong.
-
-    Args:
-        checked: What each rank noted, by rank.
-        ranks: Records of the ranks, by rank.
-    """
-    missed: list[str] = []
-    for rank, check in enumerate(checked):
-        if check.wrong is not None:
-            return check.wrong
-        drawn = checked[rank - 1].of_next_rank
-        for step, digest in check.batches.items():
-            if digest != drawn.get(step):
-                read = f"in step {step} rank {rank} read another batch (SHA-256 {digest[:12]})"
-                return f"{read} than the seed gives this rank ({drawn.get(step, 'none')[:12]})"
-        steps = ranks[rank].steps
-        for step_record, loss in zip(steps, check.losses, strict=False):  # trials that generate have no steps
-            if not math.isclose(step_record.loss, loss, rel_tol=1e-6) and math.isfinite(loss):
-                return (
-                    f"in step {step_record.index} rank {rank} trained at a loss of {loss:.6f}, but "
-                    f"{step_record.loss:.6f} is on record"
-                )
-        for timed_step, seconds in zip(steps, check.step_seconds, strict=False):  # as above
-            if timed_step.total > seconds + _ROUNDED:
-                took = f"step {timed_step.index} of rank {rank} is recorded with {timed_step.total:.3f} s"
-                return (
-                    f"{took}, but a second clock around it shows {seconds:.3f} s: the clock counts too much"
-                )
-        timed = [step.total for step in steps if not step.warmup]
-        total, passed = math.fsum(timed), check.seconds - check.stalled
-        sums = f"the timed steps of rank {rank} add up to {total:.3f} s, but {passed:.3f} s passed"
-        if timed and total < _COVERED * passed - _TICK * len(timed):
-            missed.append(f"{sums}: the clock misses a part of them")
-    if missed and len(missed) == len(checked):  # a busy machine may delay single ranks, but not all
-        return missed[0]
-    for by_rank in zip(*(rank.steps for rank in ranks), strict=True):
-        norms = [step.gradient_norm for step in by_rank if step.gradient_norm is not None]
-        if norms and not max(norms) - min(norms) <= 1e-6 * abs(max(norms)) and math.isfinite(sum(norms)):
-            listed = ", ".join(f"{norm:.6g}" for norm in norms)
-            return f"gradient norms of step {by_rank[0].index} differ between ranks: {listed}"
-    for rank, check in enumerate(checked):  # a rank sleeps mostly because it waits for messages
-        exposed = [step.exposed for step in ranks[rank].steps if step.exposed is not None]
-        waited, slept, count = math.fsum(exposed), math.fsum(check.slept), len(check.slept)
-        if len(exposed) == count and waited < _AWAKE * slept - _SLEPT[0] - _SLEPT[1] * count:
-            wait = f"waited {waited:.3f} s for messages in {count} steps"
-            return f"rank {rank} recorded that it {wait}, but its thread slept for {slept:.3f} s in them"
-    return None
-
-
 def codec_mismatch(record: Record) -> str | None:
     """Return which message was encoded with a codec that the trial's policy does not have; None if there is none."""
     if not record.communication_errors:
@@ -205,6 +124,46 @@ def codec_mismatch(record: Record) -> str | None:
             sent = f"{error.purpose} of {error.unit or 'all units'} were sent as {error.codec}{hop}"
             return f"in step {error.step} {sent}; the trial's policy has {', '.join(sorted(known))}"
     return None
+
+
+def secondary_mismatch(record: Record) -> str | None:
+    """Return how backward passes gathered weights from other nodes although hpZ keeps a copy in each; None if not.
+
+    This follows from the trial's settings alone, so that a plan with hops of its own does not pass because the ledger
+    agrees with it.
+    """
+    if not record.trial or not record.ranks:
+        return None
+    trial = Trial.from_canonical(record.trial)
+    policy, per_node = trial.resolved_policy(), trial.cluster.ranks_per_node
+    if policy is None or trial.host is not None or policy.secondary == 0:
+        return None
+    if policy.secondary != "node" and policy.secondary > per_node:
+        return None
+    for rank in record.ranks:
+        rows = [row for row in rank.ledger or [] if (row.phase, row.link) == ("backward", "inter")]
+        if nbytes := sum(row.bytes for row in rows if row.purpose in ("weights", "persistent")):
+            return (
+                f"rank {rank.rank} sent {nbytes} bytes of weights to other nodes in backward passes, although "
+                "hpZ keeps a copy of all weights in each node"
+            )
+    return None
+
+
+def flat_loss(record: Record) -> str | None:
+    """Return how the training loss did not fall; None if it did, or if the trial has too few steps to tell.
+
+    Compared are the means over the first and the last tenth of the steps, warm-up steps included.  A report marks such
+    a trial, which is a result: a configuration may fail to learn.
+    """
+    losses = [
+        math.fsum(step.loss for step in steps) for steps in zip(*(r.steps for r in record.ranks), strict=True)
+    ]
+    if len(losses) < _LEARNS or record.trial.get("workload", "train") != "train":
+        return None
+    tenth, ranks = len(losses) // 10, len(record.ranks)
+    first, last = (math.fsum(part) / tenth / ranks for part in (losses[:tenth], losses[-tenth:]))
+    return None if last < first else f"its training loss went from {first:.4f} to {last:.4f}"
 
 
 def header_bytes(row: LedgerRow) -> int:

@@ -110,7 +110,9 @@ class Memory(_Part):
     engine: dict[str, int]  # held, by part, as counted
     formula: dict[str, int]  # held, by part, as predicted; empty for peers
     peak_rss: int  # of the process
-    peak_device: int | None = None  # of the GPU
+    peak_device: int | None = None  # of the GPU, as torch has allocated it
+    # Of the GPU after the steps, by all processes and libraries, such as NCCL; None for the CPU and older records.
+    device_in_use: int | None = None
     copied: dict[str, int] = {}  # by direction and purpose, as counted
     copied_formula: dict[str, int] = {}  # by direction and purpose, as predicted
 
@@ -209,6 +211,15 @@ class InterfaceCounters(_Part):
     tx_packets: int
 
 
+class AdapterCounters(_Part):
+    """Bytes that one node's InfiniBand adapters sent in the timed steps, with their packets' headers."""
+
+    node: int
+    tx_bytes: int  # port_xmit_data of all ports that NCCL may use, which other jobs may use too
+    ports: list[str]  # as ``mlx5_0/1``
+    booked_bytes: int | None = None  # that the node's ranks booked to other nodes; None without a ledger
+
+
 class GpuUse(_Part):
     """One GPU of a node during the timed steps, as NVML reports it."""
 
@@ -222,6 +233,8 @@ class GpuUse(_Part):
     clock_mhz: float  # mean clock of its multiprocessors
     throttled: dict[str, float] = {}  # share of readings in which its clock was throttled, by reason
     others: int = 0  # largest number of other users' processes that computed on it at once
+    # Bytes sent through all its NVLinks; None in older records.
+    nvlink_bytes: int | Literal["unseen"] | None = None
 
 
 class NodeUse(_Part):
@@ -313,6 +326,7 @@ class Record(_Part):
     link: LinkRecord | None = None
     ranks: list[RankRecord] = []
     interfaces: list[InterfaceCounters] | None = None
+    adapters: list[AdapterCounters] = []
     validations: list[Validation] = []
     quantisation: list[QuantisationError] = []
     communication_errors: list[CommunicationError] = []
@@ -321,7 +335,7 @@ class Record(_Part):
     foreseen: Foreseen | None = None
     reference_loss: float | None = None
     first_gradients: list[GradientCheck] = []
-    # Untimed seconds of the comparisons before later steps, on the rank where they took longest.
+    # Untimed seconds of checks in steps and of comparisons before later steps, on the rank where they took longest.
     check_seconds: _Seconds | None = None
     decoded_sha256: list[str] = []
     machine_use: list[NodeUse] = []

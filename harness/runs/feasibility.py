@@ -32,6 +32,7 @@ from harness.runs.predict import (
 )
 from harness.strategies import deepspeed
 from harness.suites import folder as suite_folder
+from harness.suites.contradictions import PACED_NCCL
 from harness.suites.labels import at, counted, varying_paths
 from harness.suites.peers import DEEPSPEED, PEERS
 from harness.suites.trial import RECIPE, Cluster, Optimizer, Trial
@@ -228,7 +229,8 @@ def _plan(
     units, judges = _units(trial, policy, model)
     if trial.host is None:
         planned = [unit for unit in units if isinstance(unit, UnitGeometry)]
-        memory = held.memory(policy, topology, planned, micro_batches=trial.accumulation)
+        streams = trial.cluster.transport == "nccl"
+        memory = held.memory(policy, topology, planned, micro_batches=trial.accumulation, streams=streams)
         memory = held.with_state(memory, state)
         if judges:
             memory = sum_parts(memory, held.memory(policy, topology, judges, backward=False))
@@ -437,6 +439,8 @@ def _link_problems(trial: Trial, host: Host) -> Iterator[str]:
         "cluster.latency without a rate": bool(cluster.latency) and rate is None,
     }
     local = nodes > 1 and cluster.launcher == "local"
+    if cluster.transport == "nccl" and (why := _why_paced(trial, host)):
+        yield f"cluster.link = 'auto' would be 'paced' here ({why}), and {PACED_NCCL}"
     for name in (name for name, asked in needed.items() if asked and local and link == "auto"):
         if why := host.namespaces():
             yield f"{name} needs network namespaces: {why}"

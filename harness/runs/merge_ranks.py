@@ -14,7 +14,16 @@ from collections.abc import Iterator, Sequence
 from harness.measure import communication_error
 from harness.measure.gradient_bounds import GradientError
 from harness.records import record_checks
-from harness.records.trial_record import GradientCheck, Predicted, Record, Step, Validation
+from harness.records.training_faults import slowed, training_fault
+from harness.records.trial_record import (
+    AdapterCounters,
+    GradientCheck,
+    Predicted,
+    RankRecord,
+    Record,
+    Step,
+    Validation,
+)
 from harness.runs.rank_trial import Outcome
 from harness.runs.reference_checks import TOLERANCE, TrialError, same_loss
 from harness.suites.trial import Trial
@@ -34,6 +43,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     first, compared = outcomes[0], [outcome.compared for outcome in outcomes]
     ranks, spent = [outcome.record for outcome in outcomes], [outcome.spent for outcome in outcomes]
     predicted, processor_use = None, spent[0]
+    trained = blank.trial.get("workload", "train") == "train"
     if first.predicted is not None:
         ledgers = [outcome.predicted or [] for outcome in outcomes]
         predicted = Predicted(ledgers=ledgers, equal=[rank.ledger for rank in ranks] == ledgers)
@@ -44,6 +54,9 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
         update={
             "ranks": ranks,
             "interfaces": [outcome.sent for outcome in outcomes if outcome.sent is not None] or None,
+            "adapters": [
+                _with_ledger(o.adapters, ranks, trained) for o in outcomes if o.adapters is not None
+            ],
             "validations": [_mean(shares) for shares in zip(*(o.validations for o in outcomes), strict=True)],
             "predicted": predicted,
             "ran": first.ran,
@@ -55,7 +68,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "chosen_codecs": first.chosen,
             "reference_loss": math.fsum(rank.losses[0].reference for rank in compared) / len(compared),
             "first_gradients": _gradient_checks([e for rank in compared for e in rank.gradient_errors]),
-            "check_seconds": round(max(rank.seconds for rank in compared), 6),
+            "check_seconds": round(max(o.compared.seconds + o.checked.seconds for o in outcomes), 6),
             "communication_errors": communication_error.combine([dict(c.communicated) for c in compared]),
             "quantisation": compared[0].errors,
         }
@@ -65,6 +78,19 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
         known = len(_until_infinite([validation.loss for validation in record.validations]))
         raise TrialError(error, losses, record.validations[:known])
     return record
+
+
+def _with_ledger(adapters: AdapterCounters, ranks: Sequence[RankRecord], trained: bool) -> AdapterCounters:
+    """Return a node's counters with the bytes that its ranks booked to other nodes, if they have ledgers.
+
+    If the workload is training (``trained``), evaluations are between steps, and the counters leave them out.
+    """
+    ledgers = [rank.ledger for rank in ranks if rank.node == adapters.node]
+    if None in ledgers:
+        return adapters
+    rows = [row for ledger in ledgers for row in ledger or [] if row.link == "inter"]
+    rows = [row for row in rows if not trained or row.phase != "evaluate"]
+    return adapters.model_copy(update={"booked_bytes": sum(row.bytes for row in rows)})
 
 
 def _mean_loss(steps: Sequence[Step]) -> float:
@@ -137,6 +163,8 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
             f"{scaler['scale']:g}; start policy.loss_scale from a smaller one"
         )
     for rank, outcome in enumerate(outcomes):
+        if outcome.compared.wrong is not None:
+            yield f"rank {rank}: {outcome.compared.wrong}"
         for step in outcome.record.steps:
             if not math.isfinite(step.loss):
                 yield f"the loss of rank {rank} is {step.loss} in step {step.index}"
@@ -160,7 +188,9 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
         record_checks.codec_mismatch(record),
         record_checks.codec_mismatch(record.model_copy(update={"communication_errors": drawn})),
         record_checks.rate_mismatch(record, above=True),
-        record_checks.training_fault(checked, record.ranks),
+        record_checks.secondary_mismatch(record),
+        training_fault(checked, record.ranks, record.validations),
+        slowed(checked, record),
     )
     yield from filter(None, inconsistent)
 

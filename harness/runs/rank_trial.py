@@ -12,6 +12,7 @@ A step trains or, in workload ``generate``, decodes.  In workload ``rlhf`` it ge
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import time
 from collections import defaultdict
@@ -31,15 +32,17 @@ from harness.cluster.link import PROBES, measure_link
 from harness.cluster.rank import Progress, Rank, counters, take_gpu
 from harness.cluster.rank_processes import BACKENDS, Launch
 from harness.errors import Refusal
-from harness.measure import compute_alone, gpu_use
-from harness.measure.cpu_usage import ProcessorMeter, ThreadClock, stalled
-from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
+from harness.measure import compute_alone, gpu_use, machine
+from harness.measure.cpu_usage import ProcessorMeter
+from harness.measure.peak_memory import device_in_use, forget_peak, peak_device, peak_rss
 from harness.measure.step_clock import StepClock
-from harness.measure.training_checks import TrainingChecks, wrong_kernel
+from harness.measure.training_checks import TrainingChecks, watch_inputs, wrong_kernel
 from harness.measure.unsharded_loss import as_computed
+from harness.measure.witness_clock import Kind
 from harness.records.memory_parts import sum_parts, without_training
-from harness.records.record_checks import Checked
+from harness.records.training_faults import Checked, Spent
 from harness.records.trial_record import (
+    AdapterCounters,
     Alone,
     ChosenCodec,
     InterfaceCounters,
@@ -55,14 +58,17 @@ from harness.strategies import optimizers
 from harness.strategies.strategy import Books, Sharded, Strategy, prepare, shard_model
 from harness.strategies.training_loop import TrainingLoop, collect
 from harness.suites import folder
+from harness.suites.peers import family_of
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 from harness.workloads import models
+from harness.workloads.dataset import draw
 from harness.workloads.generation import Counts, Generator
 from harness.workloads.preset_parameters import shape_of
 from harness.workloads.rank_batches import Batches, ExperienceBatch, RankBatches, batches_of
 from harness.workloads.reinforcement import Judges, actor_of, judges_of
 from impl import ops
+from impl.codecs.codec import Raw
 from impl.codecs.own_rows import decoded_sha256
 from impl.plan.traffic import Event, Sent
 
@@ -85,6 +91,7 @@ class Outcome:
     predicted: list[LedgerRow] | None  # messages of the timed steps by ``impl.plan.traffic``; None for peers
     # What the node's interface sent in the timed steps, without evaluations; only the node's first rank has it.
     sent: InterfaceCounters | None
+    adapters: AdapterCounters | None  # what its InfiniBand adapters sent meanwhile, likewise
     probed: list[float]  # rate of the link into its node, Mbit/s
     compared: Compared  # comparisons with a single process and with exact values
     checked: Checked  # what the rank noted in each step, for later checks
@@ -159,6 +166,10 @@ class TrialRun:
         with rank.open_link():
             self.comparison = Comparison(trial, model, batches, rank)
             self.alone = self._compute_alone(model, "before")
+            trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+            # DeepSpeed wraps the model's forward pass; generations train nothing.
+            watched = trial.workload != "generate" and family_of(trial.strategy) != "deepspeed"
+            read = watch_inputs(model) if watched else None
             self.strategy: Strategy = prepare(trial, model, rank, self.device)
             policy, wire = trial.resolved_policy(), self.strategy.wire
             self.judges: Sharded | None = None  # sharded by the actor's policy, sending over its wire
@@ -171,9 +182,14 @@ class TrialRun:
         self.loop = TrainingLoop(trial, self.strategy, self.data, self.device)
         self.loop.collect = None if judges is None else partial(self._collect, judges)
         self.judge_events: list[Event] = []  # the judges' passes, for ``impl.plan.traffic``
-        self.loop.checks = checks = TrainingChecks(trial, self.data, rank.rank, self.loop.optimizer)
-        self.checks, self.checked = checks, checks.checked
+        self.loop.checks = checks = TrainingChecks(trial, self.data, rank.rank, self.loop.optimizer, read)
+        self.checks, self.checked, self.witness = checks, checks.checked, self.loop.clock.witness
+        self.checked.trainable, self._read = trained, read
+        # All ranks built the same model; from here on each draws its own random numbers, as for dropout.
+        torch.manual_seed(draw(f"{trial.seed}/{rank.rank}/torch", 2**63))
+        self.checked.random = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
         if policy is not None:
+            self.checked.encodes = any(not isinstance(codec, Raw) for codec in policy.codecs)
             self.checked.kernel = wrong_kernel(policy.codecs, self.device)
         self.events = self.loop.events
         self.events += self.comparison.events
@@ -183,7 +199,12 @@ class TrialRun:
         # What checks, evaluations and comparisons sent, which belong to no step: in the ledger, and by interface.
         self.booked_untimed = self._booked() or 0
         self.own_interface = rank.port.holder is not None  # whether only this node's ranks use its interface
+        # The ports of this node's InfiniBand adapters, if NCCL may use them.
+        self.ports = (
+            self._sent_by_port() if trial.cluster.transport == "nccl" and trial.cluster.nodes > 1 else {}
+        )
         self.counted_untimed = self._count()
+        self.moved_untimed = self._moved_so_far()
 
     def run(self) -> Outcome:
         """Run the whole trial, from warm-up on."""
@@ -197,14 +218,14 @@ class TrialRun:
         counted = -self._counted_training()
         one_machine = trial.cluster.launcher == "local"  # with a launcher there may be several
         processors = ProcessorMeter()
-        self.checked.untimed, waited = 0.0, self._stalled()
-        begin = time.perf_counter()
         with self._sampling() as sampled:
+            moved, since = self._moved(), time.monotonic()
+            begin, before = self.witness.turn("between"), dict(self.witness.spent)
             for index in range(trial.warmup, total):
                 self.rank.report(Progress("steps", index - trial.warmup, trial.steps))
                 self.step(index)
-            self.checked.seconds = time.perf_counter() - begin - self.checked.untimed
-            self.checked.stalled = self._stalled() - waited
+            self._note_clock(before, self.witness.turn("between") - begin, time.monotonic() - since)
+            self.checked.carried, self.checked.booked = (self._moved() - moved).tolist()
         dist.barrier()
         spent = processors.use() if one_machine else None
         counted += self._counted_training()
@@ -217,12 +238,15 @@ class TrialRun:
             engine, formula = without_training(engine), without_training(formula)
         if self.judges is not None:
             judge_engine, judge_formula = self.judges.memory(trial, self.loop.optimizer)
+            for parts in (judge_engine, judge_formula):  # the actor's wire carries the judges' messages too
+                parts.pop("messages", None)
             engine, formula = sum_parts(engine, judge_engine), sum_parts(formula, judge_formula)
         memory = Memory(
             engine=engine,
             formula=formula,
             peak_rss=max(self.peak_rss, peak_rss()),
             peak_device=peak_device(self.device),
+            device_in_use=device_in_use(self.device),
             copied=copied,
             copied_formula=copied_formula,
         )
@@ -237,7 +261,8 @@ class TrialRun:
         ran = self._ran()
         self.strategy.close()
         units = [*self.strategy.units, *(() if self.judges is None else self.judges.units)]
-        tx_bytes, tx_packets = counted.tolist()
+        tx_bytes, tx_packets, by_adapters = counted.tolist()
+        adapters = AdapterCounters(node=self.rank.node, tx_bytes=by_adapters, ports=list(self.ports))
         sent = InterfaceCounters(node=self.rank.node, tx_bytes=tx_bytes, tx_packets=tx_packets)
         return Outcome(
             record=RankRecord(
@@ -253,6 +278,7 @@ class TrialRun:
             validations=self.validations,
             predicted=predicted,
             sent=sent if self.own_interface and self.rank.first_of_node else None,
+            adapters=adapters if self.ports and self.rank.first_of_node else None,
             probed=probed,
             compared=self.comparison.compared,
             checked=self.checked,
@@ -268,9 +294,20 @@ class TrialRun:
             ],
         )
 
-    def _stalled(self) -> float:
-        """Return the seconds in which the thread waited for a CPU, outside of steps and of untimed work."""
-        return (stalled() or 0.0) - self.loop.clock.stalled - self.checks.stalled
+    def _note_clock(self, before: dict[Kind, Spent], laps: float, passed: float) -> None:
+        """Note what the witness clock has seen since it had spent ``before``, over ``laps`` seconds by its readings.
+
+        ``passed`` is the same time by the system's other clock.
+        """
+        checked, witness = self.checked, self.witness
+        checked.steps, checked.laps, checked.passed = witness.steps, laps, passed
+        checked.between = witness.spent["between"] - before["between"]
+        checked.checks = witness.spent["check"] - before["check"]
+        checked.seconds = witness.spent["check"].seconds
+        # Sleep shows waiting for messages only if nothing else sleeps: a rank also sleeps while its GPU computes, and
+        # a user's model or optimizer may sleep.
+        user_code = any(":" in name for name in (self.trial.model.name, self.trial.optimizer.name))
+        checked.sleeps_counted = witness.counts_sleep and self.device.type == "cpu" and not user_code
 
     def _sampling(self) -> contextlib.AbstractContextManager[list[NodeUse]]:
         """Return a context that samples this node's GPUs, on its first rank; elsewhere it samples nothing."""
@@ -278,7 +315,7 @@ class TrialRun:
         if self.rank.first_of_node and self.device.type == "cuda":
             first, count = self.device.index, torch.cuda.device_count()
             ranks = 1 if self.trial.strategy == "single" else self.rank.topology.ranks_per_node
-            used = dict.fromkeys((first + i) % count for i in range(ranks))  # ranks may share a GPU
+            used = [(first + i) % count for i in range(ranks)]  # ranks may share a GPU
             uuids = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in used]
         return gpu_use.sampling(self.rank.node, uuids)
 
@@ -344,17 +381,13 @@ class TrialRun:
         return exposed, nbytes["inter"], nbytes["intra"]
 
     def _train(self, index: int) -> None:
-        """Train one step, time it with a second clock, and validate if that is due."""
-        checked, clock = self.checked, ThreadClock()
-        untimed = checked.untimed
+        """Train one step, and validate if that is due."""
+        if self._read is not None:
+            self._read.clear()  # of passes that rehearsed the step
+        waited = self.strategy.exposed_seconds()
         self.loop.step(index, warmup=index < self.trial.warmup)
-        seconds, slept = clock.read()
-        checked.step_seconds.append(seconds - (checked.untimed - untimed))
-        # Sleep shows waiting for messages only if nothing else sleeps: a rank also sleeps while its GPU computes,
-        # and a user's model or optimizer may sleep.
-        user_code = any(":" in name for name in (self.trial.model.name, self.trial.optimizer.name))
-        if slept is not None and self.device.type == "cpu" and not user_code:
-            checked.slept.append(slept)
+        if waited is not None and (now := self.strategy.exposed_seconds()) is not None:
+            self.checked.waited = (self.checked.waited or 0.0) + now - waited
         if self.trial.validate_every and (index + 1) % self.trial.validate_every == 0:
             self._validate(index + 1)
 
@@ -371,34 +404,60 @@ class TrialRun:
             self.strategy.forget_gathered()  # otherwise the next pass would find gathered weights and send less
             self.events.append("forgotten")
         loss = math.fsum(losses) / len(losses)
+        self.checked.validated.append(sum(losses) / len(losses))
         share = Validation(step=step, loss=loss, train_seconds=self.loop.seconds, inter_bytes=inter)
         self.validations.append(share)
 
     @contextlib.contextmanager
     def _untimed(self) -> Iterator[None]:
         """Leave the body's messages and time out of all steps, and lift the link's rate; all ranks must call it."""
-        with self.checks.untimed():
+        with self.witness.lap("apart"):
             self.counted_untimed -= self._count()
+            self.moved_untimed -= self._moved_so_far()
             with self.rank.open_link():
                 yield
+            self.moved_untimed += self._moved_so_far()
             self.counted_untimed += self._count()
             dist.barrier()  # the next step begins on all ranks at once
 
     def _count(self) -> NDArray[np.int64]:
-        """Return the (bytes, packets) that the node's interface has sent, on its first rank, else zeros.
+        """Return what the node has sent, on its first rank, else zeros; all ranks must call it.
 
-        All ranks must call it.
+        Returns (bytes, packets) of its interface, if only this node's ranks use it, and bytes of its InfiniBand
+        adapters.
         """
-        count = np.zeros(2, np.int64)
-        if self.own_interface:
+        count = np.zeros(3, np.int64)
+        nccl = self.trial.cluster.transport == "nccl" and self.trial.cluster.nodes > 1
+        if self.own_interface or nccl:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # otherwise messages could still be sent
             dist.barrier()
-            count = counters(str(self.rank.port.interface)) if self.rank.first_of_node else count
+            if self.rank.first_of_node and self.own_interface:
+                count[:2] = counters(str(self.rank.port.interface))
+            if self.rank.first_of_node and self.ports:
+                count[2] = sum(self._sent_by_port().values())
             dist.barrier()  # otherwise other ranks of the node could already send their next messages
         return count
 
+    def _sent_by_port(self) -> dict[str, int]:
+        """Return the bytes that each InfiniBand port of the node that NCCL may use has sent; none in a namespace."""
+        if self.rank.port.holder is not None or self.rank.port.shaped_mbit is not None:
+            return {}  # NCCL is told to use sockets
+        return machine.hca_sent_bytes([name for name in self.rank.port.hcas.split(",") if name])
+
     def _counted_training(self) -> NDArray[np.int64]:
-        """Return the (bytes, packets) that the node's interface has sent in training so far."""
+        """Return :meth:`_count` of training so far."""
         return self._count() - self.counted_untimed
+
+    def _moved(self) -> NDArray[np.int64]:
+        """Return the bytes that this rank's transports have carried in training, and those that its ledger booked."""
+        return self._moved_so_far() - self.moved_untimed
+
+    def _moved_so_far(self) -> NDArray[np.int64]:
+        """Return the same, validations and comparisons included; zeros for peers, which have no ledger."""
+        wire, ledger = self.strategy.wire, self.strategy.ledger()
+        booked = sum(sent.bytes for sent in ledger.values()) if ledger else 0
+        return np.array([0 if wire is None else wire.carried, booked])
 
     def _inter_bytes(self) -> int | None:
         """Return the bytes that training has sent between nodes so far.
@@ -428,7 +487,7 @@ class TrialRun:
         with self._untimed():
             begin = time.perf_counter()
             if zero is not None and drawn:
-                comparison.before_drawn_step(index, self.strategy, zero)
+                comparison.before_drawn_step(index, self.strategy, zero, self._count)
             else:
                 comparison.before_step(index, self.strategy, self.checks)
             comparison.compared.seconds += time.perf_counter() - begin

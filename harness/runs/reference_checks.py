@@ -17,13 +17,16 @@ if the comparison had not taken place.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from harness.cluster.rank import Progress, Rank
@@ -108,6 +111,7 @@ class Compared:
     errors: list[QuantisationError] = field(default_factory=list)  # of the grid of codecs, over all ranks
     # Sums of errors of one unit's messages before the drawn step, which are judged and not put on record.
     drawn: list[tuple[Place, list[float]]] = field(default_factory=list)
+    wrong: str | None = None  # the first fault of the drawn unit's messages that this rank found itself
     seconds: float = 0.0  # of all comparisons before later steps
 
 
@@ -159,11 +163,19 @@ class Comparison:
         if index and strategy.zero is not None:
             self._compare_later_step(index, strategy, strategy.zero, checks)
 
-    def before_drawn_step(self, index: int, strategy: Strategy, zero: Zero) -> None:
+    def before_drawn_step(
+        self, index: int, strategy: Strategy, zero: Zero, count: Callable[[], NDArray[np.int64]]
+    ) -> None:
         """Compare one unit's weights with its masters, and a small pass with a single process.
 
         The unit is drawn by the trial's seed and repeat.  Ranks read only the first sequence of each of their
         batches, so that the check takes a small part of the trial's time.
+
+        Args:
+            index: Number of the step.
+            strategy: The strategy.
+            zero: Its engine.
+            count: Returns the (bytes, packets) that the node's interface has sent so far, or zeros; all ranks call it.
         """
         self.rank.report(Progress("checking a drawn step"))
         units = [unit for unit in zero.units if unit.geometry.trainable] or zero.units
@@ -172,6 +184,9 @@ class Comparison:
         data = FirstSequences(self.data)
         with _rehearsal(strategy, unit) as observed:
             errors = communication_error.weight_errors(index, zero, unit)
+            gathered = next(sums for place, sums in errors.items() if place.purpose == "weights")
+            wrong = communication_error.too_exact(index, zero, unit, gathered)
+            wrong = wrong or _copied_between_nodes(zero, unit, count)
             if zero.policy.differences is None and zero.policy.budget is None:
                 self._compare_passes(index, strategy, zero, data, unit)
             errors |= {
@@ -179,6 +194,7 @@ class Comparison:
                 for (name, hop), sums in observed.hops.items()
             }
         self.compared.drawn += [(place, sums.tolist()) for place, sums in errors.items()]
+        self.compared.wrong = wrong or observed.unlike
 
     def _compare_later_step(self, index: int, strategy: Strategy, zero: Zero, checks: TrainingChecks) -> None:
         """Compare loss and reduced gradients of step ``index`` with a single process that has the same masters.
@@ -204,8 +220,8 @@ class Comparison:
             strategy: The strategy, inside a rehearsal.
             zero: Its engine, which has the masters.
             data: Where batches come from.
-            unit: The only unit whose gradient is compared; None for all.  With a unit, no loss in training mode is
-                computed.
+            unit: The only unit whose gradient is compared; None for all.  With a unit, the loss in training mode is
+                that in evaluation mode, of the step's whole batches, and is left out for a user's model.
         """
         with next(strategy.model.parameters()).device:
             model = models.of_trial(self.trial)
@@ -284,8 +300,11 @@ class Comparison:
                 layouts = [layout for layout in layouts if layout.geometry.name == unit]
             loss, gradient = self._gradient(computed, layouts, data, step, columns)
             if unit is not None:
-                return ComparedLoss(loss, loss, None, step), gradient
-            trained: float | None = None  # known for later steps if training mode gives the same loss
+                # No preset has dropout.  Evaluation mode is another path than the one that trained.
+                preset = ":" not in trial.model.name
+                trained = mean_loss(computed, batches_of(self.data, step)) if preset else None
+                return ComparedLoss(loss, loss, trained, step), gradient
+            trained = None  # known for later steps if training mode gives the same loss
             if step:
                 with torch.no_grad():
                     computed.train()
@@ -350,6 +369,35 @@ def _rehearsal(
     random = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with strategy.wire.observed(observed), strategy.rehearsing(), random:
         yield observed
+
+
+def _copied_between_nodes(zero: Zero, name: str, count: Callable[[], NDArray[np.int64]]) -> str | None:
+    """Return how many bytes a backward gather of a unit sent between nodes, if hpZ has a copy in each node.
+
+    Bytes are those that the node's interface counts, so that neither the plan nor the ledger has a part in this.  The
+    check needs a rank with an interface of its node's own; other ranks find nothing.
+    """
+    topology = zero.wire.mesh.topology
+    if topology.nodes == 1 or not 0 < zero.policy.secondary_ranks(topology) <= topology.ranks_per_node:
+        return None
+    (unit,) = (unit for unit in zero.units if unit.geometry.name == name)
+    counts = [count()]
+    unit.wire.meet(
+        "the count of a backward gather"
+    )  # as much is sent for it as for the gather's own barriers
+    counts.append(count())
+    for phase in ("forward", "backward"):
+        unit.all_gather(phase)
+        unit.reshard()
+        counts.append(count())
+    nothing, first, again = (int((after - before)[0]) for before, after in itertools.pairwise(counts))
+    # Half of a gather is far above what barriers send, and hpZ across nodes sends at least that much.
+    if again - nothing <= max((first - nothing) / 2, 4096):
+        return None
+    return (
+        f"a backward gather of unit {name!r} sent {again - nothing} bytes between nodes, although hpZ keeps a copy in "
+        "each node"
+    )
 
 
 def _gradient_errors(gradient: FirstGradient, strategy: Strategy) -> list[GradientError]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -81,7 +80,8 @@ class TrialRunner:
             blank = blank.model_copy(update={"link": link.record([])})
             assignment = Assignment(trial, link.message_bytes or None, self._folder)
             outcomes = self._start(trial)(run, assignment, self.launch(trial, link, trial.id), on_progress)
-            probed = slowest_rates(map(attrgetter("probed"), outcomes))
+            per_node = cluster_of(trial).ranks_per_node
+            probed = slowest_rates([outcome.probed for outcome in outcomes], per_node)
             blank = blank.model_copy(update={"link": link.record(probed)})
             return assemble(outcomes, blank)
         except KeyboardInterrupt:
@@ -101,7 +101,8 @@ class TrialRunner:
     def _link(self, trial: Trial, on_progress: Report) -> Link:
         """Return the open and calibrated link of a trial."""
         cluster = cluster_of(trial)
-        key = cluster.model_dump_json(include=_JOINING)
+        ranks = {"ranks_per_node"} if cluster.transport == "nccl" else set()  # all of them measure the rate
+        key = cluster.model_dump_json(include=_JOINING | ranks)
         if (link := self._links.get(key)) is None:
             on_progress(Progress("link"))
             link = self._open(cluster)
@@ -148,18 +149,22 @@ class TrialRunner:
         return link
 
     def _calibrate(self, link: Link, trial: Trial) -> None:
-        """Measure the link's rate with one rank per node; raises a LinkError if a shaped link misses its rate."""
+        """Measure the link's rate; raises a LinkError if a shaped link misses its rate.
+
+        With NCCL all ranks send, since each GPU may have a network adapter of its own; otherwise one for each node.
+        """
         if link.cluster.nodes == 1:
             return
+        per_node = link.cluster.ranks_per_node if link.cluster.transport == "nccl" else 1
         launch = replace(
             self.launch(trial, link, "calibration"),
-            topology=Topology(link.cluster.nodes, 1),
+            topology=Topology(link.cluster.nodes, per_node),
             threads=1,
             timeout_seconds=_CALIBRATION_SECONDS,
         )
         message = link.message_bytes, REPETITIONS, link.cluster.transport, link.cluster.launcher
         by_rank = self._start(trial)(measure_link, message, launch, lambda _: None)
-        link.calibrated_mbit = slowest_rates(by_rank)
+        link.calibrated_mbit = slowest_rates(by_rank, per_node)
         if link.kind == "shaped" and self.nodes is not None:
             link.details["nodes"] = self.nodes.shaped
         link.check()

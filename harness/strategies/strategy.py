@@ -31,6 +31,7 @@ from harness.suites.trial import Optimizer, Trial
 from impl.adapters.inside_ddp import InDDP
 from impl.adapters.inside_fsdp2 import InFSDP2
 from impl.adapters.traffic import GroupGeometry
+from impl.comm.hang_monitor import end_process
 from impl.comm.mesh import Mesh
 from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire
 from impl.engine.engine import describe
@@ -179,6 +180,10 @@ class Strategy:
         """Return the seconds that this rank, or its GPU stream, has waited for messages so far; None for peers."""
         return None if self.wire is None else self.wire.exposed_seconds
 
+    def mark_exposed(self) -> Callable[[], float] | None:
+        """Return :meth:`impl.comm.wire.Wire.mark_exposed` of this strategy's wire; None for peers."""
+        return None if self.wire is None else self.wire.mark_exposed()
+
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
         """Return the peak bytes on this rank by part: as counted, and as ``impl.plan.memory`` predicts them."""
         held = sum(optimizers.local_part(parameter).nbytes for parameter in self.model.parameters())
@@ -320,7 +325,9 @@ class Sharded(Strategy):
             held[part] += optimizers.state_bytes(optimizer, (master for _, master in master_shard.masters))
         topology, units = self.zero.wire.mesh.topology, self.units
         trained = any(unit.trainable for unit in units)
-        parts = memory(self.zero.policy, topology, units, micro_batches=trial.accumulation, backward=trained)
+        wire, policy = self.zero.wire, self.zero.policy
+        predicted = partial(memory, policy, topology, units, micro_batches=trial.accumulation)
+        parts = predicted(backward=trained, streams=wire.streams)
         return held, with_state(parts, optimizers.state_bytes_per_element(trial.optimizer))
 
 
@@ -367,6 +374,7 @@ def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
         pacer=rank.pacer,
         # Much shorter than the launcher's limit for the trial, so that ranks can still report where they wait.
         timeout=min(TIMEOUT_SECONDS, trial.timeout_seconds / 4),
+        on_hang=rank.fail or end_process,
     )
 
 

@@ -73,7 +73,7 @@ class TrainingLoop:
         """Build the optimizer; raises a Refusal if it cannot be built."""
         self.trial, self.strategy, self.data = trial, strategy, data
         self.optimizer, self.schedule = strategy.make_optimizer(trial.optimizer), trial.schedule()
-        self.clock = StepClock(strategy.exposed_seconds, device)  # has the times and losses of steps so far
+        self.clock = StepClock(strategy.mark_exposed, device)  # has the times and losses of steps so far
         self.events: list[Event] = []  # all passes and steps so far
         self.checks: TrainingChecks | None = None  # called at every step, if set
         # Makes the batch of a step, if set (workload rlhf); otherwise `data` gives it.
@@ -87,7 +87,7 @@ class TrainingLoop:
         passes = run_passes(self.trial, strategy, experience or self.data, index, clock)
         if self.checks is not None:
             with clock.paused():
-                self.checks.note_reduced(passes.mean)
+                self.checks.note_reduced(index, passes.mean, strategy.loss_scale)
         with clock.part("optimizer"):
             set_rates(self.optimizer, self.schedule, index)
             stepped = strategy.step(self.optimizer, self.trial.clip)
@@ -101,7 +101,9 @@ class TrainingLoop:
         self.events += ["step"] if stepped.done else []
         clock.end(index=index, warmup=warmup, loss=passes.mean, norm=stepped.norm)
         if self.checks is not None:
-            self.checks.note_batches(index, passes.batches if experience is None else experience.drawn)
+            drawn = passes.batches if experience is None else experience.drawn
+            with clock.witness.lap("check"):
+                self.checks.note_batches(index, drawn, passes.batches)
         return stepped
 
     @property

@@ -32,6 +32,12 @@ _WITHOUT: Final = {  # for each workload, the fields that it does not use
 _OPTIMIZER_TWICE: Final = (
     "deepspeed_config has {0!r}, but the suite's `optimizer` is used; remove {0!r} from deepspeed_config"
 )
+# The end of two refusals.
+PACED_NCCL: Final = (
+    "with cluster.transport = 'nccl' the host would sleep for each message while it enqueues work for the GPU, so "
+    "that nothing overlaps; set cluster.link = 'namespaces', which holds NCCL's sockets to the rate, "
+    "cluster.rate = 'unshaped', or cluster.transport = 'staged'"
+)
 
 
 def check(trial: Trial) -> None:
@@ -97,6 +103,8 @@ def _cluster(trial: Trial) -> Iterator[str]:
         yield f"{transport}: {conflict}; set 'nccl'"
     if cluster.transport == "staged" and trial.measure_quantisation:
         yield f"{transport}: cannot measure the errors of messages; remove measure_quantisation, or set 'nccl'"
+    if cluster.transport == "nccl" and cluster.link == "paced" and cluster.nodes > 1 and rate is not None:
+        yield f"cluster.link = 'paced': {PACED_NCCL}"
     # A backend of the user's own may send bytes that the ledger does not count, which the comparison with a
     # network interface's counters would report as a fault.
     if "." in cluster.transport and (cluster.link not in ("none", "paced") or cluster.device != "cpu"):

@@ -52,6 +52,7 @@ from harness.suites.repeat_order import (
     comparable_groups,
     compared_also,
     is_baseline,
+    nearest_baselines,
     setting_of,
 )  # fmt: skip
 from harness.suites.suite import Suite, SuiteError, SuiteKeys, SuiteTables
@@ -380,7 +381,7 @@ def _roles(
     also = compared_also([*bases.values()], [*others.values()])
     settings = [setting_of(trial, *also) for trial in bases.values()]
     if len({*settings}) < len(settings):
-        raise SuiteError(f"{key}: matches several configurations of one setting; let it match only one")
+        _check_nearest(key, file, [*bases.values()], [*others.values()], also)
     alone = [trial for trial in others.values() if setting_of(trial, *also) not in settings]
     if alone:
         raise SuiteError(f"{key}: {_without_baseline(alone, [*bases.values()], len(others))}")
@@ -393,6 +394,23 @@ def _roles(
             "the baseline match fewer trials"
         )
     return dict.fromkeys(others, "contrast") | dict.fromkeys(bases, "baseline"), also
+
+
+def _check_nearest(
+    key: str, file: SuiteTables, bases: Sequence[Trial], others: Sequence[Trial], also: Sequence[str]
+) -> None:
+    """Refuse several baselines in a setting, unless each trial of the contrast is nearest to one of them."""
+    several = f"{key}: matches several configurations of one setting"
+    if file.repeats.within is not None:
+        raise SuiteError(f'{several}, which repeats = "{file.repeats}" does not allow; let it match only one')
+    for trial in others:
+        here = [base for base in bases if setting_of(base, *also) == setting_of(trial, *also)]
+        if len(nearest_baselines(trial, here)) > 1:
+            where = _difference(trial, [other for other in others if other is not trial] or bases)
+            raise SuiteError(
+                f"{several}, and a trial with {where} differs from several of them in as few fields; let it match "
+                "only one, or name a contrast"
+            )
 
 
 def _without_baseline(alone: Sequence[Trial], bases: Sequence[Trial], total: int) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from harness.suites.labels import flatten
 from harness.suites.trial import Trial
 
 BASELINE: Final = "zero3"  # the strategy that ratios divide by, unless the suite names a baseline
@@ -108,6 +109,25 @@ def is_baseline(trial: Trial, roles: Mapping[str, str]) -> bool:
     if roles:
         return roles.get(trial.model_copy(update={"repeat": 0}).id) == "baseline"
     return trial.strategy == BASELINE
+
+
+def nearest_baselines(trial: Trial, baselines: Sequence[Trial]) -> list[Trial]:
+    """Return the baselines of the trial's setting that differ from the trial in the fewest fields.
+
+    Where a suite has several baselines in a setting, such as one codec each at two numbers of bits, each trial is
+    compared with its nearest one.
+    """
+    fields = dict(flatten(trial.canonical()))
+
+    def distance(base: Trial) -> int:
+        others = dict(flatten(base.canonical()))
+        paths = {*fields, *others} - {"seed", "repeat"}
+        return sum(fields.get(path) != others.get(path) for path in paths)
+
+    distances = [distance(base) for base in baselines]
+    return [
+        base for base, each in zip(baselines, distances, strict=True) if each == min(distances, default=0)
+    ]
 
 
 def interleave(settings: Sequence[Trial], repeat: int) -> Iterator[Trial]:

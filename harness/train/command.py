@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from typer import Option
 
 from harness.cluster import interrupts
-from harness.cluster.rank_processes import REFUSALS, Launch, LaunchError, run_in_place, run_ranks
+from harness.cluster.rank_processes import BACKENDS, REFUSALS, Launch, LaunchError, run_in_place, run_ranks
 from harness.errors import Refusal, visible
 from harness.measure import machine
 from harness.records.trial_record import wrong_field
@@ -366,7 +366,7 @@ def _run(job: Job) -> None:
             threads=trial.threads or 1,
             timeout_seconds=7 * 86400.0,
             log=Path(tempfile.gettempdir()) / f"zeropp-train-{os.getpid()}.log",
-            backend="cpu:gloo,cuda:nccl" if cluster.device == "cuda" else "gloo",
+            backend=BACKENDS["nccl"] if cluster.device == "cuda" else "gloo",
         )
         start: Any = run_in_place if torchrun else run_ranks
         start(train_rank, job, launch, lambda progress: print(progress.text, flush=True))

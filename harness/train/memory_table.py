@@ -66,7 +66,8 @@ def needs(model: nn.Module, policy: Policy, trial: Trial) -> list[Need]:
             bare, limits = policy.without_secondary(), MemoryLimits(max_padding=math.inf)
             variant = replace(bare, stage=stage, group=0, reduce_every="stage", memory=limits)
         units = plan_units(model, topology, variant)
-        held = memory(variant, topology, units, micro_batches=trial.accumulation)
+        streams = trial.cluster.transport == "nccl"
+        held = memory(variant, topology, units, micro_batches=trial.accumulation, streams=streams)
         host = {part.removeprefix(HOST): size for part, size in on_host(held).items()}
         between = per_node_bytes(variant, topology, units, trial)[0] * topology.nodes
         stages.append(Need(stage, _columns(on_device(held)), _columns(host), activations, between))

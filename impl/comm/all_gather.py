@@ -30,6 +30,7 @@ class FrameGather:
     def __init__(self, wire: Wire, axes: Sequence[Axis], nbytes: int, *, ring: bool = False) -> None:
         self._wire, self._nbytes, self._ring = wire, nbytes, ring
         self._hops = [axis for axis in axes if axis.size > 1] or axes[:1]  # a hop of one rank would only copy
+        self.sends = self._hops[0].size > 1  # whether the first hop has other ranks
         self._shape = (*(axis.size for axis in reversed(axes)), nbytes)
         self._tag, self.left = Tag("step", "state"), len(self._hops)
         self._exchange: Exchange  # the hop under way, from open() to close()

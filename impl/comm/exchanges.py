@@ -24,14 +24,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.comm.fingerprint import Fields, Step, label
+from impl.comm.hang_monitor import HangMonitor
 from impl.comm.ledger import BETWEEN, INSIDE
 from impl.comm.watchdog import DIFFER, Watchdog
+from impl.plan.messages import SPARE, size_class
 from impl.plan.traffic import LedgerKey
 from impl.transport.group import Group
 from impl.transport.shared_memory import Arena
+from impl.transport.side_stream import Arrival
 
 Kind = Literal["all_gather", "all_to_all", "shift"]
 
+_IDLE: Final = Arrival(joined=True)  # of a buffer that nothing uses
 _TAGS: Final = 1 << 30  # gloo's messages have tags below this number
 # torch 2.13 renames this function and warns about the old name; torch 2.11 has only the old name.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -106,6 +110,7 @@ class Route:
     rows: int  # number of messages received, this rank's own included
     shared: bool  # whether ranks read each other's memory
     direct: bool  # otherwise, whether messages go from rank to rank over gloo or by the backend's collectives
+    in_place: bool  # whether this rank's message is its own row of what it receives
     limit: tuple[timedelta, ...]  # the arguments of ``Work.wait()``
     # for each key of the ledger, the bytes and the messages that one exchange adds
     booked: tuple[tuple[LedgerKey, int, int], ...]
@@ -115,35 +120,49 @@ class Route:
 class Buffers:
     """Reuses the memory of messages, because a fresh buffer costs a page fault every 4 KiB.
 
-    With several ``streams`` of a GPU, the stream of a buffer's next user waits for its last user.
+    With several ``streams`` of a GPU, the stream of a buffer's next user waits for its last user, and messages of
+    similar sizes share buffers (:mod:`impl.plan.messages`).  Without ``keep``, nothing is reused.
     """
 
-    def __init__(self, device: torch.device, *, streams: bool = False) -> None:
-        self._device, self._streams = device, streams
-        # With streams, two free buffers of a size are left (a message and what it receives), so that a user seldom
-        # has to wait for the last one.
-        self._spare = 2 if streams else 0
-        self._free: dict[int, deque[tuple[Tensor, torch.cuda.Event | None]]] = defaultdict(deque)
+    def __init__(self, device: torch.device, *, streams: bool = False, keep: bool = True) -> None:
+        self._device, self._streams, self._keep = device, streams and keep, keep
+        # By bytes, the free buffers, each with the end of its last use.
+        self._free: dict[int, deque[tuple[Tensor, Arrival]]] = defaultdict(deque)
+        self.held = 0  # bytes of all buffers, in use and free
+        # The end of the side stream's work that is being enqueued, if any: what is given back meanwhile is in use
+        # until then.
+        self.arrival: Arrival | None = None
 
     def take(self, nbytes: int) -> Tensor:
-        """Return a buffer (nbytes,) uint8 with arbitrary content."""
-        free = self._free[nbytes]
-        if len(free) > self._spare:
+        """Return a buffer uint8 of at least ``nbytes`` with arbitrary content, of which the caller uses the first."""
+        size, spare = (size_class(nbytes), SPARE) if self._streams else (nbytes, 0)
+        free = self._free[size]
+        if len(free) > spare:
             # With streams, take the buffer used longest ago; otherwise the last one, which caches may still hold.
-            buffer, event = free.popleft() if self._streams else free.pop()
-            if event is not None:
-                event.wait()
-            return buffer
-        with torch.inference_mode(mode=False):  # the buffer will outlive a pass in inference mode
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            buffer, last = free.popleft() if self._streams else free.pop()
+            # Otherwise the stream of the computation, which is to use the buffer, waits already.
+            if self.arrival is not None or not last.joined:
+                last.join()
+        else:
+            self.held += size
+            with torch.inference_mode(mode=False):  # the buffer will outlive a pass in inference mode
+                buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return buffer
 
-    def give_back(self, buffer: Tensor) -> None:
-        """Take back a buffer that :meth:`take` has returned, to use it again."""
-        event = torch.cuda.current_stream(self._device).record_event() if self._streams else None
-        self._free[buffer.numel()].append((buffer, event))
+    def give_back(self, *buffers: Tensor) -> None:
+        """Take back buffers that :meth:`take` has returned, to use them again."""
+        if not self._keep:
+            self.held -= sum(buffer.numel() for buffer in buffers)
+            return
+        last = self.arrival or _IDLE
+        if self._streams and self.arrival is None:
+            last = Arrival(torch.cuda.current_stream(self._device).record_event())
+        for buffer in buffers:
+            self._free[buffer.numel()].append((buffer, last))
 
     def clear(self) -> None:
         """Drop all free buffers."""
+        self.held -= sum(size * len(free) for size, free in self._free.items())
         self._free.clear()
 
 
@@ -151,7 +170,8 @@ class Alone:
     """The exchange of a group of one rank, which receives what it sends."""
 
     def __init__(self, buffers: Buffers, nbytes: int) -> None:
-        self.send, self._buffers = buffers.take(nbytes), buffers
+        self._buffers, self._buffer = buffers, buffers.take(nbytes)
+        self.send = self._buffer if self._buffer.numel() == nbytes else self._buffer[:nbytes]
 
     def post(self) -> None:
         pass
@@ -160,7 +180,7 @@ class Alone:
         return self.send.view(1, -1)
 
     def close(self) -> None:
-        self._buffers.give_back(self.send)
+        self._buffers.give_back(self._buffer)
 
 
 class InMemory:
@@ -178,6 +198,7 @@ class InMemory:
         self.send = arena.row(self._number)[: route.sent_bytes]
 
     def post(self) -> None:
+        self._watchdog.carried += sent_to_others(self._route, self.send)
         self._begin = time.perf_counter()
         self._arena.post(self._number, self._step[2])
 
@@ -213,22 +234,31 @@ class Distributed:
         *,
         into: Tensor | None,
         pacer: Pacer | None,
+        monitor: HangMonitor | None = None,
     ) -> None:
         self._watchdog, self._step, self._route = watchdog, step, route
         self._buffers, self._pacer, self._arrival = buffers, pacer, 0.0
         self._works: Sequence[dist.Work] = ()
+        self._monitor = monitor  # watches the exchange, if the host does not wait for it
         self._under_way, self._begin = False, 0.0
-        self._received = buffers.take(route.nbytes * route.rows) if into is None else into
-        self._taken = [self._received] if into is None else []
-        if route.kind == "all_gather" and route.direct:
+        self._taken: list[Tensor] = []
+        if into is None:
+            nbytes = route.nbytes * route.rows
+            whole = buffers.take(nbytes)
+            self._taken.append(whole)
+            into = whole if whole.numel() == nbytes else whole[:nbytes]
+        self._received = into
+        if route.in_place:
             # The message is written straight to this rank's own row of what is received.
             self.send = self._received.view(route.rows, -1)[route.group.index]
         else:
-            self.send = buffers.take(route.sent_bytes)
-            self._taken.append(self.send)
+            whole = buffers.take(route.sent_bytes)
+            self._taken.append(whole)
+            self.send = whole if whole.numel() == route.sent_bytes else whole[: route.sent_bytes]
 
     def post(self) -> None:
         route = self._route
+        self._watchdog.carried += sent_to_others(route, self.send)
         self._under_way, self._begin = True, time.perf_counter()
         if self._pacer is not None and route.inter_bytes:
             self._arrival = self._pacer.book(route.inter_bytes)
@@ -240,6 +270,8 @@ class Distributed:
             self._works = start(route.group, route.kind, self._received, self.send, mark)
         except RuntimeError as error:  # gloo may find here already that a rank is lost
             raise self._watchdog.error(f"could not finish {label(self._step)}", error, self._step) from error
+        if self._monitor is not None:
+            self._monitor.posted(self._step, self._works)
 
     def wait(self) -> Tensor:
         if self._under_way:
@@ -255,9 +287,9 @@ class Distributed:
             time.sleep(left)
 
     def close(self) -> None:
-        if not self._under_way:  # otherwise a message may still be read from or written to the buffers
-            for buffer in self._taken:
-                self._buffers.give_back(buffer)
+        # While the exchange is under way, a message may still be read from or written to the buffers.
+        if self._taken and not self._under_way:
+            self._buffers.give_back(*self._taken)
 
 
 class Staged:
@@ -267,7 +299,8 @@ class Staged:
     """
 
     def __init__(self, host: Distributed, route: Route, buffers: Buffers) -> None:
-        self._host, self._buffers, self.send = host, buffers, buffers.take(route.sent_bytes)
+        self._host, self._buffers, self._buffer = host, buffers, buffers.take(route.sent_bytes)
+        self.send = self._buffer[: route.sent_bytes]
 
     def post(self) -> None:
         self._host.send.copy_(self.send)
@@ -278,7 +311,15 @@ class Staged:
 
     def close(self) -> None:
         self._host.close()
-        self._buffers.give_back(self.send)
+        self._buffers.give_back(self._buffer)
+
+
+def sent_to_others(route: Route, sent: Tensor) -> int:
+    """Return the bytes of a message ``sent`` that other ranks receive, each rank's copy counted by itself."""
+    others = route.group.size - 1
+    if route.kind == "all_to_all":
+        return sent.numel() // route.group.size * others
+    return sent.numel() * (1 if route.kind == "shift" else others)
 
 
 def _arrived(watchdog: Watchdog, route: Route, begin: float) -> None:

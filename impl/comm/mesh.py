@@ -21,6 +21,8 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -50,6 +52,15 @@ def default_group(backend: str, **options: Any) -> Iterator[None]:
     yield
     dist.destroy_process_group()
     gc.collect()  # FSDP2 and DDP hold groups in reference cycles
+
+
+def limit_nccl(timeout: timedelta) -> None:
+    """Set the time-out of NCCL in the default group, if it has NCCL; that of gloo stays."""
+    group = c10d._get_default_group()  # noqa: SLF001
+    for device in group._device_types:  # noqa: SLF001
+        backend = group._get_backend(device)  # noqa: SLF001
+        if backend.name() == "nccl":
+            backend._set_default_timeout(timeout)  # noqa: SLF001
 
 
 @dataclass(slots=True, eq=False)
@@ -173,17 +184,24 @@ class Mesh:
         """Return whether :meth:`group` of ``axis`` exists already, so that the call waits for no other rank."""
         return axis in self._groups
 
-    def group(self, axis: Axis) -> Group:
-        """Return this rank's group along ``axis``; the first call makes it, and all ranks must take part."""
+    def group(self, axis: Axis, timeout: timedelta | None = None) -> Group:
+        """Return this rank's group along ``axis``; the first call makes it, and all ranks must take part.
+
+        A group that is made has the ``timeout`` for its operations, by default the backend's.
+        """
         if axis not in self._groups:
             ranks = axis.group(self.rank)
-            handle = self._enumerated(axis) if self.members is None else self._among(ranks, self.members)
+            handle = (
+                self._enumerated(axis, timeout)
+                if self.members is None
+                else self._among(ranks, self.members, timeout)
+            )
             same_node = len({self.topology.node_of(rank) for rank in ranks}) == 1
             index, counting = ranks.index(self.rank), self.counting
             self._groups[axis] = Group(axis, ranks, index, same_node, weakref.ref(handle), counting)
         return self._groups[axis]
 
-    def _enumerated(self, axis: Axis) -> dist.ProcessGroup:
+    def _enumerated(self, axis: Axis, timeout: timedelta | None) -> dist.ProcessGroup:
         """Make this rank's process group along ``axis`` in a mesh over all ranks.
 
         Torch requires every rank to take part in making every group.  Therefore each rank makes all groups of
@@ -191,10 +209,13 @@ class Mesh:
         half an hour; :meth:`impl.comm.wire.Wire.group` therefore waits for all ranks first.
         """
         every = sorted(map(list, {axis.group(rank) for rank in range(self.topology.world)}))
-        handle, _ = dist.new_subgroups_by_enumeration(every, backend=self.backend)  # type: ignore[no-untyped-call]
+        make = partial(dist.new_subgroups_by_enumeration, backend=self.backend, timeout=timeout)
+        handle, _ = make(every)
         return handle  # type: ignore[no-any-return]
 
-    def _among(self, ranks: Sequence[int], members: Sequence[int]) -> dist.ProcessGroup:
+    def _among(
+        self, ranks: Sequence[int], members: Sequence[int], timeout: timedelta | None
+    ) -> dist.ProcessGroup:
         """Make the process group of ``ranks`` of the mesh, in which only these ranks take part.
 
         ``dist.new_group(use_local_synchronization=True)`` does the same, but it names the group by the number of
@@ -213,7 +234,7 @@ class Mesh:
             backend,
             store,
             f"{self._prefix}/{number}/{chosen[0]}",  # type: ignore[arg-type]  # a name is text
-            timeout=c10d._get_default_timeout(backend),  # noqa: SLF001
+            timeout=timeout or c10d._get_default_timeout(backend),  # noqa: SLF001
         )
         c10d._world.pg_group_ranks[handle] = {rank: index for index, rank in enumerate(chosen)}  # noqa: SLF001
         return handle  # type: ignore[no-any-return]

@@ -13,6 +13,7 @@ import re
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, TypeVar
 
@@ -24,6 +25,7 @@ from impl.comm.ledger import ACROSS, WAITING, WITHIN, Timeline
 from impl.comm.mesh import Mesh
 from impl.plan.topology import ranks_in_words
 from impl.transport.shared_memory import SharedMemoryError
+from impl.transport.side_stream import Arrival
 
 ORDER_CHECK: Final = "check_order()"  # as errors name the call of :meth:`impl.comm.wire.Wire.check_order`
 _PATIENCE_SECONDS: Final = 5.0  # how long a rank waits for the other ranks' reports
@@ -33,6 +35,13 @@ DIFFER: Final = "found that the ranks' exchanges differ"
 
 class WireError(RuntimeError):
     """A message cannot be sent, or did not arrive; the message tells what each rank was waiting for."""
+
+
+@dataclass(slots=True, eq=False)
+class _Mark:
+    """A moment between the waits of the device's stream."""
+
+    seconds: float | None = None  # waited until then; None until the device has passed the waits before it
 
 
 class Watchdog:
@@ -47,12 +56,14 @@ class Watchdog:
 
     def __init__(self, mesh: Mesh, *, streams: bool = False) -> None:
         self.collective_log, self._waited = CollectiveLog(), 0.0
+        self.carried = 0  # bytes that the transports have sent to other ranks
         self.paused = False  # whether the current stream is a side stream, whose waits delay no computation
         self.timeline: Timeline | None = None  # records messages and waits, if it is set
         self._rank, self._ranks, self._streams = mesh.rank, range(mesh.topology.world), streams
         self._counting = mesh.counting
-        # Events before and after each wait of the device's stream that has not been added to ``_waited`` yet.
-        self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        # For each wait of the device's stream that has not been added to ``_waited`` yet, the events before it and at
+        # its end, and marks between waits.
+        self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event] | _Mark] = deque()
         self._store: Store | None = None  # holds the ranks' reports; ranks that are threads have none
         self._met: dict[str, int] = defaultdict(int)  # how often this rank has called meet(), by purpose
         if (store := mesh.store()) is not None:
@@ -61,10 +72,36 @@ class Watchdog:
     @property
     def exposed_seconds(self) -> float:
         """Seconds spent in :meth:`wait`: by the host, or by the device's stream in work that has finished."""
-        while self._stalls and self._stalls[0][1].query():  # type: ignore[no-untyped-call]
-            begin, end = self._stalls.popleft()
-            self._waited += begin.elapsed_time(end) / 1e3
+        while self._stalls:
+            first = self._stalls[0]
+            if isinstance(first, _Mark):
+                first.seconds = self._waited
+            elif first[0].query() and first[1].query():  # type: ignore[no-untyped-call]
+                # An arrival that came before the wait began has delayed nothing.
+                self._waited += max(0.0, first[0].elapsed_time(first[1]) / 1e3)
+            else:
+                break
+            self._stalls.popleft()
         return self._waited
+
+    def mark_exposed(self) -> Callable[[], float]:
+        """Return a function that returns the exposed seconds until now.
+
+        If the device's stream waits for messages, call that function once the device has passed this moment.
+        """
+        mark = _Mark()
+        self._stalls.append(mark)
+
+        def read() -> float:
+            _ = self.exposed_seconds
+            if mark.seconds is None:
+                raise RuntimeError(
+                    "the device has not passed the waits before the mark: synchronise it first"
+                )
+            return mark.seconds
+
+        _ = self.exposed_seconds  # on a CPU the waits are known at once
+        return read
 
     @contextlib.contextmanager
     def stalling(self) -> Iterator[None]:
@@ -78,6 +115,16 @@ class Watchdog:
         end.record()
         self._stalls.append((begin, end))
         _ = self.exposed_seconds  # adds up and drops the events that have finished
+
+    def join(self, arrival: Arrival) -> None:
+        """Make the current stream wait for ``arrival``, and time the wait, which ends with the arrival."""
+        if arrival.event is not None:
+            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            begin.record()
+            self._stalls.append((begin, arrival.event))
+            _ = self.exposed_seconds  # adds up and drops the events that have finished
+        arrival.join()
+        arrival.joined = True
 
     def wait(self, step: Step, receive: Callable[[], T], *, across: bool = False) -> T:
         """Call ``receive``, which waits for the messages of ``step``, and return its result.

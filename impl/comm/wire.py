@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Final, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from impl.codecs.codec import Codec
 from impl.comm import exchanges
 from impl.comm.exchanges import Exchange, Kind, Pacer
+from impl.comm.hang_monitor import HangMonitor, OnHang, end_process
 from impl.comm.ledger import Ledger, Timeline
 from impl.comm.mesh import Mesh
 from impl.comm.watchdog import DIFFER, ORDER_CHECK, Watchdog, WireError
@@ -38,7 +38,11 @@ from impl.transport.shared_memory import Arena, patience
 from impl.transport.side_stream import Arrival, SideStream
 
 TIMEOUT_SECONDS: Final = 120.0
+# NCCL counts from when an exchange was enqueued, which may be a step before it starts.  Its own time-out therefore
+# comes later, in case that the hang monitor cannot end the process.
+NCCL_TIMES: Final = 5
 Transport = Literal["backend", "shm", "staged"]
+_OF_PASSES: Final = ("weights", "persistent", "gradients")  # purposes of the messages in every pass
 
 
 class Hop(NamedTuple):
@@ -84,9 +88,12 @@ class Wire:
         transport: how messages are carried; ``shm`` holds inside nodes only.
         pacer: models a link between nodes, on machines where the network does not limit its rate.
         timeout: seconds after which a rank that does not take part is an error.
+        on_hang: is called with that error, in another thread, where a GPU's stream waits for messages instead of
+            the host; by default the error is printed and the process ended with status 1.
 
     Raises:
-        WireError: for the transport ``shm`` on a mesh that is not on CPUs.
+        WireError: for the transport ``shm`` on a mesh that is not on CPUs, or for a ``pacer`` on a GPU whose
+            stream waits for messages.
     """
 
     def __init__(
@@ -96,19 +103,31 @@ class Wire:
         transport: Transport = "backend",
         pacer: Pacer | None = None,
         timeout: float = TIMEOUT_SECONDS,
+        on_hang: OnHang = end_process,
     ) -> None:
         self.mesh = mesh = Mesh.of(mesh)
         if transport == "shm" and mesh.device.type != "cpu":
             raise WireError(
                 f"transport 'shm' exchanges CPU memory, but the mesh is on {mesh.device}: use 'backend' or 'staged'"
             )
+        self.streams = streams = waits_on_streams(
+            mesh, transport
+        )  # whether a GPU's stream waits for messages
+        if streams and pacer is not None:
+            raise WireError(
+                "a pacer delays messages on the host, which with NCCL enqueues later work meanwhile: use transport "
+                "'staged', or a wire without a pacer"
+            )
         self.transport = transport
         self.ledger = Ledger()
         self.observer: Observer | None = None  # observes reductions, if it is set
         self._pacer, self._timeout = pacer, timeout
-        streams = waits_on_streams(mesh, transport)
         self._watchdog = Watchdog(mesh, streams=streams)
+        self._monitor = HangMonitor(self._watchdog, timeout, on_hang) if streams else None
+        self._group_timeout = timedelta(seconds=NCCL_TIMES * timeout) if streams else None
         self._buffers = exchanges.Buffers(mesh.device, streams=streams)
+        # For all but weights and gradients: on a GPU, buffers of a checkpoint's large messages should not remain.
+        self._others = exchanges.Buffers(mesh.device, keep=not streams)
         # The streams for the hops after the first of gathers and reductions; None if the host waits for messages.
         self.gathers = SideStream(mesh.device) if streams else None
         self.reductions = SideStream(mesh.device) if streams else None
@@ -125,6 +144,26 @@ class Wire:
         If the stream of a GPU waits, synchronise the device before reading it.
         """
         return self._watchdog.exposed_seconds
+
+    @property
+    def carried(self) -> int:
+        """Bytes that the transports have sent for this rank, which count their own messages beside the ledger."""
+        return self._watchdog.carried
+
+    def mark_exposed(self) -> Callable[[], float]:
+        """Return a function that returns the exposed seconds until now, without waiting for a GPU here.
+
+        If the stream of a GPU waits, call that function once the device has passed this moment.
+        """
+        return self._watchdog.mark_exposed()
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of the buffers for messages of weights and gradients; they grow to the most in use at once.
+
+        :mod:`impl.plan.messages` predicts them for a GPU whose stream waits for messages.
+        """
+        return self._buffers.held
 
     @contextlib.contextmanager
     def calling(self, call: str) -> Iterator[None]:
@@ -158,7 +197,7 @@ class Wire:
         if not self.mesh.has_group(axis):
             apart = f", stride {axis.stride}" if axis.stride > 1 else ""
             self.meet(f"the making of groups along {axis.name} ({axis.size} ranks{apart})")
-        return self.mesh.group(axis)
+        return self.mesh.group(axis, self._group_timeout)
 
     def make_groups(self, axes: Iterable[Axis]) -> None:
         """Make the groups along ``axes`` now, so that no rank makes one while another waits for a message."""
@@ -166,23 +205,24 @@ class Wire:
             self.group(axis)
 
     @contextlib.contextmanager
-    def beside(self, stream: SideStream) -> Iterator[Arrival]:
+    def beside(self, stream: SideStream, *, posted: bool = False) -> Iterator[Arrival]:
         """Enqueue the body's posts, waits and decoding on a side stream; yields their end, for :meth:`join`.
 
         With NCCL, waiting for a message blocks the stream and not the host.  Therefore all further hops can be
-        enqueued as soon as the first is posted.
+        enqueued as soon as the first is posted.  ``posted`` is as in
+        :meth:`impl.transport.side_stream.SideStream.beside`.
         """
         self._watchdog.paused = True
         try:
-            with stream.beside() as arrival:
+            with stream.beside(posted=posted) as arrival:
+                self._buffers.arrival = arrival
                 yield arrival
         finally:
-            self._watchdog.paused = False
+            self._watchdog.paused, self._buffers.arrival = False, None
 
     def join(self, arrival: Arrival) -> None:
         """Make the computation wait for ``arrival``, the end of work on a side stream; the wait is exposed."""
-        with self._watchdog.stalling():
-            arrival.join()
+        self._watchdog.join(arrival)
 
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
@@ -258,8 +298,11 @@ class Wire:
     def close(self) -> None:
         """Drop shared memory and buffers, and report to the other ranks that this wire is closed."""
         self._watchdog.close()
+        if self._monitor is not None:
+            self._monitor.close()
         self._arenas.clear()
         self._buffers.clear()
+        self._others.clear()
         if self._host_buffers is not None:
             self._host_buffers.clear()
 
@@ -274,14 +317,15 @@ class Wire:
         gloo drops its references to the memory when the wait ends.  NCCL, and ranks that are threads, may keep
         them longer.
         """
-        gloo = dist.get_backend(self.group(axis).process_group) == "gloo"
+        gloo = self.group(axis).backend(self.mesh.device.type) == "gloo"
         return gloo and self.transport != "staged" and not self.shares_memory(axis)
 
     def _exchange(
         self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool = False, into: Tensor | None = None
     ) -> Exchange:
+        buffers = self._buffers if tag.purpose in _OF_PASSES else self._others
         if axis.size == 1:
-            return exchanges.Alone(self._buffers, nbytes)
+            return exchanges.Alone(buffers, nbytes)
         key = (kind, axis, nbytes, tag, ring)
         route = self._routes.get(key)
         if route is None:
@@ -300,14 +344,17 @@ class Wire:
                     arena = self._arenas[axis] = self._watchdog.wait(step, make)
             return exchanges.InMemory(dog, step, route, arena)
         if self._host_buffers is None:
-            return exchanges.Distributed(dog, step, route, self._buffers, into=into, pacer=pacer)
+            return exchanges.Distributed(
+                dog, step, route, buffers, into=into, pacer=pacer, monitor=self._monitor
+            )
         host = exchanges.Distributed(dog, step, route, self._host_buffers, into=None, pacer=pacer)
-        return exchanges.Staged(host, route, self._buffers)
+        return exchanges.Staged(host, route, buffers)
 
     def _route(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> exchanges.Route:
         """Compute the route of such messages, and note what carries them for :meth:`describe`."""
         group, steps = self.group(axis), kind == "shift"
-        backend, shared = dist.get_backend(group.process_group), not steps and self.shares_memory(axis)
+        carried = "cpu" if self.transport == "staged" else self.mesh.device.type
+        backend, shared = group.backend(carried), not steps and self.shares_memory(axis)
         direct = backend == "gloo" and not ring
         carrier = "shm" if shared else f"{backend} point to point" if direct else backend
         carrier += " through host memory" if self.transport == "staged" else ""
@@ -325,6 +372,7 @@ class Wire:
             rows=1 if steps else axis.size,
             shared=shared,
             direct=direct,
+            in_place=kind == "all_gather" and (direct or backend != "gloo"),  # gloo's own all-gather copies
             limit=patience(backend, timedelta(seconds=self._timeout)),
             booked=tuple(
                 (LedgerKey(*tag, axis.name, link), count * nbytes, count) for link, count in counts.items()

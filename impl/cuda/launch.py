@@ -123,10 +123,16 @@ def compile_kernels(
 ) -> Compiled:
     """Compile ``kernels`` of ``file``, named as in C++, for ``sm_<architecture>``.
 
-    Raises RuntimeError: if that fails, with the compiler's log.
+    Raises RuntimeError: if that fails, with the compiler's log, or if NVRTC no longer knows the architecture.
     """
     from cupy.cuda import nvrtc
 
+    if architecture < (oldest := min(nvrtc.getSupportedArchs())):
+        version = ".".join(map(str, nvrtc.getVersion()))
+        raise RuntimeError(
+            f"this GPU is sm_{architecture}, and NVRTC of CUDA {version} compiles for sm_{oldest} and later: install "
+            "zeropp-bench[cuda12] in place of [cuda13], with a torch for CUDA 12"
+        )
     program = nvrtc.createProgram((sources / file).read_text(encoding="utf-8"), file, (), ())
     try:
         for kernel in kernels:

@@ -450,7 +450,8 @@ class Zero:
         """Return the peak bytes of this rank's engine, by part; the keys are those of
         :func:`impl.plan.memory.memory`.
         """
-        return dict(self._meter.peak)
+        messages = {"messages": self.wire.message_bytes} if self.wire.streams else {}
+        return self._meter.peak | messages
 
     def copied(self) -> dict[CopyKey, int]:
         """Return the bytes copied between host and device so far, which :func:`impl.plan.traffic.predict`

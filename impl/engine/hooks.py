@@ -16,6 +16,7 @@ reference would keep engine and model alive for ever.
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -63,6 +64,7 @@ class Hooks:
         self._model, self._units, self._context, self._reductions = model, units, context, reductions
         self._passes = passes = context.passes
         self._check_every, self.finished = context.policy.order_every, 0
+        self._warned = False  # whether a warning of autocast was given
         self.saved = SavedTensors(weights_in(units), passes.weights_at)
         self.masters, self.buffers = Masters(units), ModuleBuffers(model, context.wire, self.saved)
         self.scaler = LossScaler(context.policy.loss_scale)
@@ -160,10 +162,28 @@ class Hooks:
             self.buffers.differ = training or self.buffers.changed_by(self._model)
         if training:
             self._inputs_left.clear()
+            if not self._warned and torch.is_autocast_enabled(self._context.wire.mesh.device.type):
+                self._warn_of_autocast()
         passes.escaped.clear()
         passes.in_forward = True
         if self._seen is not None:
             self._seen = []
+
+    def _warn_of_autocast(self) -> None:
+        """Warn once if autocast keeps a cast of every gathered weight, which resharding cannot free."""
+        mesh, compute = self._context.wire.mesh, DTYPES[self._context.policy.compute]
+        cast = torch.get_autocast_dtype(mesh.device.type)
+        if cast == compute:
+            return
+        self._warned = True
+        if mesh.rank == 0:
+            name = str(cast).removeprefix("torch.")
+            setting = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(cast, "bf16")
+            warnings.warn(
+                f"torch.autocast({name}) keeps a {name} cast of every weight until backward, although units are "
+                f"resharded: set compute={setting!r} in the policy and remove autocast",
+                stacklevel=2,
+            )
 
     def check_parameters(self) -> None:
         """Raise a ZeroError if parameters were replaced in the model, or added to it, after shard()."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from impl.codecs.codec import BF16, ITEM_BYTES
+from impl.plan.messages import message_bytes
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import kept_units
 from impl.plan.shard_layout import UnitGeometry
@@ -21,7 +22,7 @@ ADAM_BYTES: Final = 8  # two fp32 moments per element
 STAGED: Final = 2  # most mean gradients that are being copied to the host at once
 PARTS: Final = (
     "masters", "frozen", "gradients", "optimizer", "secondary", "feedback", "gathered", "local_gradients",
-    "frames", "staging",
+    "frames", "staging", "messages",
     "host_masters", "host_frozen", "host_gradients", "host_optimizer", "host_secondary", "host_frames",
 )  # fmt: skip
 """The parts of a rank's memory (:func:`memory`)."""
@@ -39,6 +40,7 @@ def memory(
     *,
     micro_batches: int = 1,
     backward: bool = True,
+    streams: bool = False,
 ) -> dict[str, int]:
     """Returns the bytes that one rank holds, by part, at the moment of a step when that part is largest.
 
@@ -54,6 +56,8 @@ def memory(
       ``backward`` no units are kept)
     - ``local_gradients``: unsharded gradients.  All of them in fp32 where several micro-batches are added up
       locally, else those of the outer units and the largest block, in the compute type
+    - ``messages``: the buffers of messages if a GPU's ``streams`` wait for messages, as with NCCL
+      (:mod:`impl.plan.messages`); where the host waits for messages, their buffers are not counted
 
     Units gathered ahead of their use are not included; they add at most ``memory.prefetch`` elements,
     or the largest unit if that is more.
@@ -97,6 +101,10 @@ def memory(
     parts["local_gradients"] = item * _around_and_most(trained, [u.padded for u in trained if not u.outer])
     if micro_batches > 1 and not policy.reduces_each_micro_batch:
         parts["local_gradients"] = max(item, MASTER_BYTES) * sum(unit.padded for unit in trained)
+    if streams:
+        parts["messages"] = message_bytes(
+            policy, topology, units, micro_batches=micro_batches, backward=backward
+        )
     return parts
 
 

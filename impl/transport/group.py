@@ -44,6 +44,13 @@ class Group:
             )
         return group
 
+    def backend(self, device_type: str) -> str:
+        """Return the name of the backend that carries tensors of a type of device, such as ``cpu``."""
+        name = str(dist.get_backend(self.process_group))  # "cpu:gloo,cuda:nccl" if it has one for each type
+        if ":" not in name:
+            return name
+        return dict(part.split(":") for part in name.split(","))[device_type]
+
     @property
     def size(self) -> int:
         """Number of ranks in the group."""

@@ -110,7 +110,7 @@ def shared_file(group: Group, timeout: float, total: int) -> int:
         handle = os.memfd_create("zeropp-arena", os.MFD_CLOEXEC)
         os.ftruncate(handle, total)
         address = torch.tensor([os.getpid(), handle])
-    limit = patience(dist.get_backend(group.process_group), timedelta(seconds=timeout))
+    limit = patience(group.backend("cpu"), timedelta(seconds=timeout))
     dist.broadcast(address, group_src=0, group=group.process_group, async_op=True).wait(*limit)
     if group.index != 0:
         path = f"/proc/{int(address[0])}/fd/{int(address[1])}"

@@ -14,6 +14,7 @@ class Arrival:
     """The end of some work on a side stream; without an event, the work has ended already."""
 
     event: torch.cuda.Event | None = None  # recorded on the side stream after the work
+    joined: bool = False  # whether the stream of the computation waits for the end already
 
     def join(self) -> None:
         """Make later work of the current stream wait for the end of the work."""
@@ -34,13 +35,20 @@ class SideStream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[Arrival]:
+    def beside(self, *, posted: bool = False) -> Iterator[Arrival]:
         """Enqueue the body's work on this stream, after all earlier work of the current stream.
 
-        Yields the end of the body's work; it may be waited for once the context is left.
+        Yields the end of the body's work; it may be waited for once the context is left.  With ``posted``, the body
+        begins by waiting for messages that the current stream has just posted.  These come after the stream's other
+        work as well, so that the two streams need no further event.
         """
         arrival = Arrival()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if not posted:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            yield arrival
-            arrival.event = self._stream.record_event()
+            try:
+                yield arrival
+            finally:
+                event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                event.record(self._stream)
+                arrival.event = event

@@ -76,6 +76,11 @@ class GradientReduction:
         self._buffer: Tensor | None = None  # the memory of ``local``, if it comes from the reserve
         self._opened: Exchange | None = None  # the exchange whose message is ``local``, if there is one
         self._written: set[int] = set()  # members that have a gradient in ``local``
+        # On a GPU, places in ``local`` and the gradients to be copied there, all with one launch.
+        self._places: list[Tensor] = []
+        self._arrived: list[Tensor] = []
+        # Gradients of outer units arrive throughout the pass, and should not be held twice meanwhile.
+        self._together = context.wire.streams and not geometry.outer
         self._arrival: Arrival | None = None  # on a GPU, the end of the hops after the first
         self._errors: Errors | None = None  # the gradient codecs' carried errors, from the first reduction on
         self.follow(context.policy)
@@ -166,11 +171,23 @@ class GradientReduction:
             if gradient.layout is not torch.strided:  # an embedding's may be sparse, but messages are dense
                 gradient = gradient.to_dense()
             if number in self._written:
+                if self._places:
+                    self._copy_arrived()
                 part.add_(gradient)
+            elif self._together and not self._passes.accumulating:
+                self._places.append(part)
+                self._arrived.append(gradient.detach())
+                self._written.add(number)
             else:
                 part.copy_(gradient)
                 self._written.add(number)
             leaf.grad = None
+
+    def _copy_arrived(self) -> None:
+        """Copy the gradients that have arrived to their places, in one launch, which takes the host less time."""
+        torch._foreach_copy_(self._places, self._arrived)  # there is no public function for it
+        self._places.clear()
+        self._arrived.clear()
 
     def _open(self) -> Tensor:
         """Choose and return the memory (P,) to collect gradients in.
@@ -198,11 +215,19 @@ class GradientReduction:
         Members without a gradient take part in the reduction, since other ranks may have gradients for them.
         """
         flat = self._open() if self.local is None else self.local
-        for start, end in self._gaps:
-            flat[start:end].zero_()
+        if self._places:
+            self._copy_arrived()
+        empty = []
+        for start, end in self._gaps:  # a loop, since a comprehension costs a further call in each step
+            empty.append(flat[start:end])
         for number in set(range(len(self._members))) - self._written:
             slot = self._geometry.slots[number]
-            flat[slot.offset : slot.end].zero_()
+            empty.append(flat[slot.offset : slot.end])
+        if self._together and len(empty) > 1:
+            torch._foreach_zero_(empty)  # one launch; there is no public function for it
+        else:
+            for part in empty:
+                part.zero_()
         return flat
 
     def _forget(self) -> None:
@@ -212,6 +237,8 @@ class GradientReduction:
         if self._buffer is not None:
             self._reserve.give_back(self._buffer)
         self.local = self._buffer = self._opened = None
+        self._places.clear()
+        self._arrived.clear()
         self._written.clear()
 
     def end_pass(self) -> None:
@@ -250,7 +277,7 @@ class GradientReduction:
         self._forget()
         stream, self._arrival = self._wire.reductions, None
         if stream is not None and reduction.mean is None and self._wire.observer is None:
-            with self._wire.beside(stream) as self._arrival:
+            with self._wire.beside(stream, posted=True) as self._arrival:
                 self._take(reduction.finish())
         self.progress = Progress.REDUCING
         if reduction.mean is not None:  # with one rank there is no hop

@@ -119,7 +119,7 @@ class WeightGather:
         path.start(self._tags[phase])
         if (stream := self.wire.gathers) is not None:
             self.flat.attach()  # here, since the memory belongs to the stream of the computation
-            with self.wire.beside(stream) as arrival:
+            with self.wire.beside(stream, posted=path.sends) as arrival:
                 self.finish()
             self._arrival = arrival
 
@@ -147,6 +147,7 @@ class _Frames:
         ring = gather.axes == (gather.wire.mesh.topology.world_axis,)
         axes, copies = gather.axes[gather.spared :], gather.secondary.copies
         self._hops = FrameGather(gather.wire, axes, copies * nbytes, ring=ring)
+        self.sends = self._hops.sends
         self._shape = (*gather.target[0][:-1], nbytes)
 
     def start(self, tag: Tag) -> None:
@@ -216,6 +217,7 @@ class _Between:
         self._gather, self._codec, self._onward = gather, codec, onward
         nbytes = codec.frame_bytes(gather.geometry.shard)
         self._hops = FrameGather(gather.wire, gather.axes[: gather.spared], nbytes)
+        self.sends = self._hops.sends
 
     def start(self, tag: Tag) -> None:
         self._tag = tag

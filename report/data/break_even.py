@@ -19,7 +19,7 @@ import pandas as pd
 
 from harness.records.confidence_intervals import Interval, joined, undecided
 from report.data.frames import groups
-from report.data.speedups import speedup
+from report.data.speedups import speedup, undisturbed
 from report.data.text import listed, number, with_interval
 
 BEYOND: Final = "beyond what was measured"
@@ -73,13 +73,15 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
 
 def of_points(points: Sequence[tuple[float, pd.DataFrame]]) -> BreakEven:
     """The break-even of one configuration's pairs at each rate, in ascending order of rates."""
-    ratios, logs = [speedup(pairs) for _, pairs in points], [_logs(pairs) for _, pairs in points]
-    sweeps = [_by_pair(pairs, pairs["sweep"]) for _, pairs in points]
+    kept = [undisturbed(pairs) for _, pairs in points]
+    ratios, logs = [speedup(pairs) for _, pairs in points], [_logs(pairs) for pairs in kept]
+    occasions = [_by_pair(pairs, pairs["occasion"]) for pairs in kept]
+    left_out = [len(pairs) - len(rest) for (_, pairs), rest in zip(points, kept, strict=True)]
     significant = [ratio.known and not ratio.contains(1.0) for ratio in ratios]
     # Parts of the way along the points, without a significant difference from 1.
     parts: list[tuple[float, float]] = []
     for index, (below, above) in enumerate(pairwise(logs)):
-        for low, high in undecided(below, above, sweeps[index]):
+        for low, high in undecided(below, above, occasions[index], sum(left_out[index : index + 2])):
             # Two neighbouring rates that share few repeats have no line between them, although the speed-up at each
             # of the two rates may be significant.
             after = _BESIDE if low == 0 and significant[index] else 0.0

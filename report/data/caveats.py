@@ -22,7 +22,7 @@ FOOTNOTES: Final = {
     RATES: f"{RATES}: the links of one setting's configurations achieved rates that differ by more than "
     f"{RATES_AGREE_WITHIN:.0%}.",
     TAKEN: f"{TAKEN}: trials during which other programs and the machine's host took more than "
-    f"{OTHERS_WITHIN:.0%} of the processors' time.",
+    f"{OTHERS_WITHIN:.0%} of the processors' time; a number with this mark rests on such trials alone.",
     ABOVE: f"{ABOVE}: above 1, so that the bound is too long. Steps may have sent bytes at a higher rate than the "
     "probe after the trial, units may share the computation in other proportions than their elements, ranks may have "
     "competed for processors when computation was measured, or may not begin a step together.",
@@ -30,6 +30,8 @@ FOOTNOTES: Final = {
 }
 _FAULTS: Final = {  # by the column that describes one
     "miscounted": "The interfaces did not count the bytes that the ledger holds",
+    "crossed": "Backward passes gathered weights from other nodes, although hpZ keeps copies of them",
+    "flat": "The training loss did not fall",
     "off_rate": "The link's rate after the trial differs by more than 5 % from the requested rate",
 }
 _NODES: Final = {  # by the kind of their link
@@ -145,7 +147,8 @@ def warnings(derived: Derived) -> list[str]:
         sentences.append(
             f"During {disturbed} of {counted(len(trials), 'trial')} other programs and the machine's host "
             f"took more than {OTHERS_WITHIN:.0%} of the processors' time, at most "
-            f"{trials['taken_share'].max():.0%}; such trials are marked ({TAKEN})."
+            f"{trials['taken_share'].max():.0%}; such trials are marked ({TAKEN}), and seconds leave them out where "
+            "the same configuration also has undisturbed ones."
         )
     if padding := labels.pad_note(trials["padding_share"]):
         padded = counted(int(trials["padding_share"].gt(MUCH_PADDING).sum()), "trial")

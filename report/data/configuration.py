@@ -86,11 +86,18 @@ def with_baseline(
 ) -> pd.DataFrame:
     """``table`` with new columns, each the value of another column in the baseline's row that is equal in ``on``.
 
-    ``columns`` maps new names to the names of those columns; NaN where the baseline has no such row.
+    ``columns`` maps new names to the names of those columns; NaN where the baseline has no such row.  Of several
+    baselines in a setting it is the one of column ``beside``.
     """
-    base = table[is_base].drop_duplicates([*on])
-    base = base[[*on]].assign(**{new: base[old] for new, old in columns.items()})
-    return table.merge(base, on=[*on], how="left")
+    base, keys = table[is_base], [*on]
+    if base[["setting", "configuration"]].drop_duplicates()["setting"].duplicated().any():
+        base, keys = (
+            base.assign(beside=base["configuration"].where(base["beside"].ne(""), "")),
+            [*on, "beside"],
+        )
+    base = base.drop_duplicates(keys)
+    base = base[keys].assign(**{new: base[old] for new, old in columns.items()})
+    return table.merge(base, on=keys, how="left")
 
 
 def is_preset(table: pd.DataFrame, strategy: str) -> pd.Series[bool]:

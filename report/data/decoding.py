@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pandas as pd
 
@@ -10,7 +11,7 @@ from harness.records.confidence_intervals import Interval, geometric_interval, p
 from report.data import best_step
 from report.data.configuration import is_baseline, with_baseline
 from report.data.frames import Frames
-from report.data.speedups import geometric
+from report.data.speedups import geometric, undisturbed
 
 PAIR = ("setting", "sweep", "seed", "repeat", "step")  # generations that ran under the same conditions
 
@@ -44,23 +45,35 @@ def generations(frames: Frames) -> pd.DataFrame:
     table["tokens_per_second"] = table["sequences"] * table["tokens"] / table["seconds"]
     table["later_tokens_per_second"] = table["sequences"] * (table["tokens"] - 1) / table["later_seconds"]
     columns = {"baseline": "id", "baseline_tokens_per_second": "tokens_per_second"}
+    columns |= {"baseline_disturbed": "disturbed"}
     table = with_baseline(table, is_baseline(table), PAIR, **columns)
     return table.assign(speedup=table["tokens_per_second"] / table["baseline_tokens_per_second"])
 
 
 def speedup(group: pd.DataFrame) -> Interval:
-    """Geometric mean over trials of the mean ratio of each trial's generations; NaN without a baseline."""
+    """Geometric mean over undisturbed pairs of trials of the mean ratio of their generations.
+
+    NaN without a baseline.
+    """
     paired = group.dropna(subset=["baseline"])
     if paired.empty:
         return Interval(math.nan, math.nan, math.nan, 0)
-    by_trial = paired.groupby(["seed", "repeat"])
+    pairs = paired.assign(
+        disturbed=paired["disturbed"].astype(bool) | paired["baseline_disturbed"].astype(bool)
+    )
+    kept = undisturbed(pairs)
+    by_trial = kept.groupby(["seed", "repeat"])
     rates = ("tokens_per_second", "baseline_tokens_per_second")
     rate, base_rate = (by_trial[name].agg(geometric).to_dict() for name in rates)
-    return paired_ratio_interval(rate, base_rate, by_trial["sweep"].first().to_dict())
+    left_out = pairs.groupby(["seed", "repeat"]).ngroups - by_trial.ngroups
+    ratio = paired_ratio_interval(rate, base_rate, by_trial["occasion"].first().to_dict(), left_out)
+    return replace(ratio, disturbed=bool(kept["disturbed"].any()))
 
 
 def speed(group: pd.DataFrame) -> Interval:
-    """Tokens per second: geometric mean over trials of each trial's geometric mean, with its interval."""
-    by_trial = group.groupby("id", sort=False)
-    speeds = by_trial["tokens_per_second"].agg(geometric)
-    return geometric_interval(list(speeds), list(by_trial["sweep"].first()))
+    """Tokens per second: geometric mean over undisturbed trials of each trial's geometric mean, with its interval."""
+    kept = undisturbed(group)
+    by_trial = kept.groupby("id", sort=False)
+    speeds, left_out = by_trial["tokens_per_second"].agg(geometric), group["id"].nunique() - by_trial.ngroups
+    mean = geometric_interval(list(speeds), list(by_trial["occasion"].first()), left_out)
+    return replace(mean, disturbed=bool(kept["disturbed"].any()))

@@ -6,8 +6,8 @@ Definitions: docs/reference/metrics.md, Verdicts.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import pandas as pd
@@ -15,18 +15,21 @@ import pandas as pd
 from harness.records.confidence_intervals import (
     FEWEST,
     Interval,
+    Prediction,
     geometric_interval,
-    paired_ratio_interval,
     quantile,
 )
 from harness.records.memory_parts import on_device
 from harness.suites.answering_quantity import LEAST_STEPS
+from harness.suites.peers import PEERS
 from report.data import bytes_and_memory, decoding, loss_verdicts, speedups
 from report.data.configuration import is_baseline, spelled
 from report.data.frames import groups
 from report.data.metrics import Derived
 
-Verdict = Literal["better", "worse", "not significant", "inconclusive", "not measured"]
+Verdict = Literal[
+    "better", "worse", "within the margin", "not significant", "inconclusive", "one value", "not measured"
+]
 Key = tuple[str, str]  # a setting's hash, and a configuration
 MOST_NEEDED: Final = 200  # beyond which no number of further pairs is named
 SAME_MEMORY: Final = 0.005  # relative difference up to which memories are equal: padding differs
@@ -45,6 +48,7 @@ class Effect:
     equal: float = 1.0  # the change of equals: 1 of ratios, 0 of differences
     why: str = ""  # why it is inconclusive, where not by the number of values
     steps: int = 0  # of training, before a loss
+    expected: Prediction | None = None  # in a further run, where not by the interval alone
 
     @property
     def significant(self) -> bool:
@@ -87,7 +91,9 @@ def speeds(derived: Derived) -> dict[Key, Effect]:
     for table, ratio_of in ((derived.generations, decoding.speedup), (derived.pairs, speedups.speedup)):
         for key, rows in groups(table[table["id"] != table["baseline"].fillna(table["id"])], _BY_KEY):
             change = ratio_of(rows)
-            effects[key] = Effect(change, verdict_on(change, more_is_better=True), change)
+            expected = speedups.expected(rows) if table is derived.pairs else None
+            verdict = verdict_on(change, more_is_better=True)
+            effects[key] = Effect(change, verdict, change, expected=expected)
     return effects
 
 
@@ -109,27 +115,33 @@ def sent(derived: Derived) -> dict[Key, Effect]:
         if math.isfinite(ledger):
             effects[key] = _ratio(counted(float(ledger)))
         elif len(rows := rows[rows["interface_bytes"].gt(0) & rows["baseline_interface_bytes"].gt(0)]):
-            effects[key] = _ratio(speedups.speedup(rows, "interface_bytes", "baseline_interface_bytes"))
+            effects[key] = _ratio(speedups.steady_ratio(rows, "interface_bytes", "baseline_interface_bytes"))
     return effects
 
 
 def errors(derived: Derived) -> dict[Key, Effect]:
     """Errors of gradients end to end (vNMSE): of a trial the median of its measured steps, paired with the
     baseline's trial.
+
+    Suites that repeat trials measure errors in their first repeat alone, since further repeats of a seed would find
+    the same.  One value gets no verdict: steps and units of one training run are no independent samples.
     """
     rows, trials = derived.sent_errors, derived.trials
     rows = rows[rows["purpose"].eq("gradients") & rows["hop"].isna() & rows["repeated"].eq(1)]
     of_trial = rows.groupby("id")["vnmse"].median()
     of_trial = of_trial[of_trial > 0]
-    pairs = derived.pairs.assign(
-        error=derived.pairs["id"].map(of_trial), base=derived.pairs["baseline"].map(of_trial)
-    ).dropna(subset=["error", "base"])
-    changes = {key: speedups.speedup(paired, "error", "base") for key, paired in groups(pairs, _BY_KEY)}
+    pairs = (
+        derived.pairs[[*_BY_KEY, "seed", "repeat", "id", "baseline"]]
+        .assign(error=derived.pairs["id"].map(of_trial), base=derived.pairs["baseline"].map(of_trial))
+        .dropna(subset=["error", "base"])
+    )
+    changes = {key: speedups.steady_ratio(paired, "error", "base") for key, paired in groups(pairs, _BY_KEY)}
     effects: dict[Key, Effect] = {}
     measured = trials.assign(error=trials["id"].map(of_trial)).dropna(subset=["error"])
     for key, group in groups(measured, _BY_KEY):
-        value, change = geometric_interval(list(group["error"]), list(group["sweep"])), changes.get(key)
-        effects[key] = Effect(NONE, "inconclusive", value) if change is None else _ratio(change, value)
+        value, change = geometric_interval(list(group["error"])), changes.get(key)
+        effect = Effect(NONE, "inconclusive", value) if change is None else _ratio(change, value)
+        effects[key] = replace(effect, verdict="one value") if value.n == 1 else effect
     return effects
 
 
@@ -151,8 +163,8 @@ def losses(derived: Derived) -> dict[Key, Effect]:
             continue
         key, change = (row["setting"], row["configuration"]), row["difference"]
         verdict, why = _OF_LOSSES.get(row["verdict"], "inconclusive"), ""
-        if verdict == "not significant" and change.high < 0:
-            verdict = "better"
+        if verdict == "not significant" and not change.contains(0.0):
+            verdict = "better" if change.high < 0 else "within the margin"
         if row["steps"] < LEAST_STEPS:
             why = f"{row['steps']} steps; a verdict needs {LEAST_STEPS}"
         if key in lost:
@@ -163,14 +175,18 @@ def losses(derived: Derived) -> dict[Key, Effect]:
 
 
 def memory(derived: Derived) -> dict[Key, Effect]:
-    """MiB that the engine of the fullest rank holds on its device: median over trials, counted by the engine."""
+    """MiB that the engine of the fullest rank holds on its device: median over trials, counted by the engine.
+
+    Peers have none: what can be counted of a library lacks its gathered weights and local gradients.
+    """
     parts = derived.frames.memory
     parts = parts[parts["source"].eq("engine")]
     parts = parts[parts["part"].isin(on_device(dict.fromkeys(parts["part"], 0)))]
     of_trial = parts.groupby(["id", "rank"])["bytes"].sum().groupby("id").max() / 2**20
-    trials = derived.finished.assign(mib=derived.finished["id"].map(of_trial)).dropna(subset=["mib"])
+    ours = derived.finished[~derived.finished["strategy"].isin(list(PEERS))]
+    trials = ours.assign(mib=ours["id"].map(of_trial)).dropna(subset=["mib"])
     held: dict[Any, float] = trials[trials["mib"] > 0].groupby(_BY_KEY)["mib"].median().to_dict()
-    return _over_baselines(held, baselines(derived), same=SAME_MEMORY)
+    return _over_baselines(held, beside(derived), same=SAME_MEMORY)
 
 
 def largest_models(derived: Derived) -> dict[Key, Effect]:
@@ -180,7 +196,7 @@ def largest_models(derived: Derived) -> dict[Key, Effect]:
         (f"{limit / 2**20:g} MiB a rank", name): bytes_and_memory.largest(group)[0]
         for (limit, name), group in groups(rows, ["limit_bytes", "configuration"])
     }
-    bases = {limit: tuple(all_baselines(derived)) for limit, _ in sizes}
+    bases = dict.fromkeys(sizes, tuple(all_baselines(derived)))
     return _over_baselines(sizes, bases, more_is_better=True)
 
 
@@ -195,14 +211,12 @@ def scaling(derived: Derived) -> list[tuple[str, str, int, int, Effect]]:
             continue
         first, last = min(common), max(common)
         for (name,), own in groups(group, ["configuration"]):
-            ends = (own[own["nodes"] == nodes].set_index(["seed", "repeat"]) for nodes in (last, first))
-            above, below = ends
-            speeds: tuple[dict[Hashable, float], dict[Hashable, float]] = (
-                above["tokens_per_second"].to_dict(),
-                below["tokens_per_second"].to_dict(),
-            )
-            if speeds[0].keys() & speeds[1].keys():
-                change = paired_ratio_interval(*speeds, above["sweep"].to_dict())
+            above, below = (own[own["nodes"] == nodes] for nodes in (last, first))
+            pairs = above.merge(below, on=["seed", "repeat"], suffixes=("", "_first"))
+            if len(pairs):
+                either = pairs["disturbed"].astype(bool) | pairs["disturbed_first"].astype(bool)
+                speeds = ("tokens_per_second", "tokens_per_second_first")
+                change = speedups.speedup(pairs.assign(disturbed=either), *speeds)
                 effect = Effect(change, verdict_on(change, more_is_better=True), change)
                 found.append((kind, str(name), first, last, effect))
     return found
@@ -217,16 +231,24 @@ def baselines(derived: Derived) -> dict[str, tuple[str, ...]]:
     }
 
 
+def beside(derived: Derived) -> dict[Key, tuple[str, ...]]:
+    """The configurations of the baseline that each configuration is compared with."""
+    bases, found = baselines(derived), {}
+    for (setting, name, nearest), _ in groups(derived.finished, [*_BY_KEY, "beside"]):
+        found[str(setting), str(name)] = (str(nearest),) if nearest else bases.get(str(setting), ())
+    return found
+
+
 def all_baselines(derived: Derived) -> list[str]:
     """The configurations of the baseline in any setting."""
     return list(dict.fromkeys(name for names in baselines(derived).values() for name in names))
 
 
 def needed(change: Interval, equal: float) -> int:
-    """How many pairs, or sweeps of several, would exclude equality if change and spread stay; at most
+    """How many pairs, or occasions of several, would exclude equality if change and spread stay; at most
     :data:`MOST_NEEDED`.
     """
-    count = change.n if change.sweeps == 1 else change.sweeps
+    count = change.occasions if change.occasions > 1 else change.n
     ends = (change.estimate, change.high)
     estimate, high = map(math.log, ends) if equal == 1 else ends
     spread = (high - estimate) / quantile(count - 1) * math.sqrt(count)
@@ -245,13 +267,14 @@ def _ratio(change: Interval, value: Interval | None = None) -> Effect:
 
 
 def _over_baselines(
-    values: Mapping[Key, float], bases: Mapping[str, tuple[str, ...]], *, same: float = 0.0,
+    values: Mapping[Key, float], bases: Mapping[Key, tuple[str, ...]], *, same: float = 0.0,
     more_is_better: bool = False,
 ) -> dict[Key, Effect]:  # fmt: skip
     """Counted values beside those of the first baseline of the same setting."""
     effects: dict[Key, Effect] = {}
     for (setting, name), value in values.items():
-        base = next((values[setting, b] for b in bases.get(setting, ()) if (setting, b) in values), math.nan)
+        names = bases.get((setting, name), ())
+        base = next((values[setting, b] for b in names if (setting, b) in values), math.nan)
         ratio = value / base if base > 0 else math.nan
         change = counted(1.0 if abs(ratio - 1) <= same else ratio)
         verdict = verdict_on(change, more_is_better=more_is_better)

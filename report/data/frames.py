@@ -8,12 +8,14 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
 import pandas as pd
 from pydantic import BaseModel, ValidationError
 
+from harness.measure.machine import MUST_AGREE
 from harness.records import chained_journal, record_checks
 from harness.records import trial_record as schema
 from harness.records.trace_record import Trace, read_traces
@@ -21,11 +23,11 @@ from harness.records.trial_record import Record, RecordError, joules, read_all, 
 from harness.suites import labels
 from harness.suites.answering_quantity import ChosenQuantity
 from harness.suites.labels import differing, flatten
-from harness.suites.repeat_order import CONFIGURATION, compared_also
+from harness.suites.repeat_order import CONFIGURATION, compared_also, nearest_baselines
 from harness.suites.trial import Trial
 from impl.plan.shard_layout import FROZEN, UnitGeometry
 from report.data.configuration import NAMES, labels_of, shared_changes
-from report.data.text import plain, with_arguments
+from report.data.text import OTHERS_WITHIN, plain, with_arguments
 
 # Trials of one setting may differ in these fields: those of the configuration, of repetition, and of checks.
 _NOT_OF_A_SETTING: Final = (
@@ -33,6 +35,8 @@ _NOT_OF_A_SETTING: Final = (
 )  # fmt: skip
 _FLOATS: Final = ("rate_mbit", "achieved_mbit", "reference_loss", "processors", "taken_share")
 _ALWAYS_NAMED: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate", "tokens_per_rank")
+
+OCCASION_APART: Final = timedelta(hours=1)  # between sweeps of one start of a machine that are two occasions
 
 _FORESEEN: Final = ("seconds", "compute", "wire", "calibrated")
 _SENT: Final = ("id", "source", "rank", "node", *schema.LedgerRow.model_fields, "padding", "headers")
@@ -49,7 +53,10 @@ class Frames:
 
     In ``finished``, ``processors`` are the CPUs that all ranks share (NaN on GPUs and several machines),
     ``taken_share`` what other programs (``others_share``) and the hypervisor (``steal_share``) took of them,
-    and ``place`` and ``first`` the order in which configurations are listed.  Raises as :func:`load`.
+    ``beside`` the baseline that its configuration is compared with, where a setting has several (else empty),
+    ``disturbed`` whether that was more than :data:`OTHERS_WITHIN`, ``occasion`` the number of the occasion at which
+    the trial ran (:func:`occasions`), and ``place`` and ``first`` the order in which configurations are listed.
+    Raises as :func:`load`.
     """
 
     def __init__(
@@ -76,6 +83,12 @@ class Frames:
         for identity, setting in _settings(rows, self.trial_of, also).items():
             rows[identity] |= setting
         ended = [record for record in records if record.failure is None]
+        of_sweep = occasions(ended)
+        for record in records:
+            rows[record.id]["occasion"] = of_sweep.get(record.sweep, 0)
+        beside = _beside(records, rows, self.trial_of)
+        for row in rows.values():
+            row["beside"] = beside.get((row["setting"], row["configuration"]), "")
         for record in ended:
             _check_measured(record, self.trial_of[record.id])
         trained = [record for record in ended if self.trial_of[record.id].workload != "generate"]
@@ -128,6 +141,39 @@ class Frames:
 
 
 frames_of = Frames
+
+
+def occasions(records: Sequence[Record]) -> dict[int, int]:
+    """Number the occasions at which sweeps ran, by sweep; an occasion is one start of one machine.
+
+    A sweep belongs to the occasion of the sweep before it if both ran on one start of one machine (``machine.boot``)
+    and less than :data:`OCCASION_APART` lies between them: what they share, such as the state of the machine and
+    its neighbours, is then no independent sample.  Records that are older than ``machine.boot`` tell machines apart
+    by their hardware and kernel alone.
+    """
+    of_sweep = defaultdict[int, list[Record]](list)
+    for record in records:
+        of_sweep[record.sweep].append(record)
+    order = sorted(of_sweep, key=lambda sweep: (min(record.started for record in of_sweep[sweep]), sweep))
+    numbers, last = (
+        dict[int, int](),
+        dict[str, tuple[datetime, int]](),
+    )  # by start: its last end, and occasion
+    for sweep in order:
+        ran, starts = of_sweep[sweep], {_start(record) for record in of_sweep[sweep]}
+        begun = min(datetime.fromisoformat(record.started) for record in ran)
+        ended = max(datetime.fromisoformat(record.finished) for record in ran)
+        before = [last[start] for start in starts if start in last]
+        near = [number for end, number in before if begun - end <= OCCASION_APART]
+        numbers[sweep] = min(near, default=len(set(numbers.values())))
+        last |= dict.fromkeys(starts, (ended, numbers[sweep]))
+    return numbers
+
+
+def _start(record: Record) -> str:
+    """A text that is equal for records of one start of one machine."""
+    boot = record.machine.get("boot")
+    return str(boot or [record.machine.get(name) for name in MUST_AGREE])
 
 
 def load(results: Path, *, across_pools: bool = False) -> Frames:
@@ -185,6 +231,27 @@ def _compared_also(records: Sequence[Record], trials: Mapping[str, Trial]) -> tu
         for role in ("baseline", "contrast")
     }
     return compared_also(by_role["baseline"], by_role["contrast"])
+
+
+def _beside(
+    records: Sequence[Record], rows: Mapping[str, Mapping[str, Any]], trials: Mapping[str, Trial]
+) -> dict[tuple[str, str], str]:
+    """The baseline's configuration that each configuration is compared with, by setting and configuration, in settings
+    of several baselines: the one that differs in the fewest fields; a baseline itself is compared with itself.
+    """
+    bases = defaultdict[str, dict[str, Trial]](dict)
+    for record in records:
+        row = rows[record.id]
+        if record.role == "baseline":
+            bases[row["setting"]].setdefault(row["configuration"], trials[record.id])
+    beside = dict[tuple[str, str], str]()
+    for record in records:
+        row = rows[record.id]
+        key, here = (row["setting"], row["configuration"]), bases[row["setting"]]
+        if len(here) > 1 and key not in beside:
+            nearest = nearest_baselines(trials[record.id], [*here.values()])
+            beside[key] = next(name for name, trial in here.items() if trial is nearest[0])
+    return beside
 
 
 def _settings(
@@ -264,6 +331,8 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
         "predicted_equal": record_checks.ledger_mismatch(record) is None if record.predicted else None,
         "miscounted": record_checks.interface_mismatch(record) or "",
         "off_rate": record_checks.rate_mismatch(record) or "",
+        "crossed": record_checks.secondary_mismatch(record) or "",
+        "flat": record_checks.flat_loss(record) or "",
         "gradient_share": max((check.share for check in record.first_gradients), default=math.nan),
         **{f"foreseen_{name}": getattr(record.foreseen, name, math.nan) for name in _FORESEEN},
         "signed": record.digest is not None,
@@ -274,7 +343,8 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
         "processors": record.machine.get("cores") if shares_processors else None,
         "corpus": plain(trial.corpus),
         "corpus_sha256": str(record.ran.get("corpus_sha256", "")),
-        **_taken(record),
+        **(taken := _taken(record)),
+        "disturbed": taken["taken_share"] > OTHERS_WITHIN,
         **_gpus(record, trial),
     }
 

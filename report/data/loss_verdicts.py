@@ -6,6 +6,7 @@ A seed draws the first weights and the order of the data; its repeats and sweeps
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +24,7 @@ from harness.suites.answering_quantity import LEAST_STEPS
 from report.data.configuration import is_baseline
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.speedups import geometric
+from report.data.speedups import geometric, undisturbed
 
 FEWEST_OF_FRONT = 8  # configurations
 OPEN = "inconclusive"
@@ -48,10 +49,16 @@ def losses(derived: Derived) -> tuple[Row, ...]:
     trials = derived.trials.dropna(subset=["validation_loss"])
     trials = trials.assign(is_base=is_baseline(derived.trials)[trials.index])
     return tuple(
-        _row(derived, group, of_setting[of_setting["is_base"]])
+        _row(derived, group, _beside(of_setting[of_setting["is_base"]], group))
         for _, of_setting in groups(trials, ["setting"])
         for _, group in groups(of_setting, ["configuration"])
     )
+
+
+def _beside(base: pd.DataFrame, group: pd.DataFrame) -> pd.DataFrame:
+    """The trials of the baseline that a configuration is compared with, of several in its setting."""
+    beside = group["beside"].iloc[0]
+    return base[base["configuration"].eq(beside)] if beside else base
 
 
 def _row(derived: Derived, group: pd.DataFrame, base: pd.DataFrame) -> Row:
@@ -78,7 +85,7 @@ def _row(derived: Derived, group: pd.DataFrame, base: pd.DataFrame) -> Row:
     seconds, base_seconds = (_seconds_to(derived, trials, target) for trials in (group, base))
     reached = seconds[np.isfinite(seconds["seconds"])]
     row |= {"margin": margin, "target": target, "reached": int(reached["seed"].nunique())}
-    row["seconds"] = float(reached["seconds"].median())
+    row["seconds"] = float(undisturbed(reached)["seconds"].median())
     differences = list((losses_by_seed - base_by_seed).dropna())
     if differences and not group["is_base"].any():
         difference = mean_interval(differences)
@@ -148,7 +155,7 @@ def power(difference: Interval, margin: float) -> float:
     """Probability, by the noncentral t, that equals have an upper end below ``margin``; or NaN."""
     if not difference.known:
         return math.nan
-    freedom = (difference.n if difference.sweeps == 1 else difference.sweeps) - 1
+    freedom = difference.n - 1
     half = difference.high - difference.estimate
     if half == 0:
         return 1.0
@@ -195,18 +202,27 @@ def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.Dat
         else:
             fall = loss[end - 1] - loss[end]
             seconds[identity] = time[end - 1] + (time[end] - time[end - 1]) * (loss[end - 1] - target) / fall
-    return trials[["id", "seed", "sweep"]].assign(seconds=trials["id"].map(seconds).astype(float))
+    return trials[["id", "seed", "occasion", "disturbed"]].assign(
+        seconds=trials["id"].map(seconds).astype(float)
+    )
 
 
 def _gain(seconds: pd.DataFrame, base_seconds: pd.DataFrame) -> Interval:
-    """The baseline's seconds over a configuration's, paired by seed: the wider interval, of seeds or of sweeps;
-    none if a seed never gets there, which would be among the slowest.
+    """The baseline's seconds over a configuration's, in undisturbed pairs of one seed; the wider interval, of
+    occasions or of seeds; none if a seed never gets there, which would be among the slowest.
     """
     if not np.isfinite([*seconds["seconds"], *base_seconds["seconds"]]).all():
         return _NONE
-    gains = []
-    for clusters in (["seed"], ["seed", "sweep"]):
-        above, below = (t.groupby(clusters)["seconds"].agg(geometric) for t in (base_seconds, seconds))
-        sweeps = {key: key[1] for key in above.index} if "sweep" in clusters else None
-        gains.append(paired_ratio_interval(above.to_dict(), below.to_dict(), sweeps))
-    return max(gains, key=lambda gain: (not gain.known, gain.half))
+    pairs = seconds.merge(base_seconds, on=["seed", "occasion"], suffixes=("", "_base"))
+    if pairs.empty:
+        return _NONE
+    either = pairs["disturbed"].astype(bool) | pairs["disturbed_base"].astype(bool)
+    pairs = pairs.assign(disturbed=either)
+    kept, gains = undisturbed(pairs), []
+    for clusters in (["seed", "occasion"], ["seed"]):
+        above, below = (kept.groupby(clusters)[name].agg(geometric) for name in ("seconds_base", "seconds"))
+        occasions = {key: key[1] for key in above.index} if "occasion" in clusters else None
+        left_out = pairs.groupby(clusters).ngroups - len(above)
+        gains.append(paired_ratio_interval(above.to_dict(), below.to_dict(), occasions, left_out))
+    widest = max(gains, key=lambda gain: (not gain.known, gain.half))
+    return replace(widest, occasions=gains[0].occasions, disturbed=bool(kept["disturbed"].any()))

@@ -18,14 +18,14 @@ from report.data import best_step, break_even, configuration, speedups
 from report.data.configuration import Comparison, is_baseline, is_preset
 from report.data.decoding import generations
 from report.data.frames import Frames
+from report.data.text import OTHERS_WITHIN as OTHERS_WITHIN  # noqa: PLC0414  # part of this vocabulary
 from report.data.text import listed
 
 TRAINING: Final = ("generate", "score", "forward", "backward", "step")  # phases of a step that trains
-OTHERS_WITHIN: Final = 0.05  # share of the processors' time that others may have in a trial
 SHARES: Final = ("share", "schedule_share", "ideal_share", "processors_busy")  # of bounds on a step
 KEPT: Final = [
-    "id", "strategy", "configuration", "place", "first", "setting", "where", "sweep", "seed", "repeat", "nodes",
-    "ranks_per_node", "tokens_per_rank", "rate_mbit", "achieved_mbit", "link_kind",
+    "id", "strategy", "configuration", "place", "first", "setting", "where", "sweep", "occasion", "seed", "repeat",
+    "disturbed", "nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "achieved_mbit", "link_kind",
 ]  # fmt: skip
 """Columns that say in a figure's table of which trial a row is."""
 OF_TRIAL: Final = ["id", "strategy", "configuration", "place", "first", "setting", "where", "seed", "repeat"]
@@ -239,7 +239,7 @@ class Derived:
     @property
     def disturbed(self) -> frozenset[str]:
         """Ids of finished trials in which others took more than :data:`OTHERS_WITHIN` of the processors."""
-        return frozenset(map(str, self.finished[self.finished["taken_share"].gt(OTHERS_WITHIN)]["id"]))
+        return frozenset(map(str, self.finished[self.finished["disturbed"].astype(bool)]["id"]))
 
     @property
     def mostly_disturbed(self) -> bool:

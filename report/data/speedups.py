@@ -9,7 +9,13 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from harness.records.confidence_intervals import Interval, geometric_interval, paired_ratio_interval
+from harness.records.confidence_intervals import (
+    Interval,
+    Prediction,
+    geometric_interval,
+    paired_ratio_interval,
+    ratio_of_another_run,
+)
 from report.data.configuration import PROPOSED, is_baseline, is_preset, with_baseline
 
 RATES_AGREE_WITHIN: Final = 0.10  # relative spread up to which the links of a setting have one rate
@@ -21,15 +27,22 @@ def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
 
     Columns of ``table`` (:func:`report.data.metrics.trials`), ``baseline`` (its id), ``speedup`` (its step
     over the trial's), ``allowed`` (over the trial's best), ``bytes_ratio`` (ledger) and ``interface_ratio``.
+    A pair is ``disturbed`` if either of its trials is; ``own_disturbed`` is of the trial itself.
     """
     columns = {
         "baseline": "id",
         "baseline_configuration": "configuration",
         "baseline_seconds": "step_seconds",
     }
-    columns |= {f"baseline_{name}": name for name in ("sent_bytes", "interface_bytes")}
-    joined = with_baseline(table, is_base, PAIR, **columns).dropna(subset=["baseline"], ignore_index=True)
+    columns |= {
+        f"baseline_{name}": name for name in ("sent_bytes", "interface_bytes", "compute_seconds", "disturbed")
+    }
+    joined = (
+        with_baseline(table, is_base, PAIR, **columns).dropna(subset=["baseline"], ignore_index=True).copy()
+    )
     return joined.assign(
+        own_disturbed=joined["disturbed"].astype(bool),
+        disturbed=joined["disturbed"].astype(bool) | joined["baseline_disturbed"].astype(bool),
         speedup=joined["baseline_seconds"] / joined["step_seconds"],
         allowed=joined["baseline_seconds"] / joined["best_seconds"],
         bytes_ratio=joined["sent_bytes"] / joined["baseline_sent_bytes"],
@@ -37,13 +50,55 @@ def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
     )
 
 
+def undisturbed(rows: pd.DataFrame) -> pd.DataFrame:
+    """The trials or pairs of one configuration whose seconds count: those that others did not disturb, else all."""
+    disturbed = rows["disturbed"].astype(bool)
+    return rows if disturbed.all() else rows[~disturbed]
+
+
 def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "step_seconds") -> Interval:
-    """Geometric mean of the ratio of two columns over seeds and repeats; its interval includes the spread
-    between sweeps.  For :func:`pairs` of one configuration in one setting it is the speed-up.
+    """Geometric mean of the ratio of two columns of seconds over undisturbed pairs, with its interval.
+
+    The interval includes the spread between occasions.  For :func:`pairs` of one configuration in one setting it is
+    the speed-up.
     """
-    keys = list(zip(group["seed"], group["repeat"], strict=True))  # of a trial run again, the last counts
-    columns = (dict(zip(keys, group[name], strict=True)) for name in (above, below, "sweep"))
-    return paired_ratio_interval(*columns)
+    kept = undisturbed(group)
+    keys = list(zip(kept["seed"], kept["repeat"], strict=True))  # of a trial run again, the last counts
+    over, under, occasion = (dict(zip(keys, kept[name], strict=True)) for name in (above, below, "occasion"))
+    return _with_disturbance(paired_ratio_interval(over, under, occasion, len(group) - len(kept)), kept)
+
+
+def steady_ratio(group: pd.DataFrame, above: str, below: str) -> Interval:
+    """Geometric mean of the ratio of two columns that depend neither on the occasion nor on other programs, such as
+    bytes and errors, over all pairs of one seed and repeat.
+    """
+    keys = list(zip(group["seed"], group["repeat"], strict=True))
+    over, under = (dict(zip(keys, group[name], strict=True)) for name in (above, below))
+    return paired_ratio_interval(over, under)
+
+
+def expected(group: pd.DataFrame) -> Prediction:
+    """What a further run is expected to find for the speed-up of :func:`pairs` of one configuration.
+
+    The covariate is the computation of a step of the baseline, in seconds.
+    """
+    kept = undisturbed(group)
+    points = [
+        (float(rows["baseline_compute_seconds"].mean()), geometric(rows["speedup"]))
+        for _, rows in kept.groupby("occasion")
+    ]
+    known = [] if any(math.isnan(x) for x, _ in points) else points
+    return ratio_of_another_run(speedup(group), known)
+
+
+def outside(group: pd.DataFrame) -> int:
+    """The number of occasions whose own mean speed-up lies outside of the interval of all; of pairs as above."""
+    ratio, by_occasion = speedup(group), undisturbed(group).groupby("occasion")["speedup"]
+    return sum(ratio.known and not ratio.contains(mean) for mean in by_occasion.agg(geometric))
+
+
+def _with_disturbance(interval: Interval, kept: pd.DataFrame) -> Interval:
+    return replace(interval, disturbed=bool(kept["disturbed"].astype(bool).any()))
 
 
 def over_itself(paired: pd.DataFrame) -> Interval | float:
@@ -61,8 +116,10 @@ def geometric(values: pd.Series[float]) -> float:
 
 
 def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval:
-    """Geometric mean of a column of trials with its interval, as pages print seconds of steps."""
-    return geometric_interval(list(group[column]), list(group["sweep"]))
+    """Geometric mean of a column of undisturbed trials with its interval, as pages print seconds of steps."""
+    kept = undisturbed(group)
+    of_group = geometric_interval(list(kept[column]), list(kept["occasion"]), len(group) - len(kept))
+    return _with_disturbance(of_group, kept)
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
@@ -92,8 +149,9 @@ def parity(table: pd.DataFrame) -> pd.DataFrame:
     slow = shaped[contrast].assign(full_rate=lambda t: 4 * t["rate_mbit"])
     base = shaped[is_baseline(shaped)].rename(columns={"rate_mbit": "full_rate", "id": "baseline"})
     keys = ["elsewhere", "sweep", "seed", "repeat", "full_rate"]
-    columns = [*keys, "baseline", "tokens_per_second", "achieved_mbit"]
+    columns = [*keys, "baseline", "tokens_per_second", "achieved_mbit", "disturbed"]
     joined = slow.merge(base[columns], on=keys, suffixes=("", "_baseline"))
+    joined["disturbed"] = joined["disturbed"].astype(bool) | joined["disturbed_baseline"].astype(bool)
     joined["parity"] = joined["tokens_per_second"] / joined["tokens_per_second_baseline"]
     return joined.sort_values(["nodes", "ranks_per_node", "tokens_per_rank", "full_rate"], ignore_index=True)
 

@@ -7,25 +7,40 @@ import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from harness.records.confidence_intervals import FEWEST, FEWEST_SWEEPS, Interval
+from harness.records.confidence_intervals import FEWEST, WITHIN_START, Interval
 from harness.suites.labels import counted as counted  # noqa: PLC0414  # part of this vocabulary
 
 NOTHING: Final = "–"  # noqa: RUF001 - an en dash stands for no value
 FEWEST_IN_WORDS: Final = f"with a 95 % interval where there are {FEWEST} pairs or more"
+OTHERS_WITHIN: Final = 0.05  # share of the processors' time that others may have in a trial
 _LABEL_CHARACTERS: Final = 48
 
 
-def sweeps_in_words(sweeps: Collection[int]) -> str:
-    """Caption text on intervals over several sweeps, after a space; empty for one.
-
-    A published value ran in no sweep: its NaN does not count.
-    """
-    count = len({sweep for sweep in sweeps if not math.isnan(sweep)})
-    if count < 2:
+def occasions_in_words(count: int) -> str:
+    """Return caption text on intervals of seconds over ``count`` occasions; empty for none."""
+    if count == 0:
         return ""
-    few = "" if count >= FEWEST_SWEEPS else f"; there is none of fewer than {FEWEST_SWEEPS}"
-    means = f" The suite ran {count} times: an interval is that of the means of its runs"
-    return f"{means}, and so includes how runs differ{few}."
+    if count == 1:
+        return (
+            f"Intervals of seconds and speed-ups hold {WITHIN_START} of the machine: all trials ran at one occasion, "
+            "which says nothing about a run at another start."
+        )
+    return (
+        f"Intervals of seconds and speed-ups are over {count} occasions (starts of a machine): they are those of the "
+        "occasions' means, and so include how occasions differ."
+    )
+
+
+def left_out_in_words(intervals: Iterable[Interval]) -> str:
+    """A sentence on disturbed trials or pairs that were left out of these intervals; empty for none."""
+    counts = [(each.left_out, each.n + each.left_out) for each in intervals if each.left_out]
+    if not counts:
+        return ""
+    left, whole = (sum(numbers) for numbers in zip(*counts, strict=True))
+    return (
+        f"Left out of seconds and speed-ups, because others took more than {OTHERS_WITHIN:.0%} of the processors' "
+        f"time: {left} of {whole} trials or pairs in {counted(len(counts), 'row')}."
+    )
 
 
 def none_in_words(intervals: Iterable[Interval]) -> str:

@@ -19,7 +19,7 @@ from harness.csv_cells import safe_cells
 from report.data import caveats
 from report.data.configuration import NAMES
 from report.data.metrics import Derived
-from report.data.text import sweeps_in_words
+from report.data.text import occasions_in_words
 from report.draw.marks import Front, Lanes, Lines, Rows, Stacked
 from report.draw.names_of_rows import common_to, peers_note
 from report.draw.theme import COLUMN, WIDTH, Style, fonts, looks_of
@@ -35,6 +35,11 @@ _MARGIN: Final = 0.05  # inches around what is drawn
 _LETTERS: Final = 36  # most characters of a line above or below a narrow panel
 _PANEL: Final = 1.0  # inches: the least width of a panel, with the space around it
 _LAYOUTS: Final = 4  # most times that a figure is laid out; labels keep their widths, so its width converges
+
+
+def _has_seconds(data: pd.DataFrame) -> bool:
+    """Whether a table holds seconds of trials, whose intervals depend on the occasion."""
+    return "occasion" in data and not {"step_seconds", "tokens_per_second"}.isdisjoint(data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +67,7 @@ class Figure:
         parts += [caveats.FOOTNOTES[caveats.RATES]] if caveats.rates(data) else []
         parts += [peers_note(data)] if "strategy" in data else []
         parts += [common_to(data)] if "where" in data else []
-        parts += [sweeps_in_words(data["sweep"])] if "sweep" in data else []
+        parts += [occasions_in_words(data["occasion"].nunique())] if _has_seconds(data) else []
         return " ".join(part.strip() for part in parts if part.strip())
 
     def draw(self, derived: Derived, folder: Path, style: Style, forms: Collection[str] = ()) -> Drawn | None:

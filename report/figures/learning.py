@@ -99,7 +99,7 @@ def _front(derived: Derived) -> pd.DataFrame:
 
 def _excess(derived: Derived, trials: pd.DataFrame) -> pd.Series[float]:
     """Return each trial's validation loss minus the mean loss of the baseline with the same setting and seed."""
-    every, keys = derived.trials, ["setting", "seed"]
+    every, keys = derived.trials, ["setting", "seed", "beside"]
     base = every[is_baseline(every)].groupby(keys)["validation_loss"].mean()
     return trials["validation_loss"] - trials.join(base.rename("base"), on=keys)["base"]
 
@@ -163,7 +163,7 @@ def _costs(derived: Derived) -> pd.DataFrame:
     )
     trials = trials[trials["m"].gt(0) & trials["vnmse"].gt(0)]
     enough = trials.groupby("setting")["configuration"].transform("nunique") >= _FEWEST
-    return trials[enough][[*OF_TRIAL, "sweep", "m", "vnmse", "excess", "step_seconds"]]
+    return trials[enough][[*OF_TRIAL, "occasion", "disturbed", "m", "vnmse", "excess", "step_seconds"]]
 
 
 PARETO: Final = Figure(

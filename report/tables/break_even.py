@@ -114,9 +114,9 @@ def generation(derived: Derived) -> Table:
         {
             **row,
             "tokens_per_second": decoding.speed(runs),
-            "later_tokens_per_second": runs["later_tokens_per_second"].median(),
+            "later_tokens_per_second": speedups.undisturbed(runs)["later_tokens_per_second"].median(),
             "speedup": decoding.speedup(runs),
-            "exposed": runs["exposed"].median(),
+            "exposed": speedups.undisturbed(runs)["exposed"].median(),
             "first_mb": runs["first_bytes"].median() / 1e6,
             "later_mb": runs["later_bytes"].median() / 1e6,
         }

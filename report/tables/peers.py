@@ -101,8 +101,10 @@ def _over(trials: pd.DataFrame, peer_rows: pd.DataFrame, family: str) -> dict[st
     keys = ["sweep", "seed", "repeat"]
     gains = []
     for (name,), peer in groups(peer_rows, ["configuration"]) if trials["family"].iloc[0] == "" else []:
-        base = peer.drop_duplicates(keys)[[*keys, "step_seconds"]]
-        paired = trials.merge(base.rename(columns={"step_seconds": "baseline_seconds"}), on=keys)
+        base = peer.drop_duplicates(keys)[[*keys, "step_seconds", "disturbed"]]
+        names = {"step_seconds": "baseline_seconds", "disturbed": "baseline_disturbed"}
+        paired = trials.merge(base.rename(columns=names), on=keys)
+        paired["disturbed"] = paired["disturbed"].astype(bool) | paired["baseline_disturbed"].astype(bool)
         gains += [(speedups.speedup(paired), str(name))] if len(paired) else []
     if not gains:
         return {f"_{family}": ""}

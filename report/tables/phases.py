@@ -7,10 +7,11 @@ from typing import Any, Final
 
 import pandas as pd
 
+from harness.records.confidence_intervals import Interval
 from report.data import published
 from report.data.configuration import is_baseline, with_baseline
 from report.data.metrics import Derived, slowest_steps, timed_steps
-from report.data.speedups import PAIR, speedup, step_interval
+from report.data.speedups import PAIR, speedup, step_interval, undisturbed
 from report.data.text import number
 from report.tables.table import CONFIGURATION, RATIO, TRIALS, Column, Table, rows_of, table_of
 
@@ -27,10 +28,10 @@ def phases(derived: Derived) -> Table:
             **row,
             "phase": phase,
             "seconds": step_interval(trials, "seconds"),
-            "speedup": speedup(paired, below="seconds")
+            "speedup": over_baseline(paired)
             if len(paired := trials.dropna(subset=["baseline_seconds"]))
             else math.nan,
-            "exposed": trials["exposed"].median(),
+            "exposed": undisturbed(trials)["exposed"].median(),
             "inter_mb": trials["inter_bytes"].median() / 1e6,
             "bytes_ratio": (trials["inter_bytes"] / trials["baseline_bytes"]).median(),
             "intra_mb": trials["intra_bytes"].median() / 1e6,
@@ -70,6 +71,12 @@ def phases(derived: Derived) -> Table:
     )  # fmt: skip
 
 
+def over_baseline(paired: pd.DataFrame) -> Interval:
+    """The speed-up of rows of :func:`by_phase` of one configuration and phase that have a baseline."""
+    either = paired["disturbed"].astype(bool) | paired["baseline_disturbed"].astype(bool)
+    return speedup(paired.assign(disturbed=either), below="seconds")
+
+
 def by_phase(derived: Derived) -> pd.DataFrame:
     """One row per trial and phase (``train`` is the rest): ``seconds``, median of the slowest rank's;
     ``exposed``, the share of them spent waiting; ``inter_bytes`` and ``intra_bytes`` of a step (ledger);
@@ -93,5 +100,9 @@ def by_phase(derived: Derived) -> pd.DataFrame:
     per_step = sums.div(timed_steps(frames), axis=0, level="id")
     medians = medians.join(per_step.set_axis(["inter_bytes", "intra_bytes"], axis=1)).reset_index()
     table = derived.trials.merge(medians, on="id")
-    columns = {"baseline_seconds": "seconds", "baseline_bytes": "inter_bytes"}
+    columns = {
+        "baseline_seconds": "seconds",
+        "baseline_bytes": "inter_bytes",
+        "baseline_disturbed": "disturbed",
+    }
     return with_baseline(table, is_baseline(table), [*PAIR, "phase"], **columns)

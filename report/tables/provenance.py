@@ -35,7 +35,9 @@ def energy(derived: Derived) -> Table:
         row["_taken"] += f" ({held} {HELD})" if held else ""
         row["held_or_shared"] = held
         if len(known := trials.dropna(subset=["joules_per_token"])):
-            row["joules_per_token"] = median_interval(list(known["joules_per_token"]), list(known["sweep"]))
+            row["joules_per_token"] = median_interval(
+                list(known["joules_per_token"]), list(known["occasion"])
+            )
         rows.append(row)
     return table_of(
         "energy",
@@ -138,7 +140,9 @@ def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
         return _some([f"{value} ({', '.join(names[value])})" if apart else value for value in names])
 
     pairs = [(name, by_configuration(cells)) for name, cells in values.items()]
-    pairs += [(f"{name}s", str(table[name].nunique())) for name in ("repeat", "sweep") if len(table)]
+    pairs += [
+        (f"{name}s", str(table[name].nunique())) for name in ("repeat", "sweep", "occasion") if len(table)
+    ]
     return [(name, text) for name, text in pairs if text not in ("", labels.NONE)]
 
 
@@ -163,7 +167,7 @@ def essentials(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
     facts = [(name, _some(list(dict.fromkeys(texts)))) for name, texts in values.items()]
     if sizes := sorted({int(size) for size in table["parameters"] if size}):
         facts.append(("parameters", listed([_size(size) for size in sizes[:_SHOWN]])))
-    repeated = ["seed", "repeat", *(["sweep"] if len(set(table["sweep"])) > 1 else [])]
+    repeated = ["seed", "repeat", *(name for name in ("sweep", "occasion") if len(set(table["sweep"])) > 1)]
     return [*facts, ("repetition", ", ".join(counted(table[key].nunique(), key) for key in repeated))]
 
 

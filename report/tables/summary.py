@@ -13,7 +13,7 @@ from harness.suites import labels
 from report.data import caveats, loss_verdicts, metrics, speedups
 from report.data.configuration import BASELINE, FLAT_FACTOR, NAMES, short_names_in_words
 from report.data.metrics import Derived
-from report.data.text import NOTHING, counted, number, span, sweeps_in_words
+from report.data.text import NOTHING, counted, number, span
 from report.quantities import formula
 from report.tables.table import CONFIGURATION, RATIO, STEP, TRIALS, Column, Table, rows_of, table_of
 
@@ -52,7 +52,7 @@ def summary(derived: Derived) -> Table:
             "_pairs",
             "Pairs",
             str,
-            "Pairs: the number of pairs of trials, and the lowest and highest of their ratios.",
+            "Pairs: the number of pairs of trials, without those left out, and the lowest and highest of their ratios.",
         ),
         Column("share", "Best possible step/step", caveats.share, formula("best possible step/step")),
         Column("sent_mb", "Sent, MB/step", number(3), formula("sent"), "_sent"),
@@ -60,8 +60,7 @@ def summary(derived: Derived) -> Table:
         Column("validation_loss", "Validation loss, mean", number(4), loss),
         caption=f"Each configuration compared with {base}: time, bytes and, if the suite asks for it, loss. Columns "
         "without a definition are medians over trials.",
-        notes=f"{sweeps_in_words(derived.trials['sweep'])}"
-        f"{caveats.alone_in_words(derived)}{short_names_in_words(row['configuration'] for row in rows)}",
+        notes=f"{caveats.alone_in_words(derived)}{short_names_in_words(row['configuration'] for row in rows)}",
     )
 
 
@@ -105,28 +104,33 @@ def _rows(derived: Derived) -> list[dict[str, Any]]:
 
 def _row(derived: Derived, trials: pd.DataFrame) -> dict[str, Any]:
     paired, over = (pairs[pairs["id"].isin(trials["id"])] for pairs in (derived.pairs, derived.over_papers))
+    timed, timed_pairs = speedups.undisturbed(trials), speedups.undisturbed(paired)
     step, speedup = speedups.step_interval(trials), speedups.over_itself(paired)
     ledger, interface = (trials[name].median() / 1e6 for name in ("sent_bytes", "interface_bytes"))
     by_interfaces = math.isnan(ledger) and not math.isnan(interface)
     mark = f" {labels.INTERFACES}" if by_interfaces else ""
     row: dict[str, Any] = {
         "step_seconds": step,
-        **trials[_MEDIANS].median(),
-        **{key: (trials[key] * trials["step_seconds"]).median() / step.estimate for key in _PER_SECOND},
+        **timed[_MEDIANS].median(),
+        **{key: (timed[key] * timed["step_seconds"]).median() / step.estimate for key in _PER_SECOND},
         "validation_loss": loss_verdicts.over_seeds(trials).estimate,
         **{key: trials[key].max() for key in ("others_share", "steal_share", "taken_share")},
         "sent_mb": interface if by_interfaces else ledger,
         "_sent": mark + labels.pad_mark(float(trials["padding_share"].max())),
         "speedup": speedup,
         "_rates": caveats.rates(trials),
-        "pairs": len(paired),
+        "pairs": len(timed_pairs),
         "_pairs": NOTHING,
         **paired[["bytes_ratio", "interface_ratio"]].median(),
         "over_papers": speedups.over_itself(over),
     }
     if isinstance(speedup, Interval) and not paired["id"].eq(paired["baseline"]).all():
-        lowest, highest = paired["speedup"].min(), paired["speedup"].max()
-        between = f": {lowest:.2f} to {highest:.2f}" if len(paired) > 1 else ""
-        sweeps = f" in {counted(speedup.sweeps, 'sweep')}" if speedup.sweeps > 1 else ""
-        row |= {"pairs_lowest": lowest, "pairs_highest": highest, "_pairs": f"{len(paired)}{sweeps}{between}"}
+        lowest, highest = timed_pairs["speedup"].min(), timed_pairs["speedup"].max()
+        between = f": {lowest:.2f} to {highest:.2f}" if len(timed_pairs) > 1 else ""
+        at = f" at {counted(speedup.occasions, 'occasion')}" if speedup.occasions > 1 else ""
+        row |= {
+            "pairs_lowest": lowest,
+            "pairs_highest": highest,
+            "_pairs": f"{len(timed_pairs)}{at}{between}",
+        }
     return row

@@ -20,8 +20,15 @@ from harness.errors import Refusal, suggestion
 from harness.records.confidence_intervals import CONFIDENCE, FEWEST, Interval
 from report.data import caveats, published
 from report.data.frames import groups
-from report.data.metrics import OTHERS_WITHIN
-from report.data.text import NOTHING, none_in_words, number, text, with_interval
+from report.data.text import (
+    NOTHING,
+    left_out_in_words,
+    none_in_words,
+    number,
+    occasions_in_words,
+    text,
+    with_interval,
+)
 from report.draw.names_of_rows import by_configuration
 from report.quantities import formula
 
@@ -67,9 +74,11 @@ class Column:
 
     def cell(self, value: Any) -> str:
         """The printed form of a value."""
-        if isinstance(value, Interval) and self.ends and value.known:
-            return with_interval(value, self.form)
-        estimate = value.estimate if isinstance(value, Interval) else value
+        if isinstance(value, Interval):
+            taken = f" {caveats.TAKEN}" if value.disturbed else ""
+            ends = value if self.ends else replace(value, low=math.nan, high=math.nan)
+            return NOTHING if math.isnan(value.estimate) else with_interval(ends, self.form) + taken
+        estimate = value
         return NOTHING if isinstance(estimate, float) and math.isnan(estimate) else self.form(estimate)
 
 
@@ -168,6 +177,10 @@ class Table:
             if values.map(lambda value: isinstance(value, Interval)).any():
                 for suffix, field in (("", "estimate"), ("_low", "low"), ("_high", "high")):
                     columns[f"{key}{suffix}"] = [getattr(value, field, value) for value in values]
+                for field in ("over", "left_out", "disturbed"):  # where any interval has it
+                    found = [getattr(value, field, "") for value in values]
+                    if any(found):
+                        columns[f"{key}_{field}"] = found
         return safe_cells(pd.DataFrame(columns)).to_csv(index=False, lineterminator="\n")
 
     def markdown(self) -> str:
@@ -240,8 +253,7 @@ def table_of(
         footnotes.append(
             f"Parentheses: {CONFIDENCE:.0%} confidence intervals, given from {FEWEST} pairs or values on."
         )
-    intervals = (value for column in shown if column.ends for value in data[column.key])
-    footnotes.append(none_in_words(value for value in intervals if isinstance(value, Interval)))
+    footnotes += interval_notes(data, shown)
     if "where" in data and len(data):
         parts = data["where"].astype(str).str.split(", ", expand=True).fillna("").add_prefix("_where_")
         measured = parts[data["where"].ne(published.PUBLISHED)]
@@ -255,6 +267,19 @@ def table_of(
     cells = (cell for row in table.rows() for column, cell in zip(shown, row, strict=True) if column.numeric)
     footnotes.append(caveats.footnotes(cells))
     return replace(table, footnotes=" ".join(part.strip() for part in footnotes if part.strip()))
+
+
+def interval_notes(data: pd.DataFrame, columns: Sequence[Column]) -> list[str]:
+    """Footnotes on the intervals in these columns: what they are over, which have none, and what was left out."""
+    of_columns = {
+        column.key: [value for value in data[column.key] if isinstance(value, Interval)] for column in columns
+    }
+    shown = [value for column in columns if column.ends for value in of_columns[column.key]]
+    occasions = max((value.occasions for value in shown if value.known), default=0)
+    most_left_out = max(
+        of_columns.values(), key=lambda values: sum(each.left_out for each in values), default=[]
+    )
+    return [occasions_in_words(occasions), none_in_words(shown), left_out_in_words(most_left_out)]
 
 
 CONFIGURATION: Final = Column("configuration", "Configuration")
@@ -275,5 +300,5 @@ def rows_of(table: pd.DataFrame, *keys: str) -> Iterator[tuple[dict[str, Any], p
 
 def trial_count(trials: pd.DataFrame) -> dict[str, Any]:
     """The number of trials, marked with the number of those in which others had the processors."""
-    taken = int(trials["taken_share"].gt(OTHERS_WITHIN).sum())
+    taken = int(trials["disturbed"].astype(bool).sum())
     return {"trials": len(trials), "_taken": f" ({taken} {caveats.TAKEN})" if taken else ""}

@@ -16,9 +16,11 @@ from docs.numbers import DocumentError, Estimate
 from harness.records.confidence_intervals import Interval
 from harness.suites.peers import PEERS
 from harness.suites.trial import Trial
+from report.data import speedups
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.tables import all_tables
+from report.verdicts import verdicts
 from tests.report.records import changed_steps, record_of
 
 FINITE = st.floats(0.1, 10.0)
@@ -52,6 +54,52 @@ def test_an_estimate_prints_its_interval_where_it_has_one() -> None:
         assert str(alone) == "2.36"
         with pytest.raises(DocumentError, match=r"a speed-up has no interval"):
             alone.again  # noqa: B018
+
+
+def test_an_estimate_says_what_limits_it_in_every_form() -> None:
+    """An interval of one occasion is within this start and predicts nothing; a disturbed number says so, also in what
+    is computed from it, so that no template can drop it.
+    """
+    one = Estimate(Interval(2.36, 2.29, 2.42, 6, 1), "{:.2f}".format, "a speed-up", equal=1.0)
+    assert str(one) == "2.36 (2.29 to 2.42 within this start)"
+    assert one.ci == "95 % CI within this start 2.29 to 2.42"
+    assert (one.value, one.cell) == ("2.36", "2.36 (2.29 to 2.42)")
+    with pytest.raises(DocumentError, match=r"no interval over occasions"):
+        one.again  # noqa: B018
+    three = Estimate(Interval(2.0, 1.9, 2.1, 18, 3), "{:.2f}".format, "a speed-up", equal=1.0)
+    assert (str(three), three.occasions) == ("2.00 (1.90 to 2.10)", 3)
+    assert three.again == "1.80 to 2.21"
+    taken = Estimate(
+        Interval(0.73, math.nan, math.nan, 2, 1, disturbed=True), "{:.2f}".format, "a ratio", equal=1.0
+    )
+    assert (str(taken), taken.value, taken.cell) == ("0.73 (disturbed)",) * 3
+    assert (taken.percent, taken.change) == ("73 % (disturbed)", "27 % (disturbed)")
+    for computed in (taken / three, three / taken, taken * 2.0, taken / 2.0):
+        assert computed.value.endswith(" (disturbed)")
+    known = Estimate(Interval(0.73, 0.7, 0.8, 6, 1, disturbed=True), "{:.2f}".format, "a ratio", equal=1.0)
+    assert str(known) == "0.73 (0.70 to 0.80 within this start, disturbed)"
+    assert known.ci.endswith(", disturbed")
+
+
+@pytest.mark.parametrize("suite", ["quickstart"])
+def test_intervals_of_suites_of_several_occasions_hold_each_occasions_mean(suite: str) -> None:
+    """Or the footnotes of the verdicts name the configurations whose occasions lie outside; all other suites with
+    records have one occasion.
+    """
+    derived = numbers.derived(suite)
+    pairs = derived.pairs[derived.pairs["id"] != derived.pairs["baseline"]]
+    assert pairs["occasion"].nunique() > 1
+    assert pairs["sweep"].nunique() > pairs["occasion"].nunique()
+    notes = verdicts(derived).table.footnotes
+    for (_, name), rows in pairs.groupby(["setting", "configuration"]):
+        ratio = speedups.speedup(rows)
+        assert ratio.occasions == pairs["occasion"].nunique()
+        means = speedups.undisturbed(rows).groupby("occasion")["speedup"].agg(speedups.geometric)
+        outside = [mean for mean in means if not ratio.contains(mean)]
+        assert speedups.outside(rows) == len(outside)
+        assert bool(outside) == (f"{name} (" in notes.partition("outside of the intervals of")[2])
+        expected = speedups.expected(rows)
+        assert expected.low < ratio.low < ratio.high < expected.high
 
 
 @given(st.floats(-2, 2), st.floats(0, 1))

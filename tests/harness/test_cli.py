@@ -396,8 +396,14 @@ def test_run(folder: Path, zeropp: Zeropp, machinery: list[tuple[Any, ...]]) -> 
 def test_run_with_sweeps(
     folder: Path, capsys: pytest.CaptureFixture[str], zeropp: Zeropp, machinery: list[tuple[Any, ...]]
 ) -> None:
-    """The first sweep's trials are requested at once, others after them; too many are refused."""
-    assert "3 sweeps of 1 trial (1 repeat)" in zeropp("run", suite(folder), "--sweeps", 3).stderr
+    """The first sweep's trials are requested at once, others after them; several are said to be one occasion; too many
+    are refused.
+    """
+    ran = " ".join(zeropp("run", suite(folder), "--sweeps", 3).stderr.split())
+    assert "3 sweeps of 1 trial (1 repeat)" in ran
+    assert "are one occasion" in ran
+    assert "run this command again with --sweeps 4." in ran
+    assert "occasion" not in zeropp("run", suite(folder)).stderr
     assert machinery[0] == ("sweep", "q", 1, RESULTS)
     assert "--sweeps" in refused(folder, capsys, "run", "q.toml", "--sweeps", "0")
     assert "3000 trials; at most 2000" in refused(folder, capsys, "run", "q.toml", "--sweeps", "3000")

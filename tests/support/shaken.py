@@ -60,9 +60,10 @@ def shaken(device: torch.device, seed: int) -> Iterator[Late]:
         return delayed
 
     def poisoning(method: Callable[..., None]) -> Callable[..., None]:
-        def giving_back(self: Any, buffer: Tensor) -> None:
-            poison(buffer)
-            method(self, buffer)
+        def giving_back(self: Any, *buffers: Tensor) -> None:
+            for buffer in buffers:
+                poison(buffer)
+            method(self, *buffers)
 
         return giving_back
 

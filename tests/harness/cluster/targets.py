@@ -13,6 +13,12 @@ import torch.distributed as dist
 from harness.cluster.link import exchange
 from harness.cluster.rank import Progress, Rank, counters
 from harness.errors import Refusal
+from impl.comm import exchanges
+from impl.comm.hang_monitor import HangMonitor
+from impl.comm.mesh import Mesh
+from impl.comm.wire import Wire
+from impl.plan.traffic import Tag
+from tests.support.never import Never
 
 
 def place(rank: Rank, word: str) -> tuple[str, int, int, int, int]:
@@ -62,6 +68,11 @@ def hang(rank: Rank, _: None) -> None:
     if rank.rank == 1:
         time.sleep(600)
     dist.barrier()
+
+
+def exchanged_together(rank: Rank, message: tuple[int, int]) -> list[float]:
+    """Exchange messages of all ranks at once, in grouped calls as with NCCL; returns the achieved rates."""
+    return exchange(rank, *message, grouped=True, together=True)
 
 
 def exchanged(rank: Rank, message: tuple[int, int]) -> tuple[list[float], int, int]:
@@ -126,3 +137,15 @@ def fail_while_open(rank: Rank, how: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ZeroDivisionError("a planted error")
         dist.barrier()
+
+
+def never_answer(rank: Rank, _: None) -> None:
+    """Post a message that never arrives, as by an NCCL that hangs, and wait for it without a limit."""
+    mesh = Mesh.create(rank.topology, torch.device("cpu"))
+    wire = Wire(mesh)
+    assert rank.fail is not None
+    wire._monitor = HangMonitor(wire._watchdog, 0.5, rank.fail)
+    exchanges.point_to_point = lambda *_: [Never()]
+    exchange = wire.all_gather(mesh.topology.world_axis, 16, Tag("backward", "weights", "blocks.7"))
+    exchange.post()
+    time.sleep(1e6)

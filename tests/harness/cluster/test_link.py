@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.cluster import keeper, netns_shaper
-from harness.cluster.link import OPENING, Link, message_bytes, open_link
-from harness.cluster.nccl_environment import choose_hcas, nccl_in_words, nccl_variables
+from harness.cluster.link import OPENING, Link, message_bytes, open_link, slowest_rates
+from harness.cluster.nccl_environment import choose_hcas, flight_recorder, nccl_in_words, nccl_variables
 from harness.cluster.netns_shaper import shape
 from harness.cluster.pacer import Pacer
 from harness.cluster.port import Port
@@ -67,6 +67,33 @@ def test_queues_suit_their_rate(rate: float, latency: float) -> None:
     nbytes = message_bytes(cluster_with("namespaces", 2, rate, latency=latency))
     assert nbytes >= 20 * queue.burst
     assert nbytes >= max(0.19, 0.049 * latency) * queue.rate
+
+
+def test_a_nodes_rate_is_that_of_all_its_adapters() -> None:
+    """Rates of ranks that send at once add up, as far as the last message allows; ranks that wait do not count."""
+    two_rails = [[10.0, 10.0], [8.0, 12.0], [9.0, 9.0], [9.0, 11.0]]
+    assert slowest_rates(two_rails, 2) == [16.0, 18.0]
+    first_ranks = [[10.0, 30.0], [], [20.0, 20.0], []]
+    assert slowest_rates(first_ranks, 2) == [10.0, 20.0]
+    assert slowest_rates([[]], 1) == []
+
+
+def test_all_ranks_share_the_message_of_a_link_with_a_rate() -> None:
+    """With NCCL, a node's ranks send a calibration message of the same length in time as one rank otherwise."""
+    gpus = {"device": "cuda", "transport": "nccl", "ranks_per_node": 8}
+    whole = message_bytes(cluster_with("shaped", 2, 1000.0, ranks_per_node=8))
+    assert message_bytes(cluster_with("shaped", 2, 1000.0, **gpus)) == pytest.approx(whole / 8, abs=1)
+    assert message_bytes(cluster_with("real", 2, None, **gpus)) == 64 * 2**20
+
+
+def test_every_rank_of_a_node_measures_its_own_adapter(tmp_path: Path) -> None:
+    """Together, all ranks exchange messages with the next node, each with its own rank there; else the first do."""
+    with open_link(cluster_with("none", 3), "abc123") as joined:
+        launch = launch_of(joined, tmp_path, 2)
+        together = run_ranks(targets.exchanged_together, (1000, 2), launch)
+        alone = exchanged(joined, tmp_path, 1000, 2, 2)
+    assert [len(rates) for rates in together] == [2] * 6
+    assert [len(rates) for rates, _, _ in alone] == [2, 0] * 3
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=30), st.floats(0.1, 1e4))
@@ -141,6 +168,14 @@ def test_what_is_called_shaped_has_the_rate(rates: list[float], kind: str) -> No
     refusal = pytest.raises(LinkError, match=rf"set to 100 Mbit/s and carries {median:.4g}: .*{why}")
     with contextlib.nullcontext() if kind != "shaped" or 90 <= median <= 105 else refusal:
         joined.check()
+
+
+def test_nccls_latest_calls_are_recorded_and_written_at_a_time_out() -> None:
+    """Torch's flight recorder is on, and writes beside the trial's log."""
+    recorder = flight_recorder("logs/trial.log.nccl")
+    assert int(recorder["TORCH_FR_BUFFER_SIZE"]) > 0
+    assert recorder["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert recorder["TORCH_FR_DUMP_TEMP_FILE"] == "logs/trial.log.nccl"
 
 
 def test_nccl_sends_through_what_was_asked_for() -> None:

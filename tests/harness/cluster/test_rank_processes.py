@@ -66,6 +66,17 @@ def test_a_hanging_rank_leaves_its_stack(tmp_path: Path) -> None:
     assert "in barrier" in log
 
 
+def test_a_message_that_never_arrives_ends_the_trial_with_its_name(tmp_path: Path) -> None:
+    """Long before the trial's own limit; the log shows where the main thread stood."""
+    with pytest.raises(LaunchError) as caught:
+        run_ranks(targets.never_answer, None, local(Topology(1, 2), tmp_path / "log", seconds=600))
+    assert caught.value.kind == "crashed"
+    assert "WireError: rank " in str(caught.value)
+    assert "could not finish exchange 1, all_gather of 16 B along world" in str(caught.value)
+    assert "for backward weights blocks.7: no exchange has completed for" in str(caught.value)
+    assert "in never_answer" in (tmp_path / "log").read_text()
+
+
 def test_what_several_ranks_say_is_in_the_log_once(tmp_path: Path) -> None:
     """Equal output of several ranks is in the log once, under the numbers of all of them."""
     with pytest.raises(LaunchError, match="a planted error"):

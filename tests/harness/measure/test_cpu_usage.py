@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import namedtuple
-from pathlib import Path
-from unittest import mock
 
 import psutil
 import pytest
 
-from harness.measure import cpu_usage
-from harness.measure.cpu_usage import SCHEDULED, ProcessorMeter, ThreadClock, busy_seconds
+from harness.measure.cpu_usage import ProcessorMeter, busy_seconds
 from tests.harness.measure.test_step_clock import compute
 
 Times = namedtuple("Times", "user nice system idle iowait irq softirq steal guest guest_nice")  # noqa: PYI024
@@ -49,15 +45,3 @@ def test_what_this_process_computes_is_in_what_the_machine_did() -> None:
     if use is not None:
         assert 0.5 <= use.ranks <= use.seconds * use.processors
         assert use.user + use.system >= 0.8 * use.ranks  # ticks are samples
-
-
-def test_a_thread_sleeps_while_it_neither_runs_nor_could(tmp_path: Path) -> None:
-    """A pause counts as sleep; without the kernel's count of waiting, sleep is not known."""
-    clock = ThreadClock()
-    time.sleep(0.05)
-    seconds, slept = clock.read()
-    if SCHEDULED.exists():
-        assert slept is not None
-        assert 0.04 < slept <= seconds
-    with mock.patch.object(cpu_usage, "SCHEDULED", tmp_path / "none"):
-        assert ThreadClock().read()[1] is None

@@ -21,6 +21,8 @@ _LIMITED = (0x4, 0x4, 0x1)  # reasons in turn: of power, and idle, which holds n
 def fake_nvml(lacks: str = "", pids: tuple[int, ...] = ()) -> Any:
     """NVML's Python module: GPUs whose power rises and falls once a second around 300 W, and its integral."""
     begun, reasons = time.monotonic(), itertools.cycle(_LIMITED)
+    kibibytes = itertools.count(100, 50)
+    sent = (SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(ullVal=count)) for count in kibibytes)
 
     class NVMLError(Exception):
         """The library's."""
@@ -45,6 +47,7 @@ def fake_nvml(lacks: str = "", pids: tuple[int, ...] = ()) -> Any:
         "GetClockInfo": lambda *_: 1980,
         "GetCurrentClocksEventReasons": lambda _: next(reasons),
         "GetCurrentClocksThrottleReasons": lambda _: 0x4,
+        "GetFieldValues": lambda _, fields: [next(sent) for _ in fields],
         "GetComputeRunningProcesses": lambda _: [SimpleNamespace(pid=pid, usedGpuMemory=1) for pid in pids],
     }
     functions = {f"nvmlDevice{name}": refuse if name == lacks else get for name, get in device.items()}
@@ -79,6 +82,19 @@ def test_energy_is_the_integral_of_power(monkeypatch: pytest.MonkeyPatch) -> Non
     assert use.node == 1
 
 
+def test_bytes_sent_through_nvlinks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the difference of the GPU's counter, which is in KiB; a GPU without links has none to see."""
+    use = sampled(monkeypatch, fake_nvml(), 0.15, "GPU-0")
+    assert use is not None
+    assert use.gpus[0].nvlink_bytes == 50 * 1024
+    nvml = fake_nvml()
+    nvml.nvmlDeviceGetFieldValues = lambda *_: [SimpleNamespace(nvmlReturn=3, value=None)]  # not supported
+    for without in (fake_nvml("GetFieldValues"), nvml):
+        use = sampled(monkeypatch, without, 0.15, "GPU-0")
+        assert use is not None
+        assert use.gpus[0].nvlink_bytes == "unseen"
+
+
 @pytest.mark.parametrize(
     "lacks",
     ["GetTotalEnergyConsumption", "GetCurrentClocksEventReasons", "GetUtilizationRates", "GetPowerUsage"],
@@ -98,3 +114,15 @@ def test_without_gpus_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> Non
     """A part of a GPU has no handle, and a CPU is not asked for one."""
     for gpus in ((), ("MIG-0",)):
         assert sampled(monkeypatch, fake_nvml(), 0.05, *gpus) is None
+
+
+@pytest.mark.parametrize(("pids", "others"), [((4001, 4002), 0), ((4001, 4002, 4003), 1), ((), 0)])
+def test_ranks_in_a_container_are_not_others(
+    monkeypatch: pytest.MonkeyPatch, pids: tuple[int, ...], others: int
+) -> None:
+    """There NVML shows the host's numbers of processes; as many as ranks compute on the GPU are this trial's."""
+    monkeypatch.setattr("harness.measure.gpu_use.sees_the_hosts_processes", lambda: False)
+    use = sampled(monkeypatch, fake_nvml(pids=pids), 0.2, "GPU-3", "GPU-3")
+    assert use is not None
+    (gpu,) = use.gpus  # two ranks share it
+    assert gpu.others == others

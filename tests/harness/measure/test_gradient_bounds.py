@@ -7,10 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.measure.gradient_bounds import composed, relative_bound
+from harness.measure.gradient_bounds import SAMPLED, FirstGradient, composed, layouts_of, relative_bound
 from impl.codecs import reference
 from impl.codecs.codec import Codec, parse
 from impl.codecs.rounding_noise import Clock
+from impl.plan.policy import preset
+from impl.plan.shard_layout import ParameterSpec, lay_out
+from impl.plan.topology import Topology
 
 CODECS = (
     "fp32", "bf16", "fp16", "int8:64", "int4:64", "int2:64", "int4:64:asym", "fp8e4m3:64", "fp8e5m2:64",
@@ -73,3 +76,22 @@ def test_bounds_compose() -> None:
     assert composed([four]) == pytest.approx(1 / 14, rel=1e-3)
     assert composed([four, four]) == pytest.approx(2 / 14 + 1 / 14**2, rel=1e-3)
     assert relative_bound(parse("int2:64")) == pytest.approx(0.5, rel=1e-3)
+
+
+def test_windows_are_drawn_where_the_gradients_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a gradient on a device, only the drawn windows reach the CPU, not the whole gradient."""
+    policy, topology = preset("zeropp"), Topology(2, 2)
+    unit = lay_out("u", [ParameterSpec("w", (2**22,))], grain=policy.grain, world=4, max_padding=0.1)
+    (layout,) = layouts_of([unit], policy, topology)
+    expected = FirstGradient([layout], seed=0, micro_batches=1, rounding=0.0)
+    copied = list[int]()
+
+    def arrive(values: torch.Tensor) -> torch.Tensor:
+        copied.append(values.numel())
+        return torch.zeros(values.shape)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", arrive)  # stands in for a copy from a GPU
+    expected.add({"w": torch.empty(2**22, device="meta")}, 1.0)
+    expected.compare(layout, 0, torch.empty(unit.shards, unit.piece, device="meta"), 1.0)
+    assert copied
+    assert max(copied) <= SAMPLED

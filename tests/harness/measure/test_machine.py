@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,19 @@ def test_facts_are_plain() -> None:
     assert str(machine.ROOT) not in text
     assert platform.node() not in text.split('"')
     assert getpass.getuser() not in text.split('"')
+
+
+def test_a_start_of_the_machine_is_known_by_a_hash(tmp_path: Path) -> None:
+    """Equal until the next start, without the boot id itself; None where the kernel has none."""
+    path = tmp_path / "boot_id"
+    assert machine.boot(path) is None
+    path.write_text("5a5a0000-0000-4000-8000-000000000001\n", encoding="ascii")
+    first = machine.boot(path)
+    assert first == machine.boot(path)
+    assert first is not None
+    assert re.fullmatch(r"[0-9a-f]{12}", first)
+    path.write_text("5a5a0000-0000-4000-8000-000000000002\n", encoding="ascii")
+    assert machine.boot(path) != first
 
 
 def test_source_digest(tmp_path: Path) -> None:
@@ -76,7 +90,10 @@ def test_pool_key_follows_the_kernels(change: dict[str, Any], monkeypatch: pytes
 
 
 def test_adapters_that_work_are_listed_by_number(tmp_path: Path) -> None:
-    """Only adapters with an active port are listed, sorted by number; without InfiniBand none is."""
+    """Only adapters with an active port are listed, sorted by number; without InfiniBand none is.
+
+    Bytes that they have sent are those of the active ports whose counter, in units of 4 bytes, can be read.
+    """
     assert machine.hcas(tmp_path / "none") == []
     states = {
         "mlx5_10": ["4: ACTIVE"],
@@ -90,4 +107,10 @@ def test_adapters_that_work_are_listed_by_number(tmp_path: Path) -> None:
             folder = tmp_path / name / "ports" / str(number)
             folder.mkdir(parents=True)
             (folder / "state").write_text(f"{state}\n", encoding="ascii")
+            (folder / "counters").mkdir()
+            (folder / "counters" / "port_xmit_data").write_text(f"{1000 * number}\n", encoding="ascii")
     assert machine.hcas(tmp_path) == ["mlx5_2", "mlx5_10"]
+    assert machine.hca_sent_bytes(devices=tmp_path) == {"mlx5_2/2": 8000, "mlx5_10/1": 4000}
+    assert machine.hca_sent_bytes(["mlx5_10"], tmp_path) == {"mlx5_10/1": 4000}
+    (tmp_path / "mlx5_10" / "ports" / "1" / "counters" / "port_xmit_data").unlink()
+    assert machine.hca_sent_bytes(devices=tmp_path) == {"mlx5_2/2": 8000}

@@ -208,8 +208,12 @@ def little_waiting(_: Rank) -> Iterator[None]:
     def waited(self: Watchdog, message: Any, receive: Any, **options: Any) -> Any:
         return wait(self, message, lambda: (time.sleep(0.02), receive())[1], **options)
 
+    def marked(self: Watchdog) -> Callable[[], float]:
+        seconds = self._waited / 10
+        return lambda: seconds
+
     counted = property(lambda self: self._waited / 10)
-    with mock.patch.multiple(Watchdog, wait=waited, exposed_seconds=counted):
+    with mock.patch.multiple(Watchdog, wait=waited, exposed_seconds=counted, mark_exposed=marked):
         yield
 
 
@@ -264,7 +268,10 @@ LATER: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "a late update in a repeat": (a_late_update, "had other gradients than its backward passes left"),
     "a mean one step late": (a_mean_one_step_late, "before step [78] rank .'s reduced gradient of"),
     "ignored nodes": (ignored_nodes, "before step [78] rank .'s reduced gradient of"),
-    "a better loss in a repeat": (better_loss, "in step 2 rank . trained at a loss of .* is on record"),
+    "a better loss in a repeat": (
+        better_loss,
+        "in step [78] rank . trained at a loss of .* but a single process",
+    ),
 }
 """Sabotages of a repeat that measures no errors; before a drawn step, it is compared with a single process."""
 SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
@@ -278,23 +285,23 @@ SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "another codec of equal bytes": (another_codec, "gradients of .* were sent as int4:64:clip in hop"),
     "half a loss": (half_a_loss, "before step 2 rank .'s reduced gradient of unit"),
     "a better loss on record": (better_loss, "in step 2 rank . trained at a loss of"),
-    "no clipping": (no_clipping, "has a norm of .* although the whole should be clipped to 0.1"),
+    "no clipping": (no_clipping, "had gradients with a norm of .* with the whole clipped from .* to 0.1"),
     "a late update": (
         a_late_update,
         "in step . the optimizer of rank . had other gradients than its backward passes left",
     ),
     "batches without a step": (
         batches_without_a_step,
-        "read in step 1 a batch that it had read in an earlier step",
+        "in step 1 rank . read another batch",
     ),
-    "batches that repeat": (batches_that_repeat, "read in step 3 a batch that it had read"),
+    "batches that repeat": (batches_that_repeat, "in step 3 rank . read another batch"),
     "half batches": (half_batches, "read 1 samples in step 0, not 2"),
     "validation on training": (validation_on_training, "validates on other samples than those held out"),
     "little waiting": (
         little_waiting,
-        "recorded that it waited .* s for messages in .* its thread slept for",
+        "recorded that it waited .* but its thread slept for|but waited for messages for",
     ),
-    "halved steps": (halves_steps, "the clock counts too much"),
+    "halved steps": (halves_steps, "but a second clock around it shows"),
     "a biased kernel": (biased_kernel, "kernels of int8:64 do not equal the reference"),
 }
 SEED: Final = 1  # with it, repeat 1 of a trial of 2 + 7 steps draws one of the last two
@@ -386,7 +393,7 @@ def test_the_check_of_a_drawn_step_leaves_training_as_it_is(text: str, tmp_path:
             for record in records
         ]
         assert seen[0] == seen[1]
-        assert records[0].check_seconds > 0 == records[1].check_seconds
+        assert records[0].check_seconds > records[1].check_seconds > 0
 
 
 @given(seed=st.integers(0, 10**6), warmup=st.integers(0, 5), steps=st.integers(1, 40))
@@ -407,7 +414,7 @@ def test_no_check_fires_on_a_clean_trial(name: str, outcomes: dict[str, tuple[li
         assert outcome.checked.wrong is None
         assert outcome.checked.replayed >= 4 if name != "zero1" else True
         assert outcome.checked.linked == (0 if name in ("qgz", "ddp", "ddp+qgz") else 2)
-        assert set(outcome.checked.batches) == {0, 2, 4}
+        assert set(outcome.checked.batches) == {0, 1, 2, 3, 4}
 
 
 def _error(step: int, purpose: str, error: float) -> CommunicationError:

@@ -102,6 +102,21 @@ def test_sabotages_are_named(tmp_path: Path, sabotage: Callable[[Path], None], n
         assert MADE[0].id not in faults[0]
 
 
+def test_of_many_records_the_first_three_are_named_and_counted(tmp_path: Path) -> None:
+    """A page's warning does not list hundreds of ids."""
+    made = [
+        chained_journal.append(
+            tmp_path, record_of(Trial(steps=2, warmup=0, seed=seed), suite="q", order=seed)
+        )
+        for seed in range(7)
+    ]
+    for record in made[1:]:
+        trial_record.path_of(tmp_path, record.id).unlink()
+    (sentence,) = sentences(tmp_path)
+    named = ", ".join(record.id for record in made[1:4])
+    assert sentence.endswith(f"deleted after they were written: 6 trials ({named} and 3 more).")
+
+
 def test_older_records_have_no_journal(tmp_path: Path) -> None:
     """Records without a journal are counted, and not called deleted or edited."""
     for made in MADE:

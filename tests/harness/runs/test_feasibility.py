@@ -255,6 +255,18 @@ def test_ranks_may_share_a_gpu() -> None:
         assert bool(problems) == bool(message)
 
 
+def test_nccl_is_not_paced_by_a_machine_without_namespaces() -> None:
+    """Link auto with a rate is refused for NCCL in one line, with the reason and the ways out; staged is not."""
+    host = Host(24 * GIB, (16 * GIB,) * 4, lambda: "forbidden here")
+    shaped = {"device": "cuda", "rate": "1 Gbit/s"}
+    (problem,) = forecast_of(host, cluster=shaped | {"transport": "nccl"}).problems
+    assert "cluster.link = 'auto' would be 'paced' here (forbidden here)" in problem
+    assert "cluster.transport = 'staged'" in problem
+    assert "\n" not in problem
+    assert forecast_of(host, cluster=shaped | {"transport": "staged"}).problems == ()
+    assert forecast_of(host, cluster={"device": "cuda", "transport": "nccl"}).problems == ()
+
+
 def test_gpus() -> None:
     """On GPUs a rank must fit its device, and every rank needs one."""
     host = Host(memory=24 * GIB, gpus=(16 * GIB,) * 4, namespaces=lambda: None)
@@ -335,6 +347,8 @@ def _on_gpus(suite: Path, folder: Path) -> tuple[int, list[Trial]]:
     kept = [line for line in block.splitlines() if line.partition(" = ")[0] not in fields]
     written = [f"{name} = {value}" for name, value in fields.items()]
     path = folder / suite.name
+    for removed in re.findall(r"^# Then remove (\S+) from \[matrix\]\.$", text, re.MULTILINE):
+        after = re.sub(rf"^{re.escape(removed)} = .*\n?", "", after, flags=re.MULTILINE)
     path.write_text(before + mark + "\n".join([*written, *kept]) + rest + after)
     return int(header[1]), list(load(path).trials)
 
@@ -359,7 +373,7 @@ def test_suites_run_on_as_many_gpus_as_their_headers_say(suite: Path, tmp_path: 
     """
     gpus, trials = _on_gpus(suite, tmp_path)
     for count in (gpus, gpus - 1):
-        host = Host(2**39, (80 * 2**30,) * count, lambda: "no namespaces")
+        host = Host(2**39, (80 * 2**30,) * count, lambda: None)
         for planned in forecast(trials, host):
             needs = 1 if planned.trial.strategy == "single" else planned.trial.topology().world
             assert bool(planned.problems) == (needs > count), planned.problems

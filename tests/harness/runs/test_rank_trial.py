@@ -22,7 +22,7 @@ from harness.measure.cpu_usage import busy_seconds
 from harness.measure.machine import cores
 from harness.measure.quantisation_error import BITS, BLOCKS
 from harness.records.packet_sizes import HEADER_BYTES
-from harness.records.trial_record import LedgerRow, Record, Validation
+from harness.records.trial_record import AdapterCounters, LedgerRow, Record, Validation
 from harness.runs.feasibility import any_host, forecast
 from harness.runs.merge_ranks import assemble
 from harness.runs.rank_trial import Assignment, Outcome, run
@@ -112,6 +112,19 @@ def test_the_ledger_is_the_prediction(
     assert any(row.link == "inter" and row.purpose == "gradients" for row in rows)
     expected = {None: [], 0: [5], 2: [2, 4, 5], 3: [3, 5]}[every]
     assert [validation.step for validation in record.validations] == expected
+
+
+def test_what_adapters_sent_is_on_record_beside_the_ledger(text: str, tmp_path: Path) -> None:
+    """A node's InfiniBand counters have the bytes that its ranks booked to other nodes, without evaluations."""
+    sent = AdapterCounters(node=1, tx_bytes=123, ports=["mlx5_0/1"])
+    validated = trial(text, "zero3", validate_every=2)
+    ranks = outcomes(validated, tmp_path / "log")
+    ranks[2] = replace(ranks[2], adapters=sent)
+    (adapters,) = assembled(ranks, validated).adapters
+    rows = [row for rank in ranks[2:] for row in rank.record.ledger or [] if row.link == "inter"]
+    booked = sum(row.bytes for row in rows if row.phase != "evaluate")
+    assert adapters == sent.model_copy(update={"booked_bytes": booked})
+    assert 0 < booked < sum(row.bytes for row in rows)
 
 
 def test_codecs_within_a_budget_are_on_record(text: str, tmp_path: Path) -> None:

@@ -35,6 +35,10 @@ _ONE_NODE: Final = {"nodes": 1, "ranks_per_node": 4}
         ({"transport": "own.backend"}, "needs cluster.link = 'none' or 'paced'"),
         ({"transport": "nccl"}, "cluster.device = 'cpu', cluster.transport = 'nccl': device 'cuda' needs"),
         ({"device": "cuda"}, "cluster.transport = 'shm': .* transport 'nccl' or 'staged'"),
+        (
+            {"device": "cuda", "transport": "nccl", "link": "paced", "rate": "1 Gbit/s"},
+            "cluster.link = 'paced': .* the host would sleep .* 'namespaces'.* or cluster.transport = 'staged'",
+        ),
         ({"hosts": ["a", "a"]}, "lists a host twice"),
         ({"link": "real", "hcas": 2}, "cluster.hcas = 2: needs cluster.transport = 'nccl'"),
         (_ADAPTERS | _SHAPED | {"hcas": ["mlx5_0"]}, r"cluster.hcas = \[.mlx5_0.\]: .*'real'; set both"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from harness.suites.repeat_order import nearest_baselines
 from harness.suites.suite import Suite, SuiteError
 from tests.harness.suites.test_suite_file import HEAD, Read, read
 
@@ -69,6 +70,48 @@ def test_what_names_no_two_groups_is_refused(keys: str, message: str, read: Read
     """The refusal is one line with the key."""
     with pytest.raises(SuiteError, match=message):
         suite_of(read, keys)
+
+
+_CODECS = """
+[matrix]
+strategy = ["qgz"]
+policy.gradients = ["int8:128", "int4:128"{more}]
+policy.prefetch = [0, 1]
+"""
+_TWO = 'baseline = { policy.prefetch = 1, policy.gradients = ["int8:128", "int4:128"] }'
+
+
+def test_a_setting_may_have_several_baselines(read: Read) -> None:
+    """If each trial of the contrast is nearest to one of them."""
+    suite = read(_CODECS.format(more=""), f"{HEAD}repeats = 6\n{_TWO}\n")
+    bases = [trial for trial in suite.trials if suite.role_of(trial) == "baseline"]
+    assert len({str(base.policy.gradients) for base in bases}) == 2
+    for trial in suite.trials:
+        (nearest,) = {str(base.policy.gradients) for base in nearest_baselines(trial, bases)}
+        assert nearest == str(trial.policy.gradients)
+
+
+@pytest.mark.parametrize(
+    ("repeats", "more", "message"),
+    [
+        (
+            "6",
+            ', "int6:128"',
+            r"and a trial with .* differs from several of them in as few fields; let it match only",
+        ),
+        (
+            '"until 2 %"',
+            "",
+            r'which repeats = "6 to 20 repeats, until 2 %" does not allow; let it match only one',
+        ),
+    ],
+)
+def test_several_baselines_that_leave_open_which_is_compared_are_refused(
+    repeats: str, more: str, message: str, read: Read
+) -> None:
+    """A trial between two baselines, and repeats that go on until the ratios to one baseline are narrow."""
+    with pytest.raises(SuiteError, match=f"matches several configurations of one setting, {message}"):
+        read(_CODECS.format(more=more), f"{HEAD}repeats = {repeats}\n{_TWO}\n")
 
 
 MERGED = """

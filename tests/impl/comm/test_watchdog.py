@@ -10,32 +10,9 @@ import torch
 
 from impl.comm.watchdog import Watchdog, WireError
 from impl.plan.topology import Topology
+from tests.support.simulated_stream import Stream
 
 STEP: Any = (1, ("all_gather", "world", 4, 1, 16, "forward", "weights", "u", False), 0, "")
-
-
-class Stream:
-    """A simulated stream of a device: work, in seconds, and events are queued, and run when the test lets them."""
-
-    def __init__(self) -> None:
-        self.queued: list[Any] = []
-        self.now = 0.0
-
-    def run(self) -> None:
-        """Run everything that is queued."""
-        for item in self.queued:
-            if isinstance(item, float):
-                self.now += item
-            else:
-                item.at = self.now
-        self.queued.clear()
-
-    def event(self, *, enable_timing: bool) -> Any:
-        """Return an event like ``torch.cuda.Event``."""
-        event = SimpleNamespace(at=-1.0, query=lambda: event.at >= 0)
-        event.record = lambda: self.queued.append(event)
-        event.elapsed_time = lambda end: 1e3 * (end.at - event.at)
-        return event
 
 
 @pytest.fixture

@@ -123,6 +123,13 @@ def test_shared_memory_is_for_cpus() -> None:
         Wire(mesh, transport="shm")
 
 
+def test_messages_on_streams_are_not_paced() -> None:
+    """A pacer is refused where a GPU's stream waits for messages, because the host would sleep instead."""
+    mesh = Mesh(Topology(1, 1), 0, torch.device("cuda"))
+    with pytest.raises(WireError, match="use transport 'staged', or a wire without a pacer"):
+        Wire(mesh, pacer=_Slow())
+
+
 @each_rank(1, 3, processes=True)
 def test_the_record_names_what_carried_each_kind_of_message(mesh: Mesh) -> None:
     """The record distinguishes a ring's steps and a norm along one axis, whose transports differ."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -65,3 +68,16 @@ def test_a_launch_is_on_torchs_stream_of_the_tensors_device(
     digest = hashlib.sha256(image).hexdigest()
     assert launch.loaded_sha256() == hashlib.sha256(digest.encode()).hexdigest()
     launch._kernel.cache_clear()
+
+
+def test_a_v100_is_told_to_use_cuda_12(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA 13 compiles for sm_75 and later; the error names both and what to install."""
+    cupy: Any = ModuleType("cupy")
+    cupy.cuda = ModuleType("cupy.cuda")
+    cupy.cuda.nvrtc = SimpleNamespace(getSupportedArchs=lambda: [75, 80, 90], getVersion=lambda: (13, 0))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
+    with pytest.raises(
+        RuntimeError, match=r"sm_70, and NVRTC of CUDA 13\.0 .* install zeropp-bench\[cuda12\]"
+    ):
+        launch.compile_kernels("dequantize.cu", ["k"], 70)

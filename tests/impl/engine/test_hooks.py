@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -232,3 +233,19 @@ def test_in_place_changes_of_activations_are_still_noticed(mesh: Mesh) -> None:
     shard(net, mesh=mesh, policy=EXACT)
     with pytest.raises(ZeroError, match="modified by an inplace operation"):
         net(data(0, 0)).backward()
+
+
+@each_rank(1, 1)
+def test_autocast_is_warned_of_once(mesh: Mesh) -> None:
+    """The warning names the policy's setting; none comes if the policy computes in autocast's type already."""
+    net, cast = model(), model()
+    shard(net, mesh=mesh, policy=EXACT)
+    shard(cast, mesh=mesh, policy=replace(EXACT, compute="bf16"))
+    with warnings.catch_warnings(record=True) as caught, torch.autocast("cpu", torch.bfloat16):
+        warnings.simplefilter("always")
+        for number in range(2):
+            net(batch(number, 0)).backward()
+            cast(batch(number, 0)).backward()
+    (warning,) = caught
+    assert "a bfloat16 cast of every weight until backward" in str(warning.message)
+    assert "set compute='bf16' in the policy" in str(warning.message)

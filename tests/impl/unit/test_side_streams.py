@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +17,13 @@ from impl.codecs.codec import parse
 from impl.comm.exchanges import Buffers, Distributed
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
+from impl.plan.memory import memory
 from impl.plan.policy import Policy, preset
 from impl.plan.topology import Topology
 from impl.transport.side_stream import Arrival
 from impl.zero import shard
 from tests.support import stream_order
+from tests.support.params import nightly
 from tests.support.ranks import on_threads
 from tests.support.strategies import ROOMY
 from tests.support.stream_order import Detector, RaceError, on_streams
@@ -127,9 +132,12 @@ def without(name: str) -> Callable[[pytest.MonkeyPatch], None]:
         if name in ("gathers", "reductions"):
             monkeypatch.setattr(Wire, "join", join(name))
         elif name == "buffers":
-            monkeypatch.setattr(
-                Buffers, "give_back", lambda self, buffer: self._free[buffer.numel()].append((buffer, None))
-            )
+
+            def give_back(self: Buffers, *buffers: Tensor) -> None:
+                for buffer in buffers:
+                    self._free[buffer.numel()].append((buffer, Arrival()))
+
+            monkeypatch.setattr(Buffers, "give_back", give_back)
         else:
             monkeypatch.setattr(stream_order.Stream, "wait_stream", lambda *_: None)
 
@@ -145,3 +153,69 @@ def test_every_wait_is_needed(name: str, ranks: int, monkeypatch: pytest.MonkeyP
     without(name)(monkeypatch)
     with pytest.raises(RaceError, match="in no order"):
         on_threads(Topology(1, ranks), trained, POLICIES["zeropp"], True, backend="nccl_rules", seconds=5)
+
+
+def held(mesh: Mesh, policy: Policy) -> tuple[int, int]:
+    """Return the bytes of messages that a rank's exchanges hold after training, and the predicted ones."""
+    with Detector():
+        net = model()
+        zero = shard(net, mesh=mesh, policy=policy)
+        optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
+        for number in range(4):
+            net(batch(2 * number, mesh.rank)).backward()
+            net(batch(2 * number + 1, mesh.rank)).backward()
+            zero.step(optimizer, max_norm=1.0)
+            optimizer.zero_grad()
+        units = [unit.geometry for unit in zero.units]
+        formula = memory(policy, mesh.topology, units, micro_batches=2, streams=True)
+        return zero.memory()["messages"], formula["messages"]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "topology", [Topology(2, 2), *nightly(Topology(1, 2), Topology(1, 1), Topology(2, 1))], ids=str
+)
+def test_messages_hold_what_the_formula_predicts(
+    name: str, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffers of messages on a GPU are as large as predicted, for every kind of gather and reduction."""
+    on_streams(monkeypatch)
+    policy = POLICIES[name]
+    if policy.differences is not None:
+        policy = replace(policy, refresh=2)  # else weights themselves are sent once, and need no spare buffer
+    for measured, formula in on_threads(topology, held, policy, backend="nccl_rules", seconds=20):
+        assert measured == formula > 0
+
+
+def test_a_step_asks_little_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gather or reduction takes one event at its end and one before the wait for it; a unit's gradients, one copy."""
+    on_streams(monkeypatch)
+    events, copies = defaultdict[int, int](int), defaultdict[int, int](int)
+    record, copy = stream_order.Event.record, torch._foreach_copy_
+
+    def recorded(self: stream_order.Event, stream: stream_order.Stream | None = None) -> None:
+        events[threading.get_ident()] += 1
+        record(self, stream)
+
+    def copied(*tensors: Any) -> None:
+        copies[threading.get_ident()] += 1
+        copy(*tensors)
+
+    monkeypatch.setattr(stream_order.Event, "record", recorded)
+    monkeypatch.setattr(torch, "_foreach_copy_", copied)
+
+    def counted(mesh: Mesh) -> tuple[int, int, int]:
+        with Detector():
+            net = model()
+            zero = shard(net, mesh=mesh, policy=POLICIES["zeropp"])
+            optimizer, rank = torch.optim.AdamW(zero.param_groups(), lr=1e-2), threading.get_ident()
+            for number in range(3):
+                events[rank] = copies[rank] = 0
+                net(batch(number, mesh.rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return len(zero.units), events[rank], copies[rank]
+
+    for units, recordings, launches in on_threads(Topology(2, 2), counted, backend="nccl_rules", seconds=20):
+        assert recordings <= 2 * 3 * units  # two gathers and a reduction
+        assert 0 < launches < units  # outer units copy each gradient when it arrives

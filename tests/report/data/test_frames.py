@@ -9,7 +9,7 @@ import pytest
 from harness.records.trial_record import Failure
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.data import metrics
-from report.data.frames import ReportError, frames_of
+from report.data.frames import ReportError, frames_of, occasions
 from tests.report.records import MACHINE, SUITES, changed, committed, record_of, records_of, trials_of
 
 
@@ -98,6 +98,38 @@ def test_two_pools_are_refused_naming_what_differs() -> None:
     other = changed(apart[1], code={**apart[1].code, "source": "other"})
     with pytest.raises(ReportError, match=r"2 pools \(another machine or other code\) .*code.source"):
         frames_of([apart[0], other])
+
+
+_DAY = "2026-01-02T"
+
+
+@pytest.mark.parametrize(
+    ("sweeps", "numbers"),
+    [
+        ([("03:00", "03:10", "a"), ("03:15", "03:25", "a"), ("04:20", "04:30", "a")], [0, 0, 0]),  # a chain
+        ([("03:00", "03:10", "a"), ("04:11", "04:20", "a")], [0, 1]),  # more than an hour apart
+        (
+            [("03:00", "03:10", "a"), ("03:15", "03:25", "b"), ("03:30", "03:40", "a")],
+            [0, 1, 0],
+        ),  # another start
+        ([("03:00", "03:10", None), ("03:15", "03:25", None), ("09:00", "09:10", None)], [0, 0, 1]),  # older
+    ],
+)
+def test_sweeps_of_one_start_within_an_hour_are_one_occasion(
+    sweeps: list[tuple[str, str, str | None]], numbers: list[int]
+) -> None:
+    """By the machine's boot, or by hardware and kernel in older records, and by the time between two sweeps."""
+    records = [
+        record_of(
+            Trial(strategy=strategy, repeat=number), sweep=number, machine=MACHINE | ({"boot": boot} if boot else {}),
+            started=f"{_DAY}{begun}:00+00:00", finished=f"{_DAY}{ended}:00+00:00",
+        )
+        for number, (begun, ended, boot) in enumerate(sweeps)
+        for strategy in ("zero3", "zeropp")
+    ]  # fmt: skip
+    assert occasions(records) == dict(enumerate(numbers))
+    finished = frames_of(records).finished
+    assert dict(zip(finished["sweep"], finished["occasion"], strict=True)) == dict(enumerate(numbers))
 
 
 def test_trials_that_ran_different_kernels_are_refused() -> None:

@@ -174,7 +174,8 @@ def test_rates_equal_those_recomputed_by_hand() -> None:
 def test_ratios_are_of_the_same_generation() -> None:
     """A generation is compared with ZeRO-3's of the same number and repeat; ZeRO-3's ratio is one.
 
-    Generations of one trial, and of one run again, are one sample: six repeats of two are six pairs.
+    Generations of one trial, and of one run again, are one sample: six repeats of two are six pairs, of which
+    disturbed ones are left out.
     """
     records = committed("generation")
     again = [changed(record, id=record.id[::-1]) for record in records]
@@ -183,7 +184,8 @@ def test_ratios_are_of_the_same_generation() -> None:
         for configuration, group in table.groupby("configuration"):
             assert group["baseline"].nunique() == 6
             faster = decoding.speedup(group)
-            assert faster.n == 6
+            assert faster.n + faster.left_out == 6
+            assert faster.n >= 3
             assert (faster.estimate == 1) == (configuration == "ZeRO-3")
             assert group["speedup"].min() <= faster.estimate <= group["speedup"].max()
 

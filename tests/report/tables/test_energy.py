@@ -54,17 +54,18 @@ def test_without_gpus_there_is_no_table() -> None:
     ("sweeps", "says"),
     [
         ([0] * 3, "n = 3: no interval; six are needed."),
-        ([0, 1, 2] * 2, "3 sweeps: no interval; six are needed."),
+        ([0, 1, 2] * 2, "3 occasions: no interval; six are needed."),
         ([0] * 6, "Parentheses: 95% confidence intervals"),
         (list(range(6)), "Parentheses: 95% confidence intervals"),
     ],
 )
 def test_a_median_of_few_values_or_sweeps_says_that_it_has_no_interval(sweeps: list[int], says: str) -> None:
-    """Six values have one, and six sweeps; three sweeps of two have none, though six values stand there."""
+    """Six values have one, and six sweeps, each at an occasion; three of two have none, though there are six values."""
     one = gpu_record(4.0)
     records = [
         changed(record_of(Trial.from_canonical(one.trial).model_copy(update={"repeat": repeat})),
-                machine_use=one.machine_use, sweep=sweep)
+                machine_use=one.machine_use, sweep=sweep, started=f"2026-01-{2 + sweep:02}T03:00:00+00:00",
+                finished=f"2026-01-{2 + sweep:02}T03:10:00+00:00")
         for repeat, sweep in enumerate(sweeps)
     ]  # fmt: skip
     table = energy(derive(frames_of(records)))

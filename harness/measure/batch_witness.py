@@ -1,0 +1,121 @@
+"""Draws a trial's batches and validation samples a second time, and compares them with those that ranks read.
+
+Nothing here calls :meth:`harness.workloads.dataset.Dataset.batch`, ``validation_batches`` or ``draw``: sample numbers
+are hashed anew, and windows of a text are cut from its tokens.  Masks, images and users' examples are still made by
+the data set's own :meth:`~harness.workloads.dataset.Dataset.at`, since a second renderer would prove nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.suites.trial import Trial
+from harness.workloads.corpus import Text
+from harness.workloads.dataset import Dataset
+from harness.workloads.own_pairs import OwnPairs
+from harness.workloads.rank_batches import Batch
+
+_CHANCES: Final = 2**24  # with more possible batches than this, two equal ones are no coincidence
+_WINDOWS: Final = 4  # windows of a text's validation part that are looked for in its training part
+_LEAST: Final = 64  # tokens of such a window, at least
+_SEARCHED: Final = 64 * 2**20  # bytes of the largest training part that is searched for them
+
+
+class BatchWitness:
+    """Draws the batches of any rank of a trial by its own implementation."""
+
+    def __init__(self, trial: Trial, dataset: Dataset) -> None:
+        self._trial, self._dataset = trial, dataset
+        self._sequences = trial.tokens_per_rank // trial.sequence
+        # The control "half_batch" reads half of each batch on purpose.
+        self._used = self._sequences // 2 if trial.control == "half_batch" else self._sequences
+        self.samples = trial.accumulation * self._used  # that one rank reads in a step
+        count = dataset.count(dataset.train)
+        self.distinct = count ** (trial.accumulation * self._sequences) > _CHANCES
+
+    def batches(self, step: int, ranks: Sequence[int]) -> list[Batch]:
+        """Return the batches of a step that these ranks should read, in the order in which one process reads them."""
+        dataset, count = self._dataset, self._dataset.count(self._dataset.train)
+        read = []
+        for micro_batch, rank in itertools.product(range(self._trial.accumulation), ranks):
+            keys = [f"{self._trial.seed}/{step}/{micro_batch}/{rank}/{place}" for place in range(self._used)]
+            digests = [hashlib.blake2b(key.encode(), digest_size=16).digest() for key in keys]
+            numbers = [int.from_bytes(digest, "little") % count for digest in digests]
+            read.append(self._samples(dataset.train, numbers, keys))
+        return read
+
+    def held_out(self, ranks: Sequence[int]) -> list[Batch]:
+        """Return the validation batches of these ranks."""
+        dataset, count, world = self._dataset, self._sequences, self._trial.topology().world
+        batches = self._trial.validation_batches
+        last, gaps = dataset.count(dataset.validation) - 1, max(batches * world * count - 1, 1)
+        read = []
+        for rank, batch in itertools.product(ranks, range(batches)):
+            places = [(batch * world + rank) * count + place for place in range(count)]
+            keys = [f"validation/{place}" for place in places]
+            read.append(self._samples(dataset.validation, [place * last // gaps for place in places], keys))
+        return read
+
+    def _samples(self, part: Any, numbers: list[int], keys: list[str]) -> Batch:
+        dataset = self._dataset
+        if isinstance(dataset, Text) and not dataset.masks:
+            windows = [part[number : number + dataset.length + 1] for number in numbers]
+            tokens = torch.from_numpy(np.stack(windows).astype(np.int64))
+            return tokens[:, :-1], tokens[:, 1:]
+        inputs, targets = dataset.at(part, numbers, keys)
+        return torch.tensor(inputs), torch.tensor(targets)
+
+
+def shared_split(dataset: Dataset) -> str | None:
+    """Return how the validation part of a data set is also part of its training data; None if it is not.
+
+    Parts that share memory are found in every data set.  In a text, a few validation windows are also looked for in
+    the training part; a text that repeats itself is left out, because its own windows occur there again too.
+    """
+    shared = "validation samples are part of the training data"
+    if isinstance(dataset, OwnPairs):
+        pairs = zip(dataset.train, dataset.validation, strict=True)
+        return shared if any(np.shares_memory(train, validation) for train, validation in pairs) else None
+    if not isinstance(dataset, Text):
+        return shared if dataset.train is dataset.validation else None
+    train, validation = dataset.train, dataset.validation
+    if np.shares_memory(train, validation):
+        return shared
+    if train.nbytes > _SEARCHED:
+        return None
+    whole, length = train.tobytes(), min(max(dataset.length + 1, _LEAST), len(train), len(validation))
+
+    def occurrences(part: Any) -> Iterable[int]:
+        for start in np.linspace(0, len(part) - length, _WINDOWS).astype(int):
+            window = part[start : start + length].astype(train.dtype).tobytes()
+            first = whole.find(window)
+            yield 0 if first < 0 else 1 + (whole.find(window, first + 1) >= 0)
+
+    return shared if min(occurrences(validation)) > 0 and max(occurrences(train)) == 1 else None
+
+
+def digest(batches: Iterable[Batch]) -> str:
+    """Return a digest of the inputs and targets of batches."""
+    total = hashlib.blake2b(digest_size=16)
+    for tensor in itertools.chain.from_iterable(batches):
+        total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(np.ascontiguousarray(tensor.detach().cpu().numpy()).data)
+    return total.hexdigest()
+
+
+def same_inputs(read: Sequence[Tensor], given: Sequence[Batch]) -> bool:
+    """Return whether a model read the inputs of these batches, one after the other; floats may have been rounded."""
+    if len(read) != len(given):
+        return False
+    pairs = [(seen, inputs) for seen, (inputs, _) in zip(read, given, strict=True)]
+    return all(
+        seen.shape == inputs.shape and (seen.dtype != inputs.dtype or torch.equal(seen, inputs))
+        for seen, inputs in pairs
+    )

@@ -1,0 +1,238 @@
+"""Computes AdamW's steps a second time, for a few elements, in float64.
+
+Two sets of elements are watched on each rank:
+
+- *kept* elements, the same in all steps, with moments that are computed here from the first step on;
+- *drawn* elements, others in each step, which begin from the moments that the optimizer has.  An element that is never
+  stepped, or whose moments are lost, is found as soon as it is drawn.
+
+Between two steps nothing may change the elements that the next step draws.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from harness.suites.peers import family_of
+from harness.suites.trial import Trial
+
+_KEPT_TENSORS: Final = 16  # tensors with kept elements at most, spread over all of them
+_KEPT: Final = 32  # kept elements of each, spread evenly
+_DRAWN_TENSORS: Final = 32  # tensors with drawn elements at most
+_DRAWN: Final = 128  # drawn elements of each
+_SETTINGS: Final = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 1e-2}  # AdamW's defaults
+_MOMENTS: Final = ("exp_avg", "exp_avg_sq")  # as torch's AdamW names them
+_ULPS: Final = 3 * 2.0**-24  # allowed error relative to a master, which AdamW rounds to fp32 twice
+_RATE_ERROR: Final = 2e-5  # allowed error relative to the learning rate, from moments rounded to fp32
+# Allowed error of a moment relative to the terms that it is the sum of.  Each is rounded, and so are the difference
+# and the product of ``lerp``: at most four roundings of 2^-24.
+_MOMENT_ERROR: Final = 4 * 2.0**-24
+_SAME: Final = 0.999  # smallest cosine of a step's and its rehearsal's gradients; only GPUs round differently
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """The elements that are drawn for one step; each tensor is (n,) float64, over all drawn elements."""
+
+    places: list[tuple[int, Tensor]]  # number of a master, and the drawn places in it
+    value: Tensor
+    first: Tensor  # AdamW's moments
+    second: Tensor
+
+
+class OptimizerWitness:
+    """Watches the optimizer of one rank; the caller calls :meth:`before` and :meth:`after` around each of its steps.
+
+    It does nothing unless the optimizer is torch's AdamW with settings of :data:`_SETTINGS`.
+    """
+
+    def __init__(self, trial: Trial, rank: int, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._key, self._rank = optimizer, f"{trial.seed}/{trial.repeat}/{rank}", rank
+        self._settings: dict[str, Any] = {**_SETTINGS, **trial.optimizer.arguments}
+        self._schedule = trial.schedule()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # DeepSpeed has an implementation of its own.
+        adamw = trial.optimizer.name == "AdamW" and self._settings.keys() == _SETTINGS.keys()
+        self._masters: list[Any] = []
+        if adamw and family_of(trial.strategy) != "deepspeed":
+            self._masters = [p for p in parameters if local(p).numel() and p.dtype is torch.float32]
+        self._kept = self._masters[:: max(1, -(-len(self._masters) // _KEPT_TENSORS))]
+        self._taken = [0] * len(self._masters)  # steps that each master has taken
+        self._steps = 0
+        self._value = self._samples(self._kept)  # (n,) float64: the kept elements before the next step
+        self._first = self._second = torch.zeros_like(self._value)
+        self._reduced: Tensor | None = (
+            None  # (n,) float64: gradients of kept elements after the last backward pass
+        )
+        self._rehearsed: dict[int, Tensor] = {}
+        self._drawn = self._draw(0)
+        self.replayed = self.linked = (
+            0  # steps that were computed again; steps that were compared with a rehearsal
+        )
+
+    def note_rehearsal(self, index: int) -> None:
+        """Keep the present gradients, which come from a rehearsal of step ``index``."""
+        if (gradient := self._gradients()) is not None:
+            self._rehearsed[index] = gradient
+
+    def before(self, index: int) -> str | None:
+        """Keep the present gradients, which backward passes have just left; return what else has changed, if any."""
+        self._reduced, drawn = self._gradients(), self._drawn
+        if drawn is None:
+            return None
+        now = self._read(drawn.places)
+        same = zip((drawn.value, drawn.first, drawn.second), (now.value, now.first, now.second), strict=True)
+        if all(torch.equal(old, new) for old, new in same):
+            return None
+        return (
+            f"before the optimizer's step {index} something else changed elements of weights or moments on rank "
+            f"{self._rank}"
+        )
+
+    def after(self, index: int, *, done: bool) -> str | None:
+        """Compute step ``index`` again, from the present gradients, and return the first difference.
+
+        If the optimizer skipped the step for an overflow (not ``done``), masters must not have changed.
+        """
+        self._steps += done
+        wrong = self._kept_elements(index, done=done) or self._drawn_elements(index, done=done)
+        self._drawn = self._draw(index + 1)
+        return wrong
+
+    def _kept_elements(self, index: int, *, done: bool) -> str | None:
+        gradient, after = self._gradients(), self._samples(self._kept)
+        reduced, self._reduced = self._reduced, None
+        wrong = self._differs(index, gradient, reduced, "its backward passes left") if done else None
+        rehearsed = self._rehearsed.pop(index, None)
+        if rehearsed is not None and gradient is not None and bool(rehearsed.any()):
+            self.linked += 1
+            wrong = wrong or self._differs(
+                index, gradient, rehearsed, "a rehearsal of the same step just before it"
+            )
+        if gradient is not None:
+            expected = self._value
+            if done:
+                self._first, self._second = self._moments(self._first, self._second, gradient)
+                expected = self._stepped(self._value, self._first, self._second, self._steps, index)
+            wrong = wrong or self._wrong(index, after, expected)
+            self.replayed += 1
+        self._value = after
+        return wrong
+
+    def _drawn_elements(self, index: int, *, done: bool) -> str | None:
+        if (drawn := self._drawn) is None:
+            return None
+        gradients = [master.grad for master in self._masters]
+        for number, gradient in enumerate(gradients):
+            self._taken[number] += done and gradient is not None
+        if any(gradients[number] is None for number, _ in drawn.places):
+            return None  # such a master is not stepped; the gradients of all are compared elsewhere
+        now = self._read(drawn.places)
+        gradient = _pick(((local(gradients[number]), places) for number, places in drawn.places))
+        taken = torch.cat([torch.full((len(at),), float(self._taken[n])) for n, at in drawn.places]).double()
+        expected, first, second = drawn.value, drawn.first, drawn.second
+        if done:
+            first, second = self._moments(drawn.first, drawn.second, gradient)
+            expected = self._stepped(drawn.value, first, second, taken, index)
+        beta1, beta2 = self._settings["betas"]
+        for name, found, right, terms in (
+            ("exp_avg", now.first, first, beta1 * drawn.first.abs() + gradient.abs()),
+            ("exp_avg_sq", now.second, second, beta2 * drawn.second + gradient**2),
+        ):
+            if not bool(((found - right).abs() <= _MOMENT_ERROR * terms + 1e-40).all()):
+                return f"after step {index} {name} of drawn elements on rank {self._rank} is not what AdamW gives"
+        return self._wrong(index, now.value, expected, "drawn")
+
+    def _moments(self, first: Tensor, second: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        beta1, beta2 = self._settings["betas"]
+        return beta1 * first + (1 - beta1) * gradient, beta2 * second + (1 - beta2) * gradient**2
+
+    def _stepped(self, value: Tensor, first: Tensor, second: Tensor, steps: Any, index: int) -> Tensor:
+        """Return elements after a step of AdamW, (n,) float64 (Loshchilov and Hutter, algorithm 2)."""
+        settings, (beta1, beta2) = self._settings, self._settings["betas"]
+        rate = settings["lr"] * (1.0 if self._schedule is None else self._schedule.factor(index))
+        mean, spread = first / (1 - beta1**steps), (second / (1 - beta2**steps)).sqrt() + settings["eps"]
+        after: Tensor = value * (1 - rate * settings["weight_decay"]) - rate * mean / spread
+        return after
+
+    def _wrong(self, index: int, trained: Tensor, expected: Tensor, which: str = "watched") -> str | None:
+        """Return how the first element differs from what AdamW gives."""
+        allowed = _ULPS * expected.abs() + _RATE_ERROR * abs(self._settings["lr"])
+        wrong = ~((trained - expected).abs() <= allowed)  # negated, so that NaN is wrong too
+        if not bool(wrong.any()):
+            return None
+        at = int(wrong.nonzero()[0])
+        return (
+            f"after step {index} element {at} of those {which} on rank {self._rank} is {float(trained[at]):.9g}, but "
+            f"the trial's AdamW gives {float(expected[at]):.9g}: they differ by more than {float(allowed[at]):.2g}"
+        )
+
+    def _differs(
+        self, index: int, gradient: Tensor | None, expected: Tensor | None, whose: str
+    ) -> str | None:
+        """Return how the optimizer's gradients differ from the ``expected`` ones in more than a factor."""
+        if expected is None or gradient is None or not bool(expected.any()):
+            return None
+        cosine = float(torch.nn.functional.cosine_similarity(expected, gradient, 0))
+        if cosine >= _SAME:
+            return None
+        return (
+            f"in step {index} the optimizer of rank {self._rank} had other gradients than {whose}: their cosine is "
+            f"{cosine:.3f}"
+        )
+
+    def _gradients(self) -> Tensor | None:
+        """Return the gradients of the kept elements, (n,) float64; None if a master has none."""
+        gradients = [master.grad for master in self._kept if master.grad is not None]
+        return self._samples(gradients) if gradients and len(gradients) == len(self._kept) else None
+
+    def _samples(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Return a few elements of each tensor, from first to last at equal distances."""
+        return _pick((flat, _evenly(flat.numel())) for flat in (local(tensor).view(-1) for tensor in tensors))
+
+    def _draw(self, index: int) -> _Drawn | None:
+        """Draw the elements that step ``index`` is checked on, and read them."""
+        seed = hashlib.sha256(f"{self._key}/{index}/drawn elements".encode()).digest()
+        draw = torch.Generator().manual_seed(int.from_bytes(seed[:7], "little"))
+        numbers = torch.randperm(len(self._masters), generator=draw)[:_DRAWN_TENSORS].tolist()
+        if not numbers:
+            return None
+        sizes = [local(self._masters[number]).numel() for number in numbers]
+        places = [torch.randint(size, (min(_DRAWN, size),), generator=draw) for size in sizes]
+        return self._read([*zip(numbers, places, strict=True)])
+
+    def _read(self, places: Sequence[tuple[int, Tensor]]) -> _Drawn:
+        masters = [(self._masters[number], at) for number, at in places]
+        moments = []
+        for name in _MOMENTS:
+            states = [(self._optimizer.state.get(master, {}).get(name), at) for master, at in masters]
+            zeros = torch.zeros((), dtype=torch.float64)
+            moments.append(
+                torch.cat(
+                    [zeros.expand(len(at)) if s is None else _pick([(local(s), at)]) for s, at in states]
+                )
+            )
+        value = _pick((local(master), at) for master, at in masters)
+        return _Drawn([*places], value, *moments)
+
+
+def local(tensor: Any) -> Tensor:
+    """Return the local shard of a ``DTensor``, or any other tensor as it is, detached."""
+    whole: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return whole.detach()
+
+
+def _evenly(numel: int) -> Tensor:
+    return torch.linspace(0, numel - 1, min(_KEPT, numel), dtype=torch.float64).long()
+
+
+def _pick(tensors: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the elements at these places of each tensor, as (n,) float64 on the CPU."""
+    picked = [flat.view(-1)[places.to(flat.device)].double().cpu() for flat, places in tensors]
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *picked])

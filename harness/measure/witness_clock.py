@@ -1,0 +1,125 @@
+"""Divides the time of a rank's thread into laps without gaps, as a witness to the seconds of its steps.
+
+:class:`~harness.measure.step_clock.StepClock` says how long a step took; this clock says where all the time went.  Each
+reading ends one lap and begins the next, so that nothing lies between two laps and no time counts twice.  There are
+four kinds of laps:
+
+- ``step``: a step, without its checks;
+- ``check``: a check in a step or just after it, which sends no messages;
+- ``apart``: validations and comparisons between steps, which send messages;
+- ``between``: everything else.
+
+Time is wall-clock time.  A rank that is ready to run and gets no CPU does not work, however long that takes; so a lap
+is judged by the seconds in which its thread ran, and in which it slept, waiting for something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+import torch
+
+from harness.records.training_faults import Spent
+
+Kind = Literal["step", "check", "apart", "between"]
+SCHEDULED: Final = Path("/proc/thread-self/schedstat")  # the kernel's counts of how a thread was scheduled
+_THREAD: Final = getattr(resource, "RUSAGE_THREAD", None)  # Linux alone counts by thread
+
+
+class _Reading(NamedTuple):
+    """What a thread has used at one moment; ``seconds`` is read between the two readings of ``stalled``."""
+
+    seconds: float
+    ran: float
+    stalled: (
+        tuple[float, float] | None
+    )  # waited for a CPU: before and after the other readings; None if unknown
+    sleeps: int | None  # times that the thread gave its CPU up; None if not counted
+
+
+class WitnessClock:
+    """Keeps the laps of the thread that constructs it; the first lap is ``between``.
+
+    Args:
+        device: Its work is waited for at each reading.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
+        self._counts: int | None = None  # the kernel's counts of this thread, an open file
+        with contextlib.suppress(OSError):
+            self._counts = os.open(SCHEDULED, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._counts)
+        self.kind: Kind = "between"
+        self.spent: dict[Kind, Spent] = {kind: Spent() for kind in ("step", "check", "apart", "between")}
+        self.steps: list[Spent] = []  # of each step, in order
+        self._last = self._read()
+
+    @property
+    def counts_sleep(self) -> bool:
+        """Whether the kernel tells a thread that sleeps from one that is ready to run and has no CPU."""
+        return self._counts is not None
+
+    def turn(self, kind: Kind) -> float:
+        """End the present lap, begin one of another kind, and return the time of ``time.perf_counter()`` between them.
+
+        A ``step`` lap after one of kind ``between`` begins a new step.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now, last, before = self._read(), self._last, self.kind
+        if before == "between" and kind == "step":
+            self.steps.append(Spent())
+        lap = _lap(last, now)
+        self.spent[before] += lap
+        if before == "step":
+            self.steps[-1] += lap
+        self._last, self.kind = now, kind
+        return now.seconds
+
+    @contextlib.contextmanager
+    def lap(self, kind: Kind) -> Iterator[None]:
+        """Make the body of ``with`` a lap of this kind, then go on with the kind before."""
+        before = self.kind
+        self.turn(kind)
+        yield
+        self.turn(before)
+
+    def _read(self) -> _Reading:
+        before = self._stalled()
+        sleeps = None if _THREAD is None else resource.getrusage(_THREAD).ru_nvcsw
+        ran, seconds = time.thread_time(), time.perf_counter()
+        after = self._stalled()
+        stalled = None if before is None or after is None else (before, after)
+        return _Reading(seconds, ran, stalled, sleeps)
+
+    def _stalled(self) -> float | None:
+        """Return the seconds that the thread has waited for a CPU while it could run; None if not counted."""
+        if self._counts is None:
+            return None
+        try:
+            return int(os.pread(self._counts, 100, 0).split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):
+            return None
+
+
+def _lap(begin: _Reading, end: _Reading) -> Spent:
+    """Return what a thread spent between two readings.
+
+    The seconds of sleep are at most those that the lap has had: a thread may lose its CPU between two counts that
+    belong to one reading, so the longest possible wait for a CPU is taken off.  A thread that never gave up its CPU did
+    not sleep.
+    """
+    seconds, ran = end.seconds - begin.seconds, end.ran - begin.ran
+    if begin.stalled is None or end.stalled is None:
+        return Spent(seconds, ran, 0.0, 0.0)
+    stalled = end.stalled[1] - begin.stalled[0]
+    awake = begin.sleeps is not None and end.sleeps == begin.sleeps
+    return Spent(seconds, ran, 0.0 if awake else max(seconds - ran - stalled, 0.0), stalled)

@@ -1,0 +1,366 @@
+"""Judges what the ranks of a trial noted while they trained.  No torch.
+
+Each rank notes facts (:mod:`harness.measure.training_checks`); :func:`training_fault` compares those of all ranks with
+each other and with the records of their steps, and names the first way in which training was not as the trial asks.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from harness.records.trial_record import RankRecord, Record, Validation, slowest_seconds
+
+_APART: Final = 2e-6  # seconds by which two clocks that share their readings may differ; each is rounded
+# Share of the timed steps, and seconds for each of them, in which a rank may be at work outside of its steps.
+_OUTSIDE: Final = (0.03, 0.005)
+_SLEPT: Final = (
+    0.1,
+    0.01,
+)  # seconds that a rank may sleep without waiting for messages: in all, and for each step
+# Share of the steps, and seconds for each, that a rank may sleep longer than it waited for messages; more is a fault if
+# it is so on all ranks.  A virtual machine whose host takes its CPUs seems to sleep, and so does a rank that reads
+# swapped memory: 0.2 s of 3 steps were seen on one rank of a machine with 2 processors and a load of 30.
+_SLEPT_LONGER: Final = (0.1, 0.01)
+_AWAKE: Final = 0.5  # share that waiting for messages must be, at least, of the time in which a rank sleeps
+# CPU seconds that a step may take on a rank: a multiple of the model's computation alone, seconds for each byte that
+# the rank sends, and seconds for each micro-batch.  The first is for policies that encode nothing, the second for
+# others.  Of 8,748 ranks of the reference results, the largest took 0.72 and 0.82 of these, on busy machines too.
+_COMPUTED: Final = {False: (1.5, 12e-9, 0.02), True: (2.0, 20e-9, 0.04)}
+# Share of the steps, and seconds for each of them, in which neither a rank runs or is ready to, nor the link is busy.
+# Without a fault this is below -7 % of the steps, since ranks compute at the same time as each other and as the link.
+_IDLE: Final = (0.05, 0.02)
+_WIRE: Final = 1.06  # bytes on the link, with the headers of packets, for each byte that a ledger has
+_STEPS: Final = 3  # steps whose median is taken, at least
+_SAME_NORM: Final = 1e-4  # relative difference that rounding of sums may leave between two norms
+
+
+@dataclass(slots=True)
+class Spent:
+    """Seconds of one rank's thread: by the clock on the wall, and what it did in them, as far as known."""
+
+    seconds: float = 0.0
+    ran: float = 0.0  # on a CPU
+    slept: float = 0.0  # waiting for anything but a CPU
+    stalled: float = 0.0  # ready to run, without a CPU
+
+    @property
+    def used(self) -> float:
+        """Seconds in which the thread worked, or waited for others' work."""
+        return self.ran + self.slept
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
+            self.seconds + other.seconds,
+            self.ran + other.ran,
+            self.slept + other.slept,
+            self.stalled + other.stalled,
+        )
+
+    def __sub__(self, other: Spent) -> Spent:
+        return Spent(
+            self.seconds - other.seconds,
+            self.ran - other.ran,
+            self.slept - other.slept,
+            self.stalled - other.stalled,
+        )
+
+
+class Norms(NamedTuple):
+    """Norms of one rank's part of the gradient in one step."""
+
+    reduced: float  # that the backward passes left
+    stepped: float  # that the optimizer had
+    scale: float  # loss scale in the first
+
+
+@dataclass(slots=True)
+class Checked:
+    """What one rank noted while it trained (:mod:`harness.measure.training_checks`), for :func:`training_fault`."""
+
+    kernel: str | None = None  # how the first wrong codec kernel differs from the reference
+    wrong: str | None = None  # the first fault that this rank found itself
+    losses: list[float] = field(default_factory=list)  # of every step: mean of what its passes returned
+    validated: list[float] = field(default_factory=list)  # the same of every validation
+    warmup: int = 0  # warm-up steps that the trial asks for
+    timed: int = 0  # timed steps that it asks for
+    clip: float | None = None  # largest norm of the gradient that it asks for
+    replayed: int = 0  # optimizer steps that were replayed and found right
+    linked: int = 0  # steps whose optimizer got the gradients of the rehearsal just before
+    # Digests of this rank's inputs and targets by step, and of those that the seed gives the next rank.
+    batches: dict[int, str] = field(default_factory=dict)
+    of_next_rank: dict[int, str] = field(default_factory=dict)
+    distinct: bool = False  # whether equal batches in two steps, or on two ranks, are no coincidence
+    norms: dict[int, Norms] = field(default_factory=dict)  # by step, of those that the optimizer took
+    elements: int = 0  # that this rank's optimizer steps, padding included; 0 if not known
+    trainable: int = 0  # elements of the unsharded model that are trained
+    steps: list[Spent] = field(default_factory=list)  # of every step, by a second clock
+    # Between the first timed step and the last: what is neither step, check nor validation; and checks in and after
+    # steps, which send no messages.
+    between: Spent = field(default_factory=Spent)
+    checks: Spent = field(default_factory=Spent)
+    seconds: float = 0.0  # of all checks, also in warm-up steps
+    laps: float = 0.0  # seconds of all laps from the first timed step to the last
+    passed: float = 0.0  # the same by another clock of the system
+    encodes: bool = False  # whether the trial's policy has codecs other than casts
+    random: str = ""  # digest of the state of torch's generator when training begins
+    waited: float | None = None  # seconds of all steps spent waiting for messages; None for peers
+    sleeps_counted: bool = False  # whether sleep shows waiting for messages
+    carried: int = 0  # bytes that the transports carried for this rank in the timed steps
+    booked: int = 0  # bytes that its ledger booked in the same time
+
+
+def training_fault(
+    checked: Sequence[Checked], ranks: Sequence[RankRecord], validations: Sequence[Validation] = ()
+) -> str | None:
+    """Return the first way in which training was not as the trial asks; None if nothing is wrong.
+
+    Args:
+        checked: What each rank noted, by rank.
+        ranks: Records of the ranks, by rank.
+        validations: Validations of the trial.
+    """
+    return next(_faults(checked, ranks, validations), None)
+
+
+def _faults(
+    checked: Sequence[Checked], ranks: Sequence[RankRecord], validations: Sequence[Validation]
+) -> Iterator[str]:
+    for rank, (check, record) in enumerate(zip(checked, ranks, strict=True)):
+        if check.wrong is not None:
+            yield check.wrong
+        yield from _wrong_steps(rank, check, record)
+        yield from _wrong_seconds(rank, check, record)
+    yield from _wrong_clock(checked)
+    yield from _wrong_validations(checked, validations)
+    yield from _wrong_batches(checked)
+    yield from _wrong_norms(checked, ranks)
+    for rank, check in enumerate(checked):
+        if check.carried != check.booked:
+            yield (
+                f"the transports carried {check.carried} bytes for rank {rank} in the timed steps, but its ledger "
+                f"has {check.booked}"
+            )
+    yield from _little_waiting(checked, ranks)
+    states: dict[str, int] = {}
+    for rank, check in enumerate(checked):
+        if check.random and (other := states.setdefault(check.random, rank)) != rank:
+            yield f"rank {rank} begins with the random state of rank {other}: dropout would mask the same units on both"
+
+
+def _wrong_steps(rank: int, check: Checked, record: RankRecord) -> Iterator[str]:
+    """Yield steps that are missing on record, or are there with another loss, or as warm-up steps by mistake."""
+    if not record.steps:  # generations have no steps
+        return
+    total = check.warmup + check.timed
+    if [step.index for step in record.steps] != [*range(total)]:
+        yield f"rank {rank} has {len(record.steps)} steps on record, not the steps 0 to {total - 1}"
+    for step, loss in zip(record.steps, check.losses, strict=False):
+        if step.warmup != (step.index < check.warmup):
+            kinds = ("a timed step", "a warm-up step")
+            yield (
+                f"step {step.index} of rank {rank} is on record as {kinds[step.warmup]}, but the trial has "
+                f"{check.warmup} warm-up steps"
+            )
+        if not math.isclose(step.loss, loss, rel_tol=1e-6) and math.isfinite(loss):
+            yield (
+                f"in step {step.index} rank {rank} trained at a loss of {loss:.6f}, but {step.loss:.6f} is on "
+                "record"
+            )
+
+
+def _wrong_validations(checked: Sequence[Checked], validations: Sequence[Validation]) -> Iterator[str]:
+    """Yield a validation whose loss on record is not the mean over ranks of what its passes returned."""
+    for number, validation in enumerate(validations):
+        losses = [check.validated[number] for check in checked if number < len(check.validated)]
+        mean = math.fsum(losses) / max(len(losses), 1)
+        if len(losses) != len(checked) or not (
+            math.isclose(validation.loss, mean, rel_tol=1e-9) or math.isnan(mean)
+        ):
+            yield (
+                f"the validation after step {validation.step} has a loss of {validation.loss:.6f} on record, but "
+                f"{mean:.6f} was computed"
+            )
+
+
+def _wrong_seconds(rank: int, check: Checked, record: RankRecord) -> Iterator[str]:
+    """Yield steps whose seconds the witness does not confirm, and work outside of the steps."""
+    for step, spent in zip(record.steps, check.steps, strict=False):
+        if abs(step.total - spent.seconds) > _APART:
+            took = f"step {step.index} of rank {rank} is recorded with {step.total:.3f} s"
+            wrong = "counts too much" if step.total > spent.seconds else "misses a part of it"
+            yield f"{took}, but a second clock around it shows {spent.seconds:.3f} s: the clock {wrong}"
+    timed = [spent.seconds for spent in check.steps[check.warmup :]]
+    if not timed:
+        return
+    allowed = _OUTSIDE[0] * math.fsum(timed) + _OUTSIDE[1] * len(timed)
+    if check.between.used > allowed:
+        yield (
+            f"rank {rank} ran for {check.between.ran:.3f} s and slept for {check.between.slept:.3f} s between the "
+            f"timed steps, of which {allowed:.3f} s is allowed: the clock misses a part of them"
+        )
+    if check.checks.slept > allowed:
+        yield (
+            f"rank {rank} slept for {check.checks.slept:.3f} s in checks, which wait for nothing: the clock misses "
+            "a part of the steps"
+        )
+
+
+def _wrong_clock(checked: Sequence[Checked]) -> Iterator[str]:
+    """Yield a clock that runs slower or faster than the system's other one, on all ranks."""
+    apart = [abs(check.passed - check.laps) > 0.03 * check.passed + 0.01 for check in checked]
+    if all(apart):  # the two are read one after the other, and a busy machine may delay that on single ranks
+        check = checked[0]
+        yield (
+            f"the timed steps and what lies between them took {check.laps:.3f} s on rank 0, but another clock shows "
+            f"{check.passed:.3f} s"
+        )
+
+
+def _wrong_batches(checked: Sequence[Checked]) -> Iterator[str]:
+    """Yield batches that are not those that the seed gives a rank, or that were read twice."""
+    for rank, check in enumerate(checked):
+        drawn = checked[rank - 1].of_next_rank
+        for step, digest in check.batches.items():
+            if digest != drawn.get(step):
+                yield (
+                    f"in step {step} rank {rank} read another batch (digest {digest[:12]}) than the seed gives this "
+                    f"rank ({drawn.get(step, 'none')[:12]})"
+                )
+    seen: dict[str, tuple[int, int]] = {}
+    for rank, check in enumerate(checked):
+        for step, digest in check.batches.items():
+            if check.distinct and digest in seen:
+                before, other = seen[digest]
+                if other == rank:
+                    yield f"rank {rank} read in step {step} a batch that it had read in an earlier step, {before}"
+                yield f"rank {rank} read in step {step} the batch that rank {other} read in step {before}"
+            seen[digest] = (step, rank)
+
+
+def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> Iterator[str]:
+    """Yield gradients that were scaled, or not clipped, between the backward passes and the optimizer."""
+    for by_rank in zip(*(rank.steps for rank in ranks), strict=True):
+        norms = [step.gradient_norm for step in by_rank if step.gradient_norm is not None]
+        if norms and not max(norms) - min(norms) <= 1e-6 * abs(max(norms)) and math.isfinite(sum(norms)):
+            listed = ", ".join(f"{norm:.6g}" for norm in norms)
+            yield f"gradient norms of step {by_rank[0].index} differ between ranks: {listed}"
+    first = checked[0]
+    if not first.elements:
+        return
+    stepped = sum(check.elements for check in checked)
+    if stepped < first.trainable:
+        yield (
+            f"the optimizers of all ranks step {stepped} elements together, but the model has {first.trainable}: the "
+            "others stay as they are"
+        )
+    copies = stepped // max(first.trainable, 1)  # each element is stepped by so many ranks
+    for index in sorted(first.norms):
+        found = [check.norms[index] for check in checked if index in check.norms]
+        if len(found) != len(checked):
+            yield f"only {len(found)} of {len(checked)} ranks took the optimizer's step {index}"
+            continue
+        scale, clip = found[0].scale, first.clip
+        whole = math.sqrt(math.fsum(norm.reduced**2 for norm in found) / copies) / scale
+        factor = 1.0 if clip is None else min(1.0, clip / max(whole, 1e-30))
+        for rank, norm in enumerate(found):
+            expected = norm.reduced / scale * factor
+            if not abs(norm.stepped - expected) <= _SAME_NORM * expected and math.isfinite(expected):
+                asks = "" if clip is None else f" with the whole clipped from {whole:.6g} to {clip:g}"
+                yield (
+                    f"in step {index} the optimizer of rank {rank} had gradients with a norm of {norm.stepped:.6g}, "
+                    f"but its backward passes left {expected:.6g}{asks}"
+                )
+
+
+def _little_waiting(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> Iterator[str]:
+    """Yield a rank that slept for much longer than it recorded to have waited for messages."""
+    longer: list[str] = []
+    for rank, check in enumerate(checked):
+        count = len(check.steps)
+        slept = math.fsum(spent.slept for spent in check.steps)
+        if check.sleeps_counted and check.waited is not None:
+            total = math.fsum(spent.seconds for spent in check.steps)
+            if slept > check.waited + _SLEPT_LONGER[0] * total + _SLEPT_LONGER[1] * count:
+                longer.append(
+                    f"rank {rank} slept for {slept:.3f} s in {count} steps, but waited for messages for "
+                    f"{check.waited:.3f} s: something else made it wait"
+                )
+        exposed = [step.exposed for step in ranks[rank].steps if step.exposed is not None]
+        waited = math.fsum(exposed)
+        enough = waited >= _AWAKE * slept - _SLEPT[0] - _SLEPT[1] * count
+        if check.sleeps_counted and len(exposed) == count and not enough:
+            wait = f"waited {waited:.3f} s for messages in {count} steps"
+            yield f"rank {rank} recorded that it {wait}, but its thread slept for {slept:.3f} s in them"
+    if longer and len(longer) == len(checked):
+        yield longer[0]
+
+
+def slowed(checked: Sequence[Checked], record: Record) -> str | None:
+    """Return how a trial's steps took longer than computation and messages explain; None if nothing shows that.
+
+    A configuration is slow because it computes, or because it waits for the link.  The model's computation alone, which
+    is measured in the same trial without any engine, bounds the first; the bytes that it sent at the rate that the
+    link was measured to have, the second.  A rank that is ready to run and gets no CPU is not idle.
+
+    Args:
+        checked: What each rank noted, by rank.
+        record: The trial's record.
+    """
+    trial = record.trial
+    accumulation, cluster = trial.get("accumulation", 1), trial.get("cluster", {})
+    if not all(check.sleeps_counted for check in checked) or cluster.get("inner_rate") is not None:
+        return None
+    for rank, (check, own) in enumerate(zip(checked, record.ranks, strict=True)):
+        # The first step of a process has costs that no later one has, such as imports and fresh memory, and a single
+        # step may be disturbed.
+        later = [step for step in own.steps if not step.warmup and step.index]
+        used = [step.cpu_seconds for step in later if step.cpu_seconds is not None]
+        if own.alone and own.ledger is not None and len(used) >= _STEPS:
+            alone = max(sample.cpu_seconds for sample in own.alone) * accumulation
+            alone += max(sample.optimizer_cpu_seconds for sample in own.alone)
+            times, by_byte, constant = _COMPUTED[check.encodes]
+            sent = sum(row.bytes for row in own.ledger) / check.timed
+            allowed, median = (
+                times * alone + constant * accumulation + by_byte * sent,
+                statistics.median(used),
+            )
+            if median > allowed:
+                return (
+                    f"rank {rank} computed for {median:.3f} s in half of its steps or more, but the model alone takes "
+                    f"{alone:.3f} s and the rank sent {sent:.0f} bytes a step: at most {allowed:.3f} s is explained"
+                )
+    return _idle(checked, record)
+
+
+def _idle(checked: Sequence[Checked], record: Record) -> str | None:
+    """Return how long nothing happened in the steps of a trial, if that is longer than messages explain."""
+    total, count = math.fsum(slowest_seconds(record)), checked[0].timed
+    rates = [] if record.link is None else [*record.link.probed_mbit, *record.link.calibrated_mbit]
+    by_node: dict[int, int] = defaultdict(int)
+    messages = 0
+    for own in record.ranks:
+        if own.ledger is None:
+            return None
+        rows = [row for row in own.ledger if row.link == "inter"]
+        by_node[own.node] += sum(row.bytes for row in rows)
+        messages = max(messages, sum(row.messages for row in rows))
+    busiest = max(by_node.values(), default=0)
+    if busiest and not rates:
+        return None  # nobody knows how fast the link is
+    wire = _WIRE * 8 * busiest / (min(rates) * 1e6) if busiest else 0.0
+    wire += messages * (record.trial.get("cluster", {}).get("latency") or 0.0) / 1e3
+    timed = [spent for check in checked for spent in check.steps[check.warmup :]]
+    awake = math.fsum(spent.ran + spent.stalled for spent in timed)
+    awake += 0.0 if record.processor_use is None else record.processor_use.steal
+    idle = total - awake - wire
+    if idle <= _IDLE[0] * total + _IDLE[1] * count:
+        return None
+    return (
+        f"the timed steps took {total:.3f} s, in which all ranks together ran or were ready to run for {awake:.3f} s "
+        f"and the link was busy for at most {wire:.3f} s: nothing explains {idle:.3f} s of them"
+    )

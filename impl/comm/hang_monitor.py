@@ -1,0 +1,101 @@
+"""Ends a process whose messages no longer arrive, where the host does not wait for them.
+
+With NCCL a stream of the GPU waits for messages.  If a rank does not take part in an exchange, the host notices
+nothing until it waits for the GPU, and that wait has no time limit.  NCCL's own watchdog counts from the moment at
+which an exchange was enqueued, and ends the process without saying which exchange it was.
+
+The :class:`HangMonitor` of a rank is a thread that looks at the exchanges that were posted.  If none of them has
+completed for as long as the wire's timeout, it passes an error that names the oldest one to ``on_hang``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, NoReturn
+
+import torch.distributed as dist
+
+from impl.comm.fingerprint import Step, label
+from impl.comm.watchdog import Watchdog, WireError
+
+_LOOK_SECONDS: Final = 1.0  # between two looks at what is under way
+OnHang = Callable[[WireError], object]
+
+
+def end_process(error: WireError) -> NoReturn:
+    """Print ``error`` and end the process with status 1.
+
+    The thread that computes waits for the GPU, so that no exception can reach it.
+    """
+    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+class HangMonitor:
+    """Watches the exchanges that this rank has posted; the thread starts with the first one.
+
+    Args:
+        watchdog: builds the error from the reports of all ranks.
+        timeout: seconds without a completed exchange, while one is under way, after which ranks hang.
+        on_hang: is called once, in the monitor's thread.
+    """
+
+    def __init__(self, watchdog: Watchdog, timeout: float, on_hang: OnHang) -> None:
+        self._watchdog, self._timeout, self._on_hang = watchdog, timeout, on_hang
+        self._under_way: deque[tuple[Step, Sequence[dist.Work]]] = deque()
+        self._lock = threading.Lock()
+        self._progress = (
+            0.0  # time.monotonic() when an exchange was last seen to complete, or the first was posted
+        )
+        self._closed = threading.Event()
+        self._started = False
+
+    def posted(self, step: Step, works: Sequence[dist.Work]) -> None:
+        """Add an exchange that has been posted, and drop those that have completed."""
+        with self._lock:
+            self._drop_completed()
+            if not self._under_way:
+                self._progress = time.monotonic()
+            self._under_way.append((step, works))
+        if not self._started:
+            self._started = True
+            watch = (weakref.ref(self), self._closed, min(_LOOK_SECONDS, self._timeout / 4))
+            threading.Thread(target=_watch, args=watch, daemon=True, name="hang monitor").start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        with self._lock:
+            self._under_way.clear()
+
+    def look(self) -> bool:
+        """Call ``on_hang`` if ranks hang; returns whether they do."""
+        with self._lock:
+            self._drop_completed()
+            waited = time.monotonic() - self._progress
+            if not self._under_way or waited < self._timeout:
+                return False
+            step = self._under_way[0][0]
+        cause = f"no exchange has completed for {waited:.3g} s, and this is the oldest one"
+        self._on_hang(self._watchdog.error(f"could not finish {label(step)}", cause, step))
+        return True
+
+    def _drop_completed(self) -> None:
+        while self._under_way and all(work.is_completed() for work in self._under_way[0][1]):
+            self._under_way.popleft()
+            self._progress = time.monotonic()
+
+
+def _watch(monitor: weakref.ref[HangMonitor], closed: threading.Event, seconds: float) -> None:
+    """Look every so many ``seconds``, until the monitor is closed or no longer used, or ranks hang."""
+    while not closed.wait(seconds):
+        watched = monitor()
+        if watched is None or watched.look():
+            return
+        del watched
