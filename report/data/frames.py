@@ -8,9 +8,9 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import pandas as pd
 from pydantic import BaseModel, ValidationError
@@ -161,13 +161,25 @@ def occasions(records: Sequence[Record]) -> dict[int, int]:
     )  # by start: its last end, and occasion
     for sweep in order:
         ran, starts = of_sweep[sweep], {_start(record) for record in of_sweep[sweep]}
-        begun = min(datetime.fromisoformat(record.started) for record in ran)
-        ended = max(datetime.fromisoformat(record.finished) for record in ran)
+        begun = min(_moment(record, "started") for record in ran)
+        ended = max(_moment(record, "finished") for record in ran)
         before = [last[start] for start in starts if start in last]
         near = [number for end, number in before if begun - end <= OCCASION_APART]
         numbers[sweep] = min(near, default=len(set(numbers.values())))
         last |= dict.fromkeys(starts, (ended, numbers[sweep]))
     return numbers
+
+
+def _moment(record: Record, field: Literal["started", "finished"]) -> datetime:
+    """Return when a trial started or finished; a time without a zone counts as UTC."""
+    text = record.started if field == "started" else record.finished
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise ReportError(
+            f"record {record.id}: {field} = {text!r}: expected a time such as 2026-01-31T12:00:00+00:00"
+        ) from None
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
 def _start(record: Record) -> str:

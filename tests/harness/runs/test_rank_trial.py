@@ -154,7 +154,9 @@ def test_codecs_within_a_budget_are_on_record(text: str, tmp_path: Path) -> None
     sent = sum(training(row) for rank in record.ranks for row in rank.ledger or [])
     (planned,) = forecast([budgeted], any_host())
     assert sent <= budgeted.steps * planned.inter
-    shown = record.model_copy(update={"id": budgeted.id, "started": "2026-01-02", "pool": "p"})
+    shown = record.model_copy(
+        update={"id": budgeted.id, "started": "2026-01-02", "finished": "2026-01-02", "pool": "p"}
+    )
     table = chosen_codecs(derive(frames_of([shown])))
     assert len(table.data) == 2 * len(record.units)
     for row in table.data.to_dict("records"):

@@ -176,3 +176,12 @@ def test_a_record_of_a_preset_that_went_is_drawn() -> None:
     assert {trial.model.name for trial in frames.trial_of.values()} == {"gpt-old"}
     assert list(frames.finished["configuration"]) == ["ZeRO-3", "ZeRO++"]
     assert frames.steps.equals(frames_of(new).steps)
+
+
+@pytest.mark.parametrize("field", ["started", "finished"])
+def test_a_record_without_a_time_is_named(field: str) -> None:
+    """A text that is no time is refused with the record and the field; a time without a zone counts as UTC."""
+    whole = record_of(Trial(), started="2026-01-01T00:00:00", finished="2026-01-01T00:00:01+00:00")
+    assert occasions([whole]) == {0: 0}
+    with pytest.raises(ReportError, match=rf"record {whole.id}: {field} = 'soon': expected a time such as"):
+        occasions([whole.model_copy(update={field: "soon"})])
