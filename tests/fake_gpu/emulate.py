@@ -62,24 +62,28 @@ def _widened(value: object) -> object:
     return value.float() if isinstance(value, Tensor) and value.dtype in _HALVES else value
 
 
-def note_accesses(values: Iterable[object], name: str, *, writes: bool) -> None:
-    """Append the accesses of tensors to the trace: of a GPU's by its current stream, of pinned ones by the host."""
+def note_accesses(values: Iterable[object], name: str, *, writes: bool, host: bool = False) -> None:
+    """Append accesses to the trace: of a GPU's tensors by its current stream, or of pinned ones by the ``host``."""
     for tensor in values:
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        if tensor.is_cuda is host:  # the runtime notes both sides of a copy between host and device
             continue
         extent = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else trace.HOST
         trace.access(stream, tensor.data_ptr(), (1 + extent) * tensor.itemsize, name, writes=writes)
 
 
-def _note(func: Any, arguments: Sequence[Any], named: Mapping[str, Any], outputs: object) -> None:
+def _note(
+    func: Any, arguments: Sequence[Any], named: Mapping[str, Any], outputs: object, *, host: bool
+) -> None:
     schema = func._schema
     given = dict(zip((argument.name for argument in schema.arguments), arguments, strict=False)) | dict(named)
     written = {one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write}
     for name, value in given.items():
-        note_accesses(tree_leaves(value), schema.name, writes=name in written)
+        note_accesses(tree_leaves(value), schema.name, writes=name in written, host=host)
     if not written:
-        note_accesses(tree_leaves(outputs), schema.name, writes=True)
+        note_accesses(tree_leaves(outputs), schema.name, writes=True, host=host)
 
 
 @contextlib.contextmanager
@@ -113,7 +117,7 @@ class Emulation(TorchDispatchMode):
         if device is None:
             outputs = func(*args, **kwargs)
             if self.noting and computes:
-                _note(func, args, kwargs, outputs)
+                _note(func, args, kwargs, outputs, host=True)
             return outputs
         random = torch.Tag.nondeterministic_seeded in func.tags
         with _random_of(device) if random and computes else contextlib.nullcontext():
@@ -122,7 +126,7 @@ class Emulation(TorchDispatchMode):
                 return outputs
             with torch._C._DisableTorchDispatch():
                 if self.noting:
-                    _note(func, args, kwargs, outputs)
+                    _note(func, args, kwargs, outputs, host=False)
                 computed = self._compute(func, args, kwargs, outputs)
         return computed if isinstance(outputs, bool | int | float) else outputs
 

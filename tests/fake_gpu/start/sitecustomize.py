@@ -20,9 +20,10 @@ from tests.fake_gpu import build
 
 
 def _operations() -> None:
-    from tests.fake_gpu import emulate
+    if os.environ["FAKE_GPU_VALUES"] != "none":
+        from tests.fake_gpu import emulate
 
-    emulate.start()
+        emulate.start()
 
 
 def _kernels() -> None:
@@ -55,5 +56,4 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 build.load()
-if os.environ["FAKE_GPU_VALUES"] != "none":
-    sys.meta_path.insert(0, _AfterImport())
+sys.meta_path.insert(0, _AfterImport())
