@@ -40,7 +40,14 @@ OWNED: Final[dict[str, tuple[str, str | None]]] = {
     "libnvrtc": (r"nvrtc", None),
     "libnvshmem_host": (r"nvshmem", None),
 }
-_NEEDING: Final = ("torch_cuda", "c10_cuda", "torch_python", "torch_cuda_linalg", "torch_nvshmem", "caffe2_nvrtc")
+_NEEDING: Final = (
+    "torch_cuda",
+    "c10_cuda",
+    "torch_python",
+    "torch_cuda_linalg",
+    "torch_nvshmem",
+    "caffe2_nvrtc",
+)
 
 
 class NoLibrariesError(RuntimeError):
@@ -117,7 +124,8 @@ def _build(torch: Path, folder: Path) -> None:
             re.findall(r"PRODUCT_OF\((\w+)\)", text)
         )
         stubs = (
-            f'long {name}(void) {{ return fake_unwritten("{name}"); }}' for name in sorted(functions - written)
+            f'long {name}(void) {{ return fake_unwritten("{name}"); }}'
+            for name in sorted(functions - written)
         )
         stub, versions = folder / "stub.c", folder / "versions"
         stub.write_text("\n".join(["long fake_unwritten(const char*);", *stubs, ""]), encoding="utf-8")

@@ -99,13 +99,18 @@ def _counted_apart(engine: str, arguments: Sequence[str]) -> dict[str, int]:
 def table(counted: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Returns the lines of the table; ``counted`` has the counts by engine."""
     alone = sum(counted["single"][name] for name in _LAUNCHES)
-    lines = [f"{'':8}" + "".join(f"{name:>10}" for name in (*COLUMNS, "launches")) + "  added launches, events"]
+    lines = [
+        f"{'':8}" + "".join(f"{name:>10}" for name in (*COLUMNS, "launches")) + "  added launches, events"
+    ]
     for engine, counts in counted.items():
         launches = sum(counts[name] for name in _LAUNCHES)
         line = f"{engine:8}" + "".join(f"{counts[name]:>10,}" for name in COLUMNS) + f"{launches:>10,}"
         figures = {"launches": launches - alone, "events": counts["events"]}
         if (bars := BARS.get(engine)) is not None:
-            shown = (f"{figures[name]:,} ({'within' if figures[name] <= bar else 'above'} {bar})" for name, bar in bars.items())
+            shown = (
+                f"{figures[name]:,} ({'within' if figures[name] <= bar else 'above'} {bar})"
+                for name, bar in bars.items()
+            )
             line += "  " + ", ".join(shown)
         lines.append(line)
     return lines

@@ -27,6 +27,12 @@ _NATIVE: Final = {
     *("aten::set_", "aten::resize_", "aten::record_stream", "aten::_local_scalar_dense", "aten::is_pinned"),
     *("aten::_pin_memory", "aten::detach_", "aten::lift", "aten::lift_fresh"),
 }
+_ELSEWHERE: Final = (
+    "c10d::",
+    "_c10d_functional::",
+    "prim::",
+    "profiler::",
+)  # NCCL's, and those without values
 _HALVES: Final = (torch.bfloat16, torch.float16)
 
 
@@ -113,7 +119,7 @@ class Emulation(TorchDispatchMode):
             next((leaf for leaf in leaves if isinstance(leaf, torch.device) and leaf.type == "cuda"), None),
         )
         name = func._schema.name
-        computes = name.startswith("aten::") and not func.is_view and name not in _NATIVE
+        computes = not (func.is_view or name in _NATIVE or name.startswith(_ELSEWHERE))
         if device is None:
             outputs = func(*args, **kwargs)
             if self.noting and computes:

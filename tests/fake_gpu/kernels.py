@@ -14,13 +14,19 @@ from impl.cuda.launch import Launch
 from tests.fake_gpu import trace
 
 
+def folder() -> Path:
+    """Returns the folder of the kernels that are compiled for the CPU."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "zeropp-bench" / "fake-kernels"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 @functools.cache
 def _host() -> Callable[[Launch, torch.device], None]:
     from tests.cuda_on_cpu.host import Host  # it imports the kernels, which are being imported at the start
 
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeropp-bench" / "fake-kernels"
-    folder.mkdir(parents=True, exist_ok=True)
-    return Host(folder)
+    return Host(folder())
 
 
 def on_device(launch: Launch, device: torch.device, *, idle_bytes: int = 0) -> None:

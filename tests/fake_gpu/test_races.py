@@ -175,9 +175,7 @@ def test_a_wait_that_is_removed_is_found(
 
 
 @ON_FAKE_GPU
-def test_a_swapped_stream_is_found(
-    races_of: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_swapped_stream_is_found(races_of: Callable[..., Found], monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathers on another stream than the one that the computation waits for are races."""
     monkeypatch.setattr("impl.comm.wire.SideStream", _Swapped)
     assert races_of("zeropp").races
@@ -186,7 +184,8 @@ def test_a_swapped_stream_is_found(
 @ON_FAKE_GPU
 @pytest.mark.parametrize("recorded", [True, False])
 def test_memory_that_a_copy_still_reads_is_not_reused(
-    monkeypatch: pytest.MonkeyPatch, recorded: bool  # noqa: FBT001
+    monkeypatch: pytest.MonkeyPatch,
+    recorded: bool,  # noqa: FBT001
 ) -> None:
     """Staging memory that is replaced is free only after the last copy out of it, which ``record_stream`` ensures."""
     from tests.fake_gpu import engine_runs

@@ -128,7 +128,13 @@ def recorded() -> Iterator[Recording]:
         count = _runtime().fake_stop(ctypes.byref(first))
         recording.entries = [
             Entry(
-                Kind(one.kind), one.stream, one.event, one.nbytes, one.name.decode(), one.address, bool(one.writes)
+                Kind(one.kind),
+                one.stream,
+                one.event,
+                one.nbytes,
+                one.name.decode(),
+                one.address,
+                bool(one.writes),
             )
             for one in (first[i] for i in range(count))
         ]

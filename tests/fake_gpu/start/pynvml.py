@@ -35,6 +35,10 @@ def nvmlDeviceGetHandleByIndex(index: int) -> int:  # noqa: N802
     return index
 
 
+def nvmlDeviceGetIndex(handle: int) -> int:  # noqa: N802
+    return handle
+
+
 def nvmlDeviceGetHandleByUUID(uuid: str | bytes) -> int:  # noqa: N802
     """The fake runtime fills the UUID of device i with bytes i + 1."""
     text = uuid if isinstance(uuid, str) else uuid.decode()

@@ -38,18 +38,27 @@ _AFTER: Final[dict[str, Callable[[], None]]] = {"torch": _operations, "impl.cuda
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Calls a function after the first import of a module."""
 
+    def __init__(self) -> None:
+        self._asking = False
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        then = _AFTER.pop(name, None)  # importlib asks this finder again, which then has nothing to add
-        spec = None if then is None else importlib.util.find_spec(name)
-        if spec is None or spec.loader is None or then is None:
+        if self._asking or name not in _AFTER:
+            return None
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking = False
+        if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            then()
+            if (then := _AFTER.pop(name, None)) is not None:
+                then()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
