@@ -100,7 +100,7 @@ def noted_accesses() -> Iterator[trace.Recording]:
         trace.set_option(trace.Option.QUERIES, 0)
         undo.callback(trace.set_option, trace.Option.QUERIES, 1)
         emulate.EMULATION.noting = True
-        undo.callback(setattr, emulate.EMULATION, "noting", False)  # noqa: FBT003
+        undo.callback(setattr, emulate.EMULATION, "noting", False)
         with trace.recorded() as recording:
             yield recording
 
@@ -111,7 +111,7 @@ def policy_of(name: str, variant: Variant) -> Policy:
     return preset(name, compute="bf16", memory=memory, **variant.changes)
 
 
-def recorded_steps(name: str, variant: Variant, checkpointed: bool) -> trace.Recording:  # noqa: FBT001
+def recorded_steps(name: str, variant: Variant, checkpointed: bool) -> trace.Recording:
     """Record a training step, a forward pass without gradients, and another step.
 
     Raises ValueError: if the policy and the variant exclude each other.

@@ -1,4 +1,4 @@
-"""``python -m tests.fake_gpu.nodes ARGUMENT ...``: ``zeropp ARGUMENT ...`` on two nodes of this machine, by torchrun."""
+"""``python -m tests.fake_gpu.nodes ARGUMENT ...``: ``zeropp ARGUMENT ...`` by torchrun, as two nodes of this machine."""
 
 from __future__ import annotations
 

@@ -23,26 +23,13 @@ GPUS: Final = 8
 # What becomes small in suites/gpu_node.toml.
 _MINIATURE: Final = {
     "repeats": 1, "defaults.model.name": "gpt-tiny", "defaults.sequence": 32, "defaults.steps": 4,
-    "defaults.warmup": 2, "defaults.optimizer.schedule.warmup": 2, "defaults.policy.max_padding": 3.0, "matrix.tokens_per_rank": [64],
+    "defaults.warmup": 2, "defaults.optimizer.schedule.warmup": 2, "defaults.policy.max_padding": 3.0,
+    "matrix.tokens_per_rank": [64],
 }  # fmt: skip
 _CLUSTERS: Final = {
     "1x4": {"nodes": 1, "ranks_per_node": 4, "link": "none", "launcher": "local"},
     "2x2": {"nodes": 2, "ranks_per_node": 2, "link": "none", "launcher": "torchrun"},
 }
-_TRAIN: Final = (
-    *(
-        "train",
-        "--num-layers",
-        "2",
-        "--hidden-size",
-        "64",
-        "--num-attention-heads",
-        "2",
-        "--seq-length",
-        "32",
-    ),
-    *("--batch-size", "1", "--steps", "3", "--device", "cuda", "--max-padding", "3"),
-)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -74,9 +61,6 @@ def stages(results: Path) -> Iterator[Stage]:
     one, two = miniature("1x4", results), miniature("2x2", results)
     yield Stage("gpu_node 1x4", (*zeropp, "run", str(one), *to), 300)
     yield Stage("gpu_node 2x2", ("-m", "tests.fake_gpu.nodes", "run", str(two), *to), 300)
-    yield Stage("train", (*zeropp, *_TRAIN, "--ranks-per-node", "2", "--save", str(results / "train")), 120)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "harness.cli")
-    yield Stage("train, torchrun", (*torchrun, *_TRAIN, "--save", str(results / "torchrun")), 120)
     yield Stage("races", ("-m", "tests.fake_gpu.races"), 300)
     yield Stage("count", ("-m", "tests.fake_gpu.count"), 120)
 

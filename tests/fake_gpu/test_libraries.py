@@ -52,6 +52,7 @@ def test_random_numbers_follow_the_generator_of_the_device() -> None:
 
 def test_memory_is_limited() -> None:
     """An allocation beyond the device's 80 GiB is refused as on a GPU, and memory that was freed is free again."""
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     assert total == 80 << 30
     with pytest.raises(torch.cuda.OutOfMemoryError):

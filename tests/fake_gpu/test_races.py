@@ -81,7 +81,7 @@ def races_of() -> Iterator[Callable[..., Found]]:
     from tests.fake_gpu import engine_runs, trace
 
     def run(policy: str, variant: str = "plain") -> Found:
-        recording = engine_runs.recorded_steps(policy, engine_runs.VARIANTS[variant], True)  # noqa: FBT003
+        recording = engine_runs.recorded_steps(policy, engine_runs.VARIANTS[variant], True)
         found = find(recording.entries)
         assert found.accesses > 1000
         return found
@@ -150,28 +150,31 @@ def _unrecorded(self: torch.Tensor, stream: torch.cuda.Stream) -> None:
 
 @ON_FAKE_GPU
 @pytest.mark.parametrize(
-    ("owner", "name", "sabotage", "policy", "variant"),
+    ("sabotage", "run"),
     [
-        pytest.param(Arrival, "join", lambda _: None, "zeropp", "plain", id="Arrival.join"),
-        pytest.param(Arrival, "join", lambda _: None, "zero2", "offload", id="Arrival.join-offload"),
-        pytest.param(Arrival, "finish", lambda _: None, "zero3", "offload all", id="Arrival.finish"),
-        pytest.param(exchanges.Buffers, "give_back", _forgetting, "zeropp", "plain", id="Buffers.give_back"),
-        pytest.param(torch.cuda.Stream, "wait_stream", _late_start, "zero2", "offload", id="stream-order"),
-        pytest.param(exchanges.Distributed, "_receive", _waits_for_nothing, "zero3", "plain", id="messages"),
+        pytest.param((Arrival, "join", lambda _: None), ("zeropp", "plain"), id="Arrival.join"),
+        pytest.param((Arrival, "join", lambda _: None), ("zero2", "offload"), id="Arrival.join-offload"),
+        pytest.param((Arrival, "finish", lambda _: None), ("zero3", "offload all"), id="Arrival.finish"),
+        pytest.param(
+            (exchanges.Buffers, "give_back", _forgetting), ("zeropp", "plain"), id="Buffers.give_back"
+        ),
+        pytest.param(
+            (torch.cuda.Stream, "wait_stream", _late_start), ("zero2", "offload"), id="stream-order"
+        ),
+        pytest.param(
+            (exchanges.Distributed, "_receive", _waits_for_nothing), ("zero3", "plain"), id="messages"
+        ),
     ],
 )
 def test_a_wait_that_is_removed_is_found(
     races_of: Callable[..., Found],
     monkeypatch: pytest.MonkeyPatch,
-    owner: type,
-    name: str,
-    sabotage: Callable[..., None],
-    policy: str,
-    variant: str,
+    sabotage: tuple[type, str, Callable[..., None]],
+    run: tuple[str, str],
 ) -> None:
     """Without one of the engine's waits, the same run has races."""
-    monkeypatch.setattr(owner, name, sabotage)
-    assert races_of(policy, variant).races
+    monkeypatch.setattr(*sabotage)
+    assert races_of(*run).races
 
 
 @ON_FAKE_GPU
@@ -185,7 +188,7 @@ def test_a_swapped_stream_is_found(races_of: Callable[..., Found], monkeypatch: 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_memory_that_a_copy_still_reads_is_not_reused(
     monkeypatch: pytest.MonkeyPatch,
-    recorded: bool,  # noqa: FBT001
+    recorded: bool,
 ) -> None:
     """Staging memory that is replaced is free only after the last copy out of it, which ``record_stream`` ensures."""
     from tests.fake_gpu import engine_runs

@@ -1,5 +1,6 @@
 """A fake NVML: the functions of nvidia-ml-py that this project calls, for ``FAKE_GPUS`` idle devices."""
 
+# ruff: noqa: N802, N816  # the names are NVML's
 from __future__ import annotations
 
 import os
@@ -31,19 +32,19 @@ nvmlDeviceGetCurrentClocksEventReasons = _returns(0)
 nvmlDeviceGetComputeRunningProcesses = _returns([])
 
 
-def nvmlDeviceGetHandleByIndex(index: int) -> int:  # noqa: N802
+def nvmlDeviceGetHandleByIndex(index: int) -> int:
     return index
 
 
-def nvmlDeviceGetIndex(handle: int) -> int:  # noqa: N802
+def nvmlDeviceGetIndex(handle: int) -> int:
     return handle
 
 
-def nvmlDeviceGetHandleByUUID(uuid: str | bytes) -> int:  # noqa: N802
+def nvmlDeviceGetHandleByUUID(uuid: str | bytes) -> int:
     """The fake runtime fills the UUID of device i with bytes i + 1."""
     text = uuid if isinstance(uuid, str) else uuid.decode()
     return int(text.removeprefix("GPU-")[:2], 16) - 1
 
 
-def nvmlDeviceGetUUID(handle: int) -> str:  # noqa: N802
+def nvmlDeviceGetUUID(handle: int) -> str:
     return f"GPU-{handle + 1:02x}"
