@@ -1,4 +1,4 @@
-"""``python -m tests.fake_gpu.nodes ARGUMENT ...``: ``zeropp ARGUMENT ...`` by torchrun, as two nodes of this machine."""
+"""``python -m tests.fake_gpu.nodes ARGUMENT ...``: torchrun of ``zeropp ARGUMENT ...`` as two nodes of this machine."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,13 +26,13 @@ _TRAIN = (
         "--seq-length",
         "32",
     ),
-    *("--batch-size", "1", "--steps", "3", "--max-padding", "3", "--stage", "3"),
+    *("--batch-size", "1", "--steps", "3", "--max-padding", "3", "--zero-stage", "3"),
 )
 _TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
 
 
 def _losses(*command: str) -> list[str]:
-    """Returns the losses that ``zeropp train`` prints; a part of a cent of a nat is the same on all devices."""
+    """Returns the losses of each step that ``zeropp train`` prints."""
     process = subprocess.run(
         [sys.executable, "-m", *command],
         env=build.environment(2),
@@ -42,25 +42,14 @@ def _losses(*command: str) -> list[str]:
         check=False,
     )
     assert process.returncode == 0, process.stderr
-    return re.findall(r"loss (\d+\.\d{3})", process.stdout)
+    return re.findall(r"loss (\d+\.\d+)", process.stdout)
 
 
-def test_ranks_of_both_launchers_train_as_on_a_cpu(tmp_path: Path) -> None:
-    """Ranks that are forked, and those of torchrun, have the losses of ranks on the CPU, to three decimals."""
-
-    def command(device: str, *ranks: str) -> Sequence[str]:
-        return (
-            "harness.cli",
-            *_TRAIN,
-            "--device",
-            device,
-            *ranks,
-            "--save",
-            str(tmp_path / "-".join((device, *ranks))),
-        )
-
-    two = ("--ranks-per-node", "2")
-    cpu, forked = _losses(*command("cpu", *two)), _losses(*command("cuda", *two))
-    assert len(cpu) == 3
-    assert forked == cpu
-    assert _losses(*_TORCHRUN, *command("cuda")) == cpu
+def test_ranks_of_both_launchers_train_alike(tmp_path: Path) -> None:
+    """Ranks that are forked and ranks of torchrun have the same losses, which fall from that of a uniform guess."""
+    train = ("harness.cli", *_TRAIN, "--device", "cuda")
+    forked = _losses(*train, "--ranks-per-node", "2", "--save", str(tmp_path / "forked"))
+    assert _losses(*_TORCHRUN, *train, "--save", str(tmp_path / "torchrun")) == forked
+    first, *_, last = map(float, forked)
+    assert abs(first - math.log(256)) < 0.2
+    assert last < first
