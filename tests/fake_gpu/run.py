@@ -43,7 +43,8 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def miniature(cluster: str, folder: Path) -> Path:
     """Write suites/gpu_node.toml with a tiny model, for one of the clusters above; returns its path."""
     text = (build.REPOSITORY / "suites" / "gpu_node.toml").read_text(encoding="utf-8")
-    fields = dict(_flat(tomllib.loads(text))) | _MINIATURE | {"name": f"gpu_node_{cluster}"}
+    given = {key: value for key, value in _flat(tomllib.loads(text)) if not key.startswith("matrix.cluster.")}
+    fields = given | _MINIATURE | {"name": f"gpu_node_{cluster}"}
     fields |= {f"defaults.cluster.{key}": value for key, value in _CLUSTERS[cluster].items()}
     path = folder / f"gpu_node_{cluster}.toml"
     path.write_text("".join(f"{key} = {json.dumps(fields[key])}\n" for key in fields), encoding="utf-8")
