@@ -37,7 +37,7 @@ OWNED: Final[dict[str, tuple[str, str | None]]] = {
     "libcusolver": (r"cusolver", None),
     "libcusparse": (r"cusparse(?!Lt)", None),
     "libcusparseLt": (r"cusparseLt", None),
-    "libnvrtc": (r"nvrtc", None),
+    "libnvrtc": (r"nvrtc", "driver.cpp"),
     "libnvshmem_host": (r"nvshmem", None),
 }
 _NEEDING: Final = (

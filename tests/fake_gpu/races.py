@@ -106,6 +106,8 @@ def _access(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the races of all runs; returns 0 if there are none, and every run has accesses."""
+    import torch.distributed as dist
+
     from tests.fake_gpu import engine_runs
 
     parser = argparse.ArgumentParser(prog="python -m tests.fake_gpu.races", description=__doc__)
@@ -138,6 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         f"stream {race.second_stream:#x}"
                     )
                 sys.stdout.flush()
+    dist.destroy_process_group()
     print(f"{runs} runs, {total} races")
     return int(wrong > 0 or not runs)
 

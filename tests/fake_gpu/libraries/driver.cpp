@@ -1,4 +1,4 @@
-// The functions of the CUDA driver (libcuda) that torch needs to start.
+// The functions of the CUDA driver (libcuda) that torch needs to start, and the version of NVRTC, which CuPy asks for.
 #include "fake.hpp"
 
 extern "C" long fake_allocation(const void* memory, const void** base);
@@ -15,3 +15,6 @@ API int cuMemGetAddressRange(const void** base, size_t* bytes, const void* memor
     if (bytes) *bytes = found;
     return found ? 0 : 1;
 }
+
+API int nvrtcVersion(int* major, int* minor) { *major = 13, *minor = 0; return 0; }
+API const char* nvrtcGetErrorString(int) { return "fake GPU: NVRTC compiles nothing"; }
