@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -167,3 +170,32 @@ def start() -> None:
     torch.backends.cuda.enable_mem_efficient_sdp(enabled=False)
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     EMULATION.__enter__()
+
+
+def kernel_folder() -> Path:
+    """Returns the folder of the kernels that are compiled for the CPU."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "zeropp-bench" / "fake-kernels"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@functools.cache
+def _host() -> Callable[[Any, torch.device], None]:
+    from tests.cuda_on_cpu.host import Host  # it imports the kernels, which import this file's caller
+
+    return Host(kernel_folder())
+
+
+def on_device(launch: Any, device: torch.device, *, idle_bytes: int = 0) -> None:
+    """Note a launch on torch's current stream, and carry it out on the CPU, unless values are none."""
+    trace.note(trace.Kind.CODEC, torch.cuda.current_stream(device).cuda_stream, launch.kernel)
+    if os.environ["FAKE_GPU_VALUES"] != "none":
+        _host()(launch, device)
+
+
+def start_kernels() -> None:
+    """Put the CPU in the place of CuPy, once the module that launches kernels has been imported."""
+    from impl.cuda import launch
+
+    launch.on_device = on_device

@@ -86,7 +86,7 @@ def test_a_kernel_with_a_wrong_scale_is_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, true: str | None, false: str | None
 ) -> None:
     """With another divisor for the scale, a kernel's codes differ from the reference, as ``gpu_first`` asks."""
-    from tests.fake_gpu import kernels
+    from tests.fake_gpu import emulate
 
     if true is not None and false is not None:
         sources = tmp_path / "cuda"
@@ -95,8 +95,8 @@ def test_a_kernel_with_a_wrong_scale_is_found(
         assert text.count(true) == 1
         (sources / "codec.cuh").write_text(text.replace(true, false))
         monkeypatch.setattr(host, "SOURCES", sources)
-    monkeypatch.setattr(kernels, "_host", lambda: launches)
-    launches = host.Host(kernels.folder())
+    monkeypatch.setattr(emulate, "_host", lambda: launches)
+    launches = host.Host(emulate.kernel_folder())
     answer = are_reference(parse("int8:256"), "bf16", torch.device(CUDA, torch.cuda.current_device()))
     assert launches.ran
     assert answer["equal"] is (true is None)

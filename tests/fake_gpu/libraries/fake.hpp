@@ -6,8 +6,23 @@
 
 // The numbers are those of Kind in tests/fake_gpu/trace.py.
 enum Kind : long {
-    KERNEL, COPY, SET, RECORD, WAIT, SYNC_STREAM, SYNC_EVENT, SYNC_DEVICE, QUERY, ALLOCATE, FREE, PIN, EVENT, NCCL,
-    PRODUCT, CODEC, ACCESS
+    KERNEL,
+    COPY,
+    SET,
+    RECORD,
+    WAIT,
+    SYNC_STREAM,
+    SYNC_EVENT,
+    SYNC_DEVICE,
+    QUERY,
+    ALLOCATE,
+    FREE,
+    PIN,
+    EVENT,
+    NCCL,
+    PRODUCT,
+    CODEC,
+    ACCESS
 };
 
 enum Option {

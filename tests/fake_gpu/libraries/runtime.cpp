@@ -25,7 +25,10 @@
 
 namespace {
 
-long environment(const char* name, long otherwise) { const char* text = getenv(name); return text ? atol(text) : otherwise; }
+long environment(const char* name, long otherwise) {
+    const char* text = getenv(name);
+    return text ? atol(text) : otherwise;
+}
 const int DEVICES = environment("FAKE_GPUS", 1), CAPABILITY = environment("FAKE_GPU_CAPABILITY", 90);
 const size_t MEMORY = size_t(environment("FAKE_GPU_GIB", 80)) << 30;
 constexpr int MULTIPROCESSORS = 132, DRIVER = 13000, PINNED = -1;
@@ -33,17 +36,28 @@ constexpr int MULTIPROCESSORS = 132, DRIVER = 13000, PINNED = -1;
 std::recursive_mutex mutex;
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-long now() { timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec * 1000000000L + t.tv_nsec; }
+long now() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000L + t.tv_nsec;
+}
 
 // The trace.
-struct Entry { long kind, thread, stream, event, bytes; const char* name; long address, writes; };
+struct Entry {
+    long kind, thread, stream, event, bytes;
+    const char* name;
+    long address, writes;
+};
 std::vector<Entry> entries;
 std::atomic<bool> recording{false};
 std::atomic<long> counts[ACCESS + 1];
 std::atomic<long> options[] = {{1}, {0}, {1}};
 
 // Allocations by address.
-struct Allocation { size_t bytes; int device; };
+struct Allocation {
+    size_t bytes;
+    int device;
+};
 std::map<uintptr_t, Allocation> allocations;
 size_t used[64];
 thread_local int current = 0;
@@ -61,7 +75,8 @@ cudaError_t allocate(void** memory, size_t bytes, int device) {
     Lock lock(mutex);
     *memory = nullptr;
     if (device != PINNED && used[device] + bytes > MEMORY) return cudaErrorMemoryAllocation;
-    void* mapped = mmap(nullptr, pages(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* mapped =
+        mmap(nullptr, pages(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) return cudaErrorMemoryAllocation;
     *memory = mapped;
     allocations[uintptr_t(mapped)] = {bytes, device};
@@ -85,15 +100,27 @@ cudaError_t release(void* memory) {
 // Streams whose work never ends.  fake_release() ends all of it, so an event remembers in which round it stuck.
 std::set<const void*> stuck;
 std::atomic<long> round_of_stuck{1};
-struct Event { long number, ns, stuck; };
+struct Event {
+    long number, ns, stuck;
+};
 
-bool is_stuck(const void* stream) { Lock lock(mutex); return stuck.count(stream); }
+bool is_stuck(const void* stream) {
+    Lock lock(mutex);
+    return stuck.count(stream);
+}
 bool is_stuck(cudaEvent_t event) { return reinterpret_cast<Event*>(event)->stuck == round_of_stuck; }
-template <class Test> void wait_while(Test test) { while (test()) usleep(1000); }
+template <class Test>
+void wait_while(Test test) {
+    while (test()) usleep(1000);
+}
 
 // Kernels.
 std::unordered_map<const void*, const char*> kernel_names;
-struct Configuration { dim3 grid, block; size_t shared; void* stream; };
+struct Configuration {
+    dim3 grid, block;
+    size_t shared;
+    void* stream;
+};
 thread_local std::vector<Configuration> configurations;
 
 cudaError_t launch(const void* kernel, dim3 grid, dim3 block, const void* stream) {
@@ -101,7 +128,8 @@ cudaError_t launch(const void* kernel, dim3 grid, dim3 block, const void* stream
     const char* name = found == kernel_names.end() ? "?" : found->second;
     unsigned threads = block.x * block.y * block.z;
     if (!grid.x || !grid.y || !grid.z || !threads || threads > 1024 || grid.y > 65535 || grid.z > 65535) {
-        fprintf(stderr, "fake GPU: %s is launched with %u x %u x %u blocks of %u threads\n", name, grid.x, grid.y, grid.z, threads);
+        fprintf(stderr, "fake GPU: %s is launched with %u x %u x %u blocks of %u threads\n", name, grid.x, grid.y,
+                grid.z, threads);
         return cudaErrorInvalidConfiguration;
     }
     fake_note(KERNEL, stream, 0, 0, name);
@@ -140,12 +168,30 @@ API void fake_access(const void* stream, const void* memory, long bytes, bool wr
 }
 API long fake_option(int option) { return options[option]; }
 API void fake_set_option(int option, long value) { options[option] = value; }
-API void fake_stick(const void* stream) { Lock lock(mutex); stuck.insert(stream); }
-API void fake_release() { Lock lock(mutex); stuck.clear(); ++round_of_stuck; }
-API void fake_record() { Lock lock(mutex); entries.clear(); recording = true; }
-API long fake_stop(const Entry** first) { recording = false; Lock lock(mutex); *first = entries.data(); return entries.size(); }
+API void fake_stick(const void* stream) {
+    Lock lock(mutex);
+    stuck.insert(stream);
+}
+API void fake_release() {
+    Lock lock(mutex);
+    stuck.clear();
+    ++round_of_stuck;
+}
+API void fake_record() {
+    Lock lock(mutex);
+    entries.clear();
+    recording = true;
+}
+API long fake_stop(const Entry** first) {
+    recording = false;
+    Lock lock(mutex);
+    *first = entries.data();
+    return entries.size();
+}
 API long fake_count(long kind) { return counts[kind]; }
-API void fake_reset_counts() { for (auto& count : counts) count = 0; }
+API void fake_reset_counts() {
+    for (auto& count : counts) count = 0;
+}
 API long fake_unwritten(const char* name) {
     fprintf(stderr, "fake GPU: %s was called, which tests/fake_gpu/libraries does not have\n", name);
     return cudaErrorNotSupported;
@@ -162,28 +208,39 @@ API cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shar
     *grid = last.grid, *block = last.block, *shared = last.shared, *static_cast<void**>(stream) = last.stream;
     return cudaSuccess;
 }
-API void** __cudaRegisterFatBinary(void*) { static void* handle[1]; return handle; }
+API void** __cudaRegisterFatBinary(void*) {
+    static void* handle[1];
+    return handle;
+}
 API void __cudaRegisterFatBinaryEnd(void**) {}
 API void __cudaUnregisterFatBinary(void**) {}
 API char __cudaInitModule(void**) { return 1; }
 API void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
-API void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*, int*) {
+API void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*,
+                                int*) {
     kernel_names[host] = name;
 }
-API cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) { *kernel = (cudaKernel_t)host; return cudaSuccess; }
+API cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
+    *kernel = (cudaKernel_t)host;
+    return cudaSuccess;
+}
 API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void**, size_t, cudaStream_t stream) {
     return launch(kernel, grid, block, stream);
 }
 API cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void**, size_t, cudaStream_t stream) {
     return launch(kernel, grid, block, stream);
 }
-API cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3 grid, dim3 block, void**, size_t, cudaStream_t stream) {
+API cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3 grid, dim3 block, void**, size_t,
+                                            cudaStream_t stream) {
     return launch(kernel, grid, block, stream);
 }
 API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void**) {
     return launch(kernel, config->gridDim, config->blockDim, config->stream);
 }
-API cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void* data) { function(data); return cudaSuccess; }
+API cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void* data) {
+    function(data);
+    return cudaSuccess;
+}
 API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
     memset(attributes, 0, sizeof *attributes);
     attributes->maxThreadsPerBlock = 1024, attributes->numRegs = 32;
@@ -192,33 +249,61 @@ API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void
 }
 API cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 API cudaError_t cudaKernelSetAttributeForDevice(cudaKernel_t, cudaFuncAttribute, int, int) { return cudaSuccess; }
-API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) { *blocks = 2; return cudaSuccess; }
-API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t, unsigned) {
+API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
+    *blocks = 2;
+    return cudaSuccess;
+}
+API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t,
+                                                                       unsigned) {
     *blocks = 2;
     return cudaSuccess;
 }
 
 // Devices, with the limits of an H100.
-API cudaError_t cudaGetDeviceCount(int* count) { *count = DEVICES; return cudaSuccess; }
-API cudaError_t cudaGetDevice(int* device) { *device = current; return cudaSuccess; }
+API cudaError_t cudaGetDeviceCount(int* count) {
+    *count = DEVICES;
+    return cudaSuccess;
+}
+API cudaError_t cudaGetDevice(int* device) {
+    *device = current;
+    return cudaSuccess;
+}
 API cudaError_t cudaSetDevice(int device) {
     if (device < 0 || device >= DEVICES) return cudaErrorInvalidDevice;
     current = device;
     return cudaSuccess;
 }
-API cudaError_t cudaDriverGetVersion(int* version) { *version = DRIVER; return cudaSuccess; }
-API cudaError_t cudaRuntimeGetVersion(int* version) { *version = DRIVER; return cudaSuccess; }
+API cudaError_t cudaDriverGetVersion(int* version) {
+    *version = DRIVER;
+    return cudaSuccess;
+}
+API cudaError_t cudaRuntimeGetVersion(int* version) {
+    *version = DRIVER;
+    return cudaSuccess;
+}
 API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     static const std::map<int, int> values = {
-        {cudaDevAttrMaxThreadsPerBlock, 1024}, {cudaDevAttrMaxBlockDimX, 1024}, {cudaDevAttrMaxBlockDimY, 1024},
-        {cudaDevAttrMaxBlockDimZ, 64}, {cudaDevAttrMaxGridDimX, 0x7fffffff}, {cudaDevAttrMaxGridDimY, 65535},
-        {cudaDevAttrMaxGridDimZ, 65535}, {cudaDevAttrWarpSize, 32}, {cudaDevAttrMultiProcessorCount, MULTIPROCESSORS},
-        {cudaDevAttrMaxThreadsPerMultiProcessor, 2048}, {cudaDevAttrMaxBlocksPerMultiprocessor, 32},
-        {cudaDevAttrMaxSharedMemoryPerBlock, 48 << 10}, {cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10},
-        {cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10}, {cudaDevAttrReservedSharedMemoryPerBlock, 1024},
-        {cudaDevAttrMaxRegistersPerBlock, 65536}, {cudaDevAttrMaxRegistersPerMultiprocessor, 65536},
-        {cudaDevAttrL2CacheSize, 50 << 20}, {cudaDevAttrClockRate, 1980000},
-        {cudaDevAttrComputeCapabilityMajor, CAPABILITY / 10}, {cudaDevAttrComputeCapabilityMinor, CAPABILITY % 10},
+        {cudaDevAttrMaxThreadsPerBlock, 1024},
+        {cudaDevAttrMaxBlockDimX, 1024},
+        {cudaDevAttrMaxBlockDimY, 1024},
+        {cudaDevAttrMaxBlockDimZ, 64},
+        {cudaDevAttrMaxGridDimX, 0x7fffffff},
+        {cudaDevAttrMaxGridDimY, 65535},
+        {cudaDevAttrMaxGridDimZ, 65535},
+        {cudaDevAttrWarpSize, 32},
+        {cudaDevAttrMultiProcessorCount, MULTIPROCESSORS},
+        {cudaDevAttrMaxThreadsPerMultiProcessor, 2048},
+        {cudaDevAttrMaxBlocksPerMultiprocessor, 32},
+        {cudaDevAttrMaxSharedMemoryPerBlock, 48 << 10},
+        {cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10},
+        {cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10},
+        {cudaDevAttrReservedSharedMemoryPerBlock, 1024},
+        {cudaDevAttrMaxRegistersPerBlock, 65536},
+        {cudaDevAttrMaxRegistersPerMultiprocessor, 65536},
+        {cudaDevAttrL2CacheSize, 50 << 20},
+        {cudaDevAttrClockRate, 1980000},
+        {cudaDevAttrComputeCapabilityMajor, CAPABILITY / 10},
+        {cudaDevAttrComputeCapabilityMinor, CAPABILITY % 10},
     };
     auto found = values.find(attribute);
     *value = found == values.end() ? 0 : found->second;
@@ -243,17 +328,28 @@ API cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int device) {
     snprintf(text, length, "0000:%02x:00.0", device + 1);
     return cudaSuccess;
 }
-API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { *least = 0, *greatest = -5; return cudaSuccess; }
-API cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { *can = 1; return cudaSuccess; }
+API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+    *least = 0, *greatest = -5;
+    return cudaSuccess;
+}
+API cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
+    *can = 1;
+    return cudaSuccess;
+}
 API cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
 API cudaError_t cudaDeviceSynchronize() {
-    wait_while([] { Lock lock(mutex); return !stuck.empty(); });
+    wait_while([] {
+        Lock lock(mutex);
+        return !stuck.empty();
+    });
     fake_note(SYNC_DEVICE, nullptr, 0, 0, "");
     return cudaSuccess;
 }
 API cudaError_t cudaGetLastError() { return cudaSuccess; }
 API cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
-API const char* cudaGetErrorString(cudaError_t error) { return error == cudaErrorMemoryAllocation ? "out of memory" : "fake GPU: an error"; }
+API const char* cudaGetErrorString(cudaError_t error) {
+    return error == cudaErrorMemoryAllocation ? "out of memory" : "fake GPU: an error";
+}
 API const char* cudaGetErrorName(cudaError_t) { return "fakeError"; }
 API cudaError_t cudaProfilerStart() { return cudaSuccess; }
 API cudaError_t cudaProfilerStop() { return cudaSuccess; }
@@ -268,8 +364,15 @@ API cudaError_t cudaHostRegister(void* memory, size_t bytes, unsigned) {
     allocations[uintptr_t(memory)] = {bytes, PINNED};
     return cudaSuccess;
 }
-API cudaError_t cudaHostUnregister(void* memory) { Lock lock(mutex); allocations.erase(uintptr_t(memory)); return cudaSuccess; }
-API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) { *total = MEMORY, *free = MEMORY - used[current]; return cudaSuccess; }
+API cudaError_t cudaHostUnregister(void* memory) {
+    Lock lock(mutex);
+    allocations.erase(uintptr_t(memory));
+    return cudaSuccess;
+}
+API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+    *total = MEMORY, *free = MEMORY - used[current];
+    return cudaSuccess;
+}
 API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* memory) {
     Lock lock(mutex);
     memset(attributes, 0, sizeof *attributes);
@@ -293,14 +396,16 @@ API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMe
 API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
     return copy(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
 }
-API cudaError_t cudaMemcpy2DAsync(
-    void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t rows, cudaMemcpyKind kind, cudaStream_t stream
-) {
-    for (size_t row = 0; row < rows; ++row) copy((char*)to + row * to_pitch, (const char*)from + row * from_pitch, width, kind, stream);
+API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                                  size_t rows, cudaMemcpyKind kind, cudaStream_t stream) {
+    for (size_t row = 0; row < rows; ++row)
+        copy((char*)to + row * to_pitch, (const char*)from + row * from_pitch, width, kind, stream);
     return cudaSuccess;
 }
 API cudaError_t cudaMemset(void* memory, int value, size_t bytes) { return set(memory, value, bytes, nullptr); }
-API cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) { return set(memory, value, bytes, stream); }
+API cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
+    return set(memory, value, bytes, stream);
+}
 
 // Streams and events.
 API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
@@ -308,11 +413,18 @@ API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int
     *stream = reinterpret_cast<cudaStream_t>(last += 16);
     return cudaSuccess;
 }
-API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) { return cudaStreamCreateWithPriority(stream, flags, 0); }
+API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+    return cudaStreamCreateWithPriority(stream, flags, 0);
+}
 API cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
 API cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-API cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return cudaSuccess; }
-API cudaError_t cudaStreamQuery(cudaStream_t stream) { return is_stuck(stream) || !fake_option(QUERIES) ? cudaErrorNotReady : cudaSuccess; }
+API cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
+    *priority = 0;
+    return cudaSuccess;
+}
+API cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    return is_stuck(stream) || !fake_option(QUERIES) ? cudaErrorNotReady : cudaSuccess;
+}
 API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     wait_while([&] { return is_stuck(stream); });
     fake_note(SYNC_STREAM, stream, 0, 0, "");
@@ -327,15 +439,16 @@ API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* sta
     *status = cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
-API cudaError_t cudaStreamGetCaptureInfo(
-    cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
-    const cudaGraphEdgeData**, size_t*
-) {
+API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                         cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
     *status = cudaStreamCaptureStatusNone;
     if (id) *id = 0;
     return cudaSuccess;
 }
-API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) { *mode = cudaStreamCaptureModeRelaxed; return cudaSuccess; }
+API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+    *mode = cudaStreamCaptureModeRelaxed;
+    return cudaSuccess;
+}
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
     static std::atomic<long> last{0};
     auto* made = new Event{++last, now(), 0};
@@ -344,14 +457,19 @@ API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
     return cudaSuccess;
 }
 API cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
-API cudaError_t cudaEventDestroy(cudaEvent_t event) { delete reinterpret_cast<Event*>(event); return cudaSuccess; }
+API cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    delete reinterpret_cast<Event*>(event);
+    return cudaSuccess;
+}
 API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     auto* recorded = reinterpret_cast<Event*>(event);
     recorded->ns = now(), recorded->stuck = is_stuck(stream) ? long(round_of_stuck) : 0;
     fake_note(RECORD, stream, recorded->number, 0, "");
     return cudaSuccess;
 }
-API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) { return cudaEventRecord(event, stream); }
+API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+    return cudaEventRecord(event, stream);
+}
 API cudaError_t cudaEventQuery(cudaEvent_t event) {
     if (is_stuck(event) || !fake_option(QUERIES)) return cudaErrorNotReady;
     fake_note(QUERY, nullptr, reinterpret_cast<Event*>(event)->number, 0, "");
@@ -375,9 +493,8 @@ API long fake_allocation(const void* memory, const void** base) {
     return found ? found->second.bytes : 0;
 }
 static int driver_nothing() { return 0; }
-API cudaError_t cudaGetDriverEntryPointByVersion(
-    const char* symbol, void** function, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* result
-) {
+API cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned, unsigned long long,
+                                                 cudaDriverEntryPointQueryResult* result) {
     *function = dlsym(RTLD_DEFAULT, symbol);
     if (!*function) *function = (void*)driver_nothing;
     if (result) *result = cudaDriverEntryPointSuccess;

@@ -27,9 +27,9 @@ def _operations() -> None:
 
 
 def _kernels() -> None:
-    from tests.fake_gpu import kernels
+    from tests.fake_gpu import emulate
 
-    kernels.start()
+    emulate.start_kernels()
 
 
 _AFTER: Final[dict[str, Callable[[], None]]] = {"torch": _operations, "impl.cuda.launch": _kernels}
