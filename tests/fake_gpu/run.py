@@ -58,7 +58,7 @@ def stages(results: Path) -> Iterator[Stage]:
     yield Stage("tests", (*pytest, "tests/fake_gpu"), 300)
     yield Stage("gpu tests", (*pytest, "-m", "gpu", "tests"), 500)
     yield Stage("gpu_first", ("-m", "tests.gpu_first", "--tiny", "--out", str(results / "first.jsonl")), 240)
-    yield Stage("gpu_campaign", ("-m", "tests.gpu_campaign", "--tiny", *to), 500)
+    yield Stage("gpu_campaign", ("-m", "tests.gpu_campaign", "--tiny", "--minutes", "8", *to), 500)
     one, two = miniature("1x4", results), miniature("2x2", results)
     yield Stage("gpu_node 1x4", (*zeropp, "run", str(one), *to), 300)
     yield Stage("gpu_node 2x2", ("-m", "tests.fake_gpu.nodes", "run", str(two), *to), 300)
