@@ -56,7 +56,8 @@ def stages(results: Path) -> Iterator[Stage]:
     pytest = ("-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider")
     zeropp, to = ("-m", "harness.cli"), ("--results", str(results))
     yield Stage("tests", (*pytest, "tests/fake_gpu"), 300)
-    yield Stage("gpu tests", (*pytest, "-m", "gpu", "tests"), 500)
+    # tests/bench measures rates, and compares rows of 64 M elements, which take minutes on a CPU.
+    yield Stage("gpu tests", (*pytest, "-m", "gpu", "tests", "--ignore=tests/bench"), 500)
     yield Stage("gpu_first", ("-m", "tests.gpu_first", "--tiny", "--out", str(results / "first.jsonl")), 240)
     yield Stage("gpu_campaign", ("-m", "tests.gpu_campaign", "--tiny", "--minutes", "8", *to), 500)
     one, two = miniature("1x4", results), miniature("2x2", results)
