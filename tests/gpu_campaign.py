@@ -3,7 +3,8 @@
 For a machine without a network, lent for minutes: each stage is a command under a time limit, its results
 are on disk before the next begins, and a failure is a line of the table.  After each stage one file,
 :data:`ARCHIVE`, holds all results, to be brought back.
-``--device cpu`` rehearses the same commands with tiny sizes; ``--missing`` names packages to bring along.
+``--device cpu`` rehearses the same commands with tiny sizes, and ``--tiny`` does so on a GPU; ``--missing`` names
+packages to bring along.
 
 This file imports only the standard library, so that it can name missing packages.
 """
@@ -41,9 +42,8 @@ _SHARED: Final = {  # by 2x2 ranks
     "model.name": "gpt-medium", "tokens_per_rank": 2048, "policy.compute": "bf16", "cluster.nodes": 2,
     "cluster.ranks_per_node": 2, "cluster.transport": "staged", "cluster.link": "none",
 }  # fmt: skip
-_TINY: Final = {  # on a CPU
+_TINY: Final = {
     "model.name": "gpt-tiny", "sequence": 16, "tokens_per_rank": 32, "steps": 3, "policy.max_padding": 0.3,
-    "cluster.transport": "gloo",
 }  # fmt: skip
 # Seconds at most, question, configurations and other fields, by stage and name.  Ranks share a GPU without FSDP2:
 # NCCL refuses a second rank on it, and over gloo FSDP2 would bypass our wire and its pacer, which holds the
@@ -107,29 +107,31 @@ def missing() -> list[str]:
     return [name for name in names if name not in installed]
 
 
-def stages(device: str, results: Path) -> Iterator[Stage]:
+def stages(device: str, results: Path, *, tiny: bool = False) -> Iterator[Stage]:
     """All stages, correctness first; writes the suites that they run."""
     gpu = device == "cuda"
-    yield from _tests(device)
-    yield from _benches(device, results)
+    large = gpu and not tiny
+    yield from _tests(device, large=large)
+    yield from _benches(device, results, large=large)
     for name, (seconds, question, strategies, fields) in _SUITES.items():
-        chosen = strategies if gpu or fields["cluster.nodes"] == 1 else strategies[:1] + strategies[-1:]
-        keys = {key: fields[key] for key in fields if gpu or not key.startswith(("model.", "optimizer."))}
+        chosen = strategies if large or fields["cluster.nodes"] == 1 else strategies[:1] + strategies[-1:]
+        keys = {key: fields[key] for key in fields if large or not key.startswith(("model.", "optimizer."))}
         keys |= {"cluster.device": device, "warmup": 2, "validate_every": 0, "validation_batches": 1}
-        keys |= {"matrix.strategy": chosen} | ({} if gpu else _TINY)
+        keys |= {"matrix.strategy": chosen} | ({} if large else _TINY)
+        keys |= {} if gpu else {"cluster.transport": "gloo"}
         suite = results / f"gpu-{name[2:]}.toml"
         head = {"name": suite.stem, "question": question}
         tables = {key if key.startswith("matrix.") else f"defaults.{key}": keys[key] for key in keys}
         lines = [f"{key} = {json.dumps(value)}\n" for key, value in (head | tables).items()]
         suite.write_text("".join(lines), encoding="utf-8")
         command = ("-m", "harness.cli", "run", "--no-report", str(suite), "--results", str(results))
-        yield Stage(name, command, seconds if gpu else 240)
+        yield Stage(name, command, seconds if large else 240)
 
 
-def _tests(device: str) -> Iterator[Stage]:
+def _tests(device: str, *, large: bool) -> Iterator[Stage]:
     """Laws and bits of every codec and kernel, the tests for a GPU, and the stress of streams."""
     gpu = device == "cuda"
-    few = ("--examples", "6") if gpu else ("--codec", "int4:32", "--examples", "2", "--elements", "2000")
+    few = ("--examples", "6") if large else ("--codec", "int4:32", "--examples", "2", "--elements", "2000")
     yield Stage("a laws", ("-m", "harness.cli", "check", "codecs", "--backend", device, *few), 150)
     chosen = "gpu" if gpu else "not gpu and not nightly"
     pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "-m", chosen)
@@ -140,26 +142,26 @@ def _tests(device: str) -> Iterator[Stage]:
     )  # fmt: skip
     short = ("tests/impl/cuda/test_kernels.py", "-k", "kernels_for_all_blocked", "-n", "2")
     needs = ("pytest", "hypothesis", "pytest_timeout", "pytest_benchmark", "xdist")
-    yield Stage("a tests", (*pytest, *(kernels if gpu else short)), 240, needs)
-    some = () if gpu else ("-k", "copies")
+    yield Stage("a tests", (*pytest, *(kernels if large else short)), 240, needs)
+    some = () if large else ("-k", "copies")
     yield Stage("a streams", (*pytest, "tests/impl/engine/test_streams.py", *some), 120, needs)
 
 
-def _benches(device: str, results: Path) -> Iterator[Stage]:
+def _benches(device: str, results: Path, *, large: bool) -> Iterator[Stage]:
     """GB/s of every kernel at several sizes, beside other libraries, and without one optimization each."""
     gpu = device == "cuda"
-    bench = ("-m", "harness.cli", "bench", "codecs", "--seconds", "0.3" if gpu else "0.01")
+    bench = ("-m", "harness.cli", "bench", "codecs", "--seconds", "0.3" if large else "0.01")
 
-    def stage(name: str, *options: str, mebibytes: int = 256 if gpu else 1, needs: str = "torch") -> Stage:
+    def stage(name: str, *options: str, mebibytes: int = 256 if large else 1, needs: str = "torch") -> Stage:
         outputs = ("--results", str(results / name.replace(" ", "-")), "--megabytes", str(mebibytes))
         return Stage(f"b {name}", (*bench, *options, *outputs), 120, (needs,))
 
-    few = () if gpu else ("--codec", "int4:32")
-    for size in (256, 1, 16, 1024) if gpu else (1,):
+    few = () if large else ("--codec", "int4:32")
+    for size in (256, 1, 16, 1024) if large else (1,):
         kinds = ("--kind", "fp32", "--kind", "bf16") if size == 256 else ()
         yield stage(f"{size} MiB", "--backend", device, *kinds, *few, mebibytes=size)
     beside = ("--codec", "int8:2048", "--codec", "int8:256", "--codec", "int4:256")
-    if gpu:
+    if large:
         names = (part for name in _ABLATED for part in ("--backend", f"cuda-{name}"))
         yield stage("ablation", "--backend", "cuda", *names, *beside)
     for other, module in _OTHERS.items() if gpu else [("torch.compile", "torch")]:
@@ -235,6 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stages", default="abcde", help="letters of those to run")
     parser.add_argument("--pack", type=Path, help=f"folder in which {ARCHIVE} is written; default: --results")
     parser.add_argument("--missing", action="store_true", help="print packages that are not here")
+    parser.add_argument("--tiny", action="store_true", help="the sizes of a rehearsal, on a GPU too")
     options = parser.parse_args(arguments)
     if options.missing:
         print("\n".join(missing()))
@@ -243,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results.mkdir(parents=True, exist_ok=True)
     packed = results if options.pack is None else options.pack.resolve()
     ends, ended = time.monotonic() + 60 * options.minutes, []
-    for number, stage in enumerate(stages(options.device, results)):
+    for number, stage in enumerate(stages(options.device, results, tiny=options.tiny)):
         if stage.name[0] in options.stages:
             log = results / f"{number}-{stage.name.replace(' ', '-')}.log"
             letters = "".join(sorted(set(options.stages)))  # of several calls into one folder

@@ -3,8 +3,8 @@
 For a device that is lent for minutes.  Every answer is a line of JSON, printed and appended to ``--out``,
 so a killed run leaves its answers.  In order: the device, every kernel beside the reference, GB/s beside
 a copy, what a launch costs the host, and a step of 1 B parameters beside the plain module and FSDP2.  A
-failure is a line, and the next question follows.  ``--device cpu`` rehearses it in tiny sizes.  It needs only
-torch, NumPy and CuPy.
+failure is a line, and the next question follows.  ``--device cpu`` rehearses it in tiny sizes, and so does
+``--tiny`` on a GPU.  It needs only torch, NumPy and CuPy.
 """
 
 from __future__ import annotations
@@ -135,10 +135,10 @@ def transformer(width: int, layers: int) -> nn.Sequential:
     return nn.Sequential(nn.Embedding(256, width), *blocks, nn.Linear(width, 256, bias=False))
 
 
-def engine(name: str, tokens: int, device: torch.device) -> Fields:
+def engine(name: str, tokens: int, device: torch.device, *, large: bool) -> Fields:
     """Milliseconds of forward and backward, and of a whole step, of one rank in bf16; bytes at most."""
     gpu = device.type == "cuda"
-    width, layers = (2048, 20) if gpu else (128, 2)
+    width, layers = (2048, 20) if large else (128, 2)
     gc.collect()  # engines and their hooks are cycles
     torch.manual_seed(0)
     with device:
@@ -174,7 +174,7 @@ def engine(name: str, tokens: int, device: torch.device) -> Fields:
 
     if gpu:
         torch.cuda.reset_peak_memory_stats()
-    least = 2.0 if gpu else 0.01
+    least = 2.0 if large else 0.01
     whole, passing = (seconds_of(partial(passes, stepping=stepping), least) for stepping in (True, False))
     return {
         "parameters": parameters, "passes_ms": round(1e3 * passing, 2), "step_ms": round(1e3 * whole, 2),
@@ -183,19 +183,19 @@ def engine(name: str, tokens: int, device: torch.device) -> Fields:
     }  # fmt: skip
 
 
-def questions(device: torch.device) -> Iterator[tuple[Fields, Callable[[], Fields]]]:
-    """Questions and the functions that answer them, correctness first."""
-    gpu = device.type == "cuda"
+def questions(device: torch.device, *, large: bool) -> Iterator[tuple[Fields, Callable[[], Fields]]]:
+    """Questions and the functions that answer them, correctness first; ``large`` sizes are for a GPU."""
     yield {"ask": "device"}, partial(of_device, device)
     for text, kind in itertools.product(CODECS, DTYPES):
         question = {"ask": "reference", "codec": text, "type": kind}
         yield question, partial(are_reference, parse(text), kind, device)
-    for mebibytes, text in itertools.product((64, 256) if gpu else (1,), CODECS if gpu else CODECS[:3]):
+    for mebibytes, text in itertools.product((64, 256) if large else (1,), CODECS if large else CODECS[:3]):
         question = {"ask": "rates", "codec": text, "mebibytes": mebibytes}
-        yield question, partial(rates, text, "bf16", mebibytes, device, 0.02 if gpu else 1e-4)
+        yield question, partial(rates, text, "bf16", mebibytes, device, 0.02 if large else 1e-4)
     yield {"ask": "launch", "codec": "int8:2048"}, partial(launch, "int8:2048", device)
-    for tokens, name in itertools.product((4096, 16384) if gpu else (64,), ENGINES):
-        yield {"ask": "engine", "engine": name, "tokens": tokens}, partial(engine, name, tokens, device)
+    for tokens, name in itertools.product((4096, 16384) if large else (64,), ENGINES):
+        answer = partial(engine, name, tokens, device, large=large)
+        yield {"ask": "engine", "engine": name, "tokens": tokens}, answer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -204,12 +204,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("gpu-first.jsonl"), help="appended to, line by line")
     parser.add_argument("--minutes", type=float, default=5.0, help="after which nothing more is asked")
+    parser.add_argument("--tiny", action="store_true", help="the sizes of a rehearsal, on a GPU too")
     options = parser.parse_args(arguments)
     device, ends, wrong = torch.device(options.device), time.monotonic() + 60 * options.minutes, 0
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
     with options.out.open("a", encoding="utf-8") as file:
-        for question, answer in questions(device):
+        for question, answer in questions(device, large=device.type == "cuda" and not options.tiny):
             begun = time.monotonic()
             try:
                 fields = answer() if begun < ends else {"failed": f"left out after {options.minutes:g} min"}

@@ -117,7 +117,7 @@ def test_killed_at_any_time_it_leaves_what_it_had(tmp_path: Path, monkeypatch: p
     )
     looks = Stage("b looks", ("-c", look, str(tmp_path), ARCHIVE), 9)
     both = (Stage("a first", ("-c", "print(1)"), 9), looks)
-    monkeypatch.setattr(gpu_campaign, "stages", lambda *_: both)
+    monkeypatch.setattr(gpu_campaign, "stages", lambda *_, **__: both)
     assert main(["--device", "cpu", "--results", str(tmp_path), "--stages", "ab"]) == 0
     output = (tmp_path / "1-b-looks.log").read_text()
     assert {"gpu-campaign/0-a-first.log", "gpu-campaign/campaign-ab.txt"} <= {*output.split()}
@@ -149,7 +149,7 @@ def test_each_answer_of_gpu_first_is_written_as_it_comes(tmp_path: Path, kept: i
         assert len(answers) >= kept
         return
     assert process.returncode == 0, printed
-    assert len(answers) == len(list(questions(torch.device("cpu"))))
+    assert len(answers) == len(list(questions(torch.device("cpu"), large=False)))
     assert all(line["equal"] for line in answers if line["ask"] == "reference")
     engines = [line for line in answers if line["ask"] == "engine"]
     assert [line["engine"] for line in engines] == list(ENGINES)

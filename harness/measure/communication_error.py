@@ -170,7 +170,8 @@ def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace
     for unit in zero.units:
         if only not in (None, unit.geometry.name):
             continue
-        master = unit.master_shard.master.detach().contiguous()
+        # An offloaded master is in host memory, but its gathered weights are on the device.
+        master = unit.master_shard.master.detach().to(unit.wire.mesh.device).contiguous()
         masters = [torch.empty_like(master) for _ in range(dist.get_world_size())]
         dist.all_gather(masters, master)
         for purpose in ("weights", "secondary") if unit.policy.secondary else ("weights",):

@@ -17,6 +17,8 @@ from typing import Final
 
 import pytest
 
+from tests.fake_gpu.build import active
+
 SEARCHED: Final = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 FIXTURES: Final = {
     "libraries": ("c++",),
@@ -84,6 +86,7 @@ COMPONENTS: Final[dict[str, tuple[Callable[[], bool], str]]] = {
     "x86-64": (lambda: platform.machine() == "x86_64", "an x86-64 processor"),
     "CUDA compiler": (_cuda_compiler, "tox -e compile"),
     "CUDA device": (_cuda_device, "torch finds no CUDA device"),
+    "fake GPU": (active, "tox -e fakegpu"),
     "CuPy": (lambda: importlib.util.find_spec("cupy") is not None, "pip install 'zeropp-bench[cuda13]'"),
     "DeepSpeed": (_deepspeed, "pip install 'zeropp-bench[deepspeed]'"),
     "no CUDA device": (lambda: not _cuda_device(), "a machine without one"),

@@ -9,6 +9,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from harness.cluster.rank import Rank
@@ -19,10 +21,14 @@ from harness.records.trial_record import CommunicationError, Record
 from harness.runs.rank_trial import Assignment, Outcome, run
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Model, Trial
+from impl.comm.mesh import Mesh
+from impl.plan.policy import Offload, preset
 from impl.plan.topology import Topology
+from impl.zero import shard
 from tests.harness.cluster.test_rank_processes import local
 from tests.harness.runs.test_rank_trial import assembled, result, text, trial
 from tests.support.params import long
+from tests.support.training import model
 
 __all__ = ["text"]  # a fixture
 SUITES: Final = Path(__file__).resolve().parents[3] / "suites"
@@ -295,3 +301,17 @@ def test_sums_of_ranks_make_one_error() -> None:
     assert (errors[3, "a"].squared_error, errors[3, "a"].squared_value) == (4.0, 20.0)
     assert errors[3, "a"].cosine == pytest.approx(0.5)
     assert (errors[4, "c"].squared_error, errors[4, "c"].squared_value) == (None, None)
+
+
+@pytest.mark.gpu
+def test_weights_of_offloaded_masters_are_measured_on_the_gpu() -> None:
+    """Masters in host memory are compared with the weights that were gathered on the device."""
+    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        mesh = Mesh.create(Topology(1, 1), torch.device("cuda", 0))
+        policy = preset("zero3", offload=Offload(optimizer=1.0))
+        errors = communication_error.weight_errors(0, shard(model().to("cuda"), mesh=mesh, policy=policy))
+        assert errors
+        assert all(squared < 2.0**-14 * value for squared, value in errors.values())
+    finally:
+        dist.destroy_process_group()

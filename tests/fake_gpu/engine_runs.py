@@ -1,0 +1,141 @@
+"""Trains a small GPT on a fake GPU in one process, as rank 0 of 2x2 ranks, and records what happens.
+
+The other ranks do not exist: NCCL hands this rank its own messages in their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  # registers backend "fake"
+
+from harness.suites.trial import Model
+from harness.workloads import models
+from impl import zero
+from impl.comm.mesh import Mesh
+from impl.comm.watchdog import Watchdog
+from impl.cuda.kernels import Kernels
+from impl.plan.policy import MemoryLimits, Offload, Policy, preset
+from impl.plan.topology import Topology
+from tests.fake_gpu import emulate, trace
+
+TOPOLOGY: Final = Topology(2, 2)
+MAIN: Final = ("zero3", "zeropp")  # policies whose variants all run
+POLICIES: Final = (
+    *MAIN, "qwz", "hpz", "qgz", "zeropp-deepspeed", "loco", "sdp4bit", "mxfp8-planes", "mics", "zero2", "zero1",
+    "zero3-flat",
+)  # fmt: skip
+_ROOMY: Final = 1e9  # padding that is never refused
+_ALL: Final = Offload(optimizer=1.0, weights=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Changes to a policy, and the number of micro-batches of a step."""
+
+    changes: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)  # of memory
+    micro_batches: int = 1
+
+
+VARIANTS: Final = {
+    "plain": Variant(),
+    "chunks": Variant({"chunks": 3}),
+    "offload": Variant({"offload": Offload(optimizer=1.0)}),
+    "offload all": Variant({"offload": _ALL}),
+    "accumulate": Variant(micro_batches=2),
+    "no prefetch": Variant(limits={"prefetch": 0, "max_reuse": 0, "reduce_bucket": 1}),
+    "step": Variant({"reduce_every": "step"}, micro_batches=2),
+}
+
+
+def join_alone(world: int = TOPOLOGY.world, peers: int = 1) -> None:
+    """Create the process group of ``world`` ranks of which only this one exists; see ``Option.PEERS``."""
+    trace.set_option(trace.Option.PEERS, peers)
+    c10d._store_based_barrier = lambda *_, **__: None  # type: ignore[attr-defined]  # the others never come
+    Watchdog.meet = lambda *_: None  # type: ignore[method-assign]
+    zero.check_same_start = lambda *_: None  # type: ignore[attr-defined]
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=world)
+
+
+# The operations of our kernels: the positions of the tensors that they read and write, after ``self``.
+_TENSORS: Final = {
+    "encode": ((1,), (2,)),
+    "decode": ((1,), (2,)),
+    "decode_sum": ((1,), (2,)),
+    "decode_sum_encode": ((2,), (3,)),
+}
+
+
+def _noting(name: str, operation: Callable[..., None]) -> Callable[..., None]:
+    reads, writes = _TENSORS[name]
+
+    @functools.wraps(operation)
+    def noted(self: Kernels, *args: Any, **kwargs: Any) -> None:
+        carried = kwargs.get("carried")
+        errors = [] if carried is None else [carried.error]
+        emulate.note_accesses([args[i] for i in reads], name, writes=False)
+        emulate.note_accesses([*(args[i] for i in writes), *errors], name, writes=True)
+        operation(self, *args, **kwargs)
+
+    return noted
+
+
+@contextlib.contextmanager
+def noted_accesses() -> Iterator[trace.Recording]:
+    """Record the body, with the accesses of torch's operations and of our kernels."""
+    with contextlib.ExitStack() as undo:
+        for name in _TENSORS:
+            setattr(Kernels, name, _noting(name, getattr(Kernels, name)))  # the class inherits them
+            undo.callback(delattr, Kernels, name)
+        trace.set_option(trace.Option.QUERIES, 0)
+        undo.callback(trace.set_option, trace.Option.QUERIES, 1)
+        emulate.EMULATION.noting = True
+        undo.callback(setattr, emulate.EMULATION, "noting", False)
+        with trace.recorded() as recording:
+            yield recording
+
+
+def policy_of(name: str, variant: Variant) -> Policy:
+    """Returns a preset with the changes of a variant; raises ValueError if they exclude each other."""
+    memory = MemoryLimits(max_padding=_ROOMY, **variant.limits)
+    return preset(name, compute="bf16", memory=memory, **variant.changes)
+
+
+def recorded_steps(name: str, variant: Variant, checkpointed: bool) -> trace.Recording:
+    """Record a training step, a forward pass without gradients, and another step.
+
+    Raises ValueError: if the policy and the variant exclude each other.
+    """
+    policy = policy_of(name, variant)
+    torch.manual_seed(0)
+    model: nn.Module = models.build(Model(name="gpt-tiny", arguments={"layers": 4}), 32).to("cuda")
+    if checkpointed:
+        models.checkpoint_activations(model)
+    engine = zero.shard(model, mesh=Mesh.create(TOPOLOGY, torch.device("cuda", 0)), policy=policy)
+    optimizer = torch.optim.AdamW(engine.param_groups(), lr=1e-4, fused=True)
+    batch = torch.randint(256, (2, 32), device="cuda")
+
+    def step() -> None:
+        for number in range(variant.micro_batches):
+            if not policy.reduces_each_micro_batch:
+                engine.accumulate(on=number < variant.micro_batches - 1)
+            model(batch, batch).backward()
+        engine.step(optimizer, max_norm=1.0)
+        optimizer.zero_grad()
+
+    with noted_accesses() as recording:
+        step()
+        with torch.no_grad():
+            model(batch, batch)
+        step()
+    return recording
