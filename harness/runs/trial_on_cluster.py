@@ -116,8 +116,9 @@ class TrialRunner:
             self._links[key] = link
         if link.paced_mbit is not None and trial.resolved_policy() is None:
             raise LinkError(
-                f"strategy {trial.strategy!r} sends its own messages, and link 'paced' limits only our engine's to "
-                f"{link.paced_mbit:g} Mbit/s; it needs network namespaces ({link.why})"
+                f"strategy {trial.strategy!r} sends its own messages, but link 'paced' limits only the messages of our "
+                f"engine to {link.paced_mbit:g} Mbit/s: use link 'namespaces', or remove cluster.rate (reason for "
+                f"'paced': {link.why})"
             )
         return link
 

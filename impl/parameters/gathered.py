@@ -156,7 +156,7 @@ class _Place(abc.ABC):
         """Gather the values and show them in modules."""
 
     def reason(self) -> str:
-        """Return why the values of ``shown`` cannot be taken on this rank; empty if they can."""
+        """Return why this rank cannot take the values of ``shown`` as new values; empty if it can."""
         data, memory = self.shown, self._memory
         if data.shape != memory.shape:
             shapes = f"{tuple(data.shape)} in place of {tuple(memory.shape)}"

@@ -22,7 +22,8 @@ FOOTNOTES: Final = {
     RATES: f"{RATES}: the links of one setting's configurations achieved rates that differ by more than "
     f"{RATES_AGREE_WITHIN:.0%}.",
     TAKEN: f"{TAKEN}: trials during which other programs and the machine's host took more than "
-    f"{OTHERS_WITHIN:.0%} of the processors' time; a number with this mark rests on such trials alone.",
+    f"{OTHERS_WITHIN:.0%} of the processors' time. Their number is in parentheses after n; any other number with the "
+    "mark is from such trials alone.",
     ABOVE: f"{ABOVE}: above 1, so that the bound is too long. Steps may have sent bytes at a higher rate than the "
     "probe after the trial, units may share the computation in other proportions than their elements, ranks may have "
     "competed for processors when computation was measured, or may not begin a step together.",

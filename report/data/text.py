@@ -22,12 +22,12 @@ def occasions_in_words(count: int) -> str:
         return ""
     if count == 1:
         return (
-            f"Intervals of seconds and speed-ups hold {WITHIN_START} of the machine: all trials ran at one occasion, "
-            "which says nothing about a run at another start."
+            f"Intervals of seconds and speed-ups hold {WITHIN_START} of the machine: all trials shown ran at one "
+            "occasion, and say nothing about a run at another start."
         )
     return (
-        f"Intervals of seconds and speed-ups are over {count} occasions (starts of a machine): they are those of the "
-        "occasions' means, and so include how occasions differ."
+        f"Intervals of seconds and speed-ups are computed from the means of {count} occasions (starts of a machine), "
+        "so they include the differences between occasions."
     )
 
 
@@ -38,8 +38,8 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
         return ""
     left, whole = (sum(numbers) for numbers in zip(*counts, strict=True))
     return (
-        f"Left out of seconds and speed-ups, because others took more than {OTHERS_WITHIN:.0%} of the processors' "
-        f"time: {left} of {whole} trials or pairs in {counted(len(counts), 'row')}."
+        f"Seconds and speed-ups leave out {left} of {whole} trials or pairs in {counted(len(counts), 'row')}, because "
+        f"other programs and the machine's host took more than {OTHERS_WITHIN:.0%} of the processors' time."
     )
 
 

@@ -144,11 +144,11 @@ SENT_ERROR: Final = Figure(
             ),
             Measure(
                 "each_hop", "vNMSE of each hop", "the same for the decoded values and the values that were encoded",
-                form=number(2), bar=False, log=True,
+                form=number(2), bar=False, log=True, dot="hop of a trial",
             ),
         )
     ),
-    note="Each step of a ring is a hop. A configuration whose name has no `reduce` reduces in two hops.",
+    note="Each step of a ring is a hop. The table of the same title names the hops of each configuration.",
 )  # fmt: skip
 
 

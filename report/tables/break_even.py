@@ -141,8 +141,7 @@ def generation(derived: Derived) -> Table:
         Column("first_mb", "Between nodes, first token, MB", number(4), sent),
         Column("later_mb", "each later one, MB", number(4)),
         caption="Decoding with sharded weights: tokens per second, and bytes between nodes for a token. "
-        "Columns without "
-        "a definition are medians.",
+        "Columns for which this page gives no definition are medians.",
         notes="n counts generations. Published rows are from the RLHF figure of the ZeRO++ blog, in tokens/s per GPU, "
         "with other batches and models.",
     )

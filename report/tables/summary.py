@@ -59,7 +59,7 @@ def summary(derived: Derived) -> Table:
         Column("bytes_ratio", f"of {base}'s", number(3)),
         Column("validation_loss", "Validation loss, mean", number(4), loss),
         caption=f"Each configuration compared with {base}: time, bytes and, if the suite asks for it, loss. Columns "
-        "without a definition are medians over trials.",
+        "for which this page gives no definition are medians over trials.",
         notes=f"{caveats.alone_in_words(derived)}{short_names_in_words(row['configuration'] for row in rows)}",
     )
 
@@ -92,7 +92,7 @@ def time(derived: Derived) -> Table:
             "TFLOP/s: model FLOPs of a rank per second, without recomputation.",
         ),
         caption="How close each step comes to the shortest possible step, and who used the processors. "
-        "Columns without a definition are medians over trials.",
+        "Columns for which this page gives no definition are medians over trials.",
         notes=caveats.alone_in_words(derived),
     )
 

@@ -387,7 +387,7 @@ def test_occasions_are_counted_in_the_sentence_and_predict_a_further_run() -> No
     assert list(csv_of(together)["speedup_over"].dropna()) == ["within this start"]
     assert "Expected in a new run" in [column.title for column in apart.table.columns]
     assert "Expected in a new run" not in [column.title for column in together.table.columns]
-    assert "over 3 occasions (starts of a machine)" in apart.table.footnotes
+    assert "from the means of 3 occasions (starts of a machine)" in apart.table.footnotes
     assert "hold within this start of the machine" in together.table.footnotes
 
 
@@ -411,7 +411,7 @@ def test_disturbed_pairs_are_left_out_counted_and_kept_in_the_csv() -> None:
     all_taken = head_of([taken_by_others(record, 0.3) for record in quiet])
     assert re.fullmatch(r"2\.0\d ± 0\.0\d ‡ ▲", rows_of(all_taken)["ZeRO++"]["Speed-up"])
     assert re.search(r"n = 6, all disturbed\)\.", all_taken.sentence)
-    assert "a number with this mark rests on such trials alone" in all_taken.table.footnotes
+    assert "any other number with the mark is from such trials alone" in all_taken.table.footnotes
 
 
 def test_one_error_has_no_verdict_and_no_mark() -> None:
