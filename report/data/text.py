@@ -26,8 +26,8 @@ def occasions_in_words(count: int) -> str:
             "which says nothing about a run at another start."
         )
     return (
-        f"Intervals of seconds and speed-ups are over {count} occasions (starts of a machine): they are those of the "
-        "occasions' means, and so include how occasions differ."
+        f"Intervals of seconds and speed-ups are over {count} occasions (starts of a machine): each is computed from "
+        "the means of the occasions, so that it includes the differences between occasions."
     )
 
 
@@ -38,8 +38,8 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
         return ""
     left, whole = (sum(numbers) for numbers in zip(*counts, strict=True))
     return (
-        f"Left out of seconds and speed-ups, because others took more than {OTHERS_WITHIN:.0%} of the processors' "
-        f"time: {left} of {whole} trials or pairs in {counted(len(counts), 'row')}."
+        f"Seconds and speed-ups leave out {left} of {whole} trials or pairs (in {counted(len(counts), 'row')}), "
+        f"because other programs or the machine's host took more than {OTHERS_WITHIN:.0%} of the processors' time."
     )
 
 

@@ -50,6 +50,9 @@ class Measure:
     line: float | None = None  # value at which a reference line is drawn
     stroke: str = ""  # column whose median is drawn as a stroke across the mark
     stroke_label: str = ""  # what the caption calls it; by default the column's name
+    of_pairs: bool = (
+        False  # whether a raw value is a speed-up of a pair of trials, not the value of one trial
+    )
 
     def interval(self, group: pd.DataFrame) -> Interval:
         """Return the estimate from a configuration's rows."""
@@ -68,6 +71,14 @@ def _measured(measures: Sequence[Measure], data: pd.DataFrame) -> list[Measure]:
 def _definitions(measures: Sequence[Measure]) -> str:
     """Return one sentence that defines the measures."""
     return sentence("; ".join(f"{measure.label}: {measure.says}" for measure in measures if measure.says))
+
+
+def _raw_value(measures: Sequence[Measure]) -> str:
+    """Return what one raw value of the measures belongs to, for a caption."""
+    of_pairs = {measure.of_pairs for measure in measures}
+    if of_pairs == {True, False}:
+        return "one trial or, of speed-ups, one pair of trials"
+    return "one pair of trials" if True in of_pairs else "one trial"
 
 
 def _strokes(measures: Sequence[Measure], mark: str) -> str:
@@ -100,7 +111,7 @@ class Rows:
     def says(self, data: pd.DataFrame) -> str:
         """Return the caption's sentences on the measures."""
         shown = _measured(self.measures, data)
-        return f"{_definitions(shown)} Each dot is one trial, or one pair of trials{_strokes(shown, 'strokes ( | )')}."
+        return f"{_definitions(shown)} Each dot is {_raw_value(shown)}{_strokes(shown, 'strokes ( | )')}."
 
 
 def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: Sequence[Look]) -> None:
@@ -220,7 +231,7 @@ class Lines:
         raw = (
             "bands reach from the lowest to the highest value"
             if self.band
-            else "each small dot is one trial, or one pair of trials"
+            else f"each small dot is {_raw_value(shown)}"
         )
         return f"{_definitions(shown)} Markers are estimates, {raw}{_strokes(shown, 'dashes')}."
 

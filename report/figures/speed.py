@@ -28,6 +28,7 @@ _SPEEDUP: Final = Measure(
     "{:.2f}".format,
     bar=False,
     line=1,
+    of_pairs=True,
 )
 
 
@@ -166,7 +167,7 @@ _BESIDE: Final = Measure(
     "speedup", "speed-up",
     "ZeRO++ over the baseline, geometric means; the published speed-ups are ratios of the TFLOPs per GPU, rounded to "
     "integers, in the figures of the ZeRO++ blog (June 2023, 18 to 138 B parameters)",
-    _speedup_or_published, "{:.2f}".format, line=1,
+    _speedup_or_published, "{:.2f}".format, line=1, of_pairs=True,
 )  # fmt: skip
 BESIDE_PUBLISHED: Final = Figure(
     name="beside_published",
@@ -196,7 +197,7 @@ GENERATION: Final = Figure(
             ),
             Measure(
                 "speedup", "over {base}'s", "paired by repeat, geometric mean over trials",
-                decoding.speedup, "{:.2f}".format, line=1,
+                decoding.speedup, "{:.2f}".format, line=1, of_pairs=True,
             ),
             Measure("first_mb", "MB, first token", "what all ranks send between nodes for the first token (ledger)"),
             Measure("later_mb", "MB, later token", "the same for each later token"),
