@@ -64,14 +64,15 @@ def sentence(
         return on_largest(asked, differences)
     differences = _differences(derived, asked, found, compared)
     shown = "tokens" if asked == "tokens" else kind
-    text = on_largest(shown, differences, controls=len(compared) - len(differences))
+    left_out = [found[key] for key in compared if all(found[key] is not each.effect for each in differences)]
+    text = on_largest(shown, differences, controls=[effect.verdict for effect in left_out])
     return text or _nothing_compared(derived)
 
 
-def on_largest(kind: str, differences: Sequence[Difference], *, controls: int = 0) -> str:
+def on_largest(kind: str, differences: Sequence[Difference], *, controls: Sequence[Verdict] = ()) -> str:
     """The sentence on the largest significant difference, else on the largest that was measured; or none.
 
-    ``controls`` is the number of compared controls that are not among ``differences``.
+    ``controls`` has the verdicts of the compared controls that are not among ``differences``.
     """
     if not differences:
         return ""
@@ -107,14 +108,24 @@ def _foremost(kind: str, differences: Sequence[Difference]) -> Difference:
     return max(gains or presets, key=lambda each: each.effect.size)
 
 
-def _counts(kind: str, differences: Sequence[Difference], controls: int = 0) -> str:
+def _counts(kind: str, differences: Sequence[Difference], controls: Sequence[Verdict] = ()) -> str:
     """``; of 9 comparisons of step time, 8 are better and 1 is worse``; empty for one comparison.
 
-    The number of controls that are not counted follows the quantity, in parentheses.
+    The verdicts of controls, which are not counted among the comparisons, follow: ``; the control is worse``.
     """
     if len(differences) < 2:
         return ""
-    counts = Counter(each.effect.verdict for each in differences)
+    quantity = f" of {_IN_WORDS[kind]}" if kind in _IN_WORDS else ""
+    counted_verdicts = _verdicts_in_words([each.effect.verdict for each in differences])
+    text = f"; of {len(differences)} comparisons{quantity}, {counted_verdicts}"
+    if len(controls) == 1:
+        return f"{text}; the control is {controls[0]}"
+    return text + (f"; of {len(controls)} controls, {_verdicts_in_words(controls)}" if controls else "")
+
+
+def _verdicts_in_words(found: Sequence[Verdict]) -> str:
+    """The number of each verdict: ``8 are better and 1 is worse``."""
+    counts = Counter(found)
     verdicts: tuple[Verdict, ...] = (
         "better",
         "worse",
@@ -125,9 +136,7 @@ def _counts(kind: str, differences: Sequence[Difference], controls: int = 0) -> 
     parts = [
         f"{counts[name]} {'is' if counts[name] == 1 else 'are'} {name}" for name in verdicts if counts[name]
     ]
-    left_out = f" ({counted(controls, 'control')} not counted)" if controls else ""
-    quantity = f" of {_IN_WORDS[kind]}" if kind in _IN_WORDS else ""
-    return f"; of {len(differences)} comparisons{quantity}{left_out}, {listed(parts)}"
+    return listed(parts)
 
 
 def _claim(kind: str, difference: Difference) -> tuple[str, str]:

@@ -191,8 +191,8 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
     peers = [NAMES[name].partition(",")[0] for name in derived.finished["strategy"].unique() if name in PEERS]
     if "memory" in shown and peers:
         notes.append(
-            f"The memory of {listed([*dict.fromkeys(peers)])} is not compared: what can be counted of a "
-            "library lacks its gathered weights and local gradients."
+            f"The memory of {listed([*dict.fromkeys(peers)])} is not compared: the count of a library's memory "
+            "leaves out gathered weights and local gradients."
         )
     if one_value:
         notes.append("An error without a mark is one value and has no verdict.")
@@ -301,11 +301,12 @@ def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -
     marks = ", ".join(
         f"{mark} {verdict}" for verdict, mark in MARKS.items() if has_margin or verdict != "within the margin"
     )
-    first = "Intervals are of 95 %"
-    first += "; Expected in a new run is the prediction interval of one further run." if again else "."
+    first = "Intervals are of 95 %."
+    if again:
+        first += ' "Expected in a new run" is the prediction interval of one further run, for the quantity that the '
+        first += "suite asks for."
     first += f" Memory is followed by its ratio to {base}'s." if "memory" in shown else ""
     first += f" Marks are the verdicts against {base} (docs/reference/metrics.md): {marks}."
-    clauses = [peers_note(derived.finished).rstrip(".")]
     if has_margin:
         allowed = (
             f"{loss_verdicts.allowed(derived)} of {base}'s {'training' if derived.frames.margin else 'loss'}"
@@ -315,9 +316,8 @@ def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -
             "better where it ends below 0, within the margin where it lies between 0 and the margin, and not "
             "significant where it contains 0 and ends below the margin"
         )
-        clauses = [f"a loss is worse where its interval {rule}, {otherwise}", *clauses]
-    second = "; ".join(filter(None, clauses))
-    return first + (f" {second[0].upper()}{second[1:]}." if second else "")
+        first += f" A loss is worse where its interval {rule}, {otherwise}."
+    return f"{first} {peers_note(derived.finished)}".rstrip()
 
 
 def _open_rows(table: Table, ranked: Mapping[Key, Effect]) -> tuple[int, ...]:

@@ -301,7 +301,8 @@ def check_folder(folder: Path) -> list[Record]:
     if foreign:
         raise Refusal(
             f"{folder}: holds {counted(len(foreign), 'record')} of other code (hash of sources "
-            f"{foreign[0].code.get('source')}, here {source}), and a suite cannot mix both; {_advice(folder)}"
+            f"{foreign[0].code.get('source')}, here {source}), and one suite cannot mix results of both; "
+            f"{_advice(folder)}"
         )
     check_writable(folder, f"{folder}: results folder")
     return records

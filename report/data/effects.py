@@ -177,7 +177,7 @@ def losses(derived: Derived) -> dict[Key, Effect]:
 def memory(derived: Derived) -> dict[Key, Effect]:
     """MiB that the engine of the fullest rank holds on its device: median over trials, counted by the engine.
 
-    Peers have none: what can be counted of a library lacks its gathered weights and local gradients.
+    Peers have none: the count of a library's memory leaves out gathered weights and local gradients.
     """
     parts = derived.frames.memory
     parts = parts[parts["source"].eq("engine")]

@@ -116,7 +116,7 @@ def geometric(values: pd.Series[float]) -> float:
 
 
 def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval:
-    """Geometric mean of a column of undisturbed trials with its interval, as pages print seconds of steps."""
+    """Geometric mean of ``column`` over the undisturbed trials, with its interval; pages print step times so."""
     kept = undisturbed(group)
     of_group = geometric_interval(list(kept[column]), list(kept["occasion"]), len(group) - len(kept))
     return _with_disturbance(of_group, kept)

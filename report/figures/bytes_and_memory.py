@@ -107,7 +107,7 @@ MEMORY: Final = Figure(
     mark=Stacked(
         "mib",
         "MiB on the fullest rank",
-        "Bars are the bytes that the engine owns, by part, each at its largest",
+        "Bars are the bytes that the engine owns, by part, each part at the moment when that part is largest",
         VARIED,
         also={"formula": ("|", theme.INK, "the sum of the formulas of impl.plan.memory")},
     ),

@@ -449,9 +449,7 @@ def test_a_control_is_in_the_table_and_not_in_the_sentence_where_others_are_comp
     two = [*validated({"": 0.0, "int4:64": 0.1, "int3:64": 0.2}), *controls]
     head = head_of(two, answer="loss")
     assert "int3:64" in head.sentence
-    assert head.sentence.endswith(
-        "; of 2 comparisons of validation loss (1 control not counted), 2 are worse."
-    )
+    assert head.sentence.endswith("; of 2 comparisons of validation loss, 2 are worse; the control is worse.")
     assert rows_of(head)["qgZ (control: unordered)"]["Change"].endswith("control: unordered")
     one = [*validated({"": 0.0, "int4:64": 0.1}), *controls]
     assert "the validation loss of qgZ (control: unordered)" in head_of(one, answer="loss").sentence

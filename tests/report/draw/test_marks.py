@@ -181,6 +181,16 @@ def test_links_of_different_rates_are_marked() -> None:
         assert "†: the links" in drawn.caption(data)
 
 
+def test_captions_say_what_a_dot_is() -> None:
+    """A dot of speed-ups is a pair of trials, a dot of other values is one trial; a figure that has both says which."""
+    table = pd.DataFrame({"seconds": [1.0], "speedup": [2.0]})
+    seconds, speedup = Measure("seconds", "s", ""), Measure("speedup", "speed-up", "", dot="pair of trials")
+    assert "Each dot is one trial." in Rows((seconds,)).says(table)
+    assert "Each dot is one pair of trials." in Rows((speedup,)).says(table)
+    both = Rows((seconds, speedup)).says(table)
+    assert "Each dot is one trial (s), or one pair of trials (speed-up)." in both
+
+
 def test_captions_say_what_types_peers_send() -> None:
     """Where DDP or FSDP2 stand beside policies, captions say that they send fp32, and what gloo does."""
     derived = derive(frames_of(records_of("bandwidth", repeats=1)))
