@@ -108,6 +108,8 @@ class Route:
     nbytes: int  # bytes that a rank receives from each other rank
     sent_bytes: int  # bytes of this rank's message
     rows: int  # number of messages received, this rank's own included
+    parts: int  # equal parts of this rank's message, each for another rank; 1 if all ranks receive the whole
+    receivers: int  # other ranks that receive a part of this rank's message
     shared: bool  # whether ranks read each other's memory
     direct: bool  # otherwise, whether messages go from rank to rank over gloo or by the backend's collectives
     in_place: bool  # whether this rank's message is its own row of what it receives
@@ -198,7 +200,7 @@ class InMemory:
         self.send = arena.row(self._number)[: route.sent_bytes]
 
     def post(self) -> None:
-        self._watchdog.carried += sent_to_others(self._route, self.send)
+        self._watchdog.carried += self.send.numel() // self._route.parts * self._route.receivers
         self._begin = time.perf_counter()
         self._arena.post(self._number, self._step[2])
 
@@ -258,7 +260,7 @@ class Distributed:
 
     def post(self) -> None:
         route = self._route
-        self._watchdog.carried += sent_to_others(route, self.send)
+        self._watchdog.carried += self.send.numel() // route.parts * route.receivers
         self._under_way, self._begin = True, time.perf_counter()
         if self._pacer is not None and route.inter_bytes:
             self._arrival = self._pacer.book(route.inter_bytes)
@@ -312,14 +314,6 @@ class Staged:
     def close(self) -> None:
         self._host.close()
         self._buffers.give_back(self._buffer)
-
-
-def sent_to_others(route: Route, sent: Tensor) -> int:
-    """Return the bytes of a message ``sent`` that other ranks receive, each rank's copy counted by itself."""
-    others = route.group.size - 1
-    if route.kind == "all_to_all":
-        return sent.numel() // route.group.size * others
-    return sent.numel() * (1 if route.kind == "shift" else others)
 
 
 def _arrived(watchdog: Watchdog, route: Route, begin: float) -> None:

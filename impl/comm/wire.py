@@ -370,6 +370,8 @@ class Wire:
             nbytes=nbytes,
             sent_bytes=nbytes * axis.size if kind == "all_to_all" else nbytes,
             rows=1 if steps else axis.size,
+            parts=axis.size if kind == "all_to_all" else 1,
+            receivers=1 if steps else axis.size - 1,
             shared=shared,
             direct=direct,
             in_place=kind == "all_gather" and (direct or backend != "gloo"),  # gloo's own all-gather copies

@@ -16,7 +16,7 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "a loss of few steps": (
         'answer = "loss"',
         f"[defaults]\nvalidate_every = 0\n{TWO}",
-        ("after 10 steps", "from 100 on", "set steps"),
+        ("after 10 steps", "100 steps or more", "raise steps"),
     ),
     "a loss of some trials": (
         'answer = "loss"',

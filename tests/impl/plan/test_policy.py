@@ -85,7 +85,7 @@ SHARD, INT8, HOST = parse("int8:shard"), parse("int8:32"), Offload(optimizer=1.0
             SHAPE | {"weights": MXFP8},
             "blocks='shape' chooses the size of blocks, but the size of mxfp8's blocks is fixed",
         ),
-        (SHAPE | {"weights": parse("int4:32:hadamard8")}, "that of int4:32:hadamard8 is fixed"),
+        (SHAPE | {"weights": parse("int4:32:hadamard8")}, "the size of int4:32:hadamard8's blocks is fixed"),
         ({"planes": 2}, "planes=2 needs a codec with blocks, .* here weights=bf16"),
         ({"planes": 2, "weights": SHARD}, "here weights=int8:shard"),
         (PLANES | {"stage": 2}, "planes=2 needs .* here stage 2"),
