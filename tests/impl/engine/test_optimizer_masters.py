@@ -380,7 +380,10 @@ def test_models_that_cannot_step_as_one_are_refused(mesh: Mesh) -> None:
     apart = torch.optim.SGD(second.param_groups(), lr=0.1)
     with pytest.raises(ZeroError, match="only masters of other models: call it on the engine whose"):
         first.step(apart, max_norm=1.0)
-    with pytest.raises(ZeroError, match=r"a Tied in place of an optimizer, and its tensors are not known: pass a torch\.optim"):
+    with pytest.raises(
+        ZeroError,
+        match=r"a Tied in place of an optimizer, and its tensors are not known: pass a torch\.optim",
+    ):
         first.step(Tied(0))
     plain = nn.Parameter(torch.ones(3))
     optimizer.add_param_group({"params": [plain]})

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
-from report.data.text import sweeps_in_words
-
-
-@pytest.mark.parametrize("sweeps", [[], [0], [0, 0, math.nan, math.nan], [math.nan, float("nan")]])
-def test_published_values_are_no_runs_of_the_suite(sweeps: list[float]) -> None:
-    """One sweep beside published values, whose sweeps are NaN, is one run, and a caption says nothing on several."""
-    assert sweeps_in_words(sweeps) == ""
+from harness.records.confidence_intervals import Interval
+from report.data.text import left_out_in_words, occasions_in_words
 
 
-def test_two_sweeps_are_two_runs() -> None:
-    """Equal numbers of a sweep count once."""
-    assert sweeps_in_words([0, 1, 1, math.nan]).startswith(" The suite ran 2 times: ")
+def test_captions_say_how_many_occasions_intervals_are_over() -> None:
+    """Nothing is said without an occasion; one occasion says nothing about others; of several the number is named."""
+    assert occasions_in_words(0) == ""
+    assert "hold within this start of the machine" in occasions_in_words(1)
+    assert "the means of 3 occasions" in occasions_in_words(3)
+
+
+def test_trials_that_were_left_out_are_counted_over_all_rows() -> None:
+    """Rows without such trials do not count, and without any nothing is said."""
+    kept, some, more = (
+        Interval(1.0, math.nan, math.nan, n, left_out=left) for n, left in ((6, 0), (4, 2), (5, 1))
+    )
+    assert left_out_in_words([kept]) == ""
+    assert "leave out 3 of 12 trials or pairs (in 2 rows)" in left_out_in_words([kept, some, more])
