@@ -31,7 +31,8 @@ PAYS: Final = 1.05  # the smallest speed-up with which a page says that ZeRO++ p
 GIB: Final = 80  # memory of a GPU, in GiB
 _CAVEAT: Final = (
     "The numbers are modelled, not measured. The model assumes that GPUs compute at a fixed share of their peak, that "
-    "links between nodes have no contention, and that there are no stragglers. Memory includes the buffers of messages, but no activations."
+    "links between nodes have no contention, and that there are no stragglers. Memory includes the buffers of "
+    "messages, but no activations."
 )
 
 
