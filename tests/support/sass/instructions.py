@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -120,7 +120,8 @@ class Lanes:
             value = np.full(self.count, self._constant(constant, 8), np.uint64)
         else:
             value = np.full(self.count, 0 if register else int(text, 0) & (2**64 - 1), np.uint64)
-        return ~value if inverted else np.uint64(0) - value if negative else value
+        signed: Doubles = ~value if inverted else np.uint64(0) - value if negative else value
+        return signed
 
     def double(self, text: str) -> NDArray[np.float64]:
         """An operand in fp64."""
@@ -205,11 +206,9 @@ def _ordered(value: Words, it: Instruction) -> NDArray[np.generic]:
     return value if _unsigned(it) else value.view(np.int32)
 
 
-def _table(
-    look_up: int, x: NDArray[np.generic], y: NDArray[np.generic], z: NDArray[np.generic]
-) -> NDArray[np.generic]:
+def _table(look_up: int, x: NDArray[Any], y: NDArray[Any], z: NDArray[Any]) -> NDArray[Any]:
     """The bitwise function of three operands whose eight results are the bits of ``look_up``."""
-    total = x ^ x
+    total: NDArray[Any] = x ^ x
     for case in range(8):
         if look_up >> case & 1:
             total = total | (x if case & 4 else ~x) & (y if case & 2 else ~y) & (z if case & 1 else ~z)
@@ -225,7 +224,8 @@ def _compared(it: Instruction, x: NDArray[np.generic], y: NDArray[np.generic]) -
         if name in {"NAN", "NUM"}:
             return unordered if name == "NAN" else ~unordered
         if name in {"NE", "NEU"}:
-            return (x != y) & ~unordered | (unordered if name == "NEU" else False)
+            unequal: Lot = (x != y) & ~unordered | (unordered if name == "NEU" else False)
+            return unequal
         if name.removesuffix("U") in compare:
             return compare[name.removesuffix("U")](x, y) | (unordered if name.endswith("U") else False)
     raise NotImplementedError("an unknown comparison")

@@ -123,8 +123,8 @@ class Machine:
                 self._go(after, group & ~active)
                 self._release()
             case "BSSY":
-                warps = group.reshape(-1, WARP).any(axis=1).repeat(WARP)
-                self._members[it.operands[0]] = np.where(warps, group, self._members[it.operands[0]])
+                of_warps = group.reshape(-1, WARP).any(axis=1).repeat(WARP)
+                self._members[it.operands[0]] = np.where(of_warps, group, self._members[it.operands[0]])
                 self._go(after, group)
             case "BSYNC" | "BAR":
                 self._go(after, group & ~active)

@@ -27,7 +27,7 @@ class Memory:
     def add_range(self, address: int, size: int) -> None:
         """Let kernels reach ``size`` bytes from ``address`` on."""
         here = (ctypes.c_uint8 * size).from_address(address)
-        self._ranges.append((address, np.frombuffer(here, np.uint8)))
+        self._ranges.append((address, np.frombuffer(memoryview(here), np.uint8)))
 
     def add_shared(self, size: int) -> None:
         """Let kernels reach ``size`` zeros from address 0 on."""
