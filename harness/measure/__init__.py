@@ -1,1 +1,1 @@
-"""Measures a trial while it runs (times, memory, processors, errors), checks it, and describes the machine."""
+"""Measures a trial while it runs (times, memory, processors, errors), and describes the machine."""

@@ -10,8 +10,8 @@ from typing import Any, Final, Literal
 
 import torch
 
-from harness.measure.witness_clock import WitnessClock
 from harness.records.trial_record import Step
+from harness.witness.witness_clock import WitnessClock
 
 _DIGITS: Final = 6  # decimals of seconds that are kept: scheduling disturbs a reading by over a microsecond
 Part = Literal["generate", "score", "forward", "backward", "optimizer"]

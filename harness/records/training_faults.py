@@ -1,6 +1,6 @@
 """Judges what the ranks of a trial noted while they trained.  No torch.
 
-Each rank notes facts (:mod:`harness.measure.training_checks`); :func:`training_fault` compares those of all ranks with
+Each rank notes facts (:mod:`harness.witness.training_checks`); :func:`training_fault` compares those of all ranks with
 each other and with the records of their steps, and names the first way in which training was not as the trial asks.
 """
 
@@ -80,7 +80,7 @@ class Norms(NamedTuple):
 
 @dataclass(slots=True)
 class Checked:
-    """What one rank noted while it trained (:mod:`harness.measure.training_checks`), for :func:`training_fault`."""
+    """What one rank noted while it trained (:mod:`harness.witness.training_checks`), for :func:`training_fault`."""
 
     kernel: str | None = None  # how the first wrong codec kernel differs from the reference
     wrong: str | None = None  # the first fault that this rank found itself

@@ -36,9 +36,7 @@ from harness.measure import compute_alone, gpu_use, machine
 from harness.measure.cpu_usage import ProcessorMeter
 from harness.measure.peak_memory import device_in_use, forget_peak, peak_device, peak_rss
 from harness.measure.step_clock import StepClock
-from harness.measure.training_checks import TrainingChecks, watch_inputs, wrong_kernel
 from harness.measure.unsharded_loss import as_computed
-from harness.measure.witness_clock import Kind
 from harness.records.memory_parts import sum_parts, without_training
 from harness.records.training_faults import Checked, Spent
 from harness.records.trial_record import (
@@ -61,6 +59,8 @@ from harness.suites import folder
 from harness.suites.peers import family_of
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
+from harness.witness.training_checks import TrainingChecks, watch_inputs, wrong_kernel
+from harness.witness.witness_clock import Kind
 from harness.workloads import models
 from harness.workloads.dataset import draw
 from harness.workloads.generation import Counts, Generator

@@ -42,7 +42,6 @@ from harness.measure.gradient_bounds import (
     layouts_of,
     model_layouts,
 )
-from harness.measure.training_checks import TrainingChecks
 from harness.measure.unsharded_loss import (
     as_computed,
     as_gathered,
@@ -56,6 +55,7 @@ from harness.strategies.strategy import Strategy
 from harness.strategies.training_loop import run_passes
 from harness.suites.peers import PEERS, family_of
 from harness.suites.trial import Trial
+from harness.witness.training_checks import TrainingChecks
 from harness.workloads import models
 from harness.workloads.dataset import draw
 from harness.workloads.rank_batches import Batches, FirstSequences, batches_of

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from harness.measure.step_clock import StepClock
-from harness.measure.training_checks import TrainingChecks
 from harness.measure.unsharded_loss import evaluating
 from harness.strategies.optimizers import set_rates
 from harness.strategies.strategy import Strategy
 from harness.suites.trial import Trial
+from harness.witness.training_checks import TrainingChecks
 from harness.workloads.generation import decode
 from harness.workloads.preset_parameters import shape_of
 from harness.workloads.rank_batches import Batches, ExperienceBatch, RankBatches, batches_of

@@ -22,10 +22,7 @@ import impl.comm.wire
 import impl.plan.traffic
 from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import run_ranks
-from harness.measure import optimizer_witness
-from harness.measure.batch_witness import BatchWitness
 from harness.measure.step_clock import StepClock
-from harness.measure.training_checks import TrainingChecks
 from harness.records.trial_record import Validation
 from harness.runs import rank_trial
 from harness.runs.rank_trial import Assignment, Outcome, TrialRun, run
@@ -33,6 +30,9 @@ from harness.runs.reference_checks import TrialError
 from harness.strategies import optimizers
 from harness.strategies.strategy import Sharded
 from harness.suites.trial import Trial
+from harness.witness import optimizer_witness
+from harness.witness.batch_witness import BatchWitness
+from harness.witness.training_checks import TrainingChecks
 from harness.workloads import trial_dataset
 from harness.workloads.dataset import Dataset, Pair
 from harness.workloads.models import GPT

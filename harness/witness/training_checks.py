@@ -4,14 +4,14 @@ These checks run outside the timed parts of a step, and send no messages.  Each 
 :func:`harness.records.training_faults.training_fault` judges those of all ranks:
 
 - optimizer: a few elements, some of them drawn anew in each step, are stepped again in float64
-  (:mod:`harness.measure.optimizer_witness`), and the optimizers of all ranks hold all trained elements;
+  (:mod:`harness.witness.optimizer_witness`), and the optimizers of all ranks hold all trained elements;
 - gradients: those that the optimizer gets are those that the backward passes left, with the norm that clipping and loss
   scale give, and those of a rehearsal of the same step;
 - losses: those on record are the means of the losses that the passes returned;
 - batches: the model reads what the seed gives its rank, no batch is read twice, and validation samples are held out
-  (:mod:`harness.measure.batch_witness`);
+  (:mod:`harness.witness.batch_witness`);
 - seconds: a second clock accounts for all time from the first timed step to the last
-  (:mod:`harness.measure.witness_clock`), and a rank that sleeps reports waiting.
+  (:mod:`harness.witness.witness_clock`), and a rank that sleeps reports waiting.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from harness.measure.batch_witness import BatchWitness, digest, same_inputs, shared_split
-from harness.measure.optimizer_witness import OptimizerWitness, local
 from harness.records.training_faults import Checked, Norms
 from harness.suites.peers import family_of
 from harness.suites.trial import Trial
+from harness.witness.batch_witness import BatchWitness, digest, same_inputs, shared_split
+from harness.witness.optimizer_witness import OptimizerWitness, local
 from harness.workloads.rank_batches import Batch, RankBatches
 from impl import ops
 from impl.codecs.codec import Codec, OwnCodec, Raw

@@ -22,12 +22,12 @@ from harness.cluster.rank_processes import run_ranks
 from harness.measure import communication_error
 from harness.measure.communication_error import BF16_VNMSE, GROWTH, refusal
 from harness.measure.step_clock import StepClock
-from harness.measure.training_checks import wrong_kernel
 from harness.records.trial_record import CommunicationError
 from harness.runs.rank_trial import Assignment, Outcome, run
 from harness.runs.reference_checks import TrialError
 from harness.strategies.strategy import Sharded
 from harness.suites.trial import Trial
+from harness.witness.training_checks import wrong_kernel
 from harness.workloads.dataset import Dataset, Pair
 from harness.workloads.rank_batches import RankBatches
 from impl import ops

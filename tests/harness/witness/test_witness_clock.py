@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from harness.measure import witness_clock
 from harness.measure.step_clock import StepClock
-from harness.measure.witness_clock import SCHEDULED, WitnessClock
+from harness.witness import witness_clock
+from harness.witness.witness_clock import SCHEDULED, WitnessClock
 from tests.harness.measure.test_step_clock import compute
 
 
