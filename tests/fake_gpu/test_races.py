@@ -110,8 +110,8 @@ def test_the_engine_has_no_race(races_of: Callable[..., Found], policy: str, var
 class _Swapped(side_stream.SideStream):
     """Runs the body's work on another stream than that of which it records the end."""
 
-    def beside(self) -> Any:
-        return _Elsewhere(super().beside(), torch.cuda.Stream(self._device))
+    def beside(self, *, posted: bool = False) -> Any:
+        return _Elsewhere(super().beside(posted=posted), torch.cuda.Stream(self._device))
 
 
 class _Elsewhere:
@@ -130,10 +130,10 @@ class _Elsewhere:
         self._beside.__exit__(kind, error, trace)
 
 
-def _forgetting(self: exchanges.Buffers, buffer: torch.Tensor) -> None:
-    """Take a buffer back without an event after its last use."""
-    self._spare = 0
-    self._free[buffer.numel()].append((buffer, None))
+def _forgetting(self: exchanges.Buffers, *buffers: torch.Tensor) -> None:
+    """Take buffers back without an event after their last use."""
+    for buffer in buffers:
+        self._free[buffer.numel()].append((buffer, Arrival(joined=True)))
 
 
 def _waits_for_nothing(self: exchanges.Distributed) -> None:
