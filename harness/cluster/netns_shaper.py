@@ -81,7 +81,7 @@ class _Queue(NamedTuple):
     process: int  # a process inside the interface's network namespace
     interface: str
     shape: Shape | None  # None for no rate
-    latency_ms: float = 0.0  # by which packets are delayed
+    latency_ms: float = 0.0  # delay of each packet
 
 
 def _address(node: int) -> str:
@@ -145,7 +145,8 @@ def _enter_own_namespace() -> str:
 def _netlink(process: int) -> Iterator[Any]:
     """Yield a netlink socket in the network namespace of ``process``.
 
-    A socket belongs to the namespace in which it was opened, so that this process enters it only briefly.
+    A netlink socket belongs to the namespace in which it was opened; therefore this process is in that namespace
+    during the body.
     """
     from pyroute2 import IPRoute
 
@@ -163,8 +164,8 @@ def _set(queue: _Queue, state: bytes | None = None) -> None:
 
     Args:
         queue: The queue.
-        state: None sets it up for the first time; ``OPEN`` lifts the rate, ``SHAPED`` restores it.  Neither changes
-            the largest size of packets, since a connection keeps the size that it began with.
+        state: None sets the queue up for the first time; ``OPEN`` lifts the rate, ``SHAPED`` restores it.  ``OPEN``
+            and ``SHAPED`` do not change the largest size of packets, since a connection keeps the size it began with.
     """
     with _netlink(queue.process) as route:
         index, shape = route.link_lookup(ifname=queue.interface)[0], queue.shape
@@ -227,7 +228,7 @@ def _join(prefix: str, names: Sequence[str], holders: Sequence[int]) -> list[str
 def _configure(node: int, name: str, holder: int, *, inner: bool) -> None:
     """Give a node its address and its route to the others.
 
-    With ``inner``, the loopback between the node's ranks will have a rate too.
+    ``inner`` says whether the loopback, over which the node's own ranks talk, will have a rate too.
     """
     network, _, prefix = _NETWORK.partition("/")
     with _netlink(holder) as route:
