@@ -52,8 +52,8 @@ class Rank:
     pacer: Pacer | None  # its node's rate limiter; None unless the link is paced
     report: Report  # sends progress to the parent process
     threads: int  # number of torch's threads
-    # Reports an error that a thread other than the main one has found, and ends the rank.  If it is None, the wire
-    # itself prints the error.
+    # Reports an error that a thread other than the main one has found, and ends the rank.  If it is None, the
+    # wire prints the error and ends the process.
     fail: Callable[[BaseException], object] | None = None
 
     @property

@@ -232,7 +232,7 @@ class GpuUse(_Part):
     utilisation: float  # mean share of time in which a kernel ran
     clock_mhz: float  # mean clock of its multiprocessors
     throttled: dict[str, float] = {}  # share of readings in which its clock was throttled, by reason
-    others: int = 0  # largest number of other users' processes that computed on it at once
+    others: int = 0  # largest number of other processes that computed on it at once
     # Bytes sent through all its NVLinks; None in older records.
     nvlink_bytes: int | Literal["unseen"] | None = None
 
@@ -352,17 +352,17 @@ class Record(_Part):
 
     @property
     def settled(self) -> bool:
-        """Whether its trial need not run again; False if it failed for a reason of :data:`PASSING`."""
+        """Whether the trial need not run again; False if it failed with a kind of failure in :data:`PASSING`."""
         return self.failure is None or self.failure.kind not in PASSING
 
     @property
     def measured(self) -> bool:
-        """Whether it holds any measurement; most failures do not."""
+        """Whether the record holds any measurement; most failures hold none."""
         return self.failure is None or bool(self.ranks)
 
     @property
     def answers(self) -> bool:
-        """Whether it helps to answer the suite's question.
+        """Whether the record helps to answer the suite's question.
 
         A result does.  So does a failure that is itself an answer: a peer's library cannot run the trial, or the
         trial would exceed the suite's memory limit and was not run.

@@ -1,9 +1,9 @@
 """Checks before a sweep whether its trials can run on this machine, and whether its results folder can be used.
 
-:func:`forecast` predicts what each trial sends and holds (:mod:`harness.runs.predict`), and finds reasons why it cannot
-:func:`forecast` predicts what each trial sends and holds (:mod:`harness.runs.predict`), and finds why it cannot
-which would exceed the suite's memory limit or which a peer's library cannot run; the trial is then recorded as failed
-without being run.
+:func:`forecast` predicts what each trial sends and holds (:mod:`harness.runs.predict`), and why it cannot run.  If any
+trial has a *problem*, the whole suite is refused (:func:`check_feasible`).  A *failure* concerns only one trial: it
+would exceed the suite's memory limit, or its peer's library cannot run it.  That trial is recorded as failed without
+being run.
 :func:`check_folder` and :func:`check_inputs` refuse a results folder that holds results of other code or other inputs.
 """
 

@@ -199,8 +199,8 @@ class TrialRun:
         self.validations: list[Validation] = []
         # Peak memory before the latest comparison.  Comparisons may hold more memory, which is not counted.
         self.peak_rss = 0
-        # Checks, evaluations and comparisons belong to no step.  What they sent is kept apart three times: as the ledger
-        # booked it (booked), as the node's interfaces counted it (counted), and as the transports carried it (moved).
+        # Checks, evaluations and comparisons belong to no step.  What they sent is kept apart three times: as the
+        # ledger booked it (booked), as the node's interfaces counted it, and as the transports carried it (moved).
         self.booked_untimed = self._booked() or 0
         self.own_interface = rank.port.holder is not None  # whether only this node's ranks use its interface
         # The ports of this node's InfiniBand adapters, if NCCL may use them.
@@ -465,7 +465,7 @@ class TrialRun:
         return self._moved_so_far() - self.moved_untimed
 
     def _moved_so_far(self) -> NDArray[np.int64]:
-        """Return the bytes carried and booked so far, outside of training too; zeros for peers, which have no ledger."""
+        """Return the bytes carried and booked so far, also outside of training; zeros for peers, without a ledger."""
         wire, ledger = self.strategy.wire, self.strategy.ledger()
         booked = sum(sent.bytes for sent in ledger.values()) if ledger else 0
         return np.array([0 if wire is None else wire.carried, booked])

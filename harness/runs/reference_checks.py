@@ -129,8 +129,8 @@ class Comparison:
         self.steps = sorted(communication_error.measured_steps(total)) if self.measures else []
         self.compared = Compared()
         drawn = communication_error.drawn_step(trial.seed, trial.repeat, trial.warmup, total)
-        # The check needs messages outside of the wire, and transport "staged" carries none.  In workload rlhf, the model
-        # itself generates the batch.
+        # The check needs messages outside of the wire, and transport "staged" carries none.  In workload rlhf, the
+        # model itself generates the batch.
         checks = trial.workload == "train" and trial.cluster.transport != "staged"
         self.drawn = drawn if checks and drawn not in self.steps else None
         self.events: list[Event] = []  # passes before training, for ``impl.plan.traffic``

@@ -5,8 +5,8 @@
 - :class:`Strategy`: DDP, FSDP2 and a single process as peers (``harness.suites.peers``);
 - :class:`ByDeepSpeed`: DeepSpeed as a peer.
 
-What is sent through our wire is in a ledger, and can be compared with a prediction.  Peers send outside the wire, so
-they have neither.  :func:`prepare` makes the strategy of a trial.
+Messages through our wire are booked in a ledger, which can be compared with a prediction.  Peers send outside the wire,
+so they have neither a ledger nor a prediction.  :func:`prepare` makes the strategy of a trial.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Strategy:
         return self.ledger(), {} if self.zero is None else self.zero.copied()
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict the :meth:`books` after the passes and steps in ``events``."""
+        """Predict the :meth:`books` after the passes and steps in ``events``; empty for peers."""
         return None, {}
 
     def exposed_seconds(self) -> float | None:
@@ -252,7 +252,7 @@ class ByDeepSpeed(Strategy):
         self.model.empty_partition_cache()
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
-        """See :meth:`Strategy.memory`; shards of weights count as masters, and gradients as large as masters."""
+        """See :meth:`Strategy.memory`; weights' shards count as masters; gradients are assumed to be as large."""
         masters: list[Tensor] = list(optimizer.state)  # DeepSpeed empties the groups between steps
         weights = [getattr(weight, "ds_tensor", weight) for weight in self.model.parameters()]
         distinct = {tensor.data_ptr(): tensor.nbytes for tensor in (*masters, *weights)}
@@ -269,7 +269,7 @@ class Sharded(Strategy):
     zero: Zero
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
-        """See :meth:`Strategy.make_optimizer`; its parameters are this rank's shards of the master weights."""
+        """See :meth:`Strategy.make_optimizer`; the optimizer steps this rank's shards of the master weights."""
         return optimizers.build(setting, self.zero.param_groups())
 
     def begin(self, *, last: bool) -> None:
@@ -282,7 +282,7 @@ class Sharded(Strategy):
         self.zero.scaler.scaled(loss).backward()  # type: ignore[no-untyped-call]
 
     def mean_gradient(self, layout: Layout) -> tuple[int, Tensor]:
-        """See :meth:`Strategy.mean_gradient`; with local accumulation, it exists only after the last micro-batch."""
+        """See :meth:`Strategy.mean_gradient`; with local accumulation, only after a step's last micro-batch."""
         (unit,) = (unit for unit in self.zero.units if unit.geometry == layout.geometry)
         mean = unit.master_shard.mean_gradient()
         mean = torch.zeros(unit.geometry.shard) if mean is None else mean
