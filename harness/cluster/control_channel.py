@@ -135,8 +135,8 @@ class Channel:
     def _shared_token(self) -> str:
         """Return the run's token.
 
-        The leading process makes it, unless its environment has one, and announces its digest; others look for the
-        token with that digest.
+        The leading process takes the token from its environment, or makes one, and announces the token's digest in the
+        store.  Other processes look for the token with that digest.
         """
         try:
             if self.place.follows:

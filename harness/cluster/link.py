@@ -253,9 +253,8 @@ def exchange(
         message_bytes: Size of a message.
         repetitions: Number of timed messages; a shorter one, before them, opens the connections.
         device: torch's device on which messages lie.
-        grouped: Whether to send and receive in one call.  NCCL needs it, because a receive alone, which all ranks
-            would wait for before any of them sends, never ends.  If ``grouped``, a collective of all ranks first makes
-            NCCL's communicator.
+        grouped: Whether to send and receive in one call.  NCCL needs this: if all ranks first waited for a receive,
+            none of them would send.  A collective of all ranks then makes NCCL's communicator before the first message.
         together: Whether all ranks of a node exchange messages at once.
 
     Returns:

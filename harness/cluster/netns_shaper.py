@@ -39,7 +39,7 @@ MTU: Final = 1500  # bytes of a packet
 _NETWORK: Final = "10.77.0.0/16"  # 65,533 nodes
 # Congestion control of the link: Reno, which every kernel has.  The host's default may be BBR, whose model of the path
 # breaks when both directions are full: a 1.25 MB message each way at 50 Mbit/s ran at 26 to 49 Mbit/s under BBR, and at
-# 47.6 to 48.5 under Reno.  It is set on the route, since /proc/sys may be read-only.
+# 47.6 to 48.5 under Reno.  Reno is set on the route, since /proc/sys may be read-only.
 CONGESTION: Final = "reno"
 # The queue holds what is sent in this time at its rate; shorter queues drop packets when several ranks send at once.
 QUEUE_SECONDS: Final = 0.4
@@ -59,15 +59,15 @@ class Shape(NamedTuple):
     rate: int  # bytes per second
     burst: int  # bytes that may leave at once after a pause
     limit: int  # bytes that wait before packets are dropped
-    segment: int  # largest packet handed to the queue (``gso_max_size``), which cuts packets above the burst
+    segment: int  # largest packet handed to the queue (``gso_max_size``); the queue would cut packets above its burst
 
 
 def shape(rate_mbit: float) -> Shape:
     """Return the parameters of the ``tbf`` queue for a rate.
 
     The burst takes about 4 ms at the rate (1 ms above 1 Gbit/s), so that messages of 50 ms and more run at the rate
-    and not on saved tokens.  Packets have at most half a burst, so that ``tbf`` does not cut them into MTU-sized ones,
-    whose headers would cost 5 %.
+    and not on tokens that were saved in a pause.  Packets have at most half a burst, so that ``tbf`` does not cut them
+    into MTU-sized packets, whose headers would cost 5 %.
     """
     rate = max(1, round(rate_mbit * 1e6 / 8))
     segment = int(min(max(rate * 0.002, 2 * MTU), 65536))
@@ -118,7 +118,7 @@ def enter(process: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; entering namespaces later would undo it."""
+    """Have the kernel kill this process when its parent ends; call this after entering namespaces, which undoes it."""
     _check(_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
@@ -256,7 +256,7 @@ def _stdin_ends_before(ready: socket.socket) -> bool:
 
 
 def _serve(queues: Sequence[_Queue], listening: socket.socket) -> None:
-    """Lift the link's rate for one process after the other that connects, until standard input ends.
+    """Lift the link's rate for each process that connects, one after another, until standard input ends.
 
     An error in restoring the rate ends the keeper and with it the link, so that no trial runs on an open link.
     """

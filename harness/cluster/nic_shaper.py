@@ -23,7 +23,7 @@ from harness.cluster.netns_shaper import shape
 from harness.errors import LinkError
 
 _HANDLE: Final = 0x5A50  # handle of our queue, by which the next run recognises it
-_ROOT: Final = 0xFFFFFFFF  # parent of the queue of all packets that leave
+_ROOT: Final = 0xFFFFFFFF  # parent handle of the queue through which all packets leave
 _INGRESS: Final = 0xFFFF  # handle of hooks on arriving packets, which delay nothing
 _LOOPBACK: Final = 0x8  # IFF_LOOPBACK
 _ENDED_BY: Final = (signal.SIGTERM, signal.SIGHUP)

@@ -67,7 +67,7 @@ class Nodes:
 
     channel: Channel
     nodes: list[Node]
-    # Facts about each node's interface before it was shaped, from the last work.
+    # Facts about each node's interface before it was shaped for the latest work; empty if it was not.
     shaped: list[dict[str, Any]] = field(default_factory=list)
     status: int = 1  # exit status of the other supervisors
     together: bool = True  # whether the nodes have met
@@ -120,7 +120,7 @@ class Nodes:
             messages = [f"node {node}: {other['message']}" for node, other in answers if "kind" in other]
             return messages[0] if messages else None
 
-        launch.log.unlink(missing_ok=True)  # of an earlier attempt
+        launch.log.unlink(missing_ok=True)  # the log of an earlier attempt
         try:
             local = replace(launch, node=0, meeting=self.channel.place.for_ranks(number))
             answer, seconds = _run(work, argument, local, on_progress, failure), launch.timeout_seconds

@@ -19,7 +19,9 @@ class Port:
     interface: str | None  # network interface for gloo and for byte counters; None lets gloo choose
     address: str  # of the interface
     holder: int | None = None  # process inside the node's network namespace; None for the host's own
-    shaped_mbit: float | None = None  # rate to which the host limits the interface, which NCCL must then use
+    shaped_mbit: float | None = (
+        None  # rate to which the host limits the interface; NCCL must then use this interface
+    )
     hcas: str = ""  # InfiniBand adapters that NCCL may use, separated by commas; if empty, NCCL chooses
     control: str = ""  # Unix-domain socket of the keeper that can lift the link's rate (`lift_rate`), if any
 

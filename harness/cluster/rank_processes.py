@@ -72,7 +72,9 @@ _POLL_SECONDS: Final = 0.2  # between two checks whether ranks on other hosts ha
 # Process groups time out so much later than the parent process does, so that the parent reports the timeout.
 _LATER_SECONDS: Final = 30.0
 _GRACE_SECONDS: Final = 0.5  # to wait after a failure for other ranks to report theirs
-_CAUSE_SECONDS: Final = 10.0  # the same, if so far ranks have only lost their connection to another rank
+_CAUSE_SECONDS: Final = (
+    10.0  # to wait instead, if so far ranks have only lost their connection to another rank
+)
 _STACKS_SECONDS: Final = 0.2  # to wait until ranks have written the stacks of their threads
 # Signals that a rank does not send to itself.  With submitit, Slurm announces the end of a job by SIGUSR2.
 _FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
@@ -385,7 +387,7 @@ def _rank_main(  # noqa: PLR0917  # a new process needs all of them
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # the interpreter's normal end takes 0.5 s with four ranks on two cores
-    except BaseException as error:  # any error of a rank goes on the record
+    except BaseException as error:  # any error of a rank is reported and recorded
         fail(error)
 
 
@@ -457,7 +459,7 @@ def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
 
 
 def _registered(backend: str) -> str:
-    """Return torch's name of a backend; a user's module (``cluster.transport``) is asked to register its own first."""
+    """Return torch's name of a backend; if ``backend`` is a user's module, call its ``register()`` first."""
     if "." not in backend:
         return backend
     module = importlib.import_module(backend)

@@ -195,7 +195,7 @@ def _check_own_codecs(device: str, codecs: Sequence[Codec]) -> None:
 
 
 def _check_blocks(model: nn.Module) -> None:
-    """Refuse a model without blocks, whose activations cannot be checkpointed."""
+    """Refuse a model that has no blocks, because activations are checkpointed by block."""
     from harness.workloads.models import check_blocks
 
     check_blocks(model)

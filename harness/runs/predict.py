@@ -141,7 +141,11 @@ def _step(
 
 
 def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]], int]:
-    """Return the passes of a step with one and with two micro-batches (or tokens), and how many follow the first."""
+    """Return the passes of a step, from which its bytes are extrapolated to all micro-batches (or tokens).
+
+    Returns:
+        (passes with one micro-batch, passes with two), and the number of micro-batches after the first.
+    """
     if trial.workload == "generate":
         return (["evaluate"], ["evaluate"] * 2), trial.generate.tokens - 1
     norms = 0 if trial.clip is None else 1
@@ -172,7 +176,7 @@ def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometr
 
 
 def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
-    """Return the bytes that one rank of a peer, or of a policy inside one, holds by part.
+    """Return the bytes that one rank of a peer holds, by part; also for a policy inside FSDP2 or DDP.
 
     Weights and gradients are fp32.  FSDP2 shards weights, gradients and optimizer state over all ranks or, with
     ``peer.group = "node"``, over the ranks of a node.  DeepSpeed shards what its stage says.  DDP and a single process

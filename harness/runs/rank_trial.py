@@ -120,7 +120,7 @@ WORKS: Final = {work.__name__: work for work in (run, measure_link)}
 
 
 def admit_of(suite: Suite) -> Callable[[Any, Launch], Any]:
-    """Return the check of commands on a node that has read ``suite`` itself.
+    """Return a function that checks the commands a node receives from node 0; the node has read ``suite`` itself.
 
     A command may only name trials of that suite, by id.  The node runs the trial of its own suite file, so that no
     name of a module comes from another process.

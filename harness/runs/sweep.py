@@ -64,7 +64,7 @@ def run_sweep(
 
     Args:
         suite: The suite.
-        batches: Batches of trials; each is drawn once all trials of earlier batches have records.
+        batches: Batches of trials; the next one is drawn after all trials of earlier batches have got records.
         results: The results folder; logs of failed trials are written to its folder ``logs``.
         console: Where progress is printed.
         nodes: The nodes that a launcher started; None if all ranks run on this machine.
