@@ -18,7 +18,7 @@ from harness.measure.step_clock import now
 from harness.measure.unsharded_loss import evaluating
 from harness.records.trial_record import Alone
 
-MOST: Final = 5  # samples before the timed steps at most, and as many after them
+MOST: Final = 5  # largest number of samples before the timed steps, and of samples after them
 _SHARE: Final = 8  # one sample before, and one after, for so many timed micro-batches
 
 

@@ -120,7 +120,8 @@ def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
         gpus: For each rank of the node, the UUID of its GPU; a GPU that ranks share occurs several times.
 
     Yields:
-        A list that is empty until the body ends; then it has one entry, unless NVML knows none of the GPUs.
+        A list that is empty until the body ends, and then has one entry.  It stays empty if there are no GPUs, if NVML
+        does not work, or if NVML does not know one of the GPUs.
     """
     uses, stop, began = list[NodeUse](), threading.Event(), time.monotonic()
     devices = _open(gpus) if gpus else []

@@ -44,7 +44,7 @@ SOURCE_SUFFIXES: Final = frozenset({".py", ".cu", ".cuh", ".cpp", ".hpp", ".h", 
 
 
 def facts() -> dict[str, Any]:
-    """Return facts about the machine, ready for JSON: CPU, memory, kernel, its start, Python, packages, GPUs."""
+    """Return facts about the machine, ready for JSON: CPU, memory, kernel, boot, Python, packages, GPUs."""
     gpus, driver, _ = nvml()
     return {
         "cpu": _cpu_model(),

@@ -69,7 +69,7 @@ class StepClock:
         device: torch.device | None = None,
     ) -> None:
         self._mark_exposed, self._device = mark_exposed, device or torch.device("cpu")
-        self._parts: list[_Timed] = []  # of the step, in order
+        self._parts: list[_Timed] = []  # parts of the current step, in order
         self._begun = self._computed = 0.0
         self.steps: list[Step] = []
         self.witness = WitnessClock(device)

@@ -42,7 +42,9 @@ class Interval:
     low: float
     high: float
     n: int  # number of values or pairs
-    occasions: int = 0  # at which they were measured; 0 for values that do not depend on the occasion
+    occasions: int = (
+        0  # number of occasions at which they were measured; 0 if values do not depend on the occasion
+    )
     left_out: int = 0  # number of further values that were left out because other programs disturbed them
     disturbed: bool = False  # whether other programs disturbed all values, so that none could be left out
     fewest_occasions: int = 1  # fewest occasions for an interval, if there is more than one
@@ -116,7 +118,9 @@ class Prediction:
 
     low: float
     high: float
-    at: float = math.nan  # the value of the covariate for which it holds; NaN if it holds without one
+    at: float = (
+        math.nan
+    )  # the covariate's value for which the interval holds; NaN if it holds without a covariate
 
 
 def ratio_of_another_run(ratio: Interval, points: Sequence[tuple[float, float]]) -> Prediction:

@@ -50,7 +50,7 @@ class Spent:
 
     @property
     def used(self) -> float:
-        """Seconds in which the thread worked, or waited for others' work."""
+        """Seconds in which the thread ran or slept, that is, without its waits for a CPU."""
         return self.ran + self.slept
 
     def __add__(self, other: Spent) -> Spent:
@@ -84,18 +84,20 @@ class Checked:
 
     kernel: str | None = None  # how the first wrong codec kernel differs from the reference
     wrong: str | None = None  # the first fault that this rank found itself
-    losses: list[float] = field(default_factory=list)  # of every step: mean of what its passes returned
-    validated: list[float] = field(default_factory=list)  # the same of every validation
+    losses: list[float] = field(default_factory=list)  # by step: mean of the losses that its passes returned
+    validated: list[float] = field(
+        default_factory=list
+    )  # by validation: mean of the losses that its passes returned
     warmup: int = 0  # warm-up steps that the trial asks for
-    timed: int = 0  # timed steps that it asks for
-    clip: float | None = None  # largest norm of the gradient that it asks for
+    timed: int = 0  # timed steps that the trial asks for
+    clip: float | None = None  # largest norm of the gradient that the trial asks for
     replayed: int = 0  # optimizer steps that were replayed and found right
     linked: int = 0  # steps whose optimizer got the gradients of the rehearsal just before
-    # Digests of this rank's inputs and targets by step, and of those that the seed gives the next rank.
+    # By step: digests of the batches that this rank read, and of the batches that the seed gives the next rank.
     batches: dict[int, str] = field(default_factory=dict)
     of_next_rank: dict[int, str] = field(default_factory=dict)
     distinct: bool = False  # whether equal batches in two steps, or on two ranks, are no coincidence
-    norms: dict[int, Norms] = field(default_factory=dict)  # by step, of those that the optimizer took
+    norms: dict[int, Norms] = field(default_factory=dict)  # by step, for the steps that the optimizer took
     elements: int = 0  # number of elements that this rank's optimizer steps, padding included; 0 if not known
     trainable: int = 0  # elements of the unsharded model that are trained
     steps: list[Spent] = field(default_factory=list)  # of every step, by a second clock
@@ -103,9 +105,9 @@ class Checked:
     # ``checks`` has the checks in and after steps, which send no messages.
     between: Spent = field(default_factory=Spent)
     checks: Spent = field(default_factory=Spent)
-    seconds: float = 0.0  # of all checks, also in warm-up steps
+    seconds: float = 0.0  # seconds of all checks, also in warm-up steps
     laps: float = 0.0  # seconds of all laps from the first timed step to the last
-    passed: float = 0.0  # the same by another clock of the system
+    passed: float = 0.0  # the same seconds, by another clock of the system
     encodes: bool = False  # whether the trial's policy has codecs other than casts
     random: str = ""  # digest of the state of torch's generator when training begins
     waited: float | None = None  # seconds of all steps spent waiting for messages; None for peers
@@ -188,7 +190,7 @@ def _wrong_validations(checked: Sequence[Checked], validations: Sequence[Validat
 
 
 def _wrong_seconds(rank: int, check: Checked, record: RankRecord) -> Iterator[str]:
-    """Yield steps whose seconds the witness does not confirm, and work outside of the steps."""
+    """Yield steps whose seconds the witness clock does not confirm, and work outside of the steps."""
     for step, spent in zip(record.steps, check.steps, strict=False):
         if abs(step.total - spent.seconds) > _APART:
             took = f"step {step.index} of rank {rank} is recorded with {step.total:.3f} s"
@@ -222,7 +224,7 @@ def _wrong_clock(checked: Sequence[Checked]) -> Iterator[str]:
 
 
 def _wrong_batches(checked: Sequence[Checked]) -> Iterator[str]:
-    """Yield batches that are not those that the seed gives a rank, or that were read twice."""
+    """Yield batches that differ from the batch that the seed gives the rank, or that were read twice."""
     for rank, check in enumerate(checked):
         drawn = checked[rank - 1].of_next_rank
         for step, digest in check.batches.items():

@@ -215,7 +215,7 @@ class AdapterCounters(_Part):
     """Bytes that one node's InfiniBand adapters sent in the timed steps, with their packets' headers."""
 
     node: int
-    tx_bytes: int  # port_xmit_data of all ports that NCCL may use, which other jobs may use too
+    tx_bytes: int  # sum of port_xmit_data of all ports that NCCL may use; other jobs may use these ports too
     ports: list[str]  # as ``mlx5_0/1``
     booked_bytes: int | None = None  # that the node's ranks booked to other nodes; None without a ledger
 
@@ -246,11 +246,11 @@ class NodeUse(_Part):
 
 
 class ProcessorUse(_Part):
-    """CPU seconds of the whole machine during the timed steps and the evaluations between them."""
+    """CPU seconds during the timed steps and the evaluations between them, on the CPUs that the trial may use."""
 
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # wall-clock time
     processors: Annotated[int, Field(ge=1)]
-    ranks: _Seconds  # of the trial's ranks; all fields below are of the whole machine
+    ranks: _Seconds  # of the trial's ranks; all fields below are of all programs on these CPUs
     user: _Seconds
     system: _Seconds
     interrupts: _Seconds
@@ -380,7 +380,7 @@ def joules(nodes: list[NodeUse]) -> float | None:
 
 
 def slowest_seconds(record: Record) -> list[float]:
-    """Return the seconds of each timed step on the rank that was slowest in it."""
+    """Return the seconds of each timed step, on the rank that was slowest in that step."""
     of_ranks = [[step.total for step in rank.steps if not step.warmup] for rank in record.ranks]
     return [max(totals) for totals in zip(*of_ranks, strict=True)]
 

@@ -19,7 +19,7 @@ from impl.plan.learning_rate import Schedule
 
 
 def state_bytes_per_element(optimizer: Optimizer) -> int:
-    """Return an optimizer's bytes of state for each fp32 element, measured in a step of a small tensor.
+    """Return an optimizer's bytes of state for each fp32 element, measured in a step on a small tensor.
 
     Raises:
         Refusal: if the optimizer cannot be built, or cannot take the step.

@@ -88,7 +88,7 @@ class Strategy:
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Whether gradients are reduced after every micro-batch, not only the last of a step; True for peers."""
+        """Whether our own engine reduces gradients in every micro-batch; True for other engines, as a dummy value."""
         return self.zero is None or self.zero.policy.reduces_each_micro_batch
 
     @property
@@ -132,7 +132,7 @@ class Strategy:
         return Stepped(norm, done=True)
 
     def clip(self, largest: float) -> float:
-        """Scale gradients to a global 2-norm of at most ``largest``, and return the norm before."""
+        """Scale gradients to a global 2-norm of at most ``largest``, and return the norm before clipping."""
         norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), largest)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
@@ -240,7 +240,7 @@ class ByDeepSpeed(Strategy):
             self.model.step()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
-        """See :meth:`Strategy.step`; DeepSpeed clips by itself and reports the norm before."""
+        """See :meth:`Strategy.step`; DeepSpeed clips by itself and reports the norm before clipping."""
         if self._secondary is None:
             copies = [getattr(weight, "ds_secondary_tensor", None) for weight in self.model.parameters()]
             self._secondary = sum(copy.nbytes for copy in copies if copy is not None)

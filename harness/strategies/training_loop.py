@@ -28,7 +28,7 @@ from impl.plan.traffic import Event
 class Passes:
     """Collects the results of the forward and backward passes of one step."""
 
-    losses: list[Tensor] = field(default_factory=list)  # () for each of this rank's batches
+    losses: list[Tensor] = field(default_factory=list)  # one scalar for each of this rank's batches
     batches: list[tuple[Tensor, Any]] = field(default_factory=list)  # inputs and targets that the model read
     events: list[Event] = field(default_factory=list)  # the passes, from which ``impl.plan.traffic`` predicts
 
