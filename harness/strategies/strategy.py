@@ -88,7 +88,10 @@ class Strategy:
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Whether our own engine reduces gradients in every micro-batch; True for other engines, as a dummy value."""
+        """Whether our own engine reduces gradients in every micro-batch, and not only in the last one of a step.
+
+        True for other engines, whose predictions do not depend on it.
+        """
         return self.zero is None or self.zero.policy.reduces_each_micro_batch
 
     @property
