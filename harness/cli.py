@@ -62,8 +62,8 @@ OK: Final = 0
 SOME_FAILED: Final = 1
 _FOLLOW_SECONDS: Final = 1.0
 _ONE_OCCASION: Final = (
-    "Sweeps of one start of the machine within an hour are one occasion, and intervals hold within it. For a further "
-    "occasion, restart the machine, use another one, or wait an hour, and run this command again"
+    "Sweeps of one start of the machine within an hour are one occasion, and intervals hold only for this occasion. "
+    "For a further occasion, restart the machine, use another machine, or wait an hour, and run this command again"
 )
 # Commands that may import and call what a suite names; in all others such an import raises.
 _RUNNING: Final = frozenset(("run", "train", "trace", "snapshot", "check", "bench"))
@@ -128,14 +128,17 @@ def plan(
     *,
     machine: MachineFile = None,
     imports: Annotated[
-        bool, typer.Option("--import", help="Import and call the suite's own modules to size them.")
+        bool,
+        typer.Option(
+            "--import", help="Import and call the modules that the suite names, to learn their sizes."
+        ),
     ] = False,
     as_json: Json = False,
     as_csv: Csv = False,
 ) -> None:
     """Predict the bytes sent and the memory of every trial, without running any.
 
-    The exit status is 1 if some trials cannot run on this machine; their reasons are printed below the
+    The exit status is 1 if some trials cannot run on this machine; the reasons are printed below the
     table.  With --machine, the seconds of a step are predicted too.  Without --import, the modules that the
     suite names are not imported, and a line says which numbers are missing for that reason.
     """
@@ -214,7 +217,7 @@ def run(
         typer.Option(
             "--retry-failed",
             help="Run all failed trials again. Without it, a failed trial runs again only if its failure may not "
-            "happen again, such as that of a killed trial.",
+            "happen again, for example because the trial was killed.",
         ),
     ] = False,
     report: Annotated[bool, typer.Option(help="Whether to build the report after the last trial.")] = True,
@@ -284,7 +287,7 @@ def trace(
     identity: Annotated[str, typer.Argument(help="The trial's id, or the beginning of it.", metavar="ID")],
     results: ResultsFolder = RESULTS,
 ) -> None:
-    """Run a trial for a few steps and write what every rank did in the last one, as a Chrome trace and a
+    """Run a trial for a few steps and write what every rank did in the last step, as a Chrome trace and a
     picture.
 
     Both files are written into the suite's results folder; the suite's report shows the first rank's step.
@@ -341,7 +344,7 @@ def show(
             )
         if as_script:
             script = reproduce.script(record, run_record.read(path.parent, record.run or ""))
-            # A terminal gets control characters escaped; a shell that reads the script gets it as it is.
+            # On a terminal, control characters are escaped; a shell that reads the script gets it unchanged.
             print(visible(script) if sys.stdout.isatty() else script, end="")
         else:
             whole = json.loads(regular_file.read_text(path))
@@ -446,7 +449,7 @@ def list_checkpoints(
 @app.command("export")
 def export_checkpoint(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A checkpoint, or a folder of them, whose newest is taken.")
+        Path, typer.Argument(help="A checkpoint, or a folder of checkpoints, of which the newest is taken.")
     ],
     out: Annotated[Path, typer.Argument(help="The file to write.", metavar="OUT.safetensors")],
     dtype: Annotated[Dtype, typer.Option(help="Type in which parameters are written.")] = "fp32",
@@ -476,7 +479,7 @@ def export_checkpoint(
 def _print_rows(
     table: Sequence[dict[str, Any]], whole: dict[str, Any] | None = None, *, as_json: bool, as_csv: bool
 ) -> bool:
-    """Print ``table`` as CSV, or ``whole`` (by default the table) as JSON; return False if neither was asked for."""
+    """Print ``table`` as CSV, or ``whole`` (by default the table) as JSON; return whether anything was printed."""
     if as_json and as_csv:
         raise Refusal("--json and --csv exclude each other: give one of them")
     if as_json:
@@ -493,7 +496,7 @@ def _follow(file: Path, results: Path, out: Console) -> None:
 
     suite = load(file)
     folder, total = results / suite.name, 0
-    if not suite.ids_known:  # the ids depend on the alignment, which a record holds
+    if not suite.ids_known:  # the ids depend on the alignment of the policies, which a record holds
         suite = load(file, _recorded_alignment(folder))
     for batch in batches(suite, 1, seconds_in(folder)):
         done, total = total, total + len(batch.trials)
@@ -556,7 +559,7 @@ def _record(trial_id: str, results: Path) -> Path:
 
 
 def _keep_whole(group: typer.Typer) -> None:
-    """Let the help of a group print the first paragraph of each command whole; typer would cut it to a line."""
+    """Make a group's help print the whole first paragraph of each command; typer would cut it to one line."""
     for command in group.registered_commands:
         command.short_help = (inspect.getdoc(command.callback) or "").partition("\n\n")[0]
     for inner in group.registered_groups:
@@ -576,7 +579,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             the process ends with the command, so Ctrl-C and a closed or full standard output are handled too.
 
     Returns:
-        0 if all went well; 1 if trials failed, or planned trials cannot run here; 2 for input that is
+        0 if all went well; 1 if trials failed, or if planned trials cannot run here; 2 if the input was
         refused; 130 after Ctrl-C.
     """
     if arguments is not None:

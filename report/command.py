@@ -38,11 +38,14 @@ def report(
     *,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Only say what in README and docs differs from the committed records."),
+        typer.Option("--check", help="Only print where README and docs differ from the committed records."),
     ] = False,
     explain: Annotated[
         tuple[str, str, str] | None,
-        typer.Option(help="Only print records and definition of one number.", metavar="TABLE ROW COLUMN"),
+        typer.Option(
+            help="Only print the records behind one number of a table, and its definition.",
+            metavar="TABLE ROW COLUMN",
+        ),
     ] = None,
     columns: Annotated[
         list[str] | None,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS: Final = 0.05
 _START_SECONDS: Final = 300.0  # limit for all nodes to come together; some may still have to be started
-_LOST_SECONDS: Final = 20.0  # without a heartbeat, after which a node is lost
+_LOST_SECONDS: Final = 20.0  # a node without a new heartbeat for so long is lost
 _BEAT_SECONDS: Final = 1.0
 _ANSWER: Final = timedelta(seconds=60)  # limit for one operation of the store
 
@@ -51,7 +51,7 @@ class Place:
     port: int  # of the store; 0 lets the process that serves the store choose a port
     serves: bool  # whether this process serves the store
     job: str = ""  # name of the run, which differs between runs that share a store
-    # Whether this process is no supervisor, but a further process on a node, which only waits for the end.
+    # Whether the launcher started this process in addition to the node's supervisor; it only waits for the run's end.
     waits: bool = False
 
     @property
@@ -60,7 +60,7 @@ class Place:
         return self.waits or self.node != 0
 
     def for_ranks(self, work: int) -> Place:
-        """Return where the ranks of all nodes meet for the piece of work of this number."""
+        """Return the place at which the ranks of all nodes meet for piece of work number ``work``."""
         return replace(self, job=f"{self.job}/ranks/{work}")
 
 
@@ -74,7 +74,7 @@ class Channel:
             Refusal: If nothing answers at the store's address, its port is taken, or this process has no token.
         """
         self.place = place
-        self._files: list[Path] = []  # of the token, to be removed
+        self._files: list[Path] = []  # files that hold the token; removed at the end
         self._store = self._connect(serve=place.serves)
         self.token = self._shared_token()
         self._sealed = self._meeting = Seal(self.token.encode())
@@ -95,7 +95,11 @@ class Channel:
             file.unlink(missing_ok=True)
 
     def begin(self, nonces: list[str]) -> None:
-        """From now on seal messages for the session whose supervisors drew these nonces, by node."""
+        """Seal all later messages for one session, which is defined by the nonces that its supervisors drew.
+
+        Args:
+            nonces: Each node's nonce, in order of nodes.
+        """
         self._sealed = run_token.of_session(self.token, nonces)
 
     def post(self, key: str, value: Any) -> None:
@@ -106,7 +110,7 @@ class Channel:
             raise ChannelError(_line(error)) from error
 
     def read(self, key: str) -> Any:
-        """Return the value posted under ``key``, None if there is none yet.
+        """Return the value posted under ``key``, or None if nothing has been posted yet.
 
         Raises:
             ChannelError: If the store is gone, or the value does not come from a process of this run.
@@ -125,14 +129,14 @@ class Channel:
             ) from error
 
     def _full(self, key: str) -> str:
-        """Return the key with the run's name, for which a message is sealed."""
+        """Return the key with the run's name in front; a message is sealed for this full key."""
         return f"{self.place.job}/{key}"
 
     def _shared_token(self) -> str:
         """Return the run's token.
 
-        The leading process makes it, unless its environment has one, and announces its digest; others look for the
-        token with that digest.
+        The leading process takes the token from its environment, or makes one, and announces the token's digest in the
+        store.  Other processes look for the token with that digest.
         """
         try:
             if self.place.follows:
@@ -175,9 +179,9 @@ class Channel:
     def _beat(self) -> None:
         with contextlib.suppress(RuntimeError, Refusal):  # the main thread reports that the store is gone
             store, key = self._connect(serve=False), f"beat/{self.place.node}"
-            for count in itertools.count(
-                1
-            ):  # the first at once: a node that ends early is lost, and not late
+            # The first heartbeat is sent at once.  A node that ends early then counts as lost after a few seconds;
+            # without any heartbeat, it would count as a node that has yet to start.
+            for count in itertools.count(1):
                 store.set(key, self._meeting.close(self._full(key), count))
                 if self._ended.wait(_BEAT_SECONDS):
                     break

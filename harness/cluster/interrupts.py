@@ -6,7 +6,7 @@ handler itself ends the process with one line and status 130 (:func:`end_at_once
 raises a ``KeyboardInterrupt`` as usual.
 
 Importing this module also installs a hook that turns the import error of a missing package into one line and status
-2.  It is imported before anything that takes time.  No torch.
+2.  The command line imports this module before any module that takes time to import; this module imports no torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def _leave(_: int = 0, __: FrameType | None = None) -> None:
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Report an uncaught error, as ``sys.excepthook``; errors while the command line is imported end here."""
+    """Replace ``sys.excepthook``: end the process with one line at a Ctrl-C or a missing package.
+
+    All other errors are reported as usual.
+    """
     cause: BaseException | None = error
     # C extensions may wrap a KeyboardInterrupt in other errors.
     while cause is not None and not isinstance(cause, KeyboardInterrupt):

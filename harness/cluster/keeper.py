@@ -26,7 +26,7 @@ _ROOT: Final = Path(__file__).resolve().parents[2]  # folder from which harness 
 
 
 class Keeper:
-    """A keeper as its parent sees it: starts the child process, has its answer, and ends it."""
+    """Starts a keeper process, reads its answer, and ends it."""
 
     def __init__(self, module: str, request: str) -> None:
         """Start a keeper and read its ``answer``; raises a LinkError if it refuses the request or dies."""
@@ -57,7 +57,11 @@ class Keeper:
         return answer
 
     def end(self, seconds: float = 2.0) -> str:
-        """Close its standard input, and kill it if it runs on for ``seconds``; returns its last line of errors."""
+        """Close the keeper's standard input, and kill the keeper if it has not ended after ``seconds``.
+
+        Returns:
+            The last line of the keeper's standard error; empty if there is none.
+        """
         try:
             errors = self.process.communicate(timeout=seconds)[1]
         except subprocess.TimeoutExpired:
@@ -67,13 +71,13 @@ class Keeper:
 
 
 def send_answer(answer: dict[str, Any]) -> None:
-    """In the keeper: send the parent the answer."""
+    """In the keeper: send the answer to the parent."""
     print(json.dumps(answer), flush=True)
 
 
 @contextlib.contextmanager
 def report_errors() -> Iterator[None]:
-    """In the keeper: report an error of the body to the parent, and ignore Ctrl-C, which is for the parent."""
+    """In the keeper: send the parent any error of the ``with`` block; ignore Ctrl-C, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

@@ -3,9 +3,9 @@
 Kinds of link (``cluster.link``):
 
 - ``namespaces``: every node is a Linux network namespace, and the kernel's ``tbf`` queue limits the rate in both
-  directions (:mod:`harness.cluster.netns_shaper`).  It limits all messages, also those of peers.
+  directions (:mod:`harness.cluster.netns_shaper`).  The queue limits all messages, also those of peers.
 - ``paced``: all ranks share the host's loopback, and our engine delays its messages to keep to the rate
-  (:mod:`harness.cluster.pacer`).  It limits no other messages, so that peers are refused.
+  (:mod:`harness.cluster.pacer`).  Peers are refused, because nothing would limit their messages.
 - ``none``: the host's loopback, without a limit.
 - ``real``: an existing network between hosts, as fast as it is.
 - ``shaped``: an existing network whose hosts limit their own interfaces with a ``tbf`` queue
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 REPETITIONS: Final = 5  # number of messages in a calibration
 PROBES: Final = 2  # number of messages in the probe after a trial
-REACHED: Final = (0.9, 1.05)  # a shaped link must achieve a share of its rate between these
-OPENING: Final = 4  # the message that opens a connection has this part of a message's bytes
-PACED: Final = "The link is paced, so that its seconds are modelled and peers cannot run at a rate: {}"
+REACHED: Final = (0.9, 1.05)  # a shaped link must achieve between these two shares of its rate
+OPENING: Final = 4  # the untimed message that opens a connection is this many times shorter than a timed one
+PACED: Final = "The link is paced: times over it are modelled, and peers cannot run at a rate. Reason: {}"
 _ADVICE: Final = (
     "run as root with CAP_SYS_ADMIN, allow unprivileged user namespaces (user.max_user_namespaces, "
     "kernel.apparmor_restrict_unprivileged_userns), or use link = 'paced'"
@@ -52,10 +52,11 @@ _ADVICE: Final = (
 def message_bytes(cluster: Cluster) -> int:
     """Return the size of a calibration message in bytes; 0 for one node.
 
-    At a rate, the message takes 0.2 s, but at least 20 bursts of the queue and 50 latencies.  On a shaped link it takes
-    0.5 s (and has at most 64 MiB), because a message of 0.2 s now and then ends up to 0.6 % late.  Without a rate it
-    has 64 MiB, or 8 MiB if the nodes are on one machine.  With NCCL all ranks of a node send at once
-    (:func:`exchange`): at a rate, each sends its part of the message.
+    With a rate, the message is as long as the link sends in 0.2 s, or in 50 latencies if that is longer, and has at
+    least 20 bursts of the queue.  On a shaped link it is longer: as long as the link sends in 0.5 s, or 64 MiB if that
+    is shorter; a message of 0.2 s sometimes arrives up to 0.6 % late there.  Without a rate, the message has 64 MiB, or
+    8 MiB with link ``none``.  With NCCL, all ranks of a node send at once (:func:`exchange`); with a rate, the message
+    is divided among them.
     """
     if cluster.nodes == 1:
         return 0
@@ -72,7 +73,8 @@ def message_bytes(cluster: Cluster) -> int:
 def slowest_rates(by_rank: Sequence[Sequence[float]], per_node: int) -> list[float]:
     """Return the rate of the slowest node in each repetition, in Mbit/s.
 
-    A node's rate is the sum over its ranks, whose messages run at the same time, until the last one has arrived.
+    The ranks of a node send at the same time, and the node has finished when its slowest rank has.  The node's rate is
+    therefore the slowest rank's rate times the number of ranks that sent.
 
     Args:
         by_rank: Each rank's rates, in rank order; ranks that only waited have none.
@@ -93,7 +95,9 @@ class Link:
     ports: tuple[Port, ...]  # one per node
     details: dict[str, Any] = field(default_factory=dict)  # burst, queue, MTU and the like, for records
     close: Callable[[], object] = lambda: None
-    calibrated_mbit: list[float] = field(default_factory=list)  # per repetition; the sweep fills them in
+    calibrated_mbit: list[float] = field(
+        default_factory=list
+    )  # one rate per repetition; the sweep fills them in
 
     # The rate in Mbit/s to which our engine delays its messages; None unless the link is paced.
     paced_mbit: float | None = field(init=False)
@@ -104,7 +108,7 @@ class Link:
         self.message_bytes = message_bytes(self.cluster)
 
     def record(self, probed_mbit: list[float]) -> LinkRecord:
-        """Return the link as a trial's record has it; the requested rate is that of the slowest node."""
+        """Return the link in the form of a trial's record; its requested rate is the rate of the slowest node."""
         from harness.records.trial_record import LinkRecord
 
         rate = None if self.cluster.nodes == 1 else self.cluster.rate
@@ -139,7 +143,8 @@ class Link:
 def open_link(cluster: Cluster, run_id: str) -> Link:
     """Open the link of a cluster.
 
-    The caller fills in the ports of a ``real`` or ``shaped`` link, which the hosts' supervisors shape.
+    For a ``real`` or ``shaped`` link, the caller fills in the ports.  The interfaces of a ``shaped`` link are limited
+    later, by the hosts' supervisors.
 
     Args:
         cluster: The cluster.
@@ -153,11 +158,11 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
     if cluster.nodes == 1:
         return Link(cluster, "none", "one node has no link", loopback)
     if kind == "shaped" and rate is not None:
-        # Unlike other links, hosts' interfaces keep their rate between the timed steps of a trial.
+        # Between a trial's timed steps, the rate of other links is lifted; hosts' interfaces keep theirs.
         return Link(cluster, kind, why, (), tbf_details(rate) | {"untimed": "shaped"})
     if kind in ("real", "none"):
         if rate is not None or latency:
-            limit = f"{rate:g} Mbit/s" if rate is not None else f"a latency of {latency:g} ms"
+            limit = f"a rate of {rate:g} Mbit/s" if rate is not None else f"a latency of {latency:g} ms"
             raise LinkError(f"link {kind!r} cannot have {limit}; use 'auto', 'namespaces' or 'paced'")
         return Link(cluster, kind, why, (Port(None, ""),) * cluster.nodes if kind == "real" else loopback)
     if kind in ("auto", "namespaces"):
@@ -174,7 +179,7 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
     }
     for limit, requested in limits.items():
         if requested:
-            raise LinkError(f"{limit} network namespaces ({why})")
+            raise LinkError(f"{limit} network namespaces, which link {kind!r} does not give here ({why})")
     if rate is None:
         return Link(cluster, "none", why, loopback)
     details = {"header_bytes": 0, "latency_ms": latency or 0.0, "untimed": "open"}
@@ -241,16 +246,15 @@ def exchange(
 
     The first ranks of the nodes exchange messages.  With ``together``, all ranks do, each with the rank of the same
     local index, because a single GPU may reach only one of its node's network adapters.  Every rank of the default
-    group must call it.
+    group must call this function.
 
     Args:
         rank: This rank.
         message_bytes: Size of a message.
         repetitions: Number of timed messages; a shorter one, before them, opens the connections.
-        device: Where messages lie.
-        grouped: Whether to send and receive in one call.  NCCL needs it, because a receive alone, which all ranks
-            would wait for before any of them sends, never ends.  A collective of all ranks then makes the communicator
-            first.
+        device: torch's device on which messages lie.
+        grouped: Whether to send and receive in one call.  NCCL needs this: if all ranks first waited for a receive,
+            none of them would send.  A collective of all ranks then makes NCCL's communicator before the first message.
         together: Whether all ranks of a node exchange messages at once.
 
     Returns:
@@ -270,12 +274,12 @@ def exchange(
         dist.all_reduce(torch.zeros(1, device=device))
     achieved = []
     for repetition in range(-1, repetitions):
-        # The first, untimed, opens the connection and its window, for which a part of a message is long enough.
+        # The first message, which is not timed, opens the connection and its window; a shorter one is enough for that.
         size = message_bytes if repetition >= 0 else message_bytes // OPENING
         if sends and not grouped:
-            # The receive is posted before the barrier and the data.  Gloo then tells the sender, over the same
-            # connection, that it may send.  Behind this rank's own data that message would have to wait, which
-            # halves the rate.
+            # The receive is posted before the barrier and before this rank's own data.  Gloo then tells the sender,
+            # over the same connection, that it may send.  Behind this rank's data, that notice would have to wait,
+            # which would halve the rate.
             receiving = dist.irecv(incoming[:size], before)
         dist.barrier()
         if sends:
@@ -285,7 +289,7 @@ def exchange(
                 both = [dist.P2POp(dist.irecv, incoming[:size], before), sent]
                 works = dist.batch_isend_irecv(both)
             else:
-                works = [dist.isend(outgoing[:size], after), receiving]  # type: ignore[list-item]  # None: outside
+                works = [dist.isend(outgoing[:size], after), receiving]  # type: ignore[list-item]  # never None here
             booked = rank.pacer.book(size) if rank.pacer else start
             for work in works:
                 work.wait()

@@ -1,4 +1,4 @@
-"""Chooses NCCL's environment variables: which interface or InfiniBand adapters it sends through.  No torch."""
+"""Chooses NCCL's environment variables: which interface or adapters it uses, and what it records.  No torch."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def nccl_variables(port: Port) -> dict[str, str]:
 
 
 def flight_recorder(traces: str) -> dict[str, str]:
-    """Variables that make torch record NCCL's latest calls, and write them at a time-out.
+    """Return variables that make torch record NCCL's latest calls, and write them to files at a time-out.
 
-    The file of each rank has the name ``traces`` and the rank's number; ``python -m
-    torch.distributed.flight_recorder.fr_trace`` reads them (torch docs, torch_nccl_environment_variables).
+    The name of each rank's file is ``traces`` followed by the rank's number; ``python -m
+    torch.distributed.flight_recorder.fr_trace`` reads the files (torch docs, torch_nccl_environment_variables).
     """
     return {
         "TORCH_FR_BUFFER_SIZE": "2000",

@@ -39,7 +39,7 @@ MTU: Final = 1500  # bytes of a packet
 _NETWORK: Final = "10.77.0.0/16"  # 65,533 nodes
 # Congestion control of the link: Reno, which every kernel has.  The host's default may be BBR, whose model of the path
 # breaks when both directions are full: a 1.25 MB message each way at 50 Mbit/s ran at 26 to 49 Mbit/s under BBR, and at
-# 47.6 to 48.5 under Reno.  It is set on the route, since /proc/sys may be read-only.
+# 47.6 to 48.5 under Reno.  Reno is set on the route, since /proc/sys may be read-only.
 CONGESTION: Final = "reno"
 # The queue holds what is sent in this time at its rate; shorter queues drop packets when several ranks send at once.
 QUEUE_SECONDS: Final = 0.4
@@ -59,15 +59,15 @@ class Shape(NamedTuple):
     rate: int  # bytes per second
     burst: int  # bytes that may leave at once after a pause
     limit: int  # bytes that wait before packets are dropped
-    segment: int  # largest packet handed to the queue (``gso_max_size``), which cuts packets above the burst
+    segment: int  # largest packet handed to the queue (``gso_max_size``); the queue would cut packets above its burst
 
 
 def shape(rate_mbit: float) -> Shape:
     """Return the parameters of the ``tbf`` queue for a rate.
 
     The burst takes about 4 ms at the rate (1 ms above 1 Gbit/s), so that messages of 50 ms and more run at the rate
-    and not on saved tokens.  Packets have at most half a burst, so that ``tbf`` does not cut them into MTU-sized ones,
-    whose headers would cost 5 %.
+    and not on tokens that were saved in a pause.  Packets have at most half a burst, so that ``tbf`` does not cut them
+    into MTU-sized packets, whose headers would cost 5 %.
     """
     rate = max(1, round(rate_mbit * 1e6 / 8))
     segment = int(min(max(rate * 0.002, 2 * MTU), 65536))
@@ -81,7 +81,7 @@ class _Queue(NamedTuple):
     process: int  # a process inside the interface's network namespace
     interface: str
     shape: Shape | None  # None for no rate
-    latency_ms: float = 0.0  # by which packets are delayed
+    latency_ms: float = 0.0  # delay of each packet
 
 
 def _address(node: int) -> str:
@@ -118,7 +118,7 @@ def enter(process: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; entering namespaces later would undo it."""
+    """Have the kernel kill this process when its parent ends; call this after entering namespaces, which undoes it."""
     _check(_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
@@ -145,7 +145,8 @@ def _enter_own_namespace() -> str:
 def _netlink(process: int) -> Iterator[Any]:
     """Yield a netlink socket in the network namespace of ``process``.
 
-    A socket belongs to the namespace in which it was opened, so that this process enters it only briefly.
+    A netlink socket belongs to the namespace in which it was opened; therefore this process is in that namespace
+    during the body.
     """
     from pyroute2 import IPRoute
 
@@ -163,8 +164,8 @@ def _set(queue: _Queue, state: bytes | None = None) -> None:
 
     Args:
         queue: The queue.
-        state: None sets it up for the first time; ``OPEN`` lifts the rate, ``SHAPED`` restores it.  Neither changes
-            the largest size of packets, since a connection keeps the size that it began with.
+        state: None sets the queue up for the first time; ``OPEN`` lifts the rate, ``SHAPED`` restores it.  ``OPEN``
+            and ``SHAPED`` do not change the largest size of packets, since a connection keeps the size it began with.
     """
     with _netlink(queue.process) as route:
         index, shape = route.link_lookup(ifname=queue.interface)[0], queue.shape
@@ -227,7 +228,7 @@ def _join(prefix: str, names: Sequence[str], holders: Sequence[int]) -> list[str
 def _configure(node: int, name: str, holder: int, *, inner: bool) -> None:
     """Give a node its address and its route to the others.
 
-    With ``inner``, the loopback between the node's ranks will have a rate too.
+    ``inner`` says whether the loopback, over which the node's own ranks talk, will have a rate too.
     """
     network, _, prefix = _NETWORK.partition("/")
     with _netlink(holder) as route:
@@ -255,7 +256,7 @@ def _stdin_ends_before(ready: socket.socket) -> bool:
 
 
 def _serve(queues: Sequence[_Queue], listening: socket.socket) -> None:
-    """Lift the link's rate for one process after the other that connects, until standard input ends.
+    """Lift the link's rate for each process that connects, one after another, until standard input ends.
 
     An error in restoring the rate ends the keeper and with it the link, so that no trial runs on an open link.
     """

@@ -1,8 +1,8 @@
 """Limits the rate of a network interface of this host with a ``tbf`` queue; a keeper (:mod:`harness.cluster.keeper`).
 
-The keeper replaces the kernel's default queue.  It removes its own queue when its supervisor closes it, ends or is
-killed by ``kill -9``, and at SIGTERM or SIGHUP.  If the keeper itself is killed by ``kill -9``, the queue stays, and
-the next run prints the command that removes it.  Shaping needs root, or CAP_NET_ADMIN.
+The keeper replaces the kernel's default queue.  It removes its own queue when its supervisor asks it to end, when the
+supervisor itself ends or is killed by ``kill -9``, and at SIGTERM or SIGHUP.  If the keeper is killed by ``kill -9``,
+its queue stays, and the next run prints the command that removes the queue.  Shaping needs root, or CAP_NET_ADMIN.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from harness.cluster.netns_shaper import shape
 from harness.errors import LinkError
 
 _HANDLE: Final = 0x5A50  # handle of our queue, by which the next run recognises it
-_ROOT: Final = 0xFFFFFFFF  # parent of the queue of all packets that leave
+_ROOT: Final = 0xFFFFFFFF  # parent handle of the queue through which all packets leave
 _INGRESS: Final = 0xFFFF  # handle of hooks on arriving packets, which delay nothing
 _LOOPBACK: Final = 0x8  # IFF_LOOPBACK
 _ENDED_BY: Final = (signal.SIGTERM, signal.SIGHUP)
 _REMOVAL_SECONDS: Final = 30.0
-_USUAL_SEGMENT: Final = 65536  # bytes of a packet, where the driver allows it
+_USUAL_SEGMENT: Final = (
+    65536  # the kernel's default for the largest packet in bytes, unless the driver allows less
+)
 _LARGEST: Final = 2**32  # bytes per second, the limit of tbf's netlink message
 
 
@@ -51,8 +53,8 @@ def shaped_interface(interface: str, rate_mbit: float, others: list[str]) -> Ite
         control.
 
     Raises:
-        LinkError: If the interface may not be shaped, or its queue could not be removed afterwards; then the message
-            has the command that removes it.
+        LinkError: If the interface may not be shaped, or the keeper's queue could not be removed afterwards; the
+            message then has the command that removes the queue.
     """
     try:
         keeper = Keeper("harness.cluster.nic_shaper", json.dumps([interface, rate_mbit, others]))
@@ -81,7 +83,9 @@ def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dic
         if link["flags"] & _LOOPBACK:
             raise OSError(f"{interface} is the loopback interface: no network joins these nodes")
         if tbf.rate >= _LARGEST:
-            raise OSError(f"{rate_mbit:g} Mbit/s are more than a tbf queue allows, {8e-6 * _LARGEST:.0f}")
+            raise OSError(
+                f"{rate_mbit:g} Mbit/s are more than a tbf queue allows; set less than {8e-6 * _LARGEST:.0f}"
+            )
         if mtu > tbf.segment:
             raise OSError(
                 f"{interface} has packets of {mtu} bytes, but at {rate_mbit:g} Mbit/s the queue takes "
@@ -128,7 +132,7 @@ def _check_route(route: Any, index: int, interface: str, other: str) -> None:
 
 
 def _queue_before(route: Any, index: int, interface: str, segment: int) -> str:
-    """Return the kind of the kernel's default queue, which has handle 0.
+    """Return the kind of the queue that the kernel gave the interface by default; such a queue has handle 0.
 
     Raises:
         OSError: If the interface has a queue that someone has set up, or that another run has left.
@@ -143,7 +147,8 @@ def _queue_before(route: Any, index: int, interface: str, segment: int) -> str:
             )
         if major not in (0, _INGRESS):
             raise OSError(
-                f"{interface} has a queue that is not the kernel's default, and is not replaced: {kind} {major:x}:"
+                f"{interface} has the queue {kind} {major:x}:, which is not the kernel's default and is not replaced; "
+                "remove the queue first"
             )
         default = kind if queue["parent"] == _ROOT else default
     return default

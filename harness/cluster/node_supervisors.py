@@ -30,13 +30,17 @@ from harness.cluster.rank_processes import Launch, LaunchError, StopReason, run_
 from harness.errors import LinkError, Refusal
 from harness.suites.parse_quantity import CANONICAL
 
-_CAUSE_SECONDS: Final = 12.0  # to wait for the answer of a node whose failure others only noticed
+_CAUSE_SECONDS: Final = (
+    12.0  # to wait for the answer of the node that failed first, once others have noticed it
+)
 _CLEAR_SECONDS: Final = 30.0  # to wait until other nodes have ended their ranks
 _BYE_SECONDS: Final = 5.0  # to wait until other nodes have read that the run is over
 _LOG_LETTERS: Final = 200_000  # last letters of a node's log that are sent to node 0
 Answer = dict[str, Any]
-"""A node's answer: its ``results`` and ``shaped`` interface; or a failure's ``kind``, ``message``, ``log``, and whether
-it is only the ``effect`` of another failure.
+"""A node's answer to a command.
+
+After success, it has the ranks' ``results`` and the ``shaped`` interface.  After a failure, it has the failure's
+``kind``, ``message`` and ``log``, and whether the failure is only the ``effect`` of another one.
 """
 _SILENT: Final[Answer] = {"kind": "timeout", "message": "no answer from another node"}
 Work = Callable[[Rank, Any], Any]  # a module-level function (rank, argument) -> result
@@ -63,7 +67,7 @@ class Nodes:
 
     channel: Channel
     nodes: list[Node]
-    # Facts about each node's interface before it was shaped, from the last work.
+    # Facts about each node's interface before it was shaped for the latest work; empty if it was not.
     shaped: list[dict[str, Any]] = field(default_factory=list)
     status: int = 1  # exit status of the other supervisors
     together: bool = True  # whether the nodes have met
@@ -84,7 +88,9 @@ class Nodes:
             for name in ("version", "source"):
                 if code.get(name) != codes[0].get(name):
                     difference = f"{name} {code.get(name)}, not {codes[0].get(name)}"
-                    raise Refusal(f"node {number} has another zeropp-bench than node 0: {difference}")
+                    raise Refusal(
+                        f"node {number} has another zeropp-bench than node 0 ({difference}): install the same on both"
+                    )
 
     def run(self, work: Work, argument: Any, launch: Launch, on_progress: Report) -> list[Any]:
         """Run work on the ranks of the first nodes.
@@ -114,7 +120,7 @@ class Nodes:
             messages = [f"node {node}: {other['message']}" for node, other in answers if "kind" in other]
             return messages[0] if messages else None
 
-        launch.log.unlink(missing_ok=True)  # of an earlier attempt
+        launch.log.unlink(missing_ok=True)  # the log of an earlier attempt
         try:
             local = replace(launch, node=0, meeting=self.channel.place.for_ranks(number))
             answer, seconds = _run(work, argument, local, on_progress, failure), launch.timeout_seconds
@@ -149,10 +155,10 @@ class Nodes:
     def _answers(
         self, number: int, nodes: Sequence[int], seconds: float, *, cause: bool = False
     ) -> dict[int, Answer]:
-        """Wait for answers of ``nodes``; a lost node counts as a failure.
+        """Wait for the answers of ``nodes`` to command ``number``; a lost node counts as a failure.
 
-        Returns after ``seconds`` or when all have answered; with ``cause``, already when one reports a failure that
-        is not the effect of another.
+        Returns when all have answered, at the latest after ``seconds``.  With ``cause``, returns as soon as one node
+        reports a failure that is not the effect of another failure.
         """
         deadline, answers = time.monotonic() + seconds, dict[int, Answer]()
         while True:
@@ -181,11 +187,13 @@ def _types(work: Work) -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
 
 @contextlib.contextmanager
 def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iterator[Nodes]:
-    """Lead the supervisors of all nodes during the body; afterwards they end with its ``status``.
+    """Lead the supervisors of all nodes during the ``with`` block, which gets them as :class:`Nodes`.
+
+    Afterwards the other supervisors end, with the exit status ``Nodes.status``.
 
     Args:
         place: This process's place, on node 0.
-        facts: About this node.
+        facts: Facts about this node's machine, code and software.
         hosts: Hosts on which to start supervisors through ssh; empty if a launcher has started them.
 
     Raises:
@@ -218,7 +226,7 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any], admit
     Args:
         place: This process's place.
         works: The functions that commands may name.
-        facts: About this node.
+        facts: Facts about this node's machine, code and software.
         admit: Checks the argument of a command's work and how ranks are started, and returns the argument to use.
 
     Returns:
@@ -250,7 +258,7 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any], admit
 
 
 def _meet(channel: Channel) -> int | None:
-    """Wait until all nodes have met; returns the exit status if they have not come together."""
+    """Wait until all nodes have met, and return None; if they failed to meet, return the exit status to end with."""
     session, place = channel.wait("session"), channel.place
     if "status" in session:
         return int(session["status"])
@@ -261,7 +269,7 @@ def _meet(channel: Channel) -> int | None:
 
 
 def _obey(channel: Channel, work: Work, number: int, command: dict[str, Any], admit: Admit) -> Answer:
-    """Run a command's work on this node's ranks; returns the answer, which has the log of a failure."""
+    """Run a command's work on this node's ranks; returns the answer, which after a failure has the ranks' log."""
     place, (argument_type, result_type) = channel.place, _types(work)
 
     def stop_reason() -> str | None:
@@ -302,7 +310,7 @@ def _run(work: Work, argument: Any, launch: Launch, on_progress: Report, stop_re
 
 
 def _cause(answers: Mapping[int, Answer], log: Path) -> LaunchError:
-    """Return the most likely cause of a failure, and append the other nodes' logs to this node's."""
+    """Return the most likely cause of a failure, and append the other nodes' logs to ``log``, this node's."""
     failures = {node: answer for node, answer in answers.items() if "kind" in answer}
     with contextlib.suppress(OSError):
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,9 @@ class Port:
     interface: str | None  # network interface for gloo and for byte counters; None lets gloo choose
     address: str  # of the interface
     holder: int | None = None  # process inside the node's network namespace; None for the host's own
-    shaped_mbit: float | None = None  # rate to which the host limits the interface; NCCL must then use it
+    shaped_mbit: float | None = (
+        None  # rate to which the host limits the interface; NCCL must then use this interface
+    )
     hcas: str = ""  # InfiniBand adapters that NCCL may use, separated by commas; if empty, NCCL chooses
     control: str = ""  # Unix-domain socket of the keeper that can lift the link's rate (`lift_rate`), if any
 
@@ -43,7 +45,7 @@ def port_towards(host: str) -> Port:
     """Return the interface of this host that leads to ``host``, or the one that ``GLOO_SOCKET_IFNAME`` names.
 
     Raises:
-        Refusal: If there is none.
+        Refusal: If there is no such interface.
     """
     interfaces, chosen = psutil.net_if_addrs(), os.environ.get("GLOO_SOCKET_IFNAME")
     if chosen is not None:

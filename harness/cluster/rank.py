@@ -52,7 +52,8 @@ class Rank:
     pacer: Pacer | None  # its node's rate limiter; None unless the link is paced
     report: Report  # sends progress to the parent process
     threads: int  # number of torch's threads
-    # Reports an error that a thread other than the main one has found, and ends the rank; None: the wire prints it.
+    # Reports an error that a thread other than the main one has found, and ends the rank.  If it is None, the
+    # wire prints the error and ends the process.
     fail: Callable[[BaseException], object] | None = None
 
     @property
@@ -89,8 +90,8 @@ class Rank:
             yield
             if self.pacer is not None:
                 self.pacer.open = False
-            dist.barrier()  # here all messages have arrived
-        dist.barrier()  # and no rank sends anything before the rate is restored
+            dist.barrier()  # after this barrier, all messages of the body have arrived
+        dist.barrier()  # before this barrier, no rank sends anything: the rate is being restored
 
 
 def take_gpu(rank: Rank, launcher: str, transport: str) -> str:
@@ -101,7 +102,10 @@ def take_gpu(rank: Rank, launcher: str, transport: str) -> str:
     if transport == "staged":  # ranks share GPUs
         index %= gpus or 1
     if index >= gpus:
-        raise Refusal(f"rank {rank.rank} needs GPU {index}, this machine has {gpus}")
+        raise Refusal(
+            f"rank {rank.rank} needs GPU {index}, but this machine has {gpus} GPUs: run fewer ranks on it, or let "
+            "ranks share GPUs with cluster.transport = 'staged'"
+        )
     torch.cuda.set_device(index)
     return f"cuda:{index}"
 

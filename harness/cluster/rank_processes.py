@@ -69,14 +69,16 @@ ALLOCATOR: Final = {
 BACKENDS: Final = {"shm": "gloo", "gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl", "staged": "gloo"}
 REFUSALS: Final = (LinkError, Refusal, CorpusError, PolicyError, GeometryError, CodecError)
 _POLL_SECONDS: Final = 0.2  # between two checks whether ranks on other hosts have failed
-# The timeout of process groups is longer by this than the parent's, so that the parent's comes first.
+# Process groups time out so much later than the parent process does, so that the parent reports the timeout.
 _LATER_SECONDS: Final = 30.0
 _GRACE_SECONDS: Final = 0.5  # to wait after a failure for other ranks to report theirs
-_CAUSE_SECONDS: Final = 10.0  # the same, if so far ranks have only lost their connection to another rank
+_CAUSE_SECONDS: Final = (
+    10.0  # to wait instead, if so far ranks have only lost their connection to another rank
+)
 _STACKS_SECONDS: Final = 0.2  # to wait until ranks have written the stacks of their threads
 # Signals that a rank does not send to itself.  With submitit, Slurm announces the end of a job by SIGUSR2.
 _FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
-_LOG_BYTES: Final = 1_000_000  # of each rank's log, its end, that are kept
+_LOG_BYTES: Final = 1_000_000  # bytes that are kept from the end of each rank's log
 # Texts in errors of a rank that lost its connection to another one, whose failure is the cause.
 _LOST_PEER: Final = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Socket Timeout")
 
@@ -106,7 +108,7 @@ class Launch:
     threads: int  # number of torch's threads in each rank
     timeout_seconds: float  # for the whole run of the ranks
     log: Path  # file for the ranks' output after a failure
-    backend: str = "gloo"  # of torch, or a user's module
+    backend: str = "gloo"  # torch's backend, or a user's module that registers one
     paced_latency_ms: float = 0.0  # latency of the pacer in one direction
     node: int | None = None  # the node whose ranks this process starts; None for all nodes
     meeting: Place | None = None  # where ranks of all hosts meet; None if this process starts all ranks
@@ -216,7 +218,7 @@ def run_in_place(
 ) -> None:
     """Run ``target(rank, argument)`` in this process, which torchrun started as one of the ranks of ``launch``.
 
-    Each rank may have another argument.
+    The argument may differ between ranks.
     """
     import torch
     import torch.distributed as dist
@@ -321,7 +323,11 @@ def _watch(
 
 
 def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
-    """Write the ends of all ranks' logs to one file, equal ones once; returns None if it cannot be written."""
+    """Write the ends of all ranks' logs to one file, in which equal logs appear only once.
+
+    Returns:
+        The file; None if it cannot be written.
+    """
     try:
         tails: dict[bytes, list[str]] = {}
         for rank in launch.ranks:
@@ -381,7 +387,7 @@ def _rank_main(  # noqa: PLR0917  # a new process needs all of them
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # the interpreter's normal end takes 0.5 s with four ranks on two cores
-    except BaseException as error:  # any error of a rank goes on the record
+    except BaseException as error:  # any error of a rank is reported and recorded
         fail(error)
 
 
@@ -453,7 +459,7 @@ def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
 
 
 def _registered(backend: str) -> str:
-    """Return torch's name of a backend; a user's module (``cluster.transport``) is asked to register its own first."""
+    """Return torch's name of a backend; if ``backend`` is a user's module, call its ``register()`` first."""
     if "." not in backend:
         return backend
     module = importlib.import_module(backend)

@@ -31,10 +31,10 @@ def place_of(hosts: Sequence[str]) -> Place:
 def supervisors(hosts: Sequence[str], place: Place, token: str) -> Iterator[Callable[[], None]]:
     """Start the supervisors of all hosts but the first, in the same folder and with the same Python as here.
 
-    They get the run's token through standard input: other users can read command lines.
+    The supervisors get the run's token through standard input, because other users can read command lines.
 
     Yields:
-        A function that raises a Refusal, with the last line of its output, once a supervisor has ended.
+        A function that raises a Refusal if a supervisor has ended; the message has the last line of its output.
     """
     common = {
         "TORCHELASTIC_RUN_ID": "hosts", "TORCHELASTIC_RESTART_COUNT": place.job, "LOCAL_RANK": "0",

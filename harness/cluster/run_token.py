@@ -1,8 +1,8 @@
 """Hands a run's secret to its processes, and seals their messages with it.  No torch.
 
-The store through which supervisors talk asks nobody who he is: every local user, and every host that reaches its
-port, may read and write it.  Therefore each message is encrypted and authenticated with a token that only the run's
-own processes have.  The token is random, and no command line shows it:
+The store through which supervisors talk has no authentication: every local user, and every host that reaches the
+store's port, may read and write it.  Therefore each message is encrypted and authenticated with a token that only the
+run's own processes have.  The token is random, and no command line shows it:
 
 - ``hosts``: the first supervisor makes it, and writes it to the standard input of ``ssh``;
 - ``slurm``: the process that submits the job, or starts the step, sets ``ZEROPP_TOKEN`` in its environment;
@@ -38,7 +38,7 @@ class Seal:
         self._cipher, self._mac = (hmac.digest(secret, use, "sha256") for use in (b"cipher", b"mac"))
 
     def close(self, key: str, value: Any) -> str:
-        """Return ``value`` sealed for ``key``, as hexadecimal text; it opens under no other key."""
+        """Return ``value`` sealed for ``key``, as hexadecimal text; :meth:`open` refuses it for any other key."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         hidden = nonce + self._masked(nonce, json.dumps(value).encode())
         return (hidden + self._tag(key, hidden)).hex()
@@ -66,7 +66,7 @@ class Seal:
 
 
 def of_session(token: str, nonces: list[str]) -> Seal:
-    """Return the seal of a session, for which each supervisor drew a nonce; it opens no older session's messages."""
+    """Return a session's seal, made from its supervisors' nonces; it cannot open messages of earlier sessions."""
     return Seal(hmac.digest(token.encode(), json.dumps(nonces).encode(), "sha256"))
 
 

@@ -25,7 +25,7 @@ def parent() -> str:
     """Return the folder of temporary files, or another writable one if its path is too long.
 
     Raises:
-        Refusal: If there is none.
+        Refusal: If no folder has a short enough path and can be written.
     """
     usual = tempfile.gettempdir()
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -35,7 +35,7 @@ def parent() -> str:
     others = f"none of {', '.join(_OTHERS)} can be written"
     raise Refusal(
         f"TMPDIR = {usual!r}: has more than the {_LONGEST} bytes that the folder of a socket may have, and "
-        f"{others}: set it to a shorter path"
+        f"{others}: set TMPDIR to a shorter path"
     )
 
 
@@ -47,6 +47,6 @@ def new() -> Iterator[Path]:
 
 
 def give_to_multiprocessing() -> None:
-    """Let ``multiprocessing`` make its folder of sockets inside :func:`parent`; it makes one, at the first request."""
+    """Let ``multiprocessing`` make its only folder of sockets now, inside :func:`parent`."""
     with mock.patch.object(tempfile, "tempdir", parent()):
         util.get_temp_dir()

@@ -28,12 +28,11 @@ from impl.plan.policy import Policy
 from impl.unit.unit import Unit
 from impl.zero import Zero
 
-GROWTH: Final = (
-    8.0  # largest growth of an error since the first measured step; without a fault it was 4.4 at most
-)
+# Largest factor by which an error may grow after the first measured step; without a fault, it was 4.4 at most.
+GROWTH: Final = 8.0
 BF16_VNMSE: Final = 2.0e-5  # largest vNMSE of a cast to bf16: 2^-16, rounded up
-_LEAST_ERROR: Final = 0.5  # share of its codec's error that weights must have; other roundings add to it
-REPEATED: Final = 8  # times that the same gradients are reduced if each reduction has another error
+_LEAST_ERROR: Final = 0.5  # gathered weights must have at least this share of their codec's squared error
+REPEATED: Final = 8  # number of reductions of the same gradients, where each reduction has another error
 
 
 class Place(NamedTuple):
@@ -49,8 +48,10 @@ class Place(NamedTuple):
 
 
 Sums = NDArray[np.float64]
-"""A rank's sum of squared errors and sum of squared values; for whole reductions then (world ** 2,) inner products
-of ranks' gradients."""
+"""A rank's sum of squared errors and sum of squared values, (2,).
+
+For whole reductions, the world ** 2 inner products of the ranks' gradients follow, (2 + world ** 2,).
+"""
 SumsByPlace = dict[Place, Sums]
 
 
@@ -67,7 +68,7 @@ class ReductionObserver(Observer):
         self.gradients: dict[str, Tensor] = {}  # by unit: (P,) fp32 local gradient, summed over reductions
         # By unit: number of the first element of this rank's part, and the (n,) fp32 mean, summed over reductions.
         self.means: dict[str, tuple[int, Tensor]] = {}
-        # With a unit: the first message that the reference backend encodes otherwise, in words.
+        # If only one unit is observed: what is wrong with the first message that differs from the reference's encoding.
         self.unlike: str | None = None
 
     def local(self, unit: str, gradient: Tensor) -> None:
@@ -99,10 +100,12 @@ class ReductionObserver(Observer):
 
 
 def _unlike_reference(unit: str, hop: Hop, values: Tensor, frames: Tensor) -> str | None:
-    """Return how a message differs from what the reference backend encodes; None if it does not, or may."""
+    """Return how a message differs from what the reference backend encodes; None if it is equal or may differ."""
     codec = hop.codec
     if codec.stochastic or isinstance(codec, OwnCodec):
-        return None  # the noise is drawn by the message's place; a user's codec has the same code on every backend
+        # A stochastic codec's noise depends on the message, and is not known here.  A user's codec has the same code on
+        # every backend.
+        return None
     rows = values.reshape(-1, values.shape[-1]).cpu()
     expected = torch.zeros(len(rows), codec.frame_bytes(rows.shape[-1]), dtype=torch.uint8)
     REFERENCE.encode(codec, rows, expected)
@@ -111,7 +114,7 @@ def _unlike_reference(unit: str, hop: Hop, values: Tensor, frames: Tensor) -> st
         return None
     return (
         f"{differ} of {expected.numel()} bytes that were sent as {codec} in hop {hop.number} for the gradient of unit "
-        f"{unit!r} are not what its reference encodes"
+        f"{unit!r} are not what the reference of {codec} encodes"
     )
 
 
@@ -126,9 +129,9 @@ def gradient_errors(step: int, observer: ReductionObserver, *, repeated: int = 1
 
     Args:
         step: Index of the step.
-        observer: Has observed the reductions.
-        repeated: How often the same gradients were reduced; if more than once, the error is that of the mean
-            over these reductions, and errors of hops are left out.
+        observer: The observer of the reductions.
+        repeated: How often the same gradients were reduced.  If more than once, the error of the mean over these
+            reductions is returned, and errors of hops are left out.
     """
     errors: SumsByPlace = {}
     if repeated == 1:
@@ -164,7 +167,7 @@ def exchange_gradients(gradient: Tensor, start: int, numel: int) -> Tensor:
 def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace:
     """Return the errors of each unit's gathered weights, and of hpZ's copy; all ranks must call this.
 
-    With ``only``, the errors of this one unit are returned.
+    If ``only`` names a unit, only the errors of this unit are returned.
     """
     errors: SumsByPlace = {}
     for unit in zero.units:
@@ -183,19 +186,21 @@ def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace
 
 
 def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
-    """Return how a unit's gathered weights err less than their codec does; None if they do not.
+    """Return an error if a unit's gathered weights are closer to the masters than their codec allows; else None.
+
+    Such weights did not pass through the codec.  All ranks must call this.
 
     Args:
         step: Index of the step.
         zero: The engine.
-        only: The unit.
-        error: The sums of :func:`weight_errors` on this rank, which are of the next rank's shard.
+        only: Name of the unit.
+        error: This rank's sums from :func:`weight_errors`, which concern the next rank's shard.
     """
     (unit,) = (unit for unit in zero.units if unit.geometry.name == only)
     codec = unit.policy.weights
     other = zero.policy.differences is not None or zero.policy.budget is not None or unit.policy.planes > 1
     if isinstance(codec, Raw | OwnCodec) or codec.stochastic or other:
-        return None  # other messages than the masters in this codec
+        return None  # the masters were not sent in exactly this codec
     master = unit.master_shard.master.detach().contiguous().cpu()
     frame = torch.zeros(codec.frame_bytes(master.numel()), dtype=torch.uint8)
     decoded = torch.empty_like(master)
@@ -209,7 +214,7 @@ def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
         return None
     return (
         f"in step {step} the weights of {only} were gathered with a squared error of {found:.3g}, but {codec} makes "
-        f"one of {expected:.3g}: they were not sent in it"
+        f"one of {expected:.3g}: they were not sent in this codec"
     )
 
 
@@ -245,10 +250,10 @@ def combine(ranks: Sequence[Mapping[Place, Sequence[float] | Sums]]) -> list[Com
 def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
     """Return a sentence on the first error that is larger than a correct engine's can be; None if there is none.
 
-    Two rules are checked on whole reductions and gathers: an error grows by at most :data:`GROWTH` from the first
-    measured step on, and the error of hpZ's copy is that of the weights it copies, plus its own rounding.  The
-    first rule does not apply to gradients with error feedback, to codecs that a budget changes, and to the first
-    step of differences, since their errors may grow.
+    Two rules are checked on whole reductions and gathers.  First, an error grows at most :data:`GROWTH` times after the
+    first measured step.  Second, the error of hpZ's copy is at most the error of the copied weights, plus the copy's
+    own rounding.  The first rule does not apply to gradients with error feedback, to codecs that a budget changes, and
+    to the first step of differences, since these errors may grow.
     """
     rounding = BF16_VNMSE if policy.copy_codec not in (policy.weights, policy.inside) else 0.0
     ends = [
@@ -300,7 +305,7 @@ def mean_cosine(products: NDArray[np.float64]) -> float | None:
 
 
 def outcomes_differ(policy: Policy) -> bool:
-    """Return whether two reductions of the same gradients may differ: by error feedback or random rounding.
+    """Return whether two reductions of the same gradients may differ, because of error feedback or random rounding.
 
     If so, the error of the mean of :data:`REPEATED` reductions is measured too.
     """

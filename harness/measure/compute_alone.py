@@ -18,7 +18,7 @@ from harness.measure.step_clock import now
 from harness.measure.unsharded_loss import evaluating
 from harness.records.trial_record import Alone
 
-MOST: Final = 5  # samples before the timed steps at most, and as many after them
+MOST: Final = 5  # largest number of samples before the timed steps, and of samples after them
 _SHARE: Final = 8  # one sample before, and one after, for so many timed micro-batches
 
 
@@ -43,7 +43,7 @@ def measure(
         model: The unsharded model; passes run in evaluation mode.
         batch: Inputs and targets of a micro-batch.
         make_optimizer: Builds the trial's optimizer for a list of parameters.
-        ranks: Number of ranks; the timed step updates one of so many parts of the parameters.
+        ranks: Number of ranks; the timed optimizer step updates 1 / ``ranks`` of the parameters.
         when: Whether the samples are from before or after the timed steps, for the record.
         count: Number of samples; a further one warms up and is dropped.
     """

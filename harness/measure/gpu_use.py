@@ -32,9 +32,9 @@ _REASONS: Final = {
 
 
 def sees_the_hosts_processes() -> bool:
-    """Whether this process sees the process numbers that the driver reports, which are the host's.
+    """Return whether this process sees the host's process numbers, which are those that the driver reports.
 
-    In a container processes have numbers of their own, unless it shares the host's PID namespace.
+    In a container, processes have numbers of their own, unless the container shares the host's PID namespace.
     """
     try:
         return Path("/proc/self/ns/pid").stat().st_ino == _HOSTS_NAMESPACE
@@ -48,7 +48,9 @@ class _Gpu:
     def __init__(self, nvml: Any, uuid: str, ranks: int) -> None:
         self._count, self._by_number = ranks, sees_the_hosts_processes()
         self._nvml, self._handle = nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)
-        self._samples: dict[str, list[Any]] = defaultdict(list)  # values by name; some GPUs lack some
+        self._samples: dict[str, list[Any]] = defaultdict(
+            list
+        )  # values by name; some GPUs do not report all of them
         processes = psutil.process_iter(["ppid"])
         self._ranks = {process.pid for process in processes if process.info["ppid"] == os.getppid()}
         self._energy, self._nvlink = self._query("TotalEnergyConsumption"), self._nvlink_bytes()
@@ -115,10 +117,11 @@ def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
 
     Args:
         node: Number of the node, for the record.
-        gpus: UUID of the GPU of each of its ranks; ranks that share a GPU name it several times.
+        gpus: For each rank of the node, the UUID of its GPU; a GPU that ranks share occurs several times.
 
     Yields:
-        A list that is empty until the body ends; then it has one entry, unless NVML knows none of the GPUs.
+        A list that is empty until the body ends, and then has one entry.  It stays empty if there are no GPUs, if NVML
+        does not work, or if NVML does not know one of the GPUs.
     """
     uses, stop, began = list[NodeUse](), threading.Event(), time.monotonic()
     devices = _open(gpus) if gpus else []

@@ -1,8 +1,8 @@
 """Checks reduced gradients against the gradient of a single process, with the error bounds of the codecs.
 
 The single process's gradient is computed by all ranks: each runs its batches through the unsharded model, and an
-fp32 all-reduce outside the wire forms the mean.  A reduced element may differ from it by the bound that its codecs
-promise (:func:`relative_bound`) times ``m``.  Here ``m`` is the mean over ranks of the largest magnitude in the
+fp32 all-reduce outside the wire forms the mean.  A reduced element may differ from this mean by the bound that its
+codecs promise (:func:`relative_bound`) times ``m``.  Here ``m`` is the mean over ranks of the largest magnitude in the
 element's window, and a window is as long as needed to hold whole blocks of all codecs.  Only a random choice of
 windows is compared.  ``docs/reference/metrics.md`` has the formulas.
 """
@@ -27,7 +27,7 @@ from impl.plan.policy import Policy
 from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
 
-SAMPLED: Final = 65536  # elements that are compared in each layout, about
+SAMPLED: Final = 65536  # approximate number of elements that are compared in each layout
 # Allowed difference, relative to ``m``, because the two computations add the same products in another order.
 ROUNDING: Final[dict[Dtype, float]] = {"fp32": 1e-4, "bf16": 2.0**-5, "fp16": 2.0**-8}
 _WINDOW: Final = common_grain()  # elements of the smallest window
@@ -49,7 +49,7 @@ class GradientError:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the elements that are reduced together are laid out: in rows.
+    """Lays out the elements that are reduced together in rows.
 
     After a reduction, each rank holds the means of whole rows.
     """
@@ -144,12 +144,12 @@ def composed(codecs: Sequence[Codec]) -> float:
 
 @dataclass(slots=True)
 class FirstGradient:
-    """The single process's gradient of one step, in the windows that are compared.
+    """Holds the single process's gradient of one step, in the windows that are compared.
 
     Call :meth:`add` for each micro-batch, then :meth:`average`, then :meth:`compare`.
     """
 
-    layouts: Sequence[Layout]  # of everything that is reduced
+    layouts: Sequence[Layout]  # the layouts of everything that is reduced
     seed: int  # decides which windows are drawn
     micro_batches: int  # of a step
     rounding: float  # difference that rounding alone may cause, relative to ``m``: an entry of ROUNDING
@@ -219,8 +219,8 @@ class FirstGradient:
 def _windows(layout: Layout, rows: Tensor, numbers: Tensor) -> Tensor:
     """Return the windows ``numbers`` (n,) of rows (rows, row) as (n, window) on the CPU.
 
-    The last window of a row is filled up with zeros.  Windows are drawn where the rows are, because copying all
-    gradients of a large model from a GPU would take longer than a step.
+    The last window of a row is filled up with zeros.  Windows are selected on the device of the rows, because copying
+    all gradients of a large model from a GPU would take longer than a step.
     """
     short = -layout.row % layout.window
     windows = nn.functional.pad(rows, (0, short)).view(-1, layout.window)

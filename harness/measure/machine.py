@@ -30,13 +30,21 @@ PACKAGES: Final = (
     "torch", "numpy", "scipy", "pydantic", "pyroute2", "psutil",
     "cupy-cuda12x", "cupy-cuda13x", "nvidia-ml-py",
 )  # fmt: skip
-MUST_AGREE: Final = ("cpu", "cores", "memory_gib", "kernel", "python", "gpus", "driver")  # in the pool key
+MUST_AGREE: Final = (
+    "cpu",
+    "cores",
+    "memory_gib",
+    "kernel",
+    "python",
+    "gpus",
+    "driver",
+)  # facts in the pool key
 SOURCES: Final = ("impl", "harness")  # packages that can affect a measurement; `report` cannot
 SOURCE_SUFFIXES: Final = frozenset({".py", ".cu", ".cuh", ".cpp", ".hpp", ".h", ".csv", ".template"})
 
 
 def facts() -> dict[str, Any]:
-    """Return facts about the machine, ready for JSON: CPU, memory, kernel, its start, Python, packages, GPUs."""
+    """Return facts about the machine, ready for JSON: CPU, memory, kernel, boot, Python, packages, GPUs."""
     gpus, driver, _ = nvml()
     return {
         "cpu": _cpu_model(),
@@ -57,7 +65,7 @@ def facts() -> dict[str, Any]:
 def boot(path: Path = BOOT_ID) -> str | None:
     """Return 12 hex digits that are equal for all runs between two starts of this machine; None if not known.
 
-    They are of the hash of the kernel's boot id, which shall not be published itself.
+    The digits are of a hash of the kernel's boot id, because the boot id itself must not be published.
     """
     try:
         return hashlib.sha256(path.read_bytes().strip()).hexdigest()[:12]
@@ -137,8 +145,9 @@ def hcas(devices: Path = INFINIBAND) -> list[str]:
 def hca_sent_bytes(only: Sequence[str] = (), devices: Path = INFINIBAND) -> dict[str, int]:
     """Return the bytes that each active port of InfiniBand and RoCE adapters has sent so far, as ``mlx5_0/1``.
 
-    These are the counters ``port_xmit_data``, in units of 4 bytes (Linux, sysfs-class-infiniband); ports without a
-    readable counter are left out.  ``only`` names the adapters; by default all.
+    The bytes come from the ports' counters ``port_xmit_data``, which are in units of 4 bytes (Linux,
+    sysfs-class-infiniband).  Ports without a readable counter are left out.  ``only`` names the adapters to read; if it
+    is empty, all are read.
     """
     sent = {}
     for name in hcas(devices):

@@ -13,7 +13,7 @@ import torch
 def forget_peak(device: torch.device) -> None:
     """Reset the peaks of memory, where the system allows it.
 
-    Where it does not, the peak is that of the process since its start, which is an upper bound.
+    Where the system does not allow it, later peaks are those since the start of the process, and so upper bounds.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

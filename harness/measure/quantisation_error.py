@@ -21,9 +21,9 @@ BLOCKS: Final[tuple[Block, ...]] = (64, 256, 1024, 2048, "shard")
 
 
 def measure(zero: Zero) -> list[QuantisationError]:
-    """Return the errors of all bits and block sizes on each unit, over all ranks; all ranks must call this.
+    """Return the errors of codecs with all :data:`BITS` and :data:`BLOCKS` for each unit, over all ranks.
 
-    Tensors of nothing but zeros are left out.
+    All ranks must call this.  Tensors of nothing but zeros are left out.
     """
     grid = [IntCodec(bits, block) for bits in BITS for block in BLOCKS]
     errors = []

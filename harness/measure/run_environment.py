@@ -1,7 +1,7 @@
 """Describes the environment of a run, for the file that a run writes beside its records.
 
-It holds what is needed to repeat the run: the machine, the changes of the checkout against its commit, all packages,
-and the environment variables that affect speed or results.
+The file holds what is needed to repeat the run: the machine, the changes of the checkout against its commit, all
+packages, and the environment variables that affect speed or results.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ _DIFF: Final = (  # options that override the user's configuration of git
 
 
 def identity() -> dict[str, Any]:
-    """Describe this node for the other nodes and the run's file: a :class:`~harness.records.run_record.Node`
-    as JSON.
+    """Describe this node, for the other nodes and for the run's file.
+
+    Returns:
+        A :class:`~harness.records.run_record.Node` as JSON.
     """
     return Node(
         machine=machine.facts(),

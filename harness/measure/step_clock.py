@@ -26,7 +26,7 @@ def now(device: torch.device) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Instant:
-    """A moment of the host, and on a GPU the moment at which its current stream gets there."""
+    """A moment on the host and, on a GPU, the moment at which the current stream will have done its earlier work."""
 
     host: float  # time.perf_counter()
     event: torch.cuda.Event | None
@@ -41,7 +41,7 @@ class _Instant:
         return cls(time.perf_counter(), event)
 
     def since(self, earlier: _Instant) -> float:
-        """Return the seconds from ``earlier`` to this moment; on a GPU only after it has passed both."""
+        """Return the seconds from ``earlier`` to this moment; a GPU must have passed both moments."""
         if self.event is None or earlier.event is None:
             return self.host - earlier.host
         return float(earlier.event.elapsed_time(self.event)) / 1e3
@@ -53,13 +53,13 @@ class StepClock:
     On a GPU, parts are timed by events of its current stream, which are read at the end of the step.  The host is
     therefore not held up between parts, and enqueues work ahead as it does without a clock.
 
-    A step begins and ends at readings of ``witness``, which also says what lies between steps.  On a GPU these readings
-    wait for the device.
+    A step begins and ends at readings of the clock ``witness``, which also times what happens between steps.  On a GPU
+    these readings wait for the device.
 
     Args:
-        mark_exposed: Marks the moment of the call, and returns a function that later returns the seconds waited
-            for messages until then (:meth:`impl.comm.wire.Wire.mark_exposed`); returns None if they are not
-            known, as for peers.
+        mark_exposed: Marks the moment of the call, and returns a function.  Called later, the function returns the
+            seconds that were waited for messages before the marked moment (:meth:`impl.comm.wire.Wire.mark_exposed`).
+            For peers, whose waits are not known, ``mark_exposed`` returns None.
         device: Device on which the steps run.
     """
 
@@ -69,13 +69,12 @@ class StepClock:
         device: torch.device | None = None,
     ) -> None:
         self._mark_exposed, self._device = mark_exposed, device or torch.device("cpu")
-        self._parts: list[_Timed] = []  # of the step, in order
+        self._parts: list[_Timed] = []  # parts of the current step, in order
         self._begun = self._computed = 0.0
         self.steps: list[Step] = []
         self.witness = WitnessClock(device)
-        self.note: Callable[[str, float], None] | None = (
-            None  # called at a part's end: its name, its beginning
-        )
+        # Called at the end of each part with its name and the time of its beginning, if set.
+        self.note: Callable[[str, float], None] | None = None
 
     def begin(self) -> None:
         """Begin a step."""
@@ -130,7 +129,7 @@ class StepClock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Timed:
-    """A part of a step that has ended on the host."""
+    """A part of a step; the host has passed its end, a GPU perhaps not yet."""
 
     name: Part
     start: _Instant

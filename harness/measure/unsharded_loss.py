@@ -58,7 +58,7 @@ def as_gathered(
 
     Args:
         model: The unsharded model, which has the masters as weights.
-        policy: Its codecs for weights are applied, including that of hpZ's copy if forward passes send it.
+        policy: Its codecs for weights are applied, also the codec of hpZ's copy if forward passes send that copy.
         units: Units or parameter groups of the model, whose shards are encoded one by one.
         clock: Decides the random bits of stochastic codecs.
     """
@@ -74,7 +74,7 @@ def as_gathered(
 def by_columns(
     model: nn.Module, policy: Policy, units: Sequence[UnitGeometry | GroupGeometry]
 ) -> dict[str, Tensor]:
-    """Return the weights, by name, that the backward pass uses under ``planes = 2``; otherwise nothing.
+    """Return the weights, by name, that the backward pass uses under ``planes = 2``; empty for one plane.
 
     With two planes weights are quantised twice: in blocks along rows for forward, along columns for backward.
     """
@@ -91,7 +91,7 @@ def by_columns(
 
 @contextmanager
 def computing_with(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Give parameters these values in the body of ``with``, without autograd's knowledge."""
+    """Give the named parameters ``values`` in the body of ``with``; autograd does not notice the change."""
     with _restored((name, model.get_parameter(name)) for name in values) as parameters:
         for name, parameter in parameters.items():
             parameter.data.copy_(values[name])
@@ -101,8 +101,8 @@ def computing_with(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[N
 def as_computed(trial: Trial, model: nn.Module) -> nn.Module:
     """Return a model that computes in the trial's precision.
 
-    That is ``model`` itself for fp32.  Otherwise it is a copy, which uses autocast as DDP and the single process
-    do, or has its parameters and inputs cast as sharded engines do.
+    For fp32 that is ``model`` itself, otherwise a copy.  For DDP and the single process, the copy uses autocast; for
+    sharded engines, the copy's parameters and inputs are cast, as these engines do.
     """
     policy = trial.resolved_policy() or Policy(compute=trial.peer.compute)
     if policy.compute == "fp32":

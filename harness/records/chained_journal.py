@@ -26,8 +26,8 @@ from harness.suites.labels import counted
 from impl import regular_file
 
 JOURNAL: Final = "journal.jsonl"
-# Role and answer follow from the suite's question, which may change later; the digest covers both.
-_MOST_NAMED: Final = 3  # ids in a sentence
+_MOST_NAMED: Final = 3  # largest number of ids in a sentence
+# Role and answer follow from the suite's question, which may change later; the digest then changes with them.
 _LEFT_OUT: Final = {"role", "answer", "digest"}
 
 
@@ -161,7 +161,7 @@ def verify(results: Path, records: Sequence[Record]) -> list[str]:
 
 
 def _first_few(trials: Sequence[str]) -> str:
-    """The first ids, and how many more there are."""
+    """Return the first ids as text, and how many more there are."""
     rest = len(trials) - _MOST_NAMED
     return ", ".join(trials[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 

@@ -27,7 +27,7 @@ CONFIDENCE: Final = 0.95
 FEWEST: Final = 6  # fewest values; the range of five values holds the median in only 94 % of samples
 FEWEST_UNDISTURBED: Final = 3  # of these, how many must remain if disturbed ones are left out
 FEWEST_FOR_LINE: Final = 4  # fewest occasions for a prediction by a covariate
-WITHIN_START: Final = "within this start"  # says that an interval is of one occasion
+WITHIN_START: Final = "within this start"  # says that an interval is over the values of one occasion
 _NUMERALS: Final = {FEWEST_UNDISTURBED: "three", FEWEST: "six"}
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -42,10 +42,12 @@ class Interval:
     low: float
     high: float
     n: int  # number of values or pairs
-    occasions: int = 0  # that they were measured at; 0 for values that do not depend on the occasion
-    left_out: int = 0  # number of further values that were left out because others disturbed them
-    disturbed: bool = False  # whether others disturbed all values, so that none could be left out
-    fewest_occasions: int = 1  # least number for an interval, if there are several occasions
+    occasions: int = (
+        0  # number of occasions at which they were measured; 0 if values do not depend on the occasion
+    )
+    left_out: int = 0  # number of further values that were left out because other programs disturbed them
+    disturbed: bool = False  # whether other programs disturbed all values, so that none could be left out
+    fewest_occasions: int = 1  # fewest occasions for an interval, if there is more than one
 
     @property
     def why_none(self) -> str:
@@ -71,7 +73,10 @@ class Interval:
 
     @property
     def over(self) -> str:
-        """What the interval is over: ``within this start``, ``3 occasions``, or nothing that depends on occasions."""
+        """What the interval is over, ``within this start`` or ``3 occasions``.
+
+        Empty without an interval, and for values that do not depend on the occasion.
+        """
         if not self.known or not self.occasions:
             return ""
         return WITHIN_START if self.occasions == 1 else f"{self.occasions} occasions"
@@ -87,15 +92,15 @@ class Interval:
 
 
 def enough(n: int, left_out: int = 0) -> bool:
-    """Return whether ``n`` values have an interval, where further values were left out as disturbed."""
+    """Return whether ``n`` values are enough for an interval, if ``left_out`` further ones were disturbed."""
     return n + left_out >= FEWEST and n >= FEWEST_UNDISTURBED
 
 
 def of_another_run(interval: Interval, *, ratio: bool) -> Interval:
     """Return Student's prediction interval for the result of one further run, at a further occasion.
 
-    For a ratio the interval is computed from its logarithm.  From values of one occasion nothing is known about
-    others, so that the ends are NaN.  Values that do not depend on the occasion count as one run.
+    For a ratio the interval is computed from its logarithm.  Values of one occasion say nothing about other occasions;
+    the ends are then NaN.  Values that do not depend on the occasion count as one run.
     """
     if interval.occasions == 1:
         return replace(interval, low=math.nan, high=math.nan)
@@ -113,15 +118,17 @@ class Prediction:
 
     low: float
     high: float
-    at: float = math.nan  # the value of the covariate for which it holds; NaN if it holds without one
+    at: float = (
+        math.nan
+    )  # the covariate's value for which the interval holds; NaN if it holds without a covariate
 
 
 def ratio_of_another_run(ratio: Interval, points: Sequence[tuple[float, float]]) -> Prediction:
-    """Return the prediction interval of a ratio, by a covariate where the covariate explains how occasions differ.
+    """Return the prediction interval of a ratio, using a covariate if it explains how occasions differ.
 
     From four occasions on, the logarithm of the ratio is also fitted by a straight line over the covariate.  The line
-    is used if it predicts each occasion from the others better than their mean does: if the sum of its squared
-    leave-one-out errors is smaller.  The prediction is then that at the mean of the covariate.
+    is used if it predicts each occasion from the others better than their mean does, that is, if the sum of its squared
+    leave-one-out errors is smaller.  The returned prediction then holds at the mean of the covariate.
 
     Args:
         ratio: The ratio with its interval over occasions.
@@ -149,8 +156,8 @@ def median_interval(values: Sequence[float], occasions: Sequence[int] | None = N
     Hettmansperger and Sheather's (1986).
 
     Args:
-        values: At least one value; an interval needs :data:`FEWEST`, or that many occasions.
-        occasions: The occasion of each value; None if values do not depend on it.
+        values: At least one value; an interval needs :data:`FEWEST` values, or so many occasions if there are several.
+        occasions: The occasion of each value; None if values do not depend on the occasion.
 
     Raises:
         ValueError: If there are no values.
@@ -188,8 +195,8 @@ def paired_ratio_interval(
         above: Positive numerators by key.
         below: Positive denominators by key.  Keys that only one side has are left out.
         occasions: The occasion of each key; with several, the occasions' mean logarithms are the values.  None if
-            ratios do not depend on it.
-        left_out: Number of further pairs that were left out because others disturbed them.
+            ratios do not depend on the occasion.
+        left_out: Number of further pairs that were left out because other programs disturbed them.
 
     Raises:
         ValueError: If no key is shared, or a value is NaN, zero or negative.
@@ -215,7 +222,7 @@ def geometric_interval(
 def mean_interval(
     values: Sequence[float] | _Floats, occasions: Sequence[int] | None = None, left_out: int = 0
 ) -> Interval:
-    """Return the mean with Student's interval; with several occasions, of the occasions' means.
+    """Return the mean with Student's interval; with several occasions, both are computed from the occasions' means.
 
     Raises:
         ValueError: If there are no values.
@@ -264,7 +271,7 @@ def undecided(
         left: Values by key at 0; keys that only one side has are left out.
         right: Values by key at 1.
         occasions: The occasion of each key; with several, the occasions' means are the values.
-        left_out: Number of further keys that were left out because others disturbed them.
+        left_out: Number of further keys that were left out because other programs disturbed them.
 
     Returns:
         Disjoint parts (low, high) of [0, 1] in ascending order; with too few values, all of it.

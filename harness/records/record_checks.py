@@ -9,7 +9,8 @@ Each check returns a sentence that names the first inconsistency, or None:
 - :func:`flat_loss`: the training loss fell.
 - :func:`secondary_mismatch`: with hpZ inside a node, backward passes gathered no weights from other nodes.
 
-The harness fails a trial that does not pass, and a report applies the checks to old records again.
+The harness fails a trial that does not pass a check, with two exceptions: only a report marks a link that is too slow,
+or a training loss that did not fall.  A report applies all checks to old records again.
 """
 
 from __future__ import annotations
@@ -25,18 +26,15 @@ from harness.records.packet_sizes import HEADER_BYTES, SEGMENT_BYTES
 from harness.records.trial_record import LedgerRow, Record
 from harness.suites.trial import Trial
 
-INTERFACE_WITHIN: Final = (
-    0.99,
-    1.02,
-)  # bytes that an interface counts, as a share of the ledger's bytes plus headers
+# Allowed bytes that an interface counts, as a share of the ledger's bytes plus headers.
+INTERFACE_WITHIN: Final = (0.99, 1.02)
 # Bytes that gloo itself may send with one of our messages.  A ring sends a message in two parts, and gloo sends two
 # announcements and a header with each part; each of these three takes 48 bytes.
 CONTROL_BYTES: Final = 2 * 3 * 48
 RATE_WITHIN: Final = (0.95, 1.05)  # rate that probes may measure, as a share of the requested rate
-_LEARNS: Final = (
-    100  # timed and warm-up steps from which on a training loss must fall; reports judge losses then
-)
-# barriers around the timed steps, and as many around each validation, which itself is not counted
+# A trial with at least so many steps, warm-up included, must have a falling training loss; reports judge losses then.
+_LEARNS: Final = 100
+# Number of barriers around the timed steps.  There are as many around each validation, which itself is not counted.
 _BARRIERS: Final = 4
 
 
@@ -127,10 +125,10 @@ def codec_mismatch(record: Record) -> str | None:
 
 
 def secondary_mismatch(record: Record) -> str | None:
-    """Return how backward passes gathered weights from other nodes although hpZ keeps a copy in each; None if not.
+    """Return an error if backward passes gathered weights from other nodes although hpZ keeps a copy in each node.
 
-    This follows from the trial's settings alone, so that a plan with hops of its own does not pass because the ledger
-    agrees with it.
+    The check compares the ledger with the trial's settings and not with the plan of hops.  It therefore also finds a
+    wrong plan with which the ledger agrees.  Returns None if nothing is wrong.
     """
     if not record.trial or not record.ranks:
         return None
@@ -151,10 +149,10 @@ def secondary_mismatch(record: Record) -> str | None:
 
 
 def flat_loss(record: Record) -> str | None:
-    """Return how the training loss did not fall; None if it did, or if the trial has too few steps to tell.
+    """Return an error if the training loss did not fall; None if it did, or if the trial has too few steps to tell.
 
-    Compared are the means over the first and the last tenth of the steps, warm-up steps included.  A report marks such
-    a trial, which is a result: a configuration may fail to learn.
+    The means over the first and over the last tenth of the steps are compared, warm-up steps included.  A report marks
+    a trial whose loss did not fall.  The trial still is a result, because a configuration may fail to learn.
     """
     losses = [
         math.fsum(step.loss for step in steps) for steps in zip(*(r.steps for r in record.ranks), strict=True)
@@ -169,7 +167,7 @@ def flat_loss(record: Record) -> str | None:
 def header_bytes(row: LedgerRow) -> int:
     """Return the bytes of packet headers of a row's messages.
 
-    The messages are taken to be equally long, and to be cut into packets with ``SEGMENT_BYTES`` of payload.
+    The messages are assumed to be equally long, and to be cut into packets with ``SEGMENT_BYTES`` of payload.
     """
     return HEADER_BYTES * row.messages * math.ceil(row.bytes / max(row.messages, 1) / SEGMENT_BYTES)
 

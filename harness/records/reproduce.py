@@ -22,7 +22,7 @@ _EVERYWHERE: Final = ("stdlib", "glyphs")  # corpora that need no file
 def script(record: Record, run: Run) -> str:
     """Return the script, to be started in a clone of the repository.
 
-    Its comments name whatever the record does not know, or does not hold completely.
+    Comments in the script name what the record does not know, or does not hold completely.
     """
     node, folder, changes = run.nodes[0], f"zeropp-{record.id}", run.changes
     lines = ["set -e", *_comments(record, run), ""]

@@ -47,7 +47,7 @@ class About(BaseModel, extra="ignore", frozen=True):
     trial: Annotated[str, Field(pattern="^[0-9a-f]{12}$")]
     pool: str  # hash of machine and code, as in records
     seconds: _Seconds  # of the traced step, on the slowest rank
-    before: _Seconds  # of the step before it, which was not traced
+    before: _Seconds  # of the step before the traced one, which was not traced itself
     shows: str  # one line on what the trace shows
 
 

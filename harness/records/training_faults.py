@@ -16,32 +16,32 @@ from typing import Final, NamedTuple
 from harness.records.trial_record import RankRecord, Record, Validation, slowest_seconds
 
 _APART: Final = 2e-6  # seconds by which two clocks that share their readings may differ; each is rounded
-# Share of the timed steps, and seconds for each of them, in which a rank may be at work outside of its steps.
+# Time for which a rank may be at work between its timed steps: a share of their time, plus seconds for each of them.
 _OUTSIDE: Final = (0.03, 0.005)
-_SLEPT: Final = (
-    0.1,
-    0.01,
-)  # seconds that a rank may sleep without waiting for messages: in all, and for each step
-# Share of the steps, and seconds for each, that a rank may sleep longer than it waited for messages; more is a fault if
-# it is so on all ranks.  A virtual machine whose host takes its CPUs seems to sleep, and so does a rank that reads
-# swapped memory: 0.2 s of 3 steps were seen on one rank of a machine with 2 processors and a load of 30.
+# Seconds that a rank may sleep without waiting for messages: in all, plus for each step.
+_SLEPT: Final = (0.1, 0.01)
+# Time for which a rank may sleep beyond its waits for messages: a share of the steps' time, plus seconds for each step.
+# Longer sleep is a fault only if all ranks have it.  A virtual machine whose host takes its CPUs seems to sleep, and so
+# does a rank that reads swapped memory: 0.2 s of 3 steps were seen on one rank of a machine with 2 processors and a
+# load of 30.
 _SLEPT_LONGER: Final = (0.1, 0.01)
-_AWAKE: Final = 0.5  # share that waiting for messages must be, at least, of the time in which a rank sleeps
+_AWAKE: Final = 0.5  # a rank must have recorded at least this share of its sleep as waiting for messages
 # CPU seconds that a step may take on a rank: a multiple of the model's computation alone, seconds for each byte that
-# the rank sends, and seconds for each micro-batch.  The first is for policies that encode nothing, the second for
-# others.  Of 8,748 ranks of the reference results, the largest took 0.72 and 0.82 of these, on busy machines too.
+# the rank sends, and seconds for each micro-batch.  False is for policies that encode nothing, True for all others.  In
+# the 8,748 ranks of the reference results, on busy machines too, the largest shares of these limits were 0.72 and 0.82.
 _COMPUTED: Final = {False: (1.5, 12e-9, 0.02), True: (2.0, 20e-9, 0.04)}
-# Share of the steps, and seconds for each of them, in which neither a rank runs or is ready to, nor the link is busy.
-# Without a fault this is below -7 % of the steps, since ranks compute at the same time as each other and as the link.
+# Allowed idle time: a share of the steps' time, plus seconds for each step.  Idle time is the steps' time, less the
+# time in which ranks ran or were ready to run (summed over ranks), less the time in which the link was busy.  Without a
+# fault it is below -7 % of the steps' time, since ranks compute at the same time as each other and as the link.
 _IDLE: Final = (0.05, 0.02)
 _WIRE: Final = 1.06  # bytes on the link, with the headers of packets, for each byte that a ledger has
-_STEPS: Final = 3  # steps whose median is taken, at least
+_STEPS: Final = 3  # fewest steps whose median is judged
 _SAME_NORM: Final = 1e-4  # relative difference that rounding of sums may leave between two norms
 
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds of one rank's thread: by the clock on the wall, and what it did in them, as far as known."""
+    """Seconds of one rank's thread: wall-clock time, and what the thread did in that time, as far as known."""
 
     seconds: float = 0.0
     ran: float = 0.0  # on a CPU
@@ -50,7 +50,7 @@ class Spent:
 
     @property
     def used(self) -> float:
-        """Seconds in which the thread worked, or waited for others' work."""
+        """Seconds in which the thread ran or slept, that is, without its waits for a CPU."""
         return self.ran + self.slept
 
     def __add__(self, other: Spent) -> Spent:
@@ -75,7 +75,7 @@ class Norms(NamedTuple):
 
     reduced: float  # that the backward passes left
     stepped: float  # that the optimizer had
-    scale: float  # loss scale in the first
+    scale: float  # loss scale in ``reduced``
 
 
 @dataclass(slots=True)
@@ -84,28 +84,30 @@ class Checked:
 
     kernel: str | None = None  # how the first wrong codec kernel differs from the reference
     wrong: str | None = None  # the first fault that this rank found itself
-    losses: list[float] = field(default_factory=list)  # of every step: mean of what its passes returned
-    validated: list[float] = field(default_factory=list)  # the same of every validation
+    losses: list[float] = field(default_factory=list)  # by step: mean of the losses that its passes returned
+    validated: list[float] = field(
+        default_factory=list
+    )  # by validation: mean of the losses that its passes returned
     warmup: int = 0  # warm-up steps that the trial asks for
-    timed: int = 0  # timed steps that it asks for
-    clip: float | None = None  # largest norm of the gradient that it asks for
+    timed: int = 0  # timed steps that the trial asks for
+    clip: float | None = None  # largest norm of the gradient that the trial asks for
     replayed: int = 0  # optimizer steps that were replayed and found right
     linked: int = 0  # steps whose optimizer got the gradients of the rehearsal just before
-    # Digests of this rank's inputs and targets by step, and of those that the seed gives the next rank.
+    # By step: digests of the batches that this rank read, and of the batches that the seed gives the next rank.
     batches: dict[int, str] = field(default_factory=dict)
     of_next_rank: dict[int, str] = field(default_factory=dict)
     distinct: bool = False  # whether equal batches in two steps, or on two ranks, are no coincidence
-    norms: dict[int, Norms] = field(default_factory=dict)  # by step, of those that the optimizer took
-    elements: int = 0  # that this rank's optimizer steps, padding included; 0 if not known
+    norms: dict[int, Norms] = field(default_factory=dict)  # by step, for the steps that the optimizer took
+    elements: int = 0  # number of elements that this rank's optimizer steps, padding included; 0 if not known
     trainable: int = 0  # elements of the unsharded model that are trained
     steps: list[Spent] = field(default_factory=list)  # of every step, by a second clock
-    # Between the first timed step and the last: what is neither step, check nor validation; and checks in and after
-    # steps, which send no messages.
+    # Time between the first timed step and the last: ``between`` has what is neither step, check nor validation;
+    # ``checks`` has the checks in and after steps, which send no messages.
     between: Spent = field(default_factory=Spent)
     checks: Spent = field(default_factory=Spent)
-    seconds: float = 0.0  # of all checks, also in warm-up steps
+    seconds: float = 0.0  # seconds of all checks, also in warm-up steps
     laps: float = 0.0  # seconds of all laps from the first timed step to the last
-    passed: float = 0.0  # the same by another clock of the system
+    passed: float = 0.0  # the same seconds, by another clock of the system
     encodes: bool = False  # whether the trial's policy has codecs other than casts
     random: str = ""  # digest of the state of torch's generator when training begins
     waited: float | None = None  # seconds of all steps spent waiting for messages; None for peers
@@ -153,7 +155,7 @@ def _faults(
 
 
 def _wrong_steps(rank: int, check: Checked, record: RankRecord) -> Iterator[str]:
-    """Yield steps that are missing on record, or are there with another loss, or as warm-up steps by mistake."""
+    """Yield steps that are not recorded, or are recorded with another loss, or as warm-up or timed by mistake."""
     if not record.steps:  # generations have no steps
         return
     total = check.warmup + check.timed
@@ -188,7 +190,7 @@ def _wrong_validations(checked: Sequence[Checked], validations: Sequence[Validat
 
 
 def _wrong_seconds(rank: int, check: Checked, record: RankRecord) -> Iterator[str]:
-    """Yield steps whose seconds the witness does not confirm, and work outside of the steps."""
+    """Yield steps whose seconds the witness clock does not confirm, and work outside of the steps."""
     for step, spent in zip(record.steps, check.steps, strict=False):
         if abs(step.total - spent.seconds) > _APART:
             took = f"step {step.index} of rank {rank} is recorded with {step.total:.3f} s"
@@ -211,9 +213,9 @@ def _wrong_seconds(rank: int, check: Checked, record: RankRecord) -> Iterator[st
 
 
 def _wrong_clock(checked: Sequence[Checked]) -> Iterator[str]:
-    """Yield a clock that runs slower or faster than the system's other one, on all ranks."""
+    """Yield an error if, on all ranks, the witness clock runs slower or faster than the system's other clock."""
     apart = [abs(check.passed - check.laps) > 0.03 * check.passed + 0.01 for check in checked]
-    if all(apart):  # the two are read one after the other, and a busy machine may delay that on single ranks
+    if all(apart):  # the clocks are read one after the other, and a busy machine may delay this on some ranks
         check = checked[0]
         yield (
             f"the timed steps and what lies between them took {check.laps:.3f} s on rank 0, but another clock shows "
@@ -222,7 +224,7 @@ def _wrong_clock(checked: Sequence[Checked]) -> Iterator[str]:
 
 
 def _wrong_batches(checked: Sequence[Checked]) -> Iterator[str]:
-    """Yield batches that are not those that the seed gives a rank, or that were read twice."""
+    """Yield batches that differ from the batch that the seed gives the rank, or that were read twice."""
     for rank, check in enumerate(checked):
         drawn = checked[rank - 1].of_next_rank
         for step, digest in check.batches.items():
@@ -303,9 +305,9 @@ def _little_waiting(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> 
 def slowed(checked: Sequence[Checked], record: Record) -> str | None:
     """Return how a trial's steps took longer than computation and messages explain; None if nothing shows that.
 
-    A configuration is slow because it computes, or because it waits for the link.  The model's computation alone, which
-    is measured in the same trial without any engine, bounds the first; the bytes that it sent at the rate that the
-    link was measured to have, the second.  A rank that is ready to run and gets no CPU is not idle.
+    A configuration is slow because it computes, or because it waits for the link.  Its computation is bounded by that
+    of the model alone, which the same trial measures without any engine.  Its waits are bounded by the bytes that it
+    sent, at the measured rate of the link.  A rank that is ready to run and gets no CPU is not idle.
 
     Args:
         checked: What each rank noted, by rank.

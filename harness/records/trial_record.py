@@ -215,7 +215,7 @@ class AdapterCounters(_Part):
     """Bytes that one node's InfiniBand adapters sent in the timed steps, with their packets' headers."""
 
     node: int
-    tx_bytes: int  # port_xmit_data of all ports that NCCL may use, which other jobs may use too
+    tx_bytes: int  # sum of port_xmit_data of all ports that NCCL may use; other jobs may use these ports too
     ports: list[str]  # as ``mlx5_0/1``
     booked_bytes: int | None = None  # that the node's ranks booked to other nodes; None without a ledger
 
@@ -232,7 +232,7 @@ class GpuUse(_Part):
     utilisation: float  # mean share of time in which a kernel ran
     clock_mhz: float  # mean clock of its multiprocessors
     throttled: dict[str, float] = {}  # share of readings in which its clock was throttled, by reason
-    others: int = 0  # largest number of other users' processes that computed on it at once
+    others: int = 0  # largest number of other processes that computed on it at once
     # Bytes sent through all its NVLinks; None in older records.
     nvlink_bytes: int | Literal["unseen"] | None = None
 
@@ -246,11 +246,11 @@ class NodeUse(_Part):
 
 
 class ProcessorUse(_Part):
-    """CPU seconds of the whole machine during the timed steps and the evaluations between them."""
+    """CPU seconds during the timed steps and the evaluations between them, on the CPUs that the trial may use."""
 
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # wall-clock time
     processors: Annotated[int, Field(ge=1)]
-    ranks: _Seconds  # of the trial's ranks; all fields below are of the whole machine
+    ranks: _Seconds  # of the trial's ranks; all fields below are of all programs on these CPUs
     user: _Seconds
     system: _Seconds
     interrupts: _Seconds
@@ -352,17 +352,17 @@ class Record(_Part):
 
     @property
     def settled(self) -> bool:
-        """Whether its trial need not run again; False if it failed for a reason of :data:`PASSING`."""
+        """Whether the trial need not run again; False if it failed with a kind of failure in :data:`PASSING`."""
         return self.failure is None or self.failure.kind not in PASSING
 
     @property
     def measured(self) -> bool:
-        """Whether it holds any measurement; most failures do not."""
+        """Whether the record holds any measurement; most failures hold none."""
         return self.failure is None or bool(self.ranks)
 
     @property
     def answers(self) -> bool:
-        """Whether it helps to answer the suite's question.
+        """Whether the record helps to answer the suite's question.
 
         A result does.  So does a failure that is itself an answer: a peer's library cannot run the trial, or the
         trial would exceed the suite's memory limit and was not run.
@@ -380,7 +380,7 @@ def joules(nodes: list[NodeUse]) -> float | None:
 
 
 def slowest_seconds(record: Record) -> list[float]:
-    """Return the seconds of each timed step on the rank that was slowest in it."""
+    """Return the seconds of each timed step, on the rank that was slowest in that step."""
     of_ranks = [[step.total for step in rank.steps if not step.warmup] for rank in record.ranks]
     return [max(totals) for totals in zip(*of_ranks, strict=True)]
 

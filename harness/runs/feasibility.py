@@ -1,8 +1,9 @@
 """Checks before a sweep whether its trials can run on this machine, and whether its results folder can be used.
 
-:func:`forecast` predicts what each trial sends and holds (:mod:`harness.runs.predict`).  It also collects *problems*,
-for which the whole suite is refused (:func:`check_feasible`), and *failures*: a trial that would exceed the suite's
-memory limit, or that a peer's library cannot run, is recorded as failed without being run.
+:func:`forecast` predicts what each trial sends and holds (:mod:`harness.runs.predict`), and why it cannot run.  If any
+trial has a *problem*, the whole suite is refused (:func:`check_feasible`).  A *failure* concerns only one trial: it
+would exceed the suite's memory limit, or its peer's library cannot run it.  That trial is recorded as failed without
+being run.
 :func:`check_folder` and :func:`check_inputs` refuse a results folder that holds results of other code or other inputs.
 """
 
@@ -67,7 +68,7 @@ class Host:
 
 @dataclass(slots=True)
 class Forecast:
-    """What one trial will send, hold and take, and why it cannot run; filled in step by step."""
+    """Prediction of what one trial sends and holds, how long its messages take, and why it cannot run."""
 
     trial: Trial
     parameters: int | None = None  # elements of the model, without padding
@@ -86,7 +87,7 @@ class Forecast:
     step: Step | None = None  # work of a step, to predict its time; None for peers and generation
     # The suite's own objects, by role, that were not imported to size the trial; numbers that need them are None.
     unread: dict[str, str] = field(default_factory=dict)
-    paced: str | None = None  # why link ``auto`` cannot have the kernel shape it, and paces messages instead
+    paced: str | None = None  # why link ``auto`` becomes ``paced`` on this machine; None if it does not
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -194,7 +195,7 @@ def _check_own_codecs(device: str, codecs: Sequence[Codec]) -> None:
 
 
 def _check_blocks(model: nn.Module) -> None:
-    """Refuse a model without blocks, whose activations cannot be checkpointed."""
+    """Refuse a model that has no blocks, because activations are checkpointed by block."""
     from harness.workloads.models import check_blocks
 
     check_blocks(model)
@@ -203,7 +204,7 @@ def _check_blocks(model: nn.Module) -> None:
 def _units(
     trial: Trial, policy: Policy, model: nn.Module | Listed
 ) -> tuple[Sequence[UnitGeometry | GroupGeometry], list[UnitGeometry]]:
-    """The units of a trial's model, and those of the frozen models of workload ``rlhf``."""
+    """Return the units of a trial's model, and the units of workload ``rlhf``'s frozen models (empty otherwise)."""
     topology = trial.topology()
     if isinstance(model, Listed):
         return unit_plan.plan_units(model.placed, model.blocks, topology, policy), []
@@ -224,7 +225,7 @@ def _units(
 def _plan(
     prediction: Forecast, policy: Policy, model: nn.Module | Listed, state: int
 ) -> dict[str, int] | None:
-    """Fill in what a trial of a policy sends; returns a rank's memory, None for an engine other than ours."""
+    """Fill in what a trial with a policy sends; returns one rank's memory by part, None for a host engine."""
     trial, topology, memory = prediction.trial, prediction.trial.topology(), None
     units, judges = _units(trial, policy, model)
     if trial.host is None:
@@ -276,7 +277,7 @@ def failure_after(trial: Trial, record: Record) -> Failure | None:
 
 
 def check_feasible(file: Path, forecasts: Sequence[Forecast]) -> None:
-    """Raise a Refusal for a suite with trials that cannot run here, which names the first; ``plan`` shows them all."""
+    """Raise a Refusal if trials of a suite cannot run here; it names the first trial, ``zeropp plan`` shows all."""
     if not (impossible := [forecast for forecast in forecasts if forecast.problems]):
         return
     first = impossible[0].trial.canonical()
@@ -309,7 +310,12 @@ def check_folder(folder: Path) -> list[Record]:
 
 
 def check_writable(folder: Path, name: str) -> None:
-    """Raise a Refusal, which calls the folder ``name``, if nothing can be written into it; it need not exist yet."""
+    """Raise a Refusal if nothing can be written into a folder.
+
+    Args:
+        folder: The folder, which need not exist yet.
+        name: The beginning of the error message, which names the folder.
+    """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -319,9 +325,14 @@ def check_writable(folder: Path, name: str) -> None:
 
 
 def check_inputs(folder: Path, trials: Mapping[str, Trial], records: Sequence[Record]) -> None:
-    """Refuse to add to results whose corpus, or own objects, have changed since they were made.
+    """Refuse to add results to a folder if the inputs of its records have changed since.
 
-    ``trials`` are those of the suite by id, ``records`` those of the folder.
+    Inputs are the corpus, and the user's own models, optimizers and other objects.
+
+    Args:
+        folder: The results folder.
+        trials: The trials of the suite, by id.
+        records: The records in the folder.
     """
     for record in records:
         trial, path = trials.get(record.id), path_of(folder, record.id)
@@ -337,7 +348,7 @@ def check_inputs(folder: Path, trials: Mapping[str, Trial], records: Sequence[Re
 
 
 def input_text(trial: Trial, name: str) -> str:
-    """Return an input's name in a record as words for a message: ``model 'mine:Net'``, ``module 'helper'``."""
+    """Return words for a message, such as ``model 'mine:Net'``, from the name that an input has in a record."""
     kind, _, rest = name.partition(" ")
     source = trial.corpus if name == "corpus" else own_objects(trial).get(name, rest or name)
     return f"{kind} {source!r}"
@@ -349,7 +360,10 @@ def _advice(path: Path) -> str:
 
 
 def _layout_problem(trial: Trial, error: Exception) -> str:
-    """Return why a trial's units cannot be planned; for padding, also the key that allows it and its cause."""
+    """Return why a trial's units cannot be planned.
+
+    If the reason is too much padding, the text also has the key that allows the padding, and the padding's cause.
+    """
     if not isinstance(error, PaddingError):
         return str(error)
     problem, align = f"{error}: policy.max_padding = {error.needed:.2f} in the suite", trial.policy.align
@@ -478,7 +492,10 @@ def _check_optimizer(trial: Trial) -> str | int:
 
 
 def _usual(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is Adam or AdamW with arguments that torch takes, which needs no trial of it."""
+    """Return whether an optimizer is Adam or AdamW with arguments that torch is known to accept.
+
+    Such an optimizer need not be built to learn the size of its state.
+    """
     known = optimizer.name in ("Adam", "AdamW") and optimizer.arguments.keys() <= {"lr", "weight_decay"}
     return known and all(type(value) is float and value >= 0 for value in optimizer.arguments.values())
 

@@ -1,8 +1,8 @@
 """Decides which trials a sweep runs next, in batches; with ``repeats = "until 2 %"`` further repeats follow.
 
 The first batch of a sweep is fixed by the suite.  Each further batch repeats the settings in which some ratio's
-confidence interval is still too wide.  It depends only on the records of earlier batches, so that a sweep that was
-interrupted continues with the same batches.  Ratios, pairs and intervals are computed as in the report.
+confidence interval is still too wide.  A batch depends only on the records of earlier batches.  A sweep that was
+interrupted therefore continues with the same batches.  Ratios, pairs and intervals are computed as in the report.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Batch:
 
 
 def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None]) -> Iterator[Batch]:
-    """Yield the batches of a suite's sweeps, each once all trials of earlier batches have run.
+    """Yield the batches of a suite's sweeps; the caller must run all trials of a batch before it takes the next one.
 
     Args:
         suite: The suite.
@@ -58,9 +58,11 @@ def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None])
 
 
 def seconds_of(record: Record | None) -> float | None:
-    """Return the seconds of the median step on its slowest rank, or the generations' geometric mean.
+    """Return one number of seconds for a trial, from its record.
 
-    None if the record is missing or has no result.
+    If the trial trains, the number is the median over steps, where each step has the seconds of its slowest rank.  If
+    the trial generates, the number is the geometric mean of the generations' seconds.  It is None if the record is
+    missing or has no result.
     """
     if record is None or record.failure is not None or not record.ranks:
         return None
@@ -114,8 +116,8 @@ def _wide_trials(
 def narrow(halves: Sequence[float], within: float) -> bool:
     """Return whether an interval is narrow now, and already was :data:`BEYOND` or more repeats ago.
 
-    Stopping as soon as an interval is narrow would prefer intervals that are narrow by chance: they hold the true
-    ratio in only 0.926 of samples.
+    Stopping as soon as an interval is narrow would prefer intervals that are narrow by chance: such 95 % intervals
+    hold the true ratio in only 92.6 % of samples.
 
     Args:
         halves: Half the interval's width after each number of repeats, in order.
@@ -135,7 +137,7 @@ def _half_widths(base: _Seconds, configuration: _Seconds, done: range) -> list[f
 
 
 def seconds_in(folder: Path) -> Callable[[Trial], float | None]:
-    """Return a function for the seconds of a folder's trials, which reads each record once."""
+    """Return a function that returns the seconds of a trial (:func:`seconds_of`) from its record in ``folder``."""
     by_id: dict[str, float | None] = {}
 
     def seconds(trial: Trial) -> float | None:

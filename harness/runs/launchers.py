@@ -31,14 +31,15 @@ def clusters(trials: Sequence[Trial]) -> list[Cluster]:
     """Return the distinct clusters of trials that need a launcher, the largest first.
 
     Raises:
-        Refusal: If they differ in launcher, hosts or options of Slurm.
+        Refusal: If the clusters differ in launcher, hosts or options of Slurm.
     """
     distinct = {t.cluster.model_dump_json(): t.cluster for t in trials if t.cluster.launcher != "local"}
     for name in ("launcher", "hosts", "slurm"):
         values = {str(getattr(cluster, name)) for cluster in distinct.values()}
         if len(values) > 1:
             raise Refusal(
-                f"cluster.{name}: a run can have only one, this suite has {', '.join(sorted(values))}; split it"
+                f"cluster.{name}: a run can have only one, but this suite has {', '.join(sorted(values))}; split the "
+                "suite"
             )
     return sorted(distinct.values(), key=lambda cluster: -cluster.nodes)
 
@@ -65,16 +66,18 @@ def place(trials: Sequence[Trial]) -> Place | None:
         )
     if started.nodes < largest.nodes:
         advice = f"; run it in the job's own shell, or with srun --overlap --nodes={largest.nodes} "
-        advice = f"{advice}--ntasks-per-node=1 zeropp ..." if largest.launcher == "slurm" else ""
+        advice = (
+            f"{advice}--ntasks-per-node=1 zeropp ..." if largest.launcher == "slurm" else "; start more nodes"
+        )
         count = f"the launcher started {counted(started.nodes, 'node')}"
         raise Refusal(f"cluster.nodes is {largest.nodes}, {count}{advice}")
     return started
 
 
 def slurm_cluster(trials: Sequence[Trial]) -> Cluster | None:
-    """Return the largest cluster that a Slurm job or job step has yet to be started for; None if there is none.
+    """Return the largest cluster of the trials if a Slurm job or job step has yet to be started for it.
 
-    There is none if the trials do not use Slurm, or if this process already is in a job step.
+    Returns None if the trials do not use Slurm, or if this process already is in a job step.
 
     Raises:
         Refusal: If this process is in a Slurm job that has fewer nodes than the trials need.
@@ -177,7 +180,7 @@ def _slurm_address(node: str) -> str:
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
-    """Return a variable as a number; raises a Refusal if it is missing or none."""
+    """Return a variable as a number; raises a Refusal if the variable is missing or is not a number."""
     text = environment.get(name, "")
     if not text.isdecimal():
         raise Refusal(f"{name} = {text!r} in the environment: expected a number, as the launcher sets it")

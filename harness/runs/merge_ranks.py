@@ -38,7 +38,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
         blank: The record as it is known before the ranks run.
 
     Raises:
-        TrialError: If a check fails; it names the first.
+        TrialError: If a check fails; the message describes the first failed check.
     """
     first, compared = outcomes[0], [outcome.compared for outcome in outcomes]
     ranks, spent = [outcome.record for outcome in outcomes], [outcome.spent for outcome in outcomes]
@@ -81,9 +81,10 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
 
 
 def _with_ledger(adapters: AdapterCounters, ranks: Sequence[RankRecord], trained: bool) -> AdapterCounters:
-    """Return a node's counters with the bytes that its ranks booked to other nodes, if they have ledgers.
+    """Return a node's counters, to which the bytes that its ranks booked to other nodes are added.
 
-    If the workload is training (``trained``), evaluations are between steps, and the counters leave them out.
+    Without ledgers, the counters are returned unchanged.  If the workload is training (``trained``), evaluations run
+    between steps: neither the counters nor these bytes include them.
     """
     ledgers = [rank.ledger for rank in ranks if rank.node == adapters.node]
     if None in ledgers:
@@ -131,7 +132,7 @@ def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
 
 
 def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
-    """Yield what is wrong with the outcomes or their record, by step: before training, while training, after it."""
+    """Yield the faults of the outcomes and of their record: first those before training, then those of later steps."""
     first, control, tokens = outcomes[0], record.trial.get("control"), record.inputs.get("corpus")
     scaler, count = first.ran.get("loss_scale"), len(first.record.steps)
     checked = [outcome.checked for outcome in outcomes]

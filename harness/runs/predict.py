@@ -1,9 +1,9 @@
 """Predicts, without running a trial, the bytes that it sends and holds, and how long a machine takes for its step.
 
-A preset is planned from the shapes of its parameters; another model is built on the meta device.  Then
+A preset is planned from the shapes of its parameters; any other model is built on the meta device.  Then
 :mod:`impl.plan.traffic` counts the bytes of the units.  Therefore models and clusters that do not fit on this machine,
-such as 100 B parameters on 64x16 ranks, are predicted within seconds.  All nodes send the same number of bytes, so that
-only node 0 is computed.  Activations are not counted.
+such as 100 B parameters on 64x16 ranks, are predicted within seconds.  Only node 0 is computed, because all nodes send
+the same number of bytes.  Activations are not counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 FP32_BYTES: Final = 4
 BYTES_PER_MBIT: Final = 1e6 / 8
 Models = dict[str, "nn.Module | Refusal"]
-"""Models, or the reason why they cannot be built, by their JSON and sequence."""
+"""Models on the meta device, by the model's JSON and the sequence length; a Refusal if a model cannot be built."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def model_to_plan(trial: Trial, models: Models) -> nn.Module | Listed | Refusal:
-    """The model of a trial, as it is planned: on the meta device, or as a list where that is enough."""
+    """Return a trial's model for planning: a list of its parameters if that is enough, else on the meta device."""
     policy = trial.resolved_policy()
     cut = policy is not None and policy.memory.largest_unit
     if ":" in trial.model.name or trial.host is not None or trial.workload == "rlhf" or cut:
@@ -92,7 +92,7 @@ def per_node_bytes(
     Args:
         policy: The trial's policy.
         topology: Its nodes and ranks.
-        units: Units of the model that trains or decodes, or FSDP2's groups; or the units of the ``judges``.
+        units: Units of the model that trains or decodes, or FSDP2's groups; with ``judges``, the units of the judges.
         trial: The trial.
         judges: Whether ``units`` are those of the frozen models that score in workload ``rlhf``.
 
@@ -141,7 +141,11 @@ def _step(
 
 
 def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]], int]:
-    """Return the passes of a step with one and with two micro-batches (or tokens), and how many follow the first."""
+    """Return the passes of a step, from which its bytes are extrapolated to all micro-batches (or tokens).
+
+    Returns:
+        (passes with one micro-batch, passes with two), and the number of micro-batches after the first.
+    """
     if trial.workload == "generate":
         return (["evaluate"], ["evaluate"] * 2), trial.generate.tokens - 1
     norms = 0 if trial.clip is None else 1
@@ -154,8 +158,8 @@ def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]
 def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, list[Event]]]:
     """Return (number of timed steps, events before such a step) for each kind of step.
 
-    A policy with differences sends whole weights in some steps and differences in the others, which need a step
-    before them.
+    A policy with differences sends whole weights in some steps and differences in the others.  A step that sends
+    differences is counted after a step that sent whole weights.
     """
     if policy.differences is None:
         return [(trial.steps, [])]
@@ -172,11 +176,11 @@ def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometr
 
 
 def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
-    """Return the bytes that one rank of a peer, or of a policy inside one, holds by part.
+    """Return the bytes that one rank of a peer holds, by part; also for a policy inside FSDP2 or DDP.
 
-    Weights and gradients are fp32.  FSDP2 shards weights, gradients and optimizer state, within a node with
-    ``peer.group = "node"``; DeepSpeed shards as its stage
-    says; DDP and a single process shard nothing.
+    Weights and gradients are fp32.  FSDP2 shards weights, gradients and optimizer state over all ranks or, with
+    ``peer.group = "node"``, over the ranks of a node.  DeepSpeed shards what its stage says.  DDP and a single process
+    shard nothing.
 
     Args:
         trial: The trial.
@@ -199,7 +203,7 @@ def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
 
 
 def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) -> Step | None:
-    """Return the work of a trial's step; None if our own engine does not train it."""
+    """Return the work of a trial's step; None if our own engine does not train the trial's model."""
     policy = trial.resolved_policy()
     if policy is None or trial.host is not None or trial.workload != "train":
         return None
@@ -217,7 +221,7 @@ def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) 
 
 
 def predict(trial: Trial, step: Step | None, egress: int | None, machine: Machine) -> StepTime | None:
-    """Predict a trial's step on a machine; None if our own engine does not train it, or its bytes are unknown."""
+    """Predict the time of a trial's step on a machine; None if ``step`` or ``egress`` (bytes of a node) is None."""
     if step is None or egress is None:
         return None
     if machine.overlap == "schedule":

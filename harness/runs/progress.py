@@ -26,7 +26,7 @@ class Display:
     Args:
         console: Where to print.
         results: The results folder, for the paths of logs.
-        total: The least number of trials; further batches may add to it.
+        total: The number of trials that are known to come; further batches may add more.
     """
 
     def __init__(self, console: Console, results: Path, total: int = 0) -> None:
@@ -125,7 +125,9 @@ class Display:
 
     def stopped(self, why: str) -> None:
         """Print that the run ends before all trials have run, and why."""
-        self.print(f"{why}; {self._done} of {self._trials} trials are done, the same command goes on")
+        self.print(
+            f"{why}; {self._done} of {self._trials} trials are done; run the same command again to continue"
+        )
 
     def _name_of(self, trial: Trial) -> str:
         fields = trial.canonical()

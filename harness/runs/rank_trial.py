@@ -91,7 +91,8 @@ class Outcome:
     predicted: list[LedgerRow] | None  # messages of the timed steps by ``impl.plan.traffic``; None for peers
     # What the node's interface sent in the timed steps, without evaluations; only the node's first rank has it.
     sent: InterfaceCounters | None
-    adapters: AdapterCounters | None  # what its InfiniBand adapters sent meanwhile, likewise
+    # What the node's InfiniBand adapters sent in the timed steps; only the node's first rank has it.
+    adapters: AdapterCounters | None
     probed: list[float]  # rate of the link into its node, Mbit/s
     compared: Compared  # comparisons with a single process and with exact values
     checked: Checked  # what the rank noted in each step, for later checks
@@ -119,7 +120,7 @@ WORKS: Final = {work.__name__: work for work in (run, measure_link)}
 
 
 def admit_of(suite: Suite) -> Callable[[Any, Launch], Any]:
-    """Return the check of commands on a node that has read ``suite`` itself.
+    """Return a function that checks the commands a node receives from node 0; the node has read ``suite`` itself.
 
     A command may only name trials of that suite, by id.  The node runs the trial of its own suite file, so that no
     name of a module comes from another process.
@@ -167,12 +168,13 @@ class TrialRun:
             self.comparison = Comparison(trial, model, batches, rank)
             self.alone = self._compute_alone(model, "before")
             trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-            # DeepSpeed wraps the model's forward pass; generations train nothing.
+            # Inputs are not watched with DeepSpeed, which wraps the model's forward pass, nor in generations, which
+            # train nothing.
             watched = trial.workload != "generate" and family_of(trial.strategy) != "deepspeed"
             read = watch_inputs(model) if watched else None
             self.strategy: Strategy = prepare(trial, model, rank, self.device)
             policy, wire = trial.resolved_policy(), self.strategy.wire
-            self.judges: Sharded | None = None  # sharded by the actor's policy, sending over its wire
+            self.judges: Sharded | None = None  # sharded by the actor's policy; they use the actor's wire
             if judges is not None and wire is not None and policy is not None:  # both exist, as suites ensure
                 self.judges = shard_model(trial, judges, wire, policy)
             if policy is not None and (why := ops.warning_of(self.device)) is not None:
@@ -195,8 +197,10 @@ class TrialRun:
         self.events += self.comparison.events
         self.generator = self._generator() if trial.workload == "generate" else None
         self.validations: list[Validation] = []
-        self.peak_rss = 0  # until the last comparison, which may hold more memory and is not counted
-        # What checks, evaluations and comparisons sent, which belong to no step: in the ledger, and by interface.
+        # Peak memory before the latest comparison.  Comparisons may hold more memory, which is not counted.
+        self.peak_rss = 0
+        # Checks, evaluations and comparisons belong to no step.  What they sent is kept apart three times: as the
+        # ledger booked it (booked), as the node's interfaces counted it, and as the transports carried it (moved).
         self.booked_untimed = self._booked() or 0
         self.own_interface = rank.port.holder is not None  # whether only this node's ranks use its interface
         # The ports of this node's InfiniBand adapters, if NCCL may use them.
@@ -295,9 +299,12 @@ class TrialRun:
         )
 
     def _note_clock(self, before: dict[Kind, Spent], laps: float, passed: float) -> None:
-        """Note what the witness clock has seen since it had spent ``before``, over ``laps`` seconds by its readings.
+        """Note what the witness clock has measured during the timed steps.
 
-        ``passed`` is the same time by the system's other clock.
+        Args:
+            before: What the clock had measured of each kind of time before the timed steps.
+            laps: Seconds of the timed steps, by the witness clock.
+            passed: Seconds of the timed steps, by the system's other clock.
         """
         checked, witness = self.checked, self.witness
         checked.steps, checked.laps, checked.passed = witness.steps, laps, passed
@@ -310,7 +317,7 @@ class TrialRun:
         checked.sleeps_counted = witness.counts_sleep and self.device.type == "cpu" and not user_code
 
     def _sampling(self) -> contextlib.AbstractContextManager[list[NodeUse]]:
-        """Return a context that samples this node's GPUs, on its first rank; elsewhere it samples nothing."""
+        """Return a context that samples this node's GPUs; on ranks other than the node's first it samples nothing."""
         uuids = []
         if self.rank.first_of_node and self.device.type == "cuda":
             first, count = self.device.index, torch.cuda.device_count()
@@ -383,7 +390,7 @@ class TrialRun:
     def _train(self, index: int) -> None:
         """Train one step, and validate if that is due."""
         if self._read is not None:
-            self._read.clear()  # of passes that rehearsed the step
+            self._read.clear()  # forget the inputs of passes that rehearsed the step
         waited = self.strategy.exposed_seconds()
         self.loop.step(index, warmup=index < self.trial.warmup)
         if waited is not None and (now := self.strategy.exposed_seconds()) is not None:
@@ -421,10 +428,11 @@ class TrialRun:
             dist.barrier()  # the next step begins on all ranks at once
 
     def _count(self) -> NDArray[np.int64]:
-        """Return what the node has sent, on its first rank, else zeros; all ranks must call it.
+        """Return what the node has sent so far; all ranks must call this method.
 
-        Returns (bytes, packets) of its interface, if only this node's ranks use it, and bytes of its InfiniBand
-        adapters.
+        Returns:
+            On the node's first rank: bytes and packets of the node's interface, which are 0 if others use it too; and
+            bytes of the node's InfiniBand adapters.  On other ranks: zeros.
         """
         count = np.zeros(3, np.int64)
         nccl = self.trial.cluster.transport == "nccl" and self.trial.cluster.nodes > 1
@@ -440,7 +448,10 @@ class TrialRun:
         return count
 
     def _sent_by_port(self) -> dict[str, int]:
-        """Return the bytes that each InfiniBand port of the node that NCCL may use has sent; none in a namespace."""
+        """Return the bytes sent so far by each InfiniBand port of this node that NCCL may use.
+
+        The result is empty in a network namespace and with a shaped interface, where NCCL uses sockets.
+        """
         if self.rank.port.holder is not None or self.rank.port.shaped_mbit is not None:
             return {}  # NCCL is told to use sockets
         return machine.hca_sent_bytes([name for name in self.rank.port.hcas.split(",") if name])
@@ -454,7 +465,7 @@ class TrialRun:
         return self._moved_so_far() - self.moved_untimed
 
     def _moved_so_far(self) -> NDArray[np.int64]:
-        """Return the same, validations and comparisons included; zeros for peers, which have no ledger."""
+        """Return the bytes carried and booked so far, also outside of training; zeros for peers, without a ledger."""
         wire, ledger = self.strategy.wire, self.strategy.ledger()
         booked = sum(sent.bytes for sent in ledger.values()) if ledger else 0
         return np.array([0 if wire is None else wire.carried, booked])

@@ -1,7 +1,7 @@
 """Submits a suite to Slurm as one job, which runs all its trials, and starts job steps.
 
 Outside of a job, :func:`submit` submits this command line through submitit.  Inside of a job but in none of its steps,
-:func:`step` starts it on all nodes with ``srun``.
+:func:`step` starts this command line on all nodes with ``srun``.
 """
 
 from __future__ import annotations

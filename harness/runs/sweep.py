@@ -64,12 +64,12 @@ def run_sweep(
 
     Args:
         suite: The suite.
-        batches: Batches of trials; each is drawn once all trials of earlier batches have records.
+        batches: Batches of trials; the next one is drawn after all trials of earlier batches have got records.
         results: The results folder; logs of failed trials are written to its folder ``logs``.
         console: Where progress is printed.
         nodes: The nodes that a launcher started; None if all ranks run on this machine.
         retry_failed: Whether to run trials again that failed in an earlier run.
-        total: Number of trials that are known to come, for the display.
+        total: Number of trials that are known to come, which the display shows.
         on: The machine for which the duration of steps is predicted and recorded; None for no prediction.
 
     Raises:
@@ -143,7 +143,9 @@ class _Sweep:
     _number: int = 0  # of the current sweep
     # By sweep, the hashes of machines and code that its results are from.
     _pools: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    _orders: dict[str, int] = field(default_factory=dict)  # a trial's place in the order of all
+    _orders: dict[str, int] = field(
+        default_factory=dict
+    )  # by trial's id, its place in the order of all trials
     _blanks: dict[str, Record] = field(default_factory=dict)  # records of trials that have not run yet
     _run: str | None = None  # hash that names the run record, once it is written
     _machine: dict[str, Any] = field(default_factory=machine.facts)
@@ -274,7 +276,7 @@ class _Sweep:
         return record
 
     def _check_sources(self, trial: Trial, before: dict[str, str]) -> None:
-        """Raise a Refusal if a module of the user's was edited: ranks may have imported other code than is recorded."""
+        """Raise a Refusal if a user's module was edited: ranks may have imported other code than the record names."""
         now = digests(trial)
         for name in sorted(name for name in before | now if before.get(name) != now.get(name)):
             # Corpora and data files are not checked: a model may write files that its source names.

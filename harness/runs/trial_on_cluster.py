@@ -101,7 +101,9 @@ class TrialRunner:
     def _link(self, trial: Trial, on_progress: Report) -> Link:
         """Return the open and calibrated link of a trial."""
         cluster = cluster_of(trial)
-        ranks = {"ranks_per_node"} if cluster.transport == "nccl" else set()  # all of them measure the rate
+        ranks = (
+            {"ranks_per_node"} if cluster.transport == "nccl" else set()
+        )  # with NCCL, all ranks measure the rate
         key = cluster.model_dump_json(include=_JOINING | ranks)
         if (link := self._links.get(key)) is None:
             on_progress(Progress("link"))
@@ -152,7 +154,7 @@ class TrialRunner:
     def _calibrate(self, link: Link, trial: Trial) -> None:
         """Measure the link's rate; raises a LinkError if a shaped link misses its rate.
 
-        With NCCL all ranks send, since each GPU may have a network adapter of its own; otherwise one for each node.
+        With NCCL all ranks send, since each GPU may have a network adapter of its own; otherwise one rank of each node.
         """
         if link.cluster.nodes == 1:
             return

@@ -23,7 +23,7 @@ def spoil(zero: Zero, control: str | None) -> None:
         control: One of
 
             - ``stale_secondary``: secondary shards (hpZ) keep the weights of their first all-gather;
-            - ``late_secondary``: they keep the weights of the step before;
+            - ``late_secondary``: secondary shards keep the weights of the step before;
             - ``unordered``: gradients are not reordered before the two hops of qgZ.  With N nodes of L ranks, rank l
               of node n then ends with slice ``l * N + n`` instead of ``n * L + l`` (paper section 3.3).
 

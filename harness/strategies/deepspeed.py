@@ -1,4 +1,4 @@
-"""Sets up DeepSpeed as a peer.  It is an optional dependency, imported only on ranks that train with it."""
+"""Sets up DeepSpeed as a peer.  DeepSpeed is an optional dependency, imported only on ranks that train with it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from impl.plan.learning_rate import Schedule
 
 
 def state_bytes_per_element(optimizer: Optimizer) -> int:
-    """Return an optimizer's bytes of state for each fp32 element, measured in a step of a small tensor.
+    """Return an optimizer's bytes of state for each fp32 element, measured in a step on a small tensor.
 
     Raises:
         Refusal: if the optimizer cannot be built, or cannot take the step.
@@ -34,7 +34,7 @@ def state_bytes_per_element(optimizer: Optimizer) -> int:
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Raise a Refusal if an optimizer is not elementwise, which the engine would refuse at its first step."""
+    """Raise a Refusal now if an optimizer is not elementwise; the engine would refuse it only at its first step."""
     if _kind(optimizer) not in ELEMENTWISE:
         few = nn.Parameter(torch.zeros(8, 8))
         if (why := why_not(build(optimizer, [few], unwrapped=True))) is not None:

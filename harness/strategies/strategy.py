@@ -5,8 +5,8 @@
 - :class:`Strategy`: DDP, FSDP2 and a single process as peers (``harness.suites.peers``);
 - :class:`ByDeepSpeed`: DeepSpeed as a peer.
 
-What is sent through our wire is in a ledger, and can be compared with a prediction.  Peers send outside the wire, so
-they have neither.  :func:`prepare` makes the strategy of a trial.
+Messages through our wire are booked in a ledger, which can be compared with a prediction.  Peers send outside the wire,
+so they have neither a ledger nor a prediction.  :func:`prepare` makes the strategy of a trial.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ class Strategy:
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Whether gradients are reduced after every micro-batch, not only the last of a step; True for peers."""
+        """Whether our own engine reduces gradients in every micro-batch, and not only in the last one of a step.
+
+        True for other engines, whose predictions do not depend on it.
+        """
         return self.zero is None or self.zero.policy.reduces_each_micro_batch
 
     @property
@@ -132,7 +135,7 @@ class Strategy:
         return Stepped(norm, done=True)
 
     def clip(self, largest: float) -> float:
-        """Scale gradients to a global 2-norm of at most ``largest``, and return the norm before."""
+        """Scale gradients to a global 2-norm of at most ``largest``, and return the norm before clipping."""
         norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), largest)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
@@ -173,7 +176,7 @@ class Strategy:
         return self.ledger(), {} if self.zero is None else self.zero.copied()
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict the :meth:`books` after the passes and steps in ``events``."""
+        """Predict the :meth:`books` after the passes and steps in ``events``; empty for peers."""
         return None, {}
 
     def exposed_seconds(self) -> float | None:
@@ -240,7 +243,7 @@ class ByDeepSpeed(Strategy):
             self.model.step()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
-        """See :meth:`Strategy.step`; DeepSpeed clips by itself and reports the norm before."""
+        """See :meth:`Strategy.step`; DeepSpeed clips by itself and reports the norm before clipping."""
         if self._secondary is None:
             copies = [getattr(weight, "ds_secondary_tensor", None) for weight in self.model.parameters()]
             self._secondary = sum(copy.nbytes for copy in copies if copy is not None)
@@ -252,7 +255,7 @@ class ByDeepSpeed(Strategy):
         self.model.empty_partition_cache()
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
-        """See :meth:`Strategy.memory`; shards of weights count as masters, and gradients as large as masters."""
+        """See :meth:`Strategy.memory`; weights' shards count as masters; gradients are assumed to be as large."""
         masters: list[Tensor] = list(optimizer.state)  # DeepSpeed empties the groups between steps
         weights = [getattr(weight, "ds_tensor", weight) for weight in self.model.parameters()]
         distinct = {tensor.data_ptr(): tensor.nbytes for tensor in (*masters, *weights)}
@@ -269,7 +272,7 @@ class Sharded(Strategy):
     zero: Zero
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
-        """See :meth:`Strategy.make_optimizer`; its parameters are this rank's shards of the master weights."""
+        """See :meth:`Strategy.make_optimizer`; the optimizer steps this rank's shards of the master weights."""
         return optimizers.build(setting, self.zero.param_groups())
 
     def begin(self, *, last: bool) -> None:
@@ -282,7 +285,7 @@ class Sharded(Strategy):
         self.zero.scaler.scaled(loss).backward()  # type: ignore[no-untyped-call]
 
     def mean_gradient(self, layout: Layout) -> tuple[int, Tensor]:
-        """See :meth:`Strategy.mean_gradient`; with local accumulation, it exists only after the last micro-batch."""
+        """See :meth:`Strategy.mean_gradient`; with local accumulation, only after a step's last micro-batch."""
         (unit,) = (unit for unit in self.zero.units if unit.geometry == layout.geometry)
         mean = unit.master_shard.mean_gradient()
         mean = torch.zeros(unit.geometry.shard) if mean is None else mean

@@ -28,9 +28,9 @@ def wrap(
     Args:
         peer: Library and options.
         model: The model.
-        device: Where it is.
+        device: The device that the model is on.
         settings: Types, groups and buckets; None for the defaults.
-        ranks_per_node: Ranks of each node, which share one copy of the states with ``peer.group = "node"``.
+        ranks_per_node: Number of ranks of each node; with ``peer.group = "node"`` they share one copy of the states.
     """
     settings = settings or PeerSettings()
     if peer.family == "fsdp2":
@@ -42,7 +42,7 @@ def wrap(
     devices = [device.index] if device.type == "cuda" else None
     ddp = nn.parallel.DistributedDataParallel(
         model, device_ids=devices, gradient_as_bucket_view=peer.tuned, static_graph=peer.tuned,
-        # Its own default also makes the first bucket small, which the same number in MB would not.
+        # None is DDP's default, which also makes the first bucket small; the same number in MB would not.
         bucket_cap_mb=None if settings.bucket_mb == BUCKET_MB else settings.bucket_mb,
     )  # fmt: skip
     if peer.compressed:
@@ -71,7 +71,7 @@ def _compress(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures.Fut
     return default_hooks.bf16_compress_hook(group, bucket)  # type: ignore[arg-type]
 
 
-# DDP compares a hook's annotations with types; those of this module are texts.
+# DDP compares a hook's annotations with types, but the annotations in this module are strings.
 _compress.__annotations__ |= default_hooks.bf16_compress_hook.__annotations__
 
 

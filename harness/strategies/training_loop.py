@@ -1,4 +1,4 @@
-"""The training loop of one rank, which both trials of suites and ``zeropp train`` use."""
+"""Runs the training loop of one rank, for trials of suites and for ``zeropp train``."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from impl.plan.traffic import Event
 
 @dataclass(slots=True)
 class Passes:
-    """The results of the forward and backward passes of one step."""
+    """Collects the results of the forward and backward passes of one step."""
 
-    losses: list[Tensor] = field(default_factory=list)  # () for each of this rank's batches
+    losses: list[Tensor] = field(default_factory=list)  # one scalar for each of this rank's batches
     batches: list[tuple[Tensor, Any]] = field(default_factory=list)  # inputs and targets that the model read
     events: list[Event] = field(default_factory=list)  # the passes, from which ``impl.plan.traffic`` predicts
 

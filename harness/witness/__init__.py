@@ -1,1 +1,1 @@
-"""Watches a trial while it trains: batches, optimizer steps and seconds, each found again in a second way."""
+"""Watches a trial while it trains: other code computes batches, optimizer steps and seconds again."""

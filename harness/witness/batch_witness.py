@@ -22,21 +22,21 @@ from harness.workloads.dataset import Dataset
 from harness.workloads.own_pairs import OwnPairs
 from harness.workloads.rank_batches import Batch
 
-_CHANCES: Final = 2**24  # with more possible batches than this, two equal ones are no coincidence
+_CHANCES: Final = 2**24  # if more batches than this are possible, two equal batches are no coincidence
 _WINDOWS: Final = 4  # windows of a text's validation part that are looked for in its training part
-_LEAST: Final = 64  # tokens of such a window, at least
+_LEAST: Final = 64  # least number of tokens of such a window
 _SEARCHED: Final = 64 * 2**20  # bytes of the largest training part that is searched for them
 
 
 class BatchWitness:
-    """Draws the batches of any rank of a trial by its own implementation."""
+    """Draws the batches of any rank of a trial, with an implementation that is independent of the data set's."""
 
     def __init__(self, trial: Trial, dataset: Dataset) -> None:
         self._trial, self._dataset = trial, dataset
         self._sequences = trial.tokens_per_rank // trial.sequence
         # The control "half_batch" reads half of each batch on purpose.
         self._used = self._sequences // 2 if trial.control == "half_batch" else self._sequences
-        self.samples = trial.accumulation * self._used  # that one rank reads in a step
+        self.samples = trial.accumulation * self._used  # number of samples that one rank reads in a step
         count = dataset.count(dataset.train)
         self.distinct = count ** (trial.accumulation * self._sequences) > _CHANCES
 
@@ -74,10 +74,11 @@ class BatchWitness:
 
 
 def shared_split(dataset: Dataset) -> str | None:
-    """Return how the validation part of a data set is also part of its training data; None if it is not.
+    """Return an error if the validation part of a data set is also part of its training data; else None.
 
-    Parts that share memory are found in every data set.  In a text, a few validation windows are also looked for in
-    the training part; a text that repeats itself is left out, because its own windows occur there again too.
+    In every data set, parts that share memory are found.  In a text, a few windows of the validation part are also
+    looked for in the training part, unless the text repeats itself, so that windows of the training part occur more
+    than once in it.
     """
     shared = "validation samples are part of the training data"
     if isinstance(dataset, OwnPairs):

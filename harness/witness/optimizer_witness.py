@@ -22,16 +22,16 @@ from torch import Tensor
 from harness.suites.peers import family_of
 from harness.suites.trial import Trial
 
-_KEPT_TENSORS: Final = 16  # tensors with kept elements at most, spread over all of them
-_KEPT: Final = 32  # kept elements of each, spread evenly
-_DRAWN_TENSORS: Final = 32  # tensors with drawn elements at most
-_DRAWN: Final = 128  # drawn elements of each
+_KEPT_TENSORS: Final = 16  # largest number of tensors with kept elements, which are spread over all tensors
+_KEPT: Final = 32  # kept elements of each of these tensors, spread evenly
+_DRAWN_TENSORS: Final = 32  # largest number of tensors with drawn elements
+_DRAWN: Final = 128  # drawn elements of each of these tensors
 _SETTINGS: Final = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 1e-2}  # AdamW's defaults
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")  # as torch's AdamW names them
 _ULPS: Final = 3 * 2.0**-24  # allowed error relative to a master, which AdamW rounds to fp32 twice
 _RATE_ERROR: Final = 2e-5  # allowed error relative to the learning rate, from moments rounded to fp32
-# Allowed error of a moment relative to the terms that it is the sum of.  Each is rounded, and so are the difference
-# and the product of ``lerp``: at most four roundings of 2^-24.
+# Allowed error of a moment, relative to the terms of the sum that gives it.  Each term is rounded, and so are the
+# difference and the product of ``lerp``: at most four roundings of 2^-24.
 _MOMENT_ERROR: Final = 4 * 2.0**-24
 _SAME: Final = 0.999  # smallest cosine of a step's and its rehearsal's gradients; only GPUs round differently
 
@@ -49,7 +49,7 @@ class _Drawn:
 class OptimizerWitness:
     """Watches the optimizer of one rank; the caller calls :meth:`before` and :meth:`after` around each of its steps.
 
-    It does nothing unless the optimizer is torch's AdamW with settings of :data:`_SETTINGS`.
+    It does nothing unless the optimizer is torch's AdamW, with no other arguments than those in :data:`_SETTINGS`.
     """
 
     def __init__(self, trial: Trial, rank: int, optimizer: torch.optim.Optimizer) -> None:
@@ -67,14 +67,12 @@ class OptimizerWitness:
         self._steps = 0
         self._value = self._samples(self._kept)  # (n,) float64: the kept elements before the next step
         self._first = self._second = torch.zeros_like(self._value)
-        self._reduced: Tensor | None = (
-            None  # (n,) float64: gradients of kept elements after the last backward pass
-        )
+        # (n,) float64: gradients of kept elements after the last backward pass
+        self._reduced: Tensor | None = None
         self._rehearsed: dict[int, Tensor] = {}
         self._drawn = self._draw(0)
-        self.replayed = self.linked = (
-            0  # steps that were computed again; steps that were compared with a rehearsal
-        )
+        # Numbers of steps that were computed again, and of steps that were compared with a rehearsal.
+        self.replayed = self.linked = 0
 
     def note_rehearsal(self, index: int) -> None:
         """Keep the present gradients, which come from a rehearsal of step ``index``."""
@@ -82,7 +80,11 @@ class OptimizerWitness:
             self._rehearsed[index] = gradient
 
     def before(self, index: int) -> str | None:
-        """Keep the present gradients, which backward passes have just left; return what else has changed, if any."""
+        """Keep the present gradients, which the backward passes of step ``index`` have just left.
+
+        Returns:
+            An error if the drawn elements or their moments have changed since the optimizer's previous step; else None.
+        """
         self._reduced, drawn = self._gradients(), self._drawn
         if drawn is None:
             return None
@@ -132,7 +134,7 @@ class OptimizerWitness:
         for number, gradient in enumerate(gradients):
             self._taken[number] += done and gradient is not None
         if any(gradients[number] is None for number, _ in drawn.places):
-            return None  # such a master is not stepped; the gradients of all are compared elsewhere
+            return None  # a master without a gradient is not stepped; other checks compare all gradients
         now = self._read(drawn.places)
         gradient = _pick(((local(gradients[number]), places) for number, places in drawn.places))
         taken = torch.cat([torch.full((len(at),), float(self._taken[n])) for n, at in drawn.places]).double()
@@ -176,7 +178,7 @@ class OptimizerWitness:
     def _differs(
         self, index: int, gradient: Tensor | None, expected: Tensor | None, whose: str
     ) -> str | None:
-        """Return how the optimizer's gradients differ from the ``expected`` ones in more than a factor."""
+        """Return how the optimizer's gradients differ from the ``expected`` ones by more than a common factor."""
         if expected is None or gradient is None or not bool(expected.any()):
             return None
         cosine = float(torch.nn.functional.cosine_similarity(expected, gradient, 0))
@@ -193,7 +195,7 @@ class OptimizerWitness:
         return self._samples(gradients) if gradients and len(gradients) == len(self._kept) else None
 
     def _samples(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Return a few elements of each tensor, from first to last at equal distances."""
+        """Return a few elements of each tensor at equal distances, from the first element to the last."""
         return _pick((flat, _evenly(flat.numel())) for flat in (local(tensor).view(-1) for tensor in tensors))
 
     def _draw(self, index: int) -> _Drawn | None:

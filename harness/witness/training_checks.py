@@ -1,15 +1,15 @@
-"""Checks, while a trial runs, that it trains and times what it claims; codecs' kernels are checked before it.
+"""Checks, while a trial runs, that it trains and times what it claims; the codecs' kernels are checked before.
 
 These checks run outside the timed parts of a step, and send no messages.  Each rank notes facts, and
 :func:`harness.records.training_faults.training_fault` judges those of all ranks:
 
 - optimizer: a few elements, some of them drawn anew in each step, are stepped again in float64
   (:mod:`harness.witness.optimizer_witness`), and the optimizers of all ranks hold all trained elements;
-- gradients: those that the optimizer gets are those that the backward passes left, with the norm that clipping and loss
-  scale give, and those of a rehearsal of the same step;
-- losses: those on record are the means of the losses that the passes returned;
-- batches: the model reads what the seed gives its rank, no batch is read twice, and validation samples are held out
-  (:mod:`harness.witness.batch_witness`);
+- gradients: the optimizer gets the gradients that the backward passes left, with the norm that clipping and loss scale
+  give, and a rehearsal of the same step gives the same gradients;
+- losses: the recorded losses are the means of the losses that the passes returned;
+- batches: the model reads the batches that the seed gives its rank, no batch is read twice, and validation samples are
+  held out (:mod:`harness.witness.batch_witness`);
 - seconds: a second clock accounts for all time from the first timed step to the last
   (:mod:`harness.witness.witness_clock`), and a rank that sleeps reports waiting.
 """
@@ -67,9 +67,8 @@ class TrainingChecks:
         if self._shown:
             trained = [parameter for parameter in self._parameters if parameter.requires_grad]
             self.checked.elements = sum(local(parameter).numel() for parameter in trained)
-        self._reduced = self._scale = (
-            0.0  # norm of the gradient after the last backward pass, and its loss scale
-        )
+        # Norm of the gradient after the last backward pass, and the loss scale in it.
+        self._reduced = self._scale = 0.0
         held_out = data.validation and digest(data.validation) != digest(self._batches.held_out(data.ranks))
         if held_out:
             self._note(f"rank {rank} validates on other samples than those held out for it")
@@ -77,7 +76,7 @@ class TrainingChecks:
             self._note(f"on rank {rank} {shared}")
 
     def _note(self, wrong: str | None) -> None:
-        """Keep this fault, unless an earlier one is kept already."""
+        """Keep the first fault; later ones, and None, are ignored."""
         self.checked.wrong = self.checked.wrong or wrong
 
     def note_rehearsal(self, index: int) -> None:
@@ -89,7 +88,7 @@ class TrainingChecks:
 
         Args:
             index: Number of the step.
-            loss: Mean of what its passes returned.
+            loss: Mean of the losses that the step's passes returned.
             scale: The loss scale that the gradients are multiplied by.
         """
         self.checked.losses.append(loss)
@@ -97,14 +96,14 @@ class TrainingChecks:
         self._reduced, self._scale = self._norm(), scale
 
     def replay(self, index: int, *, done: bool) -> None:
-        """Check step ``index`` of the optimizer, which has just taken it, or has skipped it if not ``done``."""
+        """Check step ``index``, which the optimizer has just taken or, if not ``done``, has skipped."""
         if done and self._shown:
             self.checked.norms[index] = Norms(self._reduced, self._norm(), self._scale)
         self._note(self._optimizer.after(index, done=done))
         self.checked.replayed, self.checked.linked = self._optimizer.replayed, self._optimizer.linked
 
     def note_batches(self, step: int, drawn: Iterable[Batch], given: Iterable[Batch]) -> None:
-        """Check the batches of a step, and note digests of them and of those that the seed gives the next rank.
+        """Check a step's batches; note a digest of them, and one of the batches that the seed gives the next rank.
 
         Args:
             step: Number of the step.

@@ -38,9 +38,8 @@ class _Reading(NamedTuple):
 
     seconds: float
     ran: float
-    stalled: (
-        tuple[float, float] | None
-    )  # waited for a CPU: before and after the other readings; None if unknown
+    # Seconds waited for a CPU so far, read before and after the other values; None if unknown.
+    stalled: tuple[float, float] | None
     sleeps: int | None  # times that the thread gave its CPU up; None if not counted
 
 
@@ -48,7 +47,7 @@ class WitnessClock:
     """Keeps the laps of the thread that constructs it; the first lap is ``between``.
 
     Args:
-        device: Its work is waited for at each reading.
+        device: Each reading waits until this device has finished its work.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -64,7 +63,7 @@ class WitnessClock:
 
     @property
     def counts_sleep(self) -> bool:
-        """Whether the kernel tells a thread that sleeps from one that is ready to run and has no CPU."""
+        """Whether the kernel distinguishes a thread that sleeps from a thread that is ready to run but has no CPU."""
         return self._counts is not None
 
     def turn(self, kind: Kind) -> float:
@@ -113,9 +112,8 @@ class WitnessClock:
 def _lap(begin: _Reading, end: _Reading) -> Spent:
     """Return what a thread spent between two readings.
 
-    The seconds of sleep are at most those that the lap has had: a thread may lose its CPU between two counts that
-    belong to one reading, so the longest possible wait for a CPU is taken off.  A thread that never gave up its CPU did
-    not sleep.
+    The returned seconds of sleep are a lower bound.  A thread may lose its CPU between two counts that belong to one
+    reading, so the longest possible wait for a CPU is subtracted.  A thread that never gave up its CPU did not sleep.
     """
     seconds, ran = end.seconds - begin.seconds, end.ran - begin.ran
     if begin.stalled is None or end.stalled is None:

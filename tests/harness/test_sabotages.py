@@ -383,7 +383,7 @@ SABOTAGES: Final[dict[str, Row]] = {
     "a reset counter": (a_reset_counter, "predicted are", PLAIN),
     "bf16 named int4": (cast_gradients, "gradients of .* were sent as bf16", {}),
     "exact weights": (exact_weights, "the weights of .* were gathered with a squared error of 0", {}),
-    "another rounding": (another_rounding, "are not what its reference encodes", {}),
+    "another rounding": (another_rounding, "are not what the reference of ", {}),
 }  # fmt: skip
 """A patch, the message that names it, and changes of the trial."""
 REPRESENTATIVE: Final = ("one lane in 64", "uncounted inside nodes", "backward's waits are left out")

@@ -139,8 +139,8 @@ def test_links_without_namespaces(cluster: Cluster, kind: str) -> None:
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [
-        (cluster_with("none", 2, 50.0), "link 'none' cannot have 50 Mbit/s"),
-        (cluster_with("real", 2, 50.0), "link 'real' cannot have 50 Mbit/s"),
+        (cluster_with("none", 2, 50.0), "link 'none' cannot have a rate of 50 Mbit/s"),
+        (cluster_with("real", 2, 50.0), "link 'real' cannot have a rate of 50 Mbit/s"),
         (cluster_with("real", 2, None, latency=2.0), "link 'real' cannot have a latency of 2 ms"),
         (
             cluster_with("paced", 2, None, latency=2.0),

@@ -130,12 +130,16 @@ def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> N
         (
             "tc qdisc add dev NAME root pfifo limit 100",
             {},
-            "not the kernel's default, and is not replaced: pfifo",
+            "not the kernel's default and is not replaced",
         ),
         *long(
             ("", {"others": ["127.0.0.1"]}, "messages to 127.0.0.1 leave through lo"),
             ("", {"others": ["203.0.113.1"]}, "no route to 203.0.113.1"),
-            ("", {"rate_mbit": 50_000.0}, "50000 Mbit/s are more than a tbf queue allows, 34360"),
+            (
+                "",
+                {"rate_mbit": 50_000.0},
+                "50000 Mbit/s are more than a tbf queue allows; set less than 34360",
+            ),
             (
                 "ip link set dev NAME mtu 9000",
                 {"rate_mbit": 10.0},

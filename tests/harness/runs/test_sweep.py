@@ -434,7 +434,7 @@ run_sweep(suite, [Batch(0, (trial,))], Path({str(tmp_path)!r}) / "results", Cons
     until(lambda: not made & namespaces_of(psutil.process_iter()))
     left = set(os.listdir("/dev/shm")) - shared  # noqa: S108, PTH208
     assert not {name for name in left if "zeropp" in name or "torch" in name}
-    assert "the same command goes on" in shown
+    assert "run the same command again to continue" in shown
     record = read(tmp_path / "results" / f"{endless.id}.json")
     assert record.failure.kind == "interrupted"
     assert not finished(tmp_path / "results", endless, record.pool)
