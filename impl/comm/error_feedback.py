@@ -21,7 +21,7 @@ from impl.plan.topology import Topology
 class Errors:
     """The carried errors of one unit on one rank, ``nbytes`` in all.
 
-    ``piece`` is the number of elements of the mean that each rank has after a reduction.
+    ``piece`` is the number of elements of the mean that each rank computes in a reduction.
     """
 
     def __init__(self, policy: Policy, topology: Topology, piece: int, device: torch.device) -> None:

@@ -139,7 +139,8 @@ def _traffic(frames: Frames) -> pd.DataFrame:
 def _losses(frames: Frames) -> pd.DataFrame:
     """Return each trial's mean loss of the first step, and its last validation.
 
-    The validation is left out if the trial validated only once, after fewer than :data:`LEAST_STEPS` steps.
+    Of trials that validate only at their end (``validate_every = 0``), validations before step :data:`LEAST_STEPS` are
+    left out.
     """
     steps = frames.steps
     first = steps[steps["index"] == steps.groupby("id")["index"].transform("min")]
