@@ -192,7 +192,7 @@ def _claim(kind: str, difference: Difference) -> tuple[str, str]:
 
 
 def _whose(thing: str, name: str) -> str:
-    """``ZeRO++'s loss``, or ``the loss of ZeRO++ (weights int4:64)``; of no thing ``that of ZeRO++ (...)``."""
+    """``ZeRO++'s loss``, or ``the loss of ZeRO++ (weights int4:64)``; without a thing ``that of ZeRO++ (...)``."""
     if name.replace("+", "").replace("-", "").isalnum():
         return f"{name}'s {thing}".strip()
     return f"{f'the {thing}' if thing else 'that'} of {name}"

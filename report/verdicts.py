@@ -267,7 +267,7 @@ def _expected(effect: Effect | None, form: Callable[[float], str]) -> dict[str, 
 
 
 def _own_column(derived: Derived, asked: Quantity) -> tuple[dict[Key, Any], str]:
-    """Values and title of the column of a quantity that no other column has."""
+    """Values and title of a further column, if the suite asks for a quantity that no other column shows."""
     keys = ["setting", "configuration"]
     if asked == "tokens":
         decoded = groups(derived.generations, keys)
@@ -297,7 +297,7 @@ def _text_or_number(value: Any) -> str:
 
 
 def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -> str:
-    """What the numbers and marks mean, and when a loss is worse; ``again``: whether a new run has an expectation."""
+    """What numbers and marks mean, and when a loss is worse; ``again``: whether the table predicts a new run."""
     base = spelled(derived.compared.baseline)
     margins = [row["margin"] for row in loss_verdicts.losses(derived) if row["margin"] > 0]
     has_margin = bool("loss" in shown and margins)

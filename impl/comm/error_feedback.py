@@ -2,8 +2,8 @@
 
 A rank keeps one error for each element that it encodes.  For the first hop it encodes the whole gradient.  For
 the hop between nodes it encodes only the sums that belong to its local index, and keeps
-``padded / ranks_per_node`` errors.  Errors are cleared every ``reset`` optimizer steps, and after an overflow,
-whose gradients are not used.
+``padded / ranks_per_node`` errors.  Errors are cleared every ``reset`` optimizer steps.  They are also cleared after a
+step with an overflow, because the gradients of such a step are not used.
 """
 
 from __future__ import annotations

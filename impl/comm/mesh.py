@@ -72,7 +72,7 @@ class Mesh:
     device: torch.device
     # the global rank of each rank of the mesh; None if the mesh is over all ranks, in their order
     members: tuple[int, ...] | None = None
-    backend: str | None = None  # the backend of its process groups; None for that of the default group
+    backend: str | None = None  # the backend of its process groups; None for the default group's backend
     _groups: dict[Axis, Group] = field(default_factory=dict)
 
     @classmethod
@@ -134,7 +134,7 @@ class Mesh:
 
     @classmethod
     def of(cls, mesh: Mesh | DeviceMesh) -> Mesh:
-        """Return ``mesh`` itself, or the mesh of a device mesh, which is the same object at every call."""
+        """Return ``mesh`` itself, or, for a device mesh, the mesh made from it: the same object at every call."""
         if isinstance(mesh, Mesh):
             return mesh
         if not isinstance(mesh, DeviceMesh):
@@ -220,8 +220,8 @@ class Mesh:
 
         ``dist.new_group(use_local_synchronization=True)`` does the same, but it names the group by the number of
         groups that a rank is in: ranks that are in different numbers of groups would wait for one another for
-        ever.  Therefore torch's own helper is called with a name made of the mesh and the number of the group
-        in it.
+        ever.  Therefore torch's own helper is called with a name made of the mesh and the number of the group in
+        this mesh.
         """
         store = c10d._get_default_store()  # noqa: SLF001
         number = PrefixStore(self._prefix, store).add(f"zeropp/groups/{self.rank}", 1)

@@ -52,7 +52,7 @@ class Reduction:
     # each hop's axis and codec, first hop first; the product of the sizes is the world; empty for one rank
     hops: Sequence[tuple[Axis, Codec]]
     tag: Tag
-    piece: int  # elements of the mean with which each rank ends
+    piece: int  # elements of the mean that each rank computes
     # for each hop, the distance in pieces between the pieces of neighbours; by default the axes' strides
     strides: Sequence[int] = ()
     # (start, end) of the chunks of a piece, whose hops overlap; one chunk by default

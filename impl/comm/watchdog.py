@@ -48,7 +48,7 @@ class _Mark:
 class Watchdog:
     """Logs this rank's exchanges, times its waits, and collects the other ranks' reports when a wait fails.
 
-    All ranks must create their watchdogs in the same order, because their number identifies them in the store.
+    All ranks must create their watchdogs in the same order, because the store knows a watchdog by its number.
 
     Args:
         mesh: the ranks.
@@ -62,8 +62,8 @@ class Watchdog:
         self.timeline: Timeline | None = None  # records messages and waits, if it is set
         self._rank, self._ranks, self._streams = mesh.rank, range(mesh.topology.world), streams
         self._counting = mesh.counting
-        # For each wait of the device's stream that has not been added to ``_waited`` yet, the events before it and at
-        # its end, and marks between waits.
+        # The waits of the device's stream that have not been added to ``_waited`` yet, each as the events at its
+        # beginning and its end, with marks between the waits.
         self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event] | _Mark] = deque()
         self._store: Store | None = None  # holds the ranks' reports; ranks that are threads have none
         self._met: dict[str, int] = defaultdict(int)  # how often this rank has called meet(), by purpose

@@ -227,7 +227,7 @@ class Wire:
 
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Context in which ``observer`` observes reductions, and bytes are booked in a ledger apart."""
+        """Context in which ``observer`` observes reductions, and bytes are booked in a separate ledger."""
         before = self.ledger, self.observer
         self.ledger, self.observer = Ledger(), observer
         try:
@@ -313,7 +313,7 @@ class Wire:
         return self.transport == "shm" and group.same_node and group.size > 1
 
     def lets_go(self, axis: Axis) -> bool:
-        """Return whether messages along ``axis`` can arrive in the caller's memory without a lasting reference.
+        """Return whether messages along ``axis`` can arrive in the caller's memory without a lasting reference to it.
 
         gloo drops its references to the memory when the wait ends.  NCCL, and ranks that are threads, may keep
         them longer.

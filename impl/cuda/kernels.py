@@ -44,7 +44,8 @@ STAGED_BLOCKS: Final = 1_024  # most blocks of a tile, kStagedBlocks of quantize
 STAGED_TILE: Final = 2_048  # about the elements of a tile, where the block allows that
 SCANNED: Final = 4_096  # elements that a thread block of encode_extents scans
 LONGEST: Final = 2**31 - 1  # most elements of a row
-SPREAD: Final = 4_096  # thread blocks before they loop over parts: some 30 a multiprocessor of a large device
+# Thread blocks of a grid, some 30 a multiprocessor of a large device; if there are more parts, each loops over several.
+SPREAD: Final = 4_096
 MOST_LOOPS: Final = 16  # most parts over which a thread block loops
 MOST_ROWS: Final = 65_535  # most thread blocks of a grid along y, and along z
 TYPES: Final = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}

@@ -88,9 +88,10 @@ def before_training(steps: pd.DataFrame, *names: str) -> pd.Series[float]:
 
 
 def processor_seconds(frames: Frames) -> pd.Series[float]:
-    """CPU seconds of all ranks for a step over the number of CPUs that they share, by id; median over samples or steps.
+    """CPU seconds that all ranks take for a step, divided by the number of CPUs that they share, by id.
 
-    NaN on GPUs, for ranks that may run on several machines, and for records without CPU seconds.
+    They are medians over samples or steps; NaN on GPUs, for ranks that may run on several machines, and for records
+    without CPU seconds.
     """
     computed = computations(frames).astype({"cpu_seconds": float})
     of_steps = computed.groupby(["id", "index"])["cpu_seconds"].agg(lambda ranks: ranks.sum(skipna=False))

@@ -151,7 +151,7 @@ def differences_of(trial: Trial, base: Trial) -> str:
     usual = fields_of(base.resolved_policy(), base.topology())
     values = fields_of(trial.resolved_policy(), trial.topology())
     changes = {name: value for name, value in values.items() if usual and value != usual[name]}
-    changes.pop("group", None)  # follows from others
+    changes.pop("group", None)  # follows from other fields
     first = [name for name in ("weights", "secondary", "gradients") if name in changes]
     texts = [_changed_text(name, changes[name]) for name in dict.fromkeys([*first, *changes])]
     texts += [f"control: {trial.control.replace('_', ' ')}"] if trial.control is not None else []

@@ -59,7 +59,7 @@ class Effect:
 
     @property
     def counted(self) -> bool:
-        """Whether it is counted, so that it has no interval."""
+        """Whether the quantity is counted, so that it has no interval."""
         return self.change.n == 0 and self.change.known
 
     @property

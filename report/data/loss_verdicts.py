@@ -165,7 +165,8 @@ def _verdict(difference: Interval, margin: float, steps: int) -> str:
 def power(difference: Interval, margin: float) -> float:
     """Return the probability that the interval of two equal configurations ends below ``margin``.
 
-    The interval has the width of that of ``difference``.  By the noncentral t distribution; NaN without an interval.
+    The interval is as wide as that of ``difference``; NaN if the latter is not known.  The probability is that of the
+    noncentral t distribution.
     """
     if not difference.known:
         return math.nan
@@ -214,7 +215,7 @@ def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.Dat
     curves = curves[curves["id"].isin(trials["id"])].sort_values("step")
     for identity, curve in curves.groupby("id"):
         loss, time = curve["loss"].to_numpy(), curve["train_seconds"].to_numpy()
-        if (end := int((loss > target).cumprod().sum())) in (0, len(loss)):  # the first validation at it
+        if (end := int((loss > target).cumprod().sum())) in (0, len(loss)):  # the first that reaches it
             seconds[identity] = math.inf if end else math.nan
         else:
             fall = loss[end - 1] - loss[end]

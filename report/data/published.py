@@ -37,7 +37,7 @@ def parity() -> pd.DataFrame:
 
 
 def volume() -> pd.DataFrame:
-    """Bytes between nodes per step in units of M; rows not ``published`` follow from the blog's rule."""
+    """Bytes between nodes per step in units of M; rows with ``published`` "no" are derived by the blog's rule."""
     return pd.read_csv(FOLDER / "zeropp_volume.csv")
 
 
@@ -48,7 +48,7 @@ def total(strategy: str, configuration: str) -> float:
 
 
 def rlhf(*phases: str) -> pd.DataFrame:
-    """Rates of a GPU in the blog's RLHF figure by model and phase (``generation``, ``training``, step 1)."""
+    """Rates of a GPU in the blog's RLHF figure, by model and phase: ``generation``, and ``training`` of step 1."""
     table = pd.read_csv(FOLDER / "zeropp_rlhf.csv")
     table = table[table["phase"].isin(phases)].sort_values("phase", kind="stable", ignore_index=True)
     return table.assign(speedup=table["zeropp"] / table["zero3"])

@@ -67,7 +67,9 @@ def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "
     the speed-up.
     """
     kept = undisturbed(group)
-    keys = list(zip(kept["seed"], kept["repeat"], strict=True))  # of a trial run again, the last counts
+    keys = list(
+        zip(kept["seed"], kept["repeat"], strict=True)
+    )  # if a trial was run again, its last run counts
     over, under, occasion = (dict(zip(keys, kept[name], strict=True)) for name in (above, below, "occasion"))
     return _with_disturbance(paired_ratio_interval(over, under, occasion, len(group) - len(kept)), kept)
 
@@ -83,9 +85,9 @@ def steady_ratio(group: pd.DataFrame, above: str, below: str) -> Interval:
 
 
 def expected(group: pd.DataFrame) -> Prediction:
-    """What a further run is expected to find for the speed-up of :func:`pairs` of one configuration.
+    """The speed-up that a further run is expected to find, from :func:`pairs` of one configuration.
 
-    The covariate is the computation of a step of the baseline, in seconds.
+    It may depend on how long the computation of the baseline's step takes: these seconds are the covariate.
     """
     kept = undisturbed(group)
     points = [
@@ -124,7 +126,7 @@ def geometric(values: pd.Series[float]) -> float:
 
 
 def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval:
-    """Geometric mean of ``column`` over the undisturbed trials, with its interval; pages print step times so."""
+    """Geometric mean of ``column`` over the undisturbed trials, with its interval, as pages print step times."""
     kept = undisturbed(group)
     of_group = geometric_interval(list(kept[column]), list(kept["occasion"]), len(group) - len(kept))
     return _with_disturbance(of_group, kept)
@@ -152,7 +154,8 @@ def several_rates(table: pd.DataFrame) -> pd.DataFrame:
 def parity(table: pd.DataFrame) -> pd.DataFrame:
     """The contrast at a quarter of the rate over the baseline at the full rate, paired by seed and repeat.
 
-    Columns of ``table``, ``baseline`` (its id), ``full_rate``, and ``parity``, of tokens per second.
+    The columns are those of ``table``, ``baseline`` (the id of the baseline's trial), ``full_rate``, and ``parity``,
+    the ratio of tokens per second.
     """
     shaped = table.dropna(subset=["rate_mbit"])
     named_in_suite = shaped["role"].eq("baseline").any()
