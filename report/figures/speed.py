@@ -50,9 +50,9 @@ _TOKENS: Final = Measure(
 
 
 def _over_rates(data: pd.DataFrame) -> pd.DataFrame:
-    """Select trials whose batch and number of ranks ran at several rates, and name the ``panel`` of each trial.
+    """Select trials whose topology and tokens per rank ran at several rates, and name the ``panel`` of each trial.
 
-    A panel is for one batch size and one number of ranks.
+    There is one panel for each topology and number of tokens per rank.
     """
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
     data = speedups.several_rates(data).sort_values(keys, kind="stable")
