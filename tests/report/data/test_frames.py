@@ -163,7 +163,7 @@ def test_failures_of_another_pool_are_left_out() -> None:
 
 def test_a_trial_that_this_version_does_not_know_gives_one_clear_line() -> None:
     """An unknown strategy in a record is refused, naming the record and the field."""
-    with pytest.raises(ReportError, match=r"record .*: trial.strategy") as refused:
+    with pytest.raises(ReportError, match=r"record .* cannot read trial.strategy") as refused:
         frames_of([record_of(Trial(), trial=Trial().canonical() | {"strategy": "zero9"})])
     assert "\n" not in str(refused.value)
 
