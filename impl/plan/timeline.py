@@ -214,7 +214,7 @@ class Pass:
             for unit in schedule.reduction_order
         }
         self._queue = ReductionQueue(bucket)
-        self._queue.order = list(self._reductions.values())
+        self._queue.follow(list(self._reductions.values()))
 
     def compute(self, seconds: Seconds) -> None:
         """Let the processor work for ``seconds``."""
