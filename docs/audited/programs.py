@@ -213,17 +213,17 @@ def quantised_gather(steps: int) -> None:
         optimizer.zero_grad()
 
 
-def zeropp(steps: int) -> None:
+def zeropp(steps: int) -> Any:
     """This project's ZeRO++ on nodes of two ranks."""
-    _ours("zeropp", steps)
+    return _ours("zeropp", steps)
 
 
-def zero3(steps: int) -> None:
+def zero3(steps: int) -> Any:
     """This project's hierarchical ZeRO-3 on nodes of two ranks."""
-    _ours("zero3", steps)
+    return _ours("zero3", steps)
 
 
-def _ours(preset_name: str, steps: int) -> None:
+def _ours(preset_name: str, steps: int) -> Any:
     from impl.comm.mesh import Mesh
     from impl.plan.policy import preset
     from impl.plan.topology import Topology
@@ -237,6 +237,7 @@ def _ours(preset_name: str, steps: int) -> None:
         model(torch.randn(BATCH, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    return engine
 
 
 PROGRAMS = {

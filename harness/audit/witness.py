@@ -176,6 +176,7 @@ class Witness:
         self.ring = next((int(size) for size in sizes if size.isdigit()), 2000)  # 2000 is torch's default
         self.torch: Any = None
         self.undo: list[Callable[[], Any]] = []
+        self.hooks: list[Any] = []
         self._fresh()
 
     def _fresh(self) -> None:
@@ -236,12 +237,14 @@ class Witness:
             if self.used:
                 self.write(event="end", how=how, steps=self.steps)
 
-    def stop(self) -> None:
-        """Take all hooks and wrappers back."""
+    def stop(self, *, in_hook: bool = False) -> None:
+        """Take all wrappers and hooks back; ``in_hook``: an optimizer's hook runs, so that they stay and do nothing."""
         self.over = True
         for undo in reversed(self.undo):
             undo()
-        self.undo.clear()
+        if not in_hook:  # torch iterates over the hooks while they run
+            for hook in self.hooks:
+                hook.remove()
 
     def fault(self) -> None:
         """Write the exception that is being handled, if it is the first one."""
@@ -274,11 +277,10 @@ class Witness:
         if not (hasattr(torch, "distributed") and torch.distributed.is_available()):
             return
         optimizer = sys.modules["torch.optim.optimizer"]
-        handles = [
+        self.hooks = [
             optimizer.register_optimizer_step_pre_hook(self.before_step),
             optimizer.register_optimizer_step_post_hook(self.after_step),
         ]
-        self.undo += [handle.remove for handle in handles]
         group = torch.distributed.ProcessGroup
         for method in _METHODS:
             if hasattr(group, method):
@@ -381,7 +383,7 @@ class Witness:
             self._read(final=False)
         if done:
             self.write(event="end", how=f"step {self.steps}", steps=self.steps)
-            self.stop()
+            self.stop(in_hook=True)
 
     def mark_calls(self, module: Any) -> None:
         """Make each return of the function that the marker names end a step."""

@@ -1,0 +1,135 @@
+"""Tests that programs of many kinds, audited on real ranks over gloo, send the bytes of their closed forms."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, Final
+
+import pytest
+import torch.distributed as dist
+
+from docs.audited import programs
+from harness.audit import wire
+from harness.audit.inside import Found, audit
+from harness.audit.schemes import NONE
+from impl.comm.mesh import Mesh
+from impl.plan.topology import Topology
+from impl.plan.traffic import passes, predict
+from tests.support.ranks import on_processes
+
+STEPS: Final = 3
+M: Final = sum(parameter.numel() for parameter in programs.Net().parameters())
+ROOT: Final = 2 * programs.WIDTH**2  # parameters of FSDP2's root, which stays gathered
+NAMES: Final = {
+    "ddp": ("DDP", 4 * M),
+    "ddp_static_graph": ("DDP", 4 * M),
+    "ddp_bf16_hook": ("DDP", 2 * M),
+    "ddp_no_sync": ("DDP", 4 * M),
+    "fsdp2": ("ZeRO-3 (FSDP2)", 4 * (3 * M - ROOT)),
+    "fsdp2_kept": ("ZeRO-3 (FSDP2, weights kept for backward)", 4 * 2 * M),
+    "fsdp2_hsdp": ("HSDP of 2 shards (FSDP2)", 4 * (3 * M - ROOT + M // 2)),
+    "fsdp2_mixed": ("ZeRO-3 (FSDP2)", 2 * (2 * M - ROOT) + 4 * M),
+    "fsdp2_two_groups": ("HSDP of 2/4 shards (FSDP2)", 4 * (3 * M - ROOT + programs.WIDTH**2 * 8 // 2)),
+}
+"""The scheme of each program, and the bytes of its messages in a step."""
+
+
+def _audited(mesh: Mesh, names: tuple[str, ...]) -> dict[str, Any]:
+    """What each program sent on this rank: its scheme, and the rows of its last step."""
+    found = {}
+    for name in names:
+        with audit(ranks_per_node=2) as audited:
+            engine = programs.PROGRAMS[name](STEPS)
+        found[name] = (*_of(audited), _predicted(engine, mesh) if name.startswith("zero") else None)
+    os.environ["QUANTISE"] = "0"
+    with audit(ranks_per_node=2) as audited:
+        programs.quantised_gather(STEPS)
+    found["expectation"] = audited.check("all_gather int8 >= 0.4 M")
+    return found
+
+
+def _of(audited: Found) -> tuple[Any, ...]:
+    report, rank = audited.report, audited.calls.ranks[0]
+    assert report.steps == [1, 2, 3]
+    rows = rank.rows[STEPS]
+    sent = [
+        wire.sent(rank.number, key, count, audited.calls.group(rank, key.group), audited.calls.topology)
+        for key, count in rows.items()
+    ]
+    totals = sum(each.inside for each in sent), sum(each.between for each in sent)
+    sizes = [(key.operation, key.phase, key.dtype, key.source, count) for key, count in rows.items()]
+    scheme = audited.scheme
+    assert scheme is not None
+    return scheme.name, scheme.measured, scheme.expected, sizes, totals
+
+
+def _predicted(engine: Any, mesh: Mesh) -> tuple[int, int]:
+    """Bytes that this rank sends inside and between nodes in a step, by :mod:`impl.plan.traffic`."""
+    policy, units = engine.units[0].policy, [unit.geometry for unit in engine.units]
+    events = [*passes(policy) * 2]
+    sent = predict(policy, mesh.topology, units, mesh.rank, events).sent
+    first = predict(policy, mesh.topology, units, mesh.rank, passes(policy)).sent
+    links = ("intra", "inter")
+    both = [
+        [sum(s.bytes for key, s in book.items() if key.link == link) for link in links]
+        for book in (sent, first)
+    ]
+    return both[0][0] - both[1][0], both[0][1] - both[1][1]
+
+
+@functools.cache
+def results() -> list[dict[str, Any]]:
+    """The results of all ranks, of programs that run one after another in the same processes."""
+    names = (*NAMES, "zero3", "zeropp", "quantised_gather", "pipeline")
+    return on_processes(Topology(2, 2), _audited, names)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_messages_are_those_of_the_scheme(name: str) -> None:
+    """The bytes of all ranks equal the closed form exactly, and the form what its formula says."""
+    for rank in results():
+        found, measured, expected, *_ = rank[name]
+        assert (found, measured, expected) == (NAMES[name][0], NAMES[name][1], NAMES[name][1])
+
+
+def test_a_pipeline_sends_activations_and_their_gradients() -> None:
+    """Rank 0 sends in forward and rank 1 in backward; other ranks send nothing."""
+    nbytes = 4 * programs.BATCH * programs.WIDTH
+    for number, rank in enumerate(results()):
+        name, _, _, sizes, totals = rank["pipeline"][:5]
+        assert name == NONE
+        assert sorted(size[0] for size in sizes) == (["recv", "send"] if number < 2 else [])
+        assert {size[3] for size in sizes} <= {"wrapper"}
+        assert totals == ((nbytes, 0) if number < 2 else (0, 0))
+
+
+@pytest.mark.parametrize("name", ["zero3", "zeropp"])
+def test_our_engine_sends_what_its_plan_predicts(name: str) -> None:
+    """Inside and between nodes, the bytes of a step equal those of impl.plan.traffic."""
+    for rank in results():
+        *_, totals, predicted = rank[name]
+        assert totals == predicted
+
+
+def test_a_quantised_gather_is_of_its_type() -> None:
+    """All weights are gathered once in int8."""
+    for rank in results():
+        (size,) = (size for size in rank["quantised_gather"][3] if size[2] == "int8")
+        assert (size[0], size[4].elements, size[4].bytes) == ("all_gather", M, M)
+
+
+def test_a_gather_that_silently_is_not_quantised_breaks_an_expectation() -> None:
+    """The line says in which type the weights were gathered."""
+    for number, rank in enumerate(results()):
+        (line,) = rank["expectation"]
+        assert line.startswith(f"broken: all_gather int8 >= 0.4 M: rank {number} has 0 M in step 1")
+        assert "float32" in line
+
+
+def test_nothing_is_left_behind() -> None:
+    """After the block, torch's methods and functions are its own again."""
+    before = dist.ProcessGroup.allreduce, dist.destroy_process_group
+    with audit():
+        assert dist.ProcessGroup.allreduce is not before[0]
+    assert (dist.ProcessGroup.allreduce, dist.destroy_process_group) == before
