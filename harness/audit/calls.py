@@ -262,12 +262,12 @@ def lines(calls: Calls, step: int) -> list[Line]:
 
 
 def alike(calls: Calls, steps: Sequence[int]) -> list[list[int]]:
-    """Return the steps in classes with equal calls on all ranks, the largest class first."""
+    """Return the steps in classes with equal calls on all ranks: the largest class first, of equal ones the latest."""
     classes: dict[Any, list[int]] = defaultdict(list)
     for step in steps:
         signature = tuple(frozenset(rank.rows.get(step, {}).items()) for rank in calls.ranks)
         classes[signature].append(step)
-    return sorted(classes.values(), key=lambda members: (-len(members), members[0]))
+    return sorted(classes.values(), key=lambda members: (-len(members), -members[-1]))
 
 
 def spans(numbers: Iterable[int]) -> str:

@@ -18,7 +18,8 @@ from harness.errors import Refusal
 MARK: Final = "audit.json"  # the file by which a folder is known to hold an audit
 RANKS: Final = "ranks"  # the folder of the witnesses' files
 _SITE: Final = "site"  # the folder on PYTHONPATH
-_BUFFER: Final = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # since torch 2.10, and before
+_BUFFER: Final = "TORCH_FR_BUFFER_SIZE"
+_OLD_BUFFER: Final = "TORCH_NCCL_TRACE_BUFFER_SIZE"  # its name before, of which torch now warns
 
 
 def prepare(folder: Path, options: Mapping[str, Any]) -> None:
@@ -48,9 +49,8 @@ def environment(folder: Path) -> dict[str, str]:
     """Return the variables that differ for the program: PYTHONPATH, and the size of the recorder's ring."""
     paths = [str((folder / _SITE).resolve()), os.environ.get("PYTHONPATH", "")]
     added = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    for name in _BUFFER:
-        size = os.environ.get(name, "")
-        added[name] = str(max(witness.RING, int(size) if size.isdigit() else 0))
+    sizes = [os.environ.get(name, "") for name in (_BUFFER, _OLD_BUFFER)]
+    added[_BUFFER] = str(max([witness.RING, *(int(size) for size in sizes if size.isdigit())]))
     return added
 
 

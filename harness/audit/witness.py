@@ -42,7 +42,7 @@ import threading
 import time
 import traceback
 import weakref
-from typing import Any, Callable, Iterable, Iterator, Tuple  # noqa: UP035  # Python 3.8
+from typing import Any, Callable, Container, Iterable, Iterator, Tuple  # noqa: UP035  # Python 3.8
 
 Call = Tuple[int, Tuple[Any, ...]]  # noqa: UP006  # when it was made, in ns, and its row without a count
 
@@ -117,7 +117,7 @@ def describe(frames: Iterable[tuple[str, str, int]], thread: str = "") -> tuple[
             operation = found if found in dict(_OPERATIONS).values() else operation
         elif not caller and not path.endswith(_PASSED_THROUGH):
             caller = f"{_below_packages(path)}:{line} ({name})"
-        library = any(part in path for part in _LIBRARIES)
+        library = any(part in path for part in _LIBRARIES) or path == __file__
         if not site and not library and "/torch/" not in path and not path.startswith((_STANDARD, "<")):
             site = f"{path}:{line} ({name})"
         if name in ("_engine_run_backward", "backward"):
@@ -283,7 +283,7 @@ class Witness:
         ]
         group = torch.distributed.ProcessGroup
         for method in _METHODS:
-            if hasattr(group, method):
+            if method in vars(group):
                 self.replace(group, method, self.noting(getattr(group, method), operation_of(method)))
         c10d = sys.modules["torch.distributed.distributed_c10d"]
         destroy = c10d.destroy_process_group
@@ -298,7 +298,7 @@ class Witness:
 
     def replace(self, holder: Any, name: str, value: Any) -> None:
         """Set an attribute until :meth:`stop`."""
-        before = getattr(holder, name)
+        before = vars(holder)[name]  # not getattr(), which unwraps the methods of pybind's classes
         setattr(holder, name, value)
         self.undo.append(lambda: setattr(holder, name, before))
 
@@ -426,6 +426,8 @@ class Witness:
         if world is None or (self.forked_here and world.default_pg in (None, self.inherited)):
             return
         for group, members in [*world.pg_group_ranks.items()]:
+            if not hasattr(group, "group_name"):  # a number stands for groups without this rank
+                continue
             name = str(group.group_name)
             if name not in self.groups and group is not self.inherited:
                 ranks = sorted(members, key=members.__getitem__)
@@ -445,12 +447,14 @@ class Witness:
             for parameter in group["params"]:
                 self.held[id(parameter)] = (_elements(parameter), str(parameter.dtype).rpartition(".")[2])
         by, counted = "optimizer " + ", ".join(dict.fromkeys(self.optimizers.values())), self.held
-        if (models := _other_engines()) is not None:
+        if (models := _other_engines(self.optimizers)) is not None:
             by, counted = models
         types: dict[str, int] = {}
         for elements, dtype in counted.values():
             types[dtype] = types.get(dtype, 0) + elements
-        self.write(event="model", elements=sum(types.values()), types=types, by=by, fsdp=_fsdp_units())
+        self.write(
+            event="model", elements=sum(types.values()), types=types, by=by, fsdp=_fsdp_units(self.held)
+        )
 
     # Reading ----------------------------------------------------------------------------------------------------
 
@@ -475,7 +479,7 @@ class Witness:
         if final and self.tail:
             self.write(event="rows", first=self.steps + 1, last=None, rows=_rows(self.tail))
             self.tail = []
-        if self.steps > self.read_steps or final:
+        if self.used and (self.steps > self.read_steps or final):
             self.write(event="counters", step=self.steps, sent=self.counters(), time=time.time_ns())
         self.read_steps = self.steps
         self.cost = time.perf_counter() - began
@@ -699,30 +703,42 @@ def _elements(parameter: Any) -> int:
     return int(parameter.numel())
 
 
-def _other_engines() -> tuple[str, dict[int, tuple[int, str]]] | None:
-    """Return the parameters of engines whose optimizers hold flat shards: DeepSpeed's and this project's."""
+def _other_engines(optimizers: Container[int]) -> tuple[str, dict[int, tuple[int, str]]] | None:
+    """Return the parameters of engines whose optimizers hold flat shards: DeepSpeed's and this project's.
+
+    ``optimizers`` are the ids of the optimizers that have stepped.
+    """
     if (watch := sys.modules.get("impl.engine.optimizer_watch")) is not None and (engines := watch.engines()):
         slots = [slot for engine in engines for unit in engine.units for slot in unit.geometry.slots]
-        return "this project's engine", {place: (slot.numel, "float32") for place, slot in enumerate(slots)}
+        return "this project's engine", {
+            place: (slot.spec.numel, "float32") for place, slot in enumerate(slots)
+        }
     if (deepspeed := sys.modules.get("deepspeed")) is not None and hasattr(deepspeed, "DeepSpeedEngine"):
         import gc
 
         engines = [obj for obj in gc.get_objects() if type(obj).__name__.endswith("Engine")]
         engines = [engine for engine in engines if isinstance(engine, deepspeed.DeepSpeedEngine)]
+        engines = [engine for engine in engines if id(engine.basic_optimizer) in optimizers]
         parameters = [parameter for engine in engines for parameter in engine.module.parameters()]
         sizes = {id(p): (_elements(p), str(p.dtype).rpartition(".")[2]) for p in parameters}
         return ("DeepSpeed", sizes) if sizes else None
     return None
 
 
-def _fsdp_units() -> list[dict[str, Any]]:
-    """Return sizes, types and groups of FSDP2's units; empty if the program has none, or this torch hides them."""
+def _fsdp_units(held: Container[int]) -> list[dict[str, Any]]:
+    """Return sizes, types and groups of FSDP2's units; empty if the program has none, or this torch hides them.
+
+    ``held`` are the ids of the parameters that optimizers hold; units without any of them, such as a teacher's, are
+    left out.
+    """
     units = []
     states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
     for reference in [*states.values()]:
         state = reference()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for group in filter(None, groups):
+            if not any(id(parameter.sharded_param) in held for parameter in group.fsdp_params):
+                continue
             mesh, after = group.mesh_info, group.post_forward_mesh_info
             shards = int(getattr(mesh, "shard_mesh_size", 1))
             padded = trained = elements = 0

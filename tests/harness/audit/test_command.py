@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -168,7 +169,7 @@ def test_the_guides_program_is_audited_as_the_guide_says(tmp_path: Path) -> None
     shutil.rmtree(tmp_path / "audit", ignore_errors=True)
     done = subprocess.run(
         [sys.executable, "-m", "harness.cli", "audit", "--expect", "all_gather bfloat16 >= 0.9 M", "--", *program],
-        cwd=tmp_path, capture_output=True, text=True, check=False, env={**__import__("os").environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "These are the messages of ZeRO-3 (FSDP2): +0.00% from the closed form." in done.stdout

@@ -146,8 +146,13 @@ def test_a_program_that_fails_keeps_its_status_and_its_calls(
 @pytest.mark.long
 def test_steps_after_the_last_one_that_was_asked_for_are_not_recorded(tmp_path: Path) -> None:
     """The methods of torch are its own again."""
-    text = "noting = dist.ProcessGroup.allreduce\nstep(1); step(2)\nassert dist.ProcessGroup.allreduce is not noting\nstep(3)"
-    calls = audited(tmp_path, ALONE + text, last_step=2)
+    text = """
+    noting = dist.ProcessGroup.allreduce
+    step(1); step(2)
+    assert dist.ProcessGroup.allreduce is not noting
+    step(3)
+    """
+    calls = audited(tmp_path, ALONE + textwrap.dedent(text), last_step=2)
     assert elements(calls) == {1: 1, 2: 2}
     assert calls.notes == []
 
