@@ -219,15 +219,22 @@ def combine(
 
 
 def _topology(ranks: Sequence[Rank], ranks_per_node: int | None) -> Topology:
+    """Return where all ranks of the program are, also those whose files are on another host."""
+    world = max((rank.world for rank in ranks), default=0)
+    numbers = sorted({*range(world), *(rank.number for rank in ranks)})
     if ranks_per_node is not None:
-        return Topology({rank.number: rank.number // ranks_per_node for rank in ranks})
-    places = {}
+        return Topology({number: number // ranks_per_node for number in numbers})
+    places: dict[int, str] = {}
     for rank in ranks:
         known = rank.process.get("environment", {})
+        local = known.get("LOCAL_WORLD_SIZE", "")
+        if local and "GROUP_RANK" in known:  # torchrun; the ranks that are not seen are placed likewise
+            for number in numbers:
+                places.setdefault(number, str(number // int(local)))
         number = known.get("GROUP_RANK") or known.get("SLURM_NODEID")
         places[rank.number] = number if number is not None else str(rank.process.get("host", ""))
-    names = list(dict.fromkeys(places[number] for number in sorted(places)))
-    return Topology({number: names.index(place) for number, place in places.items()})
+    names = list(dict.fromkeys(places.get(number, "elsewhere") for number in numbers))
+    return Topology({number: names.index(places.get(number, "elsewhere")) for number in numbers})
 
 
 @dataclass(frozen=True, slots=True)

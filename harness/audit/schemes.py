@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from harness.audit.calls import Calls, Count, Rank
+from harness.audit.calls import PHASES, Calls, Count, Rank
 from harness.audit.witness import item_bytes
 
 TOLERANCE: Final = 0.01  # by which a term may differ from its closed form
@@ -105,7 +105,8 @@ def recognise(calls: Calls, rank: Rank, step: int, model: Model) -> Scheme:
     large = {place: count for place, count in sums.items() if count.elements >= _SMALL * model.elements}
     small = [_term(place, count) for place, count in sums.items() if place not in large and count.bytes]
     name, expected = _closed_form(large, model)
-    terms = [_term(place, count, expected.get(place)) for place, count in large.items()]
+    order = sorted(large, key=lambda place: (PHASES.index(place[1]), place))
+    terms = [_term(place, large[place], expected.get(place)) for place in order]
     fits = all(term.difference is not None and abs(term.difference) <= TOLERANCE for term in terms)
     if not large or not fits or set(expected) - set(large):
         named = [term for term in terms if term.expected is not None]

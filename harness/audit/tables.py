@@ -16,22 +16,22 @@ from harness.csv_cells import safe_cell
 from harness.terminal_table import BYTES, Column
 
 COLUMNS: Final = (
-    Column("phase"),
+    Column("phase", always=True),
     Column("operation", always=True),
     Column("done_as", "done as", rank=3),
     Column("dtype", "type", always=True),
     Column("group", "groups", rank=2),
     Column("place", rank=1),
     Column("ranks", rank=2),
-    Column("calls", form="d"),
-    Column("bytes", "message", BYTES),
+    Column("calls", form="d", always=True),
+    Column("bytes", "message", BYTES, always=True),
     Column("parameters", "of parameters", ".3f", rank=1),
-    Column("sent", "sent by a rank", BYTES, rank=1),
+    Column("sent", "sent by a rank", BYTES, rank=1, always=True),
     Column("site", "call site", rank=1),
     Column("caller", rank=4),
 )
 SCHEME_COLUMNS: Final = (
-    Column("phase"),
+    Column("phase", always=True),
     Column("operation", always=True),
     Column("dtype", "type", always=True),
     Column("group_size", "ranks of the group", "d"),

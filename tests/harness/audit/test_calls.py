@@ -62,6 +62,13 @@ def test_a_rank_is_on_the_node_of_its_launcher(
     assert [calls_of(ranks, ranks_per_node).topology.nodes[rank] for rank in range(4)] == nodes
 
 
+def test_ranks_on_another_host_are_placed_as_torchrun_places_them() -> None:
+    """Each node's audit has the files of its own ranks only."""
+    environment = {"GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    calls = calls_of([events(rank, 4, [], environment=environment) for rank in (2, 3)])
+    assert calls.topology.nodes == {0: 0, 1: 0, 2: 1, 3: 1}
+
+
 def test_places_of_groups() -> None:
     """A group is inside a node, between nodes, or across both."""
     topology = Topology({0: 0, 1: 0, 2: 1, 3: 1})

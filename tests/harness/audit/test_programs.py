@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch.distributed as dist
 
 from docs.audited import programs
-from harness.audit import wire
+from harness.audit import run, tables, wire
+from harness.audit.calls import read
 from harness.audit.inside import Found, audit
 from harness.audit.schemes import NONE
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
 from impl.plan.traffic import passes, predict
+from tests.support.hosts import ROOT, Host, hosts
 from tests.support.ranks import on_processes
 
 STEPS: Final = 4
 M: Final = sum(parameter.numel() for parameter in programs.Net().parameters())
-ROOT: Final = 2 * programs.WIDTH**2  # parameters of FSDP2's root, which stays gathered
+KEPT: Final = 2 * programs.WIDTH**2  # parameters of FSDP2's root, which stays gathered
 NAMES: Final = {
     "ddp": ("DDP", 4 * M),
     "ddp_static_graph": ("DDP", 4 * M),
     "ddp_bf16_hook": ("DDP", 2 * M),
     "ddp_no_sync": ("DDP", 4 * M),
-    "fsdp2": ("ZeRO-3 (FSDP2)", 4 * (3 * M - ROOT)),
+    "fsdp2": ("ZeRO-3 (FSDP2)", 4 * (3 * M - KEPT)),
     "fsdp2_kept": ("ZeRO-3 (FSDP2, weights kept for backward)", 4 * 2 * M),
-    "fsdp2_hsdp": ("HSDP of 2 shards (FSDP2)", 4 * (3 * M - ROOT + M // 2)),
-    "fsdp2_mixed": ("ZeRO-3 (FSDP2)", 2 * (2 * M - ROOT) + 4 * M),
-    "fsdp2_two_groups": ("HSDP of 2/4 shards (FSDP2)", 4 * (3 * M - ROOT + programs.WIDTH**2 * 8 // 2)),
+    "fsdp2_hsdp": ("HSDP of 2 shards (FSDP2)", 4 * (3 * M - KEPT + M // 2)),
+    "fsdp2_mixed": ("ZeRO-3 (FSDP2)", 2 * (2 * M - KEPT) + 4 * M),
+    "fsdp2_two_groups": ("HSDP of 2/4 shards (FSDP2)", 4 * (3 * M - KEPT + programs.WIDTH**2 * 8 // 2)),
 }
 """The scheme of each program, and the bytes of its messages in a step."""
 
@@ -139,6 +143,39 @@ def test_a_gather_that_silently_is_not_quantised_breaks_an_expectation(results: 
         (line,) = rank["expectation"]
         assert line.startswith(f"broken: all_gather int8 >= 0.4 M: rank {number} has 0 M in step 1")
         assert "float32" in line
+
+
+@pytest.mark.long
+@pytest.mark.needs("namespaces")
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "fsdp2_hsdp", "zeropp"])
+def test_interfaces_count_what_the_calls_send(tmp_path: Path, name: str) -> None:
+    """On two nodes in network namespaces, each interface's counter is within 2 % of the calls' bytes."""
+    folder = tmp_path / "audit"
+    run.prepare(folder, {"last_step": None, "marker": ""})
+    with hosts(2, tmp_path, {}) as both:
+        started = [
+            host.start(_torchrun(number, both[0], name), **_environment(host, folder))
+            for number, host in enumerate(both)
+        ]
+        assert [process.wait(120) for process in started] == [0, 0], both[0].output + both[1].output
+    calls = read(folder / run.RANKS)
+    assert [calls.topology.nodes[rank.number] for rank in calls.ranks] == [0, 0, 1, 1]
+    report = tables.report_on(calls, calls.steps(2, None), None, by="optimizer steps")
+    outside = [row for row in tables.counter_rows(report) if row["interface"] != "lo"]
+    assert len(outside) == 2
+    for row in outside:
+        assert row["counted"] == pytest.approx(row["expected"], rel=0.02)
+
+
+def _torchrun(number: int, first: Host, name: str) -> list[str]:
+    where = ["--nnodes=2", f"--node-rank={number}", f"--master-addr={first.address}", "--master-port=29511"]
+    program = [str(programs.__file__), name, "8"]
+    return [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node=2", *program]
+
+
+def _environment(host: Host, folder: Path) -> dict[str, str]:
+    paths = run.environment(folder) | {"GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1"}
+    return paths | {"PYTHONPATH": f"{paths['PYTHONPATH']}:{ROOT}"}
 
 
 def test_nothing_is_left_behind() -> None:
