@@ -38,7 +38,6 @@ for the pipeline they are what rank 0 sends, because these programs call send an
 | program | scheme found | measured | closed form | difference | between nodes |
 | :--- | :--- | ---: | ---: | ---: | ---: |
 """
-UNKNOWN: Final = "\u2013"
 
 
 class Row(NamedTuple):
@@ -47,16 +46,15 @@ class Row(NamedTuple):
     program: str
     scheme: str
     measured: float
-    expected: float | None
+    expected: float
     between: float
 
     def markdown(self) -> str:
         """Return the row of the page."""
-        expected = UNKNOWN if self.expected is None else f"{self.expected:,.0f}"
-        difference = f"{self.measured / self.expected - 1:+.2%}" if self.expected else UNKNOWN
+        difference = f"{self.measured / self.expected - 1:+.2%}"
         about = (programs.PROGRAMS[self.program].__doc__ or "").rstrip(".")
         return (
-            f"| `{self.program}`: {about} | {self.scheme} | {self.measured:,.0f} | {expected} | {difference} "
+            f"| `{self.program}`: {about} | {self.scheme} | {self.measured:,.0f} | {self.expected:,.0f} | {difference} "
             f"| {self.between:,.0f} |\n"
         )
 
@@ -82,9 +80,10 @@ def row_of(name: str, calls: Calls) -> Row:
     between = wire.between_by_node(calls, step)[0]
     own = {"zero3": _ours, "zeropp": _ours, "pipeline": _pipeline}.get(name)
     if own is None:
-        known = scheme.name != NONE
-        measured = scheme.measured if known else sum(count.bytes for count in rank.rows[step].values())
-        return Row(name, scheme.name, measured, scheme.expected if known else None, between)
+        if scheme.name != NONE:
+            return Row(name, scheme.name, scheme.measured, scheme.expected, between)
+        whole = sum(count.bytes for count in rank.rows[step].values())
+        return Row(name, scheme.name, whole, float(model.elements), between)  # a byte for each parameter
     sent = sum(
         wire.sent(0, key, count, calls.group(rank, key.group), calls.topology).all
         for key, count in rank.rows[step].items()
