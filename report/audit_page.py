@@ -36,7 +36,13 @@ def page(report: Report, command: Sequence[str]) -> str:
         title = tables.scheme_sentence(scheme)
         shown.insert(0, _table(title, tables.scheme_rows(scheme), tables.SCHEME_COLUMNS))
     if rows := tables.counter_rows(report):
-        shown.append(_table("Bytes that the nodes' interfaces sent", rows, tables.COUNTER_COLUMNS))
+        shown.append(
+            _table(
+                "Bytes that the nodes' interfaces sent in all these steps together, without headers of packets",
+                rows,
+                tables.COUNTER_COLUMNS,
+            )
+        )
     return render_template("audit.html", {
         "command": visible(shlex.join(command)), "sentences": [*map(visible, tables.sentences(report))],
         "broken": [*map(visible, report.broken)], "kept": report.kept, "notes": [*map(visible, report.calls.notes)],

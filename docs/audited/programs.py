@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-WIDTH = 64
+WIDTH = int(os.environ.get("WIDTH", "64"))
 BATCH = 4
 Model = nn.Module
 
 
 class Net(nn.Module):
-    """Blocks of two matrices between an embedding and a head; all shapes are multiples of 64."""
+    """Blocks of two matrices between an embedding and a head; all shapes are multiples of WIDTH."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -124,7 +124,10 @@ def show_report(report: Report, out: Console) -> None:
         say(scheme_sentence(report.scheme), out)
         show(tables.scheme_rows(report.scheme), tables.SCHEME_COLUMNS, out, whole=f"{CSV} has all")
     if rows := tables.counter_rows(report):
-        say("Bytes that the nodes' interfaces sent in all these steps together:", out)
+        say(
+            "Bytes that the nodes' interfaces sent in all these steps together, without headers of packets:",
+            out,
+        )
         show(rows, tables.COUNTER_COLUMNS, out, whole=f"{CSV} has all")
     for line in report.broken:
         say(line, out)

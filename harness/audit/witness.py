@@ -20,7 +20,8 @@ The file has one JSON object a line:
 - ``model``: the number of parameters that optimizers hold, and the units of FSDP2;
 - ``rows``: calls of the steps ``first`` to ``last``, which all had the same calls; ``last`` is null for calls after
   the last whole step.  A row is a list in the order of :data:`FIELDS`;
-- ``counters``: bytes that interfaces have sent until the end of a step; ``lost``: entries that were overwritten;
+- ``counters``: bytes that interfaces have sent until the end of a step, without headers;
+- ``lost``: entries that were overwritten;
 - ``fault``: an exception of this file; ``end``: the process ended by itself.
 
 Sources: torch/csrc/distributed/c10d/FlightRecorderDetail.hpp (``dump``, ``record``), torch/optim/optimizer.py (global
@@ -80,6 +81,7 @@ _METHODS = (
     "alltoall_base", "all_to_all_single", "barrier",
 )  # fmt: skip
 _POINT_TO_POINT = ("send", "recv")
+_HEADER = 66  # bytes of a TCP packet: Ethernet 14, IPv4 20, TCP 32 with timestamps
 _API_FILES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
 _PASSED_THROUGH = (*_API_FILES, "/torch/distributed/c10d_logger.py", "/torch/_ops.py", __file__)
 _STEPS = ("step", "_take_model_step", "clip_grad_norm_", "get_total_norm", "_get_total_norm", "unscale_")
@@ -566,12 +568,16 @@ class Witness:
         return (*key, elements, size)
 
     def counters(self) -> dict[str, int]:
-        """Return the bytes that each interface, InfiniBand port and this process's GPU has sent so far."""
+        """Return the bytes that each interface, InfiniBand port and this process's GPU has sent so far.
+
+        The bytes of interfaces are without headers, 66 bytes for each packet, to be compared with those of messages.
+        """
         sent = {}
         with open("/proc/self/net/dev", encoding="ascii") as file:  # noqa: PTH123  # also right in a namespace
             for line in file.readlines()[2:]:
                 name, _, numbers = line.partition(":")
-                sent[name.strip()] = int(numbers.split()[8])
+                fields = numbers.split()
+                sent[name.strip()] = int(fields[8]) - _HEADER * int(fields[9])
         ports = "/sys/class/infiniband/*/ports/*/counters/port_xmit_data"
         for path in glob.glob(ports) if os.path.isdir("/sys/class/infiniband") else ():  # noqa: PTH112, PTH207
             try:

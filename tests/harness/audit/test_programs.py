@@ -164,7 +164,7 @@ def test_interfaces_count_what_the_calls_send(tmp_path: Path, name: str) -> None
     outside = [row for row in tables.counter_rows(report) if row["interface"] != "lo"]
     assert len(outside) == 2
     for row in outside:
-        assert row["counted"] == pytest.approx(row["expected"], rel=0.02)
+        assert row["counted"] == pytest.approx(row["expected"], rel=0.02), outside
 
 
 def _torchrun(number: int, first: Host, name: str) -> list[str]:
@@ -174,7 +174,11 @@ def _torchrun(number: int, first: Host, name: str) -> list[str]:
 
 
 def _environment(host: Host, folder: Path) -> dict[str, str]:
-    paths = run.environment(folder) | {"GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1"}
+    paths = run.environment(folder) | {
+        "GLOO_SOCKET_IFNAME": host.interface,
+        "OMP_NUM_THREADS": "1",
+        "WIDTH": "256",
+    }
     return paths | {"PYTHONPATH": f"{paths['PYTHONPATH']}:{ROOT}"}
 
 
