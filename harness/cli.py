@@ -66,7 +66,7 @@ _ONE_OCCASION: Final = (
     "For a further occasion, restart the machine, use another machine, or wait an hour, and run this command again"
 )
 # Commands that may import and call what a suite names; in all others such an import raises.
-_RUNNING: Final = frozenset(("run", "train", "trace", "snapshot", "check", "bench"))
+_RUNNING: Final = frozenset(("run", "train", "trace", "snapshot", "check", "bench", "audit"))
 
 app = typer.Typer(
     name="zeropp",
@@ -403,6 +403,68 @@ def doctor(
         if not _print_rows(table, as_json=as_json, as_csv=as_csv):
             terminal.nodes(table, terminal_table.console())
         nodes.status = OK
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def audit(
+    command: Annotated[
+        list[str],
+        typer.Argument(help="The program, as typed in a shell: torchrun train.py ...", metavar="COMMAND..."),
+    ],
+    *,
+    steps: Annotated[
+        str, typer.Option(help="Steps to report, from 1: 5, 2:10 or 2: (all but the first).", metavar="STEPS")
+    ] = "2:",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Function that returns the model, to count its parameters. Default: the optimizers' parameters.",
+            metavar="MODULE:FUNCTION",
+        ),
+    ] = "",
+    expect: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What has to hold, as 'all_gather int8 <= 0.5 M between nodes'; repeatable.",
+            metavar="EXPECTATION",
+        ),
+    ] = None,
+    expectations: Annotated[
+        Path | None, typer.Option(help="File with expect = ['...', ...].", metavar="FILE.toml")
+    ] = None,
+    step_marker: Annotated[
+        str,
+        typer.Option(
+            help="Function whose return ends a step. Default: the first torch optimizer's step().",
+            metavar="MODULE:FUNCTION",
+        ),
+    ] = "",
+    ranks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of a node. Default: as torchrun or Slurm placed them.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the page and the CSV.", metavar="DIR")] = Path(
+        "audit"
+    ),
+) -> None:
+    """Run any program unchanged, and report every collective of its torch.distributed: what it sends, and where.
+
+    The exit status is the program's own if it fails, 1 if an expectation is broken, and else 0.
+    """
+    from harness.audit import command as audits
+
+    options = audits.options(
+        command, steps=steps, expect=expect or [], file=expectations, marker=step_marker, model=model,
+        ranks_per_node=ranks_per_node, folder=out,
+    )  # fmt: skip
+    status, found = audits.audit(options)
+    if found is not None:
+        from report import audit_page
+
+        audits.show_report(found, terminal_table.console())
+        audits.write_files(found, out)
+        print(audit_page.write(found, out, command))
+    audits.warn_unchecked(options, found)
+    raise typer.Exit(audits.exit_status(status, found, len(options.expected)))
 
 
 @app.command("checkpoints")

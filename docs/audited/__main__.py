@@ -1,0 +1,135 @@
+"""Audits every program of :mod:`docs.audited.programs`: ``python -m docs.audited`` writes docs/audited.md.
+
+It takes about three minutes on two cores.  Names of programs audit only these, and print their rows.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+from docs.audited import programs
+from harness.audit import run, wire
+from harness.audit.calls import Calls, read
+from harness.audit.schemes import NONE, model_of, recognise
+from harness.strategies.deepspeed import why_missing
+from impl.plan.traffic import passes, predict
+
+ROOT: Final = Path(__file__).parents[2]
+PAGE: Final = ROOT / "docs" / "audited.md"
+RANKS: Final = 4
+STEPS: Final = 4
+HEAD: Final = """# What programs send, next to closed forms
+
+Each row is a program of [programs.py](audited/programs.py), trained on 2x2 ranks over gloo (torch {version}) and
+audited with `zeropp audit`; `python -m docs.audited` writes this page.
+The model has {parameters:,} parameters in fp32.
+*Measured* and *closed form* are bytes of whole messages of rank 0 in its third step.  For this project's engine and
+for the pipeline they are what rank 0 sends, because these programs call send and not collectives.
+*Between nodes* is what leaves a node, by the formulas of [wire.py](../harness/audit/wire.py).
+
+| program | scheme found | measured | closed form | difference | between nodes |
+| :--- | :--- | ---: | ---: | ---: | ---: |
+"""
+
+
+class Row(NamedTuple):
+    """One row of the page; sizes in bytes."""
+
+    program: str
+    scheme: str
+    measured: float
+    expected: float
+    between: float
+
+    def markdown(self) -> str:
+        """Return the row of the page."""
+        difference = f"{self.measured / self.expected - 1:+.2%}"
+        about = (programs.PROGRAMS[self.program].__doc__ or "").rstrip(".")
+        return (
+            f"| `{self.program}`: {about} | {self.scheme} | {self.measured:,.0f} | {self.expected:,.0f} | {difference} "
+            f"| {self.between:,.0f} |\n"
+        )
+
+
+def audit(name: str, ranks: int = RANKS, start: Sequence[str] = ()) -> Calls:
+    """Audit one program on ``ranks`` ranks of this machine, two to a node."""
+    start = start or [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        run.prepare(Path(folder), {"last_step": STEPS, "marker": ""})
+        os.environ["PYTHONPATH"] = str(ROOT)
+        status = run.run([*start, str(Path(programs.__file__)), name, str(STEPS)], Path(folder))
+        if status:
+            raise subprocess.CalledProcessError(status, name)
+        return read(Path(folder) / run.RANKS, 2)
+
+
+def row_of(name: str, calls: Calls) -> Row:
+    """Return the row of a program."""
+    rank, step = calls.ranks[0], STEPS - 1
+    model = model_of(calls)
+    assert model is not None  # noqa: S101  # every program has an optimizer
+    scheme = recognise(calls, rank, step, model)
+    between = wire.between_by_node(calls, step)[0]
+    own = {"zero3": _ours, "zeropp": _ours, "pipeline": _pipeline}.get(name)
+    if own is None:
+        if scheme.name != NONE:
+            return Row(name, scheme.name, scheme.measured, scheme.expected, between)
+        whole = sum(count.bytes for count in rank.rows[step].values())
+        return Row(name, scheme.name, whole, float(model.elements), between)  # a byte for each parameter
+    sent = sum(
+        wire.sent(0, key, count, calls.group(rank, key.group), calls.topology).all
+        for key, count in rank.rows[step].items()
+    )
+    return Row(name, scheme.name, sent, own(name), between)
+
+
+def _ours(name: str) -> float:
+    """Return what rank 0 sends in a step after the first, by the plan of this project's engine."""
+    from impl.plan.policy import preset
+    from impl.plan.topology import Topology
+    from impl.zero import plan_units
+
+    policy, topology = preset(name), Topology(RANKS // 2, 2)
+    net = programs.build()
+    units = plan_units(net, topology, policy, blocks=list(net.blocks))
+    step = passes(policy)
+    total = [
+        sum(s.bytes for s in predict(policy, topology, units, 0, step * n).sent.values()) for n in (1, 2)
+    ]
+    return float(total[1] - total[0])
+
+
+def _pipeline(_: str) -> float:
+    """Return the bytes of the activations that rank 0 sends."""
+    return 4.0 * programs.BATCH * programs.WIDTH
+
+
+def main(names: Sequence[str]) -> int:
+    """Write the page, or print the rows of some programs; returns the exit status."""
+    missing = why_missing()
+    wanted = [name for name in names or programs.PROGRAMS if not (missing and name.startswith("deepspeed"))]
+    rows = [row_of(name, audit(name)).markdown() for name in wanted]
+    if names:
+        sys.stdout.write("".join(rows))
+        return 0
+    if missing:
+        sys.stderr.write(f"{PAGE}: not written: {missing}\n")
+        return 1
+    parameters = sum(parameter.numel() for parameter in programs.build().parameters())
+    PAGE.write_text(
+        HEAD.format(version=torch.__version__, parameters=parameters) + "".join(rows), encoding="utf-8"
+    )
+    sys.stdout.write(f"{PAGE.relative_to(ROOT)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,288 @@
+"""Reads what the witnesses of an audited program wrote, and puts the calls of all ranks side by side."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from harness.audit.witness import FIELDS
+from harness.errors import Refusal
+
+PHASES: Final = ("forward", "backward", "optimizer", "other")
+_FIRST: Final = len(FIELDS) - 3  # index of the first count of a row
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group: its global ranks in the order of the group, and its backend."""
+
+    name: str
+    ranks: tuple[int, ...]
+    backend: str = ""
+    seen: bool = True  # whether a recorder sees its collectives
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+
+class Key(NamedTuple):
+    """What calls that are one row have in common."""
+
+    phase: str
+    operation: str  # what the program called
+    done_as: str  # what the backend did: gloo does a reduce_scatter as an all_reduce
+    dtype: str
+    group: str  # name
+    peer: int  # global rank at the other end of a send or recv; -1 if it is not known
+    site: str
+    caller: str
+    source: str  # "recorder" or "wrapper"
+
+
+class Count(NamedTuple):
+    """How many calls there were, and the elements and bytes of their whole messages."""
+
+    calls: int
+    elements: int
+    bytes: int
+
+    def plus(self, other: Count) -> Count:
+        """Return the sum."""
+        return Count(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+NOTHING: Final = Count(0, 0, 0)
+Rows = Mapping[Key, Count]
+
+
+@dataclass
+class Rank:
+    """What one process of the program did."""
+
+    number: int = -1  # global rank
+    world: int = 0
+    process: dict[str, Any] = field(default_factory=dict)
+    torch: str = ""
+    recorders: tuple[str, ...] = ()
+    groups: dict[str, Group] = field(default_factory=dict)
+    rows: dict[int, dict[Key, Count]] = field(default_factory=dict)  # by step
+    whole: int = 0  # steps whose calls were read
+    steps: int = 0  # steps that ended
+    model: dict[str, Any] | None = None
+    counters: dict[int, dict[str, int]] = field(default_factory=dict)  # at the end of a step
+    ended: str = ""  # how; empty if the process was killed
+    notes: list[str] = field(default_factory=list)
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Add one event of the witness."""
+        match event["event"]:
+            case "process":
+                self.process = dict(event)
+                self.number = int(event["environment"].get("RANK", self.number))
+            case "torch":
+                self.torch, self.recorders = event["version"], tuple(event["recorders"])
+            case "rank":
+                self.number, self.world = event["rank"], event["world"]
+            case "group":
+                group = Group(event["name"], tuple(event["ranks"]), event["backend"], event["seen"])
+                self.groups[group.name] = group
+            case "model":
+                self.model = dict(event)
+            case "rows":
+                counts = {Key(*row[:_FIRST]): Count(*row[_FIRST:]) for row in event["rows"]}
+                last = event["last"]
+                for step in range(event["first"], (event["first"] if last is None else last) + 1):
+                    rows = self.rows.setdefault(step, {})
+                    for key, count in counts.items():
+                        rows[key] = rows.get(key, NOTHING).plus(count)
+                self.whole = max(self.whole, last or 0)
+            case "counters":
+                self.counters[event["step"]] = event["sent"]
+            case "lost":
+                self.notes.append(
+                    f"the recorder overflowed: {event['entries']} calls of steps {event['first']} to {event['last']} "
+                    "are lost"
+                )
+            case "fault":
+                self.notes.append(f"the audit failed inside the program: {' | '.join(event['text'])}")
+            case "end":
+                self.ended, self.steps = event["how"], event["steps"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """On which node each rank is."""
+
+    nodes: Mapping[int, int]  # node by global rank
+
+    def place(self, ranks: Iterable[int]) -> str:
+        """Return whether a group is ``inside`` a node, ``between`` nodes (one rank each) or ``across`` both."""
+        nodes = [self.nodes.get(rank, 0) for rank in ranks]
+        if len(set(nodes)) <= 1:
+            return "inside"
+        return "between" if len(set(nodes)) == len(nodes) else "across"
+
+    @property
+    def count(self) -> int:
+        """Number of nodes."""
+        return len(set(self.nodes.values()))
+
+
+@dataclass
+class Calls:
+    """The calls of all ranks, and what the audit could not see."""
+
+    ranks: list[Rank]
+    topology: Topology
+    processes: int  # Python processes in which the witness was loaded
+    notes: list[str]
+
+    @property
+    def world(self) -> int:
+        """Number of ranks of the program."""
+        return max((rank.world for rank in self.ranks), default=0) or len(self.ranks)
+
+    @property
+    def whole(self) -> int:
+        """Number of steps that were read on every rank."""
+        return min((rank.whole for rank in self.ranks), default=0)
+
+    def group(self, rank: Rank, name: str) -> Group:
+        """Return a group of a rank; if it is not known, the group of all ranks stands for it."""
+        return rank.groups.get(name) or Group(name, tuple(range(self.world)))
+
+    def steps(self, first: int, last: int | None) -> list[int]:
+        """Return the numbers of the whole steps from ``first`` to ``last``; if there are none, of all whole steps."""
+        end = self.whole if last is None else min(last, self.whole)
+        return list(range(first, end + 1)) or list(range(1, self.whole + 1))
+
+
+def read(folder: Path, ranks_per_node: int | None = None) -> Calls:
+    """Read the files of the witnesses in ``folder``.
+
+    Args:
+        folder: the folder with the witnesses' files.
+        ranks_per_node: puts ranks ``k * ranks_per_node`` and following on node k; by default a rank's node follows
+            from torchrun's or Slurm's variables, else from its host.
+
+    Raises:
+        Refusal: if a file cannot be read.
+    """
+    ranks, notes, paths = list[Rank](), list[str](), sorted(folder.glob("*.jsonl"))
+    for path in paths:
+        rank = Rank()
+        try:
+            for line in path.read_text(encoding="utf-8").splitlines():
+                rank.take(json.loads(line))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if not isinstance(error, json.JSONDecodeError):
+                raise Refusal(f"{path}: cannot be read ({error}); run zeropp audit again") from error
+            rank.notes.append("its last line is incomplete")  # for example on a full disk
+        progress = path.with_name(path.name + ".steps")
+        if not rank.ended and progress.exists() and (text := progress.read_text(encoding="ascii")):
+            rank.steps = int(text)
+        if rank.rows or rank.groups or rank.world:
+            ranks.append(rank)
+    return combine(ranks, notes, processes=len(paths), ranks_per_node=ranks_per_node)
+
+
+def combine(
+    ranks: Sequence[Rank], notes: list[str], *, processes: int, ranks_per_node: int | None = None
+) -> Calls:
+    """Put the calls of the program's processes side by side; of a rank that was restarted, the last process counts."""
+    last: dict[int, Rank] = {}
+    for rank in sorted(ranks, key=lambda rank: rank.process.get("started", 0)):
+        if rank.number in last and rank.number >= 0:
+            notes.append(f"rank {rank.number} was started again: only its last process is reported")
+        last[rank.number if rank.number >= 0 else -1 - len(last)] = rank
+    kept = [last[number] for number in sorted(last)]
+    for place, rank in enumerate(kept):
+        if rank.number < 0:
+            rank.number = place
+        notes += [f"rank {rank.number}: {note}" for note in rank.notes]
+        if not rank.ended:
+            lost = rank.steps - rank.whole
+            after = f"; the calls of its last {lost} steps were not read" if lost > 0 else ""
+            notes.append(f"rank {rank.number} was killed in step {rank.steps + 1}{after}")
+        unseen = {group.backend for group in rank.groups.values() if not group.seen}
+        notes += [
+            f"backend {backend} of torch {rank.torch} has no recorder: calls that C++ makes, as DDP's, are not seen"
+            for backend in sorted(unseen)
+        ]
+    return Calls(kept, _topology(kept, ranks_per_node), processes, list(dict.fromkeys(notes)))
+
+
+def _topology(ranks: Sequence[Rank], ranks_per_node: int | None) -> Topology:
+    """Return where all ranks of the program are, also those whose files are on another host."""
+    world = max((rank.world for rank in ranks), default=0)
+    numbers = sorted({*range(world), *(rank.number for rank in ranks)})
+    if ranks_per_node is not None:
+        return Topology({number: number // ranks_per_node for number in numbers})
+    places: dict[int, str] = {}
+    for rank in ranks:
+        known = rank.process.get("environment", {})
+        local = known.get("LOCAL_WORLD_SIZE", "")
+        if local and "GROUP_RANK" in known:  # torchrun; the ranks that are not seen are placed likewise
+            for number in numbers:
+                places.setdefault(number, str(number // int(local)))
+        number = known.get("GROUP_RANK") or known.get("SLURM_NODEID")
+        places[rank.number] = number if number is not None else str(rank.process.get("host", ""))
+    names = list(dict.fromkeys(places.get(number, "elsewhere") for number in numbers))
+    return Topology({number: names.index(places.get(number, "elsewhere")) for number in numbers})
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A row of the report: ranks that made the same calls in each step."""
+
+    key: Key
+    count: Count  # of each rank, in one step
+    ranks: tuple[int, ...]
+    groups: tuple[Group, ...]  # disjoint groups of one size
+
+
+def lines(calls: Calls, step: int) -> list[Line]:
+    """Return the calls of a step; ranks with equal calls, in groups of one size and place, share a line."""
+    found: dict[tuple[Any, ...], list[tuple[int, Key, Group]]] = defaultdict(list)
+    for rank in calls.ranks:
+        for key, count in rank.rows.get(step, {}).items():
+            group = calls.group(rank, key.group)
+            alike = (key._replace(group="", peer=-1), group.size, calls.topology.place(group.ranks), count)
+            found[alike].append((rank.number, key, group))
+    made = [
+        Line(
+            members[0][1],
+            alike[3],
+            tuple(sorted({number for number, _, _ in members})),
+            tuple(dict.fromkeys(group for _, _, group in members)),
+        )
+        for alike, members in found.items()
+    ]
+    order = {phase: place for place, phase in enumerate(PHASES)}
+    return sorted(made, key=lambda line: (order.get(line.key.phase, 9), -line.count.bytes, line.key))
+
+
+def alike(calls: Calls, steps: Sequence[int]) -> list[list[int]]:
+    """Return the steps in classes with equal calls on all ranks: the largest class first, of equal ones the latest."""
+    classes: dict[Any, list[int]] = defaultdict(list)
+    for step in steps:
+        signature = tuple(frozenset(rank.rows.get(step, {}).items()) for rank in calls.ranks)
+        classes[signature].append(step)
+    return sorted(classes.values(), key=lambda members: (-len(members), -members[-1]))
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Return numbers as text, as ``0-3, 6``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,157 @@
+"""``zeropp audit``: parses its options, runs the program, and prints what its ranks sent."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from harness.audit import expectations, run, tables
+from harness.audit.calls import Calls, read
+from harness.audit.expectations import Expectation
+from harness.audit.schemes import model_of
+from harness.audit.tables import CSV, Report, scheme_sentence, sentences
+from harness.errors import Refusal
+from harness.terminal_table import console, say, show
+
+BROKEN: Final = 1
+_STEPS: Final = re.compile(r"(?P<first>\d+)(?P<to>:(?P<last>\d+)?)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of ``zeropp audit``, checked before the program starts."""
+
+    command: tuple[str, ...]
+    first: int  # first step to report
+    last: int | None  # last step to report, None for all
+    expected: tuple[Expectation, ...]
+    marker: str  # of a step, as module:function; empty for optimizer steps
+    elements: int | None  # parameters of --model
+    model: str
+    ranks_per_node: int | None
+    folder: Path
+
+
+def parse_steps(text: str) -> tuple[int, int | None]:
+    """Return the first and last step that ``--steps`` names: ``5``, ``2:10`` or ``2:``, counted from 1."""
+    found = _STEPS.fullmatch(text.strip())
+    if found is None:
+        raise Refusal(f"--steps {text}: expected a step or a range, as 5, 2:10 or 2:")
+    first = int(found["first"])
+    last = (int(found["last"]) if found["last"] else None) if found["to"] else first
+    if first < 1 or (last is not None and last < first):
+        raise Refusal(f"--steps {text}: steps are counted from 1, and the last is not before the first")
+    return first, last
+
+
+def options(
+    command: Sequence[str],
+    *,
+    steps: str,
+    expect: Sequence[str],
+    file: Path | None,
+    marker: str,
+    model: str,
+    ranks_per_node: int | None,
+    folder: Path,
+) -> Options:
+    """Check the options; see :class:`Options`.
+
+    Raises:
+        Refusal: if one of them cannot be used; nothing has been written then.
+    """
+    first, last = parse_steps(steps)
+    expected = [expectations.parse(text) for text in expect]
+    if file is not None:
+        expected += expectations.read_file(file)
+    if marker and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", marker):
+        raise Refusal(f"--step-marker {marker}: expected module:function, as trainer.loop:train_step")
+    elements = run.count_parameters(model) if model else None
+    return Options(
+        tuple(command), first, last, tuple(expected), marker, elements, model, ranks_per_node, folder
+    )
+
+
+def audit(options: Options) -> tuple[int, Report | None]:
+    """Run the program, and return its exit status and the report; None if there is nothing to report.
+
+    Lines about what was not seen go to standard error.
+    """
+    run.prepare(options.folder, {"last_step": options.last, "marker": options.marker})
+    status = run.run(options.command, options.folder)
+    calls = read(options.folder / run.RANKS, options.ranks_per_node)
+    errors = console(stderr=True)
+    if status:
+        say(f"the program ended with status {status}", errors)
+    if not calls.ranks:
+        say(run.why_nothing(calls.processes, options.command), errors)
+        return status, None
+    for note in calls.notes:
+        say(note, errors)
+    report = reported(calls, options)
+    if report is None:
+        say(
+            "no optimizer step ended, so that no call belongs to a step; give --step-marker module:function if the "
+            "program has no torch optimizer",
+            errors,
+        )
+    return status, report
+
+
+def reported(calls: Calls, options: Options) -> Report | None:
+    """Return the report of an audit that has run; None if there was no whole step."""
+    steps = calls.steps(options.first, options.last)
+    if not steps:
+        return None
+    model = model_of(calls, options.elements, options.model)
+    broken = expectations.broken(options.expected, calls, steps, model)
+    by = f"calls of {options.marker}" if options.marker else "optimizer steps"
+    return tables.report_on(calls, steps, model, by=by, broken=broken, kept=len(options.expected))
+
+
+def show_report(report: Report, out: Console) -> None:
+    """Print the tables and sentences of a report."""
+    for sentence in sentences(report):
+        say(sentence, out)
+    show(tables.call_rows(report), tables.COLUMNS, out, whole=f"{CSV} has all")
+    if report.scheme is not None:
+        say(scheme_sentence(report.scheme), out)
+        show(tables.scheme_rows(report.scheme), tables.SCHEME_COLUMNS, out, whole=f"{CSV} has all")
+    if rows := tables.counter_rows(report):
+        say(
+            "Bytes that the nodes' interfaces sent in all these steps together, without headers of packets:",
+            out,
+        )
+        show(rows, tables.COUNTER_COLUMNS, out, whole=f"{CSV} has all")
+    for line in report.broken:
+        say(line, out)
+    if report.kept and not report.broken:
+        say(f"All expectations hold ({report.kept}).", out)
+
+
+def write_files(report: Report, folder: Path) -> Path:
+    """Write the CSV of a report into the audit's folder; returns its path."""
+    path = folder / CSV
+    path.write_text(tables.as_csv(report), encoding="utf-8")
+    return path
+
+
+def exit_status(program: int, report: Report | None, expected: int) -> int:
+    """Return the command's exit status: the program's failure, else 1 if an expectation is broken, else 0."""
+    if program:
+        return program
+    if report is None:
+        return BROKEN if expected else 0
+    return BROKEN if report.broken else 0
+
+
+def warn_unchecked(options: Options, report: Report | None) -> None:
+    """Say that expectations could not be checked, if there is no report."""
+    if report is None and options.expected:
+        print(f"zeropp: {len(options.expected)} expectations could not be checked", file=sys.stderr)

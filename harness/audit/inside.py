@@ -1,0 +1,125 @@
+"""``audit()``: audits the steps of a loop in this process, for notebooks and scripts.
+
+Example::
+
+    with audit(ranks_per_node=4) as found:
+        for batch in batches:
+            train_step(batch)
+    found.show()
+    found.check("all_gather int8 <= 0.5 M")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.audit import expectations, tables
+from harness.audit.calls import Calls, Rank, combine
+from harness.audit.command import show_report
+from harness.audit.schemes import Model, Scheme, model_of
+from harness.audit.tables import Report
+from harness.audit.witness import Witness
+from harness.errors import Refusal
+from harness.terminal_table import console
+
+
+class Found:
+    """What this process sent inside ``audit()``; filled when the block ends."""
+
+    def __init__(self, model: torch.nn.Module | None, ranks_per_node: int | None) -> None:
+        self._elements = None if model is None else sum(_numel(p) for p in model.parameters())
+        self._ranks_per_node = ranks_per_node
+        self._calls: Calls | None = None
+
+    def take(self, events: list[dict[str, Any]]) -> None:
+        """Read the events of the witness."""
+        rank = Rank()
+        for event in events:
+            rank.take(event)
+        rank.ended = rank.ended or "audit()"
+        if not rank.whole:  # no optimizer has stepped: the block is one step
+            rank.whole, rank.rows = 1, {1: rank.rows.get(1, {})}
+        self._calls = combine([rank], [], processes=1, ranks_per_node=self._ranks_per_node)
+        if self._ranks_per_node is None and (local := os.environ.get("LOCAL_WORLD_SIZE", "")).isdigit():
+            self._ranks_per_node = int(local)
+        per_node = self._ranks_per_node or max(1, rank.world)
+        nodes = {number: number // per_node for number in range(max(1, rank.world))}
+        self._calls.topology = type(self._calls.topology)(nodes)
+
+    @property
+    def calls(self) -> Calls:
+        """All calls, by step.
+
+        Raises:
+            Refusal: before the block has ended.
+        """
+        if self._calls is None:
+            raise Refusal("audit(): the block has not ended yet; read what was found after it")
+        return self._calls
+
+    @property
+    def report(self) -> Report:
+        """The report of all steps of the block."""
+        calls = self.calls
+        return tables.report_on(calls, calls.steps(1, None), self._model(), by="optimizer steps")
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The calls of a step, a dictionary for each line of the table."""
+        return tables.call_rows(self.report)
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """The scheme of these calls; None if the number of parameters is not known."""
+        return self.report.scheme
+
+    def show(self) -> None:
+        """Print the tables."""
+        show_report(self.report, console())
+
+    def check(self, *texts: str) -> list[str]:
+        """Return a line for each expectation that is broken on this rank."""
+        parsed = [expectations.parse(text) for text in texts]
+        calls = self.calls
+        return expectations.broken(parsed, calls, calls.steps(1, None), self._model())
+
+    def _model(self) -> Model | None:
+        return model_of(self.calls, self._elements, "model.parameters()")
+
+
+def _numel(parameter: torch.Tensor) -> int:
+    return int(getattr(parameter, "ds_numel", 0) or parameter.numel())
+
+
+@contextlib.contextmanager
+def audit(model: torch.nn.Module | None = None, *, ranks_per_node: int | None = None) -> Iterator[Found]:
+    """Record what this process sends in the block, step by step; a step ends with an optimizer step.
+
+    Every rank records its own calls; nothing is sent.  The recorder's ring has as many entries as
+    TORCH_FR_BUFFER_SIZE said when the process started (2000 by default), and is read after each of the first ten
+    steps.
+
+    Args:
+        model: The model, to give sizes in multiples of its parameters; by default the optimizer's parameters count.
+        ranks_per_node: Ranks of each node; by default LOCAL_WORLD_SIZE, or all ranks.
+
+    Raises:
+        Refusal: if this torch has no torch.distributed.
+    """
+    if not dist.is_available():
+        raise Refusal("audit(): this torch was built without torch.distributed; nothing can be sent")
+    witness, found = Witness(None), Found(model, ranks_per_node)
+    witness.write(event="process", pid=os.getpid(), environment={}, host="")
+    witness.arm(torch)
+    try:
+        yield found
+    finally:
+        witness.read(final=True)
+        witness.stop()
+        found.take(witness.events)

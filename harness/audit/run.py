@@ -1,0 +1,124 @@
+"""Runs the audited program, and keeps what its witnesses write in the audit's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from harness.audit import witness
+from harness.errors import Refusal
+
+MARK: Final = "audit.json"  # the file by which a folder is known to hold an audit
+RANKS: Final = "ranks"  # the folder of the witnesses' files
+_SITE: Final = "site"  # the folder on PYTHONPATH
+_BUFFER: Final = "TORCH_FR_BUFFER_SIZE"
+_OLD_BUFFER: Final = "TORCH_NCCL_TRACE_BUFFER_SIZE"  # its name before, of which torch now warns
+
+
+def prepare(folder: Path, options: Mapping[str, Any]) -> None:
+    """Make an empty folder for an audit; a former audit in it is replaced.
+
+    Raises:
+        Refusal: if the folder holds something else.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise Refusal(f"--out {folder}: this is a file; name a folder")
+    if folder.is_dir() and any(folder.iterdir()):
+        if not (folder / MARK).is_file():
+            raise Refusal(f"--out {folder}: the folder holds files that are no audit; name another folder")
+        for name in (RANKS, _SITE):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    for name in (RANKS, _SITE):
+        (folder / name).mkdir(parents=True)
+    here = Path(witness.__file__).parent
+    shutil.copyfile(here / "on_path.py", folder / _SITE / "sitecustomize.py")
+    shutil.copyfile(witness.__file__, folder / _SITE / "witness.py")
+    site = {**options, "folder": str((folder / RANKS).resolve())}
+    (folder / _SITE / "options.json").write_text(json.dumps(site), encoding="utf-8")
+    (folder / MARK).write_text("{}\n", encoding="utf-8")
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return the variables that differ for the program: PYTHONPATH, and the size of the recorder's ring."""
+    paths = [str((folder / _SITE).resolve()), os.environ.get("PYTHONPATH", "")]
+    added = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    sizes = [os.environ.get(name, "") for name in (_BUFFER, _OLD_BUFFER)]
+    added[_BUFFER] = str(max([witness.RING, *(int(size) for size in sizes if size.isdigit())]))
+    return added
+
+
+def run(command: Sequence[str], folder: Path) -> int:
+    """Run the program with this process's standard streams; return its exit status, 128 + N for signal N.
+
+    Ctrl-C reaches the program, which decides what becomes of it.
+
+    Raises:
+        Refusal: if it cannot be started.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = subprocess.Popen(
+            command, env={**os.environ, **environment(folder)}, preexec_fn=_default_interrupt  # noqa: PLW1509
+        )  # fmt: skip
+        status = process.wait()
+    except FileNotFoundError as error:
+        raise Refusal(f"{command[0]}: no such program; give the command as you type it in a shell") from error
+    except PermissionError as error:
+        raise Refusal(
+            f"{command[0]}: not executable; put its interpreter before it, as python train.py"
+        ) from error
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return 128 - status if status < 0 else status
+
+
+def _default_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def count_parameters(name: str) -> int:
+    """Return the number of parameters of the model that ``module:function`` returns.
+
+    It is made on the device ``meta``, where tensors take no memory.
+
+    Raises:
+        Refusal: if the function cannot be imported, raises an error, or returns no module.
+    """
+    import torch
+
+    from impl import named_object
+    from impl.errors import raising
+
+    if not named_object.is_name(name):
+        raise Refusal(f"--model {name}: expected module:function, as train:build_model")
+    with raising(Refusal, f"--model {name}:"):
+        make = named_object.import_object(name)
+        with torch.device("meta"):
+            model = make() if not isinstance(make, torch.nn.Module) else make
+    if not isinstance(model, torch.nn.Module):
+        raise Refusal(f"--model {name}: returned {type(model).__name__}, expected a torch.nn.Module")
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def why_nothing(processes: int, command: Sequence[str]) -> str:
+    """Return the line that says why an audit saw no process group."""
+    if processes:
+        return (
+            f"{counted(processes)} ran, but none made a process group of torch.distributed: nothing to report"
+        )
+    return (
+        f"{command[0]}: no Python process of the program loaded the audit: is it another program, a container without "
+        f"the audit's folder, or Python with -S, -I or -E? (this Python: {sys.executable})"
+    )
+
+
+def counted(processes: int) -> str:
+    """Return a number of Python processes as text."""
+    return f"{processes} Python process{'es' if processes != 1 else ''}"

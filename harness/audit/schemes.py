@@ -1,0 +1,210 @@
+"""Holds the calls of a step to closed forms: which scheme of data parallelism sends such messages?
+
+A term of a closed form is a number of elements of whole messages of one operation, in multiples of the model's
+parameters.  With P ranks in a group, a term of an all-gather or reduce-scatter sends (P - 1) / P of its bytes, and one
+of an all-reduce 2 (P - 1) / P (:mod:`harness.audit.wire`).
+
+| scheme | all-gather | reduce-scatter | all-reduce |
+| --- | --- | --- | --- |
+| DDP | | | 1 |
+| ZeRO-1, ZeRO-2 | 1 in the optimizer | 1, or as reduce or all-reduce | |
+| ZeRO-3 | 1 forward, 1 backward without units that stay gathered | 1 | |
+| HSDP of S shards | as ZeRO-3, among the shards | 1 among the shards | 1 / S among the replicas |
+| hpZ | 1 forward among all, 1 backward inside a group | as ZeRO-3 | |
+
+Gathers of 8 bits or less are called qwZ, and all-to-alls in place of the reduction qgZ, as in ZeRO++.  With FSDP2,
+sizes, padding and types are taken from its units, so that the closed form is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from harness.audit.calls import PHASES, Calls, Count, Rank
+from harness.audit.witness import item_bytes
+
+TOLERANCE: Final = 0.01  # by which a term may differ from its closed form
+_SMALL: Final = 0.005  # share of the parameters below which messages are the rest: norms, losses, scales
+_NARROW: Final = ("int8", "uint8")
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A part of a closed form, next to what was measured; bytes of whole messages of one rank."""
+
+    operation: str
+    phase: str
+    dtype: str
+    group_size: int
+    measured: int
+    expected: float | None = None  # None: of no closed form
+
+    @property
+    def difference(self) -> float | None:
+        """Measured over expected, less 1."""
+        return None if not self.expected else self.measured / self.expected - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A name, the terms of its closed form, and the messages that are in none."""
+
+    name: str
+    terms: tuple[Term, ...]
+    rest: tuple[Term, ...]
+    source: str  # of the model's size
+
+    @property
+    def measured(self) -> int:
+        """Bytes of the messages in the closed form."""
+        return sum(term.measured for term in self.terms)
+
+    @property
+    def expected(self) -> float:
+        """Bytes of the closed form."""
+        return sum(term.expected or 0 for term in self.terms)
+
+
+NONE: Final = "no known scheme"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The size of the audited model."""
+
+    elements: int
+    source: str  # where the number is from
+    units: tuple[dict[str, Any], ...] = ()  # of FSDP2, as the witness describes them
+
+
+def model_of(calls: Calls, elements: int | None = None, named: str = "") -> Model | None:
+    """Return the audited model; ``elements`` is what ``--model`` counted in ``named``.  None if nothing is known."""
+    events = [rank.model for rank in calls.ranks if rank.model is not None]
+    units = max((event["fsdp"] for event in events), key=len, default=[])
+    of_units = sum(unit["elements"] for unit in units)
+    if elements is not None:
+        return Model(elements, named, tuple(units) if of_units == elements else ())
+    if not events:
+        return None
+    event = max(events, key=lambda event: int(event["elements"]))
+    if of_units:
+        return Model(of_units, "the units of FSDP2", tuple(units))
+    return Model(event["elements"], event["by"]) if event["elements"] else None
+
+
+def recognise(calls: Calls, rank: Rank, step: int, model: Model) -> Scheme:
+    """Return the scheme of the calls that a rank made in a step."""
+    sums: dict[tuple[str, str, str, int], Count] = defaultdict(lambda: Count(0, 0, 0))
+    for key, count in rank.rows.get(step, {}).items():
+        place = (key.operation, key.phase, key.dtype, calls.group(rank, key.group).size)
+        sums[place] = sums[place].plus(count)
+    large = {place: count for place, count in sums.items() if count.elements >= _SMALL * model.elements}
+    small = [_term(place, count) for place, count in sums.items() if place not in large and count.bytes]
+    name, expected = _closed_form(large, model)
+    order = sorted(large, key=lambda place: (PHASES.index(place[1]), place))
+    terms = [_term(place, large[place], expected.get(place)) for place in order]
+    fits = all(term.difference is not None and abs(term.difference) <= TOLERANCE for term in terms)
+    if not large or not fits or set(expected) - set(large):
+        named = [term for term in terms if term.expected is not None]
+        rest = [term for term in terms if term.expected is None]
+        return Scheme(NONE, tuple(named), (*rest, *small), model.source)
+    return Scheme(name, tuple(terms), tuple(small), model.source)
+
+
+Place = tuple[str, str, str, int]  # operation, phase, type, size of the group
+
+
+def _term(place: Place, count: Count, expected: float | None = None) -> Term:
+    return Term(*place, measured=count.bytes, expected=expected)
+
+
+def _closed_form(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place, float]]:
+    """Return the scheme that the messages look like, and the bytes of each of its terms; empty if none."""
+    if model.units:
+        found = _of_units(large, model)
+        if found is not None:
+            return found
+    of = {name: {place: count for place, count in large.items() if place[0] == name} for name in _OPERATIONS}
+    gathers, reductions, sums, swaps = (of[name] for name in _OPERATIONS[:4])
+    elements = model.elements
+
+    def whole(places: Sequence[Place], share: float = 1.0) -> dict[Place, float]:
+        """Return ``share`` of the parameters' bytes for each place, for as many micro-batches as it had."""
+        return {
+            place: share
+            * elements
+            * _item(place[2])
+            * max(1, round(large[place].elements / (share * elements)))
+            for place in places
+        }
+
+    if sums and not gathers and not reductions and not swaps and not of["reduce"]:
+        return ("DDP" if len(sums) == 1 else NONE), whole([*sums])
+    in_optimizer = [place for place in gathers if place[1] == "optimizer"]
+    if in_optimizer and len(in_optimizer) == len(gathers):
+        reduced = reductions or of["reduce"] or sums
+        return "ZeRO-1 or ZeRO-2", whole([*in_optimizer, *reduced])
+    if not gathers or not (reductions or swaps):
+        return NONE, {}
+    name, shards = "ZeRO-3", max(place[3] for place in [*reductions, *swaps])
+    expected = whole([*gathers, *reductions])
+    if replicas := [*sums]:
+        name = f"HSDP of {shards} shards"
+        expected |= whole(replicas, 1 / shards)
+    forward = [place for place in gathers if place[1] == "forward"]
+    backward = [place for place in gathers if place[1] == "backward"]
+    techniques = []
+    if any(_bits(place[2]) <= 8 for place in gathers):
+        techniques.append("qwZ")
+    if forward and backward and max(p[3] for p in backward) < max(p[3] for p in forward):
+        techniques.append("hpZ")
+    if swaps:
+        techniques.append("qgZ" if all(_bits(place[2]) <= 8 for place in swaps) else "all-to-all reduction")
+        expected |= {place: float(large[place].bytes) for place in swaps}
+    if not backward:
+        name += ", weights kept for backward"
+    return " with ".join(filter(None, (name, ", ".join(techniques)))), expected
+
+
+_OPERATIONS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "reduce", "broadcast")
+
+
+def _of_units(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place, float]] | None:
+    """Return the closed form of FSDP2 from its units; None if the messages have other groups or types."""
+    once: dict[Place, float] = defaultdict(float)
+    kept = all(not unit["gathered_again_in"] for unit in model.units)
+    for unit in model.units:
+        weights, gradients, shards = unit["weights"], unit["gradients"], unit["shards"]
+        once["all_gather", "forward", weights, shards] += unit["padded"] * _item(weights)
+        if unit["gathered_again_in"]:
+            group = unit["gathered_again_in"]
+            once["all_gather", "backward", weights, group] += unit["padded"] * _item(weights)
+        once["reduce_scatter", "backward", gradients, shards] += unit["trained"] * _item(gradients)
+        if unit["replicas"] > 1:
+            place = ("all_reduce", "backward", gradients, unit["replicas"])
+            once[place] += unit["trained"] * _item(gradients) / shards
+    once = {place: size for place, size in once.items() if size and place[3] > 1}
+    if set(once) - set(large):
+        return None
+    expected = {place: size * max(1, round(large[place].bytes / size)) for place, size in once.items()}
+    shards = "/".join(sorted({str(unit["shards"]) for unit in model.units}))
+    hybrid = any(unit["replicas"] > 1 for unit in model.units)
+    name = f"HSDP of {shards} shards" if hybrid else "ZeRO-3"
+    return f"{name} (FSDP2{', weights kept for backward' if kept else ''})", expected
+
+
+def _item(dtype: str) -> int:
+    return item_bytes(dtype)
+
+
+def _bits(dtype: str) -> int:
+    return 8 * item_bytes(dtype)
+
+
+def share_of(count: float, dtype: str, model: Model | None) -> float | None:
+    """Return bytes of a type as a multiple of the parameters; None without a model."""
+    return None if model is None or math.isnan(count) else count / item_bytes(dtype) / model.elements

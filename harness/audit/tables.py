@@ -1,0 +1,215 @@
+"""The tables of an audit: calls by line, the closed form, and the interfaces' counters; as values and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from harness.audit import wire
+from harness.audit.calls import Calls, Line, Rank, alike, lines, spans
+from harness.audit.schemes import NONE, Model, Scheme, recognise
+from harness.csv_cells import safe_cell
+from harness.terminal_table import BYTES, Column
+
+COLUMNS: Final = (
+    Column("phase", always=True),
+    Column("operation", always=True),
+    Column("done_as", "done as", rank=3),
+    Column("dtype", "type", always=True),
+    Column("group", "groups", rank=2),
+    Column("place", rank=1),
+    Column("ranks", rank=2),
+    Column("calls", form="d", always=True),
+    Column("bytes", "message", BYTES, always=True),
+    Column("parameters", "of parameters", ".3f", rank=1),
+    Column("sent", "sent by a rank", BYTES, rank=1, always=True),
+    Column("site", "call site", rank=1),
+    Column("caller", rank=4),
+)
+SCHEME_COLUMNS: Final = (
+    Column("phase", always=True),
+    Column("operation", always=True),
+    Column("dtype", "type", always=True),
+    Column("group_size", "ranks of the group", "d"),
+    Column("measured", "measured", ",d", "bytes", always=True),
+    Column("expected", "closed form", ",.0f", "bytes", always=True),
+    Column("difference", "", "+.2%", always=True),
+)
+COUNTER_COLUMNS: Final = (
+    Column("node", always=True),
+    Column("interface", always=True),
+    Column("counted", "counted", BYTES, always=True),
+    Column("expected", "by the calls", BYTES),
+    Column("difference", "", "+.2%"),
+)
+CSV: Final = "calls.csv"  # the file with all steps
+_WHERE: Final = {"inside": "inside a node", "between": "between nodes", "across": "inside and between nodes"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an audit found about the reported steps."""
+
+    calls: Calls
+    steps: list[int]  # the reported steps
+    classes: list[list[int]]  # the same steps, in classes with equal calls; the largest first
+    model: Model | None
+    scheme: Scheme | None  # of the first step of the largest class; None without a model
+    by: str  # what ends a step
+    broken: list[str]  # a line for each expectation that does not hold
+    kept: int  # number of expectations
+
+    @property
+    def shown(self) -> int:
+        """The step whose calls stand for the reported steps."""
+        return self.classes[0][0]
+
+
+def report_on(
+    calls: Calls,
+    steps: Sequence[int],
+    model: Model | None,
+    *,
+    by: str,
+    broken: Sequence[str] = (),
+    kept: int = 0,
+) -> Report:
+    """Return the report of the steps, of which there is at least one."""
+    classes = alike(calls, steps)
+    scheme = None if model is None else recognise(calls, calls.ranks[0], classes[0][0], model)
+    return Report(calls, list(steps), classes, model, scheme, by, list(broken), kept)
+
+
+def call_rows(report: Report, step: int | None = None) -> list[dict[str, Any]]:
+    """Return a row for each line of a step, by default of the one that stands for all."""
+    return [_row(report, line) for line in lines(report.calls, report.shown if step is None else step)]
+
+
+def _row(report: Report, line: Line) -> dict[str, Any]:
+    key, topology, group = line.key, report.calls.topology, line.groups[0]
+    sent = max(
+        wire.sent(rank, key, line.count, group, topology).all
+        for group in line.groups
+        for rank in group.ranks
+        if rank in line.ranks
+    ) if any(rank in line.ranks for group in line.groups for rank in group.ranks) else 0.0  # fmt: skip
+    members = "; ".join(spans(group.ranks) for group in line.groups)
+    return {
+        "phase": key.phase,
+        "operation": key.operation,
+        "done_as": "" if key.done_as == key.operation else key.done_as,
+        "dtype": key.dtype,
+        "group": f"{len(line.groups)} x {group.size}" if len(line.groups) > 1 else f"{group.size}",
+        "members": members,
+        "place": _WHERE[topology.place(group.ranks)],
+        "ranks": spans(line.ranks),
+        "calls": line.count.calls,
+        "bytes": line.count.bytes,
+        "elements": line.count.elements,
+        "parameters": None if report.model is None else line.count.elements / report.model.elements,
+        "sent": sent,
+        "site": short(key.site),
+        "caller": key.caller,
+        "source": key.source,
+    }
+
+
+def short(site: str) -> str:
+    """Return a call site with a path relative to the working folder, if it lies below it."""
+    base = f"{Path.cwd()}/"
+    return site.removeprefix(base)
+
+
+def scheme_rows(scheme: Scheme) -> list[dict[str, Any]]:
+    """Return the terms of a scheme, its sum, and the rest."""
+    rows = [
+        {
+            "phase": term.phase, "operation": term.operation, "dtype": term.dtype, "group_size": term.group_size,
+            "measured": term.measured, "expected": term.expected, "difference": term.difference,
+        }
+        for term in (*scheme.terms, *scheme.rest)
+    ]  # fmt: skip
+    if scheme.terms:
+        difference = scheme.measured / scheme.expected - 1 if scheme.expected else None
+        rows.append({
+            "phase": "all", "operation": "closed form", "dtype": "", "group_size": None,
+            "measured": scheme.measured, "expected": scheme.expected, "difference": difference,
+        })  # fmt: skip
+    return rows
+
+
+def counter_rows(report: Report) -> list[dict[str, Any]]:
+    """Return what each node's interfaces counted in the reported steps, next to what the calls send between nodes."""
+    calls, rows = report.calls, list[dict[str, Any]]()
+    for node in sorted(set(calls.topology.nodes.values())):
+        ranks = [rank for rank in calls.ranks if calls.topology.nodes[rank.number] == node]
+        between = _between_reads(ranks[0], report.steps)
+        if between is None:
+            continue
+        first, last = between
+        counted: dict[str, int] = {}
+        for rank in ranks:
+            for name, value in rank.counters[last].items() if last in rank.counters else ():
+                if rank is ranks[0] or name.startswith("nvlink"):
+                    counted[name] = value - rank.counters.get(first, {}).get(name, value)
+        expected = sum(
+            wire.between_by_node(calls, step).get(node, 0.0) for step in range(first + 1, last + 1)
+        )
+        for name, value in sorted(counted.items()):
+            outside = name != "lo" and not name.startswith("nvlink")
+            if value:
+                rows.append({
+                    "node": str(node), "interface": name, "counted": value,
+                    "expected": expected if outside and calls.topology.count > 1 else None,
+                    "difference": value / expected - 1 if outside and expected else None,
+                })  # fmt: skip
+    return rows
+
+
+def _between_reads(rank: Rank, steps: Sequence[int]) -> tuple[int, int] | None:
+    """Return two steps after which counters were read, with the reported steps between them as far as possible."""
+    read = sorted(step for step in rank.counters if steps[0] - 1 <= step <= steps[-1])
+    return (read[0], read[-1]) if len(read) > 1 else None
+
+
+def as_csv(report: Report) -> str:
+    """Return the calls of all reported steps, a line of CSV for each step and row."""
+    out = io.StringIO()
+    rows = [{"step": step, **row} for step in report.steps for row in call_rows(report, step)]
+    names = list(rows[0]) if rows else ["step"]
+    writer = csv.DictWriter(out, names, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({name: safe_cell(value) for name, value in row.items()})
+    return out.getvalue()
+
+
+def sentences(report: Report) -> list[str]:
+    """Return what the report is about: ranks, steps and model."""
+    calls = report.calls
+    nodes = calls.topology.count
+    where = f"{len(calls.ranks)} of {calls.world} ranks on {nodes} node{'s' * (nodes != 1)}"
+    made = [f"{where}; steps {spans(report.steps)} (by {report.by}); numbers are of one step"]
+    if report.steps[0] == 1:
+        made.append("Step 1 also holds what the program sends to set itself up.")
+    others = report.classes[1:]
+    if others:
+        rest = spans(step for members in others for step in members)
+        made.append(f"Steps {spans(report.classes[0])} are alike and shown; steps {rest} differ: see {CSV}.")
+    if report.model is None:
+        made.append("The number of parameters is not known: give --model module:function.")
+    else:
+        made.append(f"{report.model.elements:,} parameters (from {report.model.source}).")
+    return made
+
+
+def scheme_sentence(scheme: Scheme) -> str:
+    """Return the scheme in words."""
+    if scheme.name == NONE:
+        return "No known scheme of data parallelism sends these messages:"
+    difference = scheme.measured / scheme.expected - 1 if scheme.expected else 0.0
+    return f"These are the messages of {scheme.name}: {difference:+.2%} from the closed form."

@@ -1,0 +1,771 @@
+"""Records the collectives of one process of an audited program, step by step, into a file of the audit's folder.
+
+A copy of this file is loaded into the program's processes by their ``sitecustomize`` (:mod:`harness.audit.on_path`),
+possibly by another Python than ours: it needs Python 3.8 or later and imports only the standard library.  It uses
+torch only after the program has imported it.  No exception leaves it, the first one is written into the file.
+
+There are two sources:
+
+- the *recorder*: torch's flight recorder, which the backends NCCL and (from torch 2.13) gloo fill in C++.  It also
+  sees what C++ calls, such as DDP's reducer.  It is a ring buffer that is copied as a whole, so that one look at it
+  costs a few microseconds for each of its entries.  It is read after each of the first ten steps, and later as often
+  as one percent of the time allows, or when it is about to overflow;
+- the *wrapper*: methods of ``ProcessGroup`` that note a call before they make it.  It sees what Python calls, and is
+  used for send and recv over gloo, and for backends without a recorder.
+
+The file has one JSON object a line:
+
+- ``process``: who this is; ``torch``: its version and recorders; ``rank``: this process's rank;
+- ``group``: name, ranks and backend of a process group;
+- ``model``: the number of parameters that optimizers hold, and the units of FSDP2;
+- ``rows``: calls of the steps ``first`` to ``last``, which all had the same calls; ``last`` is null for calls after
+  the last whole step.  A row is a list in the order of :data:`FIELDS`;
+- ``counters``: bytes that interfaces have sent until the end of a step, without headers;
+- ``lost``: entries that were overwritten;
+- ``fault``: an exception of this file; ``end``: the process ended by itself.
+
+Sources: torch/csrc/distributed/c10d/FlightRecorderDetail.hpp (``dump``, ``record``), torch/optim/optimizer.py (global
+hooks), torch/distributed/distributed_c10d.py (``_world``), torch 2.13.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import glob
+import json
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from typing import Any, Callable, Container, Iterable, Iterator, Tuple  # noqa: UP035  # Python 3.8
+
+Call = Tuple[int, Tuple[Any, ...]]  # noqa: UP006  # when it was made, in ns, and its row without a count
+
+FIELDS = (
+    "phase", "operation", "done_as", "dtype", "group", "peer", "site", "caller", "source", "calls", "elements",
+    "bytes",
+)  # fmt: skip
+"""What a row holds; calls that agree in all but the last three are one row."""
+RING = 10_000  # entries of the recorder in an audited program
+FIRST_STEPS = 10  # after each of which the recorder is read
+BUDGET = 0.01  # share of the time that reading may take afterwards
+_FULL = 0.7  # share of the ring that may be filled before it is read in any case
+_DEEPEST = 80  # frames of a stack that the wrapper notes
+
+_ITEM = {
+    "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "bool": 1, "int16": 2, "int32": 4,
+    "int64": 8, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+_SCALAR = {  # c10::toString(ScalarType), where it is not torch's name in another case
+    "Float": "float32", "Double": "float64", "Half": "float16", "Char": "int8", "Byte": "uint8", "Short": "int16",
+    "Int": "int32", "Long": "int64", "ComplexFloat": "complex64", "ComplexDouble": "complex128",
+}  # fmt: skip
+# Parts of the names of methods, functions and profiling entries, in the order in which they are looked for.
+_OPERATIONS = (
+    ("reduce_scatter", "reduce_scatter"), ("allgather", "all_gather"), ("all_gather", "all_gather"),
+    ("allreduce", "all_reduce"), ("all_reduce", "all_reduce"), ("alltoall", "all_to_all"),
+    ("all_to_all", "all_to_all"), ("broadcast", "broadcast"), ("barrier", "barrier"), ("reduce", "reduce"),
+    ("gather", "gather"), ("scatter", "scatter"), ("send", "send"), ("recv", "recv"),
+)  # fmt: skip
+_METHODS = (
+    "send", "recv", "recv_anysource", "broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather",
+    "_allgather_base", "all_gather_single", "allgather_coalesced", "allgather_into_tensor_coalesced",
+    "all_gather_single_coalesced", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base",
+    "reduce_scatter_single", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced", "alltoall",
+    "alltoall_base", "all_to_all_single", "barrier",
+)  # fmt: skip
+_POINT_TO_POINT = ("send", "recv")
+_HEADER = 66  # bytes of a TCP packet: Ethernet 14, IPv4 20, TCP 32 with timestamps
+_API_FILES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
+_PASSED_THROUGH = (*_API_FILES, "/torch/distributed/c10d_logger.py", "/torch/_ops.py", __file__)
+_STEPS = ("step", "_take_model_step", "clip_grad_norm_", "get_total_norm", "_get_total_norm", "unscale_")
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/impl/")
+_STANDARD = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120  # the folder of the standard library
+
+
+def operation_of(name: str) -> str:
+    """Return the collective that a method, function or profiling entry names; the name itself if none."""
+    lower = name.lower()
+    return next((operation for part, operation in _OPERATIONS if part in lower), lower)
+
+
+def dtype_of(scalar: str) -> str:
+    """Return torch's name of an element type from that of C++."""
+    return _SCALAR.get(scalar, scalar.lower())
+
+
+def item_bytes(dtype: str) -> int:
+    """Return the bytes of an element."""
+    return _ITEM.get(dtype, 1 if dtype.startswith("float8") else 4)
+
+
+def describe(frames: Iterable[tuple[str, str, int]], thread: str = "") -> tuple[str, str, str, str]:
+    """Return (operation, phase, call site, caller) of a call from its Python stack, innermost frame first.
+
+    The call site is the innermost line outside of installed packages, the caller the innermost function that is not
+    torch.distributed's own interface.  Each is empty if there is none.
+    """
+    operation = site = caller = first_phase = ""
+    backward = thread.startswith("pt_autograd")
+    for path, name, line in frames:
+        if path.endswith(_API_FILES) and not caller:
+            found = operation_of(name)
+            operation = found if found in dict(_OPERATIONS).values() else operation
+        elif not caller and not path.endswith(_PASSED_THROUGH):
+            caller = f"{_below_packages(path)}:{line} ({name})"
+        library = any(part in path for part in _LIBRARIES) or path == __file__
+        if not site and not library and "/torch/" not in path and not path.startswith((_STANDARD, "<")):
+            site = f"{path}:{line} ({name})"
+        if name in ("_engine_run_backward", "backward"):
+            backward = True
+        elif not first_phase:
+            if "/torch/optim/" in path or (name in _STEPS and (library or "/torch/" in path)):
+                first_phase = "optimizer"
+            elif name in ("_call_impl", "_wrapped_call_impl") and path.endswith(
+                "/torch/nn/modules/module.py"
+            ):
+                first_phase = "forward"
+    return operation, "backward" if backward else first_phase or "other", site, caller
+
+
+def _below_packages(path: str) -> str:
+    for part in ("/site-packages/", "/dist-packages/"):
+        if part in path:
+            return path.rpartition(part)[2]
+    return path
+
+
+def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let no exception leave a method of :class:`Witness`, which does nothing while this thread is inside one."""
+
+    @functools.wraps(function)
+    def guarded(self: Witness, *arguments: Any, **options: Any) -> Any:
+        if self.over or getattr(self.inside, "busy", False):
+            return None
+        self.inside.busy = True
+        try:
+            with self.lock:
+                return function(self, *arguments, **options)
+        except Exception:
+            self.fault()
+            return None
+        finally:
+            self.inside.busy = False
+
+    return guarded
+
+
+class Witness:
+    """Records what one process sends.  ``folder`` takes its file; without one, ``events`` holds what it would write.
+
+    ``last_step`` is the last step to record, None for all; ``marker`` names the function that ends a step as
+    ``module:function``, and is empty for the optimizer.
+    """
+
+    def __init__(self, folder: str | None, last_step: int | None = None, marker: str = "") -> None:
+        self.folder, self.last_step, self.marker = folder, last_step, marker
+        self.events: list[dict[str, Any]] = []
+        self.over = self.used = self.faulty = self.forked_here = self.nvml = False
+        sizes = [
+            os.environ.get(name, "") for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+        ]
+        self.ring = next((int(size) for size in sizes if size.isdigit()), 2000)  # 2000 is torch's default
+        self.torch: Any = None
+        self.undo: list[Callable[[], Any]] = []
+        self.hooks: list[Any] = []
+        self._fresh()
+
+    def _fresh(self) -> None:
+        """Begin as a new process."""
+        self.lock, self.inside = threading.Lock(), threading.local()
+        self.pid, self.file, self.progress = os.getpid(), -1, -1
+        self.began = time.time_ns()
+        self.steps = self.read_steps = self.begin = 0
+        self.marks: list[tuple[int, int, int]] = []  # (step, begin of its optimizer, end), not written; in ns
+        self.tail: list[Call] = []  # calls after the last step, not written
+        self.noted: list[Call] = []  # calls that the wrapper saw, not written
+        self.since = self.in_step = self.most = 0  # calls that the wrapper counted
+        self.seen: dict[str, int] = {}  # the last entry of each recorder that was read
+        self.spent, self.cost, self.first_step = 0.0, 0.0, 0.0
+        self.groups: dict[str, str] = {}  # backend by name
+        self.ranks: dict[str, list[int]] = {}
+        self.inherited: Any = None  # the default group of the process that forked this one
+        self.stepper: Any = None
+        self.optimizers: dict[int, str] = {}
+        self.held: dict[int, tuple[int, str]] = {}  # elements and type of parameters
+        self.described: dict[Any, tuple[str, str, str, str]] = {}
+        self.rank = -1
+
+    # Beginning and end ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Write who this process is, and wait for the program to import torch."""
+        self.write(event="process", **_process())
+        atexit.register(self.end, "exit")
+        exits = os._exit
+
+        def exit_now(status: int) -> Any:
+            self.end("os._exit")
+            exits(status)
+
+        os._exit = exit_now  # type: ignore[assignment]
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.forked)
+        wanted: dict[str, Callable[[Any], None]] = {"torch": self.arm}
+        if self.marker:
+            wanted[self.marker.partition(":")[0]] = self.mark_calls
+        for name in [name for name in wanted if name in sys.modules]:
+            wanted.pop(name)(sys.modules[name])
+        if wanted:
+            sys.meta_path.insert(0, _AfterImport(wanted))
+
+    def forked(self) -> None:
+        """Begin anew in a forked process; what its parent has not written stays the parent's."""
+        seen, world = self.seen, _world()
+        self._fresh()
+        self.seen, self.used, self.forked_here, self.events = seen, False, True, []
+        self.inherited = None if world is None else world.default_pg
+
+    def end(self, how: str) -> None:
+        """Write all that is left."""
+        if os.getpid() == self.pid and not self.over:
+            self.read(final=True)
+            if self.used:
+                self.write(event="end", how=how, steps=self.steps)
+
+    def stop(self, *, in_hook: bool = False) -> None:
+        """Take all wrappers and hooks back; ``in_hook``: an optimizer's hook runs, so that they stay and do nothing."""
+        self.over = True
+        for undo in reversed(self.undo):
+            undo()
+        if not in_hook:  # torch iterates over the hooks while they run
+            for hook in self.hooks:
+                hook.remove()
+
+    def fault(self) -> None:
+        """Write the exception that is being handled, if it is the first one."""
+        if not self.faulty:
+            self.faulty = True
+            with contextlib.suppress(Exception):  # for example a full disk: there is nothing left to do
+                self.write(event="fault", text=traceback.format_exc(limit=4).strip().splitlines()[-3:])
+
+    def write(self, **event: Any) -> None:
+        """Append an event to the file, whose system call either writes the whole line or nothing of it."""
+        if self.folder is None:
+            self.events.append(event)
+            return
+        if self.file < 0:
+            name = os.path.join(self.folder, f"{socket.gethostname()}-{self.pid}.jsonl")  # noqa: PTH118
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            self.file = os.open(name, flags, 0o644)
+            self.progress = os.open(name + ".steps", flags & ~os.O_APPEND, 0o644)
+            if event["event"] != "process":  # of a forked process
+                self.write(event="process", **_process())
+        os.write(self.file, (json.dumps(event, separators=(",", ":")) + "\n").encode())
+
+    # Hooks ------------------------------------------------------------------------------------------------------
+
+    @_guarded
+    def arm(self, torch: Any) -> None:
+        """Set hooks and wrappers; ``torch`` has just been imported."""
+        self.torch = torch
+        self.write(event="torch", version=str(torch.__version__), recorders=sorted(self.recorders()))
+        if not (hasattr(torch, "distributed") and torch.distributed.is_available()):
+            return
+        optimizer = sys.modules["torch.optim.optimizer"]
+        self.hooks = [
+            optimizer.register_optimizer_step_pre_hook(self.before_step),
+            optimizer.register_optimizer_step_post_hook(self.after_step),
+        ]
+        group = torch.distributed.ProcessGroup
+        for method in _METHODS:
+            if method in vars(group):
+                self.replace(group, method, self.noting(getattr(group, method), operation_of(method)))
+        c10d = sys.modules["torch.distributed.distributed_c10d"]
+        destroy = c10d.destroy_process_group
+
+        @functools.wraps(destroy)
+        def destroy_process_group(*arguments: Any, **options: Any) -> Any:
+            self.read(final=True)
+            return destroy(*arguments, **options)
+
+        for module in (c10d, torch.distributed):
+            self.replace(module, "destroy_process_group", destroy_process_group)
+
+    def replace(self, holder: Any, name: str, value: Any) -> None:
+        """Set an attribute until :meth:`stop`."""
+        before = vars(holder)[name]  # not getattr(), which unwraps the methods of pybind's classes
+        setattr(holder, name, value)
+        self.undo.append(lambda: setattr(holder, name, before))
+
+    def noting(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
+        """Return a method of ProcessGroup that notes each call, then makes it."""
+
+        @functools.wraps(method)
+        def call(group: Any, *arguments: Any, **options: Any) -> Any:
+            self.note(operation, group, arguments, options)
+            return method(group, *arguments, **options)
+
+        return call
+
+    @_guarded
+    def note(self, operation: str, group: Any, arguments: Any, options: Any) -> None:
+        """Count a call; note it if no recorder sees it."""
+        self.since += 1
+        self.in_step += 1
+        if self.since > _FULL * self.ring and not self.marks:  # a program whose steps are not recognised
+            self._read(final=False)
+        name = str(group.group_name)
+        if name not in self.groups:
+            self.find_groups()
+        backend = self.groups.get(name, "")
+        if self.sees(backend) and not (operation in _POINT_TO_POINT and "nccl" not in backend):
+            return
+        sizes, types = [0], []
+        for argument in (*arguments, *options.values()):
+            leaves = list(_tensors(argument))
+            sizes.append(sum(leaf.numel() for leaf in leaves))
+            types += [str(leaf.dtype).rpartition(".")[2] for leaf in leaves]
+        dtype = types[0] if types else ""
+        frames, frame = [], sys._getframe(3)  # noqa: SLF001  # the caller of the wrapper
+        while frame is not None and len(frames) < _DEEPEST:
+            frames.append((frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno))
+            frame = frame.f_back  # type: ignore[assignment]
+        _, phase, site, caller = describe(frames, threading.current_thread().name)
+        peer = -1
+        if operation in _POINT_TO_POINT and len(arguments) > 1 and isinstance(arguments[1], int):
+            members = self.ranks.get(name, [])
+            peer = members[arguments[1]] if len(arguments) > 2 and arguments[1] < len(members) else -1
+        elements = max(sizes)
+        key = (phase, operation, operation, dtype, name, peer, site, caller, "wrapper")
+        self.noted.append((time.time_ns(), (*key, elements, elements * item_bytes(dtype))))
+
+    @_guarded
+    def before_step(self, optimizer: Any, *_: Any) -> None:
+        """Take the first optimizer that steps as the one that ends steps; of nested ones it is the outermost."""
+        if self.stepper is None or self.stepper() is None:
+            self.stepper = weakref.ref(optimizer)
+        if self.stepper() is optimizer:
+            self.begin = time.time_ns()
+
+    @_guarded
+    def after_step(self, optimizer: Any, *_: Any) -> None:
+        """End a step, if this optimizer ends steps; count parameters of an optimizer that is new."""
+        if id(optimizer) not in self.optimizers and len(self.optimizers) < 1000:
+            self.optimizers[id(optimizer)] = type(optimizer).__name__
+            self.measure_model(optimizer)
+        if not self.marker and self.stepper() is optimizer:
+            self._mark()
+
+    @_guarded
+    def mark(self) -> None:
+        """End a step."""
+        self._mark()
+
+    def _mark(self) -> None:
+        self.steps += 1
+        now_ns = time.time_ns()
+        self.marks.append((self.steps, self.begin or now_ns, now_ns))
+        self.begin = 0
+        self.most, self.in_step = max(self.most, self.in_step), 0
+        if self.progress >= 0:
+            os.pwrite(self.progress, b"%d" % self.steps, 0)
+        now = time.monotonic()
+        self.first_step = self.first_step or now
+        done = self.last_step is not None and self.steps >= self.last_step
+        affordable = self.spent + self.cost <= BUDGET * (now - self.first_step)
+        filling = (len(self.marks) + 1) * self.most > _FULL * self.ring
+        if self.steps <= FIRST_STEPS or affordable or filling or done:
+            self._read(final=False)
+        if done:
+            self.write(event="end", how=f"step {self.steps}", steps=self.steps)
+            self.stop(in_hook=True)
+
+    def mark_calls(self, module: Any) -> None:
+        """Make each return of the function that the marker names end a step."""
+        *path, name = self.marker.partition(":")[2].split(".")
+        try:
+            holder = functools.reduce(getattr, path, module)
+            function = getattr(holder, name)
+        except AttributeError:
+            self.fault()
+            return
+
+        @functools.wraps(function)
+        def marking(*arguments: Any, **options: Any) -> Any:
+            result = function(*arguments, **options)
+            self.mark()
+            return result
+
+        self.replace(holder, name, marking)
+
+    # What there is ----------------------------------------------------------------------------------------------
+
+    def recorders(self) -> dict[str, Callable[..., bytes]]:
+        """Return the functions that copy the flight recorders, by name."""
+        c10d = getattr(self.torch._C, "_distributed_c10d", None)  # noqa: SLF001
+        names = {"generic": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
+        return {name: getattr(c10d, dump) for name, dump in names.items() if hasattr(c10d, dump)}
+
+    def sees(self, backend: str) -> bool:
+        """Return whether a recorder sees the collectives of a backend, such as ``cpu:gloo,cuda:nccl``."""
+        recorders = self.recorders()
+        version = tuple(int(part) for part in self.torch.__version__.split("+")[0].split(".")[:2])
+        known = {"nccl"} if "nccl" in recorders else set()
+        if "generic" in recorders and version >= (2, 13):
+            known.add("gloo")
+        return {part.rpartition(":")[2] for part in backend.split(",")} <= known
+
+    def find_groups(self) -> None:
+        """Write the process groups that are new, and this process's rank."""
+        world = _world()
+        if world is None or (self.forked_here and world.default_pg in (None, self.inherited)):
+            return
+        for group, members in [*world.pg_group_ranks.items()]:
+            if not hasattr(group, "group_name"):  # a number stands for groups without this rank
+                continue
+            name = str(group.group_name)
+            if name not in self.groups and group is not self.inherited:
+                ranks = sorted(members, key=members.__getitem__)
+                backend = str(self.torch.distributed.get_backend_config(group))
+                self.groups[name], self.ranks[name] = backend, ranks
+                self.write(event="group", name=name, ranks=ranks, backend=backend, seen=self.sees(backend))
+        default = world.default_pg
+        if default is not None and default is not self.inherited:
+            self.used = True
+            if self.rank < 0:
+                self.rank = default.rank()
+                self.write(event="rank", rank=self.rank, world=default.size())
+
+    def measure_model(self, optimizer: Any) -> None:
+        """Write how many parameters the optimizers hold that have stepped so far, and FSDP2's units."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self.held[id(parameter)] = (_elements(parameter), str(parameter.dtype).rpartition(".")[2])
+        by, counted = "optimizer " + ", ".join(dict.fromkeys(self.optimizers.values())), self.held
+        if (models := _other_engines(self.optimizers)) is not None:
+            by, counted = models
+        types: dict[str, int] = {}
+        for elements, dtype in counted.values():
+            types[dtype] = types.get(dtype, 0) + elements
+        self.write(
+            event="model", elements=sum(types.values()), types=types, by=by, fsdp=_fsdp_units(self.held)
+        )
+
+    # Reading ----------------------------------------------------------------------------------------------------
+
+    @_guarded
+    def read(self, *, final: bool) -> None:
+        """Write the calls of all steps that have ended; if ``final``, also those after them."""
+        self._read(final=final)
+
+    def _read(self, *, final: bool) -> None:
+        if self.torch is None or not hasattr(self.torch, "distributed"):
+            return
+        began = time.perf_counter()
+        self.find_groups()
+        # A forked process that has made no group of its own must not touch the recorder, whose lock may be held.
+        if self.forked_here and not self.used:
+            return
+        calls = self.tail + self.noted + list(self.recorded())
+        self.noted, self.since = [], 0
+        self.used = self.used or bool(calls)
+        calls.sort(key=lambda call: call[0])
+        self.tail = self._write_steps(calls)
+        if final and self.tail:
+            self.write(event="rows", first=self.steps + 1, last=None, rows=_rows(self.tail))
+            self.tail = []
+        if self.used and (self.steps > self.read_steps or final):
+            self.write(event="counters", step=self.steps, sent=self.counters(), time=time.time_ns())
+        self.read_steps = self.steps
+        self.cost = time.perf_counter() - began
+        self.spent += self.cost
+
+    def _write_steps(self, calls: list[Call]) -> list[Call]:
+        """Write the calls of the steps that have ended, and return the calls after them.
+
+        A call of the optimizer that directly follows the end of a step, such as DeepSpeed's gather of the new
+        weights, belongs to that step.
+        """
+        by_step: dict[int, list[Call]] = {step: [] for step, _, _ in self.marks}
+        place, quiet = 0, True  # quiet: since the end of the last step there were only calls of the optimizer
+        for call in calls:
+            while place < len(self.marks) and call[0] > self.marks[place][2]:
+                place, quiet = place + 1, True
+            step, begin, _ = (
+                self.marks[place] if place < len(self.marks) else (self.steps + 1, sys.maxsize, 0)
+            )
+            quiet = quiet and call[1][0] == "optimizer"
+            by_step.setdefault(step - (quiet and call[0] < begin and step > 1), []).append(call)
+        tail = by_step.pop(self.steps + 1, [])
+        self.marks = []
+        run: tuple[int, int, Any] | None = None  # the steps that had the same rows so far
+        for step in sorted(by_step):
+            rows = _rows(by_step[step])
+            if run is not None and run[2] == rows and run[1] == step - 1 and step > self.read_steps + 1:
+                run = (run[0], step, rows)
+                continue
+            if run is not None:
+                self.write(event="rows", first=run[0], last=run[1], rows=run[2])
+            run = (step, step, rows)
+        if run is not None:
+            self.write(event="rows", first=run[0], last=run[1], rows=run[2])
+        return tail
+
+    def recorded(self) -> Iterator[Call]:
+        """Yield the calls that the recorders have noted since they were last read."""
+        for name, dump in self.recorders().items():
+            entries = pickle.loads(dump(True, True, False)).get("entries") or []  # noqa: S301  # torch wrote it
+            if not entries:
+                continue
+            last = self.seen.get(name, -1)
+            if int(entries[-1]["record_id"]) < last:  # the program has reset the recorder
+                last = -1
+            first = int(entries[0]["record_id"])
+            if first > last + 1 and int(entries[0]["time_created_ns"]) >= self.began:
+                self.write(
+                    event="lost", entries=first - last - 1, first=self.read_steps + 1, last=self.steps + 1
+                )
+            self.seen[name] = int(entries[-1]["record_id"])
+            for entry in entries[max(0, last + 1 - first) :]:
+                if int(entry["time_created_ns"]) >= self.began and (row := self.row_of(entry)) is not None:
+                    yield int(entry["time_created_ns"]), row
+
+    def row_of(self, entry: dict[str, Any]) -> tuple[Any, ...] | None:
+        """Return an entry of a recorder as a row without its count; None if it carries no tensors."""
+        frames = tuple((f["filename"], f["name"], int(f["line"])) for f in entry.get("frames") or ())
+        known = (frames, str(entry.get("thread_name") or ""))
+        if known not in self.described:
+            self.described[known] = describe(*known)
+        operation, phase, site, caller = self.described[known]
+        called = str(entry["profiling_name"]).rpartition(":")[2]
+        done_as = operation_of(called)
+        sides = []
+        for side in ("input", "output"):
+            numels = [_product(size) for size in entry[side + "_sizes"]]
+            types = [dtype_of(str(dtype)) for dtype in entry[side + "_dtypes"]]
+            sizes = sum(n * item_bytes(dtype) for n, dtype in zip(numels, types))  # noqa: B905  # Python 3.8
+            sides.append((sum(numels), sizes, max(zip(numels, types))[1] if numels else ""))  # noqa: B905
+        elements, size, dtype = max(sides)
+        if done_as in ("gather", "scatter"):  # the piece of one rank: only the root has a list of all pieces
+            elements, size, dtype = min(side for side in sides if side[0]) if elements else sides[0]
+        if not elements and done_as != "barrier":
+            return None
+        name, peer = str(entry["process_group"][0]), -1
+        if done_as in _POINT_TO_POINT:
+            ends = [
+                int(part) for part in called.replace("->", " ").replace("<-", " ").split() if part.isdigit()
+            ]
+            members = self.ranks.get(name, [])
+            peer = members[ends[1]] if len(ends) == 2 and ends[1] < len(members) else -1
+        key = (phase, operation or done_as, done_as, dtype, name, peer, site, caller, "recorder")
+        return (*key, elements, size)
+
+    def counters(self) -> dict[str, int]:
+        """Return the bytes that each interface, InfiniBand port and this process's GPU has sent so far.
+
+        The bytes of interfaces are without headers, 66 bytes for each packet, to be compared with those of messages.
+        """
+        sent = {}
+        with open("/proc/self/net/dev", encoding="ascii") as file:  # noqa: PTH123  # also right in a namespace
+            for line in file.readlines()[2:]:
+                name, _, numbers = line.partition(":")
+                fields = numbers.split()
+                sent[name.strip()] = int(fields[8]) - _HEADER * int(fields[9])
+        ports = "/sys/class/infiniband/*/ports/*/counters/port_xmit_data"
+        for path in glob.glob(ports) if os.path.isdir("/sys/class/infiniband") else ():  # noqa: PTH112, PTH207
+            try:
+                with open(path, encoding="ascii") as file:  # noqa: PTH123
+                    sent["/".join(path.split("/")[4:7:2])] = 4 * int(file.read())  # in units of 4 bytes
+            except (OSError, ValueError):
+                continue
+        try:
+            sent.update(self._nvlink())
+        except Exception:  # of a driver or a module that is missing: then there are no such counters
+            return sent
+        return sent
+
+    def _nvlink(self) -> dict[str, int]:
+        """Return the bytes that this process's GPU has sent through NVLinks (NVML counts KiB)."""
+        cuda = self.torch.cuda
+        if not cuda.is_initialized():
+            return {}
+        import pynvml  # type: ignore[import-not-found, unused-ignore]
+
+        if not self.nvml:
+            pynvml.nvmlInit()
+            self.nvml = True
+        uuid = str(cuda.get_device_properties(cuda.current_device()).uuid)
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else "GPU-" + uuid)
+        # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX of all links (nvml.h)
+        (value,) = pynvml.nvmlDeviceGetFieldValues(handle, [(138, 0xFFFFFFFF)])
+        return {} if value.nvmlReturn else {"nvlink " + uuid: int(value.value.ullVal) * 1024}
+
+
+class _AfterImport:
+    """Finds modules as the other finders do, and calls a function after each has been imported."""
+
+    def __init__(self, wanted: dict[str, Callable[[Any], None]]) -> None:
+        self.wanted = wanted
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return the spec that another finder returns, with a loader that also calls the function."""
+        if name not in self.wanted:
+            return None
+        for finder in [*sys.meta_path]:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is None:
+                continue
+            if hasattr(spec.loader, "exec_module"):
+                spec.loader = _Loader(spec.loader, self.wanted.pop(name))
+                if not self.wanted and self in sys.meta_path:
+                    sys.meta_path.remove(self)
+            return spec
+        return None
+
+
+class _Loader:
+    """Loads a module with its own loader, which it then puts back, and calls a function."""
+
+    def __init__(self, loader: Any, after: Callable[[Any], None]) -> None:
+        self.loader, self.after = loader, after
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def create_module(self, spec: Any) -> Any:
+        """Let the module's own loader make it."""
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        """Let the module's own loader execute it, then call the function."""
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        self.after(module)
+
+
+def _process() -> dict[str, Any]:
+    """Return who this process is."""
+    environment = {
+        name: os.environ[name]
+        for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "SLURM_NODEID")
+        if os.environ.get(name, "").isdigit()
+    }
+    return {
+        "pid": os.getpid(), "host": socket.gethostname(), "started": time.time_ns(), "command": sys.argv[:1],
+        "python": sys.version.split()[0], "environment": environment,
+    }  # fmt: skip
+
+
+def _world() -> Any:
+    """Return torch's table of process groups; None if this torch has none."""
+    return getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """Yield the tensors in an argument, which may be a list of lists."""
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
+    elif hasattr(value, "numel") and hasattr(value, "dtype"):
+        yield value
+
+
+def _rows(calls: list[Call]) -> list[list[Any]]:
+    """Add up the calls that agree in all but their counts, sorted."""
+    sums: dict[tuple[Any, ...], list[int]] = {}
+    for _, call in calls:
+        counts = sums.setdefault(call[:-2], [0, 0, 0])
+        counts[0] += 1
+        counts[1] += call[-2]
+        counts[2] += call[-1]
+    return [[*key, *counts] for key, counts in sorted(sums.items())]
+
+
+def _product(sizes: Iterable[int]) -> int:
+    product = 1
+    for size in sizes:
+        product *= int(size)
+    return product
+
+
+def _elements(parameter: Any) -> int:
+    """Return the elements of a whole parameter, of which this process may hold a shard.
+
+    ``ds_numel`` is DeepSpeed's, ``_unpadded_unsharded_size`` FSDP1's; a DTensor's ``numel()`` is that of the whole.
+    """
+    if hasattr(parameter, "ds_numel"):
+        return int(parameter.ds_numel)
+    if hasattr(parameter, "_unpadded_unsharded_size"):
+        return _product(parameter._unpadded_unsharded_size)  # noqa: SLF001
+    return int(parameter.numel())
+
+
+def _other_engines(optimizers: Container[int]) -> tuple[str, dict[int, tuple[int, str]]] | None:
+    """Return the parameters of engines whose optimizers hold flat shards: DeepSpeed's and this project's.
+
+    ``optimizers`` are the ids of the optimizers that have stepped.
+    """
+    if (watch := sys.modules.get("impl.engine.optimizer_watch")) is not None and (engines := watch.engines()):
+        slots = [slot for engine in engines for unit in engine.units for slot in unit.geometry.slots]
+        return "this project's engine", {
+            place: (slot.spec.numel, "float32") for place, slot in enumerate(slots)
+        }
+    if (deepspeed := sys.modules.get("deepspeed")) is not None and hasattr(deepspeed, "DeepSpeedEngine"):
+        import gc
+
+        engines = [obj for obj in gc.get_objects() if type(obj).__name__.endswith("Engine")]
+        engines = [engine for engine in engines if isinstance(engine, deepspeed.DeepSpeedEngine)]
+        engines = [engine for engine in engines if id(engine.basic_optimizer) in optimizers]
+        parameters = [parameter for engine in engines for parameter in engine.module.parameters()]
+        sizes = {id(p): (_elements(p), str(p.dtype).rpartition(".")[2]) for p in parameters}
+        return ("DeepSpeed", sizes) if sizes else None
+    return None
+
+
+def _fsdp_units(held: Container[int]) -> list[dict[str, Any]]:
+    """Return sizes, types and groups of FSDP2's units; empty if the program has none, or this torch hides them.
+
+    ``held`` are the ids of the parameters that optimizers hold; units without any of them, such as a teacher's, are
+    left out.
+    """
+    units = []
+    states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
+    for reference in [*states.values()]:
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in filter(None, groups):
+            if not any(id(parameter.sharded_param) in held for parameter in group.fsdp_params):
+                continue
+            mesh, after = group.mesh_info, group.post_forward_mesh_info
+            shards = int(getattr(mesh, "shard_mesh_size", 1))
+            padded = trained = elements = 0
+            for parameter in group.fsdp_params:
+                size = shards * _product(parameter.padded_sharded_param_size)
+                elements += _product(parameter._orig_size)  # noqa: SLF001
+                padded += size
+                trained += size if parameter.sharded_param.requires_grad else 0
+            first = group.fsdp_params[0]
+            weights = first.param_dtype or first.orig_dtype
+            gradients = first.reduce_dtype or weights
+            units.append({
+                "elements": elements, "padded": padded, "trained": trained, "shards": shards,
+                "replicas": int(getattr(mesh, "replicate_mesh_size", 1)),
+                "gathered_again_in": 0 if after is None else int(after.shard_mesh_size),
+                "weights": str(weights).rpartition(".")[2], "gradients": str(gradients).rpartition(".")[2],
+            })  # fmt: skip
+    return units
+
+
+def start_from(folder: str) -> None:
+    """Start the witness of this process with the options in ``options.json`` of ``folder``."""
+    with open(os.path.join(folder, "options.json"), encoding="utf-8") as file:  # noqa: PTH118, PTH123
+        Witness(**json.load(file)).start()

@@ -1,0 +1,65 @@
+"""Writes the page of an audit: what a program's ranks sent, its closed form, and its expectations."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from harness.audit import tables
+from harness.audit.calls import spans
+from harness.audit.tables import Report
+from harness.errors import visible
+from harness.terminal_table import Column, filled
+from report.page import render_template
+
+PAGE: Final = "audit.html"
+_STEPS_SHOWN: Final = 4  # kinds of steps with a table of their own
+
+
+def write(report: Report, folder: Path, command: Sequence[str]) -> Path:
+    """Write the page into ``folder`` and return its path."""
+    path = folder / PAGE
+    path.write_text(page(report, command), encoding="utf-8")
+    return path
+
+
+def page(report: Report, command: Sequence[str]) -> str:
+    """Render the page as HTML; texts of the program are escaped."""
+    shown = [
+        _table(f"Calls of steps {spans(steps)}", tables.call_rows(report, steps[0]), tables.COLUMNS)
+        for steps in report.classes[:_STEPS_SHOWN]
+    ]
+    scheme = report.scheme
+    if scheme is not None:
+        title = tables.scheme_sentence(scheme)
+        shown.insert(0, _table(title, tables.scheme_rows(scheme), tables.SCHEME_COLUMNS))
+    if rows := tables.counter_rows(report):
+        shown.append(
+            _table(
+                "Bytes that the nodes' interfaces sent in all these steps together, without headers of packets",
+                rows,
+                tables.COUNTER_COLUMNS,
+            )
+        )
+    return render_template("audit.html", {
+        "command": visible(shlex.join(command)), "sentences": [*map(visible, tables.sentences(report))],
+        "broken": [*map(visible, report.broken)], "kept": report.kept, "notes": [*map(visible, report.calls.notes)],
+        "tables": shown, "csv": tables.CSV, "steps_left": max(0, len(report.classes) - _STEPS_SHOWN),
+    })  # fmt: skip
+
+
+def _table(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> dict[str, Any]:
+    """Return a table's title, headings and lines of cells, each with whether it is a number."""
+    known = [column for column in columns if column.always or any(row.get(column.key) for row in rows)]
+    shown = list(filled(rows, known))
+    lines = zip(*(column.cells for column in shown), strict=True)
+    return {
+        "title": title,
+        "heads": [(column.heading, bool(column.form)) for column in shown],
+        "lines": [
+            [(visible(cell), bool(column.form)) for cell, column in zip(line, shown, strict=True)]
+            for line in lines
+        ],
+    }

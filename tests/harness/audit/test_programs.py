@@ -1,0 +1,190 @@
+"""Tests that programs of many kinds, audited on real ranks over gloo, send the bytes of their closed forms."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch.distributed as dist
+
+from docs.audited import programs
+from harness.audit import run, tables, wire
+from harness.audit.calls import read
+from harness.audit.inside import Found, audit
+from harness.audit.schemes import NONE
+from impl.comm.mesh import Mesh
+from impl.plan.topology import Topology
+from impl.plan.traffic import passes, predict
+from tests.support.hosts import ROOT, Host, hosts
+from tests.support.ranks import on_processes
+
+STEPS: Final = 4
+M: Final = sum(parameter.numel() for parameter in programs.Net().parameters())
+KEPT: Final = 2 * programs.WIDTH**2  # parameters of FSDP2's root, which stays gathered
+NAMES: Final = {
+    "ddp": ("DDP", 4 * M),
+    "ddp_static_graph": ("DDP", 4 * M),
+    "ddp_bf16_hook": ("DDP", 2 * M),
+    "ddp_no_sync": ("DDP", 4 * M),
+    "fsdp2": ("ZeRO-3 (FSDP2)", 4 * (3 * M - KEPT)),
+    "fsdp2_kept": ("ZeRO-3 (FSDP2, weights kept for backward)", 4 * 2 * M),
+    "fsdp2_hsdp": ("HSDP of 2 shards (FSDP2)", 4 * (3 * M - KEPT + M // 2)),
+    "fsdp2_mixed": ("ZeRO-3 (FSDP2)", 2 * (2 * M - KEPT) + 4 * M),
+    "fsdp2_two_groups": ("HSDP of 2/4 shards (FSDP2)", 4 * (3 * M - KEPT + programs.WIDTH**2 * 8 // 2)),
+}
+"""The scheme of each program, and the bytes of its messages in a step."""
+
+
+def _audited(mesh: Mesh, names: tuple[str, ...]) -> dict[str, Any]:
+    """What each program sent on this rank: its scheme, and the rows of its last step."""
+    found = {}
+    for name in names:
+        with audit(ranks_per_node=2) as audited:
+            engine = programs.PROGRAMS[name](STEPS)
+        found[name] = (*_of(audited), _predicted(engine, mesh) if name.startswith("zero") else None)
+    os.environ["QUANTISE"] = "0"
+    with audit(ranks_per_node=2) as audited:
+        programs.quantised_gather(STEPS)
+    found["expectation"] = audited.check("all_gather int8 >= 0.4 M")
+    return found
+
+
+def _of(audited: Found) -> tuple[Any, ...]:
+    report, rank = audited.report, audited.calls.ranks[0]
+    assert report.steps == [1, 2, 3, 4]
+    rows = rank.rows[STEPS]
+    sent = [
+        wire.sent(rank.number, key, count, audited.calls.group(rank, key.group), audited.calls.topology)
+        for key, count in rows.items()
+    ]
+    totals = sum(each.inside for each in sent), sum(each.between for each in sent)
+    sizes = [(key.operation, key.phase, key.dtype, key.source, count) for key, count in rows.items()]
+    scheme = audited.scheme
+    assert scheme is not None
+    return scheme.name, scheme.measured, scheme.expected, sizes, totals
+
+
+def _predicted(engine: Any, mesh: Mesh) -> tuple[int, int]:
+    """Bytes that this rank sends inside and between nodes in a step, by :mod:`impl.plan.traffic`."""
+    policy, units = engine.units[0].policy, [unit.geometry for unit in engine.units]
+    events = [*passes(policy) * 2]
+    sent = predict(policy, mesh.topology, units, mesh.rank, events).sent
+    first = predict(policy, mesh.topology, units, mesh.rank, passes(policy)).sent
+    links = ("intra", "inter")
+    both = [
+        [sum(s.bytes for key, s in book.items() if key.link == link) for link in links]
+        for book in (sent, first)
+    ]
+    return both[0][0] - both[1][0], both[0][1] - both[1][1]
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    """The results of all ranks, of programs that run one after another in the same processes."""
+    names = (*NAMES, "zero3", "zeropp", "quantised_gather", "pipeline")
+    return on_processes(Topology(2, 2), _audited, names)
+
+
+@pytest.mark.long
+@pytest.mark.needs("DeepSpeed")
+def test_deepspeed_sends_the_bytes_of_its_stages() -> None:
+    """Stages 1 and 2 all-reduce gradients and gather new weights; stage 3 gathers twice and reduces once."""
+    stages = {"deepspeed_1": 2, "deepspeed_2": 2, "deepspeed_3": 3}
+    for rank in on_processes(Topology(2, 2), _audited, tuple(stages)):
+        for name, times in stages.items():
+            found, measured, expected, *_ = rank[name]
+            assert (found, measured, expected) == (
+                "ZeRO-3" if times == 3 else "ZeRO-1 or ZeRO-2",
+                4 * times * M,
+                4 * times * M,
+            )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_messages_are_those_of_the_scheme(results: list[dict[str, Any]], name: str) -> None:
+    """The bytes of all ranks equal the closed form exactly, and the form what its formula says."""
+    for rank in results:
+        found, measured, expected, *_ = rank[name]
+        assert (found, measured, expected) == (NAMES[name][0], NAMES[name][1], NAMES[name][1])
+
+
+def test_a_pipeline_sends_activations_and_their_gradients(results: list[dict[str, Any]]) -> None:
+    """Rank 0 sends in forward and rank 1 in backward; other ranks send nothing."""
+    nbytes = 4 * programs.BATCH * programs.WIDTH
+    for number, rank in enumerate(results):
+        name, _, _, sizes, totals = rank["pipeline"][:5]
+        assert name == NONE
+        assert sorted(size[0] for size in sizes) == (["recv", "send"] if number < 2 else [])
+        assert {size[3] for size in sizes} <= {"wrapper"}
+        assert totals == ((nbytes, 0) if number < 2 else (0, 0))
+
+
+@pytest.mark.parametrize("name", ["zero3", "zeropp"])
+def test_our_engine_sends_what_its_plan_predicts(results: list[dict[str, Any]], name: str) -> None:
+    """Inside and between nodes, the bytes of a step equal those of impl.plan.traffic."""
+    for rank in results:
+        *_, totals, predicted = rank[name]
+        assert totals == predicted
+
+
+def test_a_quantised_gather_is_of_its_type(results: list[dict[str, Any]]) -> None:
+    """All weights are gathered once in int8."""
+    for rank in results:
+        (size,) = (size for size in rank["quantised_gather"][3] if size[2] == "int8")
+        assert (size[0], size[4].elements, size[4].bytes) == ("all_gather", M, M)
+
+
+def test_a_gather_that_silently_is_not_quantised_breaks_an_expectation(results: list[dict[str, Any]]) -> None:
+    """The line says in which type the weights were gathered."""
+    for number, rank in enumerate(results):
+        (line,) = rank["expectation"]
+        assert line.startswith(f"broken: all_gather int8 >= 0.4 M: rank {number} has 0 M in step 1")
+        assert "float32" in line
+
+
+@pytest.mark.long
+@pytest.mark.needs("namespaces")
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "fsdp2_hsdp", "zeropp"])
+def test_interfaces_count_what_the_calls_send(tmp_path: Path, name: str) -> None:
+    """On two nodes in network namespaces, each interface's counter is within 2 % of the calls' bytes."""
+    folder = tmp_path / "audit"
+    run.prepare(folder, {"last_step": None, "marker": ""})
+    with hosts(2, tmp_path, {}) as both:
+        started = [
+            host.start(_torchrun(number, both[0], name), **_environment(host, folder))
+            for number, host in enumerate(both)
+        ]
+        assert [process.wait(120) for process in started] == [0, 0], both[0].output + both[1].output
+    calls = read(folder / run.RANKS)
+    assert [calls.topology.nodes[rank.number] for rank in calls.ranks] == [0, 0, 1, 1]
+    report = tables.report_on(calls, calls.steps(2, None), None, by="optimizer steps")
+    outside = [row for row in tables.counter_rows(report) if row["interface"] != "lo"]
+    assert len(outside) == 2
+    for row in outside:
+        assert row["counted"] == pytest.approx(row["expected"], rel=0.02), outside
+
+
+def _torchrun(number: int, first: Host, name: str) -> list[str]:
+    where = ["--nnodes=2", f"--node-rank={number}", f"--master-addr={first.address}", "--master-port=29511"]
+    program = [str(programs.__file__), name, "8"]
+    return [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node=2", *program]
+
+
+def _environment(host: Host, folder: Path) -> dict[str, str]:
+    paths = run.environment(folder) | {
+        "GLOO_SOCKET_IFNAME": host.interface,
+        "OMP_NUM_THREADS": "1",
+        "WIDTH": "256",
+    }
+    return paths | {"PYTHONPATH": f"{paths['PYTHONPATH']}:{ROOT}"}
+
+
+def test_nothing_is_left_behind() -> None:
+    """After the block, torch's methods and functions are its own again."""
+    before = {**vars(dist.ProcessGroup)}, dist.destroy_process_group
+    with audit():
+        assert vars(dist.ProcessGroup)["allreduce"] is not before[0]["allreduce"]
+    assert ({**vars(dist.ProcessGroup)}, dist.destroy_process_group) == before
