@@ -61,8 +61,8 @@ from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 from harness.witness.training_checks import TrainingChecks, watch_inputs, wrong_kernel
 from harness.witness.witness_clock import Kind
-from harness.workloads import models
-from harness.workloads.dataset import draw
+from harness.workloads import models, trial_dataset
+from harness.workloads.dataset import Dataset, draw
 from harness.workloads.generation import Counts, Generator
 from harness.workloads.preset_parameters import shape_of
 from harness.workloads.rank_batches import Batches, ExperienceBatch, RankBatches, batches_of
@@ -153,7 +153,7 @@ class TrialRun:
         trial = assignment.trial
         self.rank, self.assignment, self.trial = rank, assignment, trial
         self.device = device_of(trial, rank)
-        self.data = RankBatches(trial, rank.rank, self.device)
+        self.data = RankBatches(trial, rank.rank, self.device, _shared_dataset(trial, rank))
         torch.manual_seed(trial.seed)
         with self.device:
             actor = actor_of(trial) if trial.workload == "rlhf" else None
@@ -527,6 +527,13 @@ def device_of(trial: Trial, rank: Rank) -> torch.device:
     if trial.cluster.device == "cpu":
         return torch.device("cpu")
     return torch.device(take_gpu(rank, trial.cluster.launcher, trial.cluster.transport))
+
+
+def _shared_dataset(trial: Trial, rank: Rank) -> Dataset | None:
+    """Return the data set that rank 0 has loaded for all ranks that are threads; None for a rank that is a process."""
+    if rank.mesh is None:
+        return None
+    return all_ranks.gather_objects(trial_dataset.load(trial) if rank.rank == 0 else None)[0]
 
 
 def without_seconds(outcome: Outcome) -> Outcome:
