@@ -86,6 +86,11 @@ def _threads(trial: Trial) -> Iterator[str]:
     if cluster.link not in ("auto", "none"):
         link = f"cluster.link = {cluster.link!r}: {threads} has no link between nodes"
         yield f"{link}; remove cluster.link, or set cluster.ranks = 'processes'"
+    if trial.workload == "generate":
+        yield (
+            f"workload = 'generate': {threads} measures no seconds, and its quantity is tokens per second; set "
+            "workload = 'train', or cluster.ranks = 'processes'"
+        )
     if trial.host is not None or (trial.strategy in PEERS and trial.strategy != "single"):
         strategy = (
             f"strategy = {trial.strategy!r}: {threads} has no process groups, which torch's and DeepSpeed's"
