@@ -62,8 +62,9 @@ def simulate(
         raise ThreadRankError(
             f"device={str(device)!r}: ranks of one process compute on the CPU or on one GPU; pass 'cpu' or 'cuda'"
         )
-    if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", torch.cuda.current_device())
+    if place.type == "cuda":
+        torch.cuda.init()  # which makes the GPUs' random generators
+        place = torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
 
     def run(body: Callable[..., T], *args: Any) -> list[T]:
         if (outer := current()) is not None:

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from impl.plan.topology import Axis, Topology, ranks_in_words
 from impl.transport.group import Group, MeshError
-from impl.transport.threads import ThreadRank, ThreadStore
+from impl.transport.threads import ThreadRank, ThreadStore, current
 
 # The usual names of device mesh dimensions along which ranks hold different parts of the model.
 _NOT_DATA_PARALLEL: Final = frozenset({"tp", "pp", "cp", "sp", "ep", "etp"})
@@ -100,6 +100,8 @@ class Mesh:
         Raises:
             MeshError: if the group's size is not ``topology.world``, or if this rank is not in the group.
         """
+        if current() is not None and not dist.is_initialized():
+            raise MeshError("ranks that are threads have a mesh already: use the one that simulate() passes")
         if isinstance(topology, DeviceMesh):
             if group is not None:
                 raise MeshError("topology is a DeviceMesh, which determines the ranks: leave group= out")

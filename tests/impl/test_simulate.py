@@ -252,10 +252,11 @@ def test_what_thread_ranks_cannot_do_is_refused_in_one_line() -> None:
             _said(lambda: Wire(mesh, transport="staged")),
             _said(lambda: Wire(mesh, pacer=object())),  # type: ignore[arg-type]
             _said(lambda: mesh.group(mesh.topology.world_axis).process_group),
+            _said(Mesh.create),
             _said(lambda: simulate(1, 1)(lambda _: None)),
         ]
 
-    shm, staged, pacer, group, nested = simulate(1, 2)(refused)[0]
+    shm, staged, pacer, group, mesh, nested = simulate(1, 2)(refused)[0]
     assert (
         shm
         == "transport 'shm' joins processes, but the ranks are threads of one process: leave transport= out"
@@ -263,6 +264,7 @@ def test_what_thread_ranks_cannot_do_is_refused_in_one_line() -> None:
     assert staged.startswith("transport 'staged' joins processes")
     assert "leave pacer= out" in pacer
     assert "ranks that are threads have no process groups" in group
+    assert mesh == "ranks that are threads have a mesh already: use the one that simulate() passes"
     assert nested == "simulate() is called by rank 0 of simulate(): call it outside of the ranks"
     with pytest.raises(
         ThreadRankError, match="device='meta': ranks of one process compute on the CPU or on one"
