@@ -63,7 +63,7 @@ def engines() -> list[Any]:
     """
     with _lock:
         if (rank := current()) is not None:
-            return list(_engines[rank].values())
+            return list(_engines[rank].values()) if rank in _engines else []
         return [engine for each in list(_engines.values()) for engine in each.values()]
 
 
