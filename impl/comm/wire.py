@@ -22,14 +22,13 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from impl.codecs.codec import Codec
 from impl.comm import exchanges
 from impl.comm.exchanges import Exchange, Kind, Pacer
 from impl.comm.hang_monitor import HangMonitor, OnHang, end_process
 from impl.comm.ledger import Ledger, Timeline
-from impl.comm.mesh import Mesh
+from impl.comm.mesh import AnyMesh, Mesh
 from impl.comm.watchdog import DIFFER, ORDER_CHECK, Watchdog, WireError
 from impl.plan.topology import Axis, ranks_in_words
 from impl.plan.traffic import LedgerKey, Purpose, Tag, destinations
@@ -84,7 +83,7 @@ class Wire:
     """Sends messages along the axes of a mesh and keeps the ledger of their bytes.
 
     Args:
-        mesh: the ranks.
+        mesh: the ranks, as :meth:`Mesh.of` reads them.
         transport: how messages are carried; ``shm`` holds inside nodes only.
         pacer: models a link between nodes, on machines where the network does not limit its rate.
         timeout: seconds after which a rank that does not take part is an error.
@@ -98,7 +97,7 @@ class Wire:
 
     def __init__(
         self,
-        mesh: Mesh | DeviceMesh,
+        mesh: AnyMesh,
         *,
         transport: Transport = "backend",
         pacer: Pacer | None = None,
