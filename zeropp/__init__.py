@@ -29,10 +29,9 @@ if TYPE_CHECKING:
     from impl.codecs.codec import user_codec as user_codec
     from impl.codecs.rounding_noise import Key as Key
     from impl.comm.mesh import Mesh as Mesh
-    from impl.comm.mesh import MeshError as MeshError
     from impl.comm.mesh import make_mesh as _make_mesh
+    from impl.comm.watchdog import WireError as WireError
     from impl.comm.wire import Wire as Wire
-    from impl.comm.wire import WireError as WireError
     from impl.deepspeed.config_to_policy import recipe as recipe
     from impl.parameters.access import Gradient as Gradient
     from impl.parameters.access import OptimizerState as OptimizerState
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from impl.plan.topology import Topology as Topology
     from impl.quantized_collectives import quantized_all_gather as quantized_all_gather
     from impl.quantized_collectives import quantized_reduce_scatter as quantized_reduce_scatter
+    from impl.transport.group import MeshError as MeshError
     from impl.zero import GatheredParameters as GatheredParameters
     from impl.zero import Init as Init
     from impl.zero import Zero as Zero
@@ -113,8 +113,8 @@ _HOME: Final = {  # for each name, where it is defined: "module", or "module:nam
     # errors
     "ZeroError": "impl.zero:ZeroError",
     "PolicyError": "impl.plan.policy:PolicyError",
-    "MeshError": "impl.comm.mesh:MeshError",
-    "WireError": "impl.comm.wire:WireError",
+    "MeshError": "impl.transport.group:MeshError",
+    "WireError": "impl.comm.watchdog:WireError",
     "CodecError": "impl.codecs.codec:CodecError",
     "CheckpointError": "impl.checkpoint.save_load:CheckpointError",
 }

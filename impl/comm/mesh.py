@@ -113,8 +113,7 @@ class Mesh:
             kind = type(topology).__name__
             raise MeshError(f"topology {topology!r} is a {kind}: expected a Topology or torch's DeviceMesh")
         if isinstance(group, DeviceMesh):
-            members, its_topology = _read(group, placed=topology is None)
-            topology = topology or its_topology
+            members, topology = _read(group, topology)
             kind, backend = group.device_type, dist.get_backend(group.get_group(0))
         else:
             members, backend = _ranks(group), dist.get_backend(group)
@@ -294,7 +293,7 @@ def make_mesh(
     if nodes is None and ranks_per_node is None:
         return Mesh.create(device=chosen, group=group)
     for name, number in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+        if number is not None and (type(number) is not int or number < 1):
             raise MeshError(f"{name}={number!r}: expected a number of 1 or more")
     ranks = group.size() if isinstance(group, DeviceMesh) else len(_ranks(group))
     each = ranks_per_node or max(1, ranks // (nodes or 1))
@@ -317,11 +316,10 @@ def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def _read(device_mesh: DeviceMesh, *, placed: bool) -> tuple[tuple[int, ...], Topology | None]:
-    """Return the global ranks of a device mesh, node by node, and its topology.
+def _read(device_mesh: DeviceMesh, topology: Topology | None) -> tuple[tuple[int, ...], Topology]:
+    """Return the global ranks of a device mesh, node by node, and their topology.
 
-    If the caller knows the topology, ``placed`` is False: the dimensions may then have any names, the ranks are
-    listed row by row, and the returned topology is None.
+    If the caller has a ``topology``, the dimensions may have any names, and the ranks are listed row by row.
 
     Raises:
         MeshError: if a dimension is not data parallel, if dimensions have unknown names, if there are more than two,
@@ -334,7 +332,7 @@ def _read(device_mesh: DeviceMesh, *, placed: bool) -> tuple[tuple[int, ...], To
                 f"the device mesh has a dimension {name!r}, along which ranks hold different parts of a model: "
                 "pass its data parallel dimensions, such as device_mesh['dp']"
             )
-    if placed and ranks.dim() == 2 and names:
+    if topology is None and ranks.dim() == 2 and names:
         first, second = (_NODE_NAMES.count(name) - _LOCAL_NAMES.count(name) for name in names)
         if (first, second) not in ((1, -1), (-1, 1)):
             raise MeshError(
@@ -349,9 +347,9 @@ def _read(device_mesh: DeviceMesh, *, placed: bool) -> tuple[tuple[int, ...], To
             f"global rank {rank} is not in the device mesh of {ranks_in_words(members)}: call this on these ranks "
             "alone"
         )
-    if not placed:
-        return members, None
     match tuple(ranks.shape):
+        case _ if topology is not None:
+            return members, topology
         case (_,):
             return members, _placed(members)
         case (nodes, ranks_per_node):
@@ -359,7 +357,8 @@ def _read(device_mesh: DeviceMesh, *, placed: bool) -> tuple[tuple[int, ...], To
         case shape:
             raise MeshError(
                 f"the device mesh has {len(shape)} dimensions, {shape}, expected one, or two (nodes, ranks of a "
-                "node): pass some of its dimensions, such as device_mesh['dp'], or pass topology= and group="
+                "node): pass some of its dimensions, such as device_mesh['dp'], or pass "
+                "zeropp.mesh(nodes=..., ranks_per_node=..., group=device_mesh)"
             )
 
 

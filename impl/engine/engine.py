@@ -48,11 +48,11 @@ class Zero:
         # These bound methods also keep the engine alive as long as the model, even if the user drops the engine.
         model.zero_grad = self._zero_grad  # type: ignore[method-assign]  # torch has no hook for it
         self._loaded: set[str] = set()  # names of the entries that the last load_state_dict() has loaded
-        model.register_state_dict_pre_hook(self._before_state_dict)
+        model.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
         # torch sets an attribute of this hook, which a bound method cannot have
-        model.register_state_dict_post_hook(partial(self._fill_state_dict))
-        model.register_load_state_dict_pre_hook(self._load_from_state_dict)
-        model.register_load_state_dict_post_hook(self._after_load_state_dict)
+        model.register_state_dict_post_hook(partial(self._fill_state_dict))  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_pre_hook(self._load_from_state_dict)  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_post_hook(self._after_load_state_dict)  # type: ignore[no-untyped-call]
         watch_optimizers(self)
 
     # Training

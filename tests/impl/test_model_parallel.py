@@ -93,7 +93,9 @@ class ParallelMLP(nn.Module):
 
 POLICIES = {
     "exact": EXACT,
-    "zeropp": zeropp.preset("zeropp", memory=ROOMY, compute="fp32"),
+    "zeropp": zeropp.preset(
+        "zeropp", memory=ROOMY, weights=zeropp.codec("int8:32"), gradients=(zeropp.codec("int4:32:clip"),) * 2
+    ),
 }
 
 
@@ -141,8 +143,10 @@ def test_tensor_parallel_slices_are_sharded_over_data_parallel_ranks(name: str, 
     for losses, whole, gradients, weights in found:
         assert losses
         assert whole.keys() == net.state_dict().keys()
-        for key, value in net.state_dict().items():
-            assert (whole[key] - value).abs().max() <= within * max(1.0, float(value.abs().max()))
+        trained, mine = (
+            torch.cat([state[key].flatten() for key in whole]) for state in (net.state_dict(), whole)
+        )
+        assert (mine - trained).norm() <= 2 * within * trained.norm()
         assert gradients > 0
         assert weights > 0
     if name == "zeropp":

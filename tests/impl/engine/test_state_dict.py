@@ -312,8 +312,9 @@ def test_a_larger_module_loads_and_gives_the_state_of_a_sharded_part(mesh: Mesh)
     assert same(
         {k.removeprefix("inner."): v for k, v in state.items() if "inner" in k}, zero.full_state_dict()
     )
-    outer.load_state_dict({name: value + 1 for name, value in state.items()})
-    assert same(outer.state_dict(), {name: value + 1 for name, value in state.items()})
+    other = {name: value + 1 for name, value in state.items()}
+    outer.load_state_dict(other)
+    assert same(outer.state_dict(), other)
 
 
 @each_rank(1, 2)
