@@ -309,6 +309,8 @@ def _check_member(group: object) -> None:
 
 def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """Return the global ranks of a process group, in its order; raises a MeshError unless this rank is in it."""
+    if not dist.is_initialized():
+        raise MeshError("there are no ranks yet: call torch.distributed.init_process_group() first")
     _check_member(group)
     if not isinstance(group, dist.ProcessGroup | None):
         kind = type(group).__name__
