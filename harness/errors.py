@@ -33,7 +33,7 @@ class CorpusError(ValueError):
     """Raised when a corpus cannot be read or is too small; the message names the corpus and the numbers."""
 
 
-_OURS: Final = ("impl", "harness", "report")
+_OURS: Final = ("impl", "harness", "report", "zeropp")
 # Packages that some command cannot do without.  The project's other dependencies (hjson, nvidia-ml-py, pyroute2)
 # serve one feature each, and the code of that feature reports that its package is missing.
 _NEEDED: Final = (

@@ -2,11 +2,12 @@
 
 They can be called from FSDP, from a DDP communication hook, or from a script::
 
-    mesh = Mesh.create(Topology(nodes=2, ranks_per_node=4))
-    weights = quantized_all_gather(shard, "int8:2048", mesh)              # qwZ
-    mean = quantized_reduce_scatter(gradient, ("int4:256", "int4:256"), mesh)  # qgZ
+    mesh = zeropp.mesh(nodes=2, ranks_per_node=4)
+    weights = zeropp.quantized_all_gather(shard, "int8:2048", mesh)              # qwZ
+    mean = zeropp.quantized_reduce_scatter(gradient, ("int4:256", "int4:256"), mesh)  # qgZ
 
-All ranks of the mesh must call them with equal shapes and options.  The mesh may be torch's ``DeviceMesh``.
+All ranks of the mesh must call them with equal shapes and options.  The mesh may also be torch's ``DeviceMesh``, a
+process group or a topology.
 Pass one :class:`~impl.comm.wire.Wire` to all calls to reuse its buffers and shared memory, and to read its
 ledger of bytes; without one, each call makes a wire of its own.
 """
@@ -19,14 +20,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from impl import ops
 from impl.codecs.codec import Codec, common_grain, parse
 from impl.codecs.reference import NAMES
 from impl.codecs.rounding_noise import Key, Noise, shard_stride
 from impl.comm.all_gather import FrameGather, by_axes
-from impl.comm.mesh import Mesh
+from impl.comm.mesh import AnyMesh, Mesh
 from impl.comm.reduce_scatter import reduction_of
 from impl.comm.wire import Wire, wire_of
 from impl.plan.hops import Hop, gather_hops
@@ -39,7 +39,7 @@ CodecOrText = Codec | str
 def quantized_all_gather(
     x: Tensor,
     codec: CodecOrText,
-    mesh: Mesh | DeviceMesh,
+    mesh: AnyMesh,
     *,
     gather: Gather = "hierarchical",
     wire: Wire | None = None,
@@ -51,7 +51,7 @@ def quantized_all_gather(
     Args:
         x: (...) fp32, bf16 or fp16 on the mesh's device, in any layout.  No gradient flows back to it.
         codec: the codec of the values, e.g. ``int8:2048``.
-        mesh: the ranks that take part.
+        mesh: the ranks that take part, as :meth:`Mesh.of` reads them.
         gather: ``hierarchical`` sends a value across each link between nodes once; ``flat`` is the backend's
             own all-gather over all ranks, usually a ring.
         wire: the wire that sends the messages; a new one by default.
@@ -136,7 +136,7 @@ class Gathering:
 def quantized_reduce_scatter(
     x: Tensor,
     codecs: CodecOrText | Sequence[CodecOrText],
-    mesh: Mesh | DeviceMesh,
+    mesh: AnyMesh,
     *,
     reduce: Reduce = "two_hop",
     chunks: int = 1,
@@ -150,7 +150,7 @@ def quantized_reduce_scatter(
             to it.
         codecs: the codec of the hop inside nodes and the codec of the hop between nodes.  A single codec
             serves both hops, or the only hop.
-        mesh: the ranks that take part.
+        mesh: the ranks that take part, as :meth:`Mesh.of` reads them.
         reduce: ``two_hop``, ``one_hop`` or ``ring``, as in :class:`~impl.plan.policy.Policy`.
         chunks: the number of pieces into which each rank's part is cut.  While one piece is sent between nodes,
             the next piece is sent inside them.

@@ -2,7 +2,7 @@
 
 The training loop gains one line, and its optimizer gets the engine's parameter groups::
 
-    zero = shard(model, mesh=mesh, policy=preset("zeropp"))
+    zero = zeropp.shard(model, mesh=mesh, policy=zeropp.preset("zeropp"))
     optimizer = torch.optim.AdamW(zero.param_groups())
     ...
     loss.backward()
@@ -11,19 +11,19 @@ The training loop gains one line, and its optimizer gets the engine's parameter 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+import torch
+from torch import Tensor, nn
 
 from impl import ops
 from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import Clock
-from impl.comm.mesh import Mesh
+from impl.comm.mesh import AnyMesh, Mesh
 from impl.comm.wire import Wire, wire_of
 from impl.engine import module_buffers
 from impl.engine.elementwise_probe import elementwise
-from impl.engine.engine import Zero
+from impl.engine.engine import Zero, find
 from impl.engine.hooks import Hooks
 from impl.engine.outside_uses import register
 from impl.engine.unit_planning import GroupOf, check_shapes, drafts_of, find_blocks, plan_units
@@ -48,6 +48,8 @@ __all__ = [  # includes the names that DeepSpeed's tutorials use as deepspeed.ze
     "ZeroError",
     "elementwise",
     "find_blocks",
+    "full_state_dict",
+    "load_full_state_dict",
     "plan_units",
     "register_external_parameter",
     "shard",
@@ -57,7 +59,7 @@ __all__ = [  # includes the names that DeepSpeed's tutorials use as deepspeed.ze
 def shard(
     model: nn.Module,
     *,
-    mesh: Mesh | DeviceMesh,
+    mesh: AnyMesh | None = None,
     policy: Policy,
     wire: Wire | None = None,
     blocks: Sequence[nn.Module] | None = None,
@@ -73,7 +75,8 @@ def shard(
 
     Args:
         model: the model, with plain parameters.
-        mesh: the ranks; :meth:`Mesh.create` says how a torch ``DeviceMesh`` is read.
+        mesh: the ranks: a mesh, torch's ``DeviceMesh``, a process group or a topology, which :meth:`Mesh.create`
+            reads; by default all ranks.
         policy: what is sharded, and how it is sent.
         wire: the wire that sends all messages; a new one without options by default.
         blocks: the modules that are gathered and resharded as a whole; by default those that
@@ -91,7 +94,7 @@ def shard(
         WireError: if the wire is over other ranks.
     """
     if not isinstance(policy, Policy):
-        raise ZeroError(f"policy is a {type(policy).__name__}: expected an impl.plan.policy.Policy")
+        raise ZeroError(f"policy is a {type(policy).__name__}: expected a zeropp.Policy")
     mesh = Mesh.of(mesh)
     check_shapes(model)
     check_plain(model)
@@ -134,3 +137,44 @@ def shard(
             )
         register(module, unit_of[id(parameter)])
     return zero
+
+
+def engine_of(model: nn.Module) -> Zero:
+    """Return the engine of a model that :func:`shard` has sharded.
+
+    Raises:
+        ZeroError: if the model is not sharded, or is a part of a sharded model.
+    """
+    owner = next(filter(None, map(find, model.parameters())), None)
+    kind = type(model).__name__
+    if owner is None:
+        raise ZeroError(f"{kind} is not sharded: call shard() first")
+    if owner.engine.model is not model:
+        raise ZeroError(f"{kind} is not the module that shard() was called with: pass that module")
+    return owner.engine
+
+
+def full_state_dict(
+    model: nn.Module,
+    *,
+    rank0_only: bool = False,
+    device: torch.device | str | None = "cpu",
+    dtype: torch.dtype | str = torch.float32,
+    allow_overflow: bool = False,
+) -> dict[str, Tensor]:
+    """Gather the unsharded state dict of a sharded ``model``; all ranks must call it.
+
+    Arguments, result and errors are those of :meth:`impl.engine.engine.Zero.full_state_dict`.
+    """
+    return engine_of(model).full_state_dict(
+        rank0_only=rank0_only, device=device, dtype=dtype, allow_overflow=allow_overflow
+    )
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Overwrite the weights and buffers of a sharded ``model`` with the ``state`` dict of the unsharded model.
+
+    All ranks must call it, each with the whole state dict.  Values and errors are those of
+    :meth:`impl.engine.engine.Zero.load_full_state_dict`.
+    """
+    engine_of(model).load_full_state_dict(state)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import impl as deepspeed
+import zeropp as deepspeed
 from harness.cli import main
 from harness.suites.model_sizes import GPTShape
 from harness.workloads.models import GPT

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _STDLIB: Final = Path(sysconfig.get_paths()["stdlib"]).resolve()
-_OURS: Final = tuple(_ROOT / name for name in ("impl", "harness", "report"))
+_OURS: Final = tuple(_ROOT / name for name in ("impl", "harness", "report", "zeropp"))
 _INSTALLED: Final = frozenset(("site-packages", "dist-packages"))
 _NO_FILES: Final = tuple(map(Path, ("/dev", "/proc", "/sys", "/run")))  # they show the state of the system
 _MODULE: Final = re.compile(r"\.*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")

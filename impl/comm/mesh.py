@@ -38,6 +38,10 @@ from impl.transport.threads import ThreadRank, ThreadStore, current
 
 # The usual names of device mesh dimensions along which ranks hold different parts of the model.
 _NOT_DATA_PARALLEL: Final = frozenset({"tp", "pp", "cp", "sp", "ep", "etp"})
+# The names that the dimensions of a device mesh between nodes, and inside a node, may have.  The later ones are those
+# of HSDP in torch and in torchtitan, which replicate between nodes and shard inside them.
+_NODE_NAMES: Final = ("node", "inter", "replicate", "dp_replicate")
+_LOCAL_NAMES: Final = ("local", "intra", "shard", "dp_shard")
 
 
 @contextlib.contextmanager
@@ -81,7 +85,7 @@ class Mesh:
     @classmethod
     def create(
         cls,
-        topology: Topology | DeviceMesh | None = None,
+        topology: Topology | DeviceMesh | dist.ProcessGroup | None = None,
         device: torch.device | None = None,
         *,
         group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -89,28 +93,32 @@ class Mesh:
         """Make a mesh of all ranks, or of the ranks of ``group``; all of these must call it, and no others.
 
         Args:
-            topology: the nodes and the ranks on each, in rank order, or a device mesh in place of ``group``.
-                By default, torchrun's ``LOCAL_WORLD_SIZE`` tells which ranks share a node; without this
-                variable all ranks do.  This also holds for a device mesh of one dimension.  A device mesh of
-                two dimensions is read as ``(nodes, ranks of a node)``.
+            topology: the nodes and the ranks on each, in rank order; or a device mesh or a process group, in place
+                of ``group``.  By default, torchrun's ``LOCAL_WORLD_SIZE`` tells which ranks share a node; without
+                this variable all ranks do.  This also holds for a device mesh of one dimension.  Of a device mesh
+                of two dimensions, the one called ``node``, ``inter``, ``replicate`` or ``dp_replicate`` is read as
+                the nodes, and the one called ``local``, ``intra``, ``shard`` or ``dp_shard`` as the ranks of a
+                node; without names, the dimensions are read in this order.
             device: the device of tensors.  By default it is the device mesh's, with NCCL the current GPU,
                 otherwise the CPU.
             group: what ``dist.new_group([...])`` returned, or a device mesh; all ranks by default.
 
         Raises:
-            MeshError: if the group's size is not ``topology.world``, or if this rank is not in the group.
+            MeshError: if the group's size is not ``topology.world``, if this rank is not in the group, or if the
+                dimensions of a device mesh have other names.
         """
         if current() is not None and not dist.is_initialized():
             raise MeshError("ranks that are threads have a mesh already: use the one that simulate() passes")
-        if isinstance(topology, DeviceMesh):
+        if isinstance(topology, DeviceMesh | dist.ProcessGroup):
             if group is not None:
-                raise MeshError("topology is a DeviceMesh, which determines the ranks: leave group= out")
+                kind = type(topology).__name__
+                raise MeshError(f"topology is a {kind}, which determines the ranks: leave group= out")
             topology, group = None, topology
         elif not isinstance(topology, Topology | None):
             kind = type(topology).__name__
             raise MeshError(f"topology {topology!r} is a {kind}: expected a Topology or torch's DeviceMesh")
         if isinstance(group, DeviceMesh):
-            members, topology = _ranks_of(group), topology or _topology_of(group)
+            members, topology = _read(group, topology)
             kind, backend = group.device_type, dist.get_backend(group.get_group(0))
         else:
             members, backend = _ranks(group), dist.get_backend(group)
@@ -138,19 +146,28 @@ class Mesh:
         )
 
     @classmethod
-    def of(cls, mesh: Mesh | DeviceMesh) -> Mesh:
-        """Return ``mesh`` itself, or, for a device mesh, the mesh made from it: the same object at every call."""
+    def of(cls, mesh: AnyMesh | None = None) -> Mesh:
+        """Return ``mesh`` itself, or the mesh of these ranks as :meth:`create` reads them.
+
+        All calls with the same ranks on the same nodes return the same object, so that they share process groups.
+
+        Args:
+            mesh: a mesh, torch's ``DeviceMesh``, a process group, or a topology of all ranks; by default all ranks.
+
+        Raises:
+            MeshError: if ``mesh`` is none of these, or if :meth:`create` raises it.
+        """
         if isinstance(mesh, Mesh):
             return mesh
-        if not isinstance(mesh, DeviceMesh):
+        if not isinstance(mesh, DeviceMesh | dist.ProcessGroup | Topology | None):
             _check_member(mesh)
             kind = type(mesh).__name__
-            raise MeshError(f"mesh is a {kind}: expected an impl.comm.mesh.Mesh or torch's DeviceMesh")
-        job, known = c10d._get_default_group(), _of_device_meshes.pop(mesh, None)  # noqa: SLF001
-        if known is None or known[0]() is not job:
-            known = weakref.ref(job), cls.create(mesh)
-        _of_device_meshes[mesh] = known
-        return known[1]
+            raise MeshError(
+                f"mesh is a {kind}: expected zeropp.mesh(...), torch's DeviceMesh, a process group, or a Topology"
+            )
+        made = cls.create(mesh)
+        known = _meshes.setdefault(c10d._get_default_group(), {})  # noqa: SLF001
+        return known.setdefault((made.topology, made.device, made.members, made.backend), made)
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
@@ -256,10 +273,42 @@ class Mesh:
         return f"zeropp/{hashlib.sha256(repr(self.global_ranks).encode()).hexdigest()[:16]}"
 
 
-# For each device mesh, the mesh that was made of it, and the default group when it was made.  Device meshes are equal
-# as keys if their ranks, names and thread are equal.
-_of_device_meshes: MutableMapping[DeviceMesh, tuple[weakref.ref[dist.ProcessGroup], Mesh]]
-_of_device_meshes = weakref.WeakKeyDictionary()
+# The ranks that train together, in any form that :meth:`Mesh.of` reads.
+AnyMesh = Mesh | DeviceMesh | dist.ProcessGroup | Topology
+
+# For each default group, the meshes that Mesh.of() has made in it, by all that tells meshes of one rank apart.
+_meshes: MutableMapping[dist.ProcessGroup, dict[tuple[object, ...], Mesh]] = weakref.WeakKeyDictionary()
+
+
+def make_mesh(
+    nodes: int | None = None,
+    ranks_per_node: int | None = None,
+    *,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    device: torch.device | str | None = None,
+) -> Mesh:
+    """Make the mesh of all ranks, or of the ranks of ``group``; all of these must call it, and no others.
+
+    Args:
+        nodes: the number of nodes; by default as many as ``ranks_per_node`` gives.
+        ranks_per_node: the number of ranks on each node; by default as many as ``nodes`` gives.  Without either
+            number, nodes are read from the device mesh, or from torchrun's ``LOCAL_WORLD_SIZE``, as
+            :meth:`Mesh.create` says.
+        group: what ``dist.new_group([...])`` returned, or torch's ``DeviceMesh``; all ranks by default.
+        device: the device of tensors; by default as in :meth:`Mesh.create`.
+
+    Raises:
+        MeshError: if there are not ``nodes`` times ``ranks_per_node`` ranks, or if :meth:`Mesh.create` raises it.
+    """
+    chosen = None if device is None else torch.device(device)
+    if nodes is None and ranks_per_node is None:
+        return Mesh.create(device=chosen, group=group)
+    for name, number in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
+        if number is not None and (type(number) is not int or number < 1):
+            raise MeshError(f"{name}={number!r}: expected a number of 1 or more")
+    ranks = group.size() if isinstance(group, DeviceMesh) else len(_ranks(group))
+    each = ranks_per_node or max(1, ranks // (nodes or 1))
+    return Mesh.create(Topology(nodes or max(1, ranks // each), each), chosen, group=group)
 
 
 def _check_member(group: object) -> None:
@@ -271,6 +320,8 @@ def _check_member(group: object) -> None:
 
 def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """Return the global ranks of a process group, in its order; raises a MeshError unless this rank is in it."""
+    if not dist.is_initialized():
+        raise MeshError("there are no ranks yet: call torch.distributed.init_process_group() first")
     _check_member(group)
     if not isinstance(group, dist.ProcessGroup | None):
         kind = type(group).__name__
@@ -278,37 +329,55 @@ def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def _ranks_of(device_mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return the global ranks of a device mesh, row by row.
+def _read(device_mesh: DeviceMesh, topology: Topology | None) -> tuple[tuple[int, ...], Topology]:
+    """Return the global ranks of a device mesh, node by node, and their topology.
+
+    If the caller has a ``topology``, the dimensions may have any names, and the ranks are listed row by row.
 
     Raises:
-        MeshError: if a dimension is not data parallel, or if this rank is not in the device mesh.
+        MeshError: if a dimension is not data parallel, if dimensions have unknown names, if there are more than two,
+            or if this rank is not in the device mesh.
     """
-    for name in device_mesh.mesh_dim_names or ():
+    ranks, names = device_mesh.mesh, device_mesh.mesh_dim_names or ()
+    for name in names:
         if name in _NOT_DATA_PARALLEL:
             raise MeshError(
                 f"the device mesh has a dimension {name!r}, along which ranks hold different parts of a model: "
                 "pass its data parallel dimensions, such as device_mesh['dp']"
             )
-    if (rank := dist.get_rank()) not in (ranks := tuple(device_mesh.mesh.flatten().tolist())):
+    if topology is None and ranks.dim() == 2 and names:
+        first, second = (_NODE_NAMES.count(name) - _LOCAL_NAMES.count(name) for name in names)
+        if (first, second) not in ((1, -1), (-1, 1)):
+            raise MeshError(
+                f"the device mesh has dimensions {names[0]!r} and {names[1]!r}: call the one between nodes "
+                f"{_one_of(_NODE_NAMES)}, and the one inside a node {_one_of(_LOCAL_NAMES)}, or pass "
+                "zeropp.mesh(nodes=..., ranks_per_node=..., group=device_mesh)"
+            )
+        ranks = ranks if first == 1 else ranks.t()
+    members: tuple[int, ...] = tuple(ranks.flatten().tolist())
+    if (rank := dist.get_rank()) not in members:
         raise MeshError(
-            f"global rank {rank} is not in the device mesh of {ranks_in_words(ranks)}: call this on these ranks alone"
+            f"global rank {rank} is not in the device mesh of {ranks_in_words(members)}: call this on these ranks "
+            "alone"
         )
-    return ranks
-
-
-def _topology_of(device_mesh: DeviceMesh) -> Topology:
-    """Return the topology of a device mesh of one dimension (ranks), or of two (nodes, ranks of a node)."""
-    match tuple(device_mesh.shape):
+    match tuple(ranks.shape):
+        case _ if topology is not None:
+            return members, topology
         case (_,):
-            return _placed(device_mesh.mesh.tolist())
+            return members, _placed(members)
         case (nodes, ranks_per_node):
-            return Topology(nodes, ranks_per_node)
+            return members, Topology(nodes, ranks_per_node)
         case shape:
             raise MeshError(
                 f"the device mesh has {len(shape)} dimensions, {shape}, expected one, or two (nodes, ranks of a "
-                "node): pass some of its dimensions, such as device_mesh['dp'], or pass topology= and group="
+                "node): pass some of its dimensions, such as device_mesh['dp'], or pass "
+                "zeropp.mesh(nodes=..., ranks_per_node=..., group=device_mesh)"
             )
+
+
+def _one_of(names: Sequence[str]) -> str:
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}"
 
 
 def _placed(ranks: Sequence[int]) -> Topology:
@@ -326,6 +395,6 @@ def _placed(ranks: Sequence[int]) -> Topology:
         raise MeshError(
             f"global ranks {', '.join(map(str, ranks))} are on nodes {', '.join(map(str, nodes))} "
             f"(LOCAL_WORLD_SIZE={each}), not equally many neighbouring ranks on each: pass the topology, such as "
-            "Mesh.create(Topology(nodes=1, ranks_per_node=3), group=group)"
+            "zeropp.mesh(nodes=1, ranks_per_node=3, group=group)"
         )
     return Topology(len(counts), len(ranks) // len(counts))

@@ -23,14 +23,13 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from impl.codecs.codec import Codec
 from impl.comm import exchanges
 from impl.comm.exchanges import Exchange, Kind, Pacer
 from impl.comm.hang_monitor import HangMonitor, OnHang, end_process
 from impl.comm.ledger import Ledger, Timeline
-from impl.comm.mesh import Mesh
+from impl.comm.mesh import AnyMesh, Mesh
 from impl.comm.watchdog import DIFFER, ORDER_CHECK, Watchdog, WireError
 from impl.plan.topology import Axis, ranks_in_words
 from impl.plan.traffic import LedgerKey, Purpose, Tag, destinations
@@ -87,7 +86,7 @@ class Wire:
     """Sends messages along the axes of a mesh and keeps the ledger of their bytes.
 
     Args:
-        mesh: the ranks.
+        mesh: the ranks, as :meth:`Mesh.of` reads them.
         transport: how messages are carried; ``shm`` is used inside nodes only.
         pacer: models a slower link between nodes than the machine has.
         timeout: seconds after which a rank that does not take part is an error.
@@ -101,7 +100,7 @@ class Wire:
 
     def __init__(
         self,
-        mesh: Mesh | DeviceMesh,
+        mesh: AnyMesh,
         *,
         transport: Transport = "backend",
         pacer: Pacer | None = None,

@@ -128,7 +128,7 @@ def _unknown(optimizer: Optimizer, why: str) -> str:
 
 
 def _way_out(optimizer: Optimizer) -> str:
-    return f"; if it may step shards, declare this with impl.zero.elementwise({type(optimizer).__name__})"
+    return f"; if it may step shards, declare this with zeropp.elementwise({type(optimizer).__name__})"
 
 
 def _same(whole: Tensor, other: Tensor, way: Tensor) -> bool:

@@ -9,11 +9,11 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from impl import ops
 from impl.engine import state_dict
@@ -46,8 +46,13 @@ class Zero:
         budget = context.policy.budget
         self.renewal = None if budget is None else Renewal(budget, self.units, context)
         # These bound methods also keep the engine alive as long as the model, even if the user drops the engine.
-        model.zero_grad = self._zero_grad  # type: ignore[method-assign]
-        model.load_state_dict = self._load_state_dict  # type: ignore[method-assign]
+        model.zero_grad = self._zero_grad  # type: ignore[method-assign]  # torch has no hook for it
+        self._loaded: set[str] = set()  # names of the entries that the last load_state_dict() has loaded
+        model.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
+        # torch sets an attribute of this hook, which a bound method cannot have
+        model.register_state_dict_post_hook(partial(self._fill_state_dict))  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_pre_hook(self._load_from_state_dict)  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_post_hook(self._after_load_state_dict)  # type: ignore[no-untyped-call]
         watch_optimizers(self)
 
     # Training
@@ -396,11 +401,21 @@ class Zero:
             self.renewal.load(state["budget"])
 
     def full_state_dict(
-        self, *, dtype: torch.dtype | str = torch.float32, allow_overflow: bool = False
+        self,
+        *,
+        rank0_only: bool = False,
+        device: torch.device | str | None = "cpu",
+        dtype: torch.dtype | str = torch.float32,
+        allow_overflow: bool = False,
     ) -> dict[str, Tensor]:
         """Gather the state dict of the unsharded model, parameters and buffers; all ranks must call it.
 
+        Units are gathered one after the other, and copied to ``device`` at once.  A GPU therefore holds one unit's
+        fp32 weights at a time, unless the result stays there.
+
         Args:
+            rank0_only: whether only rank 0 of the mesh gets the state dict; it is empty on all others.
+            device: the device of the result; None for the mesh's.
             dtype: the type of the parameters: fp32, bf16, fp16, or a floating-point ``torch.dtype``.
             allow_overflow: whether finite values beyond the largest of ``dtype`` may become infinite.
 
@@ -411,7 +426,14 @@ class Zero:
         self.hooks.check_parameters()
         with self.wire.calling("full_state_dict()"):
             self.buffers.make_equal()
-            return state_dict.full_state_dict(self.model, self.units, dtype, allow_overflow=allow_overflow)
+            return state_dict.full_state_dict(
+                self.model,
+                self.units,
+                dtype,
+                allow_overflow=allow_overflow,
+                device=self.wire.mesh.device if device is None else torch.device(device),
+                keep=not rank0_only or self.wire.mesh.rank == 0,
+            )
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Overwrite weights and buffers with the ``state`` dict of the unsharded model.
@@ -429,22 +451,47 @@ class Zero:
             unit.reshard()
         state_dict.load_full_state_dict(self.model, self.units, state)
 
-    def _load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load a full state dict; ``model.load_state_dict()`` calls this.
+    # The four hooks of model.state_dict() and model.load_state_dict(), which torch's get_model_state_dict() and
+    # set_model_state_dict() call.  They do nothing if GatheredParameters shows all parameters of the model.
 
-        If GatheredParameters shows all parameters of the model, torch's own method is called.
-        """
-        if all(len(unit.flat.shown) == len(unit.members) for unit in self.units):
-            return type(self.model).load_state_dict(self.model, state_dict, strict, assign)
-        if not strict or assign:
+    def _before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Make buffers equal on all ranks, before ``state_dict()`` collects them."""
+        if not keep_vars and not self._all_shown():
+            self.hooks.check_parameters()
+            with self.wire.calling("state_dict()"):
+                self.buffers.make_equal()
+
+    def _fill_state_dict(self, model: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        """Put the whole values of the parameters into what ``state_dict()`` has collected."""
+        if not self._all_shown():
+            with self.wire.calling("state_dict()"):
+                state_dict.fill(self.model, self.units, state, prefix)
+
+    def _load_from_state_dict(
+        self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: object
+    ) -> None:
+        """Load all entries that the model has, so that ``load_state_dict()`` finds the others only."""
+        self._loaded.clear()
+        if self._all_shown():
+            return
+        if metadata.get("assign_to_params_buffers"):
             raise ZeroError(
-                "load_state_dict() of a sharded model supports neither strict=False nor assign=True: leave both "
-                "out, or call it under GatheredParameters of all parameters"
+                "load_state_dict(assign=True) of a sharded model is not supported, since each rank keeps only its "
+                "slices: leave assign= out, or call it under GatheredParameters of all parameters"
             )
-        self.load_full_state_dict(state_dict)
-        return _IncompatibleKeys([], [])
+        self.hooks.check_parameters()
+        self.check_hidden("load_state_dict()")
+        for unit in self.units:
+            unit.reshard()
+        self._loaded = state_dict.take(self.model, self.units, state, prefix)
+
+    def _after_load_state_dict(self, model: nn.Module, report: Any) -> None:
+        """Remove the entries that the engine has loaded from those that torch reports as missing."""
+        report.missing_keys[:] = [name for name in report.missing_keys if name not in self._loaded]
+
+    def _all_shown(self) -> bool:
+        """Return whether GatheredParameters shows all parameters of the model."""
+        return all(len(unit.flat.shown) == len(unit.members) for unit in self.units)
 
     def memory(self) -> dict[str, int]:
         """Return the peak bytes of this rank's engine, by part; the keys are those of

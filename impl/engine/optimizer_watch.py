@@ -226,7 +226,7 @@ def _check_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
                 raise ZeroError(
                     f"load_state_dict() of {kind.__name__}: {key!r} is {tuple(value.shape)} for a master of "
                     f"{master.numel()} elements, this rank's shard: the state is of a whole model, or of another "
-                    "layout; use impl.checkpoint.save_load.load(), or impl.parameters.access.OptimizerState"
+                    "layout; use zeropp.load_checkpoint(), or zeropp.OptimizerState"
                 )
 
 

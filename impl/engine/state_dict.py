@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from impl.engine.module_buffers import write
 from impl.engine.narrowing import Narrowing, dtype_of
 from impl.errors import ZeroError
-from impl.unit.master_shard import shard_of
+from impl.unit.context import MEMORY
+from impl.unit.master_shard import part_of, shard_of
 from impl.unit.placeholder import Placeholder
 from impl.unit.unit import Unit
 from impl.unit.whole_values import WholeValues
@@ -105,29 +107,77 @@ def _same(value: Tensor, other: Tensor) -> bool:
 
 
 def full_state_dict(
-    model: nn.Module, units: Sequence[Unit], dtype: torch.dtype | str, *, allow_overflow: bool
+    model: nn.Module,
+    units: Sequence[Unit],
+    dtype: torch.dtype | str,
+    *,
+    allow_overflow: bool,
+    device: torch.device,
+    keep: bool,
 ) -> dict[str, Tensor]:
     """Gather the unsharded model's state dict; see :meth:`impl.engine.engine.Zero.full_state_dict`.
 
-    Buffers must have been made equal on all ranks before.
+    Units are gathered one after the other, so that besides the result no more than one unit is whole at a time.
+    Buffers must have been made equal on all ranks before.  If ``keep`` is False, this rank takes part without keeping
+    anything, and returns an empty dict.
     """
     narrowing = Narrowing(dtype_of(dtype))
     whole: dict[int, Any] = {}
     for unit in units:
-        for visible, slot, values in zip(
-            unit.visible, unit.geometry.slots, WholeValues(unit).masters(), strict=True
-        ):
-            same = narrowing.dtype == values.dtype
-            whole[id(visible)] = values if same else narrowing.cast(slot.spec.name, values)
+        whole.update(_of_unit(unit, narrowing, device if keep else None))
     if not allow_overflow and (overflow := narrowing.overflow()) is not None:
         raise ZeroError(f"full_state_dict(): {overflow}; pass a wider dtype, or allow_overflow=True")
     state: dict[str, Any] = {}
-    for name, held in model.state_dict(keep_vars=True).items():
+    for name, held in model.state_dict(keep_vars=True).items() if keep else ():
         if id(held) in whole:
             state[name] = whole[id(held)]
         else:
-            state[name] = held.detach().clone() if isinstance(held, Tensor) else copy.deepcopy(held)
+            state[name] = (
+                held.detach().to(device, copy=True) if isinstance(held, Tensor) else copy.deepcopy(held)
+            )
     return state
+
+
+def _of_unit(unit: Unit, narrowing: Narrowing, device: torch.device | None) -> dict[int, Tensor]:
+    """Gather the parameters of ``unit``; returns a copy of each on ``device``, by the id of the visible parameter.
+
+    All ranks must call this, and all cast the values, so that all find those that overflow.  Without a ``device`` the
+    result is empty.  In either case the gathered values are freed on return, before the next unit is gathered.
+    """
+    whole = {}
+    for visible, slot, values in zip(
+        unit.visible, unit.geometry.slots, WholeValues(unit).masters(), strict=True
+    ):
+        cast = values if narrowing.dtype == values.dtype else narrowing.cast(slot.spec.name, values)
+        if device is not None:
+            whole[id(visible)] = cast.to(device, copy=True)
+    return whole
+
+
+def fill(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix: str) -> None:
+    """Put the parameters' whole values (fp32, in host memory) into what ``model.state_dict()`` has collected.
+
+    Entries keep their order.  Parameters that GatheredParameters shows have their values already, and a state dict
+    with ``keep_vars=True`` keeps the parameters themselves.
+
+    Args:
+        model: the model whose entries of ``state`` begin with ``prefix``.
+        units: its units, which are gathered one after the other; all ranks must call this.
+        state: the state dict.
+        prefix: the path of the model in a larger module, with a dot at its end; empty for the model itself.
+    """
+    held = {prefix + name: p for name, p in model.named_parameters(remove_duplicate=False)}
+    names = defaultdict[int, list[str]](list)  # a tied parameter has several
+    for name, parameter in held.items():
+        if state.get(name) is parameter:
+            return
+        if name in state:
+            names[id(parameter)].append(name)
+    for unit in units:
+        for number in unit.flat.shown:
+            names.pop(id(unit.visible[number]), None)
+        for key, values in _of_unit(unit, Narrowing(torch.float32), MEMORY).items():
+            state.update(dict.fromkeys(names.pop(key, ()), values))
 
 
 def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping[str, Tensor]) -> None:
@@ -135,27 +185,74 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
 
     A tied parameter may be given under any one of its names.
     """
-    held, given = dict(model.state_dict(keep_vars=True)), dict(state)
-    # for each parameter and buffer, a name under which it is given
-    name_of = {id(tensor): name for name, tensor in held.items() if name in given}
-    given = {name: given[name_of[id(t)]] for name, t in held.items() if id(t) in name_of} | given
+    held = dict(model.state_dict(keep_vars=True))
+    given = _under_all_names(held, state)
     if odd := sorted(held.keys() ^ given.keys()):
         raise ZeroError(
             f"state does not match the model: {len(odd)} names are in only one of them, the first is {odd[0]!r}"
         )
-    for name, tensor in held.items():
+    _load(model, units, held, given)
+
+
+def take(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix: str) -> set[str]:
+    """Load the entries of ``state`` that the model has, and remove them from ``state``.
+
+    Arguments are those of :func:`fill`; entries may be missing, and others may be there.
+
+    Returns:
+        The full names of all entries that the model now has as the state dict gives them.
+
+    Raises:
+        ZeroError: as :func:`load_full_state_dict`, before anything is changed.
+    """
+    held = dict(model.state_dict(keep_vars=True))
+    given = {name: state[prefix + name] for name in held if prefix + name in state}
+    # torch's set_model_state_dict() passes the model's own parameters for entries that a state dict lacks
+    kept = {name for name, value in given.items() if value is held[name]}
+    given = _under_all_names(held, {name: value for name, value in given.items() if name not in kept})
+    _load(model, units, held, given)
+    loaded = {prefix + name for name in (*given, *kept)}
+    for name in loaded:
+        state.pop(name, None)
+    return loaded
+
+
+def _under_all_names(held: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``state``, in which each tied parameter and buffer of ``held`` is under all of its names."""
+    tensors = {name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
+    name_of = {id(tensor): name for name, tensor in tensors.items() if name in state}
+    tied = {name: state[name_of[id(t)]] for name, t in tensors.items() if id(t) in name_of}
+    every = tied | dict(state)
+    return {name: every[name] for name in (*held, *every) if name in every}  # in the model's order
+
+
+def _load(model: nn.Module, units: Sequence[Unit], held: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Load the entries ``given``, whose names are among those of the state dict ``held``.
+
+    Raises:
+        ZeroError: before anything is changed, if one of them cannot be loaded.
+    """
+    name_of = {id(held[name]): name for name in given}  # for each parameter and buffer, one of its names
+    for name, value in given.items():
+        tensor = held[name]
         if isinstance(tensor, Tensor) and not is_extra(name):
-            check_value(name, tensor, given[name])
-            if not _same(given[name], given[other := name_of[id(tensor)]]):
+            check_value(name, tensor, value)
+            if not _same(value, given[other := name_of[id(tensor)]]):
                 raise ZeroError(
                     f"state {name!r} differs from {other!r}, but the model ties these parameters: give equal values"
                 )
-    state = given
-    names = {id(tensor): name for name, tensor in held.items()}
     for unit in units:
-        whole = [state[names.pop(id(parameter))] for parameter in unit.visible]
-        device = unit.master_shard.held.device
-        WholeValues(unit).load_shard(shard_of(unit.geometry, unit.wire.mesh.rank, whole, device))
-    for name, tensor in held.items():
-        if id(tensor) in names:  # a buffer or an extra state, since sharded parameters were popped
-            load_entry(model, name, tensor, state[name])
+        values = {
+            number: given[name_of.pop(id(parameter))]
+            for number, parameter in enumerate(unit.visible)
+            if id(parameter) in name_of
+        }
+        geometry, rank, whole = unit.geometry, unit.wire.mesh.rank, WholeValues(unit)
+        if len(values) == len(geometry.slots):
+            whole.load_shard(shard_of(geometry, rank, values.values(), unit.master_shard.held.device))
+        else:
+            for number, value in values.items():
+                whole.write_part(number, part_of(value, geometry, geometry.slots[number], rank))
+    for name, value in given.items():
+        if id(held[name]) in name_of:  # a buffer or an extra state, since sharded parameters were popped
+            load_entry(model, name, held[name], value)

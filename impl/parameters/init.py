@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from impl.comm.mesh import Mesh
+from impl.comm.mesh import AnyMesh, Mesh
 from impl.comm.wire import Wire, wire_of
 from impl.errors import ZeroError
 from impl.parameters.presharded import Cut, cut_of
@@ -39,9 +39,9 @@ class Init:
     :class:`~impl.parameters.gathered.GatheredParameters`.
 
     Args:
-        mesh: the ranks, which may be torch's ``DeviceMesh``.  They must draw the same random numbers.
-        data_parallel_group: a process group in place of ``mesh``, as DeepSpeed's ``Init`` takes it.
-            :meth:`Mesh.create` makes a mesh of it, which ``shard()`` takes as ``mesh=init.mesh``.
+        mesh: the ranks, as :meth:`Mesh.of` reads them; by default all ranks.  They must draw the same random numbers.
+        data_parallel_group: a process group or torch's ``DeviceMesh`` in place of ``mesh``, as DeepSpeed's ``Init``
+            calls it.  Pass it, or ``init.mesh``, to ``shard()`` as ``mesh=``.
         policy: the policy that the model will be sharded with.  With another policy, ``shard()`` has to send
             the slices anew.
         blocks: the classes of the model's blocks, or a function that returns whether a class is one.  Each
@@ -55,15 +55,15 @@ class Init:
             not changed.
 
     Raises:
-        ZeroError: on entering, inside another ``Init``; if both a mesh and a group are given, or neither.
-        MeshError: if no mesh can be made of the group.
+        ZeroError: on entering, inside another ``Init``; if both a mesh and a group are given.
+        MeshError: if no mesh can be made of them.
         PolicyError: if the policy does not fit the topology.
     """
 
     def __init__(
         self,
         *,
-        mesh: Mesh | DeviceMesh | None = None,
+        mesh: AnyMesh | None = None,
         data_parallel_group: dist.ProcessGroup | DeviceMesh | None = None,
         policy: Policy | None = None,
         blocks: BlockOf = (),
@@ -86,18 +86,10 @@ class Init:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The mesh that was given, or the mesh of the group that was given."""
-        match self._mesh, self._data_parallel_group:
-            case None, None:
-                raise ZeroError(
-                    "Init has neither mesh= nor data_parallel_group=: pass one of them, for example "
-                    "data_parallel_group=dist.group.WORLD for all ranks"
-                )
-            case None, group:
-                return Mesh.create(group=group)
-            case mesh, None:
-                return Mesh.of(mesh)
-        raise ZeroError("Init has both mesh= and data_parallel_group=: leave one of them out")
+        """The mesh of the ranks that were given."""
+        if self._mesh is not None and self._data_parallel_group is not None:
+            raise ZeroError("Init has both mesh= and data_parallel_group=: leave one of them out")
+        return Mesh.of(self._data_parallel_group if self._mesh is None else self._mesh)
 
     def __enter__(self) -> Self:
         if not self.enabled:

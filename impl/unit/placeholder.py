@@ -70,7 +70,11 @@ _OF_GRADIENTS: Final = frozenset(
 
 
 class Placeholder(nn.Parameter):
-    """A parameter without values; :func:`release` turns a plain parameter into one, in place."""
+    """A parameter without values; :func:`release` turns a plain parameter into one, in place.
+
+    Where the keeper refuses to provide values, ``detach()`` returns a placeholder too, whose uses are refused for the
+    same reason.  Torch's ``state_dict()`` detaches every parameter before a hook can put its values there.
+    """
 
     @classmethod
     def __torch_function__(
@@ -93,7 +97,12 @@ class Placeholder(nn.Parameter):
         # All keepers are looked up first: the first keeper may restore other parameters, which then have no keeper.
         keepers = [_keepers[leaf] for leaf in together]
         uses = zip(together, keepers, strict=True)
-        values = {id(leaf): keeper.use(leaf, together) for leaf, keeper in uses}
+        try:
+            values = {id(leaf): keeper.use(leaf, together) for leaf, keeper in uses}
+        except ZeroError as refusal:
+            if func is not torch.Tensor.detach:
+                raise
+            return _detached(args[0], refusal)
         args, kwargs = tree_unflatten([values.get(id(leaf), leaf) for leaf in leaves], structure)
         return func(*args, **kwargs)
 
@@ -102,6 +111,25 @@ class Placeholder(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.clone()  # which asks the keeper for the values
+
+
+class _Detached:
+    """The keeper of a placeholder that ``detach()`` has returned: it refuses every use with an earlier refusal."""
+
+    def __init__(self, name: str, refusal: str) -> None:
+        self.name, self._refusal = name, refusal
+
+    def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
+        """Raise a ZeroError."""
+        raise ZeroError(self._refusal)
+
+
+def _detached(parameter: Placeholder, refusal: ZeroError) -> nn.Parameter:
+    """Return a placeholder like ``parameter`` that takes no part in autograd, and refuses all uses."""
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        leaf = nn.Parameter(parameter.data, requires_grad=False)
+    keep(leaf, _Detached(_keepers[parameter].name, str(refusal)))
+    return leaf
 
 
 def values_of(parameter: Placeholder) -> Tensor:

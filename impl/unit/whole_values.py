@@ -32,13 +32,13 @@ class WholeValues:
         self._tag = Tag("step", "state", unit.geometry.name)
 
     def masters(self) -> list[Tensor]:
-        """Gather all parameters in fp32, one tensor per slot; all ranks must call it."""
+        """Gather all parameters in fp32, as one view of new memory per slot; all ranks must call it."""
         master = self._master_shard.master
         if self._master_shard.placement.shard:
             master = torch.empty(self._geometry.shard, device=self._wire.mesh.device)
             self._unit.host.copy("to_device", self._master_shard.master, master, "state", self._geometry.name)
         whole = gather_whole(self._wire, self._axes, master, self._tag).view(-1)  # (P,)
-        return [whole[slot.offset : slot.end].view(slot.spec.shape).clone() for slot in self._geometry.slots]
+        return [whole[slot.offset : slot.end].view(slot.spec.shape) for slot in self._geometry.slots]
 
     def gather_member(self, number: int, part: Tensor) -> Tensor:
         """Gather member ``number``, (shape) fp32, from all ranks' parts; all ranks must call it.

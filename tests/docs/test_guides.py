@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import typer
 
+import zeropp
 from docs.tables import DOCS
 from harness.cli import app
 
@@ -73,6 +74,29 @@ def test_a_guide_begins_with_what_it_is_for_and_for_whom(page: Path) -> None:
     beginning = re.split(r"^(?:## |```)", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[0]
     assert "After this page you" in beginning
     assert "It is for " in beginning
+
+
+def python(page: Path) -> str:
+    """The Python of a page's blocks."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return "\n".join(blocks)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *GUIDES], ids=lambda page: page.stem)
+def test_python_of_readme_and_guides_imports_zeropp_alone(page: Path) -> None:
+    """No block imports the project's other packages, and each name of zeropp in a page exists."""
+    assert re.findall(r"^\s*(?:from|import) (?:impl|harness|report)\b.*", python(page), re.MULTILINE) == []
+    text = page.read_text(encoding="utf-8")
+    named = {
+        *re.findall(r"\bzeropp\.([A-Za-z]\w*)", python(page)),
+        *re.findall(r"`zeropp\.([A-Za-z]\w*)", text),
+    }
+    assert named <= {*zeropp.__all__}
+
+
+def test_guides_have_examples_in_python() -> None:
+    """Of the module that users import."""
+    assert sum("import zeropp" in python(page) for page in (ROOT / "README.md", *GUIDES)) >= 6
 
 
 def anchors(page: Path) -> set[str]:

@@ -133,11 +133,17 @@ def test_elements_of_one_hop_arrive_where_they_are_used(mesh: Mesh, transport: T
 
 
 def test_what_is_no_policy_is_refused() -> None:
-    """A configuration or None in place of a policy or a mesh is refused in one line that names the expected type."""
-    with pytest.raises(ZeroError, match=r"policy is a dict: expected an impl\.plan\.policy\.Policy"):
+    """A configuration in place of a policy or a mesh is refused in one line, and so is a job that has not begun."""
+    with pytest.raises(ZeroError, match=r"policy is a dict: expected a zeropp\.Policy"):
         shard(nn.Linear(1, 1), mesh=None, policy={"stage": 3})  # type: ignore[arg-type]
-    with pytest.raises(MeshError, match=r"mesh is a NoneType: expected an impl\.comm\.mesh\.Mesh"):
-        shard(nn.Linear(1, 1), mesh=None, policy=preset("exact"))  # type: ignore[arg-type]
+    with pytest.raises(
+        MeshError, match=r"mesh is a dict: expected zeropp\.mesh\(\.\.\.\), torch's DeviceMesh"
+    ):
+        shard(nn.Linear(1, 1), mesh={"nodes": 1}, policy=preset("exact"))  # type: ignore[arg-type]
+    with pytest.raises(
+        MeshError, match=r"no ranks yet: call torch\.distributed\.init_process_group\(\) first"
+    ):
+        shard(nn.Linear(1, 1), policy=preset("exact"))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

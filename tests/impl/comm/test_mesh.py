@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from impl.checkpoint.save_load import CheckpointError, load, save
-from impl.comm.mesh import Mesh, MeshError, default_group
+from impl.comm.mesh import Mesh, MeshError, default_group, make_mesh
 from impl.comm.watchdog import WireError
 from impl.comm.wire import Wire
 from impl.errors import ZeroError
@@ -185,6 +185,7 @@ def _over_device_meshes(mesh: Mesh) -> list[tuple[Any, ...]]:
         DeviceMesh("cpu", [[0, 2], [1, 3]]),
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"],
         init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "replicate", "shard"))["replicate", "shard"],
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("local", "inter")),
     ]
     found = []
     for device_mesh in device_meshes:
@@ -200,8 +201,9 @@ def _over_device_meshes(mesh: Mesh) -> list[tuple[Any, ...]]:
 
 
 def test_a_device_mesh_is_understood_where_a_mesh_is_expected() -> None:
-    """A device mesh may have one dimension, or two as nodes and their ranks, in any order, or be part of a larger
-    one.
+    """A device mesh has one dimension, or two (nodes and their ranks, by position or by name), and ranks in any order.
+
+    It may be a part of a larger one.
     """
     found = on_processes(Topology(1, 4), _over_device_meshes)
     everyone = (0, 1, 2, 3)
@@ -211,6 +213,7 @@ def test_a_device_mesh_is_understood_where_a_mesh_is_expected() -> None:
         (Topology(2, 2), (0, 2, 1, 3)),
         (Topology(1, 2), None),  # ranks of equal parity
         (Topology(2, 2), everyone),
+        (Topology(2, 2), (0, 2, 1, 3)),  # the first dimension is inside a node
     ]
     for number, (topology, members) in enumerate(wanted):
         for rank, per_mesh in enumerate(found):
@@ -224,6 +227,38 @@ def test_a_device_mesh_is_understood_where_a_mesh_is_expected() -> None:
         losses = (found[rank][number][3] for rank in pair)
         means = [sum(each) / len(pair) for each in zip(*losses, strict=True)]
         assert means == pytest.approx(single(model(), len(pair), 2), rel=1e-6)
+
+
+def _ranks_in_any_form(mesh: Mesh) -> list[tuple[Any, ...]]:
+    """Return what the mesh of each form is, and the mean that a reduce-scatter over it gives."""
+    everyone, pair = dist.group.WORLD, [dist.new_group([0, 2]), dist.new_group([1, 3])][mesh.rank % 2]
+    found = []
+    for form in (None, everyone, pair, Topology(2, 2), make_mesh(2), make_mesh(2, 1, group=pair)):
+        zero = shard(model(), mesh=form, policy=EXACT)
+        part = zero.wire.mesh
+        assert Mesh.of(form) is part
+        mean = quantized_reduce_scatter(torch.full((4,), float(mesh.rank)), "fp32", form or part)
+        found.append((part.topology, part.global_ranks, part.device.type, mean.unique().tolist()))
+    with Init(policy=EXACT, blocks=Block) as init:  # all ranks by default, as shard()
+        net = model()
+    alike = Mesh.of(), Mesh.of(everyone), Mesh.of(Topology(1, 4)), Mesh.of(init_device_mesh("cpu", (4,)))
+    assert all(each is init.mesh for each in alike)
+    shard(net, policy=EXACT)
+    return found
+
+
+def test_ranks_may_be_given_as_a_process_group_a_topology_or_not_at_all() -> None:
+    """Forms of the same ranks on the same nodes give one mesh, so that they share process groups."""
+    for rank, found in enumerate(on_processes(Topology(1, 4), _ranks_in_any_form)):
+        pair, everyone = (rank % 2, rank % 2 + 2), (0, 1, 2, 3)
+        assert found == [
+            (Topology(1, 4), everyone, "cpu", [1.5]),
+            (Topology(1, 4), everyone, "cpu", [1.5]),
+            (Topology(1, 2), pair, "cpu", [sum(pair) / 2]),
+            (Topology(2, 2), everyone, "cpu", [1.5]),
+            (Topology(2, 2), everyone, "cpu", [1.5]),
+            (Topology(2, 1), pair, "cpu", [sum(pair) / 2]),
+        ]
 
 
 def _said(call: Callable[[], Any]) -> str:
@@ -244,7 +279,10 @@ def _refusals(mesh: Mesh) -> dict[str, str]:
         "non-member": _said(
             lambda: shard(model(), mesh=dist.GroupMember.NON_GROUP_MEMBER, policy=EXACT)  # type: ignore[arg-type]
         ),
-        "process group": _said(lambda: shard(model(), mesh=dist.group.WORLD, policy=EXACT)),  # type: ignore[arg-type]
+        "text": _said(lambda: shard(model(), mesh="2x2", policy=EXACT)),  # type: ignore[arg-type]
+        "names": _said(lambda: Mesh.of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "dp")))),
+        "numbers": _said(lambda: make_mesh(3)),
+        "no nodes": _said(lambda: make_mesh(0)),
         "size": _said(lambda: Mesh.create(Topology(1, 2), group=group)),
         "list": _said(lambda: Mesh.create(Topology(1, 3), group=[0, 1, 2])),  # type: ignore[arg-type]
         "tensor parallel": _said(lambda: Mesh.create(halves)),
@@ -261,7 +299,11 @@ def _refusals(mesh: Mesh) -> dict[str, str]:
 REFUSED = {
     "size": "topology 1x2 needs 2 ranks, the process group has 3",
     "list": "group is a list: expected what dist.new_group",
-    "process group": "mesh is a ProcessGroup: expected an impl.comm.mesh.Mesh or torch's DeviceMesh",
+    "text": "mesh is a str: expected zeropp.mesh(...), torch's DeviceMesh, a process group, or a Topology",
+    "names": "the device mesh has dimensions 'node' and 'dp': call the one between nodes 'node', 'inter', "
+    "'replicate' or 'dp_replicate', and the one inside a node 'local', 'intra', 'shard' or 'dp_shard', or pass ",
+    "numbers": "topology 3x1 needs 3 ranks, the process group has 4",
+    "no nodes": "nodes=0: expected a number of 1 or more",
     "tensor parallel": "the device mesh has a dimension 'tp', along which ranks hold different parts of a model",
     "three dimensions": "the device mesh has 3 dimensions, (1, 2, 2), expected one, or two (nodes, ranks of a ",
     "twice": "topology is a DeviceMesh, which determines the ranks: leave group= out",

@@ -246,7 +246,7 @@ def test_a_user_may_vouch_for_a_class(mesh: Mesh) -> None:
 
     zero = shard(net := model(), mesh=mesh, policy=EXACT)
     update(Vouched(zero.param_groups()), net(batch(0, mesh.rank)))
-    with pytest.raises(ZeroError, match=r"declare this with impl\.zero\.elementwise\(Derived\)"):
+    with pytest.raises(ZeroError, match=r"declare this with zeropp\.elementwise\(Derived\)"):
         update(Derived(zero.param_groups()), net(batch(0, mesh.rank)))
     ELEMENTWISE.discard(Vouched)
 

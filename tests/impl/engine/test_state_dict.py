@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as of_torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from impl.comm.mesh import Mesh
 from impl.errors import ZeroError
+from impl.parameters.gathered import GatheredParameters
 from impl.plan.topology import Topology
-from impl.zero import Zero, shard
+from impl.unit.whole_values import WholeValues
+from impl.zero import Zero, full_state_dict, load_full_state_dict, shard
 from tests.support.models import Net
-from tests.support.ranks import each_rank, on_threads
+from tests.support.ranks import each_rank, on_processes, on_threads
 from tests.support.strategies import EXACT
 from tests.support.training import batch, model
 
@@ -196,3 +201,161 @@ def test_expanded_buffers_are_loaded_if_their_values_are_equal(mesh: Mesh) -> No
         zero.load_full_state_dict(changed)
     assert torch.equal(zero.full_state_dict()["linear.weight"], state["linear.weight"])
     zero.model(torch.ones(2, 8)).backward()  # and it is sent to the other ranks
+
+
+# One rank's state, and memory
+
+
+def same(state: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Whether two state dicts have the same names in the same order, with the same values."""
+    return [*state] == [*wanted] and all(torch.equal(state[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bf16"}], ids=str)
+def test_a_state_for_rank_0_is_empty_elsewhere(options: dict[str, Any]) -> None:
+    """Rank 0 gets what all ranks get otherwise; the function that takes the model does the same as the method."""
+
+    def states(mesh: Mesh) -> tuple[Any, ...]:
+        net, zero = made(mesh, tied=True)
+        of_model = full_state_dict(net, rank0_only=True, device=None, **options)
+        return zero.full_state_dict(**options), zero.full_state_dict(rank0_only=True, **options), of_model
+
+    for rank, (every, first, of_model) in enumerate(on_threads(Topology(2, 2), states)):
+        for state in (first, of_model):
+            assert same(state, {} if rank else every)
+        assert all(value.device.type == "cpu" for value in every.values())
+
+
+@each_rank(1, 2)
+def test_all_ranks_refuse_values_of_which_only_rank_0_gets_a_state(mesh: Mesh) -> None:
+    """Values that overflow are an error on every rank, so that no rank goes on alone."""
+    net, zero = made(mesh)
+    load_full_state_dict(net, {**zero.full_state_dict(), NAME: torch.full((40, 16), 1e5)})
+    with pytest.raises(ZeroError, match=r"full_state_dict\(\): .* overflow fp16"):
+        zero.full_state_dict(rank0_only=True, dtype="fp16")
+    with pytest.raises(ZeroError, match="ModuleList is not the module that shard"):
+        full_state_dict(net.blocks)
+    with pytest.raises(ZeroError, match=r"Linear is not sharded: call shard\(\) first"):
+        full_state_dict(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("call", ["full_state_dict", "state_dict"])
+def test_units_are_gathered_one_after_the_other(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a unit is gathered, the gathered values of the unit before are freed, so a device holds one at a time."""
+    gather, left = WholeValues.masters, []
+
+    def masters(whole: WholeValues) -> list[Tensor]:
+        left.append(sum(reference() is not None for reference in gathered))
+        values = gather(whole)
+        gathered[:] = [weakref.ref(value.untyped_storage()) for value in values]
+        return values
+
+    def body(mesh: Mesh) -> int:
+        net, zero = made(mesh)
+        state = zero.full_state_dict(rank0_only=True) if call == "full_state_dict" else net.state_dict()
+        return len(state)
+
+    gathered: list[Any] = []
+    monkeypatch.setattr(WholeValues, "masters", masters)
+    assert on_threads(Topology(1, 1), body) == [21]
+    assert left == [0] * 4  # the root and three blocks
+
+
+# torch's own methods and functions
+
+
+def _of_torch(mesh: Mesh) -> dict[str, bool]:
+    """Return whether torch's functions give and load the values that the engine's own methods do."""
+    net, zero = made(mesh, tied=True)
+    every = zero.full_state_dict()
+    whole = StateDictOptions(full_state_dict=True)
+    on_rank_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found = {
+        "the method is torch's": "load_state_dict" not in vars(net) and "state_dict" not in vars(net),
+        "plain": same(net.state_dict(), every),
+        "get": same(of_torch.get_model_state_dict(net), every),
+        "get full": same(of_torch.get_model_state_dict(net, options=whole), every),
+        "get for rank 0": same(
+            of_torch.get_model_state_dict(net, options=on_rank_0), {} if mesh.rank else every
+        ),
+    }
+    from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for factor, options in enumerate((None, whole, on_rank_0, from_rank_0), 2):
+        state = {name: value * factor for name, value in every.items()}
+        given = {} if options is from_rank_0 and mesh.rank else {name: v.clone() for name, v in state.items()}
+        report = of_torch.set_model_state_dict(net, given, options=options)
+        found[f"set {options}"] = same(zero.full_state_dict(), state) and not any(report)
+    return found
+
+
+def test_torch_s_functions_give_and_load_the_same_values() -> None:
+    """get_model_state_dict() and set_model_state_dict() with their options, and the methods that they call."""
+    for found in on_processes(Topology(2, 2), _of_torch):
+        assert [claim for claim, holds in found.items() if not holds] == []
+        assert len(found) == 9
+
+
+class Wrapper(nn.Module):
+    """A module that holds a sharded model, and a layer that is not sharded."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(2, 2), inner
+
+
+@each_rank(1, 2)
+def test_a_larger_module_loads_and_gives_the_state_of_a_sharded_part(mesh: Mesh) -> None:
+    """The entries have the part's path before their names."""
+    net, zero = made(mesh)
+    outer = Wrapper(net)
+    state = outer.state_dict()
+    assert same(
+        {k.removeprefix("inner."): v for k, v in state.items() if "inner" in k}, zero.full_state_dict()
+    )
+    other = {name: value + 1 for name, value in state.items()}
+    outer.load_state_dict(other)
+    assert same(outer.state_dict(), other)
+
+
+@each_rank(1, 2)
+def test_some_entries_are_loaded_without_strict(mesh: Mesh) -> None:
+    """Entries that are missing keep their values, others are reported, as torch does for a plain model."""
+    net, zero = made(mesh, tied=True)
+    before = zero.full_state_dict()
+    some = {NAME: NEW, "head.weight": torch.ones(16, 16), "count": torch.tensor([7])}
+    for strict in (True, False):
+        if strict:
+            with pytest.raises(RuntimeError, match=r'Unexpected key.*"other"'):
+                net.load_state_dict({**some, "other": NEW})
+        else:
+            report = net.load_state_dict({**some, "other": NEW}, strict=False)
+            assert report.unexpected_keys == ["other"]
+            assert {*report.missing_keys} == {*before} - {*some, "embed.weight"}  # tied to head.weight
+    after = zero.full_state_dict()
+    assert same(after, {**before, **some, "embed.weight": torch.ones(16, 16)})
+    with pytest.raises(ZeroError, match="is bool, expected float32"):
+        net.load_state_dict({**some, "embed.bias": torch.ones(16), NAME: NEW > 1}, strict=False)
+    assert same(zero.full_state_dict(), after)
+
+
+@each_rank(1, 2)
+def test_a_state_without_values_is_refused_where_it_is_used(mesh: Mesh) -> None:
+    """A block's own state dict, and detach() outside of passes, have no values: an operation on one is an error."""
+    net, _ = made(mesh)
+    for entry in (net.blocks[1].state_dict()["up.weight"], net.blocks[1].up.weight.detach()):
+        assert entry.shape == (40, 16)
+        assert not entry.requires_grad
+        with pytest.raises(ZeroError, match=f"'{NAME}' is used outside of a forward pass"):
+            _ = entry + 1
+    kept = net.state_dict(keep_vars=True)
+    assert kept[NAME] is net.blocks[1].up.weight
+
+
+@each_rank(1, 2)
+def test_one_rank_may_take_the_state_where_all_parameters_are_shown(mesh: Mesh) -> None:
+    """Under GatheredParameters of all parameters state_dict() is torch's, and sends nothing."""
+    net, zero = made(mesh)
+    wanted = zero.full_state_dict()
+    with GatheredParameters(net.parameters()):
+        if mesh.rank == 0:
+            assert same(net.state_dict(), wanted)

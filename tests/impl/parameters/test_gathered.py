@@ -311,7 +311,7 @@ def test_load_state_dict_loads_a_model_whose_parameters_are_all_seen_whole(mesh:
     with GatheredParameters(net.parameters(), modifier_rank=0):
         net.load_state_dict(ones)
     assert all(bool((value == 1).all()) for value in zero.full_state_dict().values())
-    loads = pytest.raises(ZeroError, match=r"load_full_state_dict\(\) under GatheredParameters of")
+    loads = pytest.raises(ZeroError, match=r"load_state_dict\(\) under GatheredParameters of")
     with loads, GatheredParameters(weight(net), modifier_rank=0):
         net.load_state_dict(ones)
 
