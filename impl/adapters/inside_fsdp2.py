@@ -127,6 +127,9 @@ class InFSDP2(Joined):
         self.units = groups = fsdp2_groups(model, blocks, wire.mesh.topology)
         self._model = model
         self.phase: Phase = "forward"
+        topology = wire.mesh.topology
+        hops = [*policy.gather_axes(topology)[0], *(axis for axis, _ in policy.reduce_axes(topology))]
+        wire.make_groups(hops)  # here, since in a pass some ranks may wait for messages already
         for group in groups:
             module = modules["" if group.name == ROOT else group.name]
             module.set_custom_all_gather(_Gather(self, group))
