@@ -262,7 +262,10 @@ def test_a_missing_wait_is_a_race(name: str) -> None:
         (preset("qwz+qgz", compute="bf16"), "compute = bf16 inside fsdp2: .*MixedPrecisionPolicy"),
         (preset("qwz+qgz", offload=Offload(optimizer=1.0)), "offload.optimizer = 1.0 inside fsdp2"),
         (preset("zero2"), "stage = 2 inside fsdp2"),
-        (preset("qwz", budget=BitBudget(codecs=(parse("int4:256"),), weights=6.0)), "budget = .* inside fsdp2"),
+        (
+            preset("qwz", budget=BitBudget(codecs=(parse("int4:256"),), weights=6.0)),
+            "budget = .* inside fsdp2",
+        ),
         ("zero++", r"unknown policy 'zero\+\+'"),
     ],
 )
