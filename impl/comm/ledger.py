@@ -61,12 +61,11 @@ class Ledger:
             total = [sum(pair) for pair in zip(total, figures, strict=True)]
             rows.append((purpose, *(f"{figure:,}" for figure in figures)))
         rows.append(("total", *(f"{figure:,}" for figure in total)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
         lines = []
-        for name, *figures in rows:
-            cells = [name.ljust(widths[0])]
-            cells += [text.rjust(width) for text, width in zip(figures, widths[1:], strict=True)]
-            lines.append("  ".join(cells))
+        for name, *texts in rows:
+            cells = (text.rjust(width) for text, width in zip(texts, others, strict=True))
+            lines.append("  ".join([name.ljust(first), *cells]))
         return "\n".join(lines)
 
 
