@@ -117,7 +117,9 @@ def trained(
 
 def in_fsdp2_trained(mesh: Mesh, setup: Setup) -> tuple[list[float], InFSDP2 | None]:
     model = sharded(mesh.topology.world, setup)
-    joined = None if setup.policy is None else fsdp2(model, setup.policy, mesh=mesh.topology)
+    # By default all ranks of one machine share a node.
+    topology = mesh.topology if mesh.topology.nodes > 1 else None
+    joined = None if setup.policy is None else fsdp2(model, setup.policy, mesh=topology)
     return trained(model, mesh.rank, model.parameters(), lambda optimizer: optimizer.step()), joined
 
 
