@@ -41,6 +41,19 @@ class Job:
         return submitit.helpers.DelayedSubmission(Job(self.arguments))
 
 
+def options_of(cluster: Cluster) -> dict[str, int | str | bool]:
+    """Return the options of the allocation: those of the suite, and by default whole nodes with a GPU for each rank.
+
+    An option that the suite sets to false is left out, since submitit would write it as a text.
+    """
+    options: dict[str, int | str | bool] = {
+        "exclusive": True
+    }  # other jobs on a node would disturb its timings
+    if cluster.device == "cuda":
+        options["gpus_per_node"] = cluster.ranks_per_node
+    return {name: value for name, value in (options | cluster.slurm).items() if value is not False}
+
+
 def submit(arguments: Sequence[str], cluster: Cluster, name: str, folder: Path) -> str:
     """Submit one job for a command line.
 
@@ -64,10 +77,9 @@ def submit(arguments: Sequence[str], cluster: Cluster, name: str, folder: Path) 
         ) from error
     try:
         executor = submitit.SlurmExecutor(folder=folder / JOBS, max_num_timeout=100)
-        options = {"exclusive": True} | cluster.slurm  # other jobs on a node would disturb its timings
-        gpus = {"gpus_per_node": cluster.ranks_per_node} if cluster.device == "cuda" else {}
+        options = options_of(cluster)
         executor.update_parameters(
-            job_name=name, nodes=cluster.nodes, ntasks_per_node=1, use_srun=True, **gpus, **options
+            job_name=name, nodes=cluster.nodes, ntasks_per_node=1, use_srun=True, **options
         )
         run_token.set_in_environment()  # sbatch hands the environment to the job
         return str(executor.submit(Job(arguments)).job_id)

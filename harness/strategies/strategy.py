@@ -206,6 +206,16 @@ class Hosted(Strategy):
     _: KW_ONLY
     joined: InFSDP2 | InDDP  # the adapter between torch's engine and our collectives
 
+    def exposed_seconds(self) -> float | None:
+        """See :meth:`Strategy.exposed_seconds`; None on a GPU's streams, since FSDP2 waits for messages by itself."""
+        assert self.wire is not None  # noqa: S101  # the adapter sends over it
+        return None if self.wire.streams else self.wire.exposed_seconds
+
+    def mark_exposed(self) -> Callable[[], float] | None:
+        """See :meth:`Strategy.mark_exposed`; None where :meth:`exposed_seconds` is None."""
+        assert self.wire is not None  # noqa: S101  # the adapter sends over it
+        return None if self.wire.streams else self.wire.mark_exposed()
+
     def clip(self, largest: float) -> float:
         """See :meth:`Strategy.clip`; the norms of FSDP2's shards are summed through our wire."""
         return float(self.joined.clip_grad_norm_(largest))

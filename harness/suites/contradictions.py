@@ -123,7 +123,7 @@ def _cluster(trial: Trial) -> Iterator[str]:
             "a cluster.rate, 2 nodes of 2 ranks or more, transport 'gloo', and link 'auto' or 'namespaces'"
         )
         yield f"cluster.inner_rate = {cluster.inner_rate:g} Mbit/s: needs {needed}"
-    if cluster.device == "cuda" and trial.host is not None:
+    if cluster.device == "cuda" and trial.host == "ddp":
         yield f"cluster.device = 'cuda': strategy {trial.strategy!r} runs on the CPU only; set device 'cpu'"
     cuda, threads = cluster.device == "cuda", cluster.ranks == "threads"
     if cuda != (cluster.transport in ("nccl", "staged")) and not threads:

@@ -6,12 +6,38 @@ the optimizer and the training loop stay as they are::
     for block in blocks:
         fully_shard(block, mesh=device_mesh)
     fully_shard(model, mesh=device_mesh)
-    joined = InFSDP2(model, Wire(mesh), preset("qwz+qgz"))
+    joined = fsdp2(model, "qwz+qgz")
+    ...
+    print(joined.ledger)
+
+[Note: streams of FSDP2]
+With NCCL, a stream of the GPU waits for messages, and FSDP2 chooses the stream on which it calls a collective:
+
+==============================  =========================  ==========================================================
+call                            current stream             how the result is waited for
+==============================  =========================  ==========================================================
+all-gather, ``async_op=False``  FSDP2's all-gather stream  FSDP2 records an event after the call, for which the
+                                                           stream of the computation waits
+all-gather, ``async_op=True``   that of the computation    FSDP2 calls ``wait()`` of the ``Work`` that the call returns
+reduce-scatter                  FSDP2's reduce-scatter     FSDP2 records an event after the call
+                                stream
+==============================  =========================  ==========================================================
+
+In the first and the last row, encoding, all hops and decoding are enqueued on the current stream, and the call returns
+nothing.  A ``Work`` would let FSDP2 free the gathered buffer at another time.  In the second row, the first hop is
+posted on the stream of the computation, as FSDP2's own copy to the buffer is.  The later hops and decoding follow on
+the wire's side stream, so that they overlap with the computation.  The encoded messages are in the wire's buffers.
+The next user of a buffer waits for the buffer's last use, on whichever stream that was.  The gathered buffer and the
+mean belong to FSDP2, which keeps them until the events above have passed.
+
+Where the host waits for messages (gloo, and GPUs with transport ``staged``), an all-gather returns a ``Work`` in both
+cases, so that messages are under way until FSDP2 needs the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -23,16 +49,54 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMi
 from torch.distributed.tensor import DTensor
 
 from impl.adapters.joined import Joined, fsdp2_groups
-from impl.adapters.traffic import GroupGeometry, HostError
+from impl.adapters.traffic import GroupGeometry, HostError, check_host, predict_hosted
 from impl.codecs.reference import NAMES
+from impl.comm.ledger import Ledger
+from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.plan.hops import gather_hops
-from impl.plan.policy import Policy
+from impl.plan.policy import Policy, preset
 from impl.plan.shard_layout import ROOT
-from impl.plan.traffic import Phase, Tag
+from impl.plan.topology import Topology
+from impl.plan.traffic import Event, LedgerKey, Phase, Sent, Tag
 from impl.quantized_collectives import Gathering
 
 _TINY: Final = 1e-6  # added to a norm before dividing by it, as in torch.nn.utils.clip_grad_norm_
+
+
+def fsdp2(
+    model: nn.Module, policy: Policy | str = "qwz+qgz", *, mesh: Mesh | Topology | None = None
+) -> InFSDP2:
+    """Let a model that ``fully_shard`` has sharded send through this project's quantised collectives.
+
+    All ranks of the model's device mesh must call this once, before the first forward pass and after the last call of
+    ``fully_shard``.  The training loop does not change.  It works on CPUs with gloo and on GPUs with NCCL, with
+    FSDP2's mixed precision, and with weights that stay gathered after forward or do not.
+
+    Args:
+        model: the root, itself sharded by ``fully_shard`` over one dimension of a device mesh, as are its blocks.
+        policy: a policy, or the name of a preset, that sets ``weights``, ``gradients``, ``gather``, ``reduce`` or
+            ``chunks``.
+        mesh: which ranks share a node, for the hops: a topology, or a mesh over the same ranks.  By default torchrun's
+            ``LOCAL_WORLD_SIZE`` tells.
+
+    Returns:
+        The adapter.  ``ledger`` counts the bytes that this rank sends, by purpose and link, and prints as a table.
+        ``predict()`` computes the same bytes from the policy, and ``clip_grad_norm_()`` clips gradients.
+
+    Raises:
+        HostError: if the model is not sharded as a whole over all ranks in one dimension.
+        PolicyError: if FSDP2 cannot carry out the policy; the message names the field.
+        MeshError: if ``mesh`` has other ranks than the model's device mesh.
+    """
+    policy = preset(policy) if isinstance(policy, str) else policy
+    check_host("fsdp2", policy)
+    if not isinstance(mesh, Mesh):
+        device_mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+        if device_mesh is None:
+            raise _not_sharded(model)
+        mesh = Mesh.of(device_mesh) if mesh is None else Mesh.create(mesh, group=device_mesh)
+    return InFSDP2(model, Wire(mesh), policy)
 
 
 class InFSDP2(Joined):
@@ -43,14 +107,14 @@ class InFSDP2(Joined):
 
     Args:
         model: the root, itself an ``FSDPModule``, sharded over all ranks of ``wire.mesh``.
-        wire: the transport, on the CPU.
+        wire: the transport, on the model's device.
         policy: a policy that may set ``weights``, ``gradients``, ``gather``, ``reduce`` and ``chunks``; the other
             fields must be as in :data:`~impl.adapters.traffic.BASES`, except those that lay out units, which
             FSDP2 does not use.
 
     Raises:
-        HostError: if the model is not sharded as a whole over all ranks in one dimension, or if the mesh is not
-            on the CPU; also in the first pass, if several modules share one parameter group.
+        HostError: if the model is not sharded as a whole over all ranks in one dimension, or is on another device
+            than the wire; also in the first pass, if several modules share one parameter group.
         PolicyError: if FSDP2 cannot carry out the policy.
     """
 
@@ -64,6 +128,9 @@ class InFSDP2(Joined):
         self.units = groups = fsdp2_groups(model, blocks, wire.mesh.topology)
         self._model = model
         self.phase: Phase = "forward"
+        topology = wire.mesh.topology
+        hops = [*policy.gather_axes(topology)[0], *(axis for axis, _ in policy.reduce_axes(topology))]
+        wire.make_groups(hops)  # here, since in a pass some ranks may wait for messages already
         for group in groups:
             module = modules["" if group.name == ROOT else group.name]
             module.set_custom_all_gather(_Gather(self, group))
@@ -72,6 +139,20 @@ class InFSDP2(Joined):
         model.register_forward_pre_hook(self._enter, prepend=True)
         model.register_forward_hook(self._leave)
 
+    @property
+    def ledger(self) -> Ledger:
+        """The bytes and messages that this rank has sent for the model; ``print(joined.ledger)`` prints a table."""
+        return self.wire.ledger
+
+    def predict(self, events: Iterable[Event], *, kept: Collection[str] = (ROOT,)) -> dict[LedgerKey, Sent]:
+        """Predict the bytes and messages that this rank sends in ``events`` (:func:`predict_hosted`).
+
+        ``kept`` are the names of the groups that FSDP2 keeps gathered from forward to backward
+        (``reshard_after_forward=False``).
+        """
+        layout = self.policy, self.wire.mesh.topology, self.units
+        return predict_hosted("fsdp2", *layout, rank=self.wire.mesh.rank, events=events, kept=kept)
+
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most ``max_norm``; all ranks must call it.
 
@@ -79,26 +160,30 @@ class InFSDP2(Joined):
         counts them.  Returns the norm before scaling.
         """
         gradients = [p.grad.to_local() for p in self._model.parameters() if isinstance(p.grad, DTensor)]
-        total = torch.zeros(1, dtype=torch.float64)
+        total = torch.zeros(1, dtype=torch.float64, device=self.wire.mesh.device)
         for gradient in gradients:
-            total += gradient.double().square().sum()
+            total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
         with self.wire.calling("clip_grad_norm_()"):
             norm = self.wire.all_gather_small(total).sum().sqrt()  # of (world, 1) fp64
         factor = (max_norm / (norm + _TINY)).clamp(max=1.0).float()
         for gradient in gradients:
-            gradient.mul_(factor)
+            gradient.mul_(factor.to(gradient.device))  # FSDP2 may keep gradients on the host
         return norm
 
     def _check_sharded(self, model: nn.Module) -> None:
         """Raise HostError unless the whole model is sharded over the wire's ranks in one dimension."""
         if not isinstance(model, FSDPModule):
-            kind = type(model).__name__
-            raise HostError(f"{kind} is not sharded: call fully_shard() on it and its blocks first")
-        world = self.wire.mesh.topology.world
+            raise _not_sharded(model)
+        world, device = self.wire.mesh.topology.world, self.wire.mesh.device
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, DTensor):
                 raise HostError(
                     f"parameter {name!r} is not sharded: call fully_shard() without ignored_params"
+                )
+            if parameter.device_mesh.device_type != device.type:
+                raise HostError(
+                    f"parameter {name!r} is sharded over a device mesh of type {parameter.device_mesh.device_type!r}, "
+                    f"but the wire is on {device}: give both the same device"
                 )
             shape = tuple(parameter.device_mesh.shape)
             if shape != (world,):
@@ -128,18 +213,22 @@ class InFSDP2(Joined):
             )
 
 
-class _Pending(dist.Work):
-    """Wraps a gather under way as a ``Work``, on which FSDP2 waits."""
+def _not_sharded(model: nn.Module) -> HostError:
+    return HostError(f"{type(model).__name__} is not sharded: call fully_shard() on it and its blocks first")
 
-    def __init__(self, gathering: Gathering) -> None:
+
+class _Pending(dist.Work):
+    """Wraps a gather under way as a ``Work``, on which FSDP2 waits; ``finish`` is called at the first wait."""
+
+    def __init__(self, finish: Callable[[], object]) -> None:
         super().__init__()
-        self._gathering: Gathering | None = gathering
+        self._finish: Callable[[], object] | None = finish
 
     def wait(self, timeout: Any = None) -> bool:
         """Finish the gather.  ``timeout`` is ignored, since the wire has a timeout of its own."""
-        gathering, self._gathering = self._gathering, None
-        if gathering is not None:
-            gathering.finish()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
         return True
 
 
@@ -151,21 +240,35 @@ class _OfGroup(DefaultAllocMixin):
 
 
 class _Gather(_OfGroup, AllGather):
-    """FSDP2's all-gather of one parameter group; it is always asynchronous, to overlap computation."""
+    """FSDP2's all-gather of one parameter group; see [Note: streams of FSDP2]."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Gather ``input_tensor`` (S,) to ``output_tensor`` (world * S,); the input may be a part of the output."""
-        joined, name = self._joined, self._group.name
+        joined, wire = self._joined, self._joined.wire
         joined.check(self._group, "gathers", input_tensor.numel(), input_tensor.dtype, group.size())
-        wire, policy, tag = joined.wire, joined.policy, Tag(joined.phase, "weights", name)
+        if wire.gathers is None:  # the host waits for messages
+            return _Pending(self._started(output_tensor, input_tensor).finish)
+        if not async_op:
+            with wire.on_current_stream():
+                self._started(output_tensor, input_tensor).finish()
+            return None
+        gathering = self._started(output_tensor, input_tensor)
+        with wire.beside(wire.gathers, posted=True) as arrival:
+            gathering.finish()
+        return _Pending(partial(wire.join, arrival))
+
+    def _started(self, output_tensor: Tensor, input_tensor: Tensor) -> Gathering:
+        """Encode this rank's frame and post the first hop."""
+        wire, policy = self._joined.wire, self._joined.policy
+        tag = Tag(self._joined.phase, "weights", self._group.name)
         hops = gather_hops(policy, wire.mesh.topology, input_tensor.numel())
-        return _Pending(Gathering(wire, hops, input_tensor, output_tensor, tag=tag))
+        return Gathering(wire, hops, input_tensor, output_tensor, tag=tag)
 
 
 class _Scatter(_OfGroup, ReduceScatter):
-    """FSDP2's reduce-scatter of one parameter group; it is synchronous, as FSDP2 expects on a CPU."""
+    """FSDP2's reduce-scatter of one parameter group; FSDP2 always calls it synchronously."""
 
     def __call__(
         self,
@@ -181,8 +284,13 @@ class _Scatter(_OfGroup, ReduceScatter):
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise HostError(f"FSDP2 reduces {name!r} with {op}: only AVG and SUM are supported")
         reduction = joined._reduction(name, output_tensor.numel())  # noqa: SLF001  # a part of its adapter
-        reduction.start(input_tensor)
-        mean = reduction.finish()  # (S,) fp32
-        if (observer := joined.wire.observer) is not None:
-            observer.averaged(name, joined.wire.mesh.rank * mean.numel(), mean)
-        output_tensor.copy_(mean if op == dist.ReduceOp.AVG else mean.mul_(group.size()))
+        out = output_tensor if output_tensor.dtype is torch.float32 else None
+        with joined.wire.on_current_stream():
+            reduction.start(input_tensor, out=out)
+            mean = reduction.finish()  # (S,) fp32
+            if (observer := joined.wire.observer) is not None:
+                observer.averaged(name, joined.wire.mesh.rank * mean.numel(), mean)
+            if op == dist.ReduceOp.SUM:
+                mean.mul_(group.size())
+            if out is None:
+                output_tensor.copy_(mean)

@@ -33,10 +33,10 @@ class Joined:
     def __init__(self, host: Host, wire: Wire, policy: Policy) -> None:
         check_host(host, policy)
         policy.check(wire.mesh.topology)
-        if wire.mesh.device.type != "cpu":
+        if host == "ddp" and wire.mesh.device.type != "cpu":
             raise HostError(
-                f"inside {host} collectives run on the CPU only, and the mesh is on {wire.mesh.device}: use a "
-                "mesh on the CPU, or the engine of this project"
+                f"inside ddp collectives run on the CPU only, and the mesh is on {wire.mesh.device}: use a mesh on "
+                "the CPU, or FSDP2, or the engine of this project"
             )
         ops.prepare(wire.mesh.device, policy.codecs)
         self._host, self.wire, self.policy = host, wire, policy

@@ -8,7 +8,7 @@ adapters' ledgers equal these predictions to the byte.  Pure: no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal
 
@@ -44,6 +44,7 @@ _OPEN: Final[dict[Host, tuple[str, ...]]] = {
 }
 _WHY: Final = {
     "weights": "DDP keeps whole weights and gathers none",
+    "compute": "the host decides this itself, FSDP2 by its MixedPrecisionPolicy",
     "secondary": "FSDP2 gathers anew in backward and keeps no secondary copy",
     "feedback": "FSDP2 and DDP do not tell collectives when a step ends, which error feedback needs",
 }
@@ -134,12 +135,14 @@ def predict_hosted(
     *,
     rank: int,
     events: Iterable[Event],
+    kept: Collection[str] = (ROOT,),
 ) -> dict[LedgerKey, Sent]:
     """Predicts everything that ``rank`` sends inside ``host``, with a policy that passes :func:`check_host`.
 
-    FSDP2 with its default settings gathers every group in each pass.  Only the root's group stays gathered, from
-    the forward pass until the backward pass ends or the weights change.  FSDP2 reduces every group in each
-    backward pass.  DDP reduces only in the last micro-batch of a step, and sends nothing for a norm.
+    FSDP2 gathers every group in each pass, except for the ``kept`` ones: these stay gathered from the forward pass
+    until the backward pass ends or the weights change.  With FSDP2's default settings only the root's group is kept.
+    FSDP2 reduces every group in each backward pass.  DDP reduces only in the last micro-batch of a step, and sends
+    nothing for a norm.
 
     ``units`` are FSDP2's groups, cut into ``topology.world`` parts, or DDP's units, laid out for ``policy``.
     """
@@ -149,22 +152,22 @@ def predict_hosted(
         unaligned = replace(policy, align=1, order_every=0)
         return predict(unaligned, topology, ddp_units, rank, ["backward"] * _reduced_steps(events)).sent
     book = Book(topology, rank)
-    root_gathered = False
+    gathered = False  # whether the kept groups are gathered
     for event in events:
         if event == "norm":
             book.control(NORM_BYTES)
         if event in ("changed", "forgotten"):
-            root_gathered = False
+            gathered = False
         if event not in ("forward", "evaluate", "backward", "accumulate"):
             continue
         phase: Phase = "backward" if event == "accumulate" else event
         for group in units:
-            if group.shard and not (root_gathered and group.name == ROOT):
+            if group.shard and not (gathered and group.name in kept):
                 book.send(Tag(phase, "weights", group.name), gather_hops(policy, topology, group.shard))
             if phase == "backward" and group.piece:
                 hops = reduction_hops(policy, topology, group.piece, common_grain(*policy.gradients))
                 book.send(Tag("backward", "gradients", group.name), hops)
-        root_gathered = phase != "backward"
+        gathered = phase != "backward"
     return book.sent
 
 

@@ -14,13 +14,14 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Final
 
-from impl.plan.traffic import LedgerKey, Link, Sent
+from impl.plan.traffic import LedgerKey, Link, Purpose, Sent
 
 BETWEEN: Final = "between nodes"
 INSIDE: Final = "inside the node"
 WAITING: Final = "waiting"
 ACROSS: Final = "for other nodes"  # the name of a wait for messages that cross between nodes
 WITHIN: Final = "for this node"  # the name of any other wait
+_LINKS: Final[tuple[Link, ...]] = ("inter", "intra")
 
 
 @dataclass(slots=True)
@@ -37,6 +38,35 @@ class Ledger:
     def total(self, link: Link) -> int:
         """Return the bytes sent over one kind of link."""
         return sum(row[0] for key, row in self.booked.items() if key.link == link)
+
+    def by_purpose(self) -> dict[tuple[Purpose, Link], Sent]:
+        """Return bytes and messages by purpose and kind of link, summed over phases, units and hops."""
+        sums: defaultdict[tuple[Purpose, Link], list[int]] = defaultdict(lambda: [0, 0])
+        for key, (nbytes, messages) in self.booked.items():
+            row = sums[key.purpose, key.link]
+            row[0] += nbytes
+            row[1] += messages
+        return {key: Sent(*row) for key, row in sums.items()}
+
+    def __str__(self) -> str:
+        """Return a table of bytes and messages, with a line for each purpose and a last line for their sum."""
+        sums, nothing = self.by_purpose(), Sent(0, 0)
+        rows: list[tuple[str, ...]] = [
+            ("sent by this rank", "bytes between nodes", "bytes inside nodes", "messages")
+        ]
+        total = [0, 0, 0]
+        for purpose in dict.fromkeys(purpose for purpose, _ in sums):
+            inter, intra = (sums.get((purpose, link), nothing) for link in _LINKS)
+            figures = inter.bytes, intra.bytes, inter.messages + intra.messages
+            total = [sum(pair) for pair in zip(total, figures, strict=True)]
+            rows.append((purpose, *(f"{figure:,}" for figure in figures)))
+        rows.append(("total", *(f"{figure:,}" for figure in total)))
+        first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines = []
+        for name, *texts in rows:
+            cells = (text.rjust(width) for text, width in zip(texts, others, strict=True))
+            lines.append("  ".join([name.ljust(first), *cells]))
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)

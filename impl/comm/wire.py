@@ -232,6 +232,25 @@ class Wire:
         finally:
             self._watchdog.paused, self._buffers.arrival = False, None
 
+    @contextlib.contextmanager
+    def on_current_stream(self) -> Iterator[None]:
+        """Enqueue the body's posts, waits and decoding on the current stream, which need not be the computation's.
+
+        An engine that is not ours calls collectives on streams of its own.  There a message buffer waits for its last
+        use even if the computation has waited for it already, and waits for messages are not exposed.  Where the host
+        waits for messages, this changes nothing.
+        """
+        if not self.streams:
+            yield
+            return
+        arrival = Arrival()
+        self._watchdog.paused, self._buffers.arrival = True, arrival
+        try:
+            yield
+        finally:
+            arrival.event = torch.cuda.current_stream(self.mesh.device).record_event()
+            self._watchdog.paused, self._buffers.arrival = False, None
+
     def join(self, arrival: Arrival) -> None:
         """Make the computation wait for ``arrival``, the end of work on a side stream; the wait is exposed."""
         self._watchdog.join(arrival)

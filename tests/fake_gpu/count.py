@@ -17,7 +17,7 @@ from typing import Any, Final
 from tests.fake_gpu import build
 from tests.fake_gpu.trace import Kind
 
-ENGINES: Final = ("single", "fsdp2", "zero3", "zeropp")
+ENGINES: Final = ("single", "fsdp2", "fsdp2+qwz+qgz", "zero3", "zeropp")
 COLUMNS: Final = {
     "kernels": Kind.KERNEL, "products": Kind.PRODUCT, "codecs": Kind.CODEC, "copies": Kind.COPY, "sets": Kind.SET,
     "events": Kind.RECORD, "waits": Kind.WAIT, "NCCL": Kind.NCCL, "syncs": Kind.SYNC_STREAM,
@@ -37,6 +37,7 @@ def count(engine: str, nodes: int, per_node: int, model_name: str, tokens: int) 
     from harness.suites.trial import Model
     from harness.workloads import models
     from impl import ops, zero
+    from impl.adapters.inside_fsdp2 import fsdp2
     from impl.comm.mesh import Mesh
     from impl.plan.policy import preset
     from impl.plan.topology import Topology
@@ -53,8 +54,10 @@ def count(engine: str, nodes: int, per_node: int, model_name: str, tokens: int) 
     masters: Any
     if engine == "single":
         masters = model.to(torch.bfloat16).parameters()
-    elif engine == "fsdp2":
-        masters = _fsdp2(model, nodes * per_node).parameters()
+    elif engine.startswith("fsdp2"):
+        masters = _in_fsdp2(model, nodes * per_node).parameters()
+        if policy := engine.partition("+")[2]:
+            fsdp2(model, policy, mesh=Topology(nodes, per_node))
     else:
         mesh = Mesh.create(Topology(nodes, per_node), device)
         masters = zero.shard(model, mesh=mesh, policy=preset(engine, compute="bf16")).param_groups()
@@ -69,7 +72,7 @@ def count(engine: str, nodes: int, per_node: int, model_name: str, tokens: int) 
     return {name: counts[kind] for name, kind in COLUMNS.items()}
 
 
-def _fsdp2(model: Any, world: int) -> Any:
+def _in_fsdp2(model: Any, world: int) -> Any:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -100,11 +103,11 @@ def table(counted: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Returns the lines of the table; ``counted`` has the counts by engine."""
     alone = sum(counted["single"][name] for name in _LAUNCHES)
     lines = [
-        f"{'':8}" + "".join(f"{name:>10}" for name in (*COLUMNS, "launches")) + "  added launches, events"
+        f"{'':14}" + "".join(f"{name:>10}" for name in (*COLUMNS, "launches")) + "  added launches, events"
     ]
     for engine, counts in counted.items():
         launches = sum(counts[name] for name in _LAUNCHES)
-        line = f"{engine:8}" + "".join(f"{counts[name]:>10,}" for name in COLUMNS) + f"{launches:>10,}"
+        line = f"{engine:14}" + "".join(f"{counts[name]:>10,}" for name in COLUMNS) + f"{launches:>10,}"
         figures = {"launches": launches - alone, "events": counts["events"]}
         if (bars := BARS.get(engine)) is not None:
             shown = (

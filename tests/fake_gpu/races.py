@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -117,13 +117,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs, total, wrong = 0, 0, 0
     engine_runs.join_alone()
     for policy in options.policies:
-        names: Collection[str] = engine_runs.VARIANTS
+        names = engine_runs.variants_of(policy)
         if not options.all and policy not in engine_runs.MAIN:
             names = ("plain",)
         for name in names:
             for checkpointed in (False, True):
                 try:
-                    recording = engine_runs.recorded_steps(policy, engine_runs.VARIANTS[name], checkpointed)
+                    recording = engine_runs.recorded_steps(policy, name, checkpointed)
                 except ValueError as refusal:  # the policy and the variant exclude each other
                     print(f"{policy:18} {name:12} refused: {refusal}"[:120], flush=True)
                     break

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from impl.comm import exchanges
+from impl.comm.wire import Wire
 from impl.plan.memory import STAGED
+from impl.plan.messages import size_class
 from impl.transport import side_stream
 from impl.transport.side_stream import Arrival
 from impl.unit.context import HostMemory, Meter
@@ -77,11 +79,11 @@ def test_an_access_of_many_pages_is_one_race() -> None:
 
 @pytest.fixture
 def races_of() -> Iterator[Callable[..., Found]]:
-    """Returns the races of two training steps with a policy; a variant is a key of ``engine_runs.VARIANTS``."""
+    """Returns the races of two training steps with a policy and one of ``engine_runs.variants_of`` it."""
     from tests.fake_gpu import engine_runs, trace
 
     def run(policy: str, variant: str = "plain") -> Found:
-        recording = engine_runs.recorded_steps(policy, engine_runs.VARIANTS[variant], True)
+        recording = engine_runs.recorded_steps(policy, variant, True)
         found = find(recording.entries)
         assert found.accesses > 1000
         return found
@@ -100,10 +102,14 @@ ON_FAKE_GPU = pytest.mark.needs("fake GPU")
 @ON_FAKE_GPU
 @pytest.mark.parametrize(
     ("policy", "variant"),
-    [("zeropp", "plain"), ("zero3", "chunks"), ("zeropp", "offload all"), ("zero2", "accumulate")],
+    [
+        *(("zeropp", "plain"), ("zero3", "chunks"), ("zeropp", "offload all"), ("zero2", "accumulate")),
+        *(("fsdp2+qwz+qgz", variant) for variant in ("plain", "kept", "ahead", "some ahead")),
+        ("fsdp2+bf16", "plain"),
+    ],
 )
 def test_the_engine_has_no_race(races_of: Callable[..., Found], policy: str, variant: str) -> None:
-    """Two training steps and a forward pass without gradients have no race."""
+    """Two training steps and a forward pass without gradients have no race, also inside FSDP2."""
     assert not races_of(policy, variant).races
 
 
@@ -136,8 +142,21 @@ def _forgetting(self: exchanges.Buffers, *buffers: torch.Tensor) -> None:
         self._free[buffer.numel()].append((buffer, Arrival(joined=True)))
 
 
+def _used_last(self: exchanges.Buffers, nbytes: int) -> torch.Tensor:
+    """Return the buffer that was used last, without waiting for that use."""
+    size = size_class(nbytes)
+    if self._free[size]:
+        return self._free[size].pop()[0]
+    return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+
 def _waits_for_nothing(self: exchanges.Distributed) -> None:
     """Return before the messages have come."""
+
+
+def _on_a_stream_of_its_own(self: Wire) -> Any:
+    """Encode, send and decode on another stream than FSDP2's, which nothing waits for."""
+    return torch.cuda.stream(torch.cuda.Stream(self.mesh.device))
 
 
 def _late_start(self: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
@@ -163,6 +182,22 @@ def _unrecorded(self: torch.Tensor, stream: torch.cuda.Stream) -> None:
         ),
         pytest.param(
             (exchanges.Distributed, "_receive", _waits_for_nothing), ("zero3", "plain"), id="messages"
+        ),
+        pytest.param((Arrival, "join", lambda _: None), ("fsdp2+qwz+qgz", "ahead"), id="Arrival.join-fsdp2"),
+        pytest.param(
+            (exchanges.Buffers, "take", _used_last),
+            ("fsdp2+bf16", "plain"),
+            id="Buffers.take-fsdp2",
+        ),
+        pytest.param(
+            (exchanges.Distributed, "_receive", _waits_for_nothing),
+            ("fsdp2+qwz+qgz", "plain"),
+            id="messages-fsdp2",
+        ),
+        pytest.param(
+            (Wire, "on_current_stream", _on_a_stream_of_its_own),
+            ("fsdp2+qwz+qgz", "plain"),
+            id="stream-of-FSDP2",
         ),
     ],
 )

@@ -21,7 +21,8 @@ from typing import Any, Final, Self
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from impl import ops
@@ -29,6 +30,8 @@ from impl.codecs.reference import REFERENCE
 from impl.comm import exchanges, wire
 
 COMPUTATION: Final = 0  # the number of its stream
+# The arguments that operations write without saying so.
+_WRITTEN: Final = {"fsdp::all_gather_copy_in": {"all_gather_output"}}
 Clock = dict[int, int]  # by stream, the number of its accesses that come before
 
 
@@ -70,6 +73,8 @@ class Detector(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the tensors that an operation reads and writes."""
         kwargs = kwargs or {}
+        if any(map(is_traceable_wrapper_subclass, tree_leaves((args, kwargs)))):
+            return NotImplemented  # the subclass calls again, with its plain tensors
         outputs = func(*args, **kwargs)
         if func.is_view:
             return outputs
@@ -77,7 +82,7 @@ class Detector(TorchDispatchMode):
         arguments = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
         writes = {
             argument.name for argument in schema if argument.alias_info and argument.alias_info.is_write
-        }
+        } | _WRITTEN.get(func._schema.name, set())
         for value in tree_leaves(outputs):  # their memory is not reused from here on
             if isinstance(value, Tensor) and value.device.type == "cpu":
                 self._keep(value)
@@ -143,13 +148,17 @@ class Event:
         return 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Stream:
     device: object = None
+    priority: int = 0
     number: int = field(default_factory=lambda: next(_numbers))
 
     def wait_stream(self, other: Stream) -> None:
         _thread.detector.join(self.number, _thread.detector.clocks[other.number])
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
 
     def record_event(self) -> Event:
         event = Event()
@@ -200,3 +209,14 @@ def on_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_choose", lambda _: (REFERENCE, None))  # it calls torch
     monkeypatch.setattr(carried, "post", posting)
     monkeypatch.setattr(carried, "wait", waiting)
+
+
+def in_fsdp2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let FSDP2 on CPU tensors use this file's streams too, after :func:`on_streams`.
+
+    FSDP2 takes the streams of a CPU from ``torch.cpu``, where they do nothing.
+    """
+    for name in ("Stream", "Event", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cpu, name, getattr(torch.cuda, name))
+    # It frees gathered weights by their storage, whose address could then be another tensor's.
+    monkeypatch.setattr(_fsdp_param, "free_storage", lambda _: None)

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ from harness.cluster.control_channel import Channel, Place
 from harness.errors import Refusal
 from harness.records.trial_record import LinkRecord, Record, read_all, read_valid
 from harness.runs import launchers
+from harness.runs import slurm as jobs
 from harness.runs.launchers import place_under_torchrun
 from harness.suites.trial import Cluster, Trial
 from tests.harness.cluster.test_rank_processes import until
@@ -449,6 +451,22 @@ def test_the_shell_of_an_allocation_is_no_job_step(
     three = two.model_copy(update={"cluster": two.cluster.model_copy(update={"nodes": 3})})
     with pytest.raises(Refusal, match=r"cluster.nodes is 3, this Slurm job has 2 nodes: allocate 3 \(salloc"):
         launchers.slurm_cluster([three])
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ({}, {"exclusive": True, "gpus_per_node": 8}),
+        ({"time": 60, "exclusive": False}, {"time": 60, "gpus_per_node": 8}),
+        ({"gres": "gpu:8", "gpus_per_node": False}, {"exclusive": True, "gres": "gpu:8"}),
+        ({"gpus_per_node": "h100:8"}, {"exclusive": True, "gpus_per_node": "h100:8"}),
+    ],
+)
+def test_a_job_asks_for_whole_nodes_and_gpus(given: dict[str, Any], options: dict[str, Any]) -> None:
+    """Unless the suite says otherwise; what it sets to false is left out."""
+    cluster = Cluster(device="cuda", transport="nccl", ranks_per_node=8, launcher="slurm", slurm=given)
+    assert jobs.options_of(cluster) == options
+    assert jobs.options_of(Cluster(launcher="slurm")) == {"exclusive": True}
 
 
 def test_a_job_step_has_a_place(slurm_variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
