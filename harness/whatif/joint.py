@@ -1,0 +1,396 @@
+"""Joins the traces of all ranks, step by step, and replays a step: when each rank computes, sends and waits.
+
+The clocks of hosts are aligned by collectives, which end on all ranks at about the same time.  The pure time of a
+collective is from its last rank's beginning to its first rank's end.  Of this time, bytes over rate is the link's, and
+the rest is overhead.  In a replay, all nodes' adapters together are one server, and the links inside nodes are another;
+each serves one collective after the other, in the order in which the collectives become ready.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from harness.errors import Refusal
+from harness.whatif import collectives, tasks
+from harness.whatif.collectives import Collective, Marks
+from harness.whatif.kineto import Trace
+from harness.whatif.tasks import RankStep, Task
+from impl.plan.topology import Topology
+
+_LARGE: Final = (
+    0.5  # share of the largest collective's bytes from which a collective is used to find the link's rate
+)
+_APART: Final = 5e-3  # seconds by which clocks of one host cannot differ
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """One collective of all its ranks; times are in seconds."""
+
+    seen: Collective  # as its first rank saw it
+    between: bool  # whether its group has ranks on several nodes
+    link: float  # seconds on the link at the traced rate
+    overhead: Mapping[
+        int, float
+    ]  # by rank, seconds from the end of the link's time to the end of the collective
+    shared: bool  # whether it ran while the next one did, so that its overhead is not known
+
+
+@dataclass(frozen=True, slots=True)
+class JointStep:
+    """One step of all ranks."""
+
+    ranks: Mapping[int, RankStep]
+    skew: Mapping[int, float]  # by rank, seconds from the first rank's beginning of the step to this rank's
+    collectives: Sequence[Joined]
+    seconds: float  # from the last rank's beginning to the last rank's end, as traced
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What the traces of all ranks show."""
+
+    topology: Topology  # of the traced run
+    rate: float  # bytes a second, of a node's link, that collectives achieved
+    rate_given: bool  # whether the user gave it
+    steps: Sequence[JointStep]
+    offsets: Mapping[int, float]  # by rank, seconds that were subtracted from its clock
+    rules: Counter[tasks.Rule]
+    alone: bool  # whether only one rank's trace was given, which stands for all
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A collective in a replay; seconds on its link and, by rank, until its end afterwards."""
+
+    link: float
+    overhead: Mapping[int, float]
+    between: bool
+    coding: tuple[float, float] = (0.0, 0.0)  # seconds of the processor before it and after it
+
+
+def join(traces: Sequence[Trace], ranks_per_node: int, rate: float | None) -> Traced:
+    """Join the traces of one run.
+
+    Args:
+        traces: One trace of each rank, or the trace of one rank, which then stands for all.
+        ranks_per_node: Ranks of a node of the traced run.
+        rate: Bytes a second of a node's link; None to find it from the largest collectives.
+
+    Raises:
+        Refusal: if the traces do not belong together, or lack what a prediction needs.
+    """
+    traces = sorted(traces, key=lambda trace: trace.rank)
+    first, world = traces[0], traces[0].world
+    _check(traces, world, ranks_per_node)
+    topology = Topology(world // ranks_per_node, ranks_per_node)
+    alone, rules = len(traces) == 1, Counter[tasks.Rule]()
+    steps: list[dict[int, RankStep]] = []
+    for number in range(len(first.steps)):
+        ranks = dict[int, RankStep]()
+        for trace in traces:
+            step = trace.steps[number]
+            marks = Marks.of(step)
+            found = collectives.find(trace, step, marks)
+            if tasks.has_device(step):
+                if number == 0:  # what the GPU still did of the step before is not known
+                    continue
+                begin = max(step.begin, *(event.end for event in trace.steps[number - 1].device))
+                ranks[trace.rank] = tasks.on_device(trace, step, marks, found, begin)
+            else:
+                ranks[trace.rank] = tasks.on_host(trace, step, marks, found)
+            rules += ranks[trace.rank].rules
+        if ranks:
+            steps.append(ranks)
+    if not any(rank.collectives for ranks in steps for rank in ranks.values()):
+        raise Refusal(f"{first.path}: has no collectives: trace the training on two or more ranks")
+    for ranks in steps:
+        _check_alike(traces, ranks)
+    offsets = {} if alone else _offsets(traces, steps)
+    joined = [_joined(ranks, topology, offsets, world) for ranks in steps]
+    found_rate = rate or _rate(joined)
+    return Traced(
+        topology=topology,
+        rate=found_rate,
+        rate_given=rate is not None,
+        steps=[_timed(step, found_rate) for step in joined],
+        offsets=offsets,
+        rules=rules,
+        alone=alone,
+        backend=first.backend,
+    )
+
+
+def _check(traces: Sequence[Trace], world: int, ranks_per_node: int) -> None:
+    first = traces[0]
+    ranks = [trace.rank for trace in traces]
+    for trace in traces[1:]:
+        if trace.world != world:
+            raise Refusal(
+                f"{trace.path}: of a run with {trace.world} ranks, and {first.path} of one with {world}"
+            )
+    if len(traces) > 1 and ranks != list(range(world)):
+        twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
+        missing = sorted({*range(world)} - {*ranks})
+        what = f"rank {twice[0]} twice" if twice else f"no trace of rank {missing[0]}"
+        raise Refusal(
+            f"{first.path}: {len(traces)} traces of a run with {world} ranks, and {what}: give one trace of each "
+            "rank, or one trace in all"
+        )
+    if world == 1:
+        raise Refusal(f"{first.path}: of a run with one rank, which sends nothing: trace two or more ranks")
+    if world % ranks_per_node:
+        raise Refusal(
+            f"--traced-ranks-per-node {ranks_per_node} does not divide the {world} ranks of {first.path}"
+        )
+    numbers = [step.number for step in first.steps]
+    for trace in traces[1:]:
+        if [step.number for step in trace.steps] != numbers:
+            others = [step.number for step in trace.steps]
+            raise Refusal(
+                f"{trace.path}: has steps {others[0]} to {others[-1]}, and {first.path} has steps {numbers[0]} to "
+                f"{numbers[-1]}: trace the same steps on all ranks"
+            )
+
+
+def _check_alike(traces: Sequence[Trace], ranks: Mapping[int, RankStep]) -> None:
+    """Raise a Refusal unless each process group issued the same collectives on all its ranks."""
+    seen: dict[tuple[int, ...], tuple[int, list[object]]] = {}
+    for rank, step in ranks.items():
+        by_group = dict[tuple[int, ...], list[object]]()
+        for collective in step.collectives:
+            by_group.setdefault(collective.group, []).append(collective.signature)
+        for group, signatures in by_group.items():
+            other, known = seen.setdefault(group, (rank, signatures))
+            if known != signatures:
+                raise Refusal(
+                    f"{traces[0].path}: ranks {other} and {rank} issued different collectives ({len(known)} and "
+                    f"{len(signatures)}): give traces of one run and of the same steps"
+                )
+
+
+def _matched(ranks: Mapping[int, RankStep], world: int) -> list[dict[int, int]]:
+    """Return for each collective its number on each of its ranks, matched by group and by order in the group."""
+    matched, by_key = list[dict[int, int]](), dict[tuple[tuple[int, ...], int], dict[int, int]]()
+    for rank in sorted(ranks):
+        counts = Counter[tuple[int, ...]]()
+        for number, collective in enumerate(ranks[rank].collectives):
+            key = collective.group, counts[collective.group]
+            counts[collective.group] += 1
+            if key not in by_key:
+                by_key[key] = {}
+                matched.append(by_key[key])
+            by_key[key][rank] = number
+    return matched
+
+
+def _offsets(traces: Sequence[Trace], steps: Sequence[Mapping[int, RankStep]]) -> dict[int, float]:
+    """Return by how many seconds each rank's clock is ahead of the first rank's.
+
+    Clocks of one host are equal.  Those of several hosts are aligned by the ends of collectives, whose differences have
+    the clocks' difference as their median.
+    """
+    hosts = {trace.rank: trace.host for trace in traces}
+    apart: dict[int, list[float]] = {trace.rank: [] for trace in traces}
+    for ranks in steps:
+        for places in _matched(ranks, len(traces)):
+            ends = {rank: ranks[rank].collectives[number].ran[1] for rank, number in places.items()}
+            base = min(ends)
+            for rank, end in ends.items():
+                if base == traces[0].rank:
+                    apart[rank].append(end - ends[base])
+    offsets = {rank: statistics.median(values) if values else 0.0 for rank, values in apart.items()}
+    one_host = len(set(hosts.values())) == 1 and "" not in hosts.values()
+    return {rank: 0.0 if one_host and abs(value) < _APART else value for rank, value in offsets.items()}
+
+
+def _joined(
+    ranks: Mapping[int, RankStep], topology: Topology, offsets: Mapping[int, float], world: int
+) -> JointStep:
+    """Join one step, still without what depends on the link's rate."""
+    alone = len(ranks) == 1
+    begins = {rank: step.begin - offsets.get(rank, 0.0) for rank, step in ranks.items()}
+    ends = {rank: step.end - offsets.get(rank, 0.0) for rank, step in ranks.items()}
+    first, found = min(begins.values()), list[Joined]()
+    for places in _matched(ranks, world):
+        runs = {
+            rank: tuple(
+                moment - offsets.get(rank, 0.0) - first for moment in ranks[rank].collectives[number].ran
+            )
+            for rank, number in places.items()
+        }
+        rank, number = next(iter(places.items()))
+        seen = replace(
+            ranks[rank].collectives[number],
+            ran=(max(b for b, _ in runs.values()), min(e for _, e in runs.values())),
+        )
+        between = len({topology.node_of(rank) for rank in seen.group}) > 1
+        found.append(Joined(seen, between, 0.0, {rank: end for rank, (_, end) in runs.items()}, alone))
+    return JointStep(
+        ranks, {rank: begin - first for rank, begin in begins.items()}, found,
+        max(ends.values()) - max(begins.values()),
+    )  # fmt: skip
+
+
+def _rate(steps: Sequence[JointStep]) -> float:
+    """Return the bytes a second that the largest collectives between nodes achieved, as a median."""
+    all_between = [joined.seen for step in steps for joined in step.collectives if joined.between]
+    found = all_between or [joined.seen for step in steps for joined in step.collectives]
+    largest = max(collective.wire_bytes() for collective in found)
+    achieved = [
+        collective.wire_bytes() / (collective.ran[1] - collective.ran[0])
+        for collective in found
+        if collective.wire_bytes() >= _LARGE * largest and collective.ran[1] > collective.ran[0]
+    ]
+    if not achieved:
+        raise Refusal(
+            "the traces' clocks cannot be aligned: no collective was in progress on all ranks at once"
+        )
+    return statistics.median(achieved)
+
+
+def _timed(step: JointStep, rate: float) -> JointStep:
+    """Divide each collective's time into the link's and overhead."""
+    timed, free = list[Joined](), 0.0
+    order = sorted(range(len(step.collectives)), key=lambda number: step.collectives[number].seen.ran[0])
+    by_number: dict[int, Joined] = {}
+    for place, number in enumerate(order):
+        joined = step.collectives[number]
+        begin, end = joined.seen.ran
+        if (
+            not joined.between
+        ):  # the rate is that of the link between nodes: times inside a node stay as they are
+            by_number[number] = replace(
+                joined,
+                link=max(0.0, end - begin),
+                overhead={r: e - max(end, begin) for r, e in joined.overhead.items()},
+            )
+            continue
+        begun = max(begin, free)
+        link = joined.seen.wire_bytes() / rate
+        free = begun + link
+        following = step.collectives[order[place + 1]].seen.ran[0] if place + 1 < len(order) else math.inf
+        shared = following < end
+        overhead = {rank: 0.0 if shared else ended - free for rank, ended in joined.overhead.items()}
+        by_number[number] = replace(joined, link=link, overhead=overhead, shared=shared)
+    timed = [by_number[number] for number in range(len(step.collectives))]
+    return replace(step, collectives=timed)
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A replayed step, in seconds."""
+
+    seconds: float  # from the last rank's beginning to the last rank's end
+    exposed: float  # most that a rank's tasks waited for collectives
+    link: float  # how long the link between nodes was busy
+
+
+def replay(step: JointStep, runs: Sequence[Run], copies: int = 1, slower: float = 1.0) -> Replayed:
+    """Run all ranks' tasks, and return how long they take.
+
+    Args:
+        step: The traced step.
+        runs: The collectives, by number; with ``link`` and ``overhead`` of zero if they are left out.
+        copies: Number of ranks that each traced rank stands for; they do the same at the same time.
+        slower: Factor by which computation takes longer.
+    """
+    numbers = _matched(step.ranks, len(step.ranks))
+    joint = {(rank, local): number for number, places in enumerate(numbers) for rank, local in places.items()}
+    left = [len(places) for places in numbers]
+    ready = [-math.inf] * len(numbers)
+    waits: dict[tuple[int, int], int] = {}
+    users: dict[tuple[int, int], list[int]] = {}
+    done: dict[tuple[int, int], float] = {}
+    computed: dict[
+        tuple[int, int], float
+    ] = {}  # when the task could have run if no collective had to be waited for
+    exposed = dict.fromkeys(step.ranks, 0.0)
+    runnable: list[tuple[int, int]] = []
+    for rank, rank_step in step.ranks.items():
+        for place, task in enumerate(rank_step.tasks):
+            needed = {*task.after}
+            waits[rank, place] = len(needed)
+            for other in needed:
+                users.setdefault((rank, other), []).append(place)
+            if not needed:
+                runnable.append((rank, place))
+    pending: list[tuple[float, int]] = []
+    members = [[(rank, 0)] for rank in ()]
+    members = [[] for _ in numbers]
+    free = {True: 0.0, False: 0.0}
+    busy = 0.0
+
+    def finish(key: tuple[int, int], end: float) -> None:
+        done[key] = end
+        rank = key[0]
+        for user in users.get(key, ()):
+            waits[rank, user] -= 1
+            if not waits[rank, user]:
+                runnable.append((rank, user))
+
+    while runnable or pending:
+        while runnable:
+            rank, place = key = runnable.pop()
+            task = step.ranks[rank].tasks[place]
+            own = max(
+                (
+                    done[rank, other]
+                    for other in task.after
+                    if step.ranks[rank].tasks[other].collective is None
+                ),
+                default=-math.inf,
+            )
+            all_done = max((done[rank, other] for other in task.after), default=-math.inf)
+            start = max(own, all_done, step.skew[rank] + task.earliest)
+            if start == -math.inf:
+                start = step.skew[rank]
+            if task.collective is None:
+                if all_done > own and all_done > -math.inf:
+                    exposed[rank] += max(
+                        0.0,
+                        start - max(own, step.skew[rank] + task.earliest, 0.0 if own == -math.inf else own),
+                    )
+                coded = sum(
+                    runs[joint[rank, t]].coding[1]
+                    for other in task.after
+                    if (t := step.ranks[rank].tasks[other].collective) is not None
+                )
+                finish(key, start + task.seconds * (slower if task.computes else 1.0) + coded)
+                continue
+            number = joint[rank, task.collective]
+            start += task.seconds + runs[number].coding[0]
+            ready[number] = max(ready[number], start)
+            members[number].append(key)
+            left[number] -= 1
+            if not left[number]:
+                heapq.heappush(pending, (ready[number], number))
+        if pending:
+            moment, number = heapq.heappop(pending)
+            run = runs[number]
+            begin = max(moment, free[run.between]) if run.link else moment
+            end = begin + run.link
+            if run.link:
+                free[run.between] = end
+            busy += run.link if run.between else 0.0
+            for key in members[number]:
+                finish(key, max(moment, end + run.overhead.get(key[0], 0.0)))
+    ends = [
+        max(done[rank, place] for place in range(len(rank_step.tasks)))
+        for rank, rank_step in step.ranks.items()
+    ]
+    return Replayed(max(ends) - max(step.skew.values()), max(exposed.values()), busy)
+
+
+def as_traced(step: JointStep) -> list[Run]:
+    """Return the collectives as they were traced."""
+    return [Run(joined.link, joined.overhead, joined.between) for joined in step.collectives]
