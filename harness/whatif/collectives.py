@@ -39,6 +39,8 @@ _ITEM_BYTES: Final = {
 }  # fmt: skip
 _GLOO_THREADS: Final = 2  # threads on which a gloo process group runs collectives
 _UNIT: Final = re.compile(r"FSDP::\S.* \((.*)\)$")
+_WINDOW: Final = re.compile(r"FSDP::(pre_forward|post_forward|pre_backward) \((.*)\)$")
+_DDP: Final = "DistributedDataParallel.forward"
 _BACKWARD: Final = ("autograd::engine", "FSDP::pre_backward")
 _OPTIMIZER: Final = "Optimizer.step"
 
@@ -83,27 +85,42 @@ class Marks:
     optimizer: float  # beginning of the optimizer's step; infinite if there is none
     units: tuple[Event, ...]  # FSDP's annotations that name a module
     in_ddp: bool  # whether the model is a DistributedDataParallel, which waits for all buckets after backward
+    windows: tuple[
+        tuple[float, str], ...
+    ]  # (moment, FSDP's module that computes from then on); "" for the root
+    passes: int  # forward passes in the step
 
     @classmethod
     def of(cls, step: Step) -> Marks:
         """Find the marks of a step."""
         passes = [event for event in step.host if event.name.startswith(_BACKWARD)]
+        units = [
+            event for event in step.host if event.category == "user_annotation" and _UNIT.match(event.name)
+        ]
+        windows = []
+        for event in units:
+            if (match := _WINDOW.match(event.name)) is not None:
+                leaves = match[1] == "post_forward"
+                windows.append((event.end if leaves else event.begin, "" if leaves else match[2]))
         optimizers = [event.begin for event in step.host if event.name.startswith(_OPTIMIZER)]
         return cls(
             backward=min((event.begin for event in passes), default=math.inf),
             backward_end=max((event.end for event in passes), default=math.inf),
             optimizer=min(optimizers, default=math.inf),
-            units=tuple(
-                event
-                for event in step.host
-                if event.category == "user_annotation" and _UNIT.match(event.name)
-            ),
-            in_ddp=any(event.name.startswith("DistributedDataParallel.forward") for event in step.host),
+            units=tuple(units),
+            in_ddp=any(event.name.startswith(_DDP) for event in step.host),
+            windows=tuple(sorted(windows)),
+            passes=sum(event.name.startswith((_DDP, "FSDP::root_pre_forward")) for event in step.host),
         )
 
     def phase(self, moment: float) -> Phase:
         """Return the phase of the step at a moment."""
         return "forward" if moment < self.backward else "backward" if moment < self.optimizer else "optimizer"
+
+    def computing(self, moment: float) -> str:
+        """Return FSDP's module that computes at a moment; empty for the root, or if there are no modules."""
+        place = bisect.bisect_right(self.windows, (moment, "\uffff")) - 1
+        return self.windows[place][1] if place >= 0 else ""
 
     def unit(self, moment: float) -> str:
         """Return the module of FSDP's innermost annotation around a moment; empty if there is none."""

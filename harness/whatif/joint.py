@@ -116,7 +116,7 @@ def join(traces: Sequence[Trace], ranks_per_node: int, rate: float | None) -> Tr
     for ranks in steps:
         _check_alike(traces, ranks)
     offsets = {} if alone else _offsets(traces, steps)
-    joined = [_joined(ranks, topology, offsets, world) for ranks in steps]
+    joined = [_joined(ranks, topology, offsets) for ranks in steps]
     found_rate = rate or _rate(joined)
     return Traced(
         topology=topology,
@@ -178,7 +178,7 @@ def _check_alike(traces: Sequence[Trace], ranks: Mapping[int, RankStep]) -> None
                 )
 
 
-def _matched(ranks: Mapping[int, RankStep], world: int) -> list[dict[int, int]]:
+def _matched(ranks: Mapping[int, RankStep]) -> list[dict[int, int]]:
     """Return for each collective its number on each of its ranks, matched by group and by order in the group."""
     matched, by_key = list[dict[int, int]](), dict[tuple[tuple[int, ...], int], dict[int, int]]()
     for rank in sorted(ranks):
@@ -202,7 +202,7 @@ def _offsets(traces: Sequence[Trace], steps: Sequence[Mapping[int, RankStep]]) -
     hosts = {trace.rank: trace.host for trace in traces}
     apart: dict[int, list[float]] = {trace.rank: [] for trace in traces}
     for ranks in steps:
-        for places in _matched(ranks, len(traces)):
+        for places in _matched(ranks):
             ends = {rank: ranks[rank].collectives[number].ran[1] for rank, number in places.items()}
             base = min(ends)
             for rank, end in ends.items():
@@ -213,15 +213,13 @@ def _offsets(traces: Sequence[Trace], steps: Sequence[Mapping[int, RankStep]]) -
     return {rank: 0.0 if one_host and abs(value) < _APART else value for rank, value in offsets.items()}
 
 
-def _joined(
-    ranks: Mapping[int, RankStep], topology: Topology, offsets: Mapping[int, float], world: int
-) -> JointStep:
+def _joined(ranks: Mapping[int, RankStep], topology: Topology, offsets: Mapping[int, float]) -> JointStep:
     """Join one step, still without what depends on the link's rate."""
     alone = len(ranks) == 1
     begins = {rank: step.begin - offsets.get(rank, 0.0) for rank, step in ranks.items()}
     ends = {rank: step.end - offsets.get(rank, 0.0) for rank, step in ranks.items()}
     first, found = min(begins.values()), list[Joined]()
-    for places in _matched(ranks, world):
+    for places in _matched(ranks):
         runs = {
             rank: tuple(
                 moment - offsets.get(rank, 0.0) - first for moment in ranks[rank].collectives[number].ran
@@ -295,100 +293,95 @@ class Replayed:
     link: float  # how long the link between nodes was busy
 
 
-def replay(step: JointStep, runs: Sequence[Run], copies: int = 1, slower: float = 1.0) -> Replayed:
+def replay(step: JointStep, runs: Sequence[Run], slower: float = 1.0) -> Replayed:
     """Run all ranks' tasks, and return how long they take.
 
     Args:
         step: The traced step.
         runs: The collectives, by number; with ``link`` and ``overhead`` of zero if they are left out.
-        copies: Number of ranks that each traced rank stands for; they do the same at the same time.
         slower: Factor by which computation takes longer.
     """
-    numbers = _matched(step.ranks, len(step.ranks))
-    joint = {(rank, local): number for number, places in enumerate(numbers) for rank, local in places.items()}
-    left = [len(places) for places in numbers]
-    ready = [-math.inf] * len(numbers)
-    waits: dict[tuple[int, int], int] = {}
-    users: dict[tuple[int, int], list[int]] = {}
-    done: dict[tuple[int, int], float] = {}
-    computed: dict[
-        tuple[int, int], float
-    ] = {}  # when the task could have run if no collective had to be waited for
-    exposed = dict.fromkeys(step.ranks, 0.0)
-    runnable: list[tuple[int, int]] = []
-    for rank, rank_step in step.ranks.items():
-        for place, task in enumerate(rank_step.tasks):
-            needed = {*task.after}
-            waits[rank, place] = len(needed)
-            for other in needed:
-                users.setdefault((rank, other), []).append(place)
-            if not needed:
-                runnable.append((rank, place))
-    pending: list[tuple[float, int]] = []
-    members = [[(rank, 0)] for rank in ()]
-    members = [[] for _ in numbers]
-    free = {True: 0.0, False: 0.0}
-    busy = 0.0
+    return _Replay(step, runs, slower).run()
 
-    def finish(key: tuple[int, int], end: float) -> None:
-        done[key] = end
-        rank = key[0]
-        for user in users.get(key, ()):
-            waits[rank, user] -= 1
-            if not waits[rank, user]:
-                runnable.append((rank, user))
 
-    while runnable or pending:
-        while runnable:
-            rank, place = key = runnable.pop()
-            task = step.ranks[rank].tasks[place]
-            own = max(
-                (
-                    done[rank, other]
-                    for other in task.after
-                    if step.ranks[rank].tasks[other].collective is None
-                ),
-                default=-math.inf,
-            )
-            all_done = max((done[rank, other] for other in task.after), default=-math.inf)
-            start = max(own, all_done, step.skew[rank] + task.earliest)
-            if start == -math.inf:
-                start = step.skew[rank]
-            if task.collective is None:
-                if all_done > own and all_done > -math.inf:
-                    exposed[rank] += max(
-                        0.0,
-                        start - max(own, step.skew[rank] + task.earliest, 0.0 if own == -math.inf else own),
-                    )
-                coded = sum(
-                    runs[joint[rank, t]].coding[1]
-                    for other in task.after
-                    if (t := step.ranks[rank].tasks[other].collective) is not None
-                )
-                finish(key, start + task.seconds * (slower if task.computes else 1.0) + coded)
-                continue
-            number = joint[rank, task.collective]
-            start += task.seconds + runs[number].coding[0]
-            ready[number] = max(ready[number], start)
-            members[number].append(key)
-            left[number] -= 1
-            if not left[number]:
-                heapq.heappush(pending, (ready[number], number))
-        if pending:
-            moment, number = heapq.heappop(pending)
-            run = runs[number]
-            begin = max(moment, free[run.between]) if run.link else moment
-            end = begin + run.link
+class _Replay:
+    """One replay: finishes tasks as soon as those before them are done, and collectives in the order of readiness."""
+
+    def __init__(self, step: JointStep, runs: Sequence[Run], slower: float) -> None:
+        self._step, self._runs, self._slower = step, runs, slower
+        self._done: dict[tuple[int, int], float] = {}  # end of each finished task, by rank and number
+        self._left: dict[tuple[int, int], int] = {}  # tasks that must be done before this one
+        self._users: dict[tuple[int, int], list[int]] = {}
+        self._runnable: list[tuple[int, int]] = []
+        self._exposed = dict.fromkeys(step.ranks, 0.0)
+        matched = _matched(step.ranks)
+        self._joint = {
+            (rank, own): number for number, places in enumerate(matched) for rank, own in places.items()
+        }
+        self._members: list[list[tuple[int, int]]] = [[] for _ in matched]  # tasks that have arrived
+        self._sizes = [len(places) for places in matched]
+        self._ready = [-math.inf] * len(matched)
+        self._pending: list[
+            tuple[float, int]
+        ] = []  # heap of (moment, collective) for which all ranks have arrived
+        for rank, rank_step in step.ranks.items():
+            for place, task in enumerate(rank_step.tasks):
+                needed = {*task.after}
+                self._left[rank, place] = len(needed)
+                for other in needed:
+                    self._users.setdefault((rank, other), []).append(place)
+                if not needed:
+                    self._runnable.append((rank, place))
+
+    def run(self) -> Replayed:
+        """Run all tasks."""
+        free, busy = {True: 0.0, False: 0.0}, 0.0
+        while self._runnable or self._pending:
+            while self._runnable:
+                self._start(self._runnable.pop())
+            if not self._pending:
+                break
+            moment, number = heapq.heappop(self._pending)
+            run, end = self._runs[number], moment
             if run.link:
-                free[run.between] = end
-            busy += run.link if run.between else 0.0
-            for key in members[number]:
-                finish(key, max(moment, end + run.overhead.get(key[0], 0.0)))
-    ends = [
-        max(done[rank, place] for place in range(len(rank_step.tasks)))
-        for rank, rank_step in step.ranks.items()
-    ]
-    return Replayed(max(ends) - max(step.skew.values()), max(exposed.values()), busy)
+                end = free[run.between] = max(moment, free[run.between]) + run.link
+                busy += run.link if run.between else 0.0
+            for key in self._members[number]:
+                self._finish(key, max(moment, end + run.overhead.get(key[0], 0.0)))
+        skew = max(self._step.skew.values())
+        return Replayed(max(self._done.values()) - skew, max(self._exposed.values()), busy)
+
+    def _start(self, key: tuple[int, int]) -> None:
+        """Run a task; a collective begins once all its ranks have arrived."""
+        rank, place = key
+        tasks_of_rank, skew = self._step.ranks[rank].tasks, self._step.skew[rank]
+        task = tasks_of_rank[place]
+        own = arrival = max(skew + task.earliest, skew if not task.after else -math.inf)
+        coded = 0.0
+        for other in {*task.after}:
+            end, collective = self._done[rank, other], tasks_of_rank[other].collective
+            arrival = max(arrival, end)
+            if collective is None:
+                own = max(own, end)
+            else:
+                coded += self._runs[self._joint[rank, collective]].coding[1]
+        if task.collective is None:
+            if math.isfinite(own):
+                self._exposed[rank] += arrival - own
+            self._finish(key, arrival + coded + task.seconds * self._slower)
+            return
+        number = self._joint[rank, task.collective]
+        self._members[number].append(key)
+        self._ready[number] = max(self._ready[number], arrival + task.seconds + self._runs[number].coding[0])
+        if len(self._members[number]) == self._sizes[number]:
+            heapq.heappush(self._pending, (self._ready[number], number))
+
+    def _finish(self, key: tuple[int, int], end: float) -> None:
+        self._done[key] = end
+        for user in self._users.get(key, ()):
+            self._left[key[0], user] -= 1
+            if not self._left[key[0], user]:
+                self._runnable.append((key[0], user))
 
 
 def as_traced(step: JointStep) -> list[Run]:

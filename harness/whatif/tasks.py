@@ -16,6 +16,7 @@ No torch.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -43,8 +44,6 @@ class Task:
     after: list[int]  # the rank's tasks that must be done
     collective: int | None = None  # the collective that it runs, by its number in the step
     earliest: float = -math.inf  # seconds since the step began, before which it does not start
-    unit: str = ""  # FSDP's module that it belongs to
-    computes: bool = True  # whether the time is the processor's, and not a delay
 
 
 @dataclass(slots=True)
@@ -56,6 +55,9 @@ class RankStep:
     tasks: list[Task] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     rules: Counter[Rule] = field(default_factory=Counter)  # how many collectives' waits each rule has found
+    # (moment of the host, seconds) of all computation before the optimizer; a moment tells whose computation it is
+    computed: list[tuple[float, float]] = field(default_factory=list)
+    optimizer: float = 0.0  # seconds of the optimizer's step
     marks: Marks | None = None
 
     def add(self, task: Task) -> int:
@@ -83,13 +85,31 @@ def on_host(trace: Trace, step: Step, marks: Marks, collectives: Sequence[Collec
     waiting: list[int] = []
     for when, what, index, until in sorted(points):
         task = Task(max(0.0, when - now), [*([last] if last >= 0 else []), *waiting])
+        _note_computing(result, marks, now, when)
         last, waiting, now = result.add(task), [], max(now, when)
         if what:
             waiting, now = [runs[index]], max(now, until)
         else:
             runs[index] = result.add(Task(collectives[index].lag, [last], index))
     result.add(Task(max(0.0, step.end - now), [*([last] if last >= 0 else []), *waiting]))
+    _note_computing(result, marks, now, step.end)
     return result
+
+
+def _note_computing(result: RankStep, marks: Marks, begin: float, end: float) -> None:
+    """Note that the host computed from ``begin`` to ``end``, divided where another unit's computation begins."""
+    changes = [moment for moment, _ in marks.windows if begin < moment < end]
+    changes += [moment for moment in (marks.backward, marks.optimizer) if begin < moment < end]
+    for start, stop in itertools.pairwise(sorted([begin, *changes, end])):
+        if start < stop:
+            _note(result, marks, start, stop - start)
+
+
+def _note(result: RankStep, marks: Marks, moment: float, seconds: float) -> None:
+    if moment < marks.optimizer:
+        result.computed.append((moment, seconds))
+    else:
+        result.optimizer += seconds
 
 
 def _wait(
@@ -172,6 +192,9 @@ def on_device(
     idle = _stream_waits(device, launched, stream, number, waits, begin)
     _collective_waits(device, launched, stream, number, waits)
     _attribute(device, launched, stream, number, waits, marks, collectives, result)
+    for place, event in enumerate(device):
+        if id(event) not in number:
+            _note(result, marks, launched[place], event.end - event.begin)
     syncs = _synchronisations(step, device, launched)
     _cut(result, device, launched, stream, number, waits, syncs, step.begin)
     if idle > _UNEXPLAINED * (result.end - result.begin):
