@@ -51,11 +51,11 @@ from harness.suites.suite import Suite, SuiteError
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster
 from harness.train import command as train_command
+from harness.whatif import command as whatif_command
 from impl import named_object, regular_file
 from impl.checkpoint.commit import CheckpointError, named, resolve
 from impl.checkpoint.manifest import read_manifest
 from impl.codecs.codec import CodecError, Dtype
-from harness.whatif import command as whatif_command
 from report import command as report_command
 from report.command import RESULTS, ResultsFolder
 

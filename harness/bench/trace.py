@@ -242,7 +242,9 @@ def computing(spans: Sequence[Span]) -> list[Span]:
 def summary(ranks: Sequence[RankTrace]) -> str:
     """Return one line on what a trace shows: the step's duration, and how much communication was hidden."""
     seconds, before = max(rank.seconds for rank in ranks), max(rank.before for rank in ranks)
-    step = f"the {'traced' if ranks[0].spans else 'last profiled'} step took {seconds:.3f} s ({seconds / before - 1:+.0%} against the untraced one before)"
+    kind = "traced" if ranks[0].spans else "last profiled"
+    more = f"{seconds / before - 1:+.0%} against the untraced one before"
+    step = f"the {kind} step took {seconds:.3f} s ({more})"
     if not ranks[0].spans:
         return f"{step}; {PROFILED} steps of each rank are in {ranks[0].profile.parent}"
     total, behind = map(statistics.fmean, zip(*(overlap(rank.spans) for rank in ranks), strict=True))

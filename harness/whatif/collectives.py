@@ -1,8 +1,8 @@
 """Finds the collectives of one rank's step in its trace: operation, elements, type, group, and when they ran.
 
-- **gloo**: the host's operation ``c10d::NAME`` issues a collective, and an event ``gloo:NAME`` on a thread of gloo shows
-  when it ran.  Sizes are those of ``record_shapes=True``.  gloo does not say which process group it used, so a trace
-  of several groups is refused.  gloo's reduce-scatter is an all-reduce on the wire.
+- **gloo**: the host's operation ``c10d::NAME`` issues a collective, and an event ``gloo:NAME`` on a thread of gloo
+  shows when it ran.  Sizes are those of ``record_shapes=True``.  gloo does not say which process group it used, so a
+  trace of several groups is refused.  gloo's reduce-scatter is an all-reduce on the wire.
 - **NCCL**: a kernel whose arguments have ``Collective name``, sizes, ``dtype`` and ``Process Group Ranks``.
 
 No torch.
@@ -231,8 +231,8 @@ def _gloo(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
     groups = {tuple(ranks) for ranks in trace.groups.values() if len(ranks) > 1}
     if issued and len(groups) > 1:
         raise Refusal(
-            f"{trace.path}: has {len(groups)} process groups, and gloo's traces do not say which one a collective used: "
-            "trace with NCCL, or with one group"
+            f"{trace.path}: has {len(groups)} process groups, and gloo's traces do not say which one a collective used"
+            ": trace with NCCL, or with one group"
         )
     group = next(iter(groups), tuple(range(trace.world)))
     found, ends = list[Collective](), [event.end for event in ran]

@@ -31,7 +31,7 @@ _COLUMNS: Final = (
     Column("exposed_seconds", "exposed", ".3g", "s", rank=1),
     Column("link_seconds", "on the link", ".3g", "s", rank=2),
     Column("bound", "bound by", rank=1),
-    Column("break_even_mbit", "break-even", ",.3g", "Mbit/s", rank=1),
+    Column("break_even_mbit", "break-even", ",.0f", "Mbit/s", rank=1),
 )
 
 
@@ -94,11 +94,7 @@ def whatif(
     rates = [_rate("--rate", text) for text in rate or []]
     given = None if traced_rate is None else _rate("--traced-rate", traced_rate)
     calibrated = None if machine is None else machine_file.read(machine)
-    read = []
-    for path in traces:
-        trace = kineto.read(path)
-        read.append(trace)
-    traced = joint.join(read, traced_ranks_per_node, given)
+    traced = joint.join(map(kineto.read, traces), traced_ranks_per_node, given)
     errors = check_replay(traced)
     topology = target_topology(traced, nodes, ranks_per_node)
     factor = slower * _shared(calibrated, traced.topology, topology)

@@ -11,18 +11,19 @@ No torch.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from harness.errors import Refusal
-from harness.whatif import collectives, tasks
+from harness.whatif import collectives, device_tasks, tasks
 from harness.whatif.collectives import Collective, Marks
 from harness.whatif.kineto import Trace
-from harness.whatif.tasks import RankStep, Task
+from harness.whatif.tasks import RankStep
 from impl.plan.topology import Topology
 
 _LARGE: Final = (
@@ -78,45 +79,43 @@ class Run:
     coding: tuple[float, float] = (0.0, 0.0)  # seconds of the processor before it and after it
 
 
-def join(traces: Sequence[Trace], ranks_per_node: int, rate: float | None) -> Traced:
+def join(read: Iterable[Trace], ranks_per_node: int, rate: float | None) -> Traced:
     """Join the traces of one run.
 
     Args:
-        traces: One trace of each rank, or the trace of one rank, which then stands for all.
+        read: One trace of each rank, or the trace of one rank, which then stands for all.  Each is reduced to its tasks
+            before the next one is read, so that the events of one trace are in memory at a time.
         ranks_per_node: Ranks of a node of the traced run.
         rate: Bytes a second of a node's link; None to find it from the largest collectives.
 
     Raises:
         Refusal: if the traces do not belong together, or lack what a prediction needs.
     """
-    traces = sorted(traces, key=lambda trace: trace.rank)
-    first, world = traces[0], traces[0].world
+    traces, by_rank = list[Trace](), dict[int, Sequence[RankStep]]()
+    for trace in read:
+        reduced = _rank_steps(trace)
+        by_rank.setdefault(trace.rank, reduced)
+        slim = [replace(step, host=[], launches=[], device=[]) for step in trace.steps[-len(reduced) :]]
+        traces.append(replace(trace, steps=slim))
+    traces.sort(key=lambda trace: trace.rank)
+    first, world, alone = traces[0], traces[0].world, len(traces) == 1
     _check(traces, world, ranks_per_node)
     topology = Topology(world // ranks_per_node, ranks_per_node)
-    alone, rules = len(traces) == 1, Counter[tasks.Rule]()
-    steps: list[dict[int, RankStep]] = []
-    for number in range(len(first.steps)):
-        ranks = dict[int, RankStep]()
-        for trace in traces:
-            step = trace.steps[number]
-            marks = Marks.of(step)
-            found = collectives.find(trace, step, marks)
-            if tasks.has_device(step):
-                if number == 0:  # what the GPU still did of the step before is not known
-                    continue
-                begin = max(step.begin, *(event.end for event in trace.steps[number - 1].device))
-                ranks[trace.rank] = tasks.on_device(trace, step, marks, found, begin)
-            else:
-                ranks[trace.rank] = tasks.on_host(trace, step, marks, found)
-            rules += ranks[trace.rank].rules
-        if ranks:
-            steps.append(ranks)
+    steps = [
+        {rank: reduced[number] for rank, reduced in sorted(by_rank.items())}
+        for number in range(len(first.steps))
+    ]
+    rules = Counter[tasks.Rule]()
+    for step in itertools.chain(*by_rank.values()):
+        rules += step.rules
     if not any(rank.collectives for ranks in steps for rank in ranks.values()):
         raise Refusal(f"{first.path}: has no collectives: trace the training on two or more ranks")
     for ranks in steps:
         _check_alike(traces, ranks)
-    offsets = {} if alone else _offsets(traces, steps)
-    joined = [_joined(ranks, topology, offsets) for ranks in steps]
+    bases = {trace.rank: (trace.base - first.base) / 1e9 for trace in traces}
+    offsets = {} if alone else _offsets(traces, steps, bases)
+    ahead = {rank: offsets.get(rank, 0.0) - base for rank, base in bases.items()}
+    joined = [_joined(ranks, topology, ahead) for ranks in steps]
     found_rate = rate or _rate(joined)
     return Traced(
         topology=topology,
@@ -128,6 +127,20 @@ def join(traces: Sequence[Trace], ranks_per_node: int, rate: float | None) -> Tr
         alone=alone,
         backend=first.backend,
     )
+
+
+def _rank_steps(trace: Trace) -> list[RankStep]:
+    """Return the steps of one rank; of a GPU's trace without the first, since its predecessor's kernels are unknown."""
+    reduced = []
+    for before, step in zip([None, *trace.steps], trace.steps, strict=False):
+        marks = Marks.of(step)
+        found = collectives.find(trace, step, marks)
+        if not device_tasks.has_device(step):
+            reduced.append(tasks.on_host(trace, step, marks, found))
+        elif before is not None:
+            begin = max(step.begin, *(event.end for event in before.device))
+            reduced.append(device_tasks.on_device(trace, step, marks, found, begin))
+    return reduced
 
 
 def _check(traces: Sequence[Trace], world: int, ranks_per_node: int) -> None:
@@ -193,7 +206,9 @@ def _matched(ranks: Mapping[int, RankStep]) -> list[dict[int, int]]:
     return matched
 
 
-def _offsets(traces: Sequence[Trace], steps: Sequence[Mapping[int, RankStep]]) -> dict[int, float]:
+def _offsets(
+    traces: Sequence[Trace], steps: Sequence[Mapping[int, RankStep]], bases: Mapping[int, float]
+) -> dict[int, float]:
     """Return by how many seconds each rank's clock is ahead of the first rank's.
 
     Clocks of one host are equal.  Those of several hosts are aligned by the ends of collectives, whose differences have
@@ -203,7 +218,7 @@ def _offsets(traces: Sequence[Trace], steps: Sequence[Mapping[int, RankStep]]) -
     apart: dict[int, list[float]] = {trace.rank: [] for trace in traces}
     for ranks in steps:
         for places in _matched(ranks):
-            ends = {rank: ranks[rank].collectives[number].ran[1] for rank, number in places.items()}
+            ends = {rank: ranks[rank].collectives[own].ran[1] + bases[rank] for rank, own in places.items()}
             base = min(ends)
             for rank, end in ends.items():
                 if base == traces[0].rank:

@@ -72,6 +72,7 @@ class Trace:
     host: str  # name of the rank's host; empty if the file does not say
     backend: str
     groups: Mapping[str, Sequence[int]]  # ranks of each process group, by the group's name
+    base: int  # nanoseconds to add to all times of the trace
     steps: Sequence[Step]
 
 
@@ -92,7 +93,6 @@ def read(path: Path) -> Trace:
     except UnicodeDecodeError:
         raise Refusal(f"{path}: {_NOT_OURS}") from None
     base = facts.get("baseTimeNanoseconds", 0)
-    shift = base / 1e9 if isinstance(base, int) else 0.0
     about = facts.get("distributedInfo")
     if not isinstance(about, dict) or not isinstance(about.get("rank"), int):
         raise Refusal(
@@ -112,7 +112,8 @@ def read(path: Path) -> Trace:
         host=str(facts.get("host_name", "")),
         backend=str(about.get("backend", "")),
         groups=groups,
-        steps=_steps(path, events, shift),
+        base=base if isinstance(base, int) else 0,
+        steps=_steps(path, events),
     )
 
 
@@ -192,8 +193,8 @@ def _event(path: Path, raw: Any) -> Event | None:
     )
 
 
-def _steps(path: Path, events: Sequence[Event], shift: float) -> list[Step]:
-    """Divide events into steps; ``shift`` is added to all times."""
+def _steps(path: Path, events: Sequence[Event]) -> list[Step]:
+    """Divide events into steps."""
     marks = sorted(
         (event for event in events if event.name.startswith(STEP) and event.category == "user_annotation"),
         key=lambda event: event.begin,
@@ -205,12 +206,11 @@ def _steps(path: Path, events: Sequence[Event], shift: float) -> list[Step]:
             "schedule(active=5), and call profiler.step() after each"
         )
     steps = [
-        Step(int(number), mark.thread, mark.begin + shift, mark.end + shift)
+        Step(int(number), mark.thread, mark.begin, mark.end)
         for number, mark in zip(numbers, marks, strict=True)
     ]
     starts, launched = [step.begin for step in steps], dict[Any, Step]()
     for event in sorted(events, key=lambda event: (event.category in DEVICE, event.begin)):
-        event = event._replace(begin=event.begin + shift, end=event.end + shift)  # noqa: PLW2901  # the shifted one
         if event.category in DEVICE:  # all launches come before all kernels
             if (step := launched.get(event.arguments.get("correlation"))) is not None:
                 step.device.append(event)

@@ -1,9 +1,9 @@
 """Rewrites the collectives of a traced step for other messages, or lays the traced model out for one of our policies.
 
 The program's own engine with other messages needs no new schedule: ``bf16`` and ``fp16`` change the type of messages,
-and ``kept`` leaves out the gathers of backward.  A preset of :mod:`impl.plan.policy` runs on another engine, so the step
-is simulated with that engine's schedule, hops and messages (:mod:`impl.plan.step_time`), and with the computation of
-each unit as it was traced.
+and ``kept`` leaves out the gathers of backward.  A preset of :mod:`impl.plan.policy` runs on another engine, so the
+step is simulated with that engine's schedule, hops and messages (:mod:`impl.plan.step_time`), and with each unit's
+traced computation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Final, Literal
 
 from harness.errors import Refusal, suggestion
 from harness.whatif.joint import Joined, JointStep, Run, Traced
-from harness.whatif.tasks import RankStep
 from impl.codecs.codec import ITEM_BYTES, Raw
 from impl.plan.policy import PRESETS, Policy, PolicyError
 from impl.plan.shard_layout import ROOT, UnitGeometry
@@ -64,7 +63,7 @@ def check(policy: str, traced: Traced) -> None:
         return
     for step in traced.steps:
         for rank in step.ranks.values():
-            if rank.marks is not None and rank.marks.passes > 1:
+            if rank.marks.passes > 1:
                 raise Refusal(
                     f"--policy {policy}: a traced step has {rank.marks.passes} forward passes, and only one can be "
                     "rewritten: trace the program without gradient accumulation, or choose same, bf16 or fp16"
@@ -92,8 +91,8 @@ def _run(joined: Joined, traced: Traced, target: Target, overheads: Overheads, *
     if resized:
         if len(seen.group) != traced.topology.world:
             raise Refusal(
-                f"--nodes, --ranks-per-node: a traced collective has {len(seen.group)} of {traced.topology.world} ranks, "
-                "and only a program whose collectives have all ranks can be moved to another topology"
+                f"--nodes, --ranks-per-node: a traced collective has {len(seen.group)} of {traced.topology.world} "
+                "ranks, and only a program whose collectives have all ranks can be moved to another topology"
             )
         seen, between = replace(seen, group=tuple(range(target.topology.world))), True
     item = seen.item
@@ -151,7 +150,7 @@ class Unit:
     backward: float
 
 
-def units_of(step: JointStep, traced: Traced) -> list[Unit]:
+def units_of(step: JointStep) -> list[Unit]:
     """Return the units of the traced model in forward order: FSDP's modules, or DDP's buckets.
 
     Raises:
@@ -179,7 +178,7 @@ def units_of(step: JointStep, traced: Traced) -> list[Unit]:
     buckets = [seen for seen in collectives if seen.kind == "all_reduce" and seen.phase == "backward"]
     largest = max((seen.elements for seen in buckets), default=0)
     buckets = [seen for seen in buckets if seen.elements > max(1, largest // 10_000)]  # not norms and flags
-    if not buckets or not any(rank.marks and rank.marks.in_ddp for rank in step.ranks.values()):
+    if not buckets or not any(rank.marks.in_ddp for rank in step.ranks.values()):
         raise Refusal(
             "a policy of our engine needs the traced model's units, and the traces show neither FSDP2's modules nor "
             "DDP's buckets: choose same, bf16 or fp16"
@@ -192,7 +191,7 @@ def _seconds(step: JointStep, names: set[str]) -> tuple[float, float]:
     forward, backward = dict[int, float](), dict[int, float]()
     for number, rank in step.ranks.items():
         for moment, seconds in rank.computed:
-            if rank.marks is not None and rank.marks.computing(moment) in names:
+            if rank.marks.computing(moment) in names:
                 part = forward if moment < rank.marks.backward else backward
                 part[number] = part.get(number, 0.0) + seconds
     return max(forward.values(), default=0.0), max(backward.values(), default=0.0)
@@ -202,7 +201,6 @@ def _buckets(step: JointStep, elements: Sequence[int], issued: Sequence[float]) 
     """Return DDP's buckets as units; forward seconds are divided in proportion to elements."""
     number, rank = max(step.ranks.items(), key=lambda item: sum(seconds for _, seconds in item[1].computed))
     marks, whole = rank.marks, sum(elements)
-    assert marks is not None  # noqa: S101  # every step of a trace has marks
     forward = sum(seconds for moment, seconds in rank.computed if moment < marks.backward)
     backward, own = [0.0] * len(elements), _issued(step, number, issued)
     for moment, seconds in rank.computed:
@@ -234,7 +232,7 @@ def of_our_engine(step: JointStep, traced: Traced, target: Target, overheads: Ov
         policy.check(topology)
     except PolicyError as error:
         raise Refusal(f"--policy {target.policy}: {error}") from None
-    units = units_of(step, traced)
+    units = units_of(step)
     overhead = 0.0
     if overheads == "constant":
         known = [
@@ -297,8 +295,3 @@ def codec_note(target: Target, policy: Mapping[str, Policy] = PRESETS) -> str:
         return f"codec seconds are predicted for {machine.name}, and were not measured"
     known = target.policy not in policy or all(map(machine.times, policy[target.policy].codecs))
     return f"codec seconds of {machine.name}" + ("" if known else ", in part of similar codecs")
-
-
-def slowest(step: JointStep) -> RankStep:
-    """Return the rank that computes longest."""
-    return max(step.ranks.values(), key=lambda rank: sum(seconds for _, seconds in rank.computed))

@@ -52,9 +52,9 @@ def check_replay(traced: Traced) -> list[float]:
     errors = [joint.replay(step, joint.as_traced(step)).seconds / step.seconds - 1 for step in traced.steps]
     if (median := statistics.median(map(abs, errors))) > CLOSE:
         raise Refusal(
-            f"the traces' own step is replayed with an error of {median:.1%}, and at most {CLOSE:.0%} are allowed: what "
-            "waits for what cannot be told from these traces; trace steps that wait for their own collectives, on a "
-            "machine that runs nothing else"
+            f"the traces' own step is replayed with an error of {median:.1%}, and at most {CLOSE:.0%} are allowed: "
+            "what waits for what cannot be told from these traces; trace steps that wait for their own collectives, "
+            "on a machine that runs nothing else"
         )
     return errors
 
@@ -159,9 +159,11 @@ def about(traced: Traced, errors: Sequence[float]) -> list[str]:
     origin = "given" if traced.rate_given else "found from the largest collectives"
     median = statistics.median(seconds)
     lines = [
-        f"Traced: {len(seconds)} steps of {traced.topology} ranks, {median:.4g} s a step "
-        f"({min(seconds):.4g} to {max(seconds):.4g}), at {in_words(traced.rate)} ({origin}). Replayed with an error of "
-        f"{statistics.median(map(abs, errors)):.1%}."
+        (
+            f"Traced: {len(seconds)} steps of {traced.topology} ranks, {median:.4g} s a step "
+            f"({min(seconds):.4g} to {max(seconds):.4g}), at {in_words(traced.rate)} ({origin}). Replayed with an error "
+            f"of {statistics.median(map(abs, errors)):.1%}."
+        )
     ]
     rules = ", ".join(f"{rule} {count}" for rule, count in sorted(traced.rules.items()))
     lines.append(f"What waits for collectives was found by: {rules}.")
