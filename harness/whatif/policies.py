@@ -8,7 +8,6 @@ traced computation.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -242,7 +241,7 @@ def of_our_engine(step: JointStep, traced: Traced, target: Target, overheads: Ov
         ]
         overhead = statistics.median(known) if known else 0.0
     machine = target.machine or Machine(
-        name="traced", source="traces", fixed=1.0, per_token=0.0, efficiency=1.0, fewest=0.0, most=math.inf,
+        name="traced", source="traces", fixed=1.0, per_token=0.0, efficiency=1.0, fewest=0.0, most=1.0,
         overlap="schedule",
     )  # fmt: skip
     # A rate that the traced collectives achieved has their efficiency in it already.

@@ -161,8 +161,8 @@ def about(traced: Traced, errors: Sequence[float]) -> list[str]:
     lines = [
         (
             f"Traced: {len(seconds)} steps of {traced.topology} ranks, {median:.4g} s a step "
-            f"({min(seconds):.4g} to {max(seconds):.4g}), at {in_words(traced.rate)} ({origin}). Replayed with an error "
-            f"of {statistics.median(map(abs, errors)):.1%}."
+            f"({min(seconds):.4g} to {max(seconds):.4g}), at {in_words(traced.rate)} ({origin}). "
+            f"Replayed with an error of {statistics.median(map(abs, errors)):.1%}."
         )
     ]
     rules = ", ".join(f"{rule} {count}" for rule, count in sorted(traced.rules.items()))

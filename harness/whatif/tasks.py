@@ -72,8 +72,11 @@ def on_host(trace: Trace, step: Step, marks: Marks, collectives: Sequence[Collec
     gaps = _gaps(step)
     # (when the thread gets there, 0 for an issue and 1 for a wait, collective, until when it waits)
     points = [(collective.issued[0], 0, index, 0.0) for index, collective in enumerate(collectives)]
+    last_issue = max((one.issued[0] for one in collectives if one.phase == "backward"), default=-math.inf)
     for index, collective in enumerate(collectives):
         when, until, rule = _wait(trace, step, marks, collective, gaps)
+        if rule == "backward":  # DDP waits once all its buckets are issued
+            when, until = max(when, last_issue), max(until, last_issue)
         points.append((when, 1, index, until))
         result.rules[rule] += 1
     now, last, runs = step.begin, -1, dict[int, int]()
@@ -93,6 +96,8 @@ def on_host(trace: Trace, step: Step, marks: Marks, collectives: Sequence[Collec
 
 def _note_host(result: RankStep, begin: float, end: float) -> None:
     """Note that the host computed from ``begin`` to ``end``, divided where another unit's computation begins."""
+    if end <= begin:  # a wait that began during the wait before it
+        return
     marks = result.marks
     changes = [moment for moment, _ in marks.windows if begin < moment < end]
     changes += [moment for moment in (marks.backward, marks.optimizer) if begin < moment < end]

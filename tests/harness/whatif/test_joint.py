@@ -145,5 +145,5 @@ def test_idle_streams_without_reason_are_refused(tmp_path: Path) -> None:
         writer.nccl("allreduce", 1000, begin + 1, begin + 20, begin + 25)
         writer.kernel("gemm", begin + 2, begin + 60, begin + 100, 7)
         begin += 100
-    with pytest.raises(Refusal, match="idle for 4[01]% of the step"):
+    with pytest.raises(Refusal, match=r"idle for 4[01]% of the step"):
         joined(tmp_path, writer)

@@ -90,7 +90,7 @@ def test_one_step_is_too_few(tmp_path: Path, steps: int) -> None:
 
 
 def test_names_may_hold_line_breaks(tmp_path: Path) -> None:
-    """torch writes line breaks inside names, which strict JSON does not allow."""
+    """Torch writes line breaks inside names, which strict JSON does not allow."""
     writer = ddp(Writer(0))
     writer.add("a@b", 101, 102)
     path = writer.write(tmp_path)

@@ -125,7 +125,9 @@ def ddp(writer: Writer, *, steps: int = 2, first: int = 3, late: float = 0.0) ->
         writer.gloo("allreduce_", BUCKETS[0], issue, issue, joint + times[0])
         writer.add("autograd::engine::evaluate_function: B", issue, end)
         begun = max(joint + times[0], begin + FORWARD + BACKWARD)
-        writer.gloo("allreduce_", BUCKETS[1], end, begun, begun + times[1])
+        writer.gloo(
+            "allreduce_", BUCKETS[1], end, end, begun + times[1]
+        )  # gloo's second thread shares the link
         done = max(begun + times[1], end)
         writer.add("Optimizer.step#SGD.step", done, done + OPTIMIZER, "user_annotation")
         writer.add("aten::add_", done, done + OPTIMIZER)
@@ -144,7 +146,7 @@ def fsdp(writer: Writer, *, steps: int = 2) -> Writer:
         for name, size in UNITS.items():
             now = _gather(writer, name, size, now, "pre_forward")
             writer.add("aten::mm", now, now + 5)
-            writer.add(f"FSDP::post_forward ({name})", now + 5, now + 5, "user_annotation")
+            writer.add(f"FSDP::post_forward ({name})", now + 4.99, now + 4.999, "user_annotation")
             now += 5
         for name, size in reversed(UNITS.items()):
             now = _gather(writer, name, size, now, "pre_backward")
