@@ -255,20 +255,29 @@ def _joined(ranks: Mapping[int, RankStep], topology: Topology, offsets: Mapping[
 
 
 def _rate(steps: Sequence[JointStep]) -> float:
-    """Return the bytes a second that the largest collectives between nodes achieved, as a median."""
-    all_between = [joined.seen for step in steps for joined in step.collectives if joined.between]
-    found = all_between or [joined.seen for step in steps for joined in step.collectives]
-    largest = max(collective.wire_bytes() for collective in found)
-    achieved = [
-        collective.wire_bytes() / (collective.ran[1] - collective.ran[0])
-        for collective in found
-        if collective.wire_bytes() >= _LARGE * largest and collective.ran[1] > collective.ran[0]
-    ]
+    """Return the bytes a second that the largest collectives between nodes achieved, as a median.
+
+    Collectives that run at the same time share the link, so their bytes are counted together.
+    """
+    achieved = list[tuple[float, float]]()  # (bytes, bytes a second)
+    for step in steps:
+        all_between = [joined.seen for joined in step.collectives if joined.between]
+        until, begun, nbytes = -math.inf, 0.0, 0.0
+        spans = [
+            (*seen.ran, seen.wire_bytes()) for seen in all_between or [one.seen for one in step.collectives]
+        ]
+        for begin, end, size in [*sorted(spans), (math.inf, math.inf, 0.0)]:
+            if begin >= until:
+                if until > begun:
+                    achieved.append((nbytes, nbytes / (until - begun)))
+                begun, nbytes, until = begin, 0.0, begin
+            nbytes, until = nbytes + size, max(until, end)
     if not achieved:
         raise Refusal(
             "the traces' clocks cannot be aligned: no collective was in progress on all ranks at once"
         )
-    return statistics.median(achieved)
+    largest = max(size for size, _ in achieved)
+    return statistics.median(rate for size, rate in achieved if size >= _LARGE * largest)
 
 
 def _timed(step: JointStep, rate: float) -> JointStep:
