@@ -129,6 +129,7 @@ def kind_of(row: Any) -> str:
 
 def page(table: pd.DataFrame) -> str:
     """Return the page as Markdown."""
+    table = table if "measured" in table else table.assign(measured=float("nan"), load="")
     rows = table.assign(kind=table.apply(kind_of, axis=1), error=table["predicted"] / table["measured"] - 1)
     done = rows[rows["measured"].notna()]
     text = """# Errors of zeropp whatif
