@@ -51,6 +51,7 @@ from harness.suites.suite import Suite, SuiteError
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster
 from harness.train import command as train_command
+from harness.whatif import command as whatif_command
 from impl import named_object, regular_file
 from impl.checkpoint.commit import CheckpointError, named, resolve
 from impl.checkpoint.manifest import read_manifest
@@ -88,6 +89,7 @@ bench.app.command("formats")(lab.formats)
 app.add_typer(bench.app, name="bench", result_callback=_show_bench)
 app.add_typer(check.app, name="check")
 app.command(name="train")(train_command.train)
+app.command()(whatif_command.whatif)
 app.command()(lab.snapshot)
 app.command()(report_command.report)
 app.command("archive")(report_command.archive_records)
@@ -287,23 +289,25 @@ def trace(
     identity: Annotated[str, typer.Argument(help="The trial's id, or the beginning of it.", metavar="ID")],
     results: ResultsFolder = RESULTS,
 ) -> None:
-    """Run a trial for a few steps and write what every rank did in the last step, as a Chrome trace and a
-    picture.
+    """Run a trial for a few steps and write what every rank did: five steps by torch.profiler, for zeropp whatif and
+    Perfetto, and one step of our engine as a picture.
 
-    Both files are written into the suite's results folder; the suite's report shows the first rank's step.
+    All files are written into the suite's results folder; the suite's report shows the first rank's step.
     """
     suite = load(file)
     trial = suite.trial_by_prefix(identity)
     check_feasible(file, forecast([trial], this_host()))
 
-    from harness.bench.trace import summary, write_trace
+    from harness.bench.trace import has_lanes, summary, write_trace
     from report.figures import trace_picture
 
     interrupts.take_over()
     path, ranks = write_trace(trial, results / suite.name)
     print(f"{trial.strategy}, {trial.topology()}: {summary(ranks)}")
-    print(path)
-    print(trace_picture.write(path))
+    print(ranks[0].profile.parent)
+    if has_lanes(trial):
+        print(path)
+        print(trace_picture.write(path))
 
 
 @app.command()

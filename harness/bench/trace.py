@@ -1,9 +1,13 @@
-"""``zeropp trace``: records one training step of every rank as a Chrome trace.
+"""``zeropp trace``: records training steps of every rank with torch.profiler.
 
 The ranks run the trial's warm-up steps, then one step without tracing, whose duration shows what tracing costs, and
-then the traced step.  Each activity of a rank, such as computing, encoding or waiting, has its own lane.
-``chrome://tracing`` and ui.perfetto.dev open the file.  Only trials on the CPU of one machine are traced, since their
-ranks share a clock.
+then :data:`PROFILED` steps under torch.profiler, whose traces ``zeropp whatif`` and Perfetto read.  With this project's
+engine, each encoding, each decoding, each message and each wait has a name in it, which begins with ``zeropp::`` and
+has the unit and the hop.
+
+With this project's engine one further step, between the two, is drawn on the suite's page: each activity of a rank,
+such as computing, encoding or waiting, has its own lane in a file in Chrome's format.  Only trials on the CPU of one
+machine are traced, since their ranks share a clock.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from harness.bench.rounds import timed
 from harness.cluster.link import open_link
@@ -33,44 +38,65 @@ from harness.runs.rank_trial import Assignment, TrialRun
 from harness.runs.trial_on_cluster import TrialRunner, cluster_of
 from harness.suites.trial import Trial
 from impl import ops
+from impl.comm.exchanges import Exchange
 from impl.comm.ledger import WAITING, Span, Timeline
+from impl.comm.wire import Wire
+from impl.plan.topology import Axis
+from impl.plan.traffic import Tag
 
 _OPERATIONS: Final = ("encode", "decode", "decode_sum", "decode_sum_encode")
+_EXCHANGES: Final = ("all_gather", "all_to_all", "shift")
+PROFILED: Final = 5  # steps under torch.profiler; predictions take the median of these
 _PART: Final = "part of the step"  # lane of forward, backward and optimizer, which contain everything else
 
 
 class RankTrace(NamedTuple):
-    """The traced step of one rank."""
+    """The traced steps of one rank."""
 
-    spans: list[Span]
-    seconds: float  # duration of the traced step
+    spans: list[Span]  # of the step that is drawn; empty for peers
+    seconds: float  # duration of the step that is drawn or, for peers, of a profiled step
     before: float  # duration of the step before it, which was not traced
+    profile: Path  # the file that torch.profiler wrote
+
+
+class Tracing(NamedTuple):
+    """What a rank has to trace."""
+
+    assignment: Assignment
+    folder: Path  # folder of the profiler's files
 
 
 def refusal(trial: Trial) -> str | None:
     """Return why a trial cannot be traced; None if it can."""
     if not trial.measures_time:
         return "cluster.ranks = 'threads' has no times to trace: ranks take turns; set cluster.ranks = 'processes'"
-    by_engine = trial.resolved_policy() is not None and trial.host is None and trial.workload == "train"
-    if by_engine and trial.cluster.device == "cpu" and trial.cluster.launcher == "local":
+    on_this_machine = trial.cluster.device == "cpu" and trial.cluster.launcher == "local"
+    if trial.workload == "train" and on_this_machine and trial.topology().world > 1:
         return None
-    place = f"device {trial.cluster.device!r}, launcher {trial.cluster.launcher!r}"
+    place = f"device {trial.cluster.device!r}, launcher {trial.cluster.launcher!r}, {trial.topology()} ranks"
     kind = f"strategy {trial.strategy!r}, workload {trial.workload!r}, {place}"
     return (
-        f"{kind}: only training with our engine on the CPU of one machine can be traced; use torch.profiler for "
+        f"{kind}: only training on the CPU of one machine, on two or more ranks, can be traced; use torch.profiler for "
         "other trials"
     )
 
 
+def has_lanes(trial: Trial) -> bool:
+    """Return whether a step of the trial can be drawn: whether this project's engine sends all its messages."""
+    return trial.resolved_policy() is not None and trial.host is None
+
+
 def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[RankTrace]]:
-    """Run a trial's ranks until a step is traced, and write ``traces/trace-<id>.json``.
+    """Run a trial's ranks until steps are traced, and write ``traces/<id>/rank-<rank>.json.gz``.
+
+    With this project's engine also write the step that is drawn, ``traces/trace-<id>.json``.
 
     Args:
         trial: The trial; its validation and its measurements of errors are left out.
         folder: The suite's results folder.
 
     Returns:
-        The path of the file, and the step of each rank.
+        The path of the file ``trace-<id>.json`` (which peers do not have), and the steps of each rank.
 
     Raises:
         Refusal: if the trial cannot be traced.
@@ -81,32 +107,102 @@ def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[RankTrace]]:
         raise Refusal(f"trial {trial.id}: {why}")
     start_server()
     path = path_of(folder, trial.id)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    profiles = (path.parent / trial.id).absolute()
+    profiles.mkdir(parents=True, exist_ok=True)
     with open_link(cluster_of(trial), secrets.token_hex(3)) as link:
         launch = replace(TrialRunner(folder, None).launch(trial, link, ""), log=path.with_suffix(".log"))
         plain = trial.model_copy(update={"measure_quantisation": False, "validate_every": None})
-        ranks = run_ranks(trace_step, Assignment(plain, None), launch)
+        ranks = run_ranks(trace_step, Tracing(Assignment(plain, None), profiles), launch)
+    if not has_lanes(trial):
+        return path, ranks
     pool = machine.pool_key(machine.facts(), machine.code())
     write_whole(path, json.dumps(chrome(trial, ranks, pool)))
     return path, ranks
 
 
-def trace_step(rank: Rank, assignment: Assignment) -> RankTrace:
-    """Run warm-up steps (at least one), an untraced step and the traced step; runs on every rank."""
-    run, timeline, warmup = TrialRun(rank, assignment), Timeline(), max(1, assignment.trial.warmup)
-    assert run.strategy.wire is not None  # noqa: S101  # refusal() allows only our engine
+def trace_step(rank: Rank, tracing: Tracing) -> RankTrace:
+    """Run warm-up steps (at least one), an untraced step and the traced steps; runs on every rank."""
+    trial = tracing.assignment.trial
+    run, timeline, warmup = TrialRun(rank, tracing.assignment), Timeline(), max(1, trial.warmup)
     for index in range(warmup):
         run.step(index)
     dist.barrier()
-    before = timed(partial(run.step, warmup))()
+    before, seconds, done = timed(partial(run.step, warmup))(), 0.0, warmup + 1
     dist.barrier()
-    run.loop.clock.note = partial(timeline.add, _PART)
-    with run.strategy.wire.traced(timeline), _noting_operations(timeline):
-        seconds = timed(partial(run.step, warmup + 1))()
-    dist.barrier()
+    wire = run.strategy.wire
+    if has_lanes(trial) and wire is not None:
+        run.loop.clock.note = partial(timeline.add, _PART)
+        with wire.traced(timeline), _noting_operations(timeline):
+            seconds = timed(partial(run.step, done))()
+        run.loop.clock.note, done = None, done + 1
+        dist.barrier()
+    run.loop.checks = None  # they are not part of a step, but would be inside the profiler's
+    profiled = tracing.folder / f"rank-{rank.rank}.json.gz"
+    with contextlib.nullcontext() if wire is None else _named(wire):
+        whole = _profiled(run, done, profiled)
     run.strategy.close()
     others = [span for span in timeline.spans if span.lane != _PART]
-    return RankTrace([*computing(timeline.spans), *others], seconds, before)
+    return RankTrace([*computing(timeline.spans), *others], seconds or whole, before, profiled)
+
+
+def _profiled(run: TrialRun, first: int, path: Path) -> float:
+    """Run steps under torch.profiler, write its file, and return the seconds of the last step."""
+    seconds, plan = 0.0, schedule(wait=0, warmup=1, active=PROFILED, repeat=1)
+    # gloo's collectives have sizes in a trace only with record_shapes.
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, schedule=plan) as profiler:
+        for index in range(first, first + 1 + PROFILED):
+            seconds = timed(partial(run.step, index))()
+            if index < first + PROFILED:
+                profiler.step()
+    dist.barrier()  # no rank writes its file while another one runs its last step
+    profiler.export_chrome_trace(str(path))
+    return seconds
+
+
+class _NamedExchange:
+    """An exchange whose post and whose wait have names in torch.profiler's trace."""
+
+    def __init__(self, exchange: Exchange, name: str) -> None:
+        self._exchange, self._name = exchange, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._exchange, name)
+
+    def post(self) -> None:
+        with record_function(f"zeropp::post {self._name}"):
+            self._exchange.post()
+
+    def wait(self) -> Any:
+        with record_function(f"zeropp::wait {self._name}"):
+            return self._exchange.wait()
+
+
+@contextlib.contextmanager
+def _named(wire: Wire) -> Iterator[None]:
+    """Name messages, waits and the codecs' operations in torch.profiler's trace, while the body of ``with`` runs."""
+    operations = {name: getattr(ops, name) for name in _OPERATIONS}
+    opened = {name: getattr(wire, name) for name in _EXCHANGES}
+
+    def call(name: str, *arguments: Any, **options: Any) -> None:
+        codec = arguments[1] if name == "decode_sum_encode" else arguments[0]
+        with record_function(f"zeropp::{name} {codec}"):
+            operations[name](*arguments, **options)
+
+    def exchange(kind: str, axis: Axis, nbytes: int, tag: Tag, **options: Any) -> Any:
+        name = " ".join([tag.purpose, *([tag.unit] if tag.unit else []), f"hop {axis.name}", f"{nbytes} B"])
+        return _NamedExchange(opened[kind](axis, nbytes, tag, **options), name)
+
+    try:
+        for name in operations:
+            setattr(ops, name, partial(call, name))
+        for name in opened:
+            setattr(wire, name, partial(exchange, name))
+        yield
+    finally:
+        for name, operation in operations.items():
+            setattr(ops, name, operation)
+        for name in opened:
+            delattr(wire, name)
 
 
 @contextlib.contextmanager
@@ -148,9 +244,11 @@ def computing(spans: Sequence[Span]) -> list[Span]:
 def summary(ranks: Sequence[RankTrace]) -> str:
     """Return one line on what a trace shows: the step's duration, and how much communication was hidden."""
     seconds, before = max(rank.seconds for rank in ranks), max(rank.before for rank in ranks)
-    step = (
-        f"the traced step took {seconds:.3f} s ({seconds / before - 1:+.0%} against the untraced one before)"
-    )
+    kind = "traced" if ranks[0].spans else "last profiled"
+    more = f"{seconds / before - 1:+.0%} against the untraced one before"
+    step = f"the {kind} step took {seconds:.3f} s ({more})"
+    if not ranks[0].spans:
+        return f"{step}; {PROFILED} steps of each rank are in {ranks[0].profile.parent}"
     total, behind = map(statistics.fmean, zip(*(overlap(rank.spans) for rank in ranks), strict=True))
     if not total:
         return f"{step}; nothing was sent between nodes"

@@ -15,9 +15,9 @@ CANONICAL: Final = {"canonical": True}
 
 def parse_rate(value: object) -> float | None:
     """Parse ``"50 Mbit/s"`` into Mbit/s, and ``"unshaped"`` into None; raises a ValueError for other values."""
-    valid = "kbit/s, Mbit/s or Gbit/s, from 1 kbit/s to 1000 Gbit/s, or 'unshaped'"
+    valid = "kbit/s, Mbit/s or Gbit/s, from 1 kbit/s to 100,000 Gbit/s, or 'unshaped'"
     units = {"kbit/s": 1e-3, "Mbit/s": 1.0, "Gbit/s": 1e3}
-    return _parsed(None if value == "unshaped" else value, units, 1e-3, 1e6, valid)
+    return _parsed(None if value == "unshaped" else value, units, 1e-3, 1e8, valid)
 
 
 def parse_latency(value: object) -> float | None:

@@ -218,6 +218,8 @@ class Step:
     micro_batches: int = 1  # micro-batches in a step
     recompute: bool = False  # whether backward runs the forward pass again (activation checkpointing)
     rate: float = math.inf  # bytes a second of all adapters of the slowest node; infinite: no limit
+    # Measured seconds of (forward, backward) of each unit in a micro-batch; empty: the machine predicts them.
+    computing: Sequence[tuple[float, float]] = ()
 
 
 def step_of(machine: Machine, step: Step) -> StepTime:
@@ -246,12 +248,13 @@ def passes_of(machine: Machine, step: Step) -> list[Pass]:
     elements, schedule, passes = sum(unit.padded for unit in units), Schedule.for_units(policy, units), []
     for index in range(step.micro_batches):
         loads = []
-        for unit in units:
+        for place, unit in enumerate(units):
             rules, share = policy.for_unit(unit), unit.padded / elements
+            measured = step.computing[place] if step.computing else (forward * share, backward * share)
             regather = seconds.gather(rules, unit, again=True) if rules.stage == 3 else Collective()
             load = Load(
-                forward=forward * share,
-                backward=backward * share,
+                forward=measured[0],
+                backward=measured[1],
                 gather=seconds.gather(rules, unit, again=False) if index == 0 else regather,
                 regather=regather,
                 reduce=seconds.reduction(rules, unit) if unit.trainable else Collective(),

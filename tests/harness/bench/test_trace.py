@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import operator
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import cli
-from harness.bench.trace import computing, refusal
+from harness.bench.trace import PROFILED, computing, has_lanes, refusal
 from harness.records.trace_record import CODING, COMPUTE, LANES, overlap
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Trial
+from harness.whatif import kineto
 from impl.comm.ledger import ACROSS, BETWEEN, INSIDE, WAITING, WITHIN, Span, Timeline
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
@@ -56,7 +58,9 @@ def test_a_step_of_every_rank_is_in_the_file(
     path = tmp_path / "results" / "q" / "traces" / f"trace-{trials['zeropp'].id}.json"
     picture = path.with_suffix(".svg")
     assert out.endswith(f"/traces/{path.name}\n{picture.relative_to(tmp_path)}\n")
-    assert sorted(path.parent.iterdir()) == [path, picture]
+    profiles = path.parent / trials["zeropp"].id
+    assert sorted(path.parent.iterdir()) == [profiles, path, picture]
+    _check_profiles(profiles)
     assert "<svg" in picture.read_text()
     events = json.loads(path.read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
@@ -79,6 +83,35 @@ def test_a_step_of_every_rank_is_in_the_file(
     assert parts == {"forward", "backward", "optimizer"}
 
 
+def _check_profiles(folder: Path) -> None:
+    """Check that torch.profiler's traces have all steps, and names of codecs, units and hops."""
+    assert sorted(path.name for path in folder.iterdir()) == [f"rank-{rank}.json.gz" for rank in range(4)]
+    trace = kineto.read(folder / "rank-1.json.gz")
+    assert (trace.rank, trace.world, len(trace.steps)) == (1, 4, PROFILED)
+    names = {event.name for event in trace.steps[-1].host if event.name.startswith("zeropp::")}
+    assert any(re.fullmatch(r"zeropp::encode int8:2048", name) for name in names)
+    for way in ("post", "wait"):
+        assert any(re.fullmatch(rf"zeropp::{way} weights \S+ hop node \d+ B", name) for name in names)
+        assert any(re.fullmatch(rf"zeropp::{way} gradients \S+ hop local \d+ B", name) for name in names)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_peers_are_traced_for_predictions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], strategy: str
+) -> None:
+    """The traces of a peer are read by zeropp whatif, and their own step is replayed within 2 %."""
+    monkeypatch.chdir(tmp_path)
+    text = SUITE.replace('"zeropp", "zero3", "ddp"', f'"{strategy}"').replace('"paced"', '"none"')
+    (tmp_path / "q.toml").write_text(text.replace('rate = "100 Mbit/s"\n', ""))
+    (trial,) = load(tmp_path / "q.toml").trials
+    assert cli.main(["trace", "q.toml", trial.id]) == cli.OK
+    paths = sorted(str(path) for path in (tmp_path / "results/q/traces" / trial.id).iterdir())
+    assert capsys.readouterr().out.endswith(f"/traces/{trial.id}\n")
+    assert cli.main(["whatif", *paths, "--traced-ranks-per-node", "2", "--policy", "zeropp"]) == cli.OK
+    assert f"{PROFILED} steps of 2x2 ranks" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("identity", "message"),
     [
@@ -98,16 +131,18 @@ def test_an_unknown_trial_is_refused(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"strategy": "ddp"}, "strategy 'ddp'"),
-        ({"strategy": "fsdp2+qgz"}, "strategy 'fsdp2+qgz'"),
         ({"cluster": Cluster(device="cuda", transport="nccl")}, "device 'cuda'"),
+        ({"cluster": Cluster(nodes=1, ranks_per_node=1)}, "1x1 ranks"),
         ({"workload": "generate"}, "workload 'generate'"),
     ],
 )
 def test_what_has_no_trace_is_refused(fields: dict[str, Any], message: str) -> None:
-    """Trials of peers, on GPUs and of generation are refused with the reason."""
+    """Trials on GPUs, on one rank and of generation are refused with the reason; peers have profiles but no lanes."""
     assert message in (refusal(Trial(**fields)) or "")
     assert refusal(Trial()) is None
+    for peer in ("ddp", "fsdp2+qgz"):
+        assert refusal(Trial(strategy=peer)) is None
+        assert not has_lanes(Trial(strategy=peer))
 
 
 _TIMES = st.tuples(st.integers(0, 50), st.integers(1, 20)).map(lambda pair: (pair[0], pair[0] + pair[1]))

@@ -1,0 +1,218 @@
+"""Compares steps that ``zeropp whatif`` predicts with steps that are measured later, and writes docs/whatif_errors.md.
+
+The suite ``docs/tables/whatif_errors.toml`` is measured.  Only its first two trials, FSDP2 and DDP at one rate, are
+traced, and all others are predicted from those two traces.  Predictions are committed before the suite runs::
+
+    python -m docs.tables.whatif_errors trace FOLDER      # traces of two trials
+    python -m docs.tables.whatif_errors predict FOLDER    # writes docs/tables/whatif_errors.csv: commit it
+    zeropp run docs/tables/whatif_errors.toml --results FOLDER
+    python -m docs.tables.whatif_errors measure FOLDER "what else ran on the machine"
+    python -m docs.tables.whatif_errors                   # writes the page from the table
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Final
+
+import pandas as pd
+
+from docs.tables import markdown
+from harness import cli
+from harness.measure import machine_file
+from harness.records.trial_record import path_of, read, slowest_seconds
+from harness.suites.peers import family_of
+from harness.suites.suite import Suite
+from harness.suites.suite_file import load
+from harness.suites.trial import Trial
+from harness.whatif import joint, kineto
+from harness.whatif.joint import Traced
+from harness.whatif.policies import SAME, Target
+from harness.whatif.predict import check_replay, predict
+
+HERE: Final = Path(__file__).parent
+SUITE: Final = HERE / "whatif_errors.toml"
+TABLE: Final = HERE / "whatif_errors.csv"
+PAGE: Final = HERE.parent / "whatif_errors.md"
+MACHINE: Final = Path("results/predicted/here.toml")  # its codecs' seconds, and how ranks share processors
+SOURCES: Final = 2  # the first trials of the suite, which are traced
+APART: Final = 0.05  # relative difference of two measured steps from which their order is compared
+BYTES_PER_MBIT: Final = 1.25e5
+
+
+def sources(suite: Suite) -> dict[str, Trial]:
+    """Return the trials that are traced, by strategy."""
+    return {trial.strategy: trial for trial in suite.trials[:SOURCES]}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prediction: a trial of the suite, from the trace of another one."""
+
+    trial: Trial
+    source: str  # strategy of the traced trial
+    policy: str
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The prediction's setting as a row of the table."""
+        trial = self.trial
+        return {
+            "trial": trial.id, "strategy": trial.strategy, "types": trial.peer.compute, "source": self.source,
+            "policy": self.policy, "topology": str(trial.topology()), "rate_mbit": trial.cluster.rate,
+        }  # fmt: skip
+
+
+def questions(suite: Suite) -> list[Question]:
+    """Return all predictions: each trial from the trace of its own library, and ours from both traces."""
+    asked = []
+    for trial in suite.trials:
+        if (family := family_of(trial.strategy)) is None:
+            asked += [Question(trial, source, trial.strategy) for source in sources(suite)]
+        else:
+            narrow = trial.strategy.endswith("bf16") or trial.peer.compute == "bf16"
+            asked.append(Question(trial, family, "bf16" if narrow else SAME))
+    return asked
+
+
+def traced(suite: Suite, results: Path) -> dict[str, Traced]:
+    """Read the traces of both sources, by strategy."""
+    found = {}
+    for strategy, trial in sources(suite).items():
+        paths = sorted((results / suite.name / "traces" / trial.id).glob("rank-*.json.gz"))
+        topology, rate = trial.topology(), (trial.cluster.rate or 0.0) * BYTES_PER_MBIT
+        found[strategy] = joint.join(map(kineto.read, paths), topology.ranks_per_node, rate)
+    return found
+
+
+def predicted(suite: Suite, results: Path) -> pd.DataFrame:
+    """Predict all trials of the suite from the traces, and return a table with a row for each prediction."""
+    machine, rows = machine_file.read(MACHINE), []
+    traces = traced(suite, results)
+    for run in traces.values():
+        check_replay(run)
+    for question in questions(suite):
+        run, topology = traces[question.source], question.trial.topology()
+        before, after = (machine.stretch(one.nodes, one.ranks_per_node) for one in (run.topology, topology))
+        rate = (question.trial.cluster.rate or 0.0) * BYTES_PER_MBIT
+        target = Target(question.policy, rate, topology, machine, after / before)
+        prediction = predict(run, target)
+        rows.append(
+            question.row | {"predicted": prediction.seconds, "low": prediction.low, "high": prediction.high}
+        )
+    return pd.DataFrame(rows)
+
+
+def measured(table: pd.DataFrame, suite: Suite, results: Path, load_text: str) -> pd.DataFrame:
+    """Add the median measured step of each trial to the table of predictions; NaN for a trial that failed."""
+    medians = {}
+    for trial in suite.trials:
+        record = read(path_of(results / suite.name, trial.id))
+        seconds = slowest_seconds(record) if record.failure is None else []
+        medians[trial.id] = pd.Series(seconds, dtype=float).median()
+    return table.assign(measured=table["trial"].map(medians), load=load_text)
+
+
+def kind_of(row: Any) -> str:
+    """Return what changes from the trace to the prediction of a row, in words."""
+    if row["policy"] not in (SAME, "bf16"):
+        return "our engine, from a trace of another"
+    if row["policy"] == "bf16":
+        return "bf16 instead of fp32 messages"
+    if row["topology"] != "2x1":
+        return "another topology"
+    return "the traced setting itself" if row["rate_mbit"] == 50 else "another rate"
+
+
+def page(table: pd.DataFrame) -> str:
+    """Return the page as Markdown."""
+    table = table if "measured" in table else table.assign(measured=float("nan"), load="")
+    rows = table.assign(kind=table.apply(kind_of, axis=1), error=table["predicted"] / table["measured"] - 1)
+    done = rows[rows["measured"].notna()]
+    text = """# Errors of zeropp whatif
+
+`python -m docs.tables.whatif_errors` writes this page. The module's docstring lists the commands that repeat the
+measurement. FSDP2 and DDP are traced on 2x1 ranks at 50 Mbit/s between network namespaces, and every other setting is
+predicted from these two traces. The predictions were committed before the settings were measured.
+"""
+    if done.empty:
+        return text + "\nNo setting is measured yet.\n"
+    summary = [
+        [
+            kind,
+            str(len(part)),
+            f"{part['error'].abs().median():.1%}",
+            f"{part['error'].abs().quantile(0.9):.1%}",
+        ]
+        for kind, part in done.groupby("kind", sort=False)
+    ]
+    right, pairs = order(done)
+    text += f"\nWhile the settings were measured: {done['load'].iloc[0]}.\n\n"
+    text += markdown.table(["what changes", "predictions", "median error", "90th percentile"], summary)
+    text += (
+        f"\nOf {pairs} pairs of configurations of one setting whose measured steps differ by more than {APART:.0%}, "
+        f"{right} ({right / max(1, pairs):.0%}) are predicted in the right order.\n\n"
+    )
+    lines = [
+        [
+            row["strategy"] + (", bf16" if row["types"] == "bf16" else ""), row["source"], row["topology"],
+            f"{row['rate_mbit']:g}", f"{row['measured']:.3f}", f"{row['predicted']:.3f}",
+            f"{row['low']:.3f} to {row['high']:.3f}", f"{row['error']:+.1%}",
+        ]
+        for row in done.to_dict("records")
+    ]  # fmt: skip
+    head = [
+        "configuration",
+        "traced",
+        "ranks",
+        "Mbit/s",
+        "measured, s",
+        "predicted, s",
+        "interval, s",
+        "error",
+    ]
+    return text + markdown.table(head, lines)
+
+
+def order(rows: pd.DataFrame) -> tuple[int, int]:
+    """Return how many pairs of configurations of one setting are predicted in the right order, and of how many."""
+    right = pairs = 0
+    for _, setting in rows.groupby(["topology", "rate_mbit"]):
+        for first, second in combinations(setting.to_dict("records"), 2):
+            apart = abs(first["measured"] / second["measured"] - 1)
+            if first["trial"] == second["trial"] or apart <= APART:
+                continue
+            pairs += 1
+            right += (first["measured"] < second["measured"]) == (first["predicted"] < second["predicted"])
+    return right, pairs
+
+
+def main(arguments: list[str]) -> int:
+    """Run one of the commands in the module's docstring."""
+    suite = load(SUITE)
+    match arguments:
+        case ["trace", results]:
+            for trial in sources(suite).values():
+                if status := cli.main(["trace", str(SUITE), trial.id, "--results", results]):
+                    return status
+            return 0
+        case ["predict", results]:
+            predicted(suite, Path(results)).to_csv(TABLE, index=False, float_format="%.6g")
+            return 0
+        case ["measure", results, load_text]:
+            table = measured(pd.read_csv(TABLE), suite, Path(results), load_text)
+            table.to_csv(TABLE, index=False, float_format="%.6g")
+        case []:
+            table = pd.read_csv(TABLE)
+        case _:
+            sys.stderr.write(f"{__doc__}\n")
+            return 2
+    PAGE.write_text(page(table), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,143 @@
+"""``zeropp whatif``: parses options, predicts each policy at each rate, and prints the predictions."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from harness import plan_rows, terminal_table
+from harness.errors import Refusal
+from harness.measure import machine_file
+from harness.suites.parse_quantity import parse_rate
+from harness.terminal_table import Column
+from harness.whatif import joint, kineto
+from harness.whatif.policies import REWRITES, SAME, Target
+from harness.whatif.predict import about, check_replay, predict, row, target_topology
+from impl.plan.step_time import Machine
+from impl.plan.topology import Topology
+
+MOST_RANKS: Final = 1024  # traces that are read
+_COLUMNS: Final = (
+    Column("policy", always=True),
+    Column("rate_mbit", "rate", ",.4g", "Mbit/s", always=True),
+    Column("seconds", "step", ".4g", "s", always=True),
+    Column("low_seconds", "from", ".4g", "s"),
+    Column("high_seconds", "to", ".4g", "s"),
+    Column("speed_up", "speed-up", ".2f", always=True),
+    Column("exposed_seconds", "exposed", ".3g", "s", rank=1),
+    Column("link_seconds", "on the link", ".3g", "s", rank=2),
+    Column("bound", "bound by", rank=1),
+    Column("break_even_mbit", "break-even", ",.0f", "Mbit/s", rank=1),
+)
+
+
+def whatif(
+    traces: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Traces of torch.profiler, one of each rank, or one of a single rank; they may end in .gz.",
+            metavar="TRACE...",
+        ),
+    ],
+    *,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(REWRITES)}, or a preset such as zeropp. May be given several times."),
+    ] = None,
+    rate: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Rate of a node's link, as '100 Gbit/s'; the traced one by default. May be repeated."
+        ),
+    ] = None,
+    traced_rate: Annotated[
+        str | None,
+        typer.Option(
+            "--traced-rate",
+            help="Rate of a node's link in the traced run; found from its collectives by default.",
+        ),
+    ] = None,
+    traced_ranks_per_node: Annotated[
+        int, typer.Option("--traced-ranks-per-node", min=1, help="Ranks of a node in the traced run.")
+    ] = 1,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes; as traced by default.")] = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option("--ranks-per-node", min=1, help="Ranks of a node; as traced by default.")
+    ] = None,
+    machine: Annotated[
+        Path | None,
+        typer.Option(
+            help="Gives the codecs' seconds: a file written by zeropp calibrate, or one of suites/machines.",
+            metavar="MACHINE.toml",
+        ),
+    ] = None,
+    slower: Annotated[
+        float, typer.Option(min=0.001, help="Factor by which computation takes longer than traced.")
+    ] = 1.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything as JSON, for other programs.")
+    ] = False,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print everything as CSV, for other programs.")
+    ] = False,
+) -> None:
+    """Predict the step of a program that torch.profiler has traced, under another policy, link or topology.
+
+    The program is any training with FSDP2, DDP or DeepSpeed; it needs no change but the profiler.
+    """
+    if len(traces) > MOST_RANKS:
+        raise Refusal(f"{len(traces)} traces; at most {MOST_RANKS} are read")
+    rates = [_rate("--rate", text) for text in rate or []]
+    given = None if traced_rate is None else _rate("--traced-rate", traced_rate)
+    calibrated = None if machine is None else machine_file.read(machine)
+    traced = joint.join(map(kineto.read, traces), traced_ranks_per_node, given)
+    errors = check_replay(traced)
+    topology = target_topology(traced, nodes, ranks_per_node)
+    factor = slower * _shared(calibrated, traced.topology, topology)
+    predictions = [
+        predict(traced, Target(name, at, topology, calibrated, factor))
+        for name in policy or [SAME]
+        for at in rates or [traced.rate]
+    ]
+    rows, lines = [row(prediction) for prediction in predictions], about(traced, errors)
+    if as_json:
+        print(json.dumps({"about": lines, "predictions": rows}, indent=2))
+        return
+    if as_csv:
+        sys.stdout.write(plan_rows.as_csv(rows))
+        return
+    out = terminal_table.console()
+    for line in lines:
+        terminal_table.say(line, out)
+    terminal_table.show(rows, _COLUMNS, out, whole="--json and --csv print all of them")
+    terminal_table.say(
+        "from, to: if the seconds of a collective besides its bytes over the rate scale with these, or are constant. "
+        "Speed-up: over the program as traced, at the same rate and topology. Break-even: above this rate the policy "
+        "does not pay.",
+        out,
+    )
+    for note in dict.fromkeys(f"{one['policy']}: {one['notes']}." for one in rows if one["notes"]):
+        terminal_table.say(note, out)
+
+
+def _rate(option: str, text: str) -> float:
+    """Return a rate in bytes a second."""
+    try:
+        mbit = parse_rate(text)
+    except ValueError as error:
+        raise Refusal(f"{option} {text!r}: {error}") from None
+    if mbit is None:
+        raise Refusal(f"{option} {text!r}: expected a rate, such as '100 Gbit/s'")
+    return mbit * 1.25e5
+
+
+def _shared(machine: Machine | None, traced: Topology, target: Topology) -> float:
+    """Return how much longer computation takes because more ranks share the machine's processors than in the trace."""
+    if machine is None:
+        return 1.0
+    before, after = (machine.stretch(one.nodes, one.ranks_per_node) for one in (traced, target))
+    return after / before

@@ -1,0 +1,242 @@
+"""Turns one rank's step on a GPU into tasks: kernels by stream, launches of the host, and waits.
+
+torch makes a collective's stream wait for the current stream when it issues the collective.  Any other wait between
+streams is found from its effect: a stream was idle although its next kernel had been launched, until a kernel on
+another stream ended.  No torch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from harness.errors import Refusal
+from harness.whatif.collectives import Collective, Marks, copies_out
+from harness.whatif.kineto import DEVICE, Event, Step, Trace
+from harness.whatif.tasks import RankStep, Rule, Task, note_computing
+
+_SOON: Final = 20e-6  # most seconds from the end of what a stream waited for to its next kernel
+_CLOSE: Final = 1e-6  # seconds by which the times of two streams may be wrong
+_SYNCHRONISED: Final = 20e-6  # shortest synchronisation of the host with a device that counts as waiting
+_BEFORE: Final = 256  # kernels before a collective among which the one that it waits for is sought
+_UNEXPLAINED: Final = 0.1  # largest share of a step in which a stream may be idle for no known reason
+
+
+def has_device(step: Step) -> bool:
+    """Return whether a step ran kernels."""
+    return any(event.category in DEVICE for event in step.device)
+
+
+def on_device(
+    trace: Trace, step: Step, marks: Marks, collectives: Sequence[Collective], begin: float
+) -> RankStep:
+    """Return the tasks of a step that computes on a GPU.
+
+    Args:
+        trace: The rank's trace.
+        step: The step.
+        marks: Its marks.
+        collectives: Its collectives.
+        begin: When the GPU ended the step before; its own step ends with its last kernel.
+
+    Raises:
+        Refusal: if streams are idle for reasons that the trace does not show.
+    """
+    end = max(event.end for event in step.device)
+    result = RankStep(begin, end, marks, collectives=list(collectives))
+    streams = _Streams(step, collectives, result)
+    idle = streams.find_waits()
+    streams.attribute(marks)
+    streams.note_computing()
+    streams.cut(step.begin)
+    if idle > _UNEXPLAINED * (end - begin):
+        share = idle / (end - begin)
+        raise Refusal(
+            f"{trace.path}: step {step.number}: a stream is idle for {share:.0%} of the step, and the trace does not "
+            "show what it waits for, so its overlap cannot be attributed: trace the activities CPU and CUDA"
+        )
+    return result
+
+
+class _Streams:
+    """The kernels of one step, by place: their number in the order of their beginnings."""
+
+    def __init__(self, step: Step, collectives: Sequence[Collective], result: RankStep) -> None:
+        launch = {event.arguments.get("correlation"): event.begin for event in step.launches}
+        self._step, self._collectives, self._result = step, collectives, result
+        self._kernels: list[Event] = sorted(step.device, key=lambda event: event.begin)
+        self._launched = [launch[event.arguments.get("correlation")] for event in self._kernels]
+        self._stream = [event.arguments.get("stream") for event in self._kernels]
+        kernels = {id(collective.kernel): number for number, collective in enumerate(collectives)}
+        self._collective = [kernels.get(id(event)) for event in self._kernels]
+        self._waits: dict[
+            int, set[int]
+        ] = {}  # by place, the places of kernels on other streams that it waits for
+        self._by_end = sorted(range(len(self._kernels)), key=lambda place: self._kernels[place].end)
+        self._ends = [self._kernels[place].end for place in self._by_end]
+
+    def find_waits(self) -> float:
+        """Find what streams waited for, from their idle times; return the seconds that are not explained."""
+        before, unexplained = dict[object, float](), defaultdict[object, float](float)
+        for place, event in enumerate(self._kernels):
+            stream, begin = self._stream[place], self._result.begin
+            previous = before.get(stream, begin)
+            ready = max(previous, self._launched[place], begin)
+            if self._collective[place] is not None:
+                self._wait_as_issued(place)
+            elif event.begin - ready > _SOON:
+                other = self._ended_before(place, previous)
+                if other is not None:
+                    self._waits.setdefault(place, set()).add(other)
+                else:
+                    unexplained[stream] += event.begin - ready
+            before[stream] = max(previous, event.end)
+        return max(unexplained.values(), default=0.0)
+
+    def _wait_as_issued(self, place: int) -> None:
+        """Let a collective wait for the last kernel of other streams that was launched before it."""
+        earlier = [
+            other
+            for other in range(max(0, place - _BEFORE), place)
+            if self._stream[other] != self._stream[place]
+            and self._launched[other] <= self._launched[place]
+            and self._kernels[other].end <= self._kernels[place].begin + _CLOSE
+        ]
+        if earlier:
+            last = max(earlier, key=lambda other: self._kernels[other].end)
+            self._waits.setdefault(place, set()).add(last)
+
+    def _ended_before(self, place: int, after: float) -> int | None:
+        """Return the kernel of another stream that ended right before this one began, and after ``after``."""
+        begin = self._kernels[place].begin
+        for last in range(bisect.bisect_right(self._ends, begin + _CLOSE) - 1, -1, -1):
+            if self._ends[last] <= after or begin - self._ends[last] > _SOON:
+                return None
+            if self._stream[self._by_end[last]] != self._stream[place]:
+                return self._by_end[last]
+        return None
+
+    def attribute(self, marks: Marks) -> None:
+        """Find what waits for each collective, also for one that ended before its result was used."""
+        waited = {other for others in self._waits.values() for other in others}
+        by_launch = sorted(range(len(self._kernels)), key=lambda place: self._launched[place])
+        moments = [self._launched[place] for place in by_launch]
+        for place, number in enumerate(self._collective):
+            if number is None:
+                continue
+            seen, when = self._collectives[number], marks.optimizer
+            rule: Rule = "optimizer"
+            copied = copies_out(marks, seen.unit, seen.issued[0]) if seen.kind == "all_gather" else None
+            if copied is not None:
+                when, rule = copied, "copy-out"
+            elif place in waited:
+                self._result.rules["gap"] += 1
+                continue
+            users = by_launch[bisect.bisect_left(moments, when) :] if math.isfinite(when) else []
+            if (user := next((other for other in users if self._may_use(other, place)), None)) is not None:
+                self._waits.setdefault(user, set()).add(place)
+            self._result.rules[rule] += 1
+
+    def _may_use(self, other: int, place: int) -> bool:
+        begins_later = self._kernels[other].begin >= self._kernels[place].end - _CLOSE
+        return self._collective[other] is None and self._stream[other] != self._stream[place] and begins_later
+
+    def note_computing(self) -> None:
+        """Note the time until each kernel ended, at the moment of its launch, without waits for collectives.
+
+        Idle times in which kernels were still to be launched count as computation.
+        """
+        reached = self._result.begin
+        for place, event in enumerate(self._kernels):
+            if self._collective[place] is not None:
+                continue
+            waited = any(self._collective[other] is not None for other in self._waits.get(place, ()))
+            begin = max(reached, event.begin) if waited else reached
+            if event.end > begin:
+                note_computing(self._result, self._launched[place], event.end - begin)
+            reached = max(reached, event.end)
+
+    def _synchronisations(self) -> Iterator[tuple[float, float, int]]:
+        """Yield (begin, end, place of the kernel) of each time the host waited for a kernel."""
+        for event in self._step.launches:
+            if "Synchronize" not in event.name or event.end - event.begin < _SYNCHRONISED:
+                continue
+            for last in range(bisect.bisect_right(self._ends, event.end) - 1, -1, -1):
+                if self._ends[last] <= event.begin:
+                    break
+                if self._launched[self._by_end[last]] <= event.begin:
+                    yield event.begin, event.end, self._by_end[last]
+                    break
+
+    def _segments(self, ends: set[int]) -> list[list[int]]:
+        """Return the kernels of each task: those of one stream between two waits; a collective is a task of its own.
+
+        Args:
+            ends: Places of kernels that something else waits for, which end a task.
+        """
+        segments, under_way = list[list[int]](), dict[object, list[int]]()
+        for place, stream in enumerate(self._stream):
+            alone = self._collective[place] is not None
+            if alone or place in self._waits or stream not in under_way:
+                under_way[stream] = []
+                segments.append(under_way[stream])
+            under_way[stream].append(place)
+            if alone or place in ends:
+                del under_way[stream]
+        return segments
+
+    def cut(self, host_begin: float) -> None:
+        """Cut the streams and the host into tasks; gaps between the kernels of a task belong to it."""
+        result, syncs = self._result, list(self._synchronisations())
+        waited = {other for others in self._waits.values() for other in others}
+        segments = self._segments(waited | {place for *_, place in syncs})
+        launches, waiting = self._host(host_begin, segments, syncs)
+        of_place, last = dict[int, int](), dict[object, tuple[int, float]]()
+        for number, segment in enumerate(segments):
+            first, stream = self._kernels[segment[0]], self._stream[segment[0]]
+            others = [other for other in self._waits.get(segment[0], ()) if other in of_place]
+            after = [launches[number], *(of_place[other] for other in others)]
+            ready = [
+                self._launched[segment[0]],
+                result.begin,
+                *(self._kernels[other].end for other in others),
+            ]
+            if stream in last:
+                after.append(last[stream][0])
+                ready.append(last[stream][1])
+            delay, end = (
+                max(0.0, first.begin - max(ready)),
+                max(self._kernels[place].end for place in segment),
+            )
+            collective = self._collective[segment[0]]
+            seconds = delay if collective is not None else delay + end - first.begin
+            task = result.add(Task(seconds, after, collective, earliest=0.0))
+            of_place.update(dict.fromkeys(segment, task))
+            last[stream] = task, end
+        for task, place in waiting:
+            result.tasks[task].after.append(of_place[place])
+
+    def _host(
+        self, begin: float, segments: Sequence[Sequence[int]], syncs: Sequence[tuple[float, float, int]]
+    ) -> tuple[dict[int, int], list[tuple[int, int]]]:
+        """Add the host's tasks, which end where it launches a task's first kernel, and where it waits for a kernel.
+
+        Returns:
+            The host's task by the number of the segment that it launches, and (task, place of a kernel) of each wait.
+        """
+        points = [(self._launched[segment[0]], 0, number, 0.0) for number, segment in enumerate(segments)]
+        points += [(start, 1, place, end) for start, end, place in syncs]
+        launches, waiting, now, last = dict[int, int](), list[tuple[int, int]](), begin, -1
+        for when, what, number, until in sorted(points):
+            task = Task(max(0.0, when - now), [last] if last >= 0 else [])
+            task.earliest = begin - self._result.begin if last < 0 else -math.inf
+            last, now = self._result.add(task), max(now, when)
+            if what:
+                last, now = self._result.add(Task(0.0, [last])), max(now, until)
+                waiting.append((last, number))
+            else:
+                launches[number] = last
+        return launches, waiting

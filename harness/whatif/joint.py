@@ -1,0 +1,413 @@
+"""Joins the traces of all ranks, step by step, and replays a step: when each rank computes, sends and waits.
+
+The clocks of hosts are aligned by collectives, which end on all ranks at about the same time.  The pure time of a
+collective is from its last rank's beginning to its first rank's end.  Of this time, bytes over rate is the link's, and
+the rest is overhead.  In a replay, all nodes' adapters together are one server, and the links inside nodes are another;
+each serves one collective after the other, in the order in which the collectives become ready.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from harness.errors import Refusal
+from harness.whatif import collectives, device_tasks, tasks
+from harness.whatif.collectives import Collective, Marks
+from harness.whatif.kineto import Trace
+from harness.whatif.tasks import RankStep
+from impl.plan.topology import Topology
+
+_LARGE: Final = (
+    0.5  # share of the largest collective's bytes from which a collective is used to find the link's rate
+)
+_APART: Final = 5e-3  # seconds by which clocks of one host cannot differ
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """One collective of all its ranks; times are in seconds."""
+
+    seen: Collective  # as its first rank saw it
+    between: bool  # whether its group has ranks on several nodes
+    link: float  # seconds on the link at the traced rate
+    overhead: Mapping[
+        int, float
+    ]  # by rank, seconds from the end of the link's time to the end of the collective
+    shared: bool  # whether it ran while the next one did, so that its overhead is not known
+
+
+@dataclass(frozen=True, slots=True)
+class JointStep:
+    """One step of all ranks."""
+
+    ranks: Mapping[int, RankStep]
+    skew: Mapping[int, float]  # by rank, seconds from the first rank's beginning of the step to this rank's
+    collectives: Sequence[Joined]
+    seconds: float  # from the last rank's beginning to the last rank's end, as traced
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What the traces of all ranks show."""
+
+    topology: Topology  # of the traced run
+    rate: float  # bytes a second, of a node's link, that collectives achieved
+    rate_given: bool  # whether the user gave it
+    steps: Sequence[JointStep]
+    offsets: Mapping[int, float]  # by rank, seconds that were subtracted from its clock
+    rules: Counter[tasks.Rule]
+    alone: bool  # whether only one rank's trace was given, which stands for all
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A collective in a replay; seconds on its link and, by rank, until its end afterwards."""
+
+    link: float
+    overhead: Mapping[int, float]
+    between: bool
+    coding: tuple[float, float] = (0.0, 0.0)  # seconds of the processor before it and after it
+
+
+def join(read: Iterable[Trace], ranks_per_node: int, rate: float | None) -> Traced:
+    """Join the traces of one run.
+
+    Args:
+        read: One trace of each rank, or the trace of one rank, which then stands for all.  Each is reduced to its tasks
+            before the next one is read, so that the events of one trace are in memory at a time.
+        ranks_per_node: Ranks of a node of the traced run.
+        rate: Bytes a second of a node's link; None to find it from the largest collectives.
+
+    Raises:
+        Refusal: if the traces do not belong together, or lack what a prediction needs.
+    """
+    traces, by_rank = list[Trace](), dict[int, Sequence[RankStep]]()
+    for trace in read:
+        reduced = _rank_steps(trace)
+        by_rank.setdefault(trace.rank, reduced)
+        slim = [replace(step, host=[], launches=[], device=[]) for step in trace.steps[-len(reduced) :]]
+        traces.append(replace(trace, steps=slim))
+    traces.sort(key=lambda trace: trace.rank)
+    first, world, alone = traces[0], traces[0].world, len(traces) == 1
+    _check(traces, world, ranks_per_node)
+    topology = Topology(world // ranks_per_node, ranks_per_node)
+    steps = [
+        {rank: reduced[number] for rank, reduced in sorted(by_rank.items())}
+        for number in range(len(first.steps))
+    ]
+    rules = Counter[tasks.Rule]()
+    for step in itertools.chain(*by_rank.values()):
+        rules += step.rules
+    if not any(rank.collectives for ranks in steps for rank in ranks.values()):
+        raise Refusal(f"{first.path}: has no collectives: trace the training on two or more ranks")
+    for ranks in steps:
+        _check_alike(traces, ranks)
+    bases = {trace.rank: (trace.base - first.base) / 1e9 for trace in traces}
+    offsets = {} if alone else _offsets(traces, steps, bases)
+    ahead = {rank: offsets.get(rank, 0.0) - base for rank, base in bases.items()}
+    joined = [_joined(ranks, topology, ahead) for ranks in steps]
+    found_rate = rate or _rate(joined)
+    return Traced(
+        topology=topology,
+        rate=found_rate,
+        rate_given=rate is not None,
+        steps=[_timed(step, found_rate) for step in joined],
+        offsets=offsets,
+        rules=rules,
+        alone=alone,
+        backend=first.backend,
+    )
+
+
+def _rank_steps(trace: Trace) -> list[RankStep]:
+    """Return the steps of one rank; of a GPU's trace without the first, since its predecessor's kernels are unknown."""
+    reduced = []
+    for before, step in zip([None, *trace.steps], trace.steps, strict=False):
+        marks = Marks.of(step)
+        found = collectives.find(trace, step, marks)
+        if not device_tasks.has_device(step):
+            reduced.append(tasks.on_host(trace, step, marks, found))
+        elif before is not None:
+            begin = max(step.begin, *(event.end for event in before.device))
+            reduced.append(device_tasks.on_device(trace, step, marks, found, begin))
+    return reduced
+
+
+def _check(traces: Sequence[Trace], world: int, ranks_per_node: int) -> None:
+    first = traces[0]
+    ranks = [trace.rank for trace in traces]
+    for trace in traces[1:]:
+        if trace.world != world:
+            raise Refusal(
+                f"{trace.path}: of a run with {trace.world} ranks, and {first.path} of one with {world}"
+            )
+    if len(traces) > 1 and ranks != list(range(world)):
+        twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
+        missing = sorted({*range(world)} - {*ranks})
+        what = f"rank {twice[0]} twice" if twice else f"no trace of rank {missing[0]}"
+        raise Refusal(
+            f"{first.path}: {len(traces)} traces of a run with {world} ranks, and {what}: give one trace of each "
+            "rank, or one trace in all"
+        )
+    if world == 1:
+        raise Refusal(f"{first.path}: of a run with one rank, which sends nothing: trace two or more ranks")
+    if world % ranks_per_node:
+        raise Refusal(
+            f"--traced-ranks-per-node {ranks_per_node} does not divide the {world} ranks of {first.path}"
+        )
+    numbers = [step.number for step in first.steps]
+    for trace in traces[1:]:
+        if [step.number for step in trace.steps] != numbers:
+            others = [step.number for step in trace.steps]
+            raise Refusal(
+                f"{trace.path}: has steps {others[0]} to {others[-1]}, and {first.path} has steps {numbers[0]} to "
+                f"{numbers[-1]}: trace the same steps on all ranks"
+            )
+
+
+def _check_alike(traces: Sequence[Trace], ranks: Mapping[int, RankStep]) -> None:
+    """Raise a Refusal unless each process group issued the same collectives on all its ranks."""
+    seen: dict[tuple[int, ...], tuple[int, list[object]]] = {}
+    for rank, step in ranks.items():
+        by_group = dict[tuple[int, ...], list[object]]()
+        for collective in step.collectives:
+            by_group.setdefault(collective.group, []).append(collective.signature)
+        for group, signatures in by_group.items():
+            other, known = seen.setdefault(group, (rank, signatures))
+            if known != signatures:
+                raise Refusal(
+                    f"{traces[0].path}: ranks {other} and {rank} issued different collectives ({len(known)} and "
+                    f"{len(signatures)}): give traces of one run and of the same steps"
+                )
+
+
+def _matched(ranks: Mapping[int, RankStep]) -> list[dict[int, int]]:
+    """Return for each collective its number on each of its ranks, matched by group and by order in the group."""
+    matched, by_key = list[dict[int, int]](), dict[tuple[tuple[int, ...], int], dict[int, int]]()
+    for rank in sorted(ranks):
+        counts = Counter[tuple[int, ...]]()
+        for number, collective in enumerate(ranks[rank].collectives):
+            key = collective.group, counts[collective.group]
+            counts[collective.group] += 1
+            if key not in by_key:
+                by_key[key] = {}
+                matched.append(by_key[key])
+            by_key[key][rank] = number
+    return matched
+
+
+def _offsets(
+    traces: Sequence[Trace], steps: Sequence[Mapping[int, RankStep]], bases: Mapping[int, float]
+) -> dict[int, float]:
+    """Return by how many seconds each rank's clock is ahead of the first rank's.
+
+    Clocks of one host are equal.  Those of several hosts are aligned by the ends of collectives, whose differences have
+    the clocks' difference as their median.
+    """
+    hosts = {trace.rank: trace.host for trace in traces}
+    apart: dict[int, list[float]] = {trace.rank: [] for trace in traces}
+    for ranks in steps:
+        for places in _matched(ranks):
+            ends = {rank: ranks[rank].collectives[own].ran[1] + bases[rank] for rank, own in places.items()}
+            base = min(ends)
+            for rank, end in ends.items():
+                if base == traces[0].rank:
+                    apart[rank].append(end - ends[base])
+    offsets = {rank: statistics.median(values) if values else 0.0 for rank, values in apart.items()}
+    one_host = len(set(hosts.values())) == 1 and "" not in hosts.values()
+    return {rank: 0.0 if one_host and abs(value) < _APART else value for rank, value in offsets.items()}
+
+
+def _joined(ranks: Mapping[int, RankStep], topology: Topology, offsets: Mapping[int, float]) -> JointStep:
+    """Join one step, still without what depends on the link's rate."""
+    alone = len(ranks) == 1
+    begins = {rank: step.begin - offsets.get(rank, 0.0) for rank, step in ranks.items()}
+    ends = {rank: step.end - offsets.get(rank, 0.0) for rank, step in ranks.items()}
+    first, found = min(begins.values()), list[Joined]()
+    for places in _matched(ranks):
+        runs = {
+            rank: tuple(
+                moment - offsets.get(rank, 0.0) - first for moment in ranks[rank].collectives[number].ran
+            )
+            for rank, number in places.items()
+        }
+        rank, number = next(iter(places.items()))
+        seen = replace(
+            ranks[rank].collectives[number],
+            ran=(max(b for b, _ in runs.values()), min(e for _, e in runs.values())),
+        )
+        between = len({topology.node_of(rank) for rank in seen.group}) > 1
+        found.append(Joined(seen, between, 0.0, {rank: end for rank, (_, end) in runs.items()}, alone))
+    return JointStep(
+        ranks, {rank: begin - first for rank, begin in begins.items()}, found,
+        max(ends.values()) - max(begins.values()),
+    )  # fmt: skip
+
+
+def _rate(steps: Sequence[JointStep]) -> float:
+    """Return the bytes a second that the largest collectives between nodes achieved, as a median.
+
+    Collectives that run at the same time share the link, so their bytes are counted together.
+    """
+    achieved = list[tuple[float, float]]()  # (bytes, bytes a second)
+    for step in steps:
+        all_between = [joined.seen for joined in step.collectives if joined.between]
+        until, begun, nbytes = -math.inf, 0.0, 0.0
+        spans = [
+            (*seen.ran, seen.wire_bytes()) for seen in all_between or [one.seen for one in step.collectives]
+        ]
+        for begin, end, size in [*sorted(spans), (math.inf, math.inf, 0.0)]:
+            if begin >= until:
+                if until > begun:
+                    achieved.append((nbytes, nbytes / (until - begun)))
+                begun, nbytes, until = begin, 0.0, begin
+            nbytes, until = nbytes + size, max(until, end)
+    if not achieved:
+        raise Refusal(
+            "the traces' clocks cannot be aligned: no collective was in progress on all ranks at once"
+        )
+    largest = max(size for size, _ in achieved)
+    return statistics.median(rate for size, rate in achieved if size >= _LARGE * largest)
+
+
+def _timed(step: JointStep, rate: float) -> JointStep:
+    """Divide each collective's time into the link's and overhead."""
+    timed, free = list[Joined](), 0.0
+    order = sorted(range(len(step.collectives)), key=lambda number: step.collectives[number].seen.ran[0])
+    by_number: dict[int, Joined] = {}
+    for place, number in enumerate(order):
+        joined = step.collectives[number]
+        begin, end = joined.seen.ran
+        if (
+            not joined.between
+        ):  # the rate is that of the link between nodes: times inside a node stay as they are
+            by_number[number] = replace(
+                joined,
+                link=max(0.0, end - begin),
+                overhead={r: e - max(end, begin) for r, e in joined.overhead.items()},
+            )
+            continue
+        begun = max(begin, free)
+        link = joined.seen.wire_bytes() / rate
+        free = begun + link
+        following = step.collectives[order[place + 1]].seen.ran[0] if place + 1 < len(order) else math.inf
+        shared = following < end
+        overhead = {rank: 0.0 if shared else ended - free for rank, ended in joined.overhead.items()}
+        by_number[number] = replace(joined, link=link, overhead=overhead, shared=shared)
+    timed = [by_number[number] for number in range(len(step.collectives))]
+    return replace(step, collectives=timed)
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A replayed step, in seconds."""
+
+    seconds: float  # from the last rank's beginning to the last rank's end
+    exposed: float  # most that a rank's tasks waited for collectives
+    link: float  # how long the link between nodes was busy
+
+
+def replay(step: JointStep, runs: Sequence[Run], slower: float = 1.0) -> Replayed:
+    """Run all ranks' tasks, and return how long they take.
+
+    Args:
+        step: The traced step.
+        runs: The collectives, by number; with ``link`` and ``overhead`` of zero if they are left out.
+        slower: Factor by which computation takes longer.
+    """
+    return _Replay(step, runs, slower).run()
+
+
+class _Replay:
+    """One replay: finishes tasks as soon as those before them are done, and collectives in the order of readiness."""
+
+    def __init__(self, step: JointStep, runs: Sequence[Run], slower: float) -> None:
+        self._step, self._runs, self._slower = step, runs, slower
+        self._done: dict[tuple[int, int], float] = {}  # end of each finished task, by rank and number
+        self._left: dict[tuple[int, int], int] = {}  # tasks that must be done before this one
+        self._users: dict[tuple[int, int], list[int]] = {}
+        self._runnable: list[tuple[int, int]] = []
+        self._exposed = dict.fromkeys(step.ranks, 0.0)
+        matched = _matched(step.ranks)
+        self._joint = {
+            (rank, own): number for number, places in enumerate(matched) for rank, own in places.items()
+        }
+        self._members: list[list[tuple[int, int]]] = [[] for _ in matched]  # tasks that have arrived
+        self._sizes = [len(places) for places in matched]
+        self._ready = [-math.inf] * len(matched)
+        self._pending: list[
+            tuple[float, int]
+        ] = []  # heap of (moment, collective) for which all ranks have arrived
+        for rank, rank_step in step.ranks.items():
+            for place, task in enumerate(rank_step.tasks):
+                needed = {*task.after}
+                self._left[rank, place] = len(needed)
+                for other in needed:
+                    self._users.setdefault((rank, other), []).append(place)
+                if not needed:
+                    self._runnable.append((rank, place))
+
+    def run(self) -> Replayed:
+        """Run all tasks."""
+        free, busy = {True: 0.0, False: 0.0}, 0.0
+        while self._runnable or self._pending:
+            while self._runnable:
+                self._start(self._runnable.pop())
+            if not self._pending:
+                break
+            moment, number = heapq.heappop(self._pending)
+            run, end = self._runs[number], moment
+            if run.link:
+                end = free[run.between] = max(moment, free[run.between]) + run.link
+                busy += run.link if run.between else 0.0
+            for key in self._members[number]:
+                self._finish(key, max(moment, end + run.overhead.get(key[0], 0.0)))
+        skew = max(self._step.skew.values())
+        return Replayed(max(self._done.values()) - skew, max(self._exposed.values()), busy)
+
+    def _start(self, key: tuple[int, int]) -> None:
+        """Run a task; a collective begins once all its ranks have arrived."""
+        rank, place = key
+        tasks_of_rank, skew = self._step.ranks[rank].tasks, self._step.skew[rank]
+        task = tasks_of_rank[place]
+        own = arrival = max(skew + task.earliest, skew if not task.after else -math.inf)
+        coded = 0.0
+        for other in {*task.after}:
+            end, collective = self._done[rank, other], tasks_of_rank[other].collective
+            arrival = max(arrival, end)
+            if collective is None:
+                own = max(own, end)
+            else:
+                coded += self._runs[self._joint[rank, collective]].coding[1]
+        if task.collective is None:
+            if math.isfinite(own):
+                self._exposed[rank] += arrival - own
+            self._finish(key, arrival + coded + task.seconds * self._slower)
+            return
+        number = self._joint[rank, task.collective]
+        self._members[number].append(key)
+        self._ready[number] = max(self._ready[number], arrival + task.seconds + self._runs[number].coding[0])
+        if len(self._members[number]) == self._sizes[number]:
+            heapq.heappush(self._pending, (self._ready[number], number))
+
+    def _finish(self, key: tuple[int, int], end: float) -> None:
+        self._done[key] = end
+        for user in self._users.get(key, ()):
+            self._left[key[0], user] -= 1
+            if not self._left[key[0], user]:
+                self._runnable.append((key[0], user))
+
+
+def as_traced(step: JointStep) -> list[Run]:
+    """Return the collectives as they were traced."""
+    return [Run(joined.link, joined.overhead, joined.between) for joined in step.collectives]

@@ -1,0 +1,296 @@
+"""Rewrites the collectives of a traced step for other messages, or lays the traced model out for one of our policies.
+
+The program's own engine with other messages needs no new schedule: ``bf16`` and ``fp16`` change the type of messages,
+and ``kept`` leaves out the gathers of backward.  A preset of :mod:`impl.plan.policy` runs on another engine, so the
+step is simulated with that engine's schedule, hops and messages (:mod:`impl.plan.step_time`), and with each unit's
+traced computation.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from harness.errors import Refusal, suggestion
+from harness.whatif.joint import Joined, JointStep, Run, Traced
+from impl.codecs.codec import ITEM_BYTES, Raw
+from impl.plan.policy import PRESETS, Policy, PolicyError
+from impl.plan.shard_layout import ROOT, UnitGeometry
+from impl.plan.step_time import Machine, Step, passes_of
+from impl.plan.topology import Topology
+
+SAME: Final = "same"
+REWRITES: Final = {
+    SAME: "the program as it was traced",
+    "bf16": "all weights and gradients are sent in bf16",
+    "fp16": "all weights and gradients are sent in fp16",
+    "kept": "weights stay gathered from forward to backward",
+}
+Overheads = Literal["scale", "constant"]
+"""Two hypotheses on the seconds of a collective besides its bytes over the rate: that they scale with the bytes over
+the rate, or that they are constant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the step is predicted for."""
+
+    policy: str  # a key of :data:`REWRITES` or a preset
+    rate: float  # bytes a second of a node's link
+    topology: Topology
+    machine: Machine | None = None  # gives codec seconds, and how processors are shared; None if not known
+    slower: float = 1.0  # factor by which computation takes longer than traced
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A predicted step, in seconds."""
+
+    seconds: float
+    exposed: float  # how long the rank that waits most waits for messages
+    link: float  # how long the link between nodes is busy
+
+
+def check(policy: str, traced: Traced) -> None:
+    """Raise a Refusal if a policy is unknown, or if the traces do not show what it needs."""
+    if policy not in REWRITES and policy not in PRESETS:
+        known = [*REWRITES, *PRESETS]
+        raise Refusal(f"--policy {policy!r}: expected one of {', '.join(known)}{suggestion(policy, known)}")
+    if policy == SAME or policy in ITEM_BYTES:
+        return
+    for step in traced.steps:
+        for rank in step.ranks.values():
+            if rank.marks.passes > 1:
+                raise Refusal(
+                    f"--policy {policy}: a traced step has {rank.marks.passes} forward passes, and only one can be "
+                    "rewritten: trace the program without gradient accumulation, or choose same, bf16 or fp16"
+                )
+    if policy == "kept" and not any(_again(step.collectives) for step in traced.steps):
+        raise Refusal(
+            "--policy kept: the program gathers no weights again in backward, so nothing can be left out"
+        )
+
+
+def rewritten(step: JointStep, traced: Traced, target: Target, overheads: Overheads) -> list[Run]:
+    """Return the collectives of a step for :func:`harness.whatif.joint.replay`, for a policy of :data:`REWRITES`."""
+    left_out = _again(step.collectives) if target.policy == "kept" else set()
+    resized = target.topology != traced.topology
+    return [
+        Run(0.0, {}, joined.between)
+        if number in left_out
+        else _run(joined, traced, target, overheads, resized=resized)
+        for number, joined in enumerate(step.collectives)
+    ]
+
+
+def _run(joined: Joined, traced: Traced, target: Target, overheads: Overheads, *, resized: bool) -> Run:
+    seen, between = joined.seen, joined.between
+    if resized:
+        if len(seen.group) != traced.topology.world:
+            raise Refusal(
+                f"--nodes, --ranks-per-node: a traced collective has {len(seen.group)} of {traced.topology.world} "
+                "ranks, and only a program whose collectives have all ranks can be moved to another topology"
+            )
+        seen, between = replace(seen, group=tuple(range(target.topology.world))), True
+    item = seen.item
+    coding = (0.0, 0.0)
+    if target.policy in ITEM_BYTES and item > ITEM_BYTES[target.policy] and seen.elements > 1:
+        item = ITEM_BYTES[target.policy]
+        coding = _casting(target, seen.elements, len(seen.group), whole=seen.kind != "all_gather")
+    if not between:
+        share = item / seen.item
+        return Run(joined.link * share, joined.overhead, between=False, coding=coding)
+    link = seen.wire_bytes(item) / target.rate
+    stretch = link / joined.link if overheads == "scale" and joined.link else 1.0
+    return Run(
+        link,
+        {rank: seconds * stretch for rank, seconds in joined.overhead.items()},
+        between=True,
+        coding=coding,
+    )
+
+
+def _casting(target: Target, elements: int, ranks: int, *, whole: bool) -> tuple[float, float]:
+    """Return the seconds to cast before and after a collective; a gather casts this rank's part before it."""
+    if target.machine is None:
+        return 0.0, 0.0
+    cost, stretch = target.machine.cost(Raw("bf16" if target.policy == "bf16" else "fp16")), _stretch(target)
+    before = elements if whole else elements / ranks
+    return before * cost.encode * stretch, elements * cost.decode * stretch
+
+
+def _stretch(target: Target) -> float:
+    if target.machine is None:
+        return 1.0
+    return target.machine.stretch(target.topology.nodes, target.topology.ranks_per_node)
+
+
+def _again(collectives: Sequence[Joined]) -> set[int]:
+    """Return the numbers of the gathers that gather weights which the step has gathered before."""
+    seen, again = set[tuple[str, int]](), set[int]()
+    for number, joined in enumerate(collectives):
+        key = joined.seen.unit, joined.seen.elements
+        if joined.seen.kind == "all_gather":
+            if joined.seen.phase == "backward" and key in seen:
+                again.add(number)
+            seen.add(key)
+    return again
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What a traced step computes and holds in one unit; seconds are the slowest rank's."""
+
+    name: str
+    elements: int
+    forward: float
+    backward: float
+
+
+def units_of(step: JointStep) -> list[Unit]:
+    """Return the units of the traced model in forward order: FSDP's modules, or DDP's buckets.
+
+    Raises:
+        Refusal: if the step has neither.
+    """
+    collectives = [joined.seen for joined in step.collectives]
+    gathers = dict[str, int]()
+    for seen in collectives:
+        if seen.kind == "all_gather" and seen.phase == "forward":
+            gathers[seen.unit] = gathers.get(seen.unit, 0) + seen.elements
+    if gathers:
+        # The root's parameters are gathered once, first, and are in use until the end of backward.
+        again = {collectives[number].unit for number in _again(step.collectives)}
+        root = (
+            next((name for name in gathers if name not in again), None) if len(again) < len(gathers) else None
+        )
+        return [
+            Unit(
+                ROOT if name == root else name,
+                elements,
+                *_seconds(step, {name, ""} if name == root else {name}),
+            )
+            for name, elements in gathers.items()
+        ]
+    buckets = [seen for seen in collectives if seen.kind == "all_reduce" and seen.phase == "backward"]
+    largest = max((seen.elements for seen in buckets), default=0)
+    buckets = [seen for seen in buckets if seen.elements > max(1, largest // 10_000)]  # not norms and flags
+    if not buckets or not any(rank.marks.in_ddp for rank in step.ranks.values()):
+        raise Refusal(
+            "a policy of our engine needs the traced model's units, and the traces show neither FSDP2's modules nor "
+            "DDP's buckets: choose same, bf16 or fp16"
+        )
+    return _buckets(step, [seen.elements for seen in buckets], [seen.issued[0] for seen in buckets])
+
+
+def _seconds(step: JointStep, names: set[str]) -> tuple[float, float]:
+    """Return the seconds of forward and of backward that the slowest rank computes in FSDP's modules ``names``."""
+    forward, backward = dict[int, float](), dict[int, float]()
+    for number, rank in step.ranks.items():
+        for moment, seconds in rank.computed:
+            if rank.marks.computing(moment) in names:
+                part = forward if moment < rank.marks.backward else backward
+                part[number] = part.get(number, 0.0) + seconds
+    return max(forward.values(), default=0.0), max(backward.values(), default=0.0)
+
+
+def _buckets(step: JointStep, elements: Sequence[int], issued: Sequence[float]) -> list[Unit]:
+    """Return DDP's buckets as units; forward seconds are divided in proportion to elements."""
+    number, rank = max(step.ranks.items(), key=lambda item: sum(seconds for _, seconds in item[1].computed))
+    marks, whole = rank.marks, sum(elements)
+    forward = sum(seconds for moment, seconds in rank.computed if moment < marks.backward)
+    backward, own = [0.0] * len(elements), _issued(step, number, issued)
+    for moment, seconds in rank.computed:
+        if moment >= marks.backward:
+            place = next((place for place, end in enumerate(own) if moment < end), len(own) - 1)
+            backward[place] += seconds
+    units = [
+        Unit(f"bucket {place}", size, forward * size / whole, seconds)
+        for place, (size, seconds) in enumerate(zip(elements, backward, strict=True))
+    ]
+    return units[::-1]  # the last bucket holds the parameters that run first
+
+
+def _issued(step: JointStep, rank: int, issued: Sequence[float]) -> list[float]:
+    """Return when a rank issued its buckets; ``issued`` are the first rank's moments, which tell which those are."""
+    first = step.ranks[min(step.ranks)].collectives
+    places = [place for place, seen in enumerate(first) if seen.issued[0] in set(issued)]
+    return [step.ranks[rank].collectives[place].issued[0] for place in places]
+
+
+def of_our_engine(step: JointStep, traced: Traced, target: Target, overheads: Overheads) -> Predicted:
+    """Predict a step of a preset of our engine over the traced model.
+
+    Raises:
+        Refusal: if the traces do not show the model's units, or the policy does not fit the topology.
+    """
+    policy, topology, stretch = PRESETS[target.policy], target.topology, target.slower
+    try:
+        policy.check(topology)
+    except PolicyError as error:
+        raise Refusal(f"--policy {target.policy}: {error}") from None
+    units = units_of(step)
+    overhead = 0.0
+    if overheads == "constant":
+        known = [
+            max(0.0, *joined.overhead.values())
+            for joined in step.collectives
+            if joined.between and not joined.shared
+        ]
+        overhead = statistics.median(known) if known else 0.0
+    machine = target.machine or Machine(
+        name="traced", source="traces", fixed=1.0, per_token=0.0, efficiency=1.0, fewest=0.0, most=1.0,
+        overlap="schedule",
+    )  # fmt: skip
+    # A rate that the traced collectives achieved has their efficiency in it already.
+    efficiency = machine.efficiency if traced.rate_given else 1.0
+    machine = replace(machine, efficiency=efficiency, latency=machine.latency + overhead)
+    optimizer = max(rank.optimizer for rank in step.ranks.values()) * _optimizer_share(
+        step, policy, traced, topology
+    )
+    passes = passes_of(
+        machine,
+        Step(
+            policy=policy,
+            topology=topology,
+            units=[_geometry(unit, policy, topology) for unit in units],
+            parameters=sum(unit.elements for unit in units),
+            tokens=1,
+            rate=target.rate,
+            computing=[(unit.forward * stretch, unit.backward * stretch) for unit in units],
+        ),
+    )
+    return Predicted(
+        seconds=sum(float(run.seconds) for run in passes) + optimizer * stretch,
+        exposed=sum(float(run.exposed) for run in passes),
+        link=sum(run.adapter for run in passes),
+    )
+
+
+def _geometry(unit: Unit, policy: Policy, topology: Topology) -> UnitGeometry:
+    grain = policy.grain * topology.world
+    padded = -(-unit.elements // grain) * grain
+    group = policy.group_ranks(topology)
+    return UnitGeometry(unit.name, (), padded, topology.world, group=0 if group == topology.world else group)
+
+
+def _optimizer_share(step: JointStep, policy: Policy, traced: Traced, topology: Topology) -> float:
+    """Return the ratio of the elements that a rank's optimizer steps under the policy to those of the traced run."""
+    sharded = any(joined.seen.kind == "reduce_scatter" for joined in step.collectives)
+    ours = policy.group_ranks(topology) if policy.stage else 1
+    return (traced.topology.world if sharded else 1) / ours
+
+
+def codec_note(target: Target, policy: Mapping[str, Policy] = PRESETS) -> str:
+    """Return where a target's codec seconds come from; empty if it encodes nothing."""
+    if target.policy in (SAME, "kept"):
+        return ""
+    machine = target.machine
+    if machine is None or not machine.codecs:
+        return "codecs are counted as taking no time: give --machine, which zeropp calibrate writes"
+    if machine.nature == "data sheet":
+        return f"codec seconds are predicted for {machine.name}, and were not measured"
+    known = target.policy not in policy or all(map(machine.times, policy[target.policy].codecs))
+    return f"codec seconds of {machine.name}" + ("" if known else ", in part of similar codecs")

@@ -1,0 +1,219 @@
+"""Predicts the step of a traced program under policies and rates, with an interval, and the rate of break-even."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, get_args
+
+from harness.errors import Refusal
+from harness.whatif import joint, policies
+from harness.whatif.joint import JointStep, Traced
+from harness.whatif.policies import REWRITES, SAME, Overheads, Predicted, Target
+from impl.plan.topology import Topology
+
+# How far a rate may be from the traced one, as a factor, without a mark: what docs/whatif_errors.md measured.
+VALIDATED: Final = 4.0
+CLOSE: Final = 0.02  # largest relative error with which the replay of a trace may miss the traced step
+_FEW: Final = 5  # traced steps of which the median is predicted, at least, without a note
+_SEARCHED: Final = 1e3  # factor around the traced rate in which the rate of break-even is sought
+_GRID: Final = 13  # rates at which the sign of the difference is looked at
+_HALVINGS: Final = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A predicted step; seconds are medians over the traced steps."""
+
+    target: Target
+    seconds: float  # if overheads scale with bytes over the rate
+    low: float
+    high: float  # ``low`` and ``high`` are the hypotheses' predictions
+    exposed: float
+    link: float
+    speed_up: float  # over the program as it was traced, at the same rate and topology
+    break_even: float | None  # bytes a second at which both take equally long; None if there is no such rate
+    notes: Sequence[str]
+
+    @property
+    def bound(self) -> str:
+        """What the step would take as long as, if the rest took no time: ``link`` or ``processor``."""
+        return "link" if self.link > self.seconds - self.exposed else "processor"
+
+
+def check_replay(traced: Traced) -> list[float]:
+    """Return the relative error of each traced step's replay.
+
+    Raises:
+        Refusal: if the median of their sizes is above :data:`CLOSE`.
+    """
+    errors = [joint.replay(step, joint.as_traced(step)).seconds / step.seconds - 1 for step in traced.steps]
+    if (median := statistics.median(map(abs, errors))) > CLOSE:
+        raise Refusal(
+            f"the traces' own step is replayed with an error of {median:.1%}, and at most {CLOSE:.0%} are allowed: "
+            "what waits for what cannot be told from these traces; trace steps that wait for their own collectives, "
+            "on a machine that runs nothing else"
+        )
+    return errors
+
+
+def step_seconds(step: JointStep, traced: Traced, target: Target, overheads: Overheads) -> Predicted:
+    """Predict one traced step under one hypothesis on overheads."""
+    if target.policy not in REWRITES:
+        return policies.of_our_engine(step, traced, target, overheads)
+    runs = policies.rewritten(step, traced, target, overheads)
+    run = joint.replay(step, runs, target.slower)
+    return Predicted(run.seconds, run.exposed, run.link)
+
+
+def _median(steps: Sequence[JointStep], traced: Traced, target: Target, overheads: Overheads) -> Predicted:
+    found = [step_seconds(step, traced, target, overheads) for step in steps]
+    return Predicted(
+        statistics.median(one.seconds for one in found),
+        statistics.median(one.exposed for one in found),
+        statistics.median(one.link for one in found),
+    )
+
+
+def predict(traced: Traced, target: Target) -> Prediction:
+    """Predict the median step of a target.
+
+    Raises:
+        Refusal: if the target does not fit the traces.
+    """
+    if target.topology.nodes == 1:
+        raise Refusal(
+            "--nodes 1: one node has no link between nodes, whose rate could matter: choose two or more"
+        )
+    policies.check(target.policy, traced)
+    by_hypothesis = {
+        overheads: _median(traced.steps, traced, target, overheads) for overheads in get_args(Overheads)
+    }
+    scaled, seconds = by_hypothesis["scale"], [one.seconds for one in by_hypothesis.values()]
+    same = replace(target, policy=SAME)
+    base = scaled if target.policy == SAME else _median(traced.steps, traced, same, "scale")
+    return Prediction(
+        target=target,
+        seconds=scaled.seconds,
+        low=min(seconds),
+        high=max(seconds),
+        exposed=scaled.exposed,
+        link=scaled.link,
+        speed_up=base.seconds / scaled.seconds,
+        break_even=None if target.policy == SAME else break_even(traced, target),
+        notes=_notes(traced, target),
+    )
+
+
+def break_even(traced: Traced, target: Target) -> float | None:
+    """Return the rate, in bytes a second, above which the policy does not pay; None if it pays at all rates or at none.
+
+    One traced step, that of median duration, is predicted at each rate.
+    """
+    step = sorted(traced.steps, key=lambda step: step.seconds)[len(traced.steps) // 2]
+
+    def gain(rate: float) -> float:
+        at = replace(target, rate=rate)
+        same = replace(at, policy=SAME)
+        ours = step_seconds(step, traced, at, "scale").seconds
+        return step_seconds(step, traced, same, "scale").seconds - ours
+
+    low, high = traced.rate / _SEARCHED, traced.rate * _SEARCHED
+    return _crossing(gain, [low * (high / low) ** (i / (_GRID - 1)) for i in range(_GRID)])
+
+
+def _crossing(gain: Callable[[float], float], rates: Sequence[float]) -> float | None:
+    """Return the largest rate at which ``gain`` changes from positive to not positive, found between ``rates``."""
+    gains = [gain(rate) for rate in rates]
+    place = next((i for i in reversed(range(len(rates) - 1)) if gains[i] > 0 >= gains[i + 1]), None)
+    if place is None:
+        return None
+    low, high = rates[place], rates[place + 1]
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if gain(middle) > 0 else (low, middle)
+    return math.sqrt(low * high)
+
+
+def _notes(traced: Traced, target: Target) -> list[str]:
+    notes = [policies.codec_note(target)]
+    apart = max(target.rate / traced.rate, traced.rate / target.rate)
+    if apart > VALIDATED * (1 + 1e-9):
+        notes.append(
+            f"extrapolated: {apart:.3g} times from the traced rate, and {VALIDATED:g} were validated"
+        )
+    if target.policy not in REWRITES:
+        notes.append("on our engine's schedule, not on the traced program's")
+    if target.topology != traced.topology and target.machine is None and target.slower == 1:
+        notes.append(
+            "computation as traced: ranks that share processors would take longer (--slower, --machine)"
+        )
+    return [note for note in notes if note]
+
+
+def about(traced: Traced, errors: Sequence[float]) -> list[str]:
+    """Return lines on the traces: topology, rate, step, replay and how waits were found."""
+    seconds = [step.seconds for step in traced.steps]
+    origin = "given" if traced.rate_given else "found from the largest collectives"
+    median = statistics.median(seconds)
+    lines = [
+        (
+            f"Traced: {len(seconds)} steps of {traced.topology} ranks, {median:.4g} s a step "
+            f"({min(seconds):.4g} to {max(seconds):.4g}), at {in_words(traced.rate)} ({origin}). "
+            f"Replayed with an error of {statistics.median(map(abs, errors)):.1%}."
+        )
+    ]
+    rules = ", ".join(f"{rule} {count}" for rule, count in sorted(traced.rules.items()))
+    lines.append(f"What waits for collectives was found by: {rules}.")
+    moved = {rank: offset for rank, offset in traced.offsets.items() if offset}
+    if moved:
+        rank, offset = max(moved.items(), key=lambda item: abs(item[1]))
+        lines.append(
+            f"Clocks of hosts were aligned by collectives, by up to {offset * 1e3:+.3g} ms (rank {rank})."
+        )
+    if traced.alone:
+        lines.append(
+            "One rank's trace stands for all: the time in which it waits for others counts as the link's."
+        )
+    if len(seconds) < _FEW:
+        lines.append(
+            f"{len(seconds)} steps are few: trace {_FEW} or more, so that one disturbed step changes little."
+        )
+    if traced.rate_given is False and not traced.steps[0].collectives[0].between:
+        lines.append(
+            "All ranks are on one node; --traced-ranks-per-node says how many ranks a node of the run had."
+        )
+    return lines
+
+
+def in_words(rate: float) -> str:
+    """Return a rate in bytes a second as text, such as ``100 Gbit/s``."""
+    mbit = rate * 8e-6
+    return f"{mbit / 1e3:.4g} Gbit/s" if mbit >= 1e3 else f"{mbit:.4g} Mbit/s"
+
+
+def row(prediction: Prediction) -> dict[str, Any]:
+    """Return a prediction as a row of plain values, which tables, JSON and CSV are made from."""
+    target = prediction.target
+    return {
+        "policy": target.policy,
+        "rate_mbit": target.rate * 8e-6,
+        "nodes": target.topology.nodes,
+        "ranks_per_node": target.topology.ranks_per_node,
+        "seconds": prediction.seconds,
+        "low_seconds": prediction.low,
+        "high_seconds": prediction.high,
+        "speed_up": prediction.speed_up,
+        "exposed_seconds": prediction.exposed,
+        "link_seconds": prediction.link,
+        "bound": prediction.bound,
+        "break_even_mbit": None if prediction.break_even is None else prediction.break_even * 8e-6,
+        "notes": "; ".join(prediction.notes),
+    }
+
+
+def target_topology(traced: Traced, nodes: int | None, ranks_per_node: int | None) -> Topology:
+    """Return the topology of a prediction; what is not given is as in the traced run."""
+    return Topology(nodes or traced.topology.nodes, ranks_per_node or traced.topology.ranks_per_node)

@@ -1,0 +1,171 @@
+"""Turns one rank's step on a processor into tasks: what is computed, and which task waits for which.
+
+A task runs when all the tasks it names are done.  The host's main thread, or each stream of a GPU, is a chain of tasks.
+A trace shows no dependency between a collective and what uses its result, so it is found by rules, the first that
+applies:
+
+1. ``blocking``: the operation itself waits (``asyncOp`` is false);
+2. ``copy-out``: FSDP copies the gathered weights out;
+3. ``backward``: a DistributedDataParallel waits for all its buckets after the backward pass;
+4. ``gap``: the main thread, or the stream, was idle until the collective ended;
+5. ``optimizer``: the optimizer needs every gradient.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple
+
+from harness.errors import Refusal
+from harness.whatif.collectives import Collective, Marks, copies_out
+from harness.whatif.kineto import Step, Trace
+
+Rule = Literal["blocking", "copy-out", "backward", "gap", "optimizer"]
+_GAP: Final = 150e-6  # seconds in which a thread does nothing that is recorded, at least, to be waiting
+_EARLY: Final = 5e-3  # most seconds before a collective's recorded end at which a waiting thread goes on
+
+
+@dataclass(slots=True)
+class Task:
+    """One piece of a rank's step."""
+
+    seconds: float  # on its thread or stream; for a collective, from its issue to its beginning
+    after: list[int]  # the rank's tasks that must be done
+    collective: int | None = None  # the collective that it runs, by its number in the step
+    earliest: float = -math.inf  # seconds since the step began, before which it does not start
+
+
+@dataclass(slots=True)
+class RankStep:
+    """One step of one rank."""
+
+    begin: float  # in seconds of the rank's clock
+    end: float
+    marks: Marks
+    tasks: list[Task] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    rules: Counter[Rule] = field(default_factory=Counter)  # how many collectives' waits each rule has found
+    # (moment of the host, seconds) of all computation before the optimizer; a moment tells whose computation it is
+    computed: list[tuple[float, float]] = field(default_factory=list)
+    optimizer: float = 0.0  # seconds of the optimizer's step
+
+    def add(self, task: Task) -> int:
+        """Append a task and return its number."""
+        self.tasks.append(task)
+        return len(self.tasks) - 1
+
+
+def on_host(trace: Trace, step: Step, marks: Marks, collectives: Sequence[Collective]) -> RankStep:
+    """Return the tasks of a step that computes on the processor.
+
+    Raises:
+        Refusal: if a collective's wait cannot be attributed.
+    """
+    result = RankStep(step.begin, step.end, marks, collectives=list(collectives))
+    gaps = _gaps(step)
+    # (when the thread gets there, 0 for an issue and 1 for a wait, collective, until when it waits)
+    points = [(collective.issued[0], 0, index, 0.0) for index, collective in enumerate(collectives)]
+    last_issue = max((one.issued[0] for one in collectives if one.phase == "backward"), default=-math.inf)
+    for index, collective in enumerate(collectives):
+        when, until, rule = _wait(trace, step, marks, collective, gaps)
+        if rule == "backward":  # DDP waits once all its buckets are issued
+            when, until = max(when, last_issue), max(until, last_issue)
+        points.append((when, 1, index, until))
+        result.rules[rule] += 1
+    now, last, runs = step.begin, -1, dict[int, int]()
+    waiting: list[int] = []
+    for when, what, index, until in sorted(points):
+        task = Task(max(0.0, when - now), [*([last] if last >= 0 else []), *waiting])
+        _note_host(result, now, when)
+        last, waiting, now = result.add(task), [], max(now, when)
+        if what:
+            waiting, now = [runs[index]], max(now, until)
+        else:
+            runs[index] = result.add(Task(collectives[index].lag, [last], index))
+    result.add(Task(max(0.0, step.end - now), [*([last] if last >= 0 else []), *waiting]))
+    _note_host(result, now, step.end)
+    return result
+
+
+def _note_host(result: RankStep, begin: float, end: float) -> None:
+    """Note that the host computed from ``begin`` to ``end``, divided where another unit's computation begins."""
+    if end <= begin:  # a wait that began during the wait before it
+        return
+    marks = result.marks
+    changes = [moment for moment, _ in marks.windows if begin < moment < end]
+    changes += [moment for moment in (marks.backward, marks.optimizer) if begin < moment < end]
+    for start, stop in itertools.pairwise(sorted([begin, *changes, end])):
+        if start < stop:
+            note_computing(result, start, stop - start)
+
+
+def note_computing(result: RankStep, moment: float, seconds: float) -> None:
+    """Note seconds of computation; from the beginning of the optimizer's step on they are the optimizer's."""
+    if moment < result.marks.optimizer:
+        result.computed.append((moment, seconds))
+    else:
+        result.optimizer += seconds
+
+
+def _wait(
+    trace: Trace, step: Step, marks: Marks, collective: Collective, gaps: _Gaps
+) -> tuple[float, float, Rule]:
+    """Return when the main thread begins to wait for a collective, until when, and the rule that says so."""
+    issue, done = collective.issued[0], collective.ran[1]
+    if collective.blocking:
+        return issue, max(issue, done), "blocking"
+    if collective.kind == "all_gather" and (copied := copies_out(marks, collective.unit, issue)) is not None:
+        # The thread may have slept before it copies: then the wait began where the sleep began.
+        place = bisect.bisect_left(gaps.ends, copied) - 1
+        slept = gaps.begins[place] if place >= 0 and copied - gaps.ends[place] < _GAP else copied
+        begin = max(issue, slept)
+        return begin, max(begin, min(done, copied)), "copy-out"
+    if marks.in_ddp and collective.phase == "backward" and math.isfinite(marks.backward_end):
+        when = max(issue, marks.backward_end)
+        return when, max(when, done), "backward"
+    place = bisect.bisect_right(gaps.ends, done - _EARLY)
+    if place < len(gaps.ends) and gaps.begins[place] < done:
+        begin = max(gaps.begins[place], issue)
+        return begin, max(begin, done), "gap"
+    if math.isfinite(marks.optimizer) and marks.optimizer > issue:
+        return marks.optimizer, max(marks.optimizer, min(done, marks.optimizer)), "optimizer"
+    raise Refusal(
+        f"{trace.path}: step {step.number}: nothing shows what waits for {collective.kind} of {collective.elements} "
+        "elements: trace a program with FSDP2, DDP, or a torch.optim optimizer"
+    )
+
+
+class _Gaps(NamedTuple):
+    """Stretches in which a thread ran no operation, in order."""
+
+    begins: list[float]
+    ends: list[float]
+
+
+def _gaps(step: Step) -> _Gaps:
+    """Return the stretches in which the step's own thread ran no operation."""
+    events = sorted(
+        (
+            (event.begin, event.end)
+            for event in step.host
+            if event.thread == step.thread and event.category == "cpu_op"
+        ),
+        key=lambda span: (span[0], -span[1]),
+    )
+    leaves = [
+        event for event, after in itertools.pairwise([*events, (step.end, step.end)]) if after[0] >= event[1]
+    ]
+    gaps, last = list[tuple[float, float]](), step.begin
+    for begin, end in leaves:
+        if begin - last > _GAP:
+            gaps.append((last, begin))
+        last = max(last, end)
+    gaps.append((last, step.end))
+    return _Gaps([begin for begin, _ in gaps], [end for _, end in gaps])
