@@ -194,6 +194,8 @@ def sentences(report: Report) -> list[str]:
     nodes = calls.topology.count
     where = f"{len(calls.ranks)} of {calls.world} ranks on {nodes} node{'s' * (nodes != 1)}"
     made = [f"{where}; steps {spans(report.steps)} (by {report.by}); numbers are of one step"]
+    if reading := max(rank.reading for rank in calls.ranks):
+        made.append(f"Reading the recorder took {reading:.1%} of the program's time from its first step on.")
     if report.steps[0] == 1:
         made.append("Step 1 also holds what the program sends to set itself up.")
     others = report.classes[1:]
