@@ -195,6 +195,7 @@ class Witness:
         self.spent, self.cost, self.first_step = 0.0, 0.0, 0.0
         self.groups: dict[str, str] = {}  # backend by name
         self.ranks: dict[str, list[int]] = {}
+        self.unseen: set[str] = set()  # names of groups whose backend has no recorder
         self.inherited: Any = None  # the default group of the process that forked this one
         self.stepper: Any = None
         self.optimizers: dict[int, str] = {}
@@ -330,7 +331,7 @@ class Witness:
         if name not in self.groups:
             self.find_groups()
         backend = self.groups.get(name, "")
-        if self.sees(backend) and not (operation in _POINT_TO_POINT and "nccl" not in backend):
+        if name not in self.unseen and not (operation in _POINT_TO_POINT and "nccl" not in backend):
             return
         sizes, types = [0], []
         for argument in (*arguments, *options.values()):
@@ -441,7 +442,10 @@ class Witness:
                 ranks = sorted(members, key=members.__getitem__)
                 backend = str(self.torch.distributed.get_backend_config(group))
                 self.groups[name], self.ranks[name] = backend, ranks
-                self.write(event="group", name=name, ranks=ranks, backend=backend, seen=self.sees(backend))
+                seen = self.sees(backend)
+                if not seen:
+                    self.unseen.add(name)
+                self.write(event="group", name=name, ranks=ranks, backend=backend, seen=seen)
         default = world.default_pg
         if default is not None and default is not self.inherited:
             self.used = True
@@ -542,6 +546,8 @@ class Witness:
                 )
             self.seen[name] = int(entries[-1]["record_id"])
             for entry in entries[max(0, last + 1 - first) :]:
+                if str(entry["process_group"][0]) in self.unseen:  # the wrapper has noted it
+                    continue
                 if int(entry["time_created_ns"]) >= self.began and (row := self.row_of(entry)) is not None:
                     yield int(entry["time_created_ns"]), row
 
