@@ -8,6 +8,7 @@ Each function below trains for some steps in an initialised process group over g
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import warnings
@@ -38,10 +39,11 @@ class Net(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return outputs of shape (batch, WIDTH)."""
-        hidden = self.embedding(inputs)
+        hidden: torch.Tensor = self.embedding(inputs)
         for block in self.blocks:
             hidden = hidden + block(hidden)
-        return self.head(hidden)
+        outputs: torch.Tensor = self.head(hidden)
+        return outputs
 
 
 def build() -> Net:
@@ -128,14 +130,15 @@ def fsdp2_two_groups(steps: int) -> None:
     loop(_sharded(model, mesh=init_device_mesh("cpu", (world,)), blocks=model.blocks[:2]), steps)
 
 
-def _sharded(model: Net, blocks: Any = None, **options: Any) -> Net:
+def _sharded(model: Net, blocks: Any = None, **options: Any) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     options.setdefault("mesh", init_device_mesh("cpu", (dist.get_world_size(),)))
     for block in model.blocks if blocks is None else blocks:
         fully_shard(block, **options)
-    return fully_shard(model, **options)
+    fully_shard(model, **options)
+    return model
 
 
 def deepspeed_1(steps: int) -> None:
@@ -154,8 +157,7 @@ def deepspeed_3(steps: int) -> None:
 
 
 def _deepspeed(stage: int, steps: int) -> None:
-    import deepspeed
-
+    deepspeed: Any = importlib.import_module("deepspeed")
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     model, released = build(), {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}

@@ -77,6 +77,7 @@ class Rank:
     model: dict[str, Any] | None = None
     counters: dict[int, dict[str, int]] = field(default_factory=dict)  # at the end of a step
     ended: str = ""  # how; empty if the process was killed
+    reading: float = 0.0  # share of the time that reading the recorder took
     notes: list[str] = field(default_factory=list)
 
     def take(self, event: Mapping[str, Any]) -> None:
@@ -113,6 +114,7 @@ class Rank:
                 self.notes.append(f"the audit failed inside the program: {' | '.join(event['text'])}")
             case "end":
                 self.ended, self.steps = event["how"], event["steps"]
+                self.reading = event["reading"] / event["lasted"] if event.get("lasted") else 0.0
 
 
 @dataclass(frozen=True)

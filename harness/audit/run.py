@@ -57,16 +57,17 @@ def environment(folder: Path) -> dict[str, str]:
 def run(command: Sequence[str], folder: Path) -> int:
     """Run the program with this process's standard streams; return its exit status, 128 + N for signal N.
 
-    Ctrl-C reaches the program, which decides what becomes of it.
+    Ctrl-C and SIGTERM reach the program, which decides what becomes of it.
 
     Raises:
         Refusal: if it cannot be started.
     """
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN), signal.getsignal(signal.SIGTERM)
     try:
         process = subprocess.Popen(
             command, env={**os.environ, **environment(folder)}, preexec_fn=_default_interrupt  # noqa: PLW1509
         )  # fmt: skip
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         status = process.wait()
     except FileNotFoundError as error:
         raise Refusal(f"{command[0]}: no such program; give the command as you type it in a shell") from error
@@ -75,7 +76,8 @@ def run(command: Sequence[str], folder: Path) -> int:
             f"{command[0]}: not executable; put its interpreter before it, as python train.py"
         ) from error
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])
     return 128 - status if status < 0 else status
 
 

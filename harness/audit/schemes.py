@@ -84,7 +84,7 @@ class Model:
 def model_of(calls: Calls, elements: int | None = None, named: str = "") -> Model | None:
     """Return the audited model; ``elements`` is what ``--model`` counted in ``named``.  None if nothing is known."""
     events = [rank.model for rank in calls.ranks if rank.model is not None]
-    units = max((event["fsdp"] for event in events), key=len, default=[])
+    units: list[dict[str, Any]] = max((event["fsdp"] for event in events), key=len, default=[])
     of_units = sum(unit["elements"] for unit in units)
     if elements is not None:
         return Model(elements, named, tuple(units) if of_units == elements else ())

@@ -12,6 +12,7 @@ from typing import Any, Final
 from harness.audit import wire
 from harness.audit.calls import Calls, Line, Rank, alike, lines, spans
 from harness.audit.schemes import NONE, Model, Scheme, recognise
+from harness.audit.witness import FIRST_STEPS
 from harness.csv_cells import safe_cell
 from harness.terminal_table import BYTES, Column
 
@@ -21,6 +22,7 @@ COLUMNS: Final = (
     Column("done_as", "done as", rank=3),
     Column("dtype", "type", always=True),
     Column("group", "groups", rank=2),
+    Column("members", "ranks of the groups", rank=4),
     Column("place", rank=1),
     Column("ranks", rank=2),
     Column("calls", form="d", always=True),
@@ -194,6 +196,9 @@ def sentences(report: Report) -> list[str]:
     nodes = calls.topology.count
     where = f"{len(calls.ranks)} of {calls.world} ranks on {nodes} node{'s' * (nodes != 1)}"
     made = [f"{where}; steps {spans(report.steps)} (by {report.by}); numbers are of one step"]
+    reading = max(rank.reading for rank in calls.ranks)
+    if reading and calls.whole > FIRST_STEPS:  # in shorter programs it is the share of a moment
+        made.append(f"Reading the recorder took {reading:.1%} of the program's time from its first step on.")
     if report.steps[0] == 1:
         made.append("Step 1 also holds what the program sends to set itself up.")
     others = report.classes[1:]

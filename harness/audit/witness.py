@@ -195,6 +195,7 @@ class Witness:
         self.spent, self.cost, self.first_step = 0.0, 0.0, 0.0
         self.groups: dict[str, str] = {}  # backend by name
         self.ranks: dict[str, list[int]] = {}
+        self.unseen: set[str] = set()  # names of groups whose backend has no recorder
         self.inherited: Any = None  # the default group of the process that forked this one
         self.stepper: Any = None
         self.optimizers: dict[int, str] = {}
@@ -214,7 +215,7 @@ class Witness:
             self.end("os._exit")
             exits(status)
 
-        os._exit = exit_now  # type: ignore[assignment]
+        os._exit = exit_now
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self.forked)
         wanted: dict[str, Callable[[Any], None]] = {"torch": self.arm}
@@ -237,7 +238,12 @@ class Witness:
         if os.getpid() == self.pid and not self.over:
             self.read(final=True)
             if self.used:
-                self.write(event="end", how=how, steps=self.steps)
+                self.write(event="end", how=how, steps=self.steps, **self.seconds())
+
+    def seconds(self) -> dict[str, float]:
+        """Return how long reading took after the first step, and the time since then."""
+        lasted = time.monotonic() - self.first_step if self.first_step else 0.0
+        return {"reading": round(self.spent, 4), "lasted": round(lasted, 4)}
 
     def stop(self, *, in_hook: bool = False) -> None:
         """Take all wrappers and hooks back; ``in_hook``: an optimizer's hook runs, so that they stay and do nothing."""
@@ -325,7 +331,7 @@ class Witness:
         if name not in self.groups:
             self.find_groups()
         backend = self.groups.get(name, "")
-        if self.sees(backend) and not (operation in _POINT_TO_POINT and "nccl" not in backend):
+        if name not in self.unseen and not (operation in _POINT_TO_POINT and "nccl" not in backend):
             return
         sizes, types = [0], []
         for argument in (*arguments, *options.values()):
@@ -333,10 +339,11 @@ class Witness:
             sizes.append(sum(leaf.numel() for leaf in leaves))
             types += [str(leaf.dtype).rpartition(".")[2] for leaf in leaves]
         dtype = types[0] if types else ""
-        frames, frame = [], sys._getframe(3)  # noqa: SLF001  # the caller of the wrapper
+        frames: list[tuple[str, str, int]] = []
+        frame: Any = sys._getframe(3)  # noqa: SLF001  # the caller of the wrapper
         while frame is not None and len(frames) < _DEEPEST:
             frames.append((frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno))
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         _, phase, site, caller = describe(frames, threading.current_thread().name)
         peer = -1
         if operation in _POINT_TO_POINT and len(arguments) > 1 and isinstance(arguments[1], int):
@@ -384,7 +391,7 @@ class Witness:
         if self.steps <= FIRST_STEPS or affordable or filling or done:
             self._read(final=False)
         if done:
-            self.write(event="end", how=f"step {self.steps}", steps=self.steps)
+            self.write(event="end", how=f"step {self.steps}", steps=self.steps, **self.seconds())
             self.stop(in_hook=True)
 
     def mark_calls(self, module: Any) -> None:
@@ -435,7 +442,10 @@ class Witness:
                 ranks = sorted(members, key=members.__getitem__)
                 backend = str(self.torch.distributed.get_backend_config(group))
                 self.groups[name], self.ranks[name] = backend, ranks
-                self.write(event="group", name=name, ranks=ranks, backend=backend, seen=self.sees(backend))
+                seen = self.sees(backend)
+                if not seen:
+                    self.unseen.add(name)
+                self.write(event="group", name=name, ranks=ranks, backend=backend, seen=seen)
         default = world.default_pg
         if default is not None and default is not self.inherited:
             self.used = True
@@ -483,9 +493,11 @@ class Witness:
             self.tail = []
         if self.used and (self.steps > self.read_steps or final):
             self.write(event="counters", step=self.steps, sent=self.counters(), time=time.time_ns())
-        self.read_steps = self.steps
         self.cost = time.perf_counter() - began
-        self.spent += self.cost
+        self.spent += (
+            self.cost if self.read_steps else 0.0
+        )  # the first reading also describes stacks and groups
+        self.read_steps = self.steps
 
     def _write_steps(self, calls: list[Call]) -> list[Call]:
         """Write the calls of the steps that have ended, and return the calls after them.
@@ -534,6 +546,8 @@ class Witness:
                 )
             self.seen[name] = int(entries[-1]["record_id"])
             for entry in entries[max(0, last + 1 - first) :]:
+                if str(entry["process_group"][0]) in self.unseen:  # the wrapper has noted it
+                    continue
                 if int(entry["time_created_ns"]) >= self.began and (row := self.row_of(entry)) is not None:
                     yield int(entry["time_created_ns"]), row
 
@@ -621,7 +635,7 @@ class _AfterImport:
         for finder in [*sys.meta_path]:
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
-            spec = finder.find_spec(name, path, target)
+            spec: Any = finder.find_spec(name, path, target)
             if spec is None:
                 continue
             if hasattr(spec.loader, "exec_module"):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.audit.calls import Calls, Rank, combine
+from harness.audit.command import Options, options
 
 SITE = "train.py:7 (main)"
 CALLER = "torch/distributed/fsdp/x.py:1 (gather)"
@@ -79,3 +80,27 @@ def write(folder: Path, ranks: Sequence[Sequence[dict[str, Any]]]) -> None:
     for number, given in enumerate(ranks):
         text = "".join(json.dumps(event) + "\n" for event in given)
         (folder / f"here-{number}.jsonl").write_text(text)
+
+
+def given(folder: Path, *expect: str, **changes: object) -> Options:
+    """The options of an audit in ``folder``."""
+    usual: dict[str, object] = {
+        "steps": "2:", "expect": expect, "file": None, "marker": "", "model": "", "ranks_per_node": 2, "folder": folder,
+    }  # fmt: skip
+    return options(["python", "train.py"], **(usual | changes))  # type: ignore[arg-type]
+
+
+def zero_3(folder: Path) -> Path:
+    """Write an audit of ZeRO-3 on 2x2 ranks, with counters of an interface; returns its folder."""
+    rows = [
+        row("all_gather", 1000),
+        row("all_gather", 1000, phase="backward"),
+        row("reduce_scatter", 1000, phase="backward", done_as="all_reduce", site="=<b>train</b>.py:9 (main)"),
+    ]
+    ranks = [events(rank, 4, rows, elements=1000) for rank in range(4)]
+    for rank in ranks:
+        rank += [
+            {"event": "counters", "step": n, "sent": {"eth0": 12_100 * n, "lo": 9 * n}} for n in range(1, 4)
+        ]
+    write(folder / "ranks", ranks)
+    return folder

@@ -15,40 +15,13 @@ import pytest
 
 from harness.audit import command, tables
 from harness.audit.calls import read
-from harness.audit.command import Options, exit_status, options, parse_steps, reported
+from harness.audit.command import exit_status, parse_steps, reported
 from harness.errors import Refusal
 from harness.terminal_table import console
-from report import audit_page
-from tests.harness.audit.events import events, row, write
+from tests.harness.audit.events import given, row
 from tests.harness.conftest import Zeropp
 
 ROOT = Path(__file__).parents[3]
-M = 1000
-
-
-def given(folder: Path, *expect: str, **changes: object) -> Options:
-    """The options of an audit in ``folder``."""
-    usual: dict[str, object] = {
-        "steps": "2:", "expect": expect, "file": None, "marker": "", "model": "", "ranks_per_node": 2, "folder": folder,
-    }  # fmt: skip
-    return options(["python", "train.py"], **(usual | changes))  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """An audit of ZeRO-3 on 2x2 ranks, with counters of an interface."""
-    rows = [
-        row("all_gather", M),
-        row("all_gather", M, phase="backward"),
-        row("reduce_scatter", M, phase="backward", done_as="all_reduce", site="=<b>train</b>.py:9 (main)"),
-    ]
-    ranks = [events(rank, 4, rows, elements=M) for rank in range(4)]
-    for rank in ranks:
-        rank += [
-            {"event": "counters", "step": n, "sent": {"eth0": 12_100 * n, "lo": 9 * n}} for n in range(1, 4)
-        ]
-    write(tmp_path / "ranks", ranks)
-    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -97,18 +70,6 @@ def test_the_csv_of_an_audit(folder: Path) -> None:
     assert [line["step"] for line in lines] == ["2"] * 3 + ["3"] * 3
     assert {line["site"][:3] for line in lines} == {"tra", "'=<"}
     assert lines[0]["bytes"] == "4000"
-
-
-def test_the_page_of_an_audit_escapes_what_the_program_says(folder: Path) -> None:
-    """Call sites, commands and expectations are text."""
-    report = reported(read(folder / "ranks", 2), given(folder, "all <= 1 B"))
-    assert report is not None
-    page = audit_page.page(report, ["python", "<script>"])
-    assert "<b>train" not in page
-    assert "&lt;b&gt;train&lt;/b&gt;.py:9" in page
-    assert "&lt;script&gt;" in page
-    assert "broken: all &lt;= 1 B: rank 0 has 0.012 MB in step 2" in page
-    assert "These are the messages of ZeRO-3" in page
 
 
 def test_steps_that_differ_are_said(folder: Path) -> None:

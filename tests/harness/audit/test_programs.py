@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from harness.audit import run, tables, wire
 from harness.audit.calls import read
 from harness.audit.inside import Found, audit
 from harness.audit.schemes import NONE
+from harness.audit.witness import Witness
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
 from impl.plan.traffic import passes, predict
@@ -45,6 +47,9 @@ def _audited(mesh: Mesh, names: tuple[str, ...]) -> dict[str, Any]:
         with audit(ranks_per_node=2) as audited:
             engine = programs.PROGRAMS[name](STEPS)
         found[name] = (*_of(audited), _predicted(engine, mesh) if name.startswith("zero") else None)
+    with mock.patch.object(Witness, "sees", return_value=False), audit(ranks_per_node=2) as audited:
+        programs.fsdp2(STEPS)
+    found["wrapper"] = _of(audited)
     os.environ["QUANTISE"] = "0"
     with audit(ranks_per_node=2) as audited:
         programs.quantised_gather(STEPS)
@@ -109,6 +114,17 @@ def test_messages_are_those_of_the_scheme(results: list[dict[str, Any]], name: s
     for rank in results:
         found, measured, expected, *_ = rank[name]
         assert (found, measured, expected) == (NAMES[name][0], NAMES[name][1], NAMES[name][1])
+
+
+def test_the_wrapper_sees_what_the_recorder_sees_of_python(results: list[dict[str, Any]]) -> None:
+    """FSDP2's calls, over a backend without a recorder, have the same operations, phases, types and sizes."""
+    for rank in results:
+        both = [
+            sorted((operation, phase, dtype, count) for operation, phase, dtype, _, count in rank[name][3])
+            for name in ("wrapper", "fsdp2")
+        ]
+        assert both[0] == both[1]
+        assert {size[3] for size in rank["wrapper"][3]} == {"wrapper"}
 
 
 def test_a_pipeline_sends_activations_and_their_gradients(results: list[dict[str, Any]]) -> None:
