@@ -370,8 +370,8 @@ def _identified(rows: pd.DataFrame) -> str:
     the best one."""
     if widest[1] / widest[0] > APART:
         return f"""{fits} They predict speed-ups of ZeRO++ over ZeRO-3 that are too far apart, as from
-        {widest[0]:.2f} to {widest[1]:.2f} in one row: these rows do not tell computation from sending, so no speed-up is
-        predicted."""
+        {widest[0]:.2f} to {widest[1]:.2f} in one row: these rows do not tell computation from sending, so no speed-up
+        is predicted."""
     return f"""{fits} In each row, the speed-ups of ZeRO++ over ZeRO-3 that they predict are at most a factor of
     {widest[1] / widest[0]:.2f} apart."""
 

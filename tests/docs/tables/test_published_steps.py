@@ -132,10 +132,10 @@ def test_accumulation_and_stages_are_inputs(tmp_path: Path) -> None:
 def test_rows_of_one_policy_and_rate_identify_no_speed_up(tmp_path: Path) -> None:
     """Rows of one system, rate and batch fit any efficiency, so the page predicts no speed-up; those of several do."""
     rows = read(write_table(tmp_path / "t.csv", 1e-10, 1e-13, 0.9))
-    alike = rows[rows["system"].eq("zero3") & rows["adapters"].eq(1) & rows["tokens_per_gpu"].eq(1024)]
+    alike = rows[rows["system"].eq("zero3") & rows["adapters"].eq(4) & rows["tokens_per_gpu"].eq(1024)]
     machines = published_steps.equal_fits(alike)
     low, high = published_steps.speed_up_range(machines, alike["work"].iloc[0], 0.25)
-    assert low < 1.2
+    assert low < 1.4
     assert high > 2.5
     assert "no speed-up is predicted" in page(predict(alike))
     machines = published_steps.equal_fits(rows)
