@@ -14,8 +14,8 @@ from harness.whatif.joint import JointStep, Traced
 from harness.whatif.policies import REWRITES, SAME, Overheads, Predicted, Target
 from impl.plan.topology import Topology
 
-# How far a rate may be from the traced one, as a factor, without a mark: what docs/whatif_errors.md measured.
-VALIDATED: Final = 4.0
+# Ratios of a rate to the traced one that are predicted without a mark: those that docs/whatif_errors.md measured.
+VALIDATED: Final = (0.5, 4.0)
 CLOSE: Final = 0.02  # largest relative error with which the replay of a trace may miss the traced step
 _FEW: Final = 5  # traced steps of which the median is predicted, at least, without a note
 _SEARCHED: Final = 1e3  # factor around the traced rate in which the rate of break-even is sought
@@ -139,10 +139,10 @@ def _crossing(gain: Callable[[float], float], rates: Sequence[float]) -> float |
 
 def _notes(traced: Traced, target: Target) -> list[str]:
     notes = [policies.codec_note(target)]
-    apart = max(target.rate / traced.rate, traced.rate / target.rate)
-    if apart > VALIDATED * (1 + 1e-9):
+    ratio, (least, most) = target.rate / traced.rate, VALIDATED
+    if not least * (1 - 1e-9) <= ratio <= most * (1 + 1e-9):
         notes.append(
-            f"extrapolated: {apart:.3g} times from the traced rate, and {VALIDATED:g} were validated"
+            f"extrapolated: {ratio:.3g} times the traced rate, and {least:g} to {most:g} were validated"
         )
     if target.policy not in REWRITES:
         notes.append("on our engine's schedule, not on the traced program's")
