@@ -138,7 +138,7 @@ def _rank_steps(trace: Trace) -> list[RankStep]:
         if not device_tasks.has_device(step):
             reduced.append(tasks.on_host(trace, step, marks, found))
         elif before is not None:
-            begin = max(step.begin, *(event.end for event in before.device))
+            begin = max([step.begin, *(event.end for event in before.device)])
             reduced.append(device_tasks.on_device(trace, step, marks, found, begin))
     return reduced
 
