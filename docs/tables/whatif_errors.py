@@ -162,6 +162,11 @@ predicted from these two traces. The predictions were committed before the setti
         f"\nOf {pairs} pairs of configurations of one setting whose measured steps differ by more than {APART:.0%},\n"
         f"{right} ({right / max(1, pairs):.0%}) are predicted in the right order.\n\n"
     )
+    inside = done["measured"].between(done["low"], done["high"]).sum()
+    text += (
+        f"The interval of both hypotheses on overheads holds the measured step in {inside} of {len(done)} predictions:\n"
+        "it says what one traced rate leaves open, and is no confidence interval.\n\n"
+    )
     lines = [
         [
             row["strategy"] + (", bf16" if row["types"] == "bf16" else ""), row["source"], row["topology"],
