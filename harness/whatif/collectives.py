@@ -238,11 +238,12 @@ def _gloo(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
     found, ends = list[Collective](), [event.end for event in ran]
     for index, ((event, kind), run) in enumerate(zip(issued, ran, strict=True)):
         shapes = event.arguments.get("Input Dims"), run.arguments.get("Input Dims")
-        elements = max(_largest(shapes[0]), _sum(shapes[1]))
-        if not elements:
-            raise Refusal(f"{trace.path}: {event.name} has no shapes: trace with profile(record_shapes=True)")
         types = [*(event.arguments.get("Input type") or ()), *(run.arguments.get("Input type") or ())]
         known = [str(name) for name in types if str(name).lower() in _ITEM_BYTES]
+        # A tensor without dimensions has an empty shape, and one element.
+        elements = max(_largest(shapes[0]), _sum(shapes[1]), min(1, len(known)))
+        if not elements:
+            raise Refusal(f"{trace.path}: {event.name} has no shapes: trace with profile(record_shapes=True)")
         queued = max(ends[max(0, index - _GLOO_THREADS) : index - _GLOO_THREADS + 1] or [0.0])
         concrete = event.arguments.get("Concrete Inputs") or ()
         found.append(

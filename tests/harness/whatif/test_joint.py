@@ -10,7 +10,7 @@ import pytest
 from harness.errors import Refusal
 from harness.whatif import joint, kineto
 from harness.whatif.joint import Traced
-from tests.harness.whatif.written import REAL, Writer, ddp, ddp_seconds, fsdp, fsdp_seconds, on_gpu
+from tests.harness.whatif.written import BUCKETS, REAL, Writer, ddp, ddp_seconds, fsdp, fsdp_seconds, on_gpu
 
 
 def joined(folder: Path, *writers: Writer, rate: float | None = 1e8, ranks_per_node: int = 1) -> Traced:
@@ -125,6 +125,18 @@ def test_what_a_trace_lacks_is_named(tmp_path: Path, writer: Writer, says: str) 
                 event["args"] = {"stream": 20, "correlation": writer.events.index(event) - 1}
     with pytest.raises(Refusal, match=says):
         joined(tmp_path, writer)
+
+
+def test_a_scalar_is_one_element(tmp_path: Path) -> None:
+    """A tensor without dimensions, as in DeepSpeed's check for overflows, has an empty shape in a trace."""
+    writer = ddp(Writer(0))
+    for event in writer.events:
+        if event["name"] == "c10d::allreduce_" and event["args"]["Input Dims"] == [[[BUCKETS[1]]]]:
+            event["args"]["Input Dims"] = [[[]]]
+        if event["name"] == "gloo:all_reduce" and event["args"]["Input Dims"] == [[BUCKETS[1]]]:
+            event["args"]["Input Dims"] = [[]]
+    traced = joined(tmp_path, writer)
+    assert [one.seen.elements for one in traced.steps[0].collectives] == [BUCKETS[0], 1]
 
 
 def test_a_run_without_collectives_is_refused(tmp_path: Path) -> None:

@@ -131,6 +131,20 @@ def test_our_engine_sends_what_the_ledger_says(tmp_path: Path) -> None:
         assert "on our engine's schedule, not on the traced program's" in found.notes
 
 
+def test_gathers_without_names_are_units(tmp_path: Path) -> None:
+    """DeepSpeed's gathers name no module; each is a unit, whose computation is in proportion to its elements."""
+    writers = [fsdp(Writer(rank)) for rank in (0, 1)]
+    for writer in writers:
+        for event in writer.events:
+            if event["name"].startswith("FSDP::pre_backward"):
+                event |= {"name": "autograd::engine::evaluate_function: Hook", "cat": "cpu_op"}
+        writer.events = [event for event in writer.events if not event["name"].startswith("FSDP::")]
+    units = units_of(joined(tmp_path, *writers).steps[0])
+    assert [unit.elements for unit in units] == [*UNITS.values()]
+    assert [1e3 * unit.forward for unit in units] == pytest.approx([10 / 3, 20 / 3])
+    assert [1e3 * unit.backward for unit in units] == pytest.approx([20 / 3, 40 / 3])
+
+
 def test_buckets_of_ddp_are_units(tmp_path: Path) -> None:
     """DDP's last bucket comes first in forward; the computation before a bucket's reduction belongs to it."""
     units = units_of(two(tmp_path).steps[0])
