@@ -42,7 +42,7 @@ class Joined:
     overhead: Mapping[
         int, float
     ]  # by rank, seconds from the end of the link's time to the end of the collective
-    shared: bool  # whether it ran while the next one did, so that its overhead is not known
+    shared: bool  # whether it ran while the next one did, so that its overhead is in part the other's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +302,7 @@ def _timed(step: JointStep, rate: float) -> JointStep:
         free = begun + link
         following = step.collectives[order[place + 1]].seen.ran[0] if place + 1 < len(order) else math.inf
         shared = following < end
-        overhead = {rank: 0.0 if shared else ended - free for rank, ended in joined.overhead.items()}
+        overhead = {rank: ended - free for rank, ended in joined.overhead.items()}
         by_number[number] = replace(joined, link=link, overhead=overhead, shared=shared)
     timed = [by_number[number] for number in range(len(step.collectives))]
     return replace(step, collectives=timed)

@@ -53,8 +53,8 @@ def check_replay(traced: Traced) -> list[float]:
     if (median := statistics.median(map(abs, errors))) > CLOSE:
         raise Refusal(
             f"the traces' own step is replayed with an error of {median:.1%}, and at most {CLOSE:.0%} are allowed: "
-            "what waits for what cannot be told from these traces; trace steps that wait for their own collectives, "
-            "on a machine that runs nothing else"
+            "leave out --traced-rate or correct it, or trace steps that wait for their own collectives, on a machine "
+            "that runs nothing else"
         )
     return errors
 

@@ -159,3 +159,22 @@ def test_idle_streams_without_reason_are_refused(tmp_path: Path) -> None:
         begin += 100
     with pytest.raises(Refusal, match=r"idle for 4[01]% of the step"):
         joined(tmp_path, writer)
+
+
+def test_waits_inside_the_copy_are_found(tmp_path: Path) -> None:
+    """FSDP2 with asynchronous gathers waits inside the annotation of its copy, which begins before the gather ends."""
+    writers = [Writer(0), Writer(1)]
+    for writer in writers:
+        for number in (3, 4):
+            begin = 100.0 * number
+            writer.step(number, begin, begin + 50)
+            writer.add("FSDP::all_gather (a)", begin, begin + 1, "user_annotation")
+            writer.gloo("_allgather_base_", 1_000_000, begin + 0.5, begin + 0.5, begin + 20.5)
+            writer.add("aten::mm", begin + 1, begin + 5)
+            writer.add("FSDP::all_gather_copy_out (a)", begin + 5, begin + 22, "user_annotation")
+            writer.add("aten::mm", begin + 20.5, begin + 50)
+    traced = joined(tmp_path, *writers)
+    assert traced.rules == {"copy-out": 4}
+    assert replayed(traced) == pytest.approx([50, 50])
+    runs = [joint.Run(0.0, {}, between=True)]
+    assert 1e3 * joint.replay(traced.steps[0], runs).seconds == pytest.approx(50 - 15.5)
