@@ -178,3 +178,22 @@ def test_waits_inside_the_copy_are_found(tmp_path: Path) -> None:
     assert replayed(traced) == pytest.approx([50, 50])
     runs = [joint.Run(0.0, {}, between=True)]
     assert 1e3 * joint.replay(traced.steps[0], runs).seconds == pytest.approx(50 - 15.5)
+
+
+def test_hosts_without_a_common_collective_are_aligned_through_others(tmp_path: Path) -> None:
+    """With groups of two ranks in a chain, the clock of the last host is found through the hosts between."""
+    writers = []
+    for rank, clock in enumerate((0.0, 50.0, -30.0)):
+        writer = Writer(rank, world=3, host=str(rank), clock=clock)
+        for number in range(3, 6):
+            begin = 100.0 * number
+            writer.step(number, begin, begin + 50)
+            for place, pair in enumerate(([0, 1], [1, 2])):
+                if rank in pair:
+                    at = begin + 10 * place
+                    ranks = {"Group size": 2, "Process Group Ranks": str(pair)}
+                    writer.nccl("allreduce", 1_000_000, at, at + 1, at + 9, **ranks)
+            writer.kernel("gemm", begin + 20, begin + 20, begin + 50, 7)
+        writers.append(writer)
+    traced = joined(tmp_path, *writers, rate=None)
+    assert [1e3 * traced.offsets[rank] for rank in range(3)] == pytest.approx([0, 50, -30])
