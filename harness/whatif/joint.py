@@ -2,8 +2,8 @@
 
 The clocks of hosts are aligned by collectives, which end on all ranks at about the same time.  The pure time of a
 collective is from its last rank's beginning to its first rank's end.  Of this time, bytes over rate is the link's, and
-the rest is overhead.  In a replay, all nodes' adapters together are one server, and the links inside nodes are another;
-each serves one collective after the other, in the order in which the collectives become ready.
+the rest is overhead.  In a replay, all nodes' adapters together are one server, which serves one collective
+after the other, in the order in which they become ready.  Collectives inside nodes take as long as they did.
 
 No torch.
 """
@@ -379,17 +379,18 @@ class _Replay:
 
     def run(self) -> Replayed:
         """Run all tasks."""
-        free, busy = {True: 0.0, False: 0.0}, 0.0
+        free = busy = 0.0
         while self._runnable or self._pending:
             while self._runnable:
                 self._start(self._runnable.pop())
             if not self._pending:
                 break
             moment, number = heapq.heappop(self._pending)
-            run, end = self._runs[number], moment
-            if run.link:
-                end = free[run.between] = max(moment, free[run.between]) + run.link
-                busy += run.link if run.between else 0.0
+            run = self._runs[number]
+            end = moment + run.link
+            if run.between and run.link:
+                end = free = max(moment, free) + run.link
+                busy += run.link
             for key in self._members[number]:
                 self._finish(key, max(moment, end + run.overhead.get(key[0], 0.0)))
         skew = max(self._step.skew.values())

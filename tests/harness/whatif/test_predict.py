@@ -231,3 +231,34 @@ def test_the_real_trace_gets_slower_with_its_link() -> None:
     assert re.search(r"Traced: 2 steps of 2x1 ranks", text)
     assert "One rank's trace stands for all" in text
     assert math.isfinite(seconds[0].seconds)
+
+
+def _hybrid(rank: int) -> Writer:
+    """A GPU's steps with a reduce-scatter inside its node of two, 10 ms, then an all-reduce between nodes, 20 ms."""
+    writer, node = Writer(rank, world=4, host=f"node {rank // 2}"), rank // 2
+    for number in range(3, 6):
+        begin = 100.0 * number
+        writer.step(number, begin, begin + 40)
+        writer.kernel("gemm", begin, begin, begin + 5, 7)
+        inside, between = [2 * node, 2 * node + 1], [rank % 2, rank % 2 + 2]
+        for name, ranks, start, end, issue in (
+            ("reduce_scatter", inside, 5, 15, 1),
+            ("allreduce", between, 15, 35, 2),
+        ):
+            facts = {"Group size": 2, "Process Group Ranks": str(ranks)}
+            writer.nccl(name, 1_000_000, begin + issue, begin + start, begin + end, **facts)
+        writer.add("Optimizer.step#SGD.step", begin + 3, begin + 4, "user_annotation")
+        writer.kernel("adam", begin + 3.5, begin + 35, begin + 40, 7)
+    return writer
+
+
+def test_collectives_inside_nodes_keep_their_time(tmp_path: Path) -> None:
+    """With HSDP, only the collectives that cross nodes depend on the link's rate, and all rails share the link."""
+    traced = joined(tmp_path, *map(_hybrid, range(4)), rate=None, ranks_per_node=2)
+    assert [joined.between for joined in traced.steps[0].collectives].count(True) == 2
+    base = predict(traced, Target("same", traced.rate, traced.topology))
+    assert 1e3 * base.seconds == pytest.approx(40, rel=1e-2)
+    slow = predict(traced, Target("same", traced.rate / 3, traced.topology))
+    assert 1e3 * slow.seconds == pytest.approx(40 + 2 * 20, rel=1e-2)
+    with pytest.raises(Refusal, match="only a program whose collectives have all ranks"):
+        predict(traced, Target("same", 1e8, Topology(4, 2)))
