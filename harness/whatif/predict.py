@@ -165,6 +165,8 @@ def about(traced: Traced, errors: Sequence[float]) -> list[str]:
             f"Replayed with an error of {statistics.median(map(abs, errors)):.1%}."
         )
     ]
+    exposed = statistics.median(joint.replay(step, joint.as_traced(step)).exposed for step in traced.steps)
+    lines.append(f"As traced, the rank that waits most waits for messages for {exposed:.3g} s of a step.")
     rules = ", ".join(f"{rule} {count}" for rule, count in sorted(traced.rules.items()))
     lines.append(f"What waits for collectives was found by: {rules}.")
     moved = {rank: offset for rank, offset in traced.offsets.items() if offset}
