@@ -12,7 +12,11 @@ Columns that the file needs:
 
 Optional columns:
 
-- ``volume_m``: bytes between nodes in units of M, the size of the model in 16 bits;
+- ``volume_m``: bytes between nodes in a micro-batch in units of M, the size of the model in 16 bits;
+- ``accumulation``: micro-batches in a step, each of which sends these bytes; ``tokens_per_gpu`` are those of the step;
+- ``tp``, ``pp``: ranks among which layers are cut, and stages of a pipeline.  ``tokens_per_gpu`` are the step's tokens
+  divided by all GPUs.  Messages of tensor parallelism stay inside nodes and are not modelled.  A stage sends 1 / ``pp``
+  of M, to the nodes with the same stage, and is idle for ``(pp - 1) / accumulation`` of its computation;
 - ``overlap``: ``none`` (the default) or ``full``;
 - ``fitted``: ``yes`` for the rows to which the machine is fitted.  If no row has a ``yes``, each row is predicted from
   all others;
@@ -23,7 +27,8 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,6 +50,13 @@ NEEDED: Final = (
     "tokens_per_gpu",
 )  # fmt: skip
 _MEASURED: Final = ("volume_m", "seconds", "tflops_per_gpu")  # optional
+_PARALLEL: Final = ("accumulation", "tp", "pp")  # optional, 1 by default
+NOISE: Final = 0.01  # fits whose errors are at most this much larger than the best fit's are equally good
+APART: Final = (
+    1.25  # ratio of the largest to the smallest speed-up of these fits, above which nothing is known
+)
+IDLE_LINK: Final = 0.1  # share of a step up to which sending tests nothing: its computation decides
+EFFICIENCIES: Final = tuple(np.geomspace(0.05, 1.0, 25))  # of adapters, for which fits are made
 
 
 class PublishedError(ValueError):
@@ -61,6 +73,7 @@ def read(path: Path) -> pd.DataFrame:
     if missing := [name for name in NEEDED if name not in table]:
         raise PublishedError(f"{path}: column {missing[0]} is missing")
     usual: dict[str, Any] = {**dict.fromkeys(_MEASURED, np.nan), "overlap": "none", "fitted": "no"}
+    usual |= dict.fromkeys(_PARALLEL, 1)
     table = table.assign(**{name: value for name, value in usual.items() if name not in table})
     table = table.fillna({"overlap": "none", "fitted": "no"})
     table = table.drop_duplicates([*NEEDED, "seconds", "tflops_per_gpu"], ignore_index=True)
@@ -71,8 +84,9 @@ def read(path: Path) -> pd.DataFrame:
             row = f"{path}, row {bad.index[0] + 1}"
             raise PublishedError(f"{row}: {name} is {bad.iloc[0]}; expected a number above 0")
 
-    for name in NEEDED[2:]:
+    for name in (*NEEDED[2:], *_PARALLEL):
         check(name, table[name])
+    _check_parallel(path, table)
     known = published.volume().set_index("method")["total_m"]
     volumes = table["volume_m"].fillna(table["system"].map(known))
     if len(unknown := table[volumes.isna()]):
@@ -80,16 +94,19 @@ def read(path: Path) -> pd.DataFrame:
             f"{path}, row {unknown.index[0] + 1}: the volume that system {unknown['system'].iloc[0]} sends is not "
             f"known; add column volume_m (known systems: {', '.join(known.index)})"
         )
-    parameters, nodes = table["parameters_billion"] * 1e9, table["gpus"] / table["gpus_per_node"]
-    egress = volumes * ELEMENT_BYTES * parameters * (nodes - 1).clip(lower=0) / nodes
+    parameters, stages = table["parameters_billion"] * 1e9, table["pp"]
+    nodes = (table["gpus"] / table["gpus_per_node"] / stages).clip(lower=1)  # that exchange a stage's weights
+    egress = volumes * table["accumulation"] * ELEMENT_BYTES * parameters / stages * (nodes - 1) / nodes
+    idle = (stages - 1) / table["accumulation"]
     rate = table["rate_gbps"] * table["adapters"] * 1e9 / 8
     operations = FLOPS_PER_TOKEN * parameters * table["tokens_per_gpu"]
     seconds = table["seconds"].fillna(operations / (table["tflops_per_gpu"] * 1e12))
     check("seconds (or tflops_per_gpu)", seconds)
     check("volume_m", volumes)
-    columns = (parameters, table["tokens_per_gpu"], egress, rate)
+    columns = (parameters, table["tokens_per_gpu"], egress, rate, idle)
     works = [
-        Work(parameters=p, tokens=t, egress_bytes=e, rate=r) for p, t, e, r in zip(*columns, strict=True)
+        Work(parameters=p, tokens=t, egress_bytes=e, rate=r, idle=i)
+        for p, t, e, r, i in zip(*columns, strict=True)
     ]
     return table.assign(
         seconds=seconds,
@@ -99,8 +116,33 @@ def read(path: Path) -> pd.DataFrame:
     )
 
 
-def fit(rows: pd.DataFrame) -> Machine:
+def _check_parallel(path: Path, table: pd.DataFrame) -> None:
+    """Raise a PublishedError for a row whose parallelism cannot be modelled."""
+    for index, row in table.iterrows():
+        gpus, inside, tp, pp, accumulation = (
+            row[name] for name in ("gpus", "gpus_per_node", "tp", "pp", "accumulation")
+        )
+        why = ""
+        if tp > inside or inside % tp:
+            why = f"tp is {tp:g}, and the {inside:g} GPUs of a node are not a multiple of it"
+        elif gpus % (tp * pp):
+            why = f"tp times pp is {tp * pp:g}, and the {gpus:g} GPUs are not a multiple of it"
+        elif pp > 1 and accumulation < pp:
+            why = f"pp is {pp:g}, and accumulation is {accumulation:g}; as many micro-batches as stages are needed"
+        elif pp > 1 and gpus / inside % pp:
+            why = f"pp is {pp:g}, and the {gpus / inside:g} nodes are not a multiple of it"
+        if why:
+            raise PublishedError(
+                f"{path}, row {int(str(index)) + 1}: {why}: correct the row, or leave it out"
+            )
+
+
+def fit(rows: pd.DataFrame, efficiency: float | None = None) -> Machine:
     """Return the machine whose steps are nearest to those of the rows, by least squares of relative errors.
+
+    Args:
+        rows: Rows of :func:`read`.
+        efficiency: Share of their rate that adapters achieve; None to fit it, too.
 
     Raises:
         PublishedError: if there are no rows, or their ``overlap`` is not ``none`` in all or ``full`` in all.
@@ -117,13 +159,13 @@ def fit(rows: pd.DataFrame) -> Machine:
 
     def machine(values: np.ndarray) -> Machine:
         # The values are scaled to be about 1: 1e-10 s for each parameter, 1e-13 s for each parameter and token.
-        fixed, per_token, efficiency = values
+        fixed, per_token, share = values
         return Machine(
             name="fitted",
             source=f"{len(rows)} rows",
             fixed=fixed * 1e-10 if several else 0.0,
             per_token=per_token * 1e-13,
-            efficiency=efficiency,
+            efficiency=share if efficiency is None else efficiency,
             fewest=float(tokens.min()),
             most=float(tokens.max()),
             overlap=overlap,
@@ -137,6 +179,28 @@ def fit(rows: pd.DataFrame) -> Machine:
     start = [1.0, 1e13 * float((rows["seconds"] / (rows["parameters_billion"] * 1e9 * tokens)).min()), 0.8]
     bounds = ([0, 1e-9, 0.01], [np.inf, np.inf, 1])
     return machine(least_squares(errors, start, bounds=bounds).x)
+
+
+def equal_fits(rows: pd.DataFrame) -> list[Machine]:
+    """Return machines that fit the rows as well as the best one does, within :data:`NOISE`.
+
+    One machine is fitted for each efficiency of adapters in :data:`EFFICIENCIES`.
+    """
+
+    def error(machine: Machine) -> float:
+        steps = np.array([step_time(machine, work).seconds for work in rows["work"]])
+        return float(np.sqrt(np.mean(np.log(steps / rows["seconds"].to_numpy()) ** 2)))
+
+    fits = [fit(rows), *(fit(rows, float(share)) for share in EFFICIENCIES)]
+    best = min(map(error, fits))
+    return [machine for machine in fits if error(machine) <= best + NOISE]
+
+
+def speed_up_range(machines: Sequence[Machine], work: Work, share: float) -> tuple[float, float]:
+    """Return the smallest and largest speed-up that the machines predict if ``share`` of the bytes is sent."""
+    fewer = replace(work, egress_bytes=share * work.egress_bytes)
+    found = [step_time(one, work).seconds / step_time(one, fewer).seconds for one in machines]
+    return min(found), max(found)
 
 
 @dataclass(frozen=True)
@@ -254,10 +318,14 @@ def page(table: Predicted) -> str:
         f"{fitted} The errors of its predictions are:",
     ]
     paragraphs = [
+        _identified(rows),
+        _untested(rows),
         f"""This shows that the published numbers are consistent with the model; it does not validate the model. Only
         {distinct} of the {len(rows)} rows are distinct, since several models have the same published throughput. The
         size of a language model does not change its predicted throughput, because computation and bytes both grow in
-        proportion to the parameters. Rows whose batch lies outside the fitted range are marked *transferred*.""",
+        proportion to the parameters; nor does the number of nodes, although published throughput falls by 3 to 8 %
+        from 128 to 512 GPUs. An adapter's efficiency belongs to its transport: RDMA and TCP of one nominal rate
+        achieve different ones. Rows whose batch lies outside the fitted range are marked *transferred*.""",
     ]
     if len(held):
         worst = held.iloc[int(held["error"].abs().to_numpy().argmax())]
@@ -282,9 +350,56 @@ def page(table: Predicted) -> str:
     summary = markdown.table(["predicted quantity", "predictions", "median error", "90th percentile"], errors)
     begin, text = (
         "\n\n".join(textwrap.fill(" ".join(paragraph.split()), 120) for paragraph in part)
-        for part in (introduction, paragraphs)
+        for part in (introduction, filter(None, paragraphs))
     )
     return f"# Published steps against the model\n\n{begin}\n\n{summary}\n{text}\n\n{markdown.table(head, lines)}"
+
+
+def _identified(rows: pd.DataFrame) -> str:
+    """Return which speed-ups of ZeRO++ the equally good fits predict, or that the rows do not identify them."""
+    known = rows[rows["fitted"]] if rows["fitted"].any() else rows
+    machines = equal_fits(known)
+    shares = published.volume().set_index("method")["total_m"]
+    share = float(shares["zeropp"] / shares["zero3"])
+    # Of each rate and batch, the row that sends most has ZeRO-3's bytes.
+    bases = rows[rows["system"].eq("zero3")] if rows["system"].eq("zero3").any() else rows
+    ranges = [speed_up_range(machines, work, share) for work in bases["work"]]
+    widest = max(ranges, key=lambda pair: pair[1] / pair[0])
+    low, high = min(one.efficiency for one in machines), max(one.efficiency for one in machines)
+    fits = f"""{len(machines)} fits with efficiencies of adapters from {low:.0%} to {high:.0%} are within {NOISE:.0%} of
+    the best one."""
+    if widest[1] / widest[0] > APART:
+        return f"""{fits} They predict speed-ups of ZeRO++ over ZeRO-3 that are too far apart, as from
+        {widest[0]:.2f} to {widest[1]:.2f} in one row: these rows do not tell computation from sending, so no speed-up
+        is predicted."""
+    return f"""{fits} In each row, the speed-ups of ZeRO++ over ZeRO-3 that they predict are at most a factor of
+    {widest[1] / widest[0]:.2f} apart."""
+
+
+def _untested(rows: pd.DataFrame) -> str:
+    """Return how many rows test nothing, because their computation decides."""
+    works = rows["work"]
+    pairs = zip(works, rows["seconds"], strict=True)
+    shares = [work.egress_bytes / work.rate / seconds for work, seconds in pairs]
+    count = sum(share < IDLE_LINK for share in shares)
+    if not count:
+        return ""
+    return f"""In {count} of {len(rows)} rows, sending at the nominal rate would take less than {IDLE_LINK:.0%} of the
+    step. They test the model of communication no more than the median throughput does."""
+
+
+PEAKS: Final = {"A100": 312e12, "H200": 989e12}  # dense operations a second in bf16, by data sheet
+
+
+def shares_of_peak() -> pd.Series:
+    """Return the shares of the peak that published steps of other systems achieve.
+
+    ``report/published/step_times_others.csv`` has 26 steps of FSDP on A100 and H200, with their sources.  A parameter
+    and a token count as 6 operations, also with activation checkpointing, whose repeated operations are no progress.
+    """
+    rows = pd.read_csv(published.FOLDER / "step_times_others.csv")
+    peak = rows["hardware"].map(lambda text: next(flops for name, flops in PEAKS.items() if name in text))
+    return 6e9 * rows["parameters_billion"] * rows["tokens_per_gpu"] / rows["seconds"] / peak
 
 
 def main(arguments: list[str]) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -150,11 +150,22 @@ predicted from these two traces. The predictions were committed before the setti
         for kind, part in done.groupby("kind", sort=False)
     ]
     right, pairs = order(done)
-    text += f"\nWhile the settings were measured: {done['load'].iloc[0]}.\n\n"
+    text += f"\nWhile the settings were measured, {done['load'].iloc[0]}.\n"
+    for first, second in rising(done):
+        text += (
+            f"{first['strategy']} took {first['measured']:.3f} s at {first['rate_mbit']:g} Mbit/s and "
+            f"{second['measured']:.3f} s at {second['rate_mbit']:g} Mbit/s, which only the load explains.\n"
+        )
+    text += "\n"
     text += markdown.table(["what changes", "predictions", "median error", "90th percentile"], summary)
     text += (
-        f"\nOf {pairs} pairs of configurations of one setting whose measured steps differ by more than {APART:.0%}, "
+        f"\nOf {pairs} pairs of configurations of one setting whose measured steps differ by more than {APART:.0%},\n"
         f"{right} ({right / max(1, pairs):.0%}) are predicted in the right order.\n\n"
+    )
+    inside = done["measured"].between(done["low"], done["high"]).sum()
+    text += (
+        f"The interval of both hypotheses on overheads holds the measured step in {inside} of\n"
+        f"{len(done)} predictions: it says what one traced rate leaves open, and is no confidence interval.\n\n"
     )
     lines = [
         [
@@ -175,6 +186,15 @@ predicted from these two traces. The predictions were committed before the setti
         "error",
     ]
     return text + markdown.table(head, lines)
+
+
+def rising(rows: pd.DataFrame) -> list[tuple[Any, Any]]:
+    """Return pairs of trials of one configuration whose measured step is longer although the link is faster."""
+    pairs = []
+    for _, same in rows.drop_duplicates("trial").groupby(["strategy", "types", "topology"]):
+        by_rate = same.sort_values("rate_mbit").to_dict("records")
+        pairs += [(slow, fast) for slow, fast in pairwise(by_rate) if fast["measured"] > slow["measured"]]
+    return pairs
 
 
 def order(rows: pd.DataFrame) -> tuple[int, int]:

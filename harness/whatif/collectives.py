@@ -172,7 +172,7 @@ def _nccl(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
         if not isinstance(name, str) or not all(isinstance(size, int) for size in sizes):
             raise Refusal(
                 f"{trace.path}: its NCCL kernels have no collective metadata ('Collective name', 'In msg nelems'): "
-                "trace with torch 2.4 or newer"
+                "trace with a newer torch"
             )
         kind = _kind(trace, name)
         if kind is None:
@@ -207,7 +207,7 @@ def _group(trace: Trace, facts: Mapping[str, Any]) -> tuple[int, ...]:
         return tuple(range(trace.world))
     raise Refusal(
         f"{trace.path}: the ranks of process group {facts.get('Process Group Name')!r} ({size} ranks) are not in the "
-        "trace: trace with torch 2.4 or newer"
+        "trace: trace with a newer torch"
     )
 
 
@@ -238,11 +238,12 @@ def _gloo(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
     found, ends = list[Collective](), [event.end for event in ran]
     for index, ((event, kind), run) in enumerate(zip(issued, ran, strict=True)):
         shapes = event.arguments.get("Input Dims"), run.arguments.get("Input Dims")
-        elements = max(_largest(shapes[0]), _sum(shapes[1]))
-        if not elements:
-            raise Refusal(f"{trace.path}: {event.name} has no shapes: trace with profile(record_shapes=True)")
         types = [*(event.arguments.get("Input type") or ()), *(run.arguments.get("Input type") or ())]
         known = [str(name) for name in types if str(name).lower() in _ITEM_BYTES]
+        # A tensor without dimensions has an empty shape, and one element.
+        elements = max(_largest(shapes[0]), _sum(shapes[1]), min(1, len(known)))
+        if not elements:
+            raise Refusal(f"{trace.path}: {event.name} has no shapes: trace with profile(record_shapes=True)")
         queued = max(ends[max(0, index - _GLOO_THREADS) : index - _GLOO_THREADS + 1] or [0.0])
         concrete = event.arguments.get("Concrete Inputs") or ()
         found.append(

@@ -2,8 +2,8 @@
 
 The clocks of hosts are aligned by collectives, which end on all ranks at about the same time.  The pure time of a
 collective is from its last rank's beginning to its first rank's end.  Of this time, bytes over rate is the link's, and
-the rest is overhead.  In a replay, all nodes' adapters together are one server, and the links inside nodes are another;
-each serves one collective after the other, in the order in which the collectives become ready.
+the rest is overhead.  In a replay, all nodes' adapters together are one server, which serves one collective
+after the other, in the order in which they become ready.  Collectives inside nodes take as long as they did.
 
 No torch.
 """
@@ -29,7 +29,9 @@ from impl.plan.topology import Topology
 _LARGE: Final = (
     0.5  # share of the largest collective's bytes from which a collective is used to find the link's rate
 )
-_APART: Final = 5e-3  # seconds by which clocks of one host cannot differ
+_APART: Final = (
+    0.1  # seconds from which clocks differ although the traces name one host: hosts may share a name
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Joined:
     overhead: Mapping[
         int, float
     ]  # by rank, seconds from the end of the link's time to the end of the collective
-    shared: bool  # whether it ran while the next one did, so that its overhead is not known
+    shared: bool  # whether it ran while the next one did, so that its overhead is in part the other's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ def _rank_steps(trace: Trace) -> list[RankStep]:
         if not device_tasks.has_device(step):
             reduced.append(tasks.on_host(trace, step, marks, found))
         elif before is not None:
-            begin = max(step.begin, *(event.end for event in before.device))
+            begin = max([step.begin, *(event.end for event in before.device)])
             reduced.append(device_tasks.on_device(trace, step, marks, found, begin))
     return reduced
 
@@ -211,21 +213,43 @@ def _offsets(
 ) -> dict[int, float]:
     """Return by how many seconds each rank's clock is ahead of the first rank's.
 
-    Clocks of one host are equal.  Those of several hosts are aligned by the ends of collectives, whose differences have
-    the clocks' difference as their median.
+    Ranks of one host share a clock.  Clocks of hosts are aligned by the ends of collectives, whose differences have the
+    clocks' difference as their median.
+
+    Args:
+        traces: The traces of all ranks.
+        steps: Their steps.
+        bases: By rank, seconds to add to all its times.
     """
-    hosts = {trace.rank: trace.host for trace in traces}
-    apart: dict[int, list[float]] = {trace.rank: [] for trace in traces}
+    names = {trace.rank: trace.host for trace in traces}
+    if len(set(names.values())) > 1 and "" not in names.values():
+        return _aligned(names, steps, bases)
+    offsets = _aligned({rank: str(rank) for rank in names}, steps, bases)
+    apart = max(map(abs, offsets.values())) >= _APART  # then the ranks' hosts only share a name
+    return offsets if apart else dict.fromkeys(names, 0.0)
+
+
+def _aligned(
+    hosts: Mapping[int, str], steps: Sequence[Mapping[int, RankStep]], bases: Mapping[int, float]
+) -> dict[int, float]:
+    """Align the clocks of hosts; a host that shares no collective with the first one is aligned through others."""
+    apart: dict[str, dict[str, list[float]]] = {host: {} for host in hosts.values()}
     for ranks in steps:
         for places in _matched(ranks):
-            ends = {rank: ranks[rank].collectives[own].ran[1] + bases[rank] for rank, own in places.items()}
-            base = min(ends)
-            for rank, end in ends.items():
-                if base == traces[0].rank:
-                    apart[rank].append(end - ends[base])
-    offsets = {rank: statistics.median(values) if values else 0.0 for rank, values in apart.items()}
-    one_host = len(set(hosts.values())) == 1 and "" not in hosts.values()
-    return {rank: 0.0 if one_host and abs(value) < _APART else value for rank, value in offsets.items()}
+            ends = {}
+            for rank, own in places.items():
+                ends.setdefault(hosts[rank], ranks[rank].collectives[own].ran[1] + bases[rank])
+            for (one, end), (other, later) in itertools.pairwise(ends.items()):
+                apart[one].setdefault(other, []).append(later - end)
+                apart[other].setdefault(one, []).append(end - later)
+    first = hosts[min(hosts)]
+    found, reached = {first: 0.0}, [first]
+    for host in reached:
+        for other, values in apart[host].items():
+            if other not in found:
+                found[other] = found[host] + statistics.median(values)
+                reached.append(other)
+    return {rank: found.get(host, 0.0) for rank, host in hosts.items()}
 
 
 def _joined(ranks: Mapping[int, RankStep], topology: Topology, offsets: Mapping[int, float]) -> JointStep:
@@ -282,15 +306,12 @@ def _rate(steps: Sequence[JointStep]) -> float:
 
 def _timed(step: JointStep, rate: float) -> JointStep:
     """Divide each collective's time into the link's and overhead."""
-    timed, free = list[Joined](), 0.0
+    by_number, free = dict[int, Joined](), 0.0
     order = sorted(range(len(step.collectives)), key=lambda number: step.collectives[number].seen.ran[0])
-    by_number: dict[int, Joined] = {}
     for place, number in enumerate(order):
         joined = step.collectives[number]
         begin, end = joined.seen.ran
-        if (
-            not joined.between
-        ):  # the rate is that of the link between nodes: times inside a node stay as they are
+        if not joined.between:  # times inside a node do not depend on the rate of the link between nodes
             by_number[number] = replace(
                 joined,
                 link=max(0.0, end - begin),
@@ -302,10 +323,9 @@ def _timed(step: JointStep, rate: float) -> JointStep:
         free = begun + link
         following = step.collectives[order[place + 1]].seen.ran[0] if place + 1 < len(order) else math.inf
         shared = following < end
-        overhead = {rank: 0.0 if shared else ended - free for rank, ended in joined.overhead.items()}
+        overhead = {rank: ended - free for rank, ended in joined.overhead.items()}
         by_number[number] = replace(joined, link=link, overhead=overhead, shared=shared)
-    timed = [by_number[number] for number in range(len(step.collectives))]
-    return replace(step, collectives=timed)
+    return replace(step, collectives=[by_number[number] for number in range(len(order))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,17 +379,18 @@ class _Replay:
 
     def run(self) -> Replayed:
         """Run all tasks."""
-        free, busy = {True: 0.0, False: 0.0}, 0.0
+        free = busy = 0.0
         while self._runnable or self._pending:
             while self._runnable:
                 self._start(self._runnable.pop())
             if not self._pending:
                 break
             moment, number = heapq.heappop(self._pending)
-            run, end = self._runs[number], moment
-            if run.link:
-                end = free[run.between] = max(moment, free[run.between]) + run.link
-                busy += run.link if run.between else 0.0
+            run = self._runs[number]
+            end = moment + run.link
+            if run.between and run.link:
+                end = free = max(moment, free) + run.link
+                busy += run.link
             for key in self._members[number]:
                 self._finish(key, max(moment, end + run.overhead.get(key[0], 0.0)))
         skew = max(self._step.skew.values())

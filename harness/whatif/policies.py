@@ -150,29 +150,27 @@ class Unit:
 
 
 def units_of(step: JointStep) -> list[Unit]:
-    """Return the units of the traced model in forward order: FSDP's modules, or DDP's buckets.
+    """Return the units of the traced model in forward order: FSDP's modules, DeepSpeed's gathers, or DDP's buckets.
 
     Raises:
         Refusal: if the step has neither.
     """
     collectives = [joined.seen for joined in step.collectives]
-    gathers = dict[str, int]()
-    for seen in collectives:
-        if seen.kind == "all_gather" and seen.phase == "forward":
-            gathers[seen.unit] = gathers.get(seen.unit, 0) + seen.elements
+    gathers = [seen for seen in collectives if seen.kind == "all_gather" and seen.phase == "forward"]
+    if gathers and not any(seen.unit for seen in gathers):
+        return _unnamed(step, [seen.elements for seen in gathers])
     if gathers:
+        sizes = dict[str, int]()
+        for seen in gathers:
+            sizes[seen.unit] = sizes.get(seen.unit, 0) + seen.elements
         # The root's parameters are gathered once, first, and are in use until the end of backward.
         again = {collectives[number].unit for number in _again(step.collectives)}
-        root = (
-            next((name for name in gathers if name not in again), None) if len(again) < len(gathers) else None
-        )
+        root = next((name for name in sizes if name not in again), None) if again else None
         return [
-            Unit(
-                ROOT if name == root else name,
-                elements,
-                *_seconds(step, {name, ""} if name == root else {name}),
-            )
-            for name, elements in gathers.items()
+            Unit(ROOT, elements, *_seconds(step, {name, ""}))
+            if name == root
+            else Unit(name, elements, *_seconds(step, {name}))
+            for name, elements in sizes.items()
         ]
     buckets = [seen for seen in collectives if seen.kind == "all_reduce" and seen.phase == "backward"]
     largest = max((seen.elements for seen in buckets), default=0)
@@ -183,6 +181,15 @@ def units_of(step: JointStep) -> list[Unit]:
             "DDP's buckets: choose same, bf16 or fp16"
         )
     return _buckets(step, [seen.elements for seen in buckets], [seen.issued[0] for seen in buckets])
+
+
+def _unnamed(step: JointStep, elements: Sequence[int]) -> list[Unit]:
+    """Return DeepSpeed's gathers as units; computation is divided in proportion to elements."""
+    (forward, backward), whole = _seconds(step, {""}), sum(elements)
+    return [
+        Unit(f"gather {place}", size, forward * size / whole, backward * size / whole)
+        for place, size in enumerate(elements)
+    ]
 
 
 def _seconds(step: JointStep, names: set[str]) -> tuple[float, float]:

@@ -14,8 +14,8 @@ from harness.whatif.joint import JointStep, Traced
 from harness.whatif.policies import REWRITES, SAME, Overheads, Predicted, Target
 from impl.plan.topology import Topology
 
-# How far a rate may be from the traced one, as a factor, without a mark: what docs/whatif_errors.md measured.
-VALIDATED: Final = 4.0
+# Ratios of a rate to the traced one that are predicted without a mark: those that docs/whatif_errors.md measured.
+VALIDATED: Final = (0.5, 4.0)
 CLOSE: Final = 0.02  # largest relative error with which the replay of a trace may miss the traced step
 _FEW: Final = 5  # traced steps of which the median is predicted, at least, without a note
 _SEARCHED: Final = 1e3  # factor around the traced rate in which the rate of break-even is sought
@@ -53,8 +53,8 @@ def check_replay(traced: Traced) -> list[float]:
     if (median := statistics.median(map(abs, errors))) > CLOSE:
         raise Refusal(
             f"the traces' own step is replayed with an error of {median:.1%}, and at most {CLOSE:.0%} are allowed: "
-            "what waits for what cannot be told from these traces; trace steps that wait for their own collectives, "
-            "on a machine that runs nothing else"
+            "leave out --traced-rate or correct it, or trace steps that wait for their own collectives, on a machine "
+            "that runs nothing else"
         )
     return errors
 
@@ -139,10 +139,10 @@ def _crossing(gain: Callable[[float], float], rates: Sequence[float]) -> float |
 
 def _notes(traced: Traced, target: Target) -> list[str]:
     notes = [policies.codec_note(target)]
-    apart = max(target.rate / traced.rate, traced.rate / target.rate)
-    if apart > VALIDATED * (1 + 1e-9):
+    ratio, (least, most) = target.rate / traced.rate, VALIDATED
+    if not least * (1 - 1e-9) <= ratio <= most * (1 + 1e-9):
         notes.append(
-            f"extrapolated: {apart:.3g} times from the traced rate, and {VALIDATED:g} were validated"
+            f"extrapolated: {ratio:.3g} times the traced rate, and {least:g} to {most:g} were validated"
         )
     if target.policy not in REWRITES:
         notes.append("on our engine's schedule, not on the traced program's")
@@ -165,6 +165,8 @@ def about(traced: Traced, errors: Sequence[float]) -> list[str]:
             f"Replayed with an error of {statistics.median(map(abs, errors)):.1%}."
         )
     ]
+    exposed = statistics.median(joint.replay(step, joint.as_traced(step)).exposed for step in traced.steps)
+    lines.append(f"As traced, the rank that waits most waits for messages for {exposed:.3g} s of a step.")
     rules = ", ".join(f"{rule} {count}" for rule, count in sorted(traced.rules.items()))
     lines.append(f"What waits for collectives was found by: {rules}.")
     moved = {rank: offset for rank, offset in traced.offsets.items() if offset}

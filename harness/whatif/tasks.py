@@ -122,11 +122,11 @@ def _wait(
     if collective.blocking:
         return issue, max(issue, done), "blocking"
     if collective.kind == "all_gather" and (copied := copies_out(marks, collective.unit, issue)) is not None:
-        # The thread may have slept before it copies: then the wait began where the sleep began.
+        # The thread waits inside the annotation or, where it slept right before it, since the beginning of that sleep.
         place = bisect.bisect_left(gaps.ends, copied) - 1
         slept = gaps.begins[place] if place >= 0 and copied - gaps.ends[place] < _GAP else copied
         begin = max(issue, slept)
-        return begin, max(begin, min(done, copied)), "copy-out"
+        return begin, max(begin, done), "copy-out"
     if marks.in_ddp and collective.phase == "backward" and math.isfinite(marks.backward_end):
         when = max(issue, marks.backward_end)
         return when, max(when, done), "backward"

@@ -159,6 +159,7 @@ class Work:
     tokens: float  # tokens of one rank in a step
     egress_bytes: float  # bytes that one node sends to all others in a step
     rate: float  # nominal bytes a second of all adapters of one node together; infinite on one node
+    idle: float = 0.0  # time in which a pipeline's stages wait for one another, as a share of computation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +182,7 @@ class StepTime:
 
 def step_time(machine: Machine, work: Work) -> StepTime:
     """Predicts a step from sums alone, for a machine whose ``overlap`` is ``none`` or ``full``."""
-    compute = machine.compute(work.parameters, work.tokens)
+    compute = machine.compute(work.parameters, work.tokens) * (1 + work.idle)
     wire = work.egress_bytes / (work.rate * machine.efficiency)
     return StepTime(
         compute=compute,

@@ -103,7 +103,9 @@ def test_peers_are_traced_for_predictions(
     """The traces of a peer are read by zeropp whatif, and their own step is replayed within 2 %."""
     monkeypatch.chdir(tmp_path)
     text = SUITE.replace('"zeropp", "zero3", "ddp"', f'"{strategy}"').replace('"paced"', '"none"')
-    (tmp_path / "q.toml").write_text(text.replace('rate = "100 Mbit/s"\n', ""))
+    (tmp_path / "q.toml").write_text(
+        text.replace('rate = "100 Mbit/s"\n', "").replace("policy.max_padding = 0.9\n", "")
+    )
     (trial,) = load(tmp_path / "q.toml").trials
     assert cli.main(["trace", "q.toml", trial.id]) == cli.OK
     paths = sorted(str(path) for path in (tmp_path / "results/q/traces" / trial.id).iterdir())

@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from harness import cli
-from tests.harness.whatif.written import RATE, Writer, ddp, ddp_seconds, fsdp
+from tests.harness.whatif.written import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    RATE,
+    Writer,
+    ddp,
+    ddp_seconds,
+    fsdp,
+)
 
 
 def _traces(folder: Path) -> list[str]:
@@ -25,6 +34,8 @@ def test_a_table_of_predictions(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert cli.main(["whatif", *_traces(tmp_path), *options]) == cli.OK
     out = capsys.readouterr().out
     assert "2 steps of 2x1 ranks" in out
+    waits = ddp_seconds() - FORWARD - BACKWARD - OPTIMIZER
+    assert f"the rank that waits most waits for messages for {waits / 1e3:.3g} s of a step" in out
     assert sum(line.strip().startswith("zeropp ") for line in out.splitlines()) == 2
     assert "zeropp: codecs are counted as taking no time: give --machine" in out
 

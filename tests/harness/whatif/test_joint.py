@@ -10,7 +10,7 @@ import pytest
 from harness.errors import Refusal
 from harness.whatif import joint, kineto
 from harness.whatif.joint import Traced
-from tests.harness.whatif.written import REAL, Writer, ddp, ddp_seconds, fsdp, fsdp_seconds, on_gpu
+from tests.harness.whatif.written import BUCKETS, REAL, Writer, ddp, ddp_seconds, fsdp, fsdp_seconds, on_gpu
 
 
 def joined(folder: Path, *writers: Writer, rate: float | None = 1e8, ranks_per_node: int = 1) -> Traced:
@@ -127,6 +127,18 @@ def test_what_a_trace_lacks_is_named(tmp_path: Path, writer: Writer, says: str) 
         joined(tmp_path, writer)
 
 
+def test_a_scalar_is_one_element(tmp_path: Path) -> None:
+    """A tensor without dimensions, as in DeepSpeed's check for overflows, has an empty shape in a trace."""
+    writer = ddp(Writer(0))
+    for event in writer.events:
+        if event["name"] == "c10d::allreduce_" and event["args"]["Input Dims"] == [[[BUCKETS[1]]]]:
+            event["args"]["Input Dims"] = [[[]]]
+        if event["name"] == "gloo:all_reduce" and event["args"]["Input Dims"] == [[BUCKETS[1]]]:
+            event["args"]["Input Dims"] = [[]]
+    traced = joined(tmp_path, writer)
+    assert [one.seen.elements for one in traced.steps[0].collectives] == [BUCKETS[0], 1]
+
+
 def test_a_run_without_collectives_is_refused(tmp_path: Path) -> None:
     """A program that sends nothing is refused."""
     writer = Writer(0)
@@ -147,3 +159,41 @@ def test_idle_streams_without_reason_are_refused(tmp_path: Path) -> None:
         begin += 100
     with pytest.raises(Refusal, match=r"idle for 4[01]% of the step"):
         joined(tmp_path, writer)
+
+
+def test_waits_inside_the_copy_are_found(tmp_path: Path) -> None:
+    """FSDP2 with asynchronous gathers waits inside the annotation of its copy, which begins before the gather ends."""
+    writers = [Writer(0), Writer(1)]
+    for writer in writers:
+        for number in (3, 4):
+            begin = 100.0 * number
+            writer.step(number, begin, begin + 50)
+            writer.add("FSDP::all_gather (a)", begin, begin + 1, "user_annotation")
+            writer.gloo("_allgather_base_", 1_000_000, begin + 0.5, begin + 0.5, begin + 20.5)
+            writer.add("aten::mm", begin + 1, begin + 5)
+            writer.add("FSDP::all_gather_copy_out (a)", begin + 5, begin + 22, "user_annotation")
+            writer.add("aten::mm", begin + 20.5, begin + 50)
+    traced = joined(tmp_path, *writers)
+    assert traced.rules == {"copy-out": 4}
+    assert replayed(traced) == pytest.approx([50, 50])
+    runs = [joint.Run(0.0, {}, between=True)]
+    assert 1e3 * joint.replay(traced.steps[0], runs).seconds == pytest.approx(50 - 15.5)
+
+
+def test_hosts_without_a_common_collective_are_aligned_through_others(tmp_path: Path) -> None:
+    """With groups of two ranks in a chain, the clock of the last host is found through the hosts between."""
+    writers = []
+    for rank, clock in enumerate((0.0, 50.0, -30.0)):
+        writer = Writer(rank, world=3, host=str(rank), clock=clock)
+        for number in range(3, 6):
+            begin = 100.0 * number
+            writer.step(number, begin, begin + 50)
+            for place, pair in enumerate(([0, 1], [1, 2])):
+                if rank in pair:
+                    at = begin + 10 * place
+                    ranks = {"Group size": 2, "Process Group Ranks": str(pair)}
+                    writer.nccl("allreduce", 1_000_000, at, at + 1, at + 9, **ranks)
+            writer.kernel("gemm", begin + 20, begin + 20, begin + 50, 7)
+        writers.append(writer)
+    traced = joined(tmp_path, *writers, rate=None)
+    assert [1e3 * traced.offsets[rank] for rank in range(3)] == pytest.approx([0, 50, -30])
