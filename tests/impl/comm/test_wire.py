@@ -126,7 +126,7 @@ def test_shared_memory_is_for_cpus() -> None:
 def test_messages_on_streams_are_not_paced() -> None:
     """A pacer is refused where a GPU's stream waits for messages, because the host would sleep instead."""
     mesh = Mesh(Topology(1, 1), 0, torch.device("cuda"))
-    with pytest.raises(WireError, match="use transport 'staged', or a wire without a pacer"):
+    with pytest.raises(WireError, match="use transport 'staged', or leave pacer= out"):
         Wire(mesh, pacer=_Slow())
 
 
