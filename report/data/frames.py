@@ -68,6 +68,7 @@ class Frames:
         verified: Sequence[str] = (),
     ) -> None:
         total = len(records)
+        self.run = max(records, key=lambda record: record.started).run  # names the file of the latest run
         if not across_pools:  # without old failures: of other pools than that of the measured, or the latest
             latest = max(records, key=lambda record: record.started)
             pools = {record.pool for record in records if record.measured} or {latest.pool}
