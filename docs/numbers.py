@@ -42,6 +42,8 @@ from report import page
 from report.data import bytes_and_memory, decoding, effects, loss_verdicts, speedups
 from report.data.frames import load
 from report.data.metrics import OTHERS_WITHIN, Derived, derive
+from report.data.net_speed import NetSpeed, net_speeds
+from report.data.step_seconds import read_source
 from report.data.text import counted, number
 from report.figures.all_figures import FIGURES
 from report.tables import all_tables, peers, phases
@@ -233,11 +235,17 @@ def derived(suite: str) -> Derived:
 def read(suite: str, folder: Path = REFERENCE) -> Derived:
     """Return what is derived from a suite's archive in a folder below the root.
 
+    Seconds of steps also come from the archive that the suite file names in its key ``seconds``.
+
     Raises:
         RecordError: as :func:`derived`.
     """
     with tempfile.TemporaryDirectory() as name:
-        return derive(load(archive.unpack(ROOT / folder / f"{suite}{archive.SUFFIX}", Path(name))))
+        frames = load(archive.unpack(ROOT / folder / f"{suite}{archive.SUFFIX}", Path(name)))
+    file = ROOT / "suites" / f"{suite}.toml"
+    named = str(tomllib.loads(file.read_text(encoding="utf-8")).get("seconds", "")) if file.exists() else ""
+    packed = ROOT / folder / f"{named}{archive.SUFFIX}"
+    return derive(frames, (read_source(packed),) if named and packed.exists() else ())
 
 
 def keep(suite: str, records: Derived) -> None:
@@ -365,12 +373,91 @@ def loss_margin(suite: str, name: str, at: str = "") -> Estimate:
 
 
 def loss_in_steps(suite: str, name: str, at: str = "") -> Estimate:
-    """Steps in which the baseline's loss falls, near the end of training, by as much as the losses differ."""
-    row, steps = _loss_row(suite, name, at), derived(suite).frames.margin
-    if not steps:
-        raise DocumentError(f"{suite}: the suite's margin is not a number of steps")
-    worth = float(steps * row["difference"].estimate / row["margin"])
-    return Estimate(_alone(worth), _form(".0f"), f"{name}'s loss in steps, {suite}")
+    """How many steps earlier than ``name`` the baseline has the higher of the two final losses."""
+    equal = _net_speed(suite, name, at).equal
+    return Estimate(_alone(equal.steps - equal.base_steps), _form(".0f"), f"{name}'s loss in steps, {suite}")
+
+
+@dataclass(frozen=True)
+class Net:
+    """Net speed-up of a configuration over its baseline, with its factors."""
+
+    found: NetSpeed
+    suite: str
+
+    @property
+    def reached(self) -> bool:
+        """Whether the configuration reaches the baseline's final loss, or does not differ significantly."""
+        return self.found.equal.reached
+
+    @property
+    def step(self) -> Estimate:
+        """The speed-up of a step."""
+        assert self.found.step is not None  # noqa: S101  # :func:`net_speed` has looked
+        return self._estimate(self.found.step.speedup, "the speed-up of a step")
+
+    @property
+    def steps_ratio(self) -> Estimate:
+        """The baseline's steps over the configuration's, to the higher of the two final losses."""
+        return self._estimate(self.found.equal.ratio, "the ratio of steps")
+
+    @property
+    def total(self) -> Estimate:
+        """The net speed-up to the higher of the two final losses."""
+        return self._estimate(self.found.at_both, "the net speed-up")
+
+    @property
+    def loss(self) -> Estimate:
+        """The configuration's mean loss at the end."""
+        return Estimate(_alone(self.found.equal.loss), _form(".3f"), "the final loss")
+
+    @property
+    def base_loss(self) -> Estimate:
+        """The baseline's mean loss at the end."""
+        return Estimate(_alone(self.found.equal.base), _form(".3f"), "the baseline's final loss")
+
+    @property
+    def target(self) -> Estimate:
+        """The higher of the two final losses."""
+        return Estimate(_alone(self.found.equal.target), _form(".3f"), "the loss that both reach")
+
+    @property
+    def seeds(self) -> int:
+        """The number of seeds that both have."""
+        return self.found.equal.ratio.n
+
+    @property
+    def where(self) -> str:
+        """The setting of the seconds: ``2x2 ranks, 200 Mbit/s, 512 tokens/rank``."""
+        assert self.found.step is not None  # noqa: S101  # :func:`net_speed` has looked
+        return self.found.step.where
+
+    def _estimate(self, value: Interval, what: str) -> Estimate:
+        return Estimate(
+            value, _form(".2f"), f"{what} of {self.found.row['configuration']} in {self.suite}", 1.0
+        )
+
+
+def net_speed(suite: str, name: str, at: str = "") -> Net:
+    """Net speed-up of a configuration, with seconds from the first source that has them for one setting.
+
+    Raises:
+        DocumentError: If there is no loss beside a baseline's, no seconds, or no ratio of steps.
+    """
+    found = _net_speed(suite, name, at)
+    if found.step is None or found.equal.why:
+        raise DocumentError(
+            f"{suite}: no net speed-up of {name!r}: {found.equal.why or 'no seconds of a step on a link with a rate'}"
+        )
+    return Net(found, suite)
+
+
+def _net_speed(suite: str, name: str, at: str) -> NetSpeed:
+    setting = _trials(suite, name, at)["setting"].iloc[0]
+    for each in net_speeds(derived(suite)):
+        if (each.row["setting"], each.row["configuration"]) == (setting, name):
+            return each
+    raise DocumentError(f"{suite}: {name!r} has no loss beside the baseline's")
 
 
 def memory(suite: str, name: str, at: str = "") -> Estimate:
@@ -768,7 +855,7 @@ def planned(suite: str, column: str, machine: str = "", **row: object) -> float:
 
 
 FUNCTIONS: Final = (
-    speedup, seconds, sent, megabytes, error, loss, final_loss, loss_verdict, loss_margin, loss_in_steps,
+    speedup, seconds, sent, megabytes, error, loss, final_loss, loss_verdict, loss_margin, loss_in_steps, net_speed,
     memory, decoding_speedup, phase_speedup, phase_sent, tokens_per_second, ratio_of_tokens, largest_model,
     cell, table, question, fact, as_predicted, count, computing, suites,
     validated_at, loss_share, pair_range, pair_count, pairs_agree, model_sizes, disturbed,

@@ -15,7 +15,7 @@ from harness.csv_cells import safe_cell
 from harness.records.memory_parts import on_device, on_host
 from harness.records.trial_record import Record, slowest_seconds
 from harness.runs.feasibility import Forecast
-from harness.runs.predict import predict
+from harness.runs.trial_step import predict
 from harness.suites.labels import look_up, varying_paths
 from harness.suites.repeat_order import BASELINE, setting_of
 from harness.suites.suite import Suite

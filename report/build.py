@@ -18,8 +18,9 @@ from typing import Final
 import pandas as pd
 
 from report import page, stamp
-from report.data.frames import ReportError, load
-from report.data.metrics import Derived, derive, records_of
+from report.data.frames import ReportError
+from report.data.metrics import Derived, records_of
+from report.data.step_seconds import StepsFrom, derive_folder
 from report.draw import theme
 from report.draw.figure import style_of
 from report.figures import all_figures
@@ -39,6 +40,7 @@ def build(
     columns: Mapping[str, Sequence[str]] | None = None,
     width: float = theme.WIDTH,
     forms: Sequence[str] = (),
+    steps: StepsFrom | None = None,
 ) -> Path:
     """Build the report of a results folder, inside this folder, and return the page's path.
 
@@ -47,11 +49,13 @@ def build(
     its title or by its name in the CSV.  ``width`` of the figures is in mm.
     Figures are drawn as SVG, which the page shows, and in these further ``forms`` ("pdf", "png").  Each further form
     takes about as long as the page.
-    Raises a Refusal for an unknown table or column, and what :func:`report.data.frames.load` and :func:`publish` raise.
+    ``steps`` names where seconds of steps come from, for net speed-ups; by default they come from where the suite says.
+    Raises a Refusal for an unknown table or column, and what :func:`report.data.step_seconds.derive_folder` and
+    :func:`publish` raise.
     """
-    usual = not columns and width == theme.WIDTH and not forms
+    usual = not columns and width == theme.WIDTH and not forms and steps is None
     made_of = stamp.digest(results) if usual else ""
-    derived = derive(load(results))
+    derived = derive_folder(results, steps)
     shown = with_columns(every_table(derived), columns or {})
 
     def page_of(folder: Path) -> str:
@@ -89,13 +93,14 @@ def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -
     return list(tables.values())
 
 
-def explanation(folder: Path, table: str, row: str, column: str) -> str:
+def explanation(folder: Path, table: str, row: str, column: str, steps: StepsFrom | None = None) -> str:
     """Explain one number of a page: return its records, its raw values and its definition as text.
 
     ``table`` is the table's name, ``row`` contains parts of the row's cells (:meth:`Table.row`), and ``column`` is the
-    column's title.  Raises a Refusal that lists what exists if one of the three is unknown.
+    column's title.  ``steps`` is as for :func:`build`.
+    Raises a Refusal that lists what exists if one of the three is unknown.
     """
-    derived = derive(load(folder))
+    derived = derive_folder(folder, steps)
     shown = find_table(every_table(derived), table)
     number, printed = shown.row(row), shown.column(column)
     cells = shown.rows()[number]

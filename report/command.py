@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -18,11 +18,15 @@ from harness.errors import Refusal, one_line, visible
 from harness.measure import machine
 from harness.records import archive, bench_record, benchmark_file
 from harness.records.trial_record import RecordError
+from harness.suites.parse_quantity import parse_rate
 from harness.suites.suite_file import name_of
 from harness.terminal_table import console
 from impl import named_object
 from report import stamp
 from report.stamp import PAGE
+
+if TYPE_CHECKING:
+    from report.data.step_seconds import StepsFrom
 
 SOME_FAILED: Final = 1
 _WIDTH: Final = 178.0  # mm, of figures
@@ -55,6 +59,24 @@ def report(
         float,
         typer.Option(min=60, max=400, help="Width of figures in mm; a paper's column has 84.", metavar="MM"),
     ] = _WIDTH,
+    seconds: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Suite, results folder or archive whose records have the seconds of a step, for net speed-ups; "
+            "repeatable.",
+            metavar="SUITE",
+        ),
+    ] = None,
+    machine: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also predict the seconds of a step on this machine, for net speed-ups.",
+            metavar="MACHINE.toml",
+        ),
+    ] = None,
+    rate: Annotated[
+        str, typer.Option(help="Rate of the machine's link; by default that of each trial.", metavar="RATE")
+    ] = "",
     pdf: Annotated[
         bool, typer.Option("--pdf", help="Also draw figures as PDF, with embedded fonts.")
     ] = False,
@@ -76,18 +98,20 @@ def report(
     folder = _existing_folder(suite, results)
     requested = _columns(columns or [])
     forms = [form for form, asked in (("pdf", pdf), ("png", png)) if asked]
+    steps = _steps_from(seconds or [], machine, rate, results)
     if archives := sorted(folder.glob(f"*{archive.SUFFIX}")):
-        if requested or explain:
+        if requested or explain or steps:
             many = f"{folder} holds {len(archives)} archives"
-            raise Refusal(f"{many}: --columns and --explain need the records of one suite; name its folder")
+            needing = "--columns, --explain, --seconds and --machine"
+            raise Refusal(f"{many}: {needing} need the records of one suite; name its folder")
         _build_archives(archives, width, forms)
         return
     if explain is not None:
         from report.build import explanation
 
-        print(visible(explanation(folder, *explain)))
+        print(visible(explanation(folder, *explain, steps)))
         return
-    build_report(folder, requested, width, forms)
+    build_report(folder, requested, width, forms, steps)
 
 
 def archive_records(
@@ -172,13 +196,15 @@ def build_report(
     columns: Mapping[str, Sequence[str]] | None = None,
     width: float = _WIDTH,
     forms: Sequence[str] = (),
+    steps: StepsFrom | None = None,
 ) -> None:
     """Build a folder's page, and print its path."""
     interrupts.take_over()
     of_bench, of_tests = bench_record.holds(folder), benchmark_file.holds(folder)
-    if (of_bench or of_tests) and (columns or forms or width != _WIDTH):
+    if (of_bench or of_tests) and (columns or forms or width != _WIDTH or steps):
         raise Refusal(
-            f"{folder} holds a benchmark's records: --columns, --width, --pdf and --png are for suites; remove them"
+            f"{folder} holds a benchmark's records: --columns, --width, --seconds, --machine, --pdf and --png are for "
+            "suites; remove them"
         )
     if of_bench:
         from report.bench_page import build as build_bench
@@ -192,7 +218,7 @@ def build_report(
         return
     from report.build import build
 
-    print(build(folder, columns=columns, width=width, forms=forms))
+    print(build(folder, columns=columns, width=width, forms=forms, steps=steps))
 
 
 def report_after_run(folder: Path) -> None:
@@ -221,6 +247,26 @@ def _columns(options: Sequence[str]) -> dict[str, list[str]]:
             raise Refusal(f"--columns {text}: expected TABLE=COLUMN;COLUMN, as 'summary=Step, s;Tokens/s'")
         columns[table] = [name.strip() for name in names.split(";")]
     return columns
+
+
+def _steps_from(seconds: Sequence[str], machine: Path | None, rate: str, results: Path) -> StepsFrom | None:
+    """Return where options say that seconds of steps come from; None if they do not say it."""
+    if rate and machine is None:
+        raise Refusal("--rate sets the link of a machine: add --machine MACHINE.toml, or remove --rate")
+    try:
+        mbit = parse_rate(rate) if rate else None
+    except ValueError as error:
+        raise Refusal(f"--rate {rate}: {error}") from None
+    folders = []
+    for name in seconds:
+        packed = [path for path in (Path(name), results / f"{name}{archive.SUFFIX}") if path.is_file()]
+        folder = None if name.endswith(archive.SUFFIX) else folder_of(name, results)
+        folders.append(folder or next(iter(packed), None) or _existing_folder(name, results))
+    if not folders and machine is None:
+        return None
+    from report.data.step_seconds import StepsFrom
+
+    return StepsFrom(tuple(folders), machine, mbit)
 
 
 def folder_of(suite: str, results: Path) -> Path | None:

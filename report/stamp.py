@@ -16,6 +16,7 @@ from harness.measure.machine import source_digest
 from harness.records.chained_journal import JOURNAL
 from harness.records.trial_record import write_whole
 from impl import regular_file
+from report import seconds_key
 
 PAGE: Final = "report.html"
 _STAMP: Final = ".report"
@@ -24,13 +25,17 @@ _HERE: Final = Path(__file__).parent
 
 
 def digest(results: Path) -> str:
-    """SHA-256 of a folder's records, traces and journal, and of the program that draws them."""
+    """SHA-256 of a folder's records, traces and journal, of the records of seconds that its suite names, and of the
+    program that draws them.
+    """
     whole = hashlib.sha256(f"{source_digest()} {[version(name) for name in _PACKAGES]}".encode())
     for path in sorted(path for path in _HERE.rglob("*") if path.is_file() and path.suffix != ".pyc"):
         _add(whole, path, _HERE)
     for pattern in ("*.json", "traces/*.json", JOURNAL):
         for path in sorted(results.glob(pattern)):
             _add(whole, path, results)
+    for path in seconds_key.files(results):
+        _add(whole, path, path.parent.parent)
     return whole.hexdigest()
 
 

@@ -20,8 +20,10 @@ from harness.suites.peers import PEERS
 from report.data import break_even, bytes_and_memory, caveats, decoding, effects, loss_verdicts, speedups
 from report.data.configuration import NAMES, differences_of, spelled
 from report.data.effects import Effect, Key, Verdict
-from report.data.frames import groups, load
-from report.data.metrics import Derived, derive
+from report.data.frames import groups
+from report.data.metrics import Derived
+from report.data.net_speed import sources
+from report.data.step_seconds import derive_folder
 from report.data.text import NOTHING, counted, listed, number, plus_or_minus
 from report.draw.names_of_rows import by_configuration, peers_note, titles_of
 from report.sentence import caveat, sentence, two_digits
@@ -55,6 +57,7 @@ class _Quantity:
 
 _QUANTITIES: Final = {
     "step": _Quantity("speedup", "Speed-up", _ratio, effects.speeds, 1.0),
+    "net": _Quantity("net_speedup", "Net speed-up", _ratio, effects.net_speeds, 1.0),
     "bytes": _Quantity("bytes_share", "Bytes between nodes", _g3, effects.sent, 1.0),
     "error": _Quantity("vnmse", "Error (vNMSE)", _g3, effects.errors),
     "loss": _Quantity("loss_difference", "Change of loss, nats", "{:+.4f}".format, effects.losses, 0.0),
@@ -92,8 +95,8 @@ class Verdicts:
 
 
 def of_folder(results: Path) -> Verdicts:
-    """The verdicts of a results folder; arguments and errors are those of :func:`report.data.frames.load`."""
-    return verdicts(derive(load(results)))
+    """The verdicts of a results folder; errors are those of :func:`report.data.step_seconds.derive_folder`."""
+    return verdicts(derive_folder(results))
 
 
 @lru_cache(maxsize=32)  # page, documents and terminal ask for it
@@ -194,6 +197,10 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
             f"The memory of {listed([*dict.fromkeys(peers)])} is not compared: the count of a library's memory "
             "leaves out gathered weights and local gradients."
         )
+    if "net" in shown:
+        notes.append(
+            f"Net speed-up: to the baseline's final loss, with seconds of steps from {sources(derived)}."
+        )
     if one_value:
         notes.append("An error without a mark is one value and has no verdict.")
     return [*notes, caveats.modelled_in_words(derived).strip()]
@@ -235,7 +242,8 @@ def _cell(of: _Quantity, effect: Effect | None, *, is_base: bool) -> dict[str, A
     elif effect is not None:
         verdict, mark = effect.verdict, f" {MARKS.get(effect.verdict, '')}".rstrip()
     if math.isnan(value.estimate):
-        return {of.key: math.nan, f"{of.key}_verdict": verdict, f"_{of.key}": NOTHING}
+        text = effect.text if effect is not None and effect.text else NOTHING
+        return {of.key: math.nan, f"{of.key}_verdict": verdict, f"_{of.key}": text}
     text = plus_or_minus(value, of.form)
     text += f" {caveats.TAKEN}" if value.disturbed else ""
     if of.key == "memory_mib" and effect is not None and effect.base > 0:

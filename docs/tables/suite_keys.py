@@ -73,6 +73,8 @@ _VALUES: Final = {
     "policy.compute": "`fp32`, `bf16`, `fp16`: type of gathered weights and local gradients; masters stay fp32",
     "policy.loss_scale": "`none`, a number, or `dynamic` followed by `:from<scale>`, `:window<steps>`",
     "margin": "steps of training by which a loss may be worse; 0: 1 % of the baseline's loss instead",
+    "seconds": "name of the suite whose records have the seconds of a step, "
+    "[for net speed-ups](#seconds-of-a-step-from-another-suite); empty: its own",
     "policy.frozen": "codec in which untrained weights are stored and sent, or `none`",
     "policy.prefetch": "elements that are gathered ahead of their use. The next unit is gathered ahead even if it is "
     "larger; 0: no unit is",

@@ -29,8 +29,9 @@ from harness.errors import Refusal
 from harness.measure import machine as host
 from harness.records.trial_record import Record, path_of, read, slowest_seconds
 from harness.runs.further_repeats import Batch
-from harness.runs.predict import step_of_trial, units_of
+from harness.runs.predict import units_of
 from harness.runs.sweep import run_sweep
+from harness.runs.trial_step import step_of_trial
 from harness.suites.suite import Suite
 from harness.suites.trial import Cluster, Trial
 from impl.comm.mesh import Mesh

@@ -29,8 +29,8 @@ from harness.runs.predict import (
     model_to_plan,
     peer_memory,
     per_node_bytes,
-    step_of_trial,
 )
+from harness.runs.trial_step import step_of_trial
 from harness.strategies import deepspeed
 from harness.suites import folder as suite_folder
 from harness.suites.contradictions import PACED_NCCL

@@ -8,9 +8,8 @@ the same number of bytes.  Activations are not counted.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from harness.errors import Refusal
@@ -24,7 +23,6 @@ from impl.plan import traffic
 from impl.plan.bit_budget import at_most
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import FROZEN, UnitGeometry
-from impl.plan.step_time import Machine, Step, StepTime, Work, step_of, step_time
 from impl.plan.topology import Topology
 from impl.plan.traffic import Event, LedgerKey
 from impl.plan.unit_plan import Placed
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 FP32_BYTES: Final = 4
-BYTES_PER_MBIT: Final = 1e6 / 8
 Models = dict[str, "nn.Module | Refusal"]
 """Models on the meta device, by the model's JSON and the sequence length; a Refusal if a model cannot be built."""
 
@@ -200,39 +197,6 @@ def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
         "gradients": FP32_BYTES * elements(2),
         "optimizer": state * elements(1),
     }
-
-
-def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) -> Step | None:
-    """Return the work of a trial's step; None if our own engine does not train the trial's model."""
-    policy = trial.resolved_policy()
-    if policy is None or trial.host is not None or trial.workload != "train":
-        return None
-    rate = trial.slowest_mbit if trial.cluster.nodes > 1 else None
-    return Step(
-        policy=policy,
-        topology=trial.topology(),
-        units=units,
-        parameters=parameters,
-        tokens=trial.tokens_per_rank,
-        micro_batches=trial.accumulation,
-        recompute=trial.activation_checkpointing,
-        rate=math.inf if rate is None else rate * BYTES_PER_MBIT,
-    )
-
-
-def predict(trial: Trial, step: Step | None, egress: int | None, machine: Machine) -> StepTime | None:
-    """Predict the time of a trial's step on a machine; None if ``step`` or ``egress`` (bytes of a node) is None."""
-    if step is None or egress is None:
-        return None
-    if machine.overlap == "schedule":
-        latency = machine.latency + (trial.cluster.latency or 0.0) / 1e3
-        inside = machine.inside
-        if (inner := trial.cluster.inner_rate) is not None:  # the ranks of a node share this rate
-            inside = min(inside or math.inf, inner * BYTES_PER_MBIT / trial.cluster.ranks_per_node)
-        return step_of(replace(machine, latency=latency, inside=inside), step)
-    tokens = step.tokens * step.micro_batches
-    work = Work(parameters=step.parameters, tokens=tokens, egress_bytes=egress, rate=step.rate)
-    return step_time(machine, work)
 
 
 def units_of(trial: Trial, record: Record) -> list[UnitGeometry]:

@@ -28,9 +28,9 @@ from harness.records.run_record import SuiteText
 from harness.records.trial_record import Failed, Foreseen, Record, RecordError, path_of, read, write
 from harness.runs.feasibility import any_host, failure_after, forecast, input_text
 from harness.runs.further_repeats import Batch
-from harness.runs.predict import predict
 from harness.runs.progress import Display
 from harness.runs.trial_on_cluster import LOGS, TrialRunner
+from harness.runs.trial_step import predict
 from harness.suites.labels import counted
 from harness.suites.suite import SKIP, FailureResponse, Kind, Suite
 from harness.suites.trial import Trial

@@ -225,7 +225,7 @@ def _why_unused(trial: Trial, path: str) -> str | None:
 
 
 def check_answer(file: SuiteTables, trials: Sequence[Trial]) -> None:
-    """Refuse an ``answer`` that the trials cannot give, and a ``margin`` that they are too short to measure."""
+    """Refuse an ``answer`` that the trials cannot give, and a ``margin`` or ``seconds`` that need longer curves."""
     for reason in _unanswered(file.answer, trials):
         raise SuiteError(f'answer = "{file.answer}": {reason}, or remove answer')
     if any(not trial.measures_time for trial in trials):
@@ -239,6 +239,22 @@ def check_answer(file: SuiteTables, trials: Sequence[Trial]) -> None:
             raise SuiteError(
                 f"margin = {file.margin}: {needs}; a trial has {has}: change them, or remove margin"
             )
+    if file.seconds == file.name:
+        raise SuiteError(
+            f'seconds = "{file.seconds}": is this suite, whose own seconds count anyway: name another suite, or remove '
+            "seconds"
+        )
+    if file.seconds and not any(map(_has_curve, trials)):
+        raise SuiteError(
+            f'seconds = "{file.seconds}": has no effect without a curve of losses: set validate_every so that trials '
+            f"of {LEAST_STEPS} steps or more are validated at least twice, or remove seconds"
+        )
+
+
+def _has_curve(trial: Trial) -> bool:
+    """Return whether a trial trains long enough for a loss, and is validated at least twice."""
+    total, every = trial.warmup + trial.steps, trial.validate_every
+    return trial.workload == "train" and total >= LEAST_STEPS and every is not None and 0 < every < total
 
 
 def _check_untimed(file: SuiteTables, trials: Sequence[Trial]) -> None:

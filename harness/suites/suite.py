@@ -48,6 +48,8 @@ class SuiteKeys(BaseModel, extra="forbid", frozen=True):
     on_failure: dict[Kind, Annotated[FailureResponse, BeforeValidator(FailureResponse.parse)]] = {}
     answer: ChosenQuantity = ""  # the quantity that answers the question; if empty, it is inferred
     margin: int = Field(0, ge=0)  # steps of training by which a loss may be worse; 0: 1 % of the loss
+    # Name of the suite whose records have the seconds of this suite's steps, for net speed-ups; if empty, its own have.
+    seconds: str = Field("", pattern=f"^({NAME})?$", max_length=LONGEST_NAME)
 
 
 class SuiteError(ValueError):

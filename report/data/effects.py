@@ -22,14 +22,15 @@ from harness.records.confidence_intervals import (
 from harness.records.memory_parts import on_device
 from harness.suites.answering_quantity import LEAST_STEPS
 from harness.suites.peers import PEERS
-from report.data import bytes_and_memory, decoding, loss_verdicts, speedups
+from report.data import bytes_and_memory, decoding, loss_verdicts, net_speed, speedups
 from report.data.configuration import is_baseline, spelled
 from report.data.frames import groups
 from report.data.metrics import Derived
 
 Verdict = Literal[
-    "better", "worse", "within the margin", "not significant", "inconclusive", "one value", "not measured"
-]
+    "better", "worse", "within the margin", "not significant", "inconclusive", "one value", "not measured",
+    "not reached",
+]  # fmt: skip
 Key = tuple[str, str]  # a setting's hash, and a configuration
 MOST_NEEDED: Final = 200  # pages do not print how many pairs would be needed if there are more than these
 SAME_MEMORY: Final = 0.005  # relative difference up to which memories are equal: padding differs
@@ -51,6 +52,7 @@ class Effect:
     why: str = ""  # why the verdict is inconclusive, if not for too few values
     steps: int = 0  # for losses: steps of training before the loss was measured
     expected: Prediction | None = None  # the change to expect of a further run, if that is predicted
+    text: str = ""  # printed where there is no number
 
     @property
     def significant(self) -> bool:
@@ -174,6 +176,25 @@ def losses(derived: Derived) -> dict[Key, Effect]:
             seeds, verdict = lost[key] + row["seeds"], "inconclusive"
             why = f"{lost[key]} of {seeds} seeds of {spelled(row['configuration'])} ended without a loss"
         effects[key] = Effect(change, verdict, change, 0.0, 0.0, why, row["steps"])
+    return effects
+
+
+def net_speeds(derived: Derived) -> dict[Key, Effect]:
+    """Net speed-ups to the baseline's final loss, where losses and seconds of steps are known.
+
+    If any configuration has one, those that do not reach this loss say so, with or without seconds.
+    """
+    of_losses, known = losses(derived), net_speed.foremost(derived)
+    effects: dict[Key, Effect] = {}
+    for each in net_speed.net_speeds(derived) if known else ():
+        key: Key = (each.row["setting"], each.row["configuration"])
+        net, equal, why = each.net, each.equal, of_losses[key].why
+        if not equal.reached and not why:
+            effects[key] = Effect(NONE, "not reached", NONE, text=net_speed.cell(each))
+        elif known.get(key) is each:
+            why = why or equal.why
+            verdict: Verdict = "inconclusive" if why else verdict_on(net, more_is_better=True)
+            effects[key] = Effect(net, verdict, net, why=why)
     return effects
 
 

@@ -74,6 +74,7 @@ class Frames:
         verified: Sequence[str] = (),
     ) -> None:
         total = len(records)
+        self.run = max(records, key=lambda record: record.started).run  # names the file of the latest run
         # Failures on another machine or of another version of the code are left out: only pools with measurements
         # are kept, or, if nothing was measured, the pool of the latest record.
         if not across_pools:

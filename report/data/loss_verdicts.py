@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from harness.records.confidence_intervals import (
     FEWEST,
@@ -36,6 +37,7 @@ MARGIN = (
 )
 LAST = 0.25  # the last share of training, over which a margin in steps is converted into nats
 Row = dict[str, Any]
+Floats = NDArray[np.float64]
 _NONE = Interval(math.nan, math.nan, math.nan, 0)
 
 
@@ -205,21 +207,32 @@ def over_seeds(group: pd.DataFrame, column: str = "validation_loss") -> Interval
     return Interval(float(means.mean()), float(means.min()), float(means.max()), len(means))
 
 
-def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.DataFrame:
-    """Return the training seconds of each trial until its validation loss is at most ``target``.
+def first_at(loss: Floats, place: Floats, target: float) -> float:
+    """Return the place at which a curve of losses is first at most ``target``, on the line between two validations.
 
-    Between validations the loss is a straight line.  The seconds are infinite if no validation reaches the target,
-    and NaN if the first validation does.
+    Args:
+        loss: Validation losses in order, shape (n,).
+        place: Where they were measured, such as steps or training seconds, shape (n,).
+        target: The loss that is looked for.
+
+    Returns:
+        The place; infinity if no loss is so low, and NaN if the first one is already or the curve has NaN before it.
     """
+    end = int(
+        (loss > target).cumprod().sum()
+    )  # number of validations before the first one that is low enough
+    if end in (0, len(loss)):
+        return math.inf if end else math.nan
+    share = (loss[end - 1] - target) / (loss[end - 1] - loss[end])
+    return float(place[end - 1] + share * (place[end] - place[end - 1]))
+
+
+def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.DataFrame:
+    """Training seconds of each trial until its validation loss is at most ``target`` (:func:`first_at`)."""
     curves, seconds = derived.frames.validations, {}
     curves = curves[curves["id"].isin(trials["id"])].sort_values("step")
     for identity, curve in curves.groupby("id"):
-        loss, time = curve["loss"].to_numpy(), curve["train_seconds"].to_numpy()
-        if (end := int((loss > target).cumprod().sum())) in (0, len(loss)):  # the first that reaches it
-            seconds[identity] = math.inf if end else math.nan
-        else:
-            fall = loss[end - 1] - loss[end]
-            seconds[identity] = time[end - 1] + (time[end] - time[end - 1]) * (loss[end - 1] - target) / fall
+        seconds[identity] = first_at(curve["loss"].to_numpy(), curve["train_seconds"].to_numpy(), target)
     return trials[["id", "seed", "occasion", "disturbed"]].assign(
         seconds=trials["id"].map(seconds).astype(float)
     )

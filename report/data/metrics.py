@@ -14,6 +14,7 @@ import pandas as pd
 from harness.suites.answering_quantity import LEAST_STEPS
 from harness.suites.model_sizes import PRESETS, step_flops
 from harness.suites.trial import Trial
+from impl.plan.step_time import Machine
 from report.data import best_step, break_even, configuration, speedups
 from report.data.configuration import Comparison, is_baseline, is_preset
 from report.data.decoding import generations
@@ -180,11 +181,23 @@ def split(frames: Frames) -> pd.DataFrame:
     return long.dropna(subset=["seconds"])
 
 
+@dataclass(frozen=True, eq=False)
+class StepSource:
+    """Where seconds of steps come from besides a suite's own records: other records, or a model of a machine."""
+
+    name: str  # of the other suite, or of the machine
+    derived: Derived | None = None  # the other suite's records
+    machine: Machine | None = None  # predicts steps (:mod:`impl.plan.step_time`)
+    rate: float | None = None  # Mbit/s of the link that is modelled; None: that of each trial
+    missing: str = ""  # why there are no records
+
+
 @dataclass(frozen=True, eq=False)  # hashed by identity, so that functions of it can be cached
 class Derived:
     """Raw tables with the derived tables that figures share, computed once."""
 
     frames: Frames
+    sources: tuple[StepSource, ...] = ()  # of seconds, before the suite's own
 
     @cached_property
     def trials(self) -> pd.DataFrame:

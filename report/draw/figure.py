@@ -55,14 +55,19 @@ class Figure:
     note: str = ""  # a further sentence of the caption
     # each returns a further sentence, on the data
     notes: tuple[Callable[[pd.DataFrame], str], ...] = ()
+    # returns the whole caption, of at most two sentences; by default the caption is put together from the parts above
+    whole_caption: Callable[[pd.DataFrame], str] | None = None
 
     @property
     def alt(self) -> str:
         """Alternative text.  It has no numbers, because tables on the same page have them."""
-        return f"{self.title}. {self.question} Tables on this page have the numbers."
+        short = f"{self.title}. {self.question}"
+        return short if self.whole_caption is not None else f"{short} Tables on this page have the numbers."
 
     def caption(self, data: pd.DataFrame) -> str:
         """Return the caption: the question, what is drawn and how, and what all rows have in common."""
+        if self.whole_caption is not None:
+            return self.whole_caption(data)
         parts = [self.question, self.mark.says(data), self.note, *(note(data) for note in self.notes)]
         parts += [caveats.FOOTNOTES[caveats.RATES]] if caveats.rates(data) else []
         parts += [peers_note(data)] if "strategy" in data else []

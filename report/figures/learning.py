@@ -10,6 +10,8 @@ import pandas as pd
 from report.data import loss_verdicts, speedups
 from report.data.configuration import is_baseline
 from report.data.metrics import OF_TRIAL, Derived
+from report.data.net_speed import net_speeds
+from report.data.step_seconds import OWN
 from report.data.text import byte_unit, counted, number, span
 from report.draw.figure import Figure
 from report.draw.marks import Front, Lines, Measure, Rows
@@ -47,19 +49,69 @@ def _seeds_in_words(data: pd.DataFrame) -> str:
     return f"There are {seeds}; repeats of a seed train the same model again and count as one value."
 
 
+_CURVES: Final = Lines(
+    "against", "",
+    (Measure("loss", "validation loss, nats", "mean over seeds",
+             lambda rows: loss_verdicts.over_seeds(rows, "loss"), "{:.3f}".format, bar=False),),
+    points="step", band=True,
+)  # fmt: skip
 LOSS: Final = Figure(
     name="loss",
     title="Loss against steps, time and bytes",
     question="How does the validation loss fall with steps, with seconds and with bytes?",
     table=_curves,
-    mark=Lines(
-        "against", "",
-        (Measure("loss", "validation loss, nats", "mean over seeds",
-                 lambda rows: loss_verdicts.over_seeds(rows, "loss"), "{:.3f}".format, bar=False),),
-        points="step", band=True,
-    ),
+    mark=_CURVES,
     notes=(_seeds_in_words,),
-)  # fmt: skip
+)
+
+
+def _against(derived: Derived) -> pd.DataFrame:
+    """Return the validations of configurations with a net speed-up, and of their baselines.
+
+    They are there once against the seconds of each source, which are steps times the seconds of a step, and once
+    against bytes.
+    """
+    seconds = dict[tuple[str, str], dict[str, float]]()  # seconds of a step by setting, source and trial
+    for each in net_speeds(derived):
+        if each.step is not None:
+            source = "" if each.step.source == OWN else f"\n{each.step.source}, {each.step.where}"
+            of_trial = seconds.setdefault((each.row["setting"], f"seconds in steps{source}"), {})
+            of_trial |= dict.fromkeys(each.row["id"].split(), each.step.seconds)
+            of_trial |= dict.fromkeys(each.row["baseline"].split(), each.step.base_seconds)
+    rows = derived.trials[OF_TRIAL].merge(derived.frames.validations, on="id")
+    rows = rows.assign(loss=rows["loss"].astype(float), inter_bytes=pd.to_numeric(rows["inter_bytes"]))
+    rows = rows[rows["id"].isin({identity for of_trial in seconds.values() for identity in of_trial})]
+    if rows.empty:
+        return rows
+    heads = {setting: f"{title}: " if title else "" for setting, title in titles_of(rows).items()}
+    size, unit = byte_unit(float(rows["inter_bytes"].max()))
+    panels = [
+        rows.assign(against=rows["step"] * rows["id"].map(of_trial), panel=f"{heads[setting]}{name}")
+        for (setting, name), of_trial in seconds.items()
+    ]
+    sent = f"{unit} sent between nodes"
+    between = rows["inter_bytes"].where(rows["inter_bytes"] > 0) / size  # one node sends none
+    panels.append(rows.assign(against=between, panel=rows["setting"].map(heads) + sent))
+    return pd.concat(panels).dropna(subset=["against"])
+
+
+def _two_sentences(data: pd.DataFrame) -> str:
+    seeds = counted(data["seed"].nunique(), "seed")
+    return (
+        f"Validation loss against seconds of training and against bytes between nodes: lines are means over {seeds}, "
+        "and bands reach from the lowest to the highest seed. Seconds are steps times the seconds of a step, which are "
+        "from the trials themselves unless another source is named below the axis."
+    )
+
+
+NET_SPEED: Final = Figure(
+    name="net_speed",
+    title="Loss against seconds and bytes",
+    question="How soon, and with how many bytes between nodes, does each configuration have a loss?",
+    table=_against,
+    mark=_CURVES,
+    whole_caption=_two_sentences,
+)
 
 
 def _steps_in_words(data: pd.DataFrame) -> str:

@@ -11,6 +11,7 @@ from report.data.metrics import Derived
 from report.tables.break_even import break_even, generation, parity
 from report.tables.bytes_and_memory import checks, memory, volume
 from report.tables.errors import chosen_codecs, largest_error, losses, quantisation, sent_error
+from report.tables.net_speed import net_speedup
 from report.tables.peers import peers
 from report.tables.phases import phases
 from report.tables.provenance import energy, environment, failures, links, setting
@@ -20,7 +21,7 @@ from report.tables.table import Table
 MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
     maker.__name__: maker
     for maker in (
-        summary, peers, time, energy, losses, failures, generation, phases, volume, checks, parity,
+        summary, peers, time, energy, losses, net_speedup, failures, generation, phases, volume, checks, parity,
         break_even, memory, sent_error, chosen_codecs, quantisation, largest_error, links, setting,
         environment,
     )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -131,8 +134,12 @@ def test_a_magnitude_has_the_interval_of_the_sizes(value: float, half: float) ->
         (lambda: numbers.count("slow_node", "nodes"), r"expected one of trials, sweeps"),
         (lambda: numbers.planned("paper_scale", "memory_bytes", strategy="zero3"), r"4 planned trials"),
         (
-            lambda: numbers.loss_in_steps("convergence", "ZeRO++"),
-            r"the suite's margin is not a number of steps",
+            lambda: numbers.net_speed("slow_node", "ZeRO++", at="equal nodes"),
+            r"slow_node: 'ZeRO\+\+' has no loss beside the baseline's",
+        ),
+        (
+            lambda: numbers.net_speed("budget", numbers.derived("budget").compared.contrast[0]),
+            r"budget: no net speed-up of 'qgZ \(.*\)': no seconds of a step on a link with a rate",
         ),
         (lambda: numbers.budgeted("budget", "int9"), r"0 budgets of 'int9'"),
     ],
@@ -157,6 +164,23 @@ def test_numbers_are_those_of_the_suites_tables() -> None:
         assert numbers.seconds("slow_node", "ZeRO++", at=at).interval == row["step_seconds"]
         over_itself = numbers.speedup("slow_node", "ZeRO-3", over="ZeRO++", at=at).interval.estimate
         assert over_itself == pytest.approx(1 / row["speedup"].estimate)
+
+
+def test_a_reader_computes_the_net_speed_up_with_pandas_alone() -> None:
+    """The example in metrics.md runs as printed, and finds the number and the interval that documents have."""
+    page = (numbers.ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=numbers.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    net = numbers.net_speed("convergence_long", "ZeRO++")
+    assert done.stdout == f"at {net.target.value} nats: {net.total.cell}\n"
 
 
 STEPS = {  # seconds of a step by strategy and type in which it computes

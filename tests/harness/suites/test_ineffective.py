@@ -61,6 +61,21 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         f"[defaults]\nsteps = 200\nvalidate_every = 0\n{TWO}",
         ("two validations in the last quarter",),
     ),
+    "seconds without a curve": (
+        'seconds = "other"',
+        f"[defaults]\nsteps = 100\nvalidate_every = 0\n{TWO}",
+        ('seconds = "other"', "set validate_every", "remove seconds"),
+    ),
+    "seconds of the suite itself": (
+        'seconds = "q"',
+        f"[defaults]\nsteps = 100\nvalidate_every = 50\n{TWO}",
+        ('seconds = "q"', "is this suite", "remove seconds"),
+    ),
+    "seconds of a short curve": (
+        'seconds = "other"',
+        f"[defaults]\nvalidate_every = 5\n{TWO}",
+        ("100 steps or more",),
+    ),
     "validations after the end": (
         "",
         "[defaults]\nvalidate_every = 50\n",
@@ -214,6 +229,7 @@ def test_what_has_no_effect_is_refused(
         ('answer = "loss"', f"[defaults]\nsteps = 100\nvalidate_every = 0\n{TWO}"),
         ('answer = "loss"', f"[defaults]\nvalidate_every = 5\n{TWO}"),
         ("margin = 3", f"[defaults]\nsteps = 100\nvalidate_every = 20\n{TWO}"),
+        ('seconds = "other"', f"[defaults]\nsteps = 100\nvalidate_every = 50\n{TWO}"),
         ("", "[defaults]\nvalidate_every = 10\n"),  # as often as there are steps
         ("", '[defaults]\npolicy.weights = "int8:64"\n[matrix]\nstrategy = ["zero3", "qwz"]\n'),
         ("", '[defaults]\npeer.compute = "bf16"\n[matrix]\nstrategy = ["zero3", "ddp"]\n'),

@@ -28,7 +28,7 @@ REFERENCE = Path(__file__).parents[3] / "results" / "reference"
 EXPECTED = {  # of committed records
     "quickstart": {"speedup", "share", "memory", "sent_error", "pareto", "volume", "step_split"},
     "bandwidth": {"speedup_over_rates", "throughput", "beside_published", "memory", "volume", "step_split"},
-    "convergence": {"speedup", "share", "loss", "final_loss", "memory", "volume", "step_split"},
+    "convergence": {"speedup", "share", "loss", "net_speed", "final_loss", "memory", "volume", "step_split"},
     "nodes": {"speedup", "share", "memory", "scaling", "volume", "step_split"},
     "stages": {"largest_model", "step_split"},
     "generation": {"generation"},

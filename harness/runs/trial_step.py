@@ -1,0 +1,47 @@
+"""Predicts the seconds of a trial's step on a machine, from the trial's units and bytes.  No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from harness.suites.trial import Trial
+from impl.plan.shard_layout import UnitGeometry
+from impl.plan.step_time import Machine, Step, StepTime, Work, step_of, step_time
+
+BYTES_PER_MBIT: Final = 1e6 / 8
+
+
+def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) -> Step | None:
+    """Return the work of a trial's step; None if our own engine does not train it."""
+    policy = trial.resolved_policy()
+    if policy is None or trial.host is not None or trial.workload != "train":
+        return None
+    rate = trial.slowest_mbit if trial.cluster.nodes > 1 else None
+    return Step(
+        policy=policy,
+        topology=trial.topology(),
+        units=units,
+        parameters=parameters,
+        tokens=trial.tokens_per_rank,
+        micro_batches=trial.accumulation,
+        recompute=trial.activation_checkpointing,
+        rate=math.inf if rate is None else rate * BYTES_PER_MBIT,
+    )
+
+
+def predict(trial: Trial, step: Step | None, egress: float | None, machine: Machine) -> StepTime | None:
+    """Predict a trial's step on a machine; None if our own engine does not train it, or its bytes are unknown."""
+    if step is None or egress is None:
+        return None
+    if machine.overlap == "schedule":
+        latency = machine.latency + (trial.cluster.latency or 0.0) / 1e3
+        inside = machine.inside
+        if (inner := trial.cluster.inner_rate) is not None:  # the ranks of a node share this rate
+            inside = min(inside or math.inf, inner * BYTES_PER_MBIT / trial.cluster.ranks_per_node)
+        return step_of(replace(machine, latency=latency, inside=inside), step)
+    tokens = step.tokens * step.micro_batches
+    work = Work(parameters=step.parameters, tokens=tokens, egress_bytes=egress, rate=step.rate)
+    return step_time(machine, work)

@@ -1,0 +1,114 @@
+"""Net speed-up: how much sooner a configuration has a loss than its baseline, in seconds of training.
+
+It is the speed-up of a step (:mod:`report.data.step_seconds`) times the ratio of the steps to that loss
+(:mod:`report.data.equal_loss`).  Formulas: docs/reference/metrics.md, Net speed-up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import pandas as pd
+
+from harness.records.confidence_intervals import Interval, product_interval
+from harness.suites.answering_quantity import LEAST_STEPS
+from report.data import loss_verdicts
+from report.data.equal_loss import NONE, EqualLoss, equal_loss
+from report.data.loss_verdicts import Row
+from report.data.metrics import Derived
+from report.data.step_seconds import StepSpeed, step_speeds
+from report.data.text import plus_or_minus
+
+_FEWEST_DECIMALS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class NetSpeed:
+    """A configuration beside its baseline, with seconds of steps from one source."""
+
+    row: Row  # of the table of losses
+    equal: EqualLoss
+    step: StepSpeed | None  # None without seconds
+
+    @property
+    def at_both(self) -> Interval:
+        """Net speed-up to the higher of the two final losses, which both reach."""
+        if self.step is None or self.equal.why:
+            return NONE
+        return product_interval(self.step.speedup, self.equal.ratio)
+
+    @property
+    def net(self) -> Interval:
+        """Net speed-up to the baseline's final loss; NaN where the configuration does not reach it."""
+        return self.at_both if self.equal.reached else NONE
+
+
+@lru_cache(maxsize=32)  # the verdicts, a table and a figure ask for it
+def net_speeds(derived: Derived) -> tuple[NetSpeed, ...]:
+    """Return a row for each configuration with a loss beside a baseline's and each source of seconds.
+
+    A configuration without seconds has one row.  Trials of fewer than :data:`LEAST_STEPS` steps have none, since their
+    losses hardly depend on the policy.
+    """
+    found = list[NetSpeed]()
+    for row in loss_verdicts.losses(derived):
+        if not row["verdict"] or row["steps"] < LEAST_STEPS:
+            continue
+        own, base = row["id"].split(), row["baseline"].split()
+        equal = equal_loss(_curves(derived, own), _curves(derived, base))
+        steps: Sequence[StepSpeed | None] = step_speeds(derived, own[0], base[0])
+        found += [NetSpeed(row, equal, step) for step in steps or (None,)]
+    return tuple(found)
+
+
+def foremost(derived: Derived) -> dict[tuple[str, str], NetSpeed]:
+    """Return for each setting and configuration the row of the first source, if it has one setting for both."""
+    by_key = dict[tuple[str, str], list[NetSpeed]]()
+    for each in net_speeds(derived):
+        if each.step is not None:
+            by_key.setdefault((each.row["setting"], each.row["configuration"]), []).append(each)
+    return {key: rows[0] for key, rows in by_key.items() if _single(rows)}
+
+
+def in_words(equal: EqualLoss) -> str:
+    """Return ``not reached: 1.705 against 1.683``, the final losses with as many digits as tell them apart."""
+    loss, base = _final_losses(equal)
+    return f"not reached: {loss} against {base}"
+
+
+def cell(each: NetSpeed) -> str:
+    """Return :func:`in_words` with the net speed-up to the higher loss: ``...; 1.05 ± 0.04 at 1.705``."""
+    text = in_words(each.equal)
+    if math.isnan(each.at_both.estimate):
+        return text
+    return f"{text}; {plus_or_minus(each.at_both, '{:.2f}'.format)} at {_final_losses(each.equal)[0]}"
+
+
+def _final_losses(equal: EqualLoss) -> tuple[str, str]:
+    apart = abs(equal.loss - equal.base)
+    decimals = max(_FEWEST_DECIMALS, 1 - math.floor(math.log10(apart))) if apart > 0 else _FEWEST_DECIMALS
+    return f"{equal.loss:.{decimals}f}", f"{equal.base:.{decimals}f}"
+
+
+def sources(derived: Derived) -> str:
+    """Return where the seconds of the verdicts' net speed-ups come from, as text."""
+    texts = (each.step.named for each in foremost(derived).values() if each.step is not None)
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _single(rows: Sequence[NetSpeed]) -> bool:
+    """Whether the first source has the seconds of one setting only."""
+    names = [each.step.source for each in rows if each.step is not None]
+    return names.count(names[0]) == 1
+
+
+def _curves(derived: Derived, ids: Sequence[str]) -> pd.DataFrame:
+    """Return the validations of trials with their seeds."""
+    curves = derived.frames.validations
+    seeds = derived.trials.set_index("id")["seed"]
+    curves = curves[curves["id"].isin(ids)]
+    return curves.assign(seed=curves["id"].map(seeds), loss=curves["loss"].astype(float))

@@ -1,0 +1,234 @@
+"""Speed-ups of steps from the suite's own records, from those of another suite, and from a model of a machine.
+
+Seconds of other records count for a configuration if they are of the same work (model, batch, ranks) with the same
+policy, on nodes whose link has a rate or is a real network.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import pandas as pd
+
+from harness.measure import machine_file
+from harness.records import archive
+from harness.records.confidence_intervals import Interval
+from harness.runs.trial_step import predict, step_of_trial
+from harness.suites.labels import flatten
+from harness.suites.trial import Trial
+from impl.plan.step_time import StepTime
+from report import seconds_key
+from report.data import speedups
+from report.data.configuration import label_of
+from report.data.frames import Frames, ReportError, groups, load, rate_text
+from report.data.metrics import Derived, StepSource, derive
+
+OWN: Final = "own records"
+_ELSEWHERE: Final = "other trials of this suite"
+_WORK: Final = (
+    "workload", "model", "tokenizer", "sequence", "tokens_per_rank", "accumulation", "activation_checkpointing",
+    "optimizer.name", "cluster.nodes", "cluster.ranks_per_node",
+)  # fmt: skip
+_REAL: Final = ("real", "shaped")  # kinds of links between hosts
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpeed:
+    """How many times as fast a step of a configuration is as its baseline's, by one source in one setting."""
+
+    speedup: Interval
+    seconds: float
+    base_seconds: float
+    source: str  # in words, such as ``own records`` or ``records of convergence``
+    where: str  # the setting of these seconds
+
+    @property
+    def named(self) -> str:
+        """The source, with the setting of the seconds unless it is that of the losses."""
+        return self.source if self.source == OWN else f"{self.source} ({self.where})"
+
+
+def step_speeds(derived: Derived, own: str, base: str) -> list[StepSpeed]:
+    """Return what each source says on the steps of two trials, which their ids name; the suite's own records last."""
+    trials = derived.frames.trial_of[own], derived.frames.trial_of[base]
+    found = list[StepSpeed]()
+    for source in derived.sources:
+        if source.derived is not None:
+            found += _of_records(source.derived, *trials, f"records of {source.name}")
+        elif source.machine is not None:
+            found += _of_model(derived, source, own, base)
+    return found + (_of_setting(derived, own, base) or _of_records(derived, *trials, _ELSEWHERE))
+
+
+def unmatched(derived: Derived, source: StepSource) -> str:
+    """Return why no configuration of the suite has seconds in a source, as a clause; empty if one has."""
+    if source.missing or source.derived is None:
+        return source.missing
+    wanted = _known(derived)
+    has = _known(source.derived)
+    if wanted.empty or has.empty:
+        return "has no trial that trained"
+    if wanted["work"].isin(has["work"]).any():
+        shared = wanted.merge(has[has["shaped"]], on=["work", "label"])
+        return "" if len(shared) else "has no configuration of this suite on a link with a rate"
+    first, others = (
+        _fields(each.frames.trial_of[frame["id"].iloc[0]])
+        for each, frame in ((derived, wanted), (source.derived, has))
+    )
+    parts = [
+        f"{name} {others.get(name, 'none')} instead of {first.get(name, 'none')}"
+        for name in dict.fromkeys([*first, *others])
+        if first.get(name) != others.get(name)
+    ]
+    return f"trains other work: {', '.join(parts)}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepsFrom:
+    """Where seconds of steps come from, as a command names it."""
+
+    folders: tuple[Path, ...] = ()  # results folders, or archives of such folders
+    machine: Path | None = None  # file of a machine whose model of steps predicts seconds
+    rate: float | None = None  # Mbit/s of the link that is modelled; None for that of each trial
+
+
+def derive_folder(results: Path, steps: StepsFrom | None = None) -> Derived:
+    """Read a results folder together with the seconds of steps from elsewhere.
+
+    Args:
+        results: The suite's results folder.
+        steps: Where seconds come from besides.  Without folders, the suite's key ``seconds`` names the suite, whose
+            folder or archive lies beside ``results``.
+
+    Raises:
+        ReportError: As :func:`report.data.frames.load`; or if a folder that ``steps`` names has nothing to use.
+        Refusal: If the machine's file cannot be read.
+    """
+    frames, steps = load(results), steps or StepsFrom()
+    sources = [read_source(path) for path in steps.folders] or list(_of_suite(frames, results))
+    if steps.machine is not None:
+        model = machine_file.read(steps.machine)
+        sources.append(StepSource(model.name, machine=model, rate=steps.rate))
+    derived = derive(frames, tuple(sources))
+    for source in sources if steps.folders else ():
+        if why := unmatched(derived, source):
+            raise ReportError(
+                f"--seconds {source.name}: {why}; name a suite that trains the same model with the same batch, ranks "
+                "and policies"
+            )
+    return derived
+
+
+def _of_suite(frames: Frames, results: Path) -> Iterator[StepSource]:
+    """Yield the source that the suite's file of the latest run names, if it names one."""
+    if frames.run is not None and (name := seconds_key.named(results, frames.run)):
+        path = seconds_key.beside(results, name)
+        missing = (
+            f"there are no records of it beside this suite's; run {name}, or name a folder with --seconds"
+        )
+        yield StepSource(name, missing=missing) if path is None else read_source(path)
+
+
+def read_source(path: Path) -> StepSource:
+    """Read the seconds of steps in the records of a results folder or an archive."""
+    name = path.name.removesuffix(archive.SUFFIX)
+    if path.is_dir():
+        return StepSource(name, derive(load(path)))
+    with tempfile.TemporaryDirectory() as folder:
+        return StepSource(name, derive(load(archive.unpack(path, Path(folder)))))
+
+
+@lru_cache(maxsize=64)
+def _known(derived: Derived) -> pd.DataFrame:
+    """Trials that trained, with their ``work``, the full ``label`` of the configuration, and whether seconds count."""
+    table, trial_of = derived.trials, derived.frames.trial_of
+    shaped = table["rate_mbit"].notna() | table["nodes"].eq(1) | table["link_kind"].isin(_REAL)
+    return table.assign(
+        work=[str(_fields(trial_of[identity])) for identity in table["id"]],
+        label=[label_of(trial_of[identity], {}) for identity in table["id"]],
+        shaped=shaped,
+    )
+
+
+def _fields(trial: Trial) -> dict[str, Any]:
+    """Return the fields that say what a step of a trial computes, whatever its policy and its link."""
+    return {
+        path: value
+        for path, value in flatten(trial.canonical())
+        if any(f"{path}.".startswith(f"{name}.") for name in _WORK)
+    }
+
+
+def _of_setting(derived: Derived, own: str, base: str) -> list[StepSpeed]:
+    """Return the speed-up in the trials' own setting, if its link has a rate or is real."""
+    known = _known(derived).set_index("id")
+    first = known.loc[own]
+    if not first["shaped"]:
+        return []
+    pairs = derived.pairs
+    pairs = pairs[pairs["setting"].eq(first["setting"]) & pairs["configuration"].eq(first["configuration"])]
+    pairs = pairs[pairs["baseline_configuration"].eq(known.loc[base]["configuration"])]
+    return [] if pairs.empty else [_speed(pairs, OWN)]
+
+
+def _of_records(source: Derived, trial: Trial, base: Trial, name: str) -> list[StepSpeed]:
+    """Return the speed-up in each setting of other records with the same work and policies."""
+    labels, known = [label_of(each, {}) for each in (trial, base)], _known(source)
+    if labels[0] == labels[1]:  # they differ in more than their policies, which labels do not tell
+        return []
+    rows = known[known["work"].eq(str(_fields(trial))) & known["shaped"] & known["label"].isin(labels)]
+    speeds = list[StepSpeed]()
+    for _, of_setting in groups(rows, ["setting"]):
+        pairs = speedups.pairs(of_setting, of_setting["label"].eq(labels[1]))
+        pairs = pairs[pairs["label"].eq(labels[0])]
+        speeds += [] if pairs.empty else [_speed(pairs, name)]
+    return speeds
+
+
+def _speed(pairs: pd.DataFrame, source: str) -> StepSpeed:
+    """Return the speed-up of pairs of trials, with the geometric means of the pairs' seconds."""
+    kept = speedups.undisturbed(pairs)
+    seconds, base = (speedups.geometric(kept[name]) for name in ("step_seconds", "baseline_seconds"))
+    return StepSpeed(speedups.speedup(pairs), seconds, base, source, str(pairs["where"].iloc[0]))
+
+
+def _of_model(derived: Derived, source: StepSource, own: str, base: str) -> list[StepSpeed]:
+    """Return the speed-up that a machine's model of steps predicts; none if it does not model one of the two.
+
+    The interval reaches over two standard deviations of the calibration's errors, taken as independent for the two
+    steps; without such errors its ends equal the estimate.
+    """
+    machine = source.machine
+    assert machine is not None  # noqa: S101  # the caller has looked
+    steps = [_predicted(derived, source, identity) for identity in (own, base)]
+    if steps[0] is None or steps[1] is None:
+        return []
+    seconds, base_seconds = steps[0].seconds, steps[1].seconds
+    wide = math.exp(2 * math.hypot(steps[0].spread, steps[1].spread))
+    ratio = base_seconds / seconds
+    basis = machine.basis(known=steps[0].calibrated and steps[1].calibrated)
+    cluster = derived.frames.trial_of[own].cluster
+    where = f"{cluster.nodes}x{cluster.ranks_per_node} ranks"
+    where += f", {rate_text(source.rate or cluster.rate)}" if cluster.nodes > 1 else ""
+    speedup = Interval(ratio, ratio / wide, ratio * wide, 0)
+    return [StepSpeed(speedup, seconds, base_seconds, f"model {machine.name}, {basis}", where)]
+
+
+def _predicted(derived: Derived, source: StepSource, identity: str) -> StepTime | None:
+    """Return a trial's step on a machine, from the units and bytes of the trial's record."""
+    machine, trial = source.machine, derived.frames.trial_of[identity]
+    if machine is None or trial.resolved_policy() is None or trial.host is not None:
+        return None
+    if source.rate is not None:
+        cluster = trial.cluster.model_copy(update={"rate": source.rate})
+        trial = trial.model_copy(update={"cluster": cluster})
+    row = derived.trials[derived.trials["id"].eq(identity)].iloc[0]
+    step = step_of_trial(trial, derived.frames.geometries(identity), int(row["parameters"]))
+    egress = float(row["egress_bytes"])
+    return predict(trial, step, None if math.isnan(egress) else egress, machine)
