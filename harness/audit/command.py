@@ -17,6 +17,7 @@ from harness.audit.expectations import Expectation
 from harness.audit.schemes import model_of
 from harness.audit.tables import CSV, Report, scheme_sentence, sentences
 from harness.errors import Refusal
+from harness.suites.labels import counted
 from harness.terminal_table import console, say, show
 
 BROKEN: Final = 1
@@ -154,4 +155,6 @@ def exit_status(program: int, report: Report | None, expected: int) -> int:
 def warn_unchecked(options: Options, report: Report | None) -> None:
     """Say that expectations could not be checked, if there is no report."""
     if report is None and options.expected:
-        print(f"zeropp: {len(options.expected)} expectations could not be checked", file=sys.stderr)
+        print(
+            f"zeropp: {counted(len(options.expected), 'expectation')} could not be checked", file=sys.stderr
+        )

@@ -112,7 +112,7 @@ def test_a_program_that_sends_nothing(tmp_path: Path, zeropp: Zeropp) -> None:
     assert "the program ended with status 4" in done.stderr
     assert "none made a process group of torch.distributed" in done.stderr
     done = zeropp("audit", "--out", tmp_path / "a", "--expect", "all <= 1 B", "true", status=1)
-    assert "1 expectations could not be checked" in done.stderr
+    assert "1 expectation could not be checked" in done.stderr
 
 
 def fsdp2_of_the_guide() -> str:

@@ -244,8 +244,9 @@ def test_the_recorders_ring_is_as_large_as_the_larger_of_both_wishes(
         assert run.environment(tmp_path)["TORCH_FR_BUFFER_SIZE"] == expected
 
 
-def test_ctrl_c_is_the_programs(tmp_path: Path) -> None:
-    """The program gets it; the audit waits for what becomes of it."""
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 5), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_signals_are_the_programs(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    """Ctrl-C goes to both, SIGTERM to the audit alone; the audit waits for what becomes of the program."""
     text = f"""
 import sys
 sys.path.insert(0, {str(Path(run.__file__).parents[2])!r})
@@ -260,8 +261,8 @@ raise SystemExit(run.run([sys.executable, "-c", program], Path({str(tmp_path / "
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(30) == 5
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        assert process.wait(30) == status
 
 
 @pytest.mark.parametrize(
