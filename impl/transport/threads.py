@@ -36,7 +36,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from impl.plan.topology import ranks_in_words
 
