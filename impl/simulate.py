@@ -63,8 +63,9 @@ def simulate(
             f"device={str(device)!r}: ranks of one process compute on the CPU or on one GPU; pass 'cpu' or 'cuda'"
         )
     if place.type == "cuda":
-        torch.cuda.init()  # which makes the GPUs' random generators
-        place = torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # makes the GPUs' random generators
+        if str(place) == "cuda":
+            place = torch.device("cuda", torch.cuda.current_device())
 
     def run(body: Callable[..., T], *args: Any) -> list[T]:
         if (outer := current()) is not None:

@@ -59,7 +59,9 @@ class Exchange(Protocol):
 class Arena(Protocol):
     """Where the ranks of a group read each other's messages in place: shared memory, or memory of one process."""
 
-    row_bytes: int  # largest message of a rank
+    @property
+    def row_bytes(self) -> int:
+        """The largest message of a rank."""
 
     def claim(self) -> int:
         """Return the number of the next exchange."""

@@ -36,7 +36,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from impl.plan.topology import ranks_in_words
 
@@ -442,7 +442,8 @@ class Arena:
 
     def agree(self, number: int, mark: int) -> bool:
         """Return whether all ranks have posted the same ``mark``; to be called after :meth:`wait`."""
-        return all(other == mark for other in self._rounds[number].marks.values())
+        marks = list(self._rounds[number].marks.values())
+        return marks.count(mark) == len(marks)
 
     def done(self, number: int) -> None:
         """Announce that this rank has read the rows of exchange ``number``."""
