@@ -131,8 +131,8 @@ KINDS: Final[dict[Kind, Measured]] = {
         "Rates of codecs",
         "The copy moves the same elements into an existing buffer, and is timed just before the codec. A codec that "
         "reaches the copy's rate is limited by memory; a slower one is limited by arithmetic. Sums add 4 frames. "
-        "'Encode with carried error' adds the error of the last encoding to the elements, and keeps the error of this "
-        "one. A row with 'other arithmetic' is another library's codec, which allocates its own buffers.",
+        "'Encode with carried error' adds the error of the previous encoding to the elements, and keeps the error of "
+        "its own encoding. A row with 'other arithmetic' is another library's codec, which allocates its own buffers.",
         _codec,
         (
             Column("codec", "codec"),

@@ -60,7 +60,7 @@ def report(
     ] = False,
     png: Annotated[bool, typer.Option("--png", help="Also draw figures as PNG.")] = False,
 ) -> None:
-    """Build a suite's report from its records and print its path; for a folder of archives, that of every suite."""
+    """Build a suite's report from its records and print its path; for a folder of archives, build every report."""
     if check:
         if not (ROOT / "docs" / "build.py").is_file():
             raise Refusal(
@@ -114,7 +114,7 @@ def bundle(
 def compare(
     first: Annotated[Path, typer.Argument(help="Results folder from before a change.", metavar="BEFORE")],
     second: Annotated[
-        Path, typer.Argument(help="Results folder of the same suite, after it.", metavar="AFTER")
+        Path, typer.Argument(help="Results folder of the same suite, after the change.", metavar="AFTER")
     ],
     *,
     margin: Annotated[str, typer.Option(help="Step times within this margin count as the same.")] = "2%",

@@ -109,7 +109,7 @@ def heading(derived: Derived) -> tuple[str, str]:
     strategies = {str(name) for name in derived.finished["strategy"]}
     if len(strategies) == 1 and not compared.named_in_suite:
         (strategy,) = strategies
-        return f"{len(compared.contrast) + 1} settings of", NAMES.get(strategy, strategy)
+        return f"{len(compared.contrast) + 1} configurations of", NAMES.get(strategy, strategy)
     return f"{counted(len(compared.contrast), 'configuration')} against", compared.baseline
 
 

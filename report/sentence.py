@@ -1,9 +1,9 @@
 """The sentence in the head of a page: the largest significant difference in the quantity that the suite asks for.
 
-It is one template, filled by the quantity (:mod:`harness.suites.answering_quantity`); a question is never parsed.
-Where several configurations are compared, the sentence is about strategies without changes if any differs
-significantly, and of speeds about the largest gain if there is one; it ends with the number of better and worse
-comparisons, so that the choice hides nothing.
+The sentence is a template that the quantity fills (:mod:`harness.suites.answering_quantity`); a question is never
+parsed.  If several configurations are compared, the sentence is about one of them: about a strategy without changes if
+such a strategy differs significantly, and, for speeds, about the largest gain if there is a gain.  The sentence then
+ends with the numbers of better and worse comparisons, so that the choice hides nothing.
 Definitions: docs/reference/metrics.md, Verdicts.
 """
 
@@ -30,7 +30,7 @@ _IN_WORDS: Final = {  # what configurations are compared in
     "loss": "validation loss", "memory": "memory", "size": "the largest model",
 }  # fmt: skip
 _SPEEDS: Final = ("step", "tokens")
-_MOST_SIZES: Final = 4  # whose break-evens the sentence lists
+_MOST_SIZES: Final = 4  # with more sizes, the sentence gives the break-even of one size alone
 _three_digits: Final = number(3)
 
 
@@ -46,7 +46,7 @@ class Difference:
     effect: Effect
     name: str
     base: str
-    place: str = ""  # in which of several settings: ``with 50 Mbit/s, ``
+    place: str = ""  # if there are several settings, which one: ``with 50 Mbit/s, ``
     notes: str = ""  # after the claim
     preset: bool = True  # whether the configuration is a strategy without changes, or a control
 
@@ -54,7 +54,7 @@ class Difference:
 def sentence(
     derived: Derived, asked: Quantity, kind: str, found: Mapping[Key, Effect], compared: Sequence[Key]
 ) -> str:
-    """The sentence on effects ``found`` of ``kind``, of which the keys ``compared`` are beside a baseline."""
+    """The sentence on effects ``found`` of ``kind``; ``compared`` are the keys of those compared with a baseline."""
     if derived.finished.empty:
         return _nothing_finished(derived)
     if asked == "trials":
@@ -102,7 +102,10 @@ def on_largest(kind: str, differences: Sequence[Difference], *, controls: Sequen
 
 
 def _foremost(kind: str, differences: Sequence[Difference]) -> Difference:
-    """The largest difference: of speeds and losses that of strategies without changes, of speeds a gain, if any."""
+    """The largest difference, among strategies without changes for speeds and losses, and among gains for speeds.
+
+    If there are no such strategies, or no gains, this restriction does not apply.
+    """
     presets = [each for each in differences if each.preset and kind in (*_SPEEDS, "loss")] or differences
     gains = [each for each in presets if each.effect.verdict == "better"] if kind in _SPEEDS else []
     return max(gains or presets, key=lambda each: each.effect.size)
@@ -189,7 +192,7 @@ def _claim(kind: str, difference: Difference) -> tuple[str, str]:
 
 
 def _whose(thing: str, name: str) -> str:
-    """``ZeRO++'s loss``, or ``the loss of ZeRO++ (weights int4:64)``; of no thing ``that of ZeRO++ (...)``."""
+    """``ZeRO++'s loss``, or ``the loss of ZeRO++ (weights int4:64)``; without a thing ``that of ZeRO++ (...)``."""
     if name.replace("+", "").replace("-", "").isalnum():
         return f"{name}'s {thing}".strip()
     return f"{f'the {thing}' if thing else 'that'} of {name}"
@@ -221,8 +224,9 @@ def _in_words(number: int, noun: str) -> str:
 def _differences(
     derived: Derived, asked: Quantity, found: Mapping[Key, Effect], compared: Sequence[Key]
 ) -> list[Difference]:
-    """Differences in page order, without controls where others are compared: a control is a deliberate fault,
-    which shows that the suite would notice one.
+    """Differences in page order; without controls, if other configurations are compared.
+
+    A control is a deliberate fault, with which a suite shows that it would notice such a fault.
     """
     trial_of, first = derived.frames.trial_of, derived.finished.drop_duplicates("configuration")
     trials = {
@@ -288,7 +292,8 @@ def _of_nodes(derived: Derived) -> list[Difference]:
 def _break_even(derived: Derived, key: Key) -> str:
     """The end of the sentence: where a configuration breaks even, at the sizes of this setting and of the others.
 
-    A size is a setting without its rate.  Each size is named if there are several; of many, only this one is.
+    A size is a setting without its rate.  If there are several sizes, each is named.  If there are more than
+    :data:`_MOST_SIZES`, only the size of this setting is given.
     """
     elsewhere = derived.trials.loc[derived.trials["setting"].eq(key[0]), "elsewhere"].iloc[0]
     rows = derived.break_evens
@@ -352,9 +357,7 @@ def _nothing_compared(derived: Derived) -> str:
 
 
 def caveat(derived: Derived) -> str:
-    """Why seconds are not to be relied on: others had the processors, or links achieved different rates; empty
-    where they are.
-    """
+    """Say why seconds are unreliable: others had the processors, or links achieved different rates; else empty."""
     clauses: list[str] = []
     if derived.mostly_disturbed:
         trials = f"{len(derived.disturbed)} of {counted(len(derived.finished), 'trial')}"
@@ -363,5 +366,5 @@ def caveat(derived: Derived) -> str:
         )
     if differing := len(derived.differing):
         apart = f"achieved rates more than {speedups.RATES_AGREE_WITHIN:.0%} apart"
-        clauses.append(f"in {counted(differing, 'setting')} the links of what is compared {apart}")
-    return f"The seconds are not to be relied on: {'; '.join(clauses)}." if clauses else ""
+        clauses.append(f"in {counted(differing, 'setting')} the links of the compared configurations {apart}")
+    return f"The seconds are unreliable: {'; '.join(clauses)}." if clauses else ""

@@ -31,7 +31,7 @@ MARKS: Final[dict[Verdict, str]] = {
     "better": "▲", "worse": "▼", "within the margin": "▽", "not significant": "○", "inconclusive": "?",
     "not measured": NOTHING,
 }  # fmt: skip
-"""Follow the numbers of the table, so that verdicts survive where there is no colour."""
+"""The mark that follows a number of the table, so that its verdict can be read without colours."""
 MOST_OPEN: Final = 12  # rows that a page shows before it is asked for more
 _BASELINE: Final = "baseline"
 _FIGURES: Final[dict[Quantity, str]] = {
@@ -46,11 +46,11 @@ _g3, _ratio = number(3), "{:.2f}".format
 class _Quantity:
     """A column of the table."""
 
-    key: str  # in the CSV, where the verdict is KEY_verdict
+    key: str  # the column's name in the CSV; the verdicts are in the column KEY_verdict
     title: str
     form: Callable[[float], str]
     effects_of: Callable[[Derived], dict[Key, Effect]]
-    of_baseline: float = math.nan  # in its row, where it has no value of its own
+    of_baseline: float = math.nan  # what the baseline's row shows, if effects have no value for it
 
 
 _QUANTITIES: Final = {
@@ -66,7 +66,7 @@ _QUANTITIES: Final = {
         effects.largest_models,
     ),
 }
-"""In the order of the columns.  ``size`` is by limit of memory, and stands alone."""
+"""In the order of the columns.  ``size`` has a row for each memory limit, so it is not shown with other quantities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class Verdicts:
 
     quantity: Quantity  # that the suite asks for
     sentence: str  # on the largest difference
-    caveat: str  # a sentence why seconds are not to be relied on; empty where they are
-    figure: str  # name of the figure that shows it
-    table: Table  # of all configurations; without rows where nothing is compared
+    caveat: str  # a sentence that says why seconds are unreliable; empty if they are reliable
+    figure: str  # name of the figure that shows this difference
+    table: Table  # of all configurations; without rows if nothing is compared
     open: tuple[int, ...]  # numbers of the rows that a page shows before it is asked for more
 
     @property
@@ -86,7 +86,7 @@ class Verdicts:
         return [self.sentence, *filter(None, [self.caveat])]
 
     def parts(self, table: Table) -> tuple[Table, Table]:
-        """The open rows of the table, whose columns may have been chosen since, and the rest."""
+        """Split the table of verdicts, as it is printed, into the open rows and the rest."""
         is_open = table.data.reset_index(drop=True).index.isin(self.open)
         return replace(table, data=table.data[is_open]), replace(table, data=table.data[~is_open])
 
@@ -98,7 +98,7 @@ def of_folder(results: Path) -> Verdicts:
 
 @lru_cache(maxsize=32)  # page, documents and terminal ask for it
 def verdicts(derived: Derived) -> Verdicts:
-    """The head of a page by the records of a folder."""
+    """Compute the head of a page from the records of a folder."""
     frames = derived.frames
     asked = quantity([frames.trial_of[identity] for identity in sorted(frames.trial_of)], frames.answer)
     names = {*derived.compared.contrast, *effects.all_baselines(derived)}
@@ -120,7 +120,7 @@ _NONE: Final = Table("verdicts", "Verdicts", "", pd.DataFrame(), ())
 
 
 def _compared(derived: Derived, found: Mapping[Key, Effect]) -> list[Key]:
-    """Keys of the contrast's configurations that are measured beside a baseline."""
+    """Keys of the contrast's configurations whose difference from a baseline was measured."""
     return [key for key, effect in found.items() if key[1] in derived.compared.contrast and effect.size >= 0]
 
 
@@ -202,7 +202,10 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
 def _places(
     derived: Derived, sizes: Mapping[Key, Effect]
 ) -> Iterator[tuple[dict[str, Any], str, list[str], Sequence[str]]]:
-    """For each setting with a contrast, or limit of memory: first cells, its key, configurations, baselines."""
+    """Yield (first cells of its rows, its key, its configurations, its baselines) of each place of the table.
+
+    A place is a setting that has a contrast, or, with ``sizes``, a memory limit.
+    """
     contrast, overall = derived.compared.contrast, effects.all_baselines(derived)
     if sizes:
         rows = bytes_and_memory.under_limits(derived)
@@ -264,7 +267,7 @@ def _expected(effect: Effect | None, form: Callable[[float], str]) -> dict[str, 
 
 
 def _own_column(derived: Derived, asked: Quantity) -> tuple[dict[Key, Any], str]:
-    """Values and title of the column of a quantity that no other column has."""
+    """Values and title of a further column, if the suite asks for a quantity that no other column shows."""
     keys = ["setting", "configuration"]
     if asked == "tokens":
         decoded = groups(derived.generations, keys)
@@ -283,7 +286,7 @@ def _own_column(derived: Derived, asked: Quantity) -> tuple[dict[Key, Any], str]
 
 
 def _break_even(found: break_even.BreakEven) -> str:
-    names = {"pays": "none: faster at every rate", "costs": "none: slower at every rate"}
+    names = {"pays": "none: faster at every measured rate", "costs": "none: slower at every measured rate"}
     return (
         break_even.crossings_in_words(found) if found.crossings else names.get(found.outcome, found.outcome)
     )
@@ -294,7 +297,7 @@ def _text_or_number(value: Any) -> str:
 
 
 def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -> str:
-    """What the numbers and marks mean, and when a loss is worse; ``again``: whether a new run has an expectation."""
+    """What numbers and marks mean, and when a loss is worse; ``again``: whether the table predicts a new run."""
     base = spelled(derived.compared.baseline)
     margins = [row["margin"] for row in loss_verdicts.losses(derived) if row["margin"] > 0]
     has_margin = bool("loss" in shown and margins)
@@ -313,10 +316,10 @@ def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -
         )
         rule = f"begins above the margin of {two_digits(min(margins))} nats ({allowed})"
         otherwise = (
-            "better where it ends below 0, within the margin where it lies between 0 and the margin, and not "
-            "significant where it contains 0 and ends below the margin"
+            "better if it ends below 0; within the margin if it lies between 0 and the margin; not significant if it "
+            "contains 0 and ends below the margin"
         )
-        first += f" A loss is worse where its interval {rule}, {otherwise}."
+        first += f" A loss is worse if its interval {rule}; {otherwise}."
     return f"{first} {peers_note(derived.finished)}".rstrip()
 
 

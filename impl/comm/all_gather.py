@@ -1,7 +1,7 @@
 """All-gathers encoded shards hop by hop, as qwZ and hpZ do (paper sections 3.1 and 3.2).
 
 Each rank encodes its shard once (:mod:`impl.unit.master_shard` does it for weights).  Every further hop forwards
-the frames that the hop before has received, without decoding them, so all ranks decode the same bytes.
+the frames that the previous hop received, without decoding them, so all ranks decode the same bytes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A rank keeps one error for each element that it encodes.  For the first hop it encodes the whole gradient.  For
 the hop between nodes it encodes only the sums that belong to its local index, and keeps
-``padded / ranks_per_node`` errors.  Errors are cleared every ``reset`` optimizer steps, and after an overflow,
-whose gradients are not used.
+``padded / ranks_per_node`` errors.  Errors are cleared every ``reset`` optimizer steps.  They are also cleared after a
+step with an overflow, because the gradients of such a step are not used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from impl.plan.topology import Topology
 class Errors:
     """The carried errors of one unit on one rank, ``nbytes`` in all.
 
-    ``piece`` is the number of elements with which each rank ends a reduction.
+    ``piece`` is the number of elements of the mean that each rank computes in a reduction.
     """
 
     def __init__(self, policy: Policy, topology: Topology, piece: int, device: torch.device) -> None:
@@ -48,7 +48,10 @@ class Errors:
             error.zero_()
 
     def begin(self, step: int) -> None:
-        """Clear the errors if ``reset`` steps have passed; called before the reductions of ``step``."""
+        """Clear the errors if at least ``reset`` steps have passed since the last reset.
+
+        To be called before the reductions of ``step``.
+        """
         if self.feedback.reset and step - self._since >= self.feedback.reset:
             self.clear()
             self._since = step

@@ -35,7 +35,7 @@ from impl.transport.side_stream import Arrival
 
 Kind = Literal["all_gather", "all_to_all", "shift"]
 
-_IDLE: Final = Arrival(joined=True)  # of a buffer that nothing uses
+_IDLE: Final = Arrival(joined=True)  # the last use of a buffer, if this use has ended already
 _TAGS: Final = 1 << 30  # gloo's messages have tags below this number
 # torch 2.13 renames this function and warns about the old name; torch 2.11 has only the old name.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -44,7 +44,8 @@ _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather
 class Exchange(Protocol):
     """One collective under way: the caller writes to ``send``, calls ``post()``, ``wait()`` and ``close()``."""
 
-    # (bytes,) uint8 this rank's message, to be written before post(); for an all-to-all one row for each rank
+    # This rank's message, (bytes,) uint8, to be written before post().  For an all-to-all it has one row for each
+    # rank.
     send: Tensor
 
     def post(self) -> None:
@@ -78,7 +79,8 @@ def point_to_point(group: Group, kind: Kind, received: Tensor, sent: Tensor, tag
         after, before = after[:1], before[:1]
     come = [received] * size if kind == "shift" else received.view(size, -1).unbind()
     go = sent.view(size, -1).unbind() if kind == "all_to_all" else [sent] * size
-    # These are isend() and irecv() without their checks: six calls of those take 60 us for each unit and hop.
+    # recv() and send() of the group do what irecv() and isend() do, but without their checks.  Six calls of irecv()
+    # and isend() take 60 us for each unit and hop.
     works = [handle.recv([come[i]], i, tag) for i in before]
     works += [handle.send([go[i]], i, tag) for i in after]
     if kind == "all_to_all":
@@ -110,9 +112,10 @@ class Route:
     rows: int  # number of messages received, this rank's own included
     parts: int  # equal parts of this rank's message, each for another rank; 1 if all ranks receive the whole
     receivers: int  # other ranks that receive a part of this rank's message
-    shared: bool  # whether ranks read each other's memory
-    direct: bool  # otherwise, whether messages go from rank to rank over gloo or by the backend's collectives
-    in_place: bool  # whether this rank's message is its own row of what it receives
+    shared: bool  # whether ranks read each other's messages in shared memory
+    # if not shared: whether messages go from rank to rank over gloo, instead of through a collective of the backend
+    direct: bool
+    in_place: bool  # whether this rank writes its message into its own row of the received messages
     limit: tuple[timedelta, ...]  # the arguments of ``Work.wait()``
     # for each key of the ledger, the bytes and the messages that one exchange adds
     booked: tuple[tuple[LedgerKey, int, int], ...]
@@ -122,27 +125,30 @@ class Route:
 class Buffers:
     """Reuses the memory of messages, because a fresh buffer costs a page fault every 4 KiB.
 
-    With several ``streams`` of a GPU, the stream of a buffer's next user waits for its last user, and messages of
-    similar sizes share buffers (:mod:`impl.plan.messages`).  Without ``keep``, nothing is reused.
+    With several ``streams`` of a GPU, the stream that uses a buffer next waits until the buffer's last use has ended,
+    and messages of similar sizes share buffers (:mod:`impl.plan.messages`).  Without ``keep``, nothing is reused.
     """
 
     def __init__(self, device: torch.device, *, streams: bool = False, keep: bool = True) -> None:
         self._device, self._streams, self._keep = device, streams and keep, keep
-        # By bytes, the free buffers, each with the end of its last use.
+        # For each size in bytes, the free buffers, each with the end of its last use.
         self._free: dict[int, deque[tuple[Tensor, Arrival]]] = defaultdict(deque)
         self.held = 0  # bytes of all buffers, in use and free
-        # The end of the side stream's work that is being enqueued, if any: what is given back meanwhile is in use
-        # until then.
+        # While work is being enqueued on a side stream, the end of this work.  Buffers that are given back meanwhile
+        # are in use until this end.
         self.arrival: Arrival | None = None
 
     def take(self, nbytes: int) -> Tensor:
-        """Return a buffer uint8 of at least ``nbytes`` with arbitrary content, of which the caller uses the first."""
+        """Return a uint8 buffer of at least ``nbytes`` bytes with arbitrary content.
+
+        The caller uses its first ``nbytes`` bytes.
+        """
         size, spare = (size_class(nbytes), SPARE) if self._streams else (nbytes, 0)
         free = self._free[size]
         if len(free) > spare:
             # With streams, take the buffer used longest ago; otherwise the last one, which caches may still hold.
             buffer, last = free.popleft() if self._streams else free.pop()
-            # Otherwise the stream of the computation, which is to use the buffer, waits already.
+            # If neither holds, the stream of the computation will use the buffer, and waits for its last use already.
             if self.arrival is not None or not last.joined:
                 last.join()
         else:
@@ -224,7 +230,7 @@ class InMemory:
 class Distributed:
     """An exchange that torch.distributed carries; a ``pacer`` delays its messages as a modelled link would.
 
-    The memory of messages comes from ``buffers``.  What a gather receives may go to ``into`` instead.
+    The memory of messages comes from ``buffers``.  An all-gather may receive its messages in ``into`` instead.
     """
 
     def __init__(
@@ -295,7 +301,7 @@ class Distributed:
 
 
 class Staged:
-    """An exchange of tensors on a device, which ``host``, an exchange of CPU tensors, carries.
+    """An exchange of a GPU's tensors, which are copied to the CPU, sent by the exchange ``host``, and copied back.
 
     With it several ranks can share a GPU, which NCCL refuses.  Copies to and from the host block the thread.
     """

@@ -46,7 +46,7 @@ def label(step: Step) -> str:
 
 @lru_cache(1 << 14)
 def _code(fields: Fields, call: str) -> int:
-    """Return a 64-bit hash that is equal in every process, which ``hash()`` of a text is not."""
+    """Return a 64-bit hash that is equal in every process, unlike ``hash()`` of a text."""
     text = f"{fields!r} {call}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -70,7 +70,7 @@ class CollectiveLog:
 
 
 def parting(histories: Mapping[int, Iterable[Step]]) -> str | None:
-    """Describe the first exchange in which the ranks' ``histories`` differ, in a sentence; None if none does."""
+    """Describe the first exchange in which the ranks' ``histories`` differ; None if they do not differ."""
     # number of the exchange -> its description -> the ranks that opened it
     opened: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, steps in sorted(histories.items()):

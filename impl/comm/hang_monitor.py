@@ -1,4 +1,4 @@
-"""Ends a process whose messages no longer arrive, where the host does not wait for them.
+"""Ends a process whose messages no longer arrive, if a stream of the GPU waits for them instead of the host.
 
 With NCCL a stream of the GPU waits for messages.  If a rank does not take part in an exchange, the host notices
 nothing until it waits for the GPU, and that wait has no time limit.  NCCL's own watchdog counts from the moment at
@@ -42,7 +42,7 @@ class HangMonitor:
 
     Args:
         watchdog: builds the error from the reports of all ranks.
-        timeout: seconds without a completed exchange, while one is under way, after which ranks hang.
+        timeout: seconds after which ranks count as hanging, if exchanges are under way and none has completed.
         on_hang: is called once, in the monitor's thread.
     """
 

@@ -41,9 +41,10 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A message, or a wait, in time."""
+    """The time during which a message was under way, or during which this rank waited for messages."""
 
-    lane: str  # BETWEEN for a message of which bytes leave this rank's node, INSIDE for others; or WAITING
+    # BETWEEN for a message from which bytes leave this rank's node, INSIDE for any other message, WAITING for a wait
+    lane: str
     name: str
     # in seconds of ``time.perf_counter()``, a clock that the ranks of one machine share
     begin: float

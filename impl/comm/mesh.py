@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # imported before there is a group, which its defaults would hold for ever
+import torch.distributed.nn.functional  # before a group exists, since its functions' defaults would hold that group
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -72,7 +72,7 @@ class Mesh:
     device: torch.device
     # the global rank of each rank of the mesh; None if the mesh is over all ranks, in their order
     members: tuple[int, ...] | None = None
-    backend: str | None = None  # the backend of its process groups; None for that of the default group
+    backend: str | None = None  # the backend of its process groups; None for the default group's backend
     _groups: dict[Axis, Group] = field(default_factory=dict)
 
     @classmethod
@@ -134,7 +134,7 @@ class Mesh:
 
     @classmethod
     def of(cls, mesh: Mesh | DeviceMesh) -> Mesh:
-        """Return ``mesh`` itself, or the mesh of a device mesh, which is the same object at every call."""
+        """Return ``mesh`` itself, or, for a device mesh, the mesh made from it: the same object at every call."""
         if isinstance(mesh, Mesh):
             return mesh
         if not isinstance(mesh, DeviceMesh):
@@ -154,7 +154,7 @@ class Mesh:
 
     @property
     def counting(self) -> str:
-        """The end of an error that names ranks: how they are counted; empty if they are global ranks."""
+        """A text to append to an error that names ranks: how they are counted; empty if they are global ranks."""
         if self.members is None:
             return ""
         return f" (ranks as counted in the mesh of global ranks {', '.join(map(str, self.members))})"
@@ -187,7 +187,7 @@ class Mesh:
     def group(self, axis: Axis, timeout: timedelta | None = None) -> Group:
         """Return this rank's group along ``axis``; the first call makes it, and all ranks must take part.
 
-        A group that is made has the ``timeout`` for its operations, by default the backend's.
+        If the call makes the group, ``timeout`` limits the group's operations; by default the backend's limit holds.
         """
         if axis not in self._groups:
             ranks = axis.group(self.rank)
@@ -220,8 +220,8 @@ class Mesh:
 
         ``dist.new_group(use_local_synchronization=True)`` does the same, but it names the group by the number of
         groups that a rank is in: ranks that are in different numbers of groups would wait for one another for
-        ever.  Therefore torch's own helper is called with a name made of the mesh and the number of the group
-        in it.
+        ever.  Therefore torch's own helper is called with a name made of the mesh and the number of the group in
+        this mesh.
         """
         store = c10d._get_default_store()  # noqa: SLF001
         number = PrefixStore(self._prefix, store).add(f"zeropp/groups/{self.rank}", 1)
@@ -245,8 +245,8 @@ class Mesh:
         return f"zeropp/{hashlib.sha256(repr(self.global_ranks).encode()).hexdigest()[:16]}"
 
 
-# For each device mesh, its mesh and the default group at that time.  Device meshes are equal as keys if their
-# ranks, names and thread are equal.
+# For each device mesh, the mesh that was made of it, and the default group when it was made.  Device meshes are equal
+# as keys if their ranks, names and thread are equal.
 _of_device_meshes: MutableMapping[DeviceMesh, tuple[weakref.ref[dist.ProcessGroup], Mesh]]
 _of_device_meshes = weakref.WeakKeyDictionary()
 

@@ -41,9 +41,9 @@ from impl.plan.traffic import Tag
 class Reduction:
     """Reduces gradients of one size with one all-to-all for each hop; used for one reduction at a time.
 
-    Each piece of the gradient may be cut into chunks.  A chunk is posted on its next hop as soon as the following
-    chunk has been posted on the present one.  Thus the last hop's link is in use while most of the gradient is
-    still to be encoded.  All ranks post in this order.
+    Each piece of the gradient may be cut into chunks.  As soon as chunk ``i + 1`` has been posted on a hop, chunk ``i``
+    is posted on the next hop.  Thus the last hop's link is in use while most of the gradient is still to be encoded.
+    All ranks post in this order.
 
     ``mean`` is set when the mean has arrived, until :meth:`finish` returns it.
     """
@@ -52,7 +52,7 @@ class Reduction:
     # each hop's axis and codec, first hop first; the product of the sizes is the world; empty for one rank
     hops: Sequence[tuple[Axis, Codec]]
     tag: Tag
-    piece: int  # elements of the mean with which each rank ends
+    piece: int  # elements of the mean that each rank computes
     # for each hop, the distance in pieces between the pieces of neighbours; by default the axes' strides
     strides: Sequence[int] = ()
     # (start, end) of the chunks of a piece, whose hops overlap; one chunk by default
@@ -80,9 +80,10 @@ class Reduction:
         self._by_hops = (*self.sizes, self.piece), (*(stride * self.piece for stride in self.strides), 1)
 
     def noise(self, key: Key | None, hop: int, start: int = 0) -> Noise | None:
-        """Return the random bits of ``hop`` from element ``start`` of each piece on; None for other codecs.
+        """Return the random bits of ``hop`` from element ``start`` of each piece on.
 
-        The number after the last hop stands for the gather between groups.
+        ``hop = len(hops)`` stands for the gather between groups.  Returns None without a key, or if the hop's codec
+        does not round stochastically.
         """
         codec = self.hops[hop][1] if hop < len(self.hops) else self.replica_codec
         if key is None or not codec.stochastic:
@@ -95,9 +96,10 @@ class Reduction:
     def collects(self, dtype: torch.dtype) -> bool:
         """Return whether gradients of ``dtype`` may be collected straight in the first hop's message.
 
-        The message then has the elements in the unit's order.  This is possible without error feedback if a
-        frame is just its elements, and if a rank of the hop either receives whole rows of the message, because
-        there is a single hop, or reads the others' messages in shared memory and picks its parts.
+        The message then has the elements in the unit's order.  This requires that a frame is just its elements, that
+        pieces are in rank order and are not cut into chunks, and that a rank can pick its parts out of the messages:
+        if there is a single hop, its part is a whole row; otherwise the ranks must read each other's messages in
+        shared memory.  The caller must not use error feedback.
         """
         if not self.hops or len(self.chunks) > 1 or not self._in_order:
             return False
@@ -208,7 +210,7 @@ class Reduction:
         return gather
 
     def _forward(self) -> None:
-        """Post each chunk's next hop, if the following chunk has been posted on its present hop."""
+        """Post the chunks whose next hop is due, in the order that the class describes."""
         hops, chunks = len(self.hops), len(self.chunks)
         for hop in range(1, hops):
             if 0 <= (index := self._turn - hop) < chunks:

@@ -27,7 +27,7 @@ from impl.plan.topology import ranks_in_words
 from impl.transport.shared_memory import SharedMemoryError
 from impl.transport.side_stream import Arrival
 
-ORDER_CHECK: Final = "check_order()"  # as errors name the call of :meth:`impl.comm.wire.Wire.check_order`
+ORDER_CHECK: Final = "check_order()"  # the name of :meth:`impl.comm.wire.Wire.check_order` in errors
 _PATIENCE_SECONDS: Final = 5.0  # how long a rank waits for the other ranks' reports
 T = TypeVar("T")
 DIFFER: Final = "found that the ranks' exchanges differ"
@@ -41,13 +41,14 @@ class WireError(RuntimeError):
 class _Mark:
     """A moment between the waits of the device's stream."""
 
-    seconds: float | None = None  # waited until then; None until the device has passed the waits before it
+    # the seconds that were waited before this moment; None until the device has passed these waits
+    seconds: float | None = None
 
 
 class Watchdog:
     """Logs this rank's exchanges, times its waits, and collects the other ranks' reports when a wait fails.
 
-    All ranks must create their watchdogs in the same order, because their number identifies them in the store.
+    All ranks must create their watchdogs in the same order, because the store knows a watchdog by its number.
 
     Args:
         mesh: the ranks.
@@ -61,8 +62,8 @@ class Watchdog:
         self.timeline: Timeline | None = None  # records messages and waits, if it is set
         self._rank, self._ranks, self._streams = mesh.rank, range(mesh.topology.world), streams
         self._counting = mesh.counting
-        # For each wait of the device's stream that has not been added to ``_waited`` yet, the events before it and at
-        # its end, and marks between waits.
+        # The waits of the device's stream that have not been added to ``_waited`` yet, each as the events at its
+        # beginning and its end, with marks between the waits.
         self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event] | _Mark] = deque()
         self._store: Store | None = None  # holds the ranks' reports; ranks that are threads have none
         self._met: dict[str, int] = defaultdict(int)  # how often this rank has called meet(), by purpose
@@ -145,7 +146,7 @@ class Watchdog:
             else:
                 messages = receive()
                 self._waited += time.perf_counter() - begin
-        except SharedMemoryError:  # its message is complete already
+        except SharedMemoryError:  # this error says everything already
             raise
         except (RuntimeError, TimeoutError) as error:
             raise self.error(f"could not finish {label(step)}", error, step) from error
@@ -208,8 +209,8 @@ class Watchdog:
     def _write(self, status: str, call: str = "") -> None:
         """Write this rank's report to the store.
 
-        It has the rank's ``status``, the public ``call`` that it is in and others may not have made, and its
-        exchanges.
+        The report has the rank's ``status`` and its exchanges.  It also has the public ``call`` that the rank is in, if
+        other ranks may not have made this call.
         """
         if self._store is not None:
             self._store.set(str(self._rank), json.dumps((status, call, [*self.collective_log.steps])))
@@ -231,8 +232,8 @@ class Watchdog:
             for call, ranks in called.items()
             if call and (others := [rank for rank in self._ranks if rank not in ranks])
         }
-        # The engine checks the order of exchanges by itself: where ranks differ in an exchange, that is the cause, and
-        # ranks that do not get to the check are its effect.
+        # The engine calls check_order() by itself.  If the ranks differ in an exchange, some of them may not reach that
+        # call.  The difference is the cause, so it is reported before the missing calls.
         check = lines.pop(ORDER_CHECK, "")
         yield from lines.values()
         if difference := parting({rank: steps for rank, (_, _, steps) in reports.items()}):

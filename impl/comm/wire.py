@@ -38,8 +38,9 @@ from impl.transport.shared_memory import Arena, patience
 from impl.transport.side_stream import Arrival, SideStream
 
 TIMEOUT_SECONDS: Final = 120.0
-# NCCL counts from when an exchange was enqueued, which may be a step before it starts.  Its own time-out therefore
-# comes later, in case that the hang monitor cannot end the process.
+# NCCL's own time-out is longer than the wire's by this factor.  NCCL counts from the moment at which an exchange is
+# enqueued, which may be a whole step before the exchange starts.  NCCL's time-out ends the process only if the hang
+# monitor cannot.
 NCCL_TIMES: Final = 5
 Transport = Literal["backend", "shm", "staged"]
 _OF_PASSES: Final = ("weights", "persistent", "gradients")  # purposes of the messages in every pass
@@ -85,11 +86,11 @@ class Wire:
 
     Args:
         mesh: the ranks.
-        transport: how messages are carried; ``shm`` holds inside nodes only.
-        pacer: models a link between nodes, on machines where the network does not limit its rate.
+        transport: how messages are carried; ``shm`` is used inside nodes only.
+        pacer: models a slower link between nodes than the machine has.
         timeout: seconds after which a rank that does not take part is an error.
-        on_hang: is called with that error, in another thread, where a GPU's stream waits for messages instead of
-            the host; by default the error is printed and the process ended with status 1.
+        on_hang: is called with this error in another thread, if a GPU's stream waits for messages instead of the
+            host.  By default it prints the error and ends the process with status 1.
 
     Raises:
         WireError: for the transport ``shm`` on a mesh that is not on CPUs, or for a ``pacer`` on a GPU whose
@@ -115,8 +116,8 @@ class Wire:
         )  # whether a GPU's stream waits for messages
         if streams and pacer is not None:
             raise WireError(
-                "a pacer delays messages on the host, which with NCCL enqueues later work meanwhile: use transport "
-                "'staged', or a wire without a pacer"
+                "pacer= delays messages on the host, but with NCCL the host does not wait for messages: use transport "
+                "'staged', or leave pacer= out"
             )
         self.transport = transport
         self.ledger = Ledger()
@@ -147,7 +148,7 @@ class Wire:
 
     @property
     def carried(self) -> int:
-        """Bytes that the transports have sent for this rank, which count their own messages beside the ledger."""
+        """Bytes that the transports have sent for this rank; they count them independently of the ledger."""
         return self._watchdog.carried
 
     def mark_exposed(self) -> Callable[[], float]:
@@ -184,8 +185,8 @@ class Wire:
     def meet(self, purpose: str) -> None:
         """Wait until all ranks have called this for ``purpose``.
 
-        It comes before operations of torch, or of the ranks' store, that would wait for a missing rank for half
-        an hour.  Ranks that are threads have no store and do not wait.
+        Call it before operations of torch, or of the ranks' store, that would wait for a missing rank for half an
+        hour.  Ranks that are threads have no store and do not wait.
 
         Raises:
             WireError: after the wire's timeout; the message names the missing ranks.
@@ -226,7 +227,7 @@ class Wire:
 
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Context in which ``observer`` observes reductions, and bytes are booked in a ledger apart."""
+        """Context in which ``observer`` observes reductions, and bytes are booked in a separate ledger."""
         before = self.ledger, self.observer
         self.ledger, self.observer = Ledger(), observer
         try:
@@ -312,7 +313,7 @@ class Wire:
         return self.transport == "shm" and group.same_node and group.size > 1
 
     def lets_go(self, axis: Axis) -> bool:
-        """Return whether messages along ``axis`` can arrive in the caller's memory without a lasting reference.
+        """Return whether messages along ``axis`` can arrive in the caller's memory without a lasting reference to it.
 
         gloo drops its references to the memory when the wait ends.  NCCL, and ranks that are threads, may keep
         them longer.

@@ -155,8 +155,8 @@ __device__ __forceinline__ void store_singly(u8* row, const Place& place, u32 oc
 }
 
 // Loads an octet.  `vectors`: as in the place, or known when compiling.  `together`: all lanes of the warp take part
-// and have whole octets, and lanes that are 16 slots apart have octets that are `apart` octets apart.  Then of fp32
-// each lane loads two halves of octets, so that the loads of a warp are contiguous, and neighbours swap them.
+// and have whole octets, and lanes that are 16 slots apart have octets that are `apart` octets apart.  Then each lane
+// loads two halves of octets of fp32, so that the loads of a warp are contiguous, and neighbours swap these halves.
 template <class T>
 __device__ __forceinline__ Held<T> load_octet(const u8* row, const Place& place, bool vectors, u32 octet,
                                               int count, bool together, u32 apart) {
@@ -217,7 +217,7 @@ __device__ __forceinline__ void widen_octet(const Held<T>& held, float (&values)
     for (int i = 0; i < kOctet; ++i) values[i] = T::widen(held.word(i));
 }
 
-// The same for a type that the launch gives.
+// Loads an octet of a type that the launch gives, and widens it.
 __device__ __forceinline__ void load_any(const u8* row, const Place& place, u32 octet, int count, bool together,
                                          u32 apart, float (&values)[kOctet]) {
     const bool vectors = place.vectors != 0;

@@ -90,10 +90,12 @@ struct Floored {
 // round(quotient + shift_of(bits)) equals floor(quotient + (bits + 1/2) / 65536), and the floor is the part of the bit
 // pattern above the fraction.  That takes one fused multiply-add for an element, where rounding takes four additions.
 // If a sum is nearer than `kMargin` to a whole number, its code is not certain, and all eight values are divided.
-// In units of 2^-kFraction the error of a sum is one half for its rounding, at most one half for the 1/2 that is left
-// out, with 8 bits one half for the rounding of the base, and for the product less than 2^-21 * (last + 1), which is a
-// quarter of a unit with 4 bits and two units with 8: the reciprocal is exact to 2^-22, since it may be denormal, and
-// product and quotient are each rounded by 2^-24.
+// In units of 2^-kFraction, the error of a sum is at most the total of these parts:
+//   one half for the rounding of the sum;
+//   one half for the 1/2 that is left out;
+//   with 8 bits, one half for the rounding of the base;
+//   a quarter with 4 bits, and two with 8 bits, for the product.  Its error is less than 2^-21 * (last + 1): the
+//   reciprocal is exact to 2^-22, since it may be denormal, and product and quotient are each rounded by 2^-24.
 template <bool ASYMMETRIC, bool CLIPPED, int BITS>
 CODEC_FN u64 drawn_word(Scheme<BITS> stated, Divider divider, const float (&values)[kOctet], const Words& random,
                         int count) {

@@ -16,8 +16,8 @@ others with lcm(block, 8) at most 8,192      ``encode_staged``: one read
 all others                                   ``encode_extents``, then ``encode_given``: two reads
 ===========================================  ==========================================================
 
-Tests switch a :data:`Part` off; then the next row of the table, the general kernel, or two launches in place of
-a fused one, are used.
+Tests switch a :data:`Part` off.  Then the kernels of the table's next row, the general kernel, or two launches in
+place of a fused launch are used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ STAGED_BLOCKS: Final = 1_024  # most blocks of a tile, kStagedBlocks of quantize
 STAGED_TILE: Final = 2_048  # about the elements of a tile, where the block allows that
 SCANNED: Final = 4_096  # elements that a thread block of encode_extents scans
 LONGEST: Final = 2**31 - 1  # most elements of a row
-SPREAD: Final = 4_096  # thread blocks before they loop over parts: some 30 a multiprocessor of a large device
+# Thread blocks of a grid, some 30 a multiprocessor of a large device; if there are more parts, each loops over several.
+SPREAD: Final = 4_096
 MOST_LOOPS: Final = 16  # most parts over which a thread block loops
 MOST_ROWS: Final = 65_535  # most thread blocks of a grid along y, and along z
 TYPES: Final = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}
@@ -62,10 +63,11 @@ _ROUNDINGS: Final = ("false", "true")  # the kernels' template argument STOCHAST
 
 
 class _Call:
-    """The argument of a kernel while it is filled in, and the rows that the grid covers.
+    """Fills in the argument of a kernel, and computes the grid of its launch.
 
-    ``tensors``, of equal leading dimensions, and ``codecs`` are given by the name of their field in the
-    argument.  ``frames`` (sources, ...) are the frames of several sources, whose first is in ``tensors``.
+    ``tensors``, of equal leading dimensions, and ``codecs`` are given by the name of their field in the argument.
+    If there are several sources, ``frames`` (sources, ...) holds the frames of all of them, and ``tensors`` those of
+    the first.
 
     Raises ValueError: for a row that is too long, or more rows than a grid covers.
     """
@@ -88,7 +90,7 @@ class _Call:
         merged = [(1, [0] * (len(placed) + 1))] * (3 - len(merged)) + merged
         a, b, c = self.sizes = [size for size, _ in merged]
         if a * b > MOST_ROWS or c > MOST_ROWS:
-            raise ValueError(f"{a * b} x {c} rows: the CUDA kernels take at most {MOST_ROWS} each way")
+            raise ValueError(f"{a * b} x {c} rows: the CUDA kernels take at most {MOST_ROWS} x {MOST_ROWS}")
         self.numel, self.spread, self.arguments = numel, spread, np.zeros(1, ARGUMENTS)
         self.set(numel=numel, middle=b, loops=1, carried=carried is not None)
         if frames is not None:
@@ -186,7 +188,8 @@ class Kernels(Operations):
         return partial(self._repeat, launch, [*tensors])
 
     def _repeat(self, last: Launch, places: Sequence[str], *tensors: Tensor) -> None:
-        # A copy, since other threads may launch the same; as integers, since NumPy takes 27 us for a structure.
+        # Copy the argument, since other threads may repeat the same launch.  Copy it as integers, since NumPy takes
+        # 27 us to copy a structure.
         arguments = last.arguments.view(np.int64).copy().view(ARGUMENTS)
         for place, tensor in zip(places, tensors, strict=True):
             arguments[place]["address"] = tensor.data_ptr()
@@ -234,8 +237,8 @@ class Kernels(Operations):
         """Returns whether one launch can sum and encode.
 
         The threads that hold a group of the first codec's rotation must be neighbours also in the teams that
-        encode the second codec's blocks.  They are, unless these blocks cut a group at another place than its
-        half.
+        encode the second codec's blocks.  They are neighbours if the second codec's block consists of whole groups, is
+        a power of two, or is the whole row.
         """
         if not _holds(second, numel, HELD_ALONE) or (carried is not None and second.hadamard):
             return False
@@ -287,7 +290,7 @@ class Kernels(Operations):
             yield call.octets(file, f"encode_given<{_any(codec)}>")
 
     def _plain(self, codec: Blocked) -> TypeGuard[IntCodec]:
-        """Returns whether there is a kernel compiled for this codec, which may be used."""
+        """Returns whether a kernel is compiled for this codec and may be used."""
         compiled = isinstance(codec, IntCodec) and codec.bits in AHEAD and not codec.hadamard
         return compiled and "plain" not in self._without
 

@@ -7,7 +7,7 @@
 
 namespace frames {
 
-// How many thread blocks of 512 threads make half of a multiprocessor's 64 warps, of which sm_75 has 32.
+// How many thread blocks of 512 threads make half of a multiprocessor's warps: it has 64 warps, on sm_75 32.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
 constexpr int kHalf = 1;
 #else
@@ -263,9 +263,9 @@ __device__ __forceinline__ Extent team_extent(Extent mine, u32 team, bool two, u
     return mine;
 }
 
-// Which octets a thread has: those with numbers lane, lane + size, ... of its team's block.  `apart` is how many octets
-// apart those of two lanes are that are 16 slots apart.  Blocks are multiples of 8, or the whole row.  A team works on
-// a.loops blocks, one in each turn.
+// Which octets a thread has: those with numbers lane, lane + size, ... of its team's block.  `apart` is the distance,
+// in octets, between the octets of two lanes that are 16 slots apart.  Blocks are multiples of 8, or the whole row.  A
+// team works on a.loops blocks, one in each turn.
 struct Team {
     u32 size, lane, block, octets, apart;
     __device__ __forceinline__ Team(const Arguments& a, const Coding& c, u32 turn) {

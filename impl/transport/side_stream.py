@@ -38,9 +38,11 @@ class SideStream:
     def beside(self, *, posted: bool = False) -> Iterator[Arrival]:
         """Enqueue the body's work on this stream, after all earlier work of the current stream.
 
-        Yields the end of the body's work; it may be waited for once the context is left.  With ``posted``, the body
-        begins by waiting for messages that the current stream has just posted.  These come after the stream's other
-        work as well, so that the two streams need no further event.
+        Yields the end of the body's work; it may be waited for once the context is left.
+
+        ``posted`` says that the body begins by waiting for messages that the current stream has just posted.  They are
+        sent after all earlier work of the current stream.  Therefore this wait puts the two streams in order, and no
+        event is needed.
         """
         arrival = Arrival()
         if not posted:

@@ -1,1 +1,1 @@
-"""Records as tables: the only readers of results."""
+"""Loads records as tables, and derives from them the quantities that pages print."""

@@ -1,7 +1,7 @@
 """Lower bounds on a step's time: by the schedule of its units (:mod:`impl.plan.timeline`), and by the CPUs.
 
-Computation is that of the model by itself (:mod:`harness.measure.compute_alone`); where it was not measured,
-the time of ranks' steps in which they did not wait.
+The seconds of computation are those of the model by itself (:mod:`harness.measure.compute_alone`).  If they were not
+measured, they are the part of the ranks' steps in which the ranks did not wait.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _Seconds = NDArray[np.float64]
 
 
 def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
-    """Seconds of a step by the simulated schedule, by id of trial: the slowest rank's, median over samples or
-    timed steps; NaN if exposed time is not known.
+    """Return the seconds of a step by the simulated schedule, by id of the trial.
+
+    They are the slowest rank's, as the median over samples or timed steps; NaN if exposed time is not known.
     """
     achieved = frames.finished.set_index("id")["achieved_mbit"]
     sent = frames.bytes[frames.bytes["source"].eq("ledger") & frames.bytes["link"].eq("inter")]
@@ -52,8 +53,10 @@ def timed(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def computations(frames: Frames) -> pd.DataFrame:
-    """Seconds of computation of a step on each rank, one row per sample of computation by itself (``alone``),
-    else per timed step; ``index`` is that of the sample or step.
+    """Return the seconds of computation of a step on each rank.
+
+    There is one row for each rank and sample of computation by itself (``alone`` is true), or, if a trial has no such
+    samples, for each rank and timed step.  ``index`` is the number of the sample or step.
     """
     alone = frames.alone
     passes = alone["id"].map({identity: trial.accumulation for identity, trial in frames.trial_of.items()})
@@ -85,9 +88,10 @@ def before_training(steps: pd.DataFrame, *names: str) -> pd.Series[float]:
 
 
 def processor_seconds(frames: Frames) -> pd.Series[float]:
-    """CPU seconds of a step of all ranks over the CPUs they share, by id; the median over samples or steps.
+    """CPU seconds that all ranks take for a step, divided by the number of CPUs that they share, by id.
 
-    NaN on GPUs, for ranks that may run on several machines, and for records without CPU seconds.
+    They are medians over samples or steps; NaN on GPUs, for ranks that may run on several machines, and for records
+    without CPU seconds.
     """
     computed = computations(frames).astype({"cpu_seconds": float})
     of_steps = computed.groupby(["id", "index"])["cpu_seconds"].agg(lambda ranks: ranks.sum(skipna=False))
@@ -98,9 +102,11 @@ def processor_seconds(frames: Frames) -> pd.Series[float]:
 def _bound(
     frames: Frames, identity: str, mbit: float, sent: dict[Hashable, float], parts: _Seconds
 ) -> _Seconds | float:
-    """Seconds of a trial's steps, (n,), from ``parts``, the seconds of their forward, backward and rest,
-    (n, 3), and the bytes that the busiest node ``sent`` in one step; NaN without a policy, for steps that do
-    more than train, and at an unknown rate.
+    """Return the seconds, (n,), that a trial's steps take by the simulated schedule.
+
+    ``parts``, (n, 3), are the seconds of each step's forward, backward and rest; ``sent`` are the bytes that the
+    busiest node sends in one step, by unit, phase and purpose.  Returns NaN without a policy, for steps that do more
+    than train, and at an unknown rate.
     """
     trial, rate = frames.trial_of[identity], mbit * BITS_PER_MBIT
     policy = trial.resolved_policy()
@@ -109,7 +115,7 @@ def _bound(
     passes, topology, axes = trial.accumulation, trial.topology(), policy.reduce_axes(trial.topology())
     between = any(topology.crosses(axis) for axis, _ in axes[1:])
     units, sizes = frames.geometries(identity), [size for _, size, _ in frames.units[identity]]
-    # Records are read where a user's codec may not be: its block divides the suite's common alignment.
+    # A user's codec may not be installed here.  Its block divides the suite's common alignment.
     grain = trial.policy.align if policy.own_codecs else policy.grain
     forward, backward, rest = parts.T
 
@@ -121,7 +127,7 @@ def _bound(
         return Collective(hops=(Hop(adapter=seconds_of(unit, phase, "weights", "persistent")),))
 
     def reduce(unit: UnitGeometry) -> Collective:
-        """In the steps of the ring, or in chunks, behind the hop inside the node if there is one."""
+        """In the steps of the ring, or in chunks; a hop inside the node, if there is one, takes no time."""
         adapter = seconds_of(unit, "backward", "gradients")
         if policy.reduce == "ring":
             steps = max(1, topology.world - 1)

@@ -23,7 +23,7 @@ from report.data.speedups import speedup, undisturbed
 from report.data.text import listed, number, with_interval
 
 BEYOND: Final = "beyond what was measured"
-_BESIDE: Final = 1e-9  # of the way to the next rate: a place just beside a measured one
+_BESIDE: Final = 1e-9  # part of the way to the next rate: just beside a measured rate
 _three_digits: Final = number(3)
 _Value = TypeVar("_Value", int, float)
 Outcome = Literal["crosses", "pays", "costs", "not determined"]
@@ -78,7 +78,7 @@ def of_points(points: Sequence[tuple[float, pd.DataFrame]]) -> BreakEven:
     occasions = [_by_pair(pairs, pairs["occasion"]) for pairs in kept]
     left_out = [len(pairs) - len(rest) for (_, pairs), rest in zip(points, kept, strict=True)]
     significant = [ratio.known and not ratio.contains(1.0) for ratio in ratios]
-    # Parts of the way along the points, without a significant difference from 1.
+    # Ranges without a significant difference from 1.  Place 1.5 is halfway between the second and the third point.
     parts: list[tuple[float, float]] = []
     for index, (below, above) in enumerate(pairwise(logs)):
         for low, high in undecided(below, above, occasions[index], sum(left_out[index : index + 2])):

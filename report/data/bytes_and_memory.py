@@ -50,7 +50,7 @@ def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_nodes(derived: Derived) -> pd.DataFrame:
-    """Trials that differ only in the number of nodes, with equal batches a rank (``weak``) or in all."""
+    """Trials that differ only in the number of nodes, with equal batches a rank (``weak``) or in all (``strong``)."""
     table = derived.trials.assign(everyone=lambda t: t["tokens_per_rank"] * t["world"])
     columns, parts = [*KEPT, "step_seconds", "tokens_per_second", "sent_bytes"], []
     for kind, batch, suffix in (("weak", "tokens_per_rank", "a rank"), ("strong", "everyone", "in all")):
@@ -62,7 +62,7 @@ def by_nodes(derived: Derived) -> pd.DataFrame:
 
 
 def under_limits(derived: Derived) -> pd.DataFrame:
-    """Trials that ``trained`` within a memory limit, and trials that exceeded it; empty without either."""
+    """Trials that ``trained`` within a memory limit, and trials that exceeded it; empty unless there are both."""
     keys = [
         "id",
         "strategy",

@@ -24,14 +24,15 @@ FOOTNOTES: Final = {
     TAKEN: f"{TAKEN}: trials during which other programs and the machine's host took more than "
     f"{OTHERS_WITHIN:.0%} of the processors' time. Their number is in parentheses after n; any other number with the "
     "mark is from such trials alone.",
-    ABOVE: f"{ABOVE}: above 1, so that the bound is too long. Steps may have sent bytes at a higher rate than the "
-    "probe after the trial, units may share the computation in other proportions than their elements, ranks may have "
-    "competed for processors when computation was measured, or may not begin a step together.",
+    ABOVE: f"{ABOVE}: above 1, so that the lower bound is longer than the measured step. Possible reasons: the link "
+    "was faster during the steps than when it was probed after the trial; the computation is not divided over the "
+    "units in proportion to their elements; ranks competed for processors while computation was measured; ranks do "
+    "not begin a step at the same time.",
     labels.INTERFACES: labels.INTERFACES_IN_WORDS,
 }
 _FAULTS: Final = {  # by the column that describes one
     "miscounted": "The interfaces did not count the bytes that the ledger holds",
-    "crossed": "Backward passes gathered weights from other nodes, although hpZ keeps copies of them",
+    "crossed": "Backward passes gathered weights from other nodes, although hpZ keeps a copy of them in each node",
     "flat": "The training loss did not fall",
     "off_rate": "The link's rate after the trial differs by more than 5 % from the requested rate",
 }
@@ -46,7 +47,7 @@ _SHAPED: Final = "Throttled: nodes are hosts, and the kernel limited the outgoin
 
 
 def share(value: float) -> str:
-    """Format a ratio to a bound, to hundredths; a ratio above 1 is marked."""
+    """Format the ratio of a lower bound to a measured time, to hundredths; a ratio above 1 is marked."""
     if pd.isna(value):
         return NOTHING
     return f"{value:.2f}" + (f" {ABOVE}" if round(value, 2) > 1 else "")
@@ -69,8 +70,8 @@ def alone_in_words(derived: Derived) -> str:
     is_rlhf = any(trial.workload == "rlhf" for trial in derived.frames.trial_of.values())
     why = "their steps do more than train" if is_rlhf else "their records are older"
     sentence = (
-        f" In {unmeasured} of {counted(len(derived.trials), 'trial')} computation was not measured by itself ({why}): "
-        "it is the time in which ranks did not wait, and includes stalls of the engine."
+        f" In {unmeasured} of {counted(len(derived.trials), 'trial')} computation was not measured by itself ({why}). "
+        "For these trials, the time in which ranks did not wait is given instead; it includes stalls of the engine."
     )
     return sentence if unmeasured else ""
 
@@ -107,8 +108,8 @@ def warnings(derived: Derived) -> list[str]:
     policies = {str(name): frames.trial_of[first].resolved_policy() for name, first in first_ids.items()}
     if names := [name for name, policy in policies.items() if policy is not None and policy.own_codecs]:
         sentences.append(
-            f"{listed(names)} encoded and decoded with a Python function of the suite: these seconds measure Python, "
-            "not a kernel."
+            f"{listed(names)} encoded and decoded with a Python function of the suite, so the seconds of these "
+            "configurations measure Python, not a kernel."
         )
     if (pools := len(frames.pools)) > 1:
         sentences.append(f"The records are sweeps of {pools} machines (see Environment).")

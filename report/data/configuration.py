@@ -1,4 +1,4 @@
-"""Configurations: a strategy with the changes to its policy, and the names under which pages print them.
+"""Names configurations (strategies with changes to their policies) as pages print them, and finds the baseline.
 
 Changes that concern only the execution (types, prefetch, gather, ...) and that all policies of a folder share are left
 out of the names.
@@ -25,7 +25,9 @@ from impl.plan.topology import Topology
 from report.data.text import plain
 
 BASELINE: Final = "zero3"  # in hops, without quantisation or a copy (hpZ)
-PAPERS_BASELINE: Final = "zero3-flat"  # of ZeRO++: one ring over all ranks, blind to nodes
+PAPERS_BASELINE: Final = (
+    "zero3-flat"  # the baseline of the ZeRO++ paper: one ring over all ranks, whatever their node
+)
 PROPOSED: Final = "zeropp"
 
 
@@ -60,18 +62,23 @@ class Comparison:
 
     baseline: str
     contrast: tuple[str, ...]
-    # Whether the suite names both; else :func:`is_baseline` chooses, and the contrast is every other configuration.
+    # Whether the suite names both.  If not, :func:`is_baseline` chooses the baseline, and the contrast is every other
+    # configuration.
     named_in_suite: bool
 
 
 FLAT_FACTOR = (
     "With N nodes and P ranks in all, one ring over all ranks sends ((P - 1) / P) / ((N - 1) / N) times as many bytes "
-    "between nodes as collectives in two hops: 1.5 on 2 nodes of 2 ranks, 1.015 on 64 of 16"
+    "between nodes as collectives in two hops: 1.5 on 2 nodes of 2 ranks, 1.015 on 64 nodes of 16 ranks"
 )
 
 
 def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
-    """Whether each row belongs to the baseline: by its role, else plain ZeRO-3, else the configuration listed first."""
+    """Return whether each row belongs to the baseline.
+
+    The baseline is what has the role ``baseline``.  If nothing has this role, it is plain ZeRO-3, or, without plain
+    ZeRO-3, the configuration listed first.
+    """
     if table["role"].eq("baseline").any():
         return table["role"].eq("baseline")
     preset = is_preset(table, BASELINE)
@@ -84,10 +91,11 @@ def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
 def with_baseline(
     table: pd.DataFrame, is_base: pd.Series[bool], on: Sequence[str], **columns: str
 ) -> pd.DataFrame:
-    """``table`` with new columns, each the value of another column in the baseline's row that is equal in ``on``.
+    """Add values of the baseline to each row of ``table``.
 
-    ``columns`` maps new names to the names of those columns; NaN where the baseline has no such row.  Of several
-    baselines in a setting it is the one of column ``beside``.
+    They are taken from the baseline's row that has the same values in the columns ``on``, and are NaN if there is no
+    such row.  ``columns`` maps the name of each new column to the column of the baseline's row that it is copied from.
+    If a setting has several baselines, column ``beside`` names the baseline that counts.
     """
     base, keys = table[is_base], [*on]
     if base[["setting", "configuration"]].drop_duplicates()["setting"].duplicated().any():
@@ -129,21 +137,21 @@ def fields_of(policy: Policy | None, topology: Topology) -> dict[str, str]:
 
 
 def changes_of(trial: Trial, base: Policy | None = None) -> dict[str, str]:
-    """Fields of a trial's policy that differ from ``base``, else its strategy's preset, as text."""
+    """Fields of a trial's policy that differ from ``base``, by default its strategy's preset, as text."""
     usual = fields_of(base or trial.base_policy(), trial.topology())
     values = fields_of(trial.resolved_policy(), trial.topology())
     return {name: value for name, value in values.items() if value != usual[name]}
 
 
 def differences_of(trial: Trial, base: Trial) -> str:
-    """The fields of a trial's policy that differ from another trial's: ``weights int8:2048, hpZ 2``; and its control.
+    """Name the fields in which a trial's policy differs from another's (``weights int8:2048, hpZ 2``), and its control.
 
-    Peers, which have no policy, differ in none.
+    Peers have no policy, so no field is named for them.
     """
     usual = fields_of(base.resolved_policy(), base.topology())
     values = fields_of(trial.resolved_policy(), trial.topology())
     changes = {name: value for name, value in values.items() if usual and value != usual[name]}
-    changes.pop("group", None)  # follows from others
+    changes.pop("group", None)  # follows from other fields
     first = [name for name in ("weights", "secondary", "gradients") if name in changes]
     texts = [_changed_text(name, changes[name]) for name in dict.fromkeys([*first, *changes])]
     texts += [f"control: {trial.control.replace('_', ' ')}"] if trial.control is not None else []
@@ -157,7 +165,7 @@ def _changed_text(field: str, value: str) -> str:
 
 
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
-    """Changes of execution from the presets that all policies of a folder share."""
+    """Changes from the presets that concern only the execution, if all policies of a folder have them."""
     of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
     return {
         name: value
@@ -169,7 +177,7 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
 def labels_of(
     trials: Mapping[str, Trial], shared: Mapping[str, str], also: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Names of the configurations of trials, by id; ``also`` are further fields that belong to a configuration."""
+    """Names of the trials' configurations, by id; ``also`` are further fields that belong to a configuration."""
     fields = {
         name: {path: value for path, value in flatten(trial.canonical()) if path.split(".")[0] in also}
         for name, trial in trials.items()
@@ -182,9 +190,11 @@ def labels_of(
 
 
 def label_of(trial: Trial, shared: Mapping[str, str], also: Mapping[str, Any] = {}) -> str:
-    """``ZeRO++``, or ``ZeRO++ (w int8:64)`` where a change, or a further field, distinguishes it."""
+    """Name a configuration: ``ZeRO++``, or ``ZeRO++ (w int8:64)`` if it has changes or the further fields ``also``."""
     name, changes = NAMES[trial.strategy], changes_of(trial)
-    if trial.strategy == RECIPE:  # its name has the stage, and its policy's changes from the bare stage
+    if (
+        trial.strategy == RECIPE
+    ):  # the name has the stage, and the policy's changes from a recipe of the stage alone
         stage = trial.recipe().policy.stage
         bare = recipe({"zero_optimization": {"stage": stage}}, topology=trial.topology()).policy
         changes = {"stage": str(stage)} | changes_of(trial, bare)
@@ -222,7 +232,7 @@ def short_names_in_words(names: Iterable[str]) -> str:
 
 
 def _peer_settings(trial: Trial) -> dict[str, str]:
-    """Settings of a peer without usual ones (stage 3, fp32): DeepSpeed's configuration, types, and the like."""
+    """Settings of a peer other than the usual ones (stage 3, fp32): DeepSpeed's configuration, types and buckets."""
     config = trial.deepspeed_config if family_of(trial.strategy) == DEEPSPEED else None
     settings = {path.rpartition(".")[2]: str(value) for path, value in flatten(json.loads(config or "{}"))}
     if trial.peer.bucket_mb != BUCKET_MB:

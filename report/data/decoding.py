@@ -17,11 +17,13 @@ PAIR = ("setting", "sweep", "seed", "repeat", "step")  # generations that ran un
 
 
 def generations(frames: Frames) -> pd.DataFrame:
-    """One row per timed generation, beside the columns of ``frames.finished``.
+    """Return one row for each timed generation, with the columns of ``frames.finished`` and the following.
 
-    ``exposed`` is the share of ``seconds`` that the slowest rank waited; ``first_bytes`` and ``later_bytes``
-    are what all ranks sent between nodes for the first token and each later one (NaN without a ledger);
-    ``speedup`` is over ``baseline``'s generation of the same number.
+    ``seconds`` is the sum of the slowest rank's seconds over the tokens, and ``exposed`` the share of these seconds in
+    which that rank waited for messages.  ``first_bytes`` and ``later_bytes`` are the bytes that all ranks sent between
+    nodes for the first token, and for each later token (NaN without a ledger).  ``baseline`` is the id of the
+    baseline's trial, and ``speedup`` the ratio of tokens per second to those of that trial's generation of the same
+    number.
     """
     timed = best_step.timed(frames.tokens).astype({"inter_bytes": float, "exposed": float})
     by_token = timed.groupby(["id", "step", "index"])
@@ -51,9 +53,9 @@ def generations(frames: Frames) -> pd.DataFrame:
 
 
 def speedup(group: pd.DataFrame) -> Interval:
-    """Geometric mean over undisturbed pairs of trials of the mean ratio of their generations.
+    """Return the ratio of tokens per second to the baseline's: the geometric mean over undisturbed pairs of trials.
 
-    NaN without a baseline.
+    A trial counts with the geometric mean of its generations.  NaN without a baseline.
     """
     paired = group.dropna(subset=["baseline"])
     if paired.empty:
@@ -71,7 +73,10 @@ def speedup(group: pd.DataFrame) -> Interval:
 
 
 def speed(group: pd.DataFrame) -> Interval:
-    """Tokens per second: geometric mean over undisturbed trials of each trial's geometric mean, with its interval."""
+    """Return tokens per second, with the interval: the geometric mean over undisturbed trials.
+
+    A trial counts with the geometric mean of its generations.
+    """
     kept = undisturbed(group)
     by_trial = kept.groupby("id", sort=False)
     speeds, left_out = by_trial["tokens_per_second"].agg(geometric), group["id"].nunique() - by_trial.ngroups

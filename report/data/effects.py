@@ -1,4 +1,4 @@
-"""What each configuration changes beside the suite's baseline, quantity by quantity, with verdicts.
+"""Compares each configuration with the suite's baseline in each quantity, and gives verdicts.
 
 Definitions: docs/reference/metrics.md, Verdicts.
 """
@@ -31,7 +31,7 @@ Verdict = Literal[
     "better", "worse", "within the margin", "not significant", "inconclusive", "one value", "not measured"
 ]
 Key = tuple[str, str]  # a setting's hash, and a configuration
-MOST_NEEDED: Final = 200  # beyond which no number of further pairs is named
+MOST_NEEDED: Final = 200  # pages do not print how many pairs would be needed if there are more than these
 SAME_MEMORY: Final = 0.005  # relative difference up to which memories are equal: padding differs
 _BY_KEY: Final = ["setting", "configuration"]
 _OF_LOSSES: Final[dict[str, Verdict]] = {"inferior": "worse", "not inferior": "not significant"}
@@ -39,16 +39,18 @@ _OF_LOSSES: Final[dict[str, Verdict]] = {"inferior": "worse", "not inferior": "n
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """A quantity of one configuration beside the baseline's in one setting."""
+    """A quantity of one configuration, compared with the baseline's in one setting."""
 
-    change: Interval  # over the baseline's, or minus it; counted quantities have no spread
+    change: (
+        Interval  # ratio to the baseline's value, or difference from it; counted quantities have no spread
+    )
     verdict: Verdict
-    value: Interval  # of the configuration itself; of a change alone the change
+    value: Interval  # the configuration's own value; if only the change is known, the change
     base: float = math.nan  # the baseline's value
-    equal: float = 1.0  # the change of equals: 1 of ratios, 0 of differences
-    why: str = ""  # why it is inconclusive, where not by the number of values
-    steps: int = 0  # of training, before a loss
-    expected: Prediction | None = None  # in a further run, where not by the interval alone
+    equal: float = 1.0  # the change if there is no difference: 1 for ratios, 0 for differences
+    why: str = ""  # why the verdict is inconclusive, if not for too few values
+    steps: int = 0  # for losses: steps of training before the loss was measured
+    expected: Prediction | None = None  # the change to expect of a further run, if that is predicted
 
     @property
     def significant(self) -> bool:
@@ -57,12 +59,12 @@ class Effect:
 
     @property
     def counted(self) -> bool:
-        """Whether it is counted, so that it has no interval."""
+        """Whether the quantity is counted, so that it has no interval."""
         return self.change.n == 0 and self.change.known
 
     @property
     def size(self) -> float:
-        """How large the change is: nats, or the logarithm of a ratio; -1 of nothing measured."""
+        """How large the change is: nats, or the logarithm of a ratio; -1 if nothing was measured."""
         estimate = self.change.estimate
         if math.isnan(estimate):
             return -1.0
@@ -98,8 +100,9 @@ def speeds(derived: Derived) -> dict[Key, Effect]:
 
 
 def sent(derived: Derived) -> dict[Key, Effect]:
-    """Bytes between nodes over the baseline's: counted by the ledger, or measured by the interfaces; of decoding
-    those of a token after the first.
+    """Bytes between nodes over the baseline's, as the ledger counted them or, without a ledger, the interfaces.
+
+    For decoding, these are the bytes of each token after the first.
     """
     effects: dict[Key, Effect] = {}
     bases = baselines(derived)
@@ -120,11 +123,11 @@ def sent(derived: Derived) -> dict[Key, Effect]:
 
 
 def errors(derived: Derived) -> dict[Key, Effect]:
-    """Errors of gradients end to end (vNMSE): of a trial the median of its measured steps, paired with the
-    baseline's trial.
+    """Errors of gradients end to end (vNMSE), compared in pairs of a trial and the baseline's trial.
 
-    Suites that repeat trials measure errors in their first repeat alone, since further repeats of a seed would find
-    the same.  One value gets no verdict: steps and units of one training run are no independent samples.
+    The error of a trial is the median over its measured steps.  Suites that repeat trials measure errors in the first
+    repeat alone, since further repeats of a seed would find the same.  A single value gets no verdict: steps and units
+    of one training run are no independent samples.
     """
     rows, trials = derived.sent_errors, derived.trials
     rows = rows[rows["purpose"].eq("gradients") & rows["hop"].isna() & rows["repeated"].eq(1)]
@@ -201,8 +204,10 @@ def largest_models(derived: Derived) -> dict[Key, Effect]:
 
 
 def scaling(derived: Derived) -> list[tuple[str, str, int, int, Effect]]:
-    """Tokens/s of all ranks on the most nodes over those on the fewest: for ``weak`` scaling (equal batches a
-    rank) and ``strong`` (in all), and each configuration, with the two numbers of nodes.
+    """Return by how much tokens/s of all ranks grow from the fewest nodes to the most.
+
+    Each entry is (kind, configuration, fewest nodes, most nodes, effect).  The kind is ``weak`` (every rank's batch
+    stays the same) or ``strong`` (the batch of all ranks together stays the same).
     """
     rows, found = bytes_and_memory.by_nodes(derived), []
     for (kind, _), group in groups(rows, ["kind", "title"]):
@@ -245,8 +250,9 @@ def all_baselines(derived: Derived) -> list[str]:
 
 
 def needed(change: Interval, equal: float) -> int:
-    """How many pairs, or occasions of several, would exclude equality if change and spread stay; at most
-    :data:`MOST_NEEDED`.
+    """Return how many pairs would make the interval exclude equality, if the change and its spread stay the same.
+
+    If there were several occasions, occasions are counted instead of pairs.  At most :data:`MOST_NEEDED`.
     """
     count = change.occasions if change.occasions > 1 else change.n
     ends = (change.estimate, change.high)
@@ -270,7 +276,7 @@ def _over_baselines(
     values: Mapping[Key, float], bases: Mapping[Key, tuple[str, ...]], *, same: float = 0.0,
     more_is_better: bool = False,
 ) -> dict[Key, Effect]:  # fmt: skip
-    """Counted values beside those of the first baseline of the same setting."""
+    """Compare counted values with those of the first baseline of the same setting that has a value."""
     effects: dict[Key, Effect] = {}
     for (setting, name), value in values.items():
         names = bases.get((setting, name), ())

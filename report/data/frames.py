@@ -36,7 +36,7 @@ _NOT_OF_A_SETTING: Final = (
 _FLOATS: Final = ("rate_mbit", "achieved_mbit", "reference_loss", "processors", "taken_share")
 _ALWAYS_NAMED: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate", "tokens_per_rank")
 
-OCCASION_APART: Final = timedelta(hours=1)  # between sweeps of one start of a machine that are two occasions
+OCCASION_APART: Final = timedelta(hours=1)  # sweeps that are further apart ran at different occasions
 
 _FORESEEN: Final = ("seconds", "compute", "wire", "calibrated")
 _SENT: Final = ("id", "source", "rank", "node", *schema.LedgerRow.model_fields, "padding", "headers")
@@ -51,11 +51,16 @@ class ReportError(RecordError):
 class Frames:
     """Records, and traces of their steps, as tables, whose columns are the records' fields, with units in the names.
 
-    In ``finished``, ``processors`` are the CPUs that all ranks share (NaN on GPUs and several machines),
-    ``taken_share`` what other programs (``others_share``) and the hypervisor (``steal_share``) took of them,
-    ``beside`` the baseline that its configuration is compared with, where a setting has several (else empty),
-    ``disturbed`` whether that was more than :data:`OTHERS_WITHIN`, ``occasion`` the number of the occasion at which
-    the trial ran (:func:`occasions`), and ``place`` and ``first`` the order in which configurations are listed.
+    The table ``finished`` also has these columns:
+
+    * ``processors``: the CPUs that all ranks share; NaN on GPUs and on several machines;
+    * ``taken_share``: the share of these CPUs' time that other programs (``others_share``) and the hypervisor
+      (``steal_share``) took;
+    * ``disturbed``: whether ``taken_share`` is more than :data:`OTHERS_WITHIN`;
+    * ``beside``: if the setting has several baselines, the one that the configuration is compared with; else empty;
+    * ``occasion``: the number of the occasion at which the trial ran (:func:`occasions`);
+    * ``place`` and ``first``: the order in which configurations are listed.
+
     Raises as :func:`load`.
     """
 
@@ -68,13 +73,17 @@ class Frames:
         verified: Sequence[str] = (),
     ) -> None:
         total = len(records)
-        if not across_pools:  # without old failures: of other pools than that of the measured, or the latest
+        # Failures on another machine or of another version of the code are left out: only pools with measurements
+        # are kept, or, if nothing was measured, the pool of the latest record.
+        if not across_pools:
             latest = max(records, key=lambda record: record.started)
             pools = {record.pool for record in records if record.measured} or {latest.pool}
             records = [record for record in records if record.pool in pools]
             _check_pools(records)
         self.trial_of = {record.id: _trial(record) for record in records}
-        self.shared = shared_changes(list(self.trial_of.values()))  # by all policies, which names leave out
+        self.shared = shared_changes(
+            list(self.trial_of.values())
+        )  # changes of all policies; names leave them out
         also = _compared_also(records, self.trial_of)
         names = labels_of(self.trial_of, self.shared, also)
         rows = {
@@ -100,33 +109,41 @@ class Frames:
         columns = list(rows[records[0].id])
         self.suite = ", ".join(sorted({record.suite for record in records}))
         self.questions = tuple(sorted({record.question for record in records if record.question}))
-        self.answer: ChosenQuantity = answers.pop() if len(answers) == 1 else ""  # if all name one
+        self.answer: ChosenQuantity = (
+            answers.pop() if len(answers) == 1 else ""
+        )  # "" unless all records agree
         self.margin = min(record.margin for record in records)  # of losses, in steps; 0 if none is named
         self.pools = tuple(sorted({record.pool for record in records}))  # hashes of machine and code
         self.left_out = total - len(records)  # failures of another pool, without measurements
-        self.interrupted = len(failed) - len(failures)  # by Ctrl-C, and not run again: no failures
-        self.stale_traces = len(traces) - len(shown)  # of trials, machines or code not among the records
+        # trials that Ctrl-C ended and that were not run again; they do not count as failures
+        self.interrupted = len(failed) - len(failures)
+        self.stale_traces = len(traces) - len(shown)  # traces of trials, machines or code that no record has
         self.journal = verified  # differences from the folder's journal, a sentence each
         self.units = {record.id: record.units for record in ended}
-        # A row per trial: finished ones by place, then by configuration, and those without a result.
+        # finished: one row per trial with a result, in the order of tables.  failures: one row per failed trial.
         self.finished = _listed(pd.DataFrame([rows[record.id] for record in ended], columns=columns))
         self.failures = pd.DataFrame(failures, columns=[*columns, *schema.Failure.model_fields])
-        # Per rank and optimizer step of training, per rank and decoded token, and of computation by itself,
-        # per rank and sample: seconds of one micro-batch, and of a step.
+        # steps: one row per rank and optimizer step of training.  tokens: one row per rank and decoded token.
+        # alone: computation by itself, one row per rank and sample; the seconds of forward and backward are those of
+        # one micro-batch, the optimizer's those of one step.
         self.steps = _parts(trained, schema.Step, "steps", "rank")
         self.tokens = _parts(ended, schema.Token, "tokens", "rank")
         self.alone = _parts(trained, schema.Alone, "alone", "rank")
-        # Sent over the timed steps; source: ledger or predicted.  ``padding`` of the bytes are of padding; a
-        # real network's packets would add ``headers``.  Then what interfaces counted.
+        # bytes: what ranks sent in the timed steps, by the ledger or as predicted (``source``).  ``padding`` is how
+        # many of the bytes are padding; ``headers`` is what the packets of a real network would add.
+        # interfaces: what the nodes' interfaces counted.
         self.bytes = pd.DataFrame(_sent_rows(trained), columns=_SENT)
         self.interfaces = pd.DataFrame(_interface_rows(trained), columns=_INTERFACES)
-        # Source: engine, formula or process; of a step, copied and copied_formula.
+        # ``source`` is engine, formula or process for bytes held, copied or copied_formula for bytes copied in a step.
         self.memory = pd.DataFrame(_memory_rows(trained), columns=["id", "rank", "source", "part", "bytes"])
         self.validations = _parts(trained, schema.Validation, "validations")
-        self.quantisation = _parts(trained, schema.QuantisationError, "quantisation")  # of codecs tried
+        self.quantisation = _parts(
+            trained, schema.QuantisationError, "quantisation"
+        )  # errors of codecs tried
         self.communication_errors = _parts(trained, schema.CommunicationError, "communication_errors")
-        self.chosen_codecs = _parts(trained, schema.ChosenCodec, "chosen_codecs")  # by a budget
-        self.traces = pd.DataFrame(_span_rows(shown), columns=_SPANS)  # seconds of it and of the step before
+        self.chosen_codecs = _parts(trained, schema.ChosenCodec, "chosen_codecs")  # those that a budget chose
+        # ``seconds`` and ``before`` are the durations of the traced step and of the step before it.
+        self.traces = pd.DataFrame(_span_rows(shown), columns=_SPANS)
         self.links = _links_frame(ended)  # a row per measurement
         self.facts = _facts_frame(records)  # a row per pool and distinct value
 
@@ -147,9 +164,9 @@ def occasions(records: Sequence[Record]) -> dict[int, int]:
     """Number the occasions at which sweeps ran, by sweep; an occasion is one start of one machine.
 
     A sweep belongs to the occasion of the sweep before it if both ran on one start of one machine (``machine.boot``)
-    and less than :data:`OCCASION_APART` lies between them: what they share, such as the state of the machine and
-    its neighbours, is then no independent sample.  Records that are older than ``machine.boot`` tell machines apart
-    by their hardware and kernel alone.
+    and at most :data:`OCCASION_APART` lies between them: such sweeps share the state of the machine and its
+    neighbours, so they are no independent samples.  In records that are older than ``machine.boot``, machines are told
+    apart by their hardware and kernel alone.
     """
     of_sweep = defaultdict[int, list[Record]](list)
     for record in records:
@@ -158,7 +175,7 @@ def occasions(records: Sequence[Record]) -> dict[int, int]:
     numbers, last = (
         dict[int, int](),
         dict[str, tuple[datetime, int]](),
-    )  # by start: its last end, and occasion
+    )  # for each start of a machine: when its last sweep ended, and the occasion of that sweep
     for sweep in order:
         ran, starts = of_sweep[sweep], {_start(record) for record in of_sweep[sweep]}
         begun = min(_moment(record, "started") for record in ran)
@@ -204,7 +221,7 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
 
 
 def _listed(table: pd.DataFrame) -> pd.DataFrame:
-    """Trials in the order of tables: by size, rate and setting, then by configuration.
+    """Sort trials as tables list them: by size, rate and setting, then by configuration.
 
     The new column ``first`` is the smallest ``order`` of the trials of a configuration.
     """
@@ -217,7 +234,10 @@ def _listed(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _parts(records: list[Record], model: type[BaseModel], name: str, *rank_fields: str) -> pd.DataFrame:
-    """One row per entry of the list ``name``, of each record, or of its ranks if ``rank_fields`` are named."""
+    """Return one row for each entry of the list ``name``, which each record has.
+
+    If ``rank_fields`` are named, each rank of a record has the list, and these fields of the rank are columns.
+    """
     rows = [
         {"id": record.id, **{field: getattr(owner, field) for field in rank_fields}, **entry.model_dump()}
         for record in records
@@ -233,7 +253,9 @@ def _trial(record: Record) -> Trial:
         return Trial.from_canonical(record.trial)
     except ValidationError as error:
         field = f"trial.{wrong_field(error)}"
-        raise ReportError(f"record {record.id}: {field}; use the version that wrote it") from error
+        raise ReportError(
+            f"record {record.id}: this version cannot read {field}; use the version that wrote the record"
+        ) from error
 
 
 def _compared_also(records: Sequence[Record], trials: Mapping[str, Trial]) -> tuple[str, ...]:
@@ -248,8 +270,10 @@ def _compared_also(records: Sequence[Record], trials: Mapping[str, Trial]) -> tu
 def _beside(
     records: Sequence[Record], rows: Mapping[str, Mapping[str, Any]], trials: Mapping[str, Trial]
 ) -> dict[tuple[str, str], str]:
-    """The baseline's configuration that each configuration is compared with, by setting and configuration, in settings
-    of several baselines: the one that differs in the fewest fields; a baseline itself is compared with itself.
+    """Return which baseline each configuration is compared with, in settings that have several baselines.
+
+    It is the baseline that differs from the configuration in the fewest fields; a baseline is compared with itself.
+    Keys are (setting, configuration).
     """
     bases = defaultdict[str, dict[str, Trial]](dict)
     for record in records:
@@ -269,9 +293,11 @@ def _beside(
 def _settings(
     rows: Mapping[str, dict[str, Any]], trials: Mapping[str, Trial], also: Sequence[str]
 ) -> dict[str, dict[str, str]]:
-    """By id of each trial ``setting`` and ``where``, hash and description of every field but strategy, policy,
-    seed, repeat and those that configurations have ``also``; ``elsewhere``, the description without the rate; and
-    ``shape``, the model.
+    """Return, by id of each trial, what identifies its setting.
+
+    A setting consists of all fields of a trial except :data:`_NOT_OF_A_SETTING` and the fields ``also``, which belong
+    to the configuration.  ``setting`` is the hash of these fields and ``where`` their description.  ``elsewhere`` is
+    the description without the rate, and ``shape`` the model.
     """
     apart = (*_NOT_OF_A_SETTING, *also)
     fields = {
@@ -286,7 +312,7 @@ def _settings(
         parts = [
             f"{trial.topology()} ranks",
             f"{'modelled ' if rows[identity]['modelled'] else ''}{rate_text(trial.cluster.rate)}",
-            f"{trial.tokens_per_rank} tokens/rank",  # others without their table: ``steps``, ``model``
+            f"{trial.tokens_per_rank} tokens/rank",
             *(["ranks share GPUs (staged)"] if trial.cluster.transport == "staged" else []),
             *(_named(k, fields[identity].get(k)) for k in varying),
         ]
@@ -302,7 +328,7 @@ def _settings(
 
 
 def _named(key: str, value: Any) -> str:
-    """Text of a field in which settings differ."""
+    """Text of a field in which settings differ, without the name of its TOML table."""
     if key == "cluster.inner_rate":
         return f"{rate_text(value)} inside nodes"
     if key == "cluster.slow":
@@ -311,7 +337,7 @@ def _named(key: str, value: Any) -> str:
 
 
 def groups(data: pd.DataFrame, keys: list[str]) -> list[tuple[tuple[Any, ...], pd.DataFrame]]:
-    """Rows by equal ``keys``, in the order of first appearance, with the keys' values."""
+    """Group rows by equal ``keys``, in the order of first appearance; returns (values of the keys, rows) of each."""
     return list(data.groupby(keys, sort=False, dropna=False))
 
 
@@ -383,7 +409,8 @@ def _taken(record: Record) -> dict[str, float]:
     if (use := record.processor_use) is None:
         return dict.fromkeys(("others_share", "steal_share", "taken_share"), math.nan)
     seconds = use.processors * use.seconds
-    others = max(use.user + use.system - use.ranks, 0.0) / seconds  # the system's ticks are samples
+    # The difference may be negative, since the system counts the processors' time in samples.
+    others = max(use.user + use.system - use.ranks, 0.0) / seconds
     steal = use.steal / seconds
     return {"others_share": others, "steal_share": steal, "taken_share": others + steal}
 
@@ -396,7 +423,7 @@ def _interface_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
 
 
 def _sent_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
-    """Rows of ledger and prediction; a message has the share of padding that its unit has."""
+    """Rows of ledger and prediction; the share of padding in a message is that of its unit."""
     for record in records:
         pads = {name: 1 - numel / padded for name, numel, padded in record.units if padded}
         predicted = record.predicted.ledgers if record.predicted else []
@@ -407,7 +434,8 @@ def _sent_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
             for entry in ledger:
                 row = entry.model_dump()
                 if entry.phase == "evaluate" and record.trial.get("workload") == "rlhf":
-                    row["phase"] = "score" if entry.unit.endswith(FROZEN) else "generate"  # parts of a step
+                    # In rlhf, generating and scoring are parts of a step.
+                    row["phase"] = "score" if entry.unit.endswith(FROZEN) else "generate"
                 padding, headers = entry.bytes * pads.get(entry.unit, 0.0), record_checks.header_bytes(entry)
                 yield sender | row | {"padding": padding, "headers": headers}
 
@@ -498,11 +526,11 @@ def _check_pools(records: list[Record]) -> None:
         lines = [f"{path}: {' / '.join(str(v.get(path)) for v in values)}" for path in differing(facts)]
         pools = _sizes((record.pool, record.id) for record in records)
         raise ReportError(
-            f"records of {len(firsts)} pools (another machine or other code{', in one sweep' * mixed}) cannot be "
+            f"records of {len(firsts)} machines or versions of the code{' in one sweep' * mixed} cannot be "
             f"compared: {pools}. They differ in {'; '.join(lines[:6]) or 'facts that are not recorded'}. "
-            "Move all but one pool into folders of their own"
+            "Move the records of all but one into folders of their own"
         )
-    kernels = defaultdict[Any, list[tuple[str, str]]](list)  # with ids, by device
+    kernels = defaultdict[Any, list[tuple[str, str]]](list)  # device -> (kernels, id) of each record
     for record in measured:
         if "kernels" in record.ran:
             kernels[record.ran.get("device")].append((str(record.ran["kernels"]), record.id))

@@ -1,4 +1,6 @@
-"""Verdicts on losses, paired by seed, against a margin, with power.  Formulas: docs/reference/metrics.md.
+"""Judges whether a configuration's validation loss is higher than the baseline's by more than a margin.
+
+Losses are paired by seed.  A verdict needs enough power.  Formulas: docs/reference/metrics.md.
 
 A seed draws the first weights and the order of the data; its repeats and sweeps count as one loss.
 """
@@ -26,25 +28,29 @@ from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.speedups import geometric, undisturbed
 
-FEWEST_OF_FRONT = 8  # configurations
+FEWEST_OF_FRONT = 8  # configurations in a setting, for :func:`front`
 OPEN = "inconclusive"
-ENOUGH_POWER = 0.8  # of a test, without which it claims nothing
+ENOUGH_POWER = 0.8  # a test with less power gets no verdict
 MARGIN = (
     0.01  # share of the baseline's loss by which a configuration's may be higher and not count as inferior
 )
-LAST = 0.25  # share of training, its last, over which the worth of a margin in steps is measured
+LAST = 0.25  # the last share of training, over which a margin in steps is converted into nats
 Row = dict[str, Any]
 _NONE = Interval(math.nan, math.nan, math.nan, 0)
 
 
 @lru_cache(maxsize=32)  # the answer, tables and figures ask for it
 def losses(derived: Derived) -> tuple[Row, ...]:
-    """One row per configuration and setting whose trials ended in a validation.
+    """Return one row for each configuration and setting whose trials ended in a validation.
 
-    Beside a baseline of the same seeds: ``difference`` (more is worse), ``margin``, ``power``, ``verdict``;
-    ``target``, the baseline's mean loss plus the margin; ``reached``, the number of seeds that reach it;
-    ``seconds``, their median time; ``gain``, the baseline's seconds over the configuration's, known if all seeds
-    of both reach it.  ``id`` and ``baseline`` are ids of records, joined by spaces.
+    If there is a baseline with the same seeds, a row has:
+
+    * ``difference`` of the losses (more is worse), ``margin``, ``power`` and ``verdict``;
+    * ``target``: the baseline's mean loss plus the margin;
+    * ``reached``: the number of seeds that reach the target; ``seconds``: the median of their times to it;
+    * ``gain``: the baseline's seconds to the target over the configuration's, if all seeds of both reach it.
+
+    ``id`` and ``baseline`` are ids of records, joined by spaces.
     """
     trials = derived.trials.dropna(subset=["validation_loss"])
     trials = trials.assign(is_base=is_baseline(derived.trials)[trials.index])
@@ -56,7 +62,7 @@ def losses(derived: Derived) -> tuple[Row, ...]:
 
 
 def _beside(base: pd.DataFrame, group: pd.DataFrame) -> pd.DataFrame:
-    """The trials of the baseline that a configuration is compared with, of several in its setting."""
+    """Return the trials ``base`` of the baseline; if there are several baselines, those of the one in ``beside``."""
     beside = group["beside"].iloc[0]
     return base[base["configuration"].eq(beside)] if beside else base
 
@@ -101,8 +107,11 @@ def allowed(derived: Derived) -> str:
 
 
 def _margin(derived: Derived, base: pd.DataFrame) -> float:
-    """Nats that losses may differ by: a share of the baseline's loss, or the fall of its mean curve over the
-    suite's steps at the rate of the last quarter of training; NaN where that is not known.
+    """Return the margin in nats.
+
+    By default it is a share of the baseline's loss.  If the suite names a number of steps, the margin is what the
+    baseline's mean loss falls by in so many steps, at its rate in the last quarter of training; NaN if it does not
+    fall there, or has fewer than two validations there.
     """
     if not (steps := derived.frames.margin):
         return MARGIN * float(by_seed(base).mean())
@@ -115,10 +124,12 @@ def _margin(derived: Derived, base: pd.DataFrame) -> float:
 
 @lru_cache(maxsize=32)  # the answer and a figure ask for it
 def front(derived: Derived) -> pd.DataFrame:
-    """The front of bytes between nodes and loss, in settings of enough configurations with known losses.
+    """Return which configurations lie on the front of bytes between nodes and loss.
 
-    By setting, in ascending order of ``sent``: ``front`` is ``no`` if one that sends no more has a lower loss
-    (``beaten``: by whom), ``yes`` if all that send no more have a higher one, by intervals paired by seed.
+    Rows are by setting, in ascending order of ``sent``, the bytes; settings with too few configurations of known loss
+    are left out.  Each configuration is compared with those that send no more, by intervals paired by seed.  Its
+    ``front`` is ``no`` if one of them has a lower loss (``beaten`` names the lowest), ``yes`` if all of them have a
+    higher loss, and ``inconclusive`` otherwise.
     """
     trials = derived.trials.dropna(subset=["validation_loss", "sent_bytes"])
     rows: list[Row] = []
@@ -152,7 +163,11 @@ def _verdict(difference: Interval, margin: float, steps: int) -> str:
 
 
 def power(difference: Interval, margin: float) -> float:
-    """Probability, by the noncentral t, that equals have an upper end below ``margin``; or NaN."""
+    """Return the probability that the interval of two equal configurations ends below ``margin``.
+
+    The interval is as wide as that of ``difference``; NaN if the latter is not known.  The probability is that of the
+    noncentral t distribution.
+    """
     if not difference.known:
         return math.nan
     freedom = difference.n - 1
@@ -166,10 +181,11 @@ def power(difference: Interval, margin: float) -> float:
 
 
 def non_inferiority(difference: Interval, margin: float) -> str:
-    """Whether a configuration is not inferior, by paired differences of which more is worse.
+    """Return the verdict on paired differences of which more is worse.
 
-    ``inferior``: the interval lies above the margin; ``not inferior``: below it; each is wrong in at most
-    2.5 % of samples.  ``inconclusive``: the margin lies inside.  ``no power``: of equals too few would pass.
+    ``inferior``: the interval lies above the margin.  ``not inferior``: it lies below the margin.  Each of these
+    verdicts is wrong in at most 2.5 % of samples.  ``inconclusive``: the margin lies inside the interval.
+    ``no power``: a configuration that is equal to the baseline would be found not inferior too rarely.
     """
     if difference.known and difference.low > margin:
         return "inferior"
@@ -190,14 +206,16 @@ def over_seeds(group: pd.DataFrame, column: str = "validation_loss") -> Interval
 
 
 def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.DataFrame:
-    """Training seconds of each trial until its validation loss is at most ``target``, on the line between
-    validations; infinite if none is so low, NaN if the first is already.
+    """Return the training seconds of each trial until its validation loss is at most ``target``.
+
+    Between validations the loss is a straight line.  The seconds are infinite if no validation reaches the target,
+    and NaN if the first validation does.
     """
     curves, seconds = derived.frames.validations, {}
     curves = curves[curves["id"].isin(trials["id"])].sort_values("step")
     for identity, curve in curves.groupby("id"):
         loss, time = curve["loss"].to_numpy(), curve["train_seconds"].to_numpy()
-        if (end := int((loss > target).cumprod().sum())) in (0, len(loss)):  # the first validation at it
+        if (end := int((loss > target).cumprod().sum())) in (0, len(loss)):  # the first that reaches it
             seconds[identity] = math.inf if end else math.nan
         else:
             fall = loss[end - 1] - loss[end]
@@ -208,8 +226,10 @@ def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.Dat
 
 
 def _gain(seconds: pd.DataFrame, base_seconds: pd.DataFrame) -> Interval:
-    """The baseline's seconds over a configuration's, in undisturbed pairs of one seed; the wider interval, of
-    occasions or of seeds; none if a seed never gets there, which would be among the slowest.
+    """Return the ratio of the baseline's seconds to a configuration's, over undisturbed pairs of one seed.
+
+    Its interval is the wider of two: over occasions, and over seeds.  There is no ratio if a seed never reaches the
+    target, since leaving out that seed, which is among the slowest, would flatter the others.
     """
     if not np.isfinite([*seconds["seconds"], *base_seconds["seconds"]]).all():
         return _NONE

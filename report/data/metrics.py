@@ -22,21 +22,31 @@ from report.data.text import OTHERS_WITHIN as OTHERS_WITHIN  # noqa: PLC0414  # 
 from report.data.text import listed
 
 TRAINING: Final = ("generate", "score", "forward", "backward", "step")  # phases of a step that trains
-SHARES: Final = ("share", "schedule_share", "ideal_share", "processors_busy")  # of bounds on a step
+SHARES: Final = (
+    "share",
+    "schedule_share",
+    "ideal_share",
+    "processors_busy",
+)  # lower bounds over the step's time
 KEPT: Final = [
     "id", "strategy", "configuration", "place", "first", "setting", "where", "sweep", "occasion", "seed", "repeat",
     "disturbed", "nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "achieved_mbit", "link_kind",
 ]  # fmt: skip
-"""Columns that say in a figure's table of which trial a row is."""
+"""Columns of a figure's table that identify the trial of a row."""
 OF_TRIAL: Final = ["id", "strategy", "configuration", "place", "first", "setting", "where", "seed", "repeat"]
 
 
 def trials(frames: Frames) -> pd.DataFrame:
-    """Metrics of every finished trial that trained, one row each; seconds, and bytes per step.
+    """Return the metrics of every finished trial that trained, one row each; times in seconds, bytes per step.
 
-    Columns of ``frames.finished``, of ``report/quantities.csv``, and ``alone``, whether computation was
-    measured by itself; ``egress_bytes``, of the busiest node; ``m_bytes``, M times the micro-batches;
-    ``tflops`` of a rank, for presets; ``first_loss``; ``validation_step``, steps before the last validation.
+    The columns are those of ``frames.finished``, those that ``report/quantities.csv`` defines, and these:
+
+    * ``alone``: whether computation was measured by itself;
+    * ``egress_bytes``: bytes that the busiest node sends to other nodes;
+    * ``m_bytes``: M times the number of micro-batches;
+    * ``tflops``: model TFLOP/s of a rank; NaN unless the model is a preset;
+    * ``first_loss``: mean loss of the first step;
+    * ``validation_step``: number of steps before the last validation.
     """
     table = frames.finished[frames.finished["workload"] != "generate"]
     for columns in (_times(frames), _traffic(frames), _losses(frames)):
@@ -47,7 +57,8 @@ def trials(frames: Frames) -> pd.DataFrame:
     table["wire_seconds"] = np.where(table["egress_bytes"] == 0, 0.0, 8 * table["egress_bytes"] / rate)
     table["ideal_seconds"] = table[["compute_seconds", "wire_seconds"]].max(axis=1, skipna=False)
     table["schedule_seconds"] = table["id"].map(best_step.schedule_seconds(frames, timed_steps(frames)))
-    at_least = table[["schedule_seconds", "wire_seconds"]].max(axis=1)  # more is sent than units' messages
+    # The schedule has only the units' messages, but the link also sends others.
+    at_least = table[["schedule_seconds", "wire_seconds"]].max(axis=1)
     table["schedule_seconds"] = at_least.where(table["schedule_seconds"].notna())
     table["processor_seconds"] = table["id"].map(best_step.processor_seconds(frames))
     longer = table[["schedule_seconds", "processor_seconds"]].max(axis=1)
@@ -58,7 +69,7 @@ def trials(frames: Frames) -> pd.DataFrame:
     table["numel"] = table.groupby(model)["numel"].transform("max")
     table["m_bytes"] = (2.0 * table["numel"] * (table["nodes"] - 1)).replace(0.0, np.nan)
     table["m_bytes"] *= table["accumulation"]
-    # They mean nothing for several models, and where the loss lies around 0.
+    # Both mean nothing for rlhf, which has several models, and whose loss lies around 0.
     table.loc[table["workload"] != "train", ["m_bytes", "first_loss"]] = np.nan
     rows = zip(table["id"], table["step_seconds"], table["processes"], strict=True)
     table["tflops"] = [_tflops(frames.trial_of[name], seconds, ranks) for name, seconds, ranks in rows]
@@ -79,7 +90,7 @@ def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
 
 
 def slowest_steps(frames: Frames) -> pd.DataFrame:
-    """For each timed step of each trial, the slowest rank's row, with ``exposed`` seconds in all."""
+    """Return the slowest rank's row for each timed step of each trial; ``exposed`` sums its exposed seconds."""
     timed = best_step.timed(frames.steps)
     slowest = timed.loc[timed.groupby(["id", "index"])["total"].idxmax()]
     exposed = pd.to_numeric(slowest["exposed_forward"]) + pd.to_numeric(slowest["exposed_backward"])
@@ -126,14 +137,18 @@ def _traffic(frames: Frames) -> pd.DataFrame:
 
 
 def _losses(frames: Frames) -> pd.DataFrame:
-    """Mean loss of the first step, and the last validation of trials that repeat it or trained long."""
+    """Return each trial's mean loss of the first step, and its last validation.
+
+    Of trials that validate only at their end (``validate_every = 0``), validations before step :data:`LEAST_STEPS` are
+    left out.
+    """
     steps = frames.steps
     first = steps[steps["index"] == steps.groupby("id")["index"].transform("min")]
     last = frames.validations.sort_values("step").groupby("id").tail(1)
     often = {identity for identity, trial in frames.trial_of.items() if trial.validate_every}
     last = last[last["id"].isin(often) | last["step"].ge(LEAST_STEPS)]
     names = {"loss": "validation_loss", "step": "validation_step"}
-    last = last.assign(loss=last["loss"].where(np.isfinite(last["loss"].astype(float))))  # else it has none
+    last = last.assign(loss=last["loss"].where(np.isfinite(last["loss"].astype(float))))  # NaN if not finite
     losses = first.groupby("id")["loss"].mean().rename("first_loss").reset_index()
     return losses.merge(last[["id", *names]].rename(columns=names), on="id", how="left")
 
@@ -189,7 +204,7 @@ class Derived:
 
     @cached_property
     def break_evens(self) -> pd.DataFrame:
-        """:func:`report.data.break_even.break_even` of these pairs."""
+        """:func:`report.data.break_even.break_even` of :attr:`pairs`."""
         return break_even.break_even(self.pairs)
 
     @cached_property
@@ -204,8 +219,10 @@ class Derived:
 
     @cached_property
     def sent_errors(self) -> pd.DataFrame:
-        """Errors of sent values, of all units together: one row per trial, step, purpose, and hop or end
-        (``hop`` is NaN), with ``vnmse`` = sum of squared errors / sum of squared values.
+        """Errors of sent values, over all units: one row per trial, step, purpose and hop.
+
+        ``hop`` is NaN for the error from end to end.  ``vnmse`` is the sum of squared errors over the sum of squared
+        values.
         """
         errors = self.frames.communication_errors
         floats = dict.fromkeys(("hop", "squared_error", "squared_value", "cosine"), float)
@@ -215,7 +232,7 @@ class Derived:
 
     @cached_property
     def compared(self) -> Comparison:
-        """What the suite's question compares."""
+        """The suite's baseline, and the configurations that are compared with it."""
         trials, named_in_suite = self.finished, bool(self.finished["role"].eq("baseline").any())
         names = [str(name) for name in trials[is_baseline(trials)]["configuration"].unique()]
         contrast = trials["role"].eq("contrast") if named_in_suite else ~trials["configuration"].isin(names)

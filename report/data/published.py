@@ -12,7 +12,7 @@ import pandas as pd
 from report.data.configuration import BASELINE, NAMES, PROPOSED
 from report.data.text import NOTHING
 
-PUBLISHED: Final = "published"  # in column ``where`` of such rows
+PUBLISHED: Final = "published"  # the value of column ``where`` in rows of published numbers
 FOLDER: Final = Path(__file__).parents[1] / "published"
 
 
@@ -26,7 +26,7 @@ def throughput() -> pd.DataFrame:
 
 
 def parity() -> pd.DataFrame:
-    """ZeRO++ at a quarter of the bandwidth over ZeRO-3 at the full one, TFLOPs per GPU: one row per model."""
+    """ZeRO++'s TFLOPs per GPU at a quarter of a bandwidth over ZeRO-3's at the full bandwidth: one row per model."""
     rows = throughput()
     rows = rows[rows["source"].str.contains("bandwidth parity")]
     low = rows.assign(high_gbps=4 * rows["inter_node_gbps"])
@@ -37,18 +37,18 @@ def parity() -> pd.DataFrame:
 
 
 def volume() -> pd.DataFrame:
-    """Bytes between nodes per step in units of M; rows not ``published`` follow from the blog's rule."""
+    """Bytes between nodes per step in units of M; rows with ``published`` "no" are derived by the blog's rule."""
     return pd.read_csv(FOLDER / "zeropp_volume.csv")
 
 
 def total(strategy: str, configuration: str) -> float:
-    """Bytes between nodes per step in units of M by the blog's rule, of presets alone; else NaN."""
+    """A preset's bytes between nodes per step, in units of M, by the blog's rule; NaN for changed presets."""
     totals = volume().set_index("method")["total_m"]
     return float(totals.get(strategy, math.nan)) if "(" not in configuration else math.nan
 
 
 def rlhf(*phases: str) -> pd.DataFrame:
-    """Rates of a GPU in the blog's RLHF figure by model and phase (``generation``, ``training``, step 1)."""
+    """Rates of a GPU in the blog's RLHF figure, by model and phase: ``generation``, and ``training`` of step 1."""
     table = pd.read_csv(FOLDER / "zeropp_rlhf.csv")
     table = table[table["phase"].isin(phases)].sort_values("phase", kind="stable", ignore_index=True)
     return table.assign(speedup=table["zeropp"] / table["zero3"])
@@ -57,7 +57,10 @@ def rlhf(*phases: str) -> pd.DataFrame:
 def rows_below(
     measured: Sequence[Mapping[str, Any]], *phases: str
 ) -> Iterator[tuple[dict[str, Any], dict[Any, Any], str]]:
-    """Published rows below ``measured`` ones: cells of a table, the row of :func:`rlhf`, and the strategy."""
+    """Yield the published rows that a table prints below its ``measured`` rows; none if nothing was measured.
+
+    Each is a tuple of the cells of the table's row, the row of :func:`rlhf`, and the strategy.
+    """
     for row in rlhf(*phases).to_dict("records") if measured else []:
         for strategy in (BASELINE, PROPOSED):
             configuration = f"{PUBLISHED}: {NAMES[strategy]}, {row['model']} on {row['gpus']} GPUs"

@@ -23,11 +23,15 @@ PAIR: Final = ("setting", "sweep", "seed", "repeat")  # trials that ran under th
 
 
 def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
-    """Pairs of each trial with the baseline's (``is_base``) of its setting, seed and repeat, where there is one.
+    """Pair each trial with the baseline's trial (``is_base``) of the same setting, sweep, seed and repeat.
 
-    Columns of ``table`` (:func:`report.data.metrics.trials`), ``baseline`` (its id), ``speedup`` (its step
-    over the trial's), ``allowed`` (over the trial's best), ``bytes_ratio`` (ledger) and ``interface_ratio``.
-    A pair is ``disturbed`` if either of its trials is; ``own_disturbed`` is of the trial itself.
+    Trials without such a baseline are left out.  The columns are those of ``table``
+    (:func:`report.data.metrics.trials`) and these:
+
+    * ``baseline``: the id of the baseline's trial;
+    * ``speedup``: the baseline's step time over the trial's; ``allowed``: the same over the trial's best possible step;
+    * ``bytes_ratio``, ``interface_ratio``: bytes over the baseline's, by the ledger and at the interfaces;
+    * ``disturbed``: whether either trial of the pair was disturbed; ``own_disturbed``: whether the trial itself was.
     """
     columns = {
         "baseline": "id",
@@ -63,14 +67,17 @@ def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "
     the speed-up.
     """
     kept = undisturbed(group)
-    keys = list(zip(kept["seed"], kept["repeat"], strict=True))  # of a trial run again, the last counts
+    keys = list(
+        zip(kept["seed"], kept["repeat"], strict=True)
+    )  # if a trial was run again, its last run counts
     over, under, occasion = (dict(zip(keys, kept[name], strict=True)) for name in (above, below, "occasion"))
     return _with_disturbance(paired_ratio_interval(over, under, occasion, len(group) - len(kept)), kept)
 
 
 def steady_ratio(group: pd.DataFrame, above: str, below: str) -> Interval:
-    """Geometric mean of the ratio of two columns that depend neither on the occasion nor on other programs, such as
-    bytes and errors, over all pairs of one seed and repeat.
+    """Geometric mean, over all pairs, of the ratio of two columns that nothing disturbs, such as bytes and errors.
+
+    Such columns depend neither on the occasion nor on other programs.
     """
     keys = list(zip(group["seed"], group["repeat"], strict=True))
     over, under = (dict(zip(keys, group[name], strict=True)) for name in (above, below))
@@ -78,9 +85,9 @@ def steady_ratio(group: pd.DataFrame, above: str, below: str) -> Interval:
 
 
 def expected(group: pd.DataFrame) -> Prediction:
-    """What a further run is expected to find for the speed-up of :func:`pairs` of one configuration.
+    """The speed-up that a further run is expected to find, from :func:`pairs` of one configuration.
 
-    The covariate is the computation of a step of the baseline, in seconds.
+    It may depend on how long the computation of the baseline's step takes: these seconds are the covariate.
     """
     kept = undisturbed(group)
     points = [
@@ -92,7 +99,10 @@ def expected(group: pd.DataFrame) -> Prediction:
 
 
 def outside(group: pd.DataFrame) -> int:
-    """The number of occasions whose own mean speed-up lies outside of the interval of all; of pairs as above."""
+    """The number of occasions whose own mean speed-up lies outside of the interval over all occasions.
+
+    ``group`` holds :func:`pairs` of one configuration in one setting.
+    """
     ratio, by_occasion = speedup(group), undisturbed(group).groupby("occasion")["speedup"]
     return sum(ratio.known and not ratio.contains(mean) for mean in by_occasion.agg(geometric))
 
@@ -102,7 +112,7 @@ def _with_disturbance(interval: Interval, kept: pd.DataFrame) -> Interval:
 
 
 def over_itself(paired: pd.DataFrame) -> Interval | float:
-    """The speed-up of pairs; a baseline beside itself has no interval; NaN without pairs."""
+    """The speed-up of pairs; without an interval if a baseline is paired with itself; NaN without pairs."""
     if paired.empty:
         return math.nan
     estimate = speedup(paired)
@@ -116,14 +126,17 @@ def geometric(values: pd.Series[float]) -> float:
 
 
 def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval:
-    """Geometric mean of ``column`` over the undisturbed trials, with its interval; pages print step times so."""
+    """Geometric mean of ``column`` over the undisturbed trials, with its interval, as pages print step times."""
     kept = undisturbed(group)
     of_group = geometric_interval(list(kept[column]), list(kept["occasion"]), len(group) - len(kept))
     return _with_disturbance(of_group, kept)
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
-    """Relative spread of the rates of configurations' links by setting, where too large; without unlimited links."""
+    """Return, by setting, the relative spread of the rates that the configurations' links achieved.
+
+    Only settings with a spread above :data:`RATES_AGREE_WITHIN` are returned; links without a limit are left out.
+    """
     limited = table["rate_mbit"].notna() | table["link_kind"].eq("real")
     by_configuration = table[limited].dropna(subset=["achieved_mbit"]).groupby(["setting", "configuration"])
     medians = by_configuration["achieved_mbit"].median().groupby("setting")
@@ -132,7 +145,7 @@ def rates_differ(table: pd.DataFrame) -> dict[str, float]:
 
 
 def several_rates(table: pd.DataFrame) -> pd.DataFrame:
-    """Rows of sizes and topologies that ran at two or more rates."""
+    """Select the rows whose topology and tokens per rank were measured at two or more rates."""
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
     rates = table.fillna({"rate_mbit": -1.0}).groupby(keys)["rate_mbit"].transform("nunique")
     return table[(rates >= 2) & table["achieved_mbit"].notna()]
@@ -141,7 +154,8 @@ def several_rates(table: pd.DataFrame) -> pd.DataFrame:
 def parity(table: pd.DataFrame) -> pd.DataFrame:
     """The contrast at a quarter of the rate over the baseline at the full rate, paired by seed and repeat.
 
-    Columns of ``table``, ``baseline`` (its id), ``full_rate``, and ``parity``, of tokens per second.
+    The columns are those of ``table``, ``baseline`` (the id of the baseline's trial), ``full_rate``, and ``parity``,
+    the ratio of tokens per second.
     """
     shaped = table.dropna(subset=["rate_mbit"])
     named_in_suite = shaped["role"].eq("baseline").any()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from harness.records.confidence_intervals import FEWEST, WITHIN_START, Interval
-from harness.suites.labels import counted as counted  # noqa: PLC0414  # part of this vocabulary
+from harness.suites.labels import counted as counted  # noqa: PLC0414  # imported from here by the other modules
 
 NOTHING: Final = "–"  # noqa: RUF001 - an en dash stands for no value
 FEWEST_IN_WORDS: Final = f"with a 95 % interval where there are {FEWEST} pairs or more"
@@ -23,7 +23,7 @@ def occasions_in_words(count: int) -> str:
     if count == 1:
         return (
             f"Intervals of seconds and speed-ups hold {WITHIN_START} of the machine: all trials shown ran at one "
-            "occasion, and say nothing about a run at another start."
+            "occasion, so the intervals say nothing about a run at another start."
         )
     return (
         f"Intervals of seconds and speed-ups are computed from the means of {count} occasions (starts of a machine), "

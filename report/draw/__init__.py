@@ -1,1 +1,1 @@
-"""How anything is drawn: colours, markers, axes."""
+"""Draws tidy tables as figures: marks, axes, and the looks of configurations."""

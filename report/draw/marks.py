@@ -50,7 +50,7 @@ class Measure:
     line: float | None = None  # value at which a reference line is drawn
     stroke: str = ""  # column whose median is drawn as a stroke across the mark
     stroke_label: str = ""  # what the caption calls it; by default the column's name
-    dot: str = "trial"  # whose value one dot is
+    dot: str = "trial"  # what one dot stands for
 
     def interval(self, group: pd.DataFrame) -> Interval:
         """Return the estimate from a configuration's rows."""

@@ -44,7 +44,7 @@ def _curves(derived: Derived) -> pd.DataFrame:
 
 def _seeds_in_words(data: pd.DataFrame) -> str:
     seeds = counted(data["seed"].nunique(), "seed")
-    return f"There are {seeds}; repeats of a seed train the same model again and count as one."
+    return f"There are {seeds}; repeats of a seed train the same model again and count as one value."
 
 
 LOSS: Final = Figure(

@@ -50,9 +50,9 @@ _TOKENS: Final = Measure(
 
 
 def _over_rates(data: pd.DataFrame) -> pd.DataFrame:
-    """Select trials whose batch and number of ranks ran at several rates, and name the ``panel`` of each trial.
+    """Select trials whose topology and tokens per rank ran at several rates, and name the ``panel`` of each trial.
 
-    A panel is for one batch size and one number of ranks.
+    There is one panel for each topology and number of tokens per rank.
     """
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
     data = speedups.several_rates(data).sort_values(keys, kind="stable")
@@ -165,8 +165,8 @@ def _speedup_or_published(rows: pd.DataFrame) -> Interval:
 
 _BESIDE: Final = Measure(
     "speedup", "speed-up",
-    "ZeRO++ over the baseline, geometric means; the published speed-ups are ratios of the TFLOPs per GPU, rounded to "
-    "integers, in the figures of the ZeRO++ blog (June 2023, 18 to 138 B parameters)",
+    "ZeRO++ over the baseline, geometric means; the published speed-ups are ratios of the TFLOPs per GPU that the "
+    "figures of the ZeRO++ blog give as integers (June 2023, 18 to 138 B parameters)",
     _speedup_or_published, "{:.2f}".format, line=1, dot="pair of trials or published value",
 )  # fmt: skip
 BESIDE_PUBLISHED: Final = Figure(
@@ -193,13 +193,13 @@ GENERATION: Final = Figure(
         (
             Measure(
                 "tokens_per_second", "tokens/s per rank",
-                f"with the prompt, geometric mean over trials, {FEWEST_IN_WORDS}", decoding.speed,
+                f"including the prompt, geometric mean over trials, {FEWEST_IN_WORDS}", decoding.speed,
             ),
             Measure(
                 "speedup", "over {base}'s", "paired by repeat, geometric mean over trials",
                 decoding.speedup, "{:.2f}".format, line=1, dot="pair of trials",
             ),
-            Measure("first_mb", "MB, first token", "what all ranks send between nodes for the first token (ledger)"),
+            Measure("first_mb", "MB, first token", "what all ranks send between nodes for it, by the ledger"),
             Measure("later_mb", "MB, later token", "the same for each later token"),
         )
     ),
@@ -237,7 +237,7 @@ SCALING: Final = Figure(
     table=lambda derived: bytes_and_memory.by_nodes(derived).rename(columns={"title": "panel"}),
     mark=Lines("nodes", "nodes", (_TOKENS,)),
     note="Weak scaling keeps the tokens of a rank; strong scaling keeps the tokens of all ranks. On one machine all "
-    "nodes share its processors: a further node adds a link and ranks, but no arithmetic.",
+    "nodes share its processors: a further node adds a link and ranks, but no processors.",
 )
 
 

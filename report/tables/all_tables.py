@@ -1,4 +1,4 @@
-"""Registry of all tables of the report but the head's, in page order."""
+"""Lists all tables of a page except the table of verdicts, in page order."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def parity(derived: Derived) -> Table:
         Column("verdict", "Verdict"),
         caption=f"Does {configuration} at a quarter of the link's rate reach the throughput of {base} at the full "
         "rate?",
-        notes="n counts the trials of both.",
+        notes="n counts the trials of both configurations.",
     )
 
 
@@ -102,8 +102,8 @@ def break_even(derived: Derived) -> Table:
         Column("high_mbit", "Highest", number(3)),
         Column("low_speedup", "Speed-up at the lowest", number(3)),
         Column("high_speedup", "at the highest", number(3)),
-        caption=f"Up to which rate of the link a configuration is faster than {derived.compared.baseline}. Every "
-        "crossing is listed with its 95 % interval.",
+        caption=f"Up to which rate of the link a configuration is faster than {derived.compared.baseline}. Each rate "
+        "at which the speed-up crosses 1 is listed with its 95 % interval.",
         notes=f"n counts the trials at all rates, those of {derived.compared.baseline} included.",
     )
 

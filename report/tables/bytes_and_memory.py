@@ -62,13 +62,13 @@ def volume(derived: Derived) -> Table:
             number(3),
             f"Published rule: what the ZeRO++ blog states for each preset, without scales. {formula('volume', 'M')}",
         ),
-        caption="Bytes between nodes in a step, in units of M, the bytes of one 16-bit gather of the "
-        "model. Padding has a column of its own: it is part of predicted and ledger, and of no column before it.",
+        caption="Bytes between nodes in a step, in units of M, the bytes of one 16-bit gather of the model. Padding "
+        "has a column of its own: the columns before it leave padding out, and Predicted and Ledger include it.",
     )
 
 
 def checks(derived: Derived) -> Table:
-    """Table of checks: bytes beside their prediction, the first loss beside that of a single process."""
+    """Table of checks: bytes compared with their prediction, the first loss with that of a single process."""
     rows: list[dict[str, Any]] = []
     for row, trials in rows_of(derived.trials, "where"):
         equal, reference = trials["predicted_equal"].dropna().astype(bool), trials["reference_loss"]
@@ -100,7 +100,7 @@ def checks(derived: Derived) -> Table:
 
 
 def memory(derived: Derived) -> Table:
-    """Table of the memory of the fullest rank: what the engine owns by part, beside the formulas, and the process."""
+    """Table of the memory of the fullest rank: what the engine owns, what the formulas say, and the process's peak."""
     places = ["nodes", "ranks_per_node", "shape"]
     parts = bytes_and_memory.memory(derived.frames, derived.trials).sort_values(places, kind="stable")
     rows = pd.DataFrame(
@@ -143,7 +143,7 @@ def memory(derived: Derived) -> Table:
 
 
 def _memory_row(derived: Derived, parts: pd.DataFrame) -> dict[str, float]:
-    """MiB of one configuration by source and part, with sums over all parts, and over those with and without one."""
+    """MiB of one configuration by source and part; with sums over all parts, and over those with or without formula."""
     medians = parts.groupby(["source", "part"])["bytes"].median() / 2**20
     row = {
         f"{source}_{part}_mib": float(size)

@@ -50,8 +50,8 @@ def sent_error(derived: Derived) -> Table:
         Column("repeated", f"of {times} reductions' sum", number(3), formula("of repeated reductions")),
         Column("weights", "Weights", number(3), formula("of weights")),
         Column("secondary", "from hpZ's copy", number(3)),
-        caption="Errors as vNMSE, summed over all units; medians over repeats and seeds. They are measured just before "
-        "the step of that number, in passes that are not timed.",
+        caption="Errors (vNMSE) over all units, as medians over repeats and seeds. They are measured just before the "
+        "step that is named, in passes that are not timed.",
     )
 
 
@@ -164,7 +164,7 @@ def losses(derived: Derived) -> Table:
         Column("verdict", "Verdict", str, verdict),
         Column("power", "Power", number(2), formula("power")),
         Column("seconds", "To the target, s", number(3), formula("target", "time to the target")),
-        Column("_gain", f"{base}'s over it", str, formula("the baseline's over it")),
+        Column("_gain", f"{base}'s time over it", str, formula("the baseline's time over it")),
         caption=f"Validation losses at the end of training, paired with {base} by seed. Trials of fewer than "
         f"{LEAST_STEPS} steps have no verdict.",
     )

@@ -1,4 +1,4 @@
-"""The table of peers: steps of our policies beside the best of DDP, FSDP2 and DeepSpeed."""
+"""The table of peers: steps of our policies compared with the best of DDP, FSDP2 and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -34,22 +34,21 @@ def peers(derived: Derived) -> Table:
     ]
     return table_of(
         "peers",
-        "Beside peers",
+        "Steps compared with peers",
         rows,
         CONFIGURATION,
         Column(
             "carried", "Carried by",
-            says="Carried by: the transport of the messages. Peers send over gloo, so that our policies "
-            "over gloo alone "
-            "come first, like with like; policies that use shared memory inside nodes follow.",
+            says="Carried by: the transport of the messages. Peers send over gloo alone. Our policies that do so too "
+            "come first, so that like is compared with like; policies that use shared memory inside nodes follow.",
         ),
         TRIALS,
         STEP,
         *(Column(f"over_{family}", f"Over best {name}", RATIO, mark=f"_{family}")
           for family, name in FAMILIES.items()),
-        caption="Steps of our policies beside those of peers that compute in and send the same types; policies that "
-        "quantise are beside peers that send bf16. Each speed-up is over the named configuration of that peer which "
-        "is hardest to beat, as a geometric mean over pairs.",
+        caption="Steps of our policies, compared with peers that compute in and send the same types; policies that "
+        "quantise are compared with peers that send bf16. Each speed-up is a geometric mean over pairs, and is "
+        "followed by the configuration of the peer that it is over, which is the hardest to beat.",
     )  # fmt: skip
 
 
@@ -65,7 +64,8 @@ def sent_types(trial: Trial) -> str:
 def shared_types(trial: Trial) -> str:
     """The types in which peers compute and send that a trial is compared with: ``bf16``, ``fp32, sent as bf16``.
 
-    They are its own, but for a policy that quantises: no peer sends less than bf16.
+    They are the trial's own types, but a policy that quantises is compared with peers that send bf16: no peer sends
+    less.
     """
     compute, sent = (trial.resolved_policy() or trial.peer).compute, sent_types(trial)
     sent = sent if sent in ("fp32", "bf16", "bf16 and fp32") else "bf16"

@@ -53,21 +53,19 @@ def phases(derived: Derived) -> Table:
         TRIALS,
         Column(
             "seconds", "Seconds", number(3),
-            "Seconds: of a step's phase on its slowest rank, medians of trials, geometric means over them.",
+            "Seconds: time of the phase in a step, on the slowest rank; median over the steps of a trial, geometric "
+            "mean over trials.",
         ),
         Column("speedup", f"over {base}'s", RATIO),
         Column("exposed", "Exposed share", number(2)),
-        Column("inter_mb", "Between nodes, MB", number(4), "Bytes: by the ledger, all ranks, of one step."),
+        Column("inter_mb", "Between nodes, MB", number(4), "Bytes: what all ranks send in one step, by the ledger."),
         Column("bytes_ratio", f"of {base}'s", number(3)),
         Column("intra_mb", "Inside nodes, MB", number(4)),
         Column("published", "Published rate"),
-        caption="Generate: the actor decodes. Score: the frozen reference and reward models evaluate what "
-        "it decoded; train "
-        "is the rest of the "
-        "step.",
-        notes="Published rates are from the RLHF figure of the ZeRO++ blog, with other batches and models: its "
-        "generation "
-        "is that of step 3, its training that of the supervised step 1.",
+        caption="Generate: the actor decodes. Score: the frozen reference and reward models evaluate what the actor "
+        "decoded; train: the rest of the step.",
+        notes="Published rates are from the RLHF figure of the ZeRO++ blog, with other batches and models. Its "
+        "generation is that of step 3 of RLHF, and its training that of step 1, supervised fine-tuning.",
     )  # fmt: skip
 
 
@@ -78,9 +76,11 @@ def over_baseline(paired: pd.DataFrame) -> Interval:
 
 
 def by_phase(derived: Derived) -> pd.DataFrame:
-    """One row per trial and phase (``train`` is the rest): ``seconds``, median of the slowest rank's;
-    ``exposed``, the share of them spent waiting; ``inter_bytes`` and ``intra_bytes`` of a step (ledger);
-    ``baseline_seconds`` and ``baseline_bytes`` of the same setting, seed and repeat.
+    """Return one row per trial and phase; ``train`` is what is left of a step.
+
+    ``seconds`` are the slowest rank's, as the median over steps, and ``exposed`` is the share of them in which that
+    rank waits for messages.  ``inter_bytes`` and ``intra_bytes`` are those of a step, from the ledger.
+    ``baseline_seconds`` and ``baseline_bytes`` are the baseline's values in the same setting, seed and repeat.
     """
     frames = derived.frames
     steps = slowest_steps(frames).dropna(subset=["generate"])

@@ -132,7 +132,7 @@ def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
     values |= {name: [str(value or "") for value in table[column]] for name, column in _MEASURED.items()}
 
     def by_configuration(values: list[str]) -> str:
-        """Values in table order, each with its configurations where it depends on these alone."""
+        """Values in table order; each with its configurations, if every configuration has only one of the values."""
         names = {
             str(value): part.unique() for value, part in table["configuration"].groupby(values, sort=False)
         }

@@ -1,4 +1,4 @@
-"""The two main tables: the summary, and the time of a step beside its lower bounds."""
+"""The two main tables: the summary, and the time of a step compared with its lower bounds."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def summary(derived: Derived) -> Table:
 
 
 def time(derived: Derived) -> Table:
-    """Step time, one row per setting and configuration: beside its lower bounds, with the use of processors."""
+    """Step time compared with its lower bounds, and the use of processors; one row per setting and configuration."""
     taken = formula("others' share", "steal share", "taken by others")
     if derived.trials["taken_share"].isna().any():
         taken += (

@@ -1,4 +1,4 @@
-"""A table: raw values, columns that say what they are, and its forms as CSV, Markdown and rows of a page."""
+"""Defines a table by its raw values and columns, and prints it as CSV, as Markdown, in a terminal and on a page."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Column:
 
     @property
     def name(self) -> str:
-        """Name in the CSV, by which it is also found."""
+        """The column's name in the CSV; :meth:`Table.column` finds it by this name too."""
         return self.key.removeprefix(_PRINTED)
 
     @property
@@ -116,8 +116,9 @@ class Table:
         ]
 
     def by_place(self) -> tuple[tuple[Column, ...], list[tuple[str, list[list[str]]]]]:
-        """The columns without places, and the rows of each place; all columns and place "" if no two neighbouring
-        rows share a place.
+        """Group the rows by place: returns the columns without those of the place, and (place, rows) of each group.
+
+        If no two neighbouring rows share a place, there is one group, whose place is "", and all columns are returned.
         """
         places, rows = self.places, self.rows()
         grouped = [
@@ -131,9 +132,9 @@ class Table:
     def column(self, name: str) -> Column:
         """The printed column that a title or a name in the CSV selects.
 
-        If none has exactly this title or name, the only column whose title begins with it, or whose title has all
-        of its words: ``Speed-up`` and ``Speed-up over ZeRO-3`` select ``Speed-up over the hierarchical ZeRO-3``.
-        A Refusal lists the titles.
+        If no column has exactly this title or name, the only column whose title begins with ``name`` is selected, or
+        else the only column whose title has all words of ``name``: ``Speed-up`` and ``Speed-up over ZeRO-3`` select
+        ``Speed-up over the hierarchical ZeRO-3``.  If there is no such column, or several, a Refusal lists the titles.
         """
         if columns := [column for column in self.columns if name in (column.title, column.key, column.name)]:
             return columns[0]
@@ -177,7 +178,7 @@ class Table:
             if values.map(lambda value: isinstance(value, Interval)).any():
                 for suffix, field in (("", "estimate"), ("_low", "low"), ("_high", "high")):
                     columns[f"{key}{suffix}"] = [getattr(value, field, value) for value in values]
-                for field in ("over", "left_out", "disturbed"):  # where any interval has it
+                for field in ("over", "left_out", "disturbed"):  # left out if no interval has a value
                     found = [getattr(value, field, "") for value in values]
                     if any(found):
                         columns[f"{key}_{field}"] = found
@@ -191,7 +192,7 @@ class Table:
         return f"{head}\n\n{self.markdown_rows()}" + (f"\n{notes}" if notes else "")
 
     def markdown_rows(self) -> str:
-        """The pipe table alone; of neighbouring rows at one place only the first names it."""
+        """The pipe table alone; of neighbouring rows at one place, only the first row names the place."""
         rows, places = self.rows(), self.places
         lines = [
             [markdown(column.title) for column in self.columns],
@@ -203,7 +204,7 @@ class Table:
         return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
     def show(self, out: Console) -> None:
-        """Print it in a terminal, each place as a table of its own, under its title."""
+        """Print the table in a terminal; the rows of each place become a table of their own."""
         columns, places = self.by_place()
         for place, rows in places:
             title = escape(f"{self.title}: {place}" if place else self.title)
@@ -270,7 +271,7 @@ def table_of(
 
 
 def interval_notes(data: pd.DataFrame, columns: Sequence[Column]) -> list[str]:
-    """Footnotes on the intervals in these columns: what they are over, which have none, and what was left out."""
+    """Footnotes on the intervals in these columns: over how many occasions, why some are missing, what was left out."""
     of_columns = {
         column.key: [value for value in data[column.key] if isinstance(value, Interval)] for column in columns
     }
@@ -289,7 +290,10 @@ RATIO: Final = "{:.2f}".format
 
 
 def rows_of(table: pd.DataFrame, *keys: str) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """For each configuration at each place (by ``keys``, else its setting): its first columns, and its rows."""
+    """Yield the first cells of a table's row, and the row's trials, for each configuration at each place.
+
+    A place is a setting, or, with ``keys``, trials with equal values of these columns.
+    """
     for _, setting in groups(table, list(keys or ("setting",))):
         for configuration, trials in by_configuration(setting):
             yield (
@@ -299,6 +303,6 @@ def rows_of(table: pd.DataFrame, *keys: str) -> Iterator[tuple[dict[str, Any], p
 
 
 def trial_count(trials: pd.DataFrame) -> dict[str, Any]:
-    """The number of trials, marked with the number of those in which others had the processors."""
+    """The number of trials, and, with a mark, the number of disturbed trials among them."""
     taken = int(trials["disturbed"].astype(bool).sum())
     return {"trials": len(trials), "_taken": f" ({taken} {caveats.TAKEN})" if taken else ""}

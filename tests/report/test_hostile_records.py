@@ -173,7 +173,7 @@ def test_a_page_says_what_it_can(records: Callable[[], list[Record]], first: str
 REFUSED: dict[str, tuple[Callable[[], list[Record]], str]] = {
     "two machines in one sweep": (
         lambda: [changed(r, pool=pool) for r, pool in zip(runs(*BOTH), (POOL, "ffff0000") * 7, strict=True)],
-        r"records of 2 pools \(another machine or other code, in one sweep\) cannot be compared",
+        r"records of 2 machines or versions of the code in one sweep cannot be compared",
     ),
     "losses that are no numbers": (
         lambda: validated(lambda name, _: math.nan if name == "zeropp" else 2.0),

@@ -473,7 +473,7 @@ def test_seconds_that_others_disturbed_have_a_caveat_and_no_prediction() -> None
     head = head_of([*most, *records[10:]])
     assert head.sentence.startswith("Inconclusive (one undisturbed of six pairs; ")
     assert head.caveat == (
-        "The seconds are not to be relied on: others took more than 5% of the processors' time in 10 of 12 trials."
+        "The seconds are unreliable: others took more than 5% of the processors' time in 10 of 12 trials."
     )
     assert "Expected in a new run" not in rows_of(head)["ZeRO++"]
     derived = derive(frames_of([*most, *records[10:]]))

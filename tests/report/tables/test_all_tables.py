@@ -124,7 +124,7 @@ def test_both_speedups_are_printed_where_the_papers_baseline_ran() -> None:
     assert "one ring over all ranks sends" in table.description
     alone = all_tables.summary(derive(frames_of(records_of("quickstart"))))
     assert not {column.title for column in alone.columns} & set(both)
-    assert "ring" not in alone.description
+    assert "one ring" not in alone.description
 
 
 def test_volume_is_in_units_of_one_gather() -> None:
@@ -230,7 +230,7 @@ def test_a_share_above_one_is_marked_and_explained() -> None:
             assert cell.endswith(" §") is marked
             assert float(cell.removesuffix(" §")) == pytest.approx(derived.trials["share"].iloc[0], abs=0.005)
             assert ("§: above 1" in table.description) is marked
-            assert ("at a higher rate than the probe" in table.description) is marked
+            assert ("the lower bound is longer than the measured step" in table.description) is marked
 
 
 def _at_two_rates_and_batches() -> list[Record]:

@@ -60,7 +60,10 @@ def test_the_same_transport_comes_first() -> None:
     table = rows(run("exact", 0.2, "shm"), run("exact", 0.4), run("ddp", 1.0), run("fsdp2", 1.0, "shm"))
     gloo = ("DDP", "FSDP2", "exact (fp32)")
     assert list(table.index) == [*((name, "gloo alone") for name in gloo), ("exact (fp32)", "shm, gloo")]
-    assert "like with like" in peers(derive(frames_of([run("ddp", 1.0), run("exact", 1.0)]))).description
+    assert (
+        "like is compared with like"
+        in peers(derive(frames_of([run("ddp", 1.0), run("exact", 1.0)]))).description
+    )
 
 
 def test_types_are_not_mixed() -> None:
