@@ -172,8 +172,8 @@ predicted from these two traces. The predictions were committed before the setti
     if runs.shape[1] > 1:
         apart = (runs.max(axis=1) / runs.min(axis=1) - 1).dropna()
         text += (
-            f"The suite ran {runs.shape[1]} times, and a measured step is the median over these runs.\nThe longest step "
-            f"of a trial was longer than its shortest by {apart.median():.0%} in the median and by up to "
+            f"The suite ran {runs.shape[1]} times, and a measured step is the median over these runs.\nThe longest "
+            f"step of a trial was longer than its shortest by {apart.median():.0%} in the median and by up to "
             f"{apart.max():.0%}:\nno prediction can be better than that.\n"
         )
     for first, second in rising(done):
