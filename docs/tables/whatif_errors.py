@@ -6,13 +6,14 @@ traced, and all others are predicted from those two traces.  Predictions are com
     python -m docs.tables.whatif_errors trace FOLDER      # traces of two trials
     python -m docs.tables.whatif_errors predict FOLDER    # writes docs/tables/whatif_errors.csv: commit it
     zeropp run docs/tables/whatif_errors.toml --results FOLDER
-    python -m docs.tables.whatif_errors measure FOLDER "what else ran on the machine"
+    python -m docs.tables.whatif_errors measure "what else ran on the machine" FOLDER...    # one folder for each run
     python -m docs.tables.whatif_errors                   # writes the page from the table
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -106,14 +107,30 @@ def predicted(suite: Suite, results: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def measured(table: pd.DataFrame, suite: Suite, results: Path, load_text: str) -> pd.DataFrame:
-    """Add the median measured step of each trial to the table of predictions; NaN for a trial that failed."""
-    medians = {}
+def measured(table: pd.DataFrame, suite: Suite, folders: Sequence[Path], load_text: str) -> pd.DataFrame:
+    """Add each trial's measured step, in all and by run, to the table of predictions.
+
+    The step of a run is the median of its steps, NaN if it failed.  The measured step is the median over runs.
+
+    Args:
+        table: The predictions.
+        suite: The suite.
+        folders: The results folders, one for each run of the suite.
+        load_text: What else ran on the machine.
+    """
+    runs = pd.DataFrame({f"run {number}": _steps(suite, folder) for number, folder in enumerate(folders, 1)})
+    columns = runs.reindex(table["trial"]).reset_index(drop=True)
+    return table.assign(**columns, measured=columns.median(axis=1), load=load_text)
+
+
+def _steps(suite: Suite, folder: Path) -> dict[str, float]:
+    """Return the median step of each trial in one results folder, by the trial's id."""
+    steps = {}
     for trial in suite.trials:
-        record = read(path_of(results / suite.name, trial.id))
+        record = read(path_of(folder / suite.name, trial.id))
         seconds = slowest_seconds(record) if record.failure is None else []
-        medians[trial.id] = pd.Series(seconds, dtype=float).median()
-    return table.assign(measured=table["trial"].map(medians), load=load_text)
+        steps[trial.id] = float(pd.Series(seconds, dtype=float).median())
+    return steps
 
 
 def kind_of(row: Any) -> str:
@@ -151,6 +168,14 @@ predicted from these two traces. The predictions were committed before the setti
     ]
     right, pairs = order(done)
     text += f"\nWhile the settings were measured, {done['load'].iloc[0]}.\n"
+    runs = done.drop_duplicates("trial").filter(like="run ")
+    if runs.shape[1] > 1:
+        apart = (runs.max(axis=1) / runs.min(axis=1) - 1).dropna()
+        text += (
+            f"The suite ran {runs.shape[1]} times, and a measured step is the median over these runs.\nThe longest "
+            f"step of a trial was longer than its shortest by {apart.median():.0%} in the median and by up to "
+            f"{apart.max():.0%}:\nno prediction can be better than that.\n"
+        )
     for first, second in rising(done):
         text += (
             f"{first['strategy']} took {first['measured']:.3f} s at {first['rate_mbit']:g} Mbit/s and "
@@ -222,8 +247,11 @@ def main(arguments: list[str]) -> int:
         case ["predict", results]:
             predicted(suite, Path(results)).to_csv(TABLE, index=False, float_format="%.6g")
             return 0
-        case ["measure", results, load_text]:
-            table = measured(pd.read_csv(TABLE), suite, Path(results), load_text)
+        case ["measure", load_text, *folders] if folders:
+            table = pd.read_csv(TABLE)[["trial", *questions(suite)[0].row, "predicted", "low", "high"]]
+            table = measured(
+                table.loc[:, ~table.columns.duplicated()], suite, [*map(Path, folders)], load_text
+            )
             table.to_csv(TABLE, index=False, float_format="%.6g")
         case []:
             table = pd.read_csv(TABLE)

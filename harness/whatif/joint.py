@@ -236,7 +236,7 @@ def _aligned(
     apart: dict[str, dict[str, list[float]]] = {host: {} for host in hosts.values()}
     for ranks in steps:
         for places in _matched(ranks):
-            ends = {}
+            ends = dict[str, float]()
             for rank, own in places.items():
                 ends.setdefault(hosts[rank], ranks[rank].collectives[own].ran[1] + bases[rank])
             for (one, end), (other, later) in itertools.pairwise(ends.items()):

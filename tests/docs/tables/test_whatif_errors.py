@@ -39,6 +39,13 @@ def test_a_page_without_measurements_says_so() -> None:
     assert "No setting is measured yet." in page(table)
 
 
+def test_several_runs_show_their_spread() -> None:
+    """With several runs the page says how far the steps of one trial are apart."""
+    table = pd.read_csv(TABLE)
+    twice = page(table.assign(**{"run 1": table["measured"], "run 2": 1.5 * table["measured"]}))
+    assert "longer than its shortest by 50% in the median and by up to 50%" in twice
+
+
 @pytest.mark.parametrize(("seconds", "count"), [([2.0, 1.0], 0), ([1.0, 2.0], 1)])
 def test_steps_that_take_longer_at_a_higher_rate_are_counted(seconds: list[float], count: int) -> None:
     """A measured step that is longer although its link is faster shows how much the machine's load changed."""

@@ -28,7 +28,7 @@ def traced(pool: str = POOL, trial: Trial = TRIAL) -> Trace:
         Span(BETWEEN, "w", 11.0, 13.0, 8),
         Span(WAITING, ACROSS, 12.0, 13.0),
     ]
-    ranks = [RankTrace(spans, 4.0 + rank, 3.0) for rank in range(4)]
+    ranks = [RankTrace(spans, 4.0 + rank, 3.0, Path("rank.json.gz")) for rank in range(4)]
     return Trace.model_validate(chrome(trial, ranks, pool))
 
 
