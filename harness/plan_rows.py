@@ -193,10 +193,10 @@ def _summary(record: Record) -> dict[str, Any]:
     timed = [[step for step in rank.steps if not step.warmup] for rank in record.ranks]
     tokens = [[token for token in rank.tokens if not token.warmup] for rank in record.ranks]
     seconds, waited, sent = list[float](), list[float](), list[int]()
-    by_interfaces, loss = False, None
+    by_interfaces, loss, count = False, None, len(timed[0]) if timed else 0
     if record.ranks and tokens[0]:
         generations = [list(group) for _, group in itertools.groupby(tokens[0], lambda token: token.step)]
-        seconds = [sum(token.seconds for token in generation) for generation in generations]
+        count, seconds = len(generations), [sum(token.seconds for token in each) for each in generations]
         if tokens[0][0].exposed is not None:
             waited = [sum(token.exposed or 0.0 for token in generation) for generation in generations]
         sent = [token.inter_bytes for token in itertools.chain(*tokens) if token.inter_bytes is not None]
@@ -218,7 +218,7 @@ def _summary(record: Record) -> dict[str, Any]:
     return {
         "step_seconds": statistics.median(seconds) if seconds else None,
         "exposed_seconds": statistics.median(waited) if waited else None,
-        "inter_bytes": sum(sent) / len(seconds) if sent else None,
+        "inter_bytes": sum(sent) / count if sent else None,
         "counted_by_interfaces": by_interfaces,
         "rate_mbit": statistics.median(rates) if seconds and rates else None,
         "loss": loss,

@@ -102,6 +102,8 @@ _VALUES: Final = {
     "cluster.inner_rate": "text with kbit/s, Mbit/s or Gbit/s: rate between ranks of a node",
     "cluster.launcher": "`local`, `torchrun`, `hosts`, `slurm` ([across hosts](cluster.md))",
     "cluster.hosts": "names for ssh, this machine's first; for launcher `hosts`",
+    "cluster.ranks": "`processes`, `threads`: [threads of one process](#ranks-that-are-threads), for questions "
+    "that are not about seconds",
     "cluster.slurm": "table of the allocation's options: `partition`, `time` in minutes, `account`, ...",
     "cluster.hcas": "InfiniBand adapters that NCCL may use: how many, or a list of names",
     "cluster.rate": "text with kbit/s, Mbit/s or Gbit/s, or `unshaped`",

@@ -49,6 +49,8 @@ class RankTrace(NamedTuple):
 
 def refusal(trial: Trial) -> str | None:
     """Return why a trial cannot be traced; None if it can."""
+    if not trial.measures_time:
+        return "cluster.ranks = 'threads' has no times to trace: ranks take turns; set cluster.ranks = 'processes'"
     by_engine = trial.resolved_policy() is not None and trial.host is None and trial.workload == "train"
     if by_engine and trial.cluster.device == "cpu" and trial.cluster.launcher == "local":
         return None

@@ -10,6 +10,7 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
@@ -21,6 +22,9 @@ from harness.cluster.pacer import Pacer
 from harness.cluster.port import Port
 from harness.errors import LinkError, Refusal
 from impl.plan.topology import Topology
+
+if TYPE_CHECKING:
+    from impl.comm.mesh import Mesh
 
 
 def counters(interface: str) -> NDArray[np.int64]:
@@ -55,6 +59,7 @@ class Rank:
     # Reports an error that a thread other than the main one has found, and ends the rank.  If it is None, the
     # wire prints the error and ends the process.
     fail: Callable[[BaseException], object] | None = None
+    mesh: Mesh | None = None  # its mesh, if it is a thread of a process that all ranks share
 
     @property
     def node(self) -> int:

@@ -4,6 +4,8 @@ A fork server that has imported torch forks four ranks in a tenth of a second.  
 namespace while it is still single-threaded, joins the process group, and runs its work.  Its output goes to a log that
 is kept only after a failure.
 
+If ranks are to be threads, one such process holds them all (:mod:`impl.simulate`).
+
 If a rank fails, the others are killed.  After a timeout, every rank first writes the stacks of all its threads.  If the
 sweep dies, its ranks die too, and so does the fork server.
 """
@@ -30,7 +32,7 @@ from datetime import timedelta
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 from unittest import mock
 
 from harness.cluster import netns_shaper, socket_folder
@@ -44,6 +46,9 @@ from impl.codecs.codec import CodecError
 from impl.plan.policy import PolicyError
 from impl.plan.shard_layout import GeometryError
 from impl.plan.topology import Topology
+
+if TYPE_CHECKING:
+    from impl.comm.mesh import Mesh
 
 Kind = Literal[
     "refused", "link", "crashed", "killed", "timeout", "memory", "disk", "lost", "interrupted", "wrong"
@@ -79,6 +84,7 @@ _STACKS_SECONDS: Final = 0.2  # to wait until ranks have written the stacks of t
 # Signals that a rank does not send to itself.  With submitit, Slurm announces the end of a job by SIGUSR2.
 _FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 _LOG_BYTES: Final = 1_000_000  # bytes that are kept from the end of each rank's log
+_THREADS: Final = "the thread ranks"  # as errors name the process of ranks that are threads
 # Texts in errors of a rank that lost its connection to another one, whose failure is the cause.
 _LOST_PEER: Final = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Socket Timeout")
 
@@ -112,10 +118,13 @@ class Launch:
     paced_latency_ms: float = 0.0  # latency of the pacer in one direction
     node: int | None = None  # the node whose ranks this process starts; None for all nodes
     meeting: Place | None = None  # where ranks of all hosts meet; None if this process starts all ranks
+    threads_on: str | None = None  # device of ranks that are threads of one process; None for rank processes
 
     @property
     def ranks(self) -> range:
-        """Numbers of the ranks that this process starts."""
+        """Numbers of the rank processes that this process starts; 0 alone if ranks are threads."""
+        if self.threads_on is not None:
+            return range(1)
         if self.node is None:
             return range(self.topology.world)
         first = self.node * self.topology.ranks_per_node
@@ -130,6 +139,7 @@ class _Watched:
     """
 
     rank: int
+    name: str  # in errors
     process: Any
     pipe: Connection
     ended: bool = False
@@ -153,7 +163,7 @@ class _Watched:
             if code is not None and code < 0:
                 end = f"was killed by signal {-code} ({signal.Signals(-code).name})"
             from_outside = code is not None and -code in _FROM_OUTSIDE
-            self.error = LaunchError("killed" if from_outside else "crashed", f"rank {self.rank} {end}")
+            self.error = LaunchError("killed" if from_outside else "crashed", f"{self.name} {end}")
             return
         if isinstance(message, Progress):
             on_progress(message)
@@ -162,7 +172,7 @@ class _Watched:
         kind, self.result = message
         if kind is not None:
             effect = any(text in self.result for text in _LOST_PEER)
-            self.error = LaunchError(kind, f"rank {self.rank}: {self.result}", effect=effect)
+            self.error = LaunchError(kind, f"{self.name}: {self.result}", effect=effect)
 
 
 def run_ranks(
@@ -207,7 +217,7 @@ def run_ranks(
                 failure = LaunchError("killed", f"{failure}; the kernel was out of memory")
             failure.log = _keep_logs(scratch, launch)
             raise failure
-        return [watched.result for watched in ranks]
+        return [watched.result for watched in ranks] if launch.threads_on is None else ranks[0].result
 
 
 def run_in_place(
@@ -284,7 +294,8 @@ def _start(ranks: list[_Watched], target: Any, argument: Any, launch: Launch, sc
             raise LaunchError("killed", why) from error
         finally:
             sending.close()
-        ranks.append(_Watched(rank, process, receiving))
+        name = f"rank {rank}" if launch.threads_on is None else _THREADS
+        ranks.append(_Watched(rank, name, process, receiving))
 
 
 def _watch(
@@ -302,8 +313,9 @@ def _watch(
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(watched.process.pid, signal.SIGUSR1)
             time.sleep(_STACKS_SECONDS)
-            late = ", ".join(str(watched.rank) for watched in running)
-            message = f"no result from rank {late} after {timeout_seconds:g} s; stacks are in the log"
+            late = "rank " + ", ".join(str(watched.rank) for watched in running)
+            late = _THREADS if running[0].name == _THREADS else late
+            message = f"no result from {late} after {timeout_seconds:g} s; stacks are in the log"
             return LaunchError("timeout", message)
         seconds = left if stop_reason is None else min(left, _POLL_SECONDS)
         for ready in connection.wait(running, timeout=seconds):  # type: ignore[arg-type]  # by its fileno
@@ -372,6 +384,7 @@ def _rank_main(  # noqa: PLR0917  # a new process needs all of them
             traceback.print_exception(error)
             sys.stderr.flush()
         message = str(error) if isinstance(error, REFUSALS) else f"{type(error).__name__}: {error}"
+        message += "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         pipe.send((kind_of(error), message))
         os._exit(1)  # without waiting for peers that no longer answer
 
@@ -382,8 +395,11 @@ def _rank_main(  # noqa: PLR0917  # a new process needs all of them
         fail(error)
 
     try:
-        rank = replace(_join(number, launch, scratch, pipe), fail=hang)
-        pipe.send((None, target(rank, argument)))
+        if launch.threads_on is not None:
+            pipe.send((None, _run_threads(launch, launch.threads_on, pipe, target, argument)))
+        else:
+            rank = replace(_join(number, launch, scratch, pipe), fail=hang)
+            pipe.send((None, target(rank, argument)))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # the interpreter's normal end takes 0.5 s with four ranks on two cores
@@ -415,6 +431,33 @@ def _limit_nccl(launch: Launch) -> None:
     limit_nccl(timedelta(seconds=NCCL_TIMES * min(TIMEOUT_SECONDS, launch.timeout_seconds / 4)))
 
 
+def _end_with_sweep() -> None:
+    """End this process with the fork server, its parent, and with the sweep, which it watches in a thread."""
+    netns_shaper.die_with_parent(os.getppid())
+    if (sweep := multiprocessing.parent_process()) is not None:
+        ends = sweep.sentinel
+        threading.Thread(target=lambda: (connection.wait([ends]), os._exit(1)), daemon=True).start()
+
+
+def _run_threads(launch: Launch, device: str, pipe: Connection, target: Any, argument: Any) -> list[Any]:
+    """Run ``target`` on all ranks as threads of this process, and return the results in rank order."""
+    from impl.simulate import simulate
+
+    _end_with_sweep()
+
+    def run(mesh: Mesh) -> Any:
+        report = pipe.send if mesh.rank == 0 else lambda _: None
+        port = launch.ports[launch.topology.node_of(mesh.rank)]
+        return target(
+            Rank(mesh.rank, launch.topology, port, None, report, launch.threads, mesh=mesh), argument
+        )
+
+    nodes, ranks_per_node = launch.topology.nodes, launch.topology.ranks_per_node
+    # A rank that runs for the whole time of the launch is ended by the launch, which keeps the stacks of all threads.
+    options: Any = {"device": device, "threads": launch.threads, "timeout": launch.timeout_seconds}
+    return simulate(nodes, ranks_per_node, **options)(run)
+
+
 def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
     """Enter the network namespace of a rank's node, and join the process group of all ranks."""
     import torch
@@ -424,11 +467,7 @@ def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
     port = launch.ports[node]
     if port.holder is not None:
         netns_shaper.enter(port.holder)
-    # The rank ends with the fork server, its parent, and also with the sweep, which it watches in a thread.
-    netns_shaper.die_with_parent(os.getppid())
-    if (sweep := multiprocessing.parent_process()) is not None:
-        ends = sweep.sentinel
-        threading.Thread(target=lambda: (connection.wait([ends]), os._exit(1)), daemon=True).start()
+    _end_with_sweep()
     if port.interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = port.interface  # the only way to tell gloo
     os.environ.update(nccl_variables(port))

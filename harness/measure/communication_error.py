@@ -14,10 +14,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from harness.cluster import all_ranks
 from harness.records.trial_record import Communicated, CommunicationError
 from harness.workloads.dataset import draw
 from impl import ops
@@ -156,12 +156,8 @@ def exchange_gradients(gradient: Tensor, start: int, numel: int) -> Tensor:
     Returns:
         (world, numel) fp32: a row for each rank.
     """
-    starts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(starts, start)
-    sent = torch.stack([gradient[first : first + numel] for first in starts])
-    rows = torch.empty_like(sent)
-    dist.all_to_all_single(rows, sent)
-    return rows
+    starts = all_ranks.gather_objects(start)
+    return all_ranks.swap(torch.stack([gradient[first : first + numel] for first in starts]))
 
 
 def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace:
@@ -175,8 +171,7 @@ def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace
             continue
         # An offloaded master is in host memory, but its gathered weights are on the device.
         master = unit.master_shard.master.detach().to(unit.wire.mesh.device).contiguous()
-        masters = [torch.empty_like(master) for _ in range(dist.get_world_size())]
-        dist.all_gather(masters, master)
+        masters = all_ranks.gather(master)
         for purpose in ("weights", "secondary") if unit.policy.secondary else ("weights",):
             unit.all_gather("forward" if purpose == "weights" else "backward")
             place = Place(step, purpose, unit.geometry.name, codec=str(unit.policy.weights))
@@ -208,7 +203,7 @@ def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
     REFERENCE.decode(codec, frame, decoded)
     own = torch.from_numpy(squared_sums(decoded, master))
     sums = torch.stack([own, torch.from_numpy(error[:2])]).view(-1)
-    dist.all_reduce(sums := sums.to(unit.master_shard.master.device))
+    all_ranks.add(sums := sums.to(unit.master_shard.master.device))
     expected, found = float(sums[0]), float(sums[2])
     if found >= _LEAST_ERROR * expected:
         return None

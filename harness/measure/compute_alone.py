@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Final, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.cluster import all_ranks
 from harness.measure.step_clock import now
 from harness.measure.unsharded_loss import evaluating
 from harness.records.trial_record import Alone
@@ -54,7 +54,7 @@ def measure(
     optimizer = make_optimizer([share])
     with evaluating(model):
         for _ in range(count + 1):
-            dist.barrier()
+            all_ranks.barrier()
             begin, computed = now(device), time.process_time()
             loss: Tensor = model(*batch)
             forward = now(device)

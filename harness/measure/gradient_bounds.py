@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.cluster import all_ranks
 from harness.measure.unsharded_loss import packed, padded
 from impl.adapters.traffic import GroupGeometry
 from impl.codecs.codec import Codec, Dtype, common_grain
@@ -184,8 +184,8 @@ class FirstGradient:
     def average(self) -> None:
         """Average over all ranks, which must all call this."""
         for _, means in self._drawn.values():
-            dist.all_reduce(means)
-            means.div_(dist.get_world_size())
+            all_ranks.add(means)
+            means.div_(all_ranks.world())
             self._finite = self._finite and bool(means.isfinite().all())
 
     def compare(self, layout: Layout, first: int, rows: Tensor, scale: float) -> GradientError | None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from harness.cluster import all_ranks
 from harness.records.trial_record import QuantisationError
 from impl import ops
 from impl.codecs.codec import Block, Codec, IntCodec
@@ -34,8 +34,8 @@ def measure(zero: Zero) -> list[QuantisationError]:
                 continue
             sums = torch.stack([_sums(codec, tensor) for codec in grid])  # (codecs, 4)
             largest = sums.clone()
-            dist.all_reduce(sums)
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            all_ranks.add(sums)
+            all_ranks.take_largest(largest)
             vnmse, worst = (sums[:, 0] / sums[:, 1]).tolist(), (largest[:, 2] / largest[:, 3]).tolist()
             errors += [
                 QuantisationError(

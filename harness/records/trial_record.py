@@ -56,7 +56,10 @@ class LedgerRow(_Part):
 
 
 class Step(_Part):
-    """Times of one optimizer step on one rank; ``exposed_*`` is how long the rank waited for messages in a part."""
+    """Times of one optimizer step on one rank; ``exposed_*`` is how long the rank waited for messages in a part.
+
+    They are 0 or None if the ranks were threads, whose seconds are not measured.
+    """
 
     index: int
     warmup: bool
@@ -361,6 +364,11 @@ class Record(_Part):
         return self.failure is None or bool(self.ranks)
 
     @property
+    def timed(self) -> bool:
+        """Whether its seconds were measured; ranks that are threads take turns, and have none."""
+        return bool(self.trial.get("cluster", {}).get("ranks", "processes") == "processes")
+
+    @property
     def answers(self) -> bool:
         """Whether the record helps to answer the suite's question.
 
@@ -380,7 +388,9 @@ def joules(nodes: list[NodeUse]) -> float | None:
 
 
 def slowest_seconds(record: Record) -> list[float]:
-    """Return the seconds of each timed step, on the rank that was slowest in that step."""
+    """Return the seconds of each timed step on the rank that was slowest in it; none if ranks were threads."""
+    if not record.timed:
+        return []
     of_ranks = [[step.total for step in rank.steps if not step.warmup] for rank in record.ranks]
     return [max(totals) for totals in zip(*of_ranks, strict=True)]
 

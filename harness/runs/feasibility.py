@@ -391,13 +391,15 @@ def _memory_problems(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[
     offloaded, per_rank = sum(on_host(memory).values()), sum(memory.values()) + _batch_bytes(trial)
     if cuda and host.gpus:
         sharing = -(-ranks // len(host.gpus)) if trial.cluster.transport == "staged" else 1
+        sharing = sharing if trial.measures_time else ranks
         if (size := sharing * (per_rank - offloaded)) > min(host.gpus):
             need = "a rank needs" if sharing == 1 else f"{sharing} ranks that share a GPU need"
             problems.append(f"{need} {gib(size)} without activations, a GPU here has {gib(min(host.gpus))}")
-    size = PROCESS_BYTES + (offloaded if cuda else per_rank)
-    if ranks * size > host.memory and (offloaded or not cuda):
-        need = f"x {gib(size)} = {gib(ranks * size)} without activations"
-        need = f"offload {gib(ranks * size)}" if cuda else need
+    size, processes = offloaded if cuda else per_rank, ranks if trial.measures_time else 1
+    whole = ranks * size + processes * PROCESS_BYTES
+    if whole > host.memory and (offloaded or not cuda):
+        need = f"x {gib(whole / ranks)} = {gib(whole)} without activations"
+        need = f"offload {gib(whole)}" if cuda else need
         problems.append(f"{ranks} ranks {need}, this machine has {gib(host.memory)}")
     return tuple(f"too big for memory: {problem}" for problem in problems)
 
@@ -413,12 +415,13 @@ def _rank_problems(trial: Trial, host: Host) -> Iterator[str]:
     """Yield why the machine cannot hold so many ranks, whatever their model."""
     ranks, most, gpus = _local_ranks(trial), host.memory // PROCESS_BYTES, len(host.gpus)
     cuda, single = trial.cluster.device == "cuda", trial.strategy == "single"
-    if cuda and trial.cluster.transport != "staged" and not single and ranks > gpus:
+    apart = trial.cluster.transport != "staged" and trial.measures_time
+    if cuda and apart and not single and ranks > gpus:
         shared = "ranks share GPUs with cluster.transport = 'staged'"
         yield f"cluster.device = 'cuda': {ranks} ranks need a GPU each, this machine has {gpus}; {shared}"
     if cuda and not gpus:
         yield "cluster.device = 'cuda': NVML shows no GPU on this machine"
-    if ranks > most and not cuda:
+    if ranks > most and not cuda and trial.measures_time:
         yield (
             f"{ranks} ranks are more than this machine can hold: {gib(PROCESS_BYTES)} each before any "
             f"model, at most {most} in {gib(host.memory)}"

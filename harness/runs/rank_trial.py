@@ -24,10 +24,10 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
+from harness.cluster import all_ranks
 from harness.cluster.link import PROBES, measure_link
 from harness.cluster.rank import Progress, Rank, counters, take_gpu
 from harness.cluster.rank_processes import BACKENDS, Launch
@@ -61,8 +61,8 @@ from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 from harness.witness.training_checks import TrainingChecks, watch_inputs, wrong_kernel
 from harness.witness.witness_clock import Kind
-from harness.workloads import models
-from harness.workloads.dataset import draw
+from harness.workloads import models, trial_dataset
+from harness.workloads.dataset import Dataset, draw
 from harness.workloads.generation import Counts, Generator
 from harness.workloads.preset_parameters import shape_of
 from harness.workloads.rank_batches import Batches, ExperienceBatch, RankBatches, batches_of
@@ -115,6 +115,7 @@ def run(rank: Rank, assignment: Assignment) -> Outcome:
     return TrialRun(rank, assignment).run()
 
 
+_WAITED: Final = ("forward", "backward", "generate", "score")  # parts of a step that wait for messages
 WORKS: Final = {work.__name__: work for work in (run, measure_link)}
 """Functions that a node's supervisor may run on its ranks, by the name in a command."""
 
@@ -153,7 +154,7 @@ class TrialRun:
         trial = assignment.trial
         self.rank, self.assignment, self.trial = rank, assignment, trial
         self.device = device_of(trial, rank)
-        self.data = RankBatches(trial, rank.rank, self.device)
+        self.data = RankBatches(trial, rank.rank, self.device, _shared_dataset(trial, rank))
         torch.manual_seed(trial.seed)
         with self.device:
             actor = actor_of(trial) if trial.workload == "rlhf" else None
@@ -217,10 +218,11 @@ class TrialRun:
         for index in range(trial.warmup):
             self.rank.report(Progress("warm-up", index, trial.warmup))
             self.step(index)
-        dist.barrier()
+        all_ranks.barrier()
         booked, foreseen = self.strategy.books(), self._predicted()
         counted = -self._counted_training()
-        one_machine = trial.cluster.launcher == "local"  # with a launcher there may be several
+        # With a launcher there may be several machines.
+        one_machine = trial.cluster.launcher == "local" and trial.measures_time
         processors = ProcessorMeter()
         with self._sampling() as sampled:
             moved, since = self._moved(), time.monotonic()
@@ -230,7 +232,7 @@ class TrialRun:
                 self.step(index)
             self._note_clock(before, self.witness.turn("between") - begin, time.monotonic() - since)
             self.checked.carried, self.checked.booked = (self._moved() - moved).tolist()
-        dist.barrier()
+        all_ranks.barrier()
         spent = processors.use() if one_machine else None
         counted += self._counted_training()
         if trial.validate_every is not None and all(v.step != total for v in self.validations):
@@ -268,7 +270,7 @@ class TrialRun:
         tx_bytes, tx_packets, by_adapters = counted.tolist()
         adapters = AdapterCounters(node=self.rank.node, tx_bytes=by_adapters, ports=list(self.ports))
         sent = InterfaceCounters(node=self.rank.node, tx_bytes=tx_bytes, tx_packets=tx_packets)
-        return Outcome(
+        outcome = Outcome(
             record=RankRecord(
                 rank=self.rank.rank,
                 node=self.rank.node,
@@ -297,6 +299,7 @@ class TrialRun:
                 for step, purpose, unit, hop, codec, vnmse in self.strategy.decisions
             ],
         )
+        return outcome if trial.measures_time else without_seconds(outcome)
 
     def _note_clock(self, before: dict[Kind, Spent], laps: float, passed: float) -> None:
         """Note what the witness clock has measured during the timed steps.
@@ -319,7 +322,7 @@ class TrialRun:
     def _sampling(self) -> contextlib.AbstractContextManager[list[NodeUse]]:
         """Return a context that samples this node's GPUs; on ranks other than the node's first it samples nothing."""
         uuids = []
-        if self.rank.first_of_node and self.device.type == "cuda":
+        if self.rank.first_of_node and self.device.type == "cuda" and self.trial.measures_time:
             first, count = self.device.index, torch.cuda.device_count()
             ranks = 1 if self.trial.strategy == "single" else self.rank.topology.ranks_per_node
             used = [(first + i) % count for i in range(ranks)]  # ranks may share a GPU
@@ -330,7 +333,8 @@ class TrialRun:
         """Time the computation by itself, of ``model`` or, if it is None, of a new model."""
         trial = self.trial
         count = compute_alone.samples(trial.steps * trial.accumulation, when)
-        if trial.workload != "train" or trial.strategy == "single" or not count:
+        timed = trial.workload == "train" and trial.strategy != "single" and trial.measures_time
+        if not timed or not count:
             return []
         self.rank.report(Progress("compute alone"))
         if model is None:
@@ -425,7 +429,7 @@ class TrialRun:
                 yield
             self.moved_untimed += self._moved_so_far()
             self.counted_untimed += self._count()
-            dist.barrier()  # the next step begins on all ranks at once
+            all_ranks.barrier()  # the next step begins on all ranks at once
 
     def _count(self) -> NDArray[np.int64]:
         """Return what the node has sent so far; all ranks must call this method.
@@ -439,12 +443,12 @@ class TrialRun:
         if self.own_interface or nccl:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # otherwise messages could still be sent
-            dist.barrier()
+            all_ranks.barrier()
             if self.rank.first_of_node and self.own_interface:
                 count[:2] = counters(str(self.rank.port.interface))
             if self.rank.first_of_node and self.ports:
                 count[2] = sum(self._sent_by_port().values())
-            dist.barrier()  # otherwise other ranks of the node could already send their next messages
+            all_ranks.barrier()  # otherwise other ranks of the node could already send their next messages
         return count
 
     def _sent_by_port(self) -> dict[str, int]:
@@ -512,7 +516,7 @@ class TrialRun:
         kernels = ops.loaded_kernels(self.device)
         return {
             **self.strategy.describe(),
-            "backend": dist.get_backend(),
+            "backend": all_ranks.backend(),
             "device": self.device.type,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
@@ -529,9 +533,39 @@ def device_of(trial: Trial, rank: Rank) -> torch.device:
     Raises:
         Refusal: If the machine has too few GPUs.
     """
+    if rank.mesh is not None:
+        return rank.mesh.device
     if trial.cluster.device == "cpu":
         return torch.device("cpu")
     return torch.device(take_gpu(rank, trial.cluster.launcher, trial.cluster.transport))
+
+
+def _shared_dataset(trial: Trial, rank: Rank) -> Dataset | None:
+    """Return the data set that rank 0 has loaded for all ranks that are threads; None for a rank that is a process."""
+    if rank.mesh is None:
+        return None
+    return all_ranks.gather_objects(trial_dataset.load(trial) if rank.rank == 0 else None)[0]
+
+
+def without_seconds(outcome: Outcome) -> Outcome:
+    """Return the outcome of a rank that is a thread: without seconds, in which other ranks ran too."""
+    record, checked = outcome.record, outcome.checked
+    nothing: dict[str, Any] = dict.fromkeys(("total", "forward", "backward", "optimizer"), 0.0)
+    unknown = ("cpu_seconds", "generate", "score", *(f"exposed_{part}" for part in _WAITED))
+    nothing |= dict.fromkeys(unknown)
+    checked = replace(
+        checked, steps=[], between=Spent(), checks=Spent(), seconds=0.0, laps=0.0, passed=0.0, waited=None,
+        sleeps_counted=False,
+    )  # fmt: skip
+    steps = [step.model_copy(update=nothing) for step in record.steps]
+    tokens = [token.model_copy(update={"seconds": 0.0, "exposed": None}) for token in record.tokens]
+    return replace(
+        outcome,
+        record=record.model_copy(update={"steps": steps, "tokens": tokens}),
+        validations=[each.model_copy(update={"train_seconds": 0.0}) for each in outcome.validations],
+        checked=checked,
+        compared=replace(outcome.compared, seconds=0.0),
+    )
 
 
 def _since(before: Books, now: Books) -> tuple[list[LedgerRow] | None, dict[str, int]]:

@@ -231,7 +231,11 @@ class _Sweep:
             self._run = run_record.write(self.results, run)
         for prediction in forecast(missing, any_host()):
             trial, foreseen = prediction.trial, None
-            if self.on is not None and (step := predict(trial, prediction.step, prediction.egress, self.on)):
+            if (
+                self.on is not None
+                and trial.measures_time
+                and (step := predict(trial, prediction.step, prediction.egress, self.on))
+            ):
                 foreseen = Foreseen.model_validate({"machine": self.on.name} | asdict(step))
             self._blanks[trial.id] = Record(
                 id=trial.id,

@@ -16,6 +16,7 @@ from typing import Any, Final, Self
 from harness.cluster.link import PACED, REPETITIONS, Link, measure_link, open_link, slowest_rates
 from harness.cluster.nccl_environment import choose_hcas, nccl_in_words
 from harness.cluster.node_supervisors import Nodes, Work
+from harness.cluster.port import Port
 from harness.cluster.rank import Progress, Report
 from harness.cluster.rank_processes import (
     BACKENDS,
@@ -78,7 +79,8 @@ class TrialRunner:
         try:
             link = self._link(trial, on_progress)
             blank = blank.model_copy(update={"link": link.record([])})
-            assignment = Assignment(trial, link.message_bytes or None, self._folder)
+            nbytes = link.message_bytes if trial.measures_time else 0
+            assignment = Assignment(trial, nbytes or None, self._folder)
             outcomes = self._start(trial)(run, assignment, self.launch(trial, link, trial.id), on_progress)
             per_node = cluster_of(trial).ranks_per_node
             probed = slowest_rates([outcome.probed for outcome in outcomes], per_node)
@@ -101,6 +103,9 @@ class TrialRunner:
     def _link(self, trial: Trial, on_progress: Report) -> Link:
         """Return the open and calibrated link of a trial."""
         cluster = cluster_of(trial)
+        if not trial.measures_time:
+            ports = (Port("lo", "127.0.0.1"),) * cluster.nodes
+            return Link(cluster, "threads", "cluster.ranks = 'threads': messages stay in one process", ports)
         ranks = (
             {"ranks_per_node"} if cluster.transport == "nccl" else set()
         )  # with NCCL, all ranks measure the rate
@@ -182,10 +187,12 @@ class TrialRunner:
             ports=link.ports,
             paced_mbit=link.paced_mbit,
             paced_latency_ms=cluster.latency or 0.0,
-            threads=trial.threads or max(1, self._cores // local_ranks),
+            # Threads of ranks that take turns gain little from more processors, and change the order of sums.
+            threads=trial.threads or (max(1, self._cores // local_ranks) if trial.measures_time else 1),
             timeout_seconds=trial.timeout_seconds,
             log=self.results / LOGS / f"{log}.log",
             backend=BACKENDS.get(cluster.transport, cluster.transport),  # or a user's module
+            threads_on=None if trial.measures_time or trial.strategy == "single" else cluster.device,
         )
 
     def _start(self, trial: Trial) -> Callable[[Work, Any, Launch, Report], list[Any]]:

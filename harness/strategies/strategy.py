@@ -371,9 +371,10 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
 
 def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
     """Create the wire of a trial; all ranks must call this."""
+    transport = TRANSPORTS.get(trial.cluster.transport, "backend")
     return Wire(
-        Mesh.create(rank.topology, device),
-        transport=TRANSPORTS.get(trial.cluster.transport, "backend"),
+        rank.mesh or Mesh.create(rank.topology, device),
+        transport=transport if rank.mesh is None else "backend",
         pacer=rank.pacer,
         # Much shorter than the launcher's limit for the trial, so that ranks can still report where they wait.
         timeout=min(TIMEOUT_SECONDS, trial.timeout_seconds / 4),

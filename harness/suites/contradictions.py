@@ -16,7 +16,7 @@ from typing import Any, Final
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.model_sizes import GPTShape
 from harness.suites.peers import DEEPSPEED, PEERS, family_of
-from harness.suites.trial import RECIPE, LearningRates, Trial
+from harness.suites.trial import RECIPE, Cluster, LearningRates, Trial
 from impl.adapters.traffic import check_host
 from impl.plan.policy import Offload
 
@@ -55,7 +55,7 @@ def check(trial: Trial) -> None:
             f"{every}: the trial has {total} steps in all; choose at most {total}, or 0 to validate only after the last"
         )
     trial.schedule()  # raises if the warm-up is longer than the trial
-    for rules in (_configured, _cluster, _workload, _control):
+    for rules in (_configured, _threads, _cluster, _workload, _control):
         if (why := next(rules(trial), None)) is not None:
             raise ValueError(why)
     policy = trial.resolved_policy()
@@ -66,6 +66,36 @@ def check(trial: Trial) -> None:
         if policy.planes > 1 and trial.activation_checkpointing:
             planes = f"policy.planes = {policy.planes}: not supported with activation_checkpointing = true"
             raise ValueError(f"{planes}; set policy.planes = 1, or remove activation_checkpointing")
+
+
+def _threads(trial: Trial) -> Iterator[str]:
+    """Yield what ranks that are threads of one process cannot do: limit a rate, or run other libraries."""
+    cluster, usual, threads = trial.cluster, Cluster(), "cluster.ranks = 'threads'"
+    if cluster.ranks == "processes":
+        return
+    why = {
+        **dict.fromkeys(("rate", "latency", "slow", "inner_rate", "hcas"), "has no link between nodes"),
+        **dict.fromkeys(("transport", "launcher"), "runs all ranks in one process"),
+    }
+    for name, conflict in why.items():
+        if (value := getattr(cluster, name)) != getattr(usual, name):
+            yield (
+                f"cluster.{name} = {value!r}: {threads} {conflict}; remove cluster.{name}, or set cluster.ranks = "
+                "'processes'"
+            )
+    if cluster.link not in ("auto", "none"):
+        link = f"cluster.link = {cluster.link!r}: {threads} has no link between nodes"
+        yield f"{link}; remove cluster.link, or set cluster.ranks = 'processes'"
+    if trial.workload == "generate":
+        yield (
+            f"workload = 'generate': {threads} measures no seconds, and its quantity is tokens per second; set "
+            "workload = 'train', or cluster.ranks = 'processes'"
+        )
+    if trial.host is not None or (trial.strategy in PEERS and trial.strategy != "single"):
+        strategy = (
+            f"strategy = {trial.strategy!r}: {threads} has no process groups, which torch's and DeepSpeed's"
+        )
+        yield f"{strategy} engines need; leave the strategy out, or set cluster.ranks = 'processes'"
 
 
 def _cluster(trial: Trial) -> Iterator[str]:
@@ -95,7 +125,8 @@ def _cluster(trial: Trial) -> Iterator[str]:
         yield f"cluster.inner_rate = {cluster.inner_rate:g} Mbit/s: needs {needed}"
     if cluster.device == "cuda" and trial.host is not None:
         yield f"cluster.device = 'cuda': strategy {trial.strategy!r} runs on the CPU only; set device 'cpu'"
-    if (cluster.device == "cuda") != (cluster.transport in ("nccl", "staged")):
+    cuda, threads = cluster.device == "cuda", cluster.ranks == "threads"
+    if cuda != (cluster.transport in ("nccl", "staged")) and not threads:
         needed = "device 'cuda' needs transport 'nccl' or 'staged', and these two need device 'cuda'"
         yield f"cluster.device = {cluster.device!r}, {transport}: {needed}"
     if cluster.transport == "staged" and trial.strategy in PEERS and trial.strategy != "single":

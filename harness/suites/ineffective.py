@@ -12,13 +12,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from harness.suites.answering_quantity import LEAST_STEPS
+from harness.suites.answering_quantity import LEAST_STEPS, quantity
 from harness.suites.labels import flatten, look_up, value_text
 from harness.suites.peers import PEERS, READ_BY, Family, family_of
 from harness.suites.repeat_order import configuration_of
 from harness.suites.suite import SuiteError, SuiteTables
 from harness.suites.trial import Trial
 
+_OF_SECONDS: Final = ("step", "rate", "nodes", "tokens")  # quantities that are seconds
 _LATE: Final = 0.25  # a margin in steps is measured over this last share of training
 
 
@@ -227,6 +228,8 @@ def check_answer(file: SuiteTables, trials: Sequence[Trial]) -> None:
     """Refuse an ``answer`` that the trials cannot give, and a ``margin`` that they are too short to measure."""
     for reason in _unanswered(file.answer, trials):
         raise SuiteError(f'answer = "{file.answer}": {reason}, or remove answer')
+    if any(not trial.measures_time for trial in trials):
+        _check_untimed(file, trials)
     for trial in trials if file.margin else ():
         total, every = trial.warmup + trial.steps, trial.validate_every
         after = {*range(every or total, total, every or total), total} if every is not None else set()
@@ -236,6 +239,19 @@ def check_answer(file: SuiteTables, trials: Sequence[Trial]) -> None:
             raise SuiteError(
                 f"margin = {file.margin}: {needs}; a trial has {has}: change them, or remove margin"
             )
+
+
+def _check_untimed(file: SuiteTables, trials: Sequence[Trial]) -> None:
+    """Refuse a question about seconds, and repeats that depend on them, if ranks are threads."""
+    why = "cluster.ranks = 'threads' measures no seconds"
+    if (found := quantity(trials, file.answer)) in _OF_SECONDS:
+        given = f'answer = "{file.answer}"' if file.answer else f"the suite's answer would be {found!r}"
+        others = ", ".join(f'"{name}"' for name in ("loss", "error", "bytes", "memory"))
+        raise SuiteError(f"{given}: {why}; set answer to one of {others}, or cluster.ranks = 'processes'")
+    if file.repeats.within is not None:
+        raise SuiteError(
+            f"repeats: until intervals are narrow, but {why}; set a number, or cluster.ranks = 'processes'"
+        )
 
 
 def _unanswered(answer: str, trials: Sequence[Trial]) -> Iterator[str]:

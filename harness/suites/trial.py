@@ -141,6 +141,7 @@ class Cluster(_Frozen):
     transport: Literal["shm", "gloo", "nccl", "staged"] | _OwnBackend = "shm"
     launcher: Literal["local", "torchrun", "hosts", "slurm"] = "local"
     hosts: tuple[_Host, ...] = ()
+    ranks: Literal["processes", "threads"] = "processes"
     slurm: dict[Annotated[str, Field(pattern=r"^[a-z_]+$")], int | str | bool] = {}
 
 
@@ -390,6 +391,11 @@ class Trial(_Frozen):
     def topology(self) -> Topology:
         """Return the trial's nodes and ranks per node."""
         return Topology(self.cluster.nodes, self.cluster.ranks_per_node)
+
+    @property
+    def measures_time(self) -> bool:
+        """Whether its seconds are those of ranks that run at once; ranks that are threads take turns."""
+        return self.cluster.ranks == "processes"
 
     @property
     def slowest_mbit(self) -> float | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -73,6 +74,7 @@ class BatchWitness:
         return torch.tensor(inputs), torch.tensor(targets)
 
 
+@lru_cache(1)  # of ranks that are threads, the first looks for all
 def shared_split(dataset: Dataset) -> str | None:
     """Return an error if the validation part of a data set is also part of its training data; else None.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness.suites.trial import Trial
 from harness.workloads import trial_dataset
-from harness.workloads.dataset import Pair
+from harness.workloads.dataset import Dataset, Pair
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets of the model
 
@@ -60,13 +60,19 @@ class FirstSequences:
 class RankBatches:
     """Batches of one rank of a trial or, for strategy ``single``, of all its ranks.
 
+    Args:
+        trial: The trial.
+        rank: Number of the rank.
+        device: Where batches are.
+        dataset: The trial's data set, if it is loaded already.
+
     Raises:
         CorpusError: if the data cannot be read or do not fit the model.
     """
 
-    def __init__(self, trial: Trial, rank: int, device: torch.device) -> None:
+    def __init__(self, trial: Trial, rank: int, device: torch.device, dataset: Dataset | None = None) -> None:
         trial_dataset.check(trial)
-        self.dataset, self._trial, self._device = trial_dataset.load(trial), trial, device
+        self.dataset, self._trial, self._device = dataset or trial_dataset.load(trial), trial, device
         world = trial.topology().world
         # The ranks whose batches this process computes.
         self.ranks: Sequence[int] = range(world) if trial.strategy == "single" else (rank,)

@@ -1,7 +1,7 @@
 """Sends and receives the messages of one collective, in four ways that share the protocol :class:`Exchange`.
 
 * :class:`Alone`: a group of one rank, which sends nothing.
-* :class:`InMemory`: ranks of a node read each other's messages in shared memory.
+* :class:`InMemory`: ranks of a node read each other's messages in shared memory, or in that of their process.
 * :class:`Distributed`: torch.distributed carries the messages.
 * :class:`Staged`: messages of a GPU are carried through host memory.
 
@@ -30,7 +30,6 @@ from impl.comm.watchdog import DIFFER, Watchdog
 from impl.plan.messages import SPARE, size_class
 from impl.plan.traffic import LedgerKey
 from impl.transport.group import Group
-from impl.transport.shared_memory import Arena
 from impl.transport.side_stream import Arrival
 
 Kind = Literal["all_gather", "all_to_all", "shift"]
@@ -57,6 +56,30 @@ class Exchange(Protocol):
         """Give the buffers back."""
 
 
+class Arena(Protocol):
+    """Where the ranks of a group read each other's messages in place: shared memory, or memory of one process."""
+
+    row_bytes: int  # largest message of a rank
+
+    def claim(self) -> int:
+        """Return the number of the next exchange."""
+
+    def row(self, number: int, nbytes: int) -> Tensor:
+        """Return this rank's row (nbytes,) uint8 of exchange ``number``."""
+
+    def post(self, number: int, mark: int) -> None:
+        """Announce that this rank's row is written, with a 64-bit ``mark`` that identifies the exchange."""
+
+    def wait(self, number: int) -> Tensor:
+        """Wait until all ranks have posted; returns their rows (ranks, at least nbytes), valid until ``done()``."""
+
+    def agree(self, number: int, mark: int) -> bool:
+        """Return whether all ranks have posted the same ``mark``; to be called after ``wait()``."""
+
+    def done(self, number: int) -> None:
+        """Announce that this rank has read the rows of exchange ``number``."""
+
+
 class Pacer(Protocol):
     """Models a link between nodes: computes when bytes have left a node."""
 
@@ -71,7 +94,7 @@ def point_to_point(group: Group, kind: Kind, received: Tensor, sent: Tensor, tag
     queues behind our data, and the link idles: it carries 24 to 30 of 50 Mbit/s.  Here all receives are
     announced before any send, and the link carries 48 Mbit/s.
     """
-    size, me, handle = len(group.ranks), group.index, group.handle() or group.process_group
+    size, me, handle = len(group.ranks), group.index, group.process_group
     # Each rank starts with the rank after it, so that not all ranks send to the same rank first.
     after, before = group.others, group.others[::-1]
     if kind == "shift":
@@ -186,18 +209,22 @@ class Alone:
 
 
 class InMemory:
-    """An exchange in shared memory: ranks of one node read each other's rows in place, in a slot of the arena."""
+    """An exchange in memory that ranks share: they read each other's rows of an arena in place."""
 
     def __init__(self, watchdog: Watchdog, step: Step, route: Route, arena: Arena) -> None:
         self._watchdog, self._step, self._route, self._arena = watchdog, step, route, arena
-        start = route.group.index * route.nbytes if route.kind == "all_to_all" else 0
+        index = route.group.index
+        start = index * route.nbytes if route.kind == "all_to_all" else 0
         self._part = slice(
             start, start + route.nbytes
         )  # the part of each rank's message that is for this rank
+        # the ranks from which this rank receives; in a step of a ring, the one before it
+        before = (index - 1) % route.group.size
+        self._sources = slice(before, before + 1) if route.kind == "shift" else slice(None)
         self._rows: Tensor | None = None  # the messages of all ranks, once all have been posted
         self._begin = 0.0
         self._number = watchdog.wait(step, arena.claim)
-        self.send = arena.row(self._number)[: route.sent_bytes]
+        self.send = arena.row(self._number, route.sent_bytes)
 
     def post(self) -> None:
         self._watchdog.carried += self.send.numel() // self._route.parts * self._route.receivers
@@ -205,7 +232,7 @@ class InMemory:
         self._arena.post(self._number, self._step[2])
 
     def wait(self) -> Tensor:
-        return self.messages()[:, self._part]
+        return self.messages()[self._sources, self._part]
 
     def messages(self) -> Tensor:
         """Wait for all messages, and return the whole of them, (ranks, bytes), not only the parts for this rank."""

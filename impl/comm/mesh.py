@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from impl.plan.topology import Axis, Topology, ranks_in_words
 from impl.transport.group import Group, MeshError
+from impl.transport.threads import ThreadRank, ThreadStore, current
 
 # The usual names of device mesh dimensions along which ranks hold different parts of the model.
 _NOT_DATA_PARALLEL: Final = frozenset({"tp", "pp", "cp", "sp", "ep", "etp"})
@@ -73,6 +74,8 @@ class Mesh:
     # the global rank of each rank of the mesh; None if the mesh is over all ranks, in their order
     members: tuple[int, ...] | None = None
     backend: str | None = None  # the backend of its process groups; None for that of the default group
+    # this rank, if the ranks are threads of one process (:mod:`impl.simulate`), which have no process groups
+    thread: ThreadRank | None = None
     _groups: dict[Axis, Group] = field(default_factory=dict)
 
     @classmethod
@@ -97,6 +100,8 @@ class Mesh:
         Raises:
             MeshError: if the group's size is not ``topology.world``, or if this rank is not in the group.
         """
+        if current() is not None and not dist.is_initialized():
+            raise MeshError("ranks that are threads have a mesh already: use the one that simulate() passes")
         if isinstance(topology, DeviceMesh):
             if group is not None:
                 raise MeshError("topology is a DeviceMesh, which determines the ranks: leave group= out")
@@ -159,11 +164,13 @@ class Mesh:
             return ""
         return f" (ranks as counted in the mesh of global ranks {', '.join(map(str, self.members))})"
 
-    def store(self) -> Store | None:
+    def store(self) -> Store | ThreadStore | None:
         """Return the store of the ranks' rendezvous, with a prefix that keeps its keys apart from other meshes'.
 
-        Returns None if there is no store: for one rank, and for ranks that are threads.
+        Returns None if there is no store, as for one rank.
         """
+        if self.thread is not None:
+            return self.thread.world.store if self.topology.world > 1 else None
         world = dist.group.WORLD if dist.is_initialized() and self.topology.world > 1 else None
         found = None if world is None else world.get_group_store()
         return found if found is None or self.members is None else PrefixStore(self._prefix, found)
@@ -173,10 +180,11 @@ class Mesh:
 
         Returns None, or, if another mesh has claimed the name before, that mesh's ranks as text.
         """
-        if not dist.is_initialized():
+        if self.thread is None and not dist.is_initialized():
             return None
         mine = f"global {ranks_in_words(self.global_ranks)}"
-        store = c10d._get_default_store()  # noqa: SLF001
+        store: Store | ThreadStore
+        store = c10d._get_default_store() if self.thread is None else self.thread.world.store  # noqa: SLF001
         found: str = store.compare_set(f"zeropp/claims/{name}", "", mine).decode()
         return None if found == mine else found
 
@@ -191,15 +199,18 @@ class Mesh:
         """
         if axis not in self._groups:
             ranks = axis.group(self.rank)
-            handle = (
-                self._enumerated(axis, timeout)
-                if self.members is None
-                else self._among(ranks, self.members, timeout)
-            )
             same_node = len({self.topology.node_of(rank) for rank in ranks}) == 1
-            index, counting = ranks.index(self.rank), self.counting
-            self._groups[axis] = Group(axis, ranks, index, same_node, weakref.ref(handle), counting)
+            handle = None if self.thread else weakref.ref(self._process_group(axis, ranks, timeout))
+            self._groups[axis] = Group(axis, ranks, ranks.index(self.rank), same_node, handle, self.counting)
         return self._groups[axis]
+
+    def _process_group(
+        self, axis: Axis, ranks: Sequence[int], timeout: timedelta | None
+    ) -> dist.ProcessGroup:
+        """Make the process group of ``ranks``, this rank's group along ``axis``."""
+        if self.members is None:
+            return self._enumerated(axis, timeout)
+        return self._among(ranks, self.members, timeout)
 
     def _enumerated(self, axis: Axis, timeout: timedelta | None) -> dist.ProcessGroup:
         """Make this rank's process group along ``axis`` in a mesh over all ranks.

@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Final, TypeVar
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from impl.comm.fingerprint import CollectiveLog, Step, label, parting
 from impl.comm.ledger import ACROSS, WAITING, WITHIN, Timeline
@@ -26,6 +26,7 @@ from impl.comm.mesh import Mesh
 from impl.plan.topology import ranks_in_words
 from impl.transport.shared_memory import SharedMemoryError
 from impl.transport.side_stream import Arrival
+from impl.transport.threads import ThreadStore, under
 
 ORDER_CHECK: Final = "check_order()"  # as errors name the call of :meth:`impl.comm.wire.Wire.check_order`
 _PATIENCE_SECONDS: Final = 5.0  # how long a rank waits for the other ranks' reports
@@ -64,10 +65,10 @@ class Watchdog:
         # For each wait of the device's stream that has not been added to ``_waited`` yet, the events before it and at
         # its end, and marks between waits.
         self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event] | _Mark] = deque()
-        self._store: Store | None = None  # holds the ranks' reports; ranks that are threads have none
+        self._store: Store | ThreadStore | None = None  # holds the ranks' reports
         self._met: dict[str, int] = defaultdict(int)  # how often this rank has called meet(), by purpose
         if (store := mesh.store()) is not None:
-            self._store = PrefixStore(f"zeropp/{store.add(f'zeropp/wires/{mesh.rank}', 1)}", store)
+            self._store = under(store, f"zeropp/{store.add(f'zeropp/wires/{mesh.rank}', 1)}")
 
     @property
     def exposed_seconds(self) -> float:
@@ -214,7 +215,7 @@ class Watchdog:
         if self._store is not None:
             self._store.set(str(self._rank), json.dumps((status, call, [*self.collective_log.steps])))
 
-    def _report(self, store: Store) -> Iterator[str]:
+    def _report(self, store: Store | ThreadStore) -> Iterator[str]:
         """Yield the lines of an error, once all ranks have reported, or after :data:`_PATIENCE_SECONDS`.
 
         They tell which calls only some ranks have made, the first exchange in which ranks differ, and what each

@@ -2,7 +2,8 @@
 
 All messages of the engine go through a :class:`Wire`.  It has three transports:
 
-* ``backend`` hands messages to torch.distributed (gloo, NCCL, or ranks that are threads);
+* ``backend`` hands messages to torch.distributed (gloo or NCCL), or to the other threads if the ranks are threads
+  of one process (:mod:`impl.transport.threads`);
 * ``shm`` lets the ranks of a node read each other's memory (:mod:`impl.transport.shared_memory`), and uses the
   backend between nodes;
 * ``staged`` sends tensors of a GPU with gloo through host memory, so that several ranks may share a GPU.
@@ -33,8 +34,9 @@ from impl.comm.mesh import Mesh
 from impl.comm.watchdog import DIFFER, ORDER_CHECK, Watchdog, WireError
 from impl.plan.topology import Axis, ranks_in_words
 from impl.plan.traffic import LedgerKey, Purpose, Tag, destinations
+from impl.transport import shared_memory, threads
 from impl.transport.group import Group
-from impl.transport.shared_memory import Arena, patience
+from impl.transport.shared_memory import patience
 from impl.transport.side_stream import Arrival, SideStream
 
 TIMEOUT_SECONDS: Final = 120.0
@@ -92,8 +94,8 @@ class Wire:
             the host; by default the error is printed and the process ended with status 1.
 
     Raises:
-        WireError: for the transport ``shm`` on a mesh that is not on CPUs, or for a ``pacer`` on a GPU whose
-            stream waits for messages.
+        WireError: for the transport ``shm`` on a mesh that is not on CPUs; for a ``pacer`` on a GPU whose stream
+            waits for messages; and for both, or transport ``staged``, if the ranks are threads.
     """
 
     def __init__(
@@ -106,6 +108,16 @@ class Wire:
         on_hang: OnHang = end_process,
     ) -> None:
         self.mesh = mesh = Mesh.of(mesh)
+        if mesh.thread is not None and transport != "backend":
+            raise WireError(
+                f"transport {transport!r} joins processes, but the ranks are threads of one process: leave "
+                "transport= out"
+            )
+        if mesh.thread is not None and pacer is not None:
+            raise WireError(
+                "a pacer delays messages, but ranks that are threads run one at a time, so that their seconds mean "
+                "nothing: leave pacer= out"
+            )
         if transport == "shm" and mesh.device.type != "cpu":
             raise WireError(
                 f"transport 'shm' exchanges CPU memory, but the mesh is on {mesh.device}: use 'backend' or 'staged'"
@@ -132,7 +144,7 @@ class Wire:
         self.gathers = SideStream(mesh.device) if streams else None
         self.reductions = SideStream(mesh.device) if streams else None
         self._host_buffers = exchanges.Buffers(torch.device("cpu")) if transport == "staged" else None
-        self._arenas: dict[Axis, Arena] = {}
+        self._arenas: dict[Axis, exchanges.Arena] = {}
         self._used: dict[str, set[str]] = {}  # for each axis, what has carried its messages
         # by kind of exchange, axis, bytes, tag, and whether it is part of a ring
         self._routes: dict[tuple[Kind, Axis, int, Tag, bool], exchanges.Route] = {}
@@ -185,7 +197,7 @@ class Wire:
         """Wait until all ranks have called this for ``purpose``.
 
         It comes before operations of torch, or of the ranks' store, that would wait for a missing rank for half
-        an hour.  Ranks that are threads have no store and do not wait.
+        an hour.
 
         Raises:
             WireError: after the wire's timeout; the message names the missing ranks.
@@ -307,9 +319,10 @@ class Wire:
             self._host_buffers.clear()
 
     def shares_memory(self, axis: Axis) -> bool:
-        """Return whether ranks along ``axis`` read each other's whole messages in shared memory."""
+        """Return whether ranks along ``axis`` read each other's whole messages in memory that they share."""
         group = self.group(axis)
-        return self.transport == "shm" and group.same_node and group.size > 1
+        shared = self.mesh.thread is not None or (self.transport == "shm" and group.same_node)
+        return shared and group.size > 1
 
     def lets_go(self, axis: Axis) -> bool:
         """Return whether messages along ``axis`` can arrive in the caller's memory without a lasting reference.
@@ -339,9 +352,7 @@ class Wire:
         if route.shared:
             arena = self._arenas.get(axis)
             if arena is None or arena.row_bytes < route.sent_bytes:  # true on all ranks of the axis at once
-                make = partial(Arena, route.sent_bytes, route.group, self._timeout)
-                with torch.inference_mode(mode=False):  # the arena will outlive a pass in inference mode
-                    arena = self._arenas[axis] = self._watchdog.wait(step, make)
+                arena = self._arenas[axis] = self._watchdog.wait(step, partial(self._arena, route))
             return exchanges.InMemory(dog, step, route, arena)
         if self._host_buffers is None:
             return exchanges.Distributed(
@@ -350,13 +361,23 @@ class Wire:
         host = exchanges.Distributed(dog, step, route, self._host_buffers, into=None, pacer=pacer)
         return exchanges.Staged(host, route, buffers)
 
+    def _arena(self, route: exchanges.Route) -> exchanges.Arena:
+        """Make the memory in which the ranks of a route's group read each other's messages."""
+        if self.mesh.thread is not None:
+            return threads.Arena(self.mesh.thread, route.group.ranks, route.group.index)
+        with torch.inference_mode(mode=False):  # the arena will outlive a pass in inference mode
+            return shared_memory.Arena(route.sent_bytes, route.group, self._timeout)
+
     def _route(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> exchanges.Route:
         """Compute the route of such messages, and note what carries them for :meth:`describe`."""
         group, steps = self.group(axis), kind == "shift"
         carried = "cpu" if self.transport == "staged" else self.mesh.device.type
-        backend, shared = group.backend(carried), not steps and self.shares_memory(axis)
+        backend = group.backend(carried)
+        shared = self.shares_memory(axis) and (backend == "threads" or not steps)
         direct = backend == "gloo" and not ring
-        carrier = "shm" if shared else f"{backend} point to point" if direct else backend
+        carrier = (
+            "shm" if shared and backend != "threads" else f"{backend} point to point" if direct else backend
+        )
         carrier += " through host memory" if self.transport == "staged" else ""
         name = f"{axis.name} (control)" if tag.purpose == "control" else axis.name
         self._used.setdefault(name, set()).add(carrier)
@@ -402,4 +423,4 @@ def wire_of(mesh: Mesh, wire: Wire | None) -> Wire:
 
 def waits_on_streams(mesh: Mesh, transport: Transport) -> bool:
     """Return whether a stream of the GPU waits for messages, instead of the host."""
-    return mesh.device.type == "cuda" and transport != "staged"
+    return mesh.device.type == "cuda" and transport != "staged" and mesh.thread is None

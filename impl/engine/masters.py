@@ -144,7 +144,7 @@ class LossScaleError(ArithmeticError):
 # The loss scale of each backward pass, by the number that autograd gives the pass.  When the scaler of one model
 # scales a loss of several models, the scalers of the others find the scale here.
 _scales: dict[int, float] = {}
-_PASSES: Final = 64  # how many passes are remembered: more than run at once in all threads
+_PASSES: Final = 1 << 14  # how many passes are remembered: more than run at once in all threads
 
 
 def _autograd_pass() -> int:

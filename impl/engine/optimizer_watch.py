@@ -16,6 +16,7 @@ import itertools
 import sys
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Final, NamedTuple
@@ -34,11 +35,12 @@ from torch.utils.hooks import RemovableHandle
 
 from impl.engine.elementwise_probe import ELEMENTWISE, why_not
 from impl.errors import ZeroError
+from impl.transport.threads import ThreadRank, current
 from impl.unit.placeholder import Placeholder
 
-_engines: weakref.WeakValueDictionary[int, Any] = (
-    weakref.WeakValueDictionary()
-)  # engines in order of creation
+# engines in order of creation; of thread ranks, those of each rank apart: 128 ranks do not search each other's
+_engines: defaultdict[ThreadRank | None, weakref.WeakValueDictionary[int, Any]]
+_engines = defaultdict(weakref.WeakValueDictionary)
 _numbers = itertools.count()
 # The optimizers that were found elementwise, with the values that their boolean and text options had then.
 _tried: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
@@ -49,15 +51,20 @@ _lock = threading.RLock()
 def watch_optimizers(engine: Any) -> None:
     """From now on, report to ``engine`` the steps of optimizers that hold its masters."""
     with _lock:
-        _engines[next(_numbers)] = engine
+        _engines[current()][next(_numbers)] = engine
         _watch()
     weakref.finalize(engine, _release).atexit = False
 
 
 def engines() -> list[Any]:
-    """Return all live engines in the order of their creation, which is the same on all ranks."""
+    """Return all live engines in the order of their creation, which is the same on all ranks.
+
+    On a rank that is a thread, these are the rank's own.
+    """
     with _lock:
-        return list(_engines.values())
+        if (rank := current()) is not None:
+            return list(_engines[rank].values())
+        return [engine for each in list(_engines.values()) for engine in each.values()]
 
 
 def engines_of(optimizers: Iterable[Optimizer]) -> list[Any]:
@@ -120,7 +127,9 @@ def _release() -> None:
     the guard.  Without engines, a guard passes all calls on to torch.
     """
     with _lock:
-        if engines() or _stepping():
+        for rank in [rank for rank, each in _engines.items() if not each]:
+            del _engines[rank]
+        if _engines or _stepping():
             return
         while _handles:
             _handles.pop().remove()

@@ -2,8 +2,7 @@
 
 Ranks compare a sum of the bits of each parameter, and the shapes and types of buffers.  For a parameter that
 :class:`~impl.parameters.init.Init` has cut, they compare sums of the values before each cut.  The comparison goes
-through the store of the ranks' rendezvous, so no ledger counts it.  Ranks that are threads have no store and are not
-compared.
+through the store of the ranks' rendezvous, so no ledger counts it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ class Group:
     ranks: tuple[int, ...]  # the ranks of the group as the mesh counts them, ascending
     index: int  # the index of this rank among them
     same_node: bool  # whether all ranks of the group are on this rank's node
-    handle: weakref.ref[dist.ProcessGroup]  # torch's group; weak, so that torch alone holds it
+    # returns torch's group; a weak reference, so that torch alone holds it; None if the ranks are threads
+    handle: weakref.ref[dist.ProcessGroup] | None
     counting: str = ""  # added to errors that name ranks: says how the mesh counts ranks
     others: Sequence[int] = field(init=False)  # indices of the other ranks, from the next on, wrapping around
 
@@ -35,8 +36,12 @@ class Group:
         """Torch's process group.
 
         Raises:
-            MeshError: after ``destroy_process_group()``.
+            MeshError: after ``destroy_process_group()``, and if the ranks are threads.
         """
+        if self.handle is None:
+            raise MeshError(
+                "ranks that are threads have no process groups: use the wire, or run the ranks as processes"
+            )
         if (group := self.handle()) is None:
             raise MeshError(
                 f"the process group of ranks {self.ranks} along {self.axis.name} was destroyed: use the mesh "
@@ -46,6 +51,8 @@ class Group:
 
     def backend(self, device_type: str) -> str:
         """Return the name of the backend that carries tensors of a type of device, such as ``cpu``."""
+        if self.handle is None:
+            return "threads"
         name = str(dist.get_backend(self.process_group))  # "cpu:gloo,cuda:nccl" if it has one for each type
         if ":" not in name:
             return name

@@ -175,9 +175,9 @@ class Arena:
         self._last[slot] = number
         return number
 
-    def row(self, number: int) -> Tensor:
-        """Return this rank's row (row_bytes,) uint8 of the slot of exchange ``number``."""
-        return self._rows[self._slots[number]]
+    def row(self, number: int, nbytes: int) -> Tensor:
+        """Return the first ``nbytes`` of this rank's row, uint8, in the slot of exchange ``number``."""
+        return self._rows[self._slots[number]][:nbytes]
 
     def post(self, number: int, mark: int) -> None:
         """Announce that this rank's row is written, with a 64-bit ``mark`` that identifies the exchange."""

@@ -41,6 +41,7 @@ _NODES: Final = {  # by the kind of their link
     "paced": "nodes are processes of one machine, and the link between them is modelled: each message is delayed by "
     "the time that its bytes would take",
     "none": "nodes are processes of one machine, and the link between them is not limited to a rate",
+    "threads": "ranks are threads of one process that take turns, and no link joins the nodes",
 }
 _SHAPED: Final = "Throttled: nodes are hosts, and the kernel limited the outgoing rate of their interfaces."
 
@@ -87,6 +88,18 @@ def modelled_in_words(derived: Derived) -> str:
     return sentence if paced else ""
 
 
+def untimed_in_words(derived: Derived) -> str:
+    """A warning where ranks were threads, so that no seconds were measured; empty if there is no such trial."""
+    trials = derived.finished
+    untimed = int(trials["id"].isin(derived.frames.untimed).sum())
+    which = "all trials" if untimed == len(trials) else f"{untimed} of {counted(len(trials), 'trial')}"
+    sentence = (
+        f"In {which} the ranks were threads of one process that took turns: no step was timed. Losses, errors and "
+        "bytes are those of ranks that are processes."
+    )
+    return sentence if untimed else ""
+
+
 def taken_fact(derived: Derived) -> str | None:
     """The largest share of CPU time that other programs took in any trial, as text; None without trials."""
     shares = derived.finished["taken_share"]
@@ -103,6 +116,7 @@ def warnings(derived: Derived) -> list[str]:
         f"{why}; the PyTorch reference encoded and decoded in {counted(len(group), 'trial')}, which is far slower."
         for (why,), group in groups(trials[trials["kernels_warning"] != ""], ["kernels_warning"])
     ]
+    sentences.append(untimed_in_words(derived))
     first_ids = trials.drop_duplicates("configuration").set_index("configuration")["id"]
     policies = {str(name): frames.trial_of[first].resolved_policy() for name, first in first_ids.items()}
     if names := [name for name, policy in policies.items() if policy is not None and policy.own_codecs]:

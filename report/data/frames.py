@@ -39,6 +39,7 @@ _ALWAYS_NAMED: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate
 OCCASION_APART: Final = timedelta(hours=1)  # between sweeps of one start of a machine that are two occasions
 
 _FORESEEN: Final = ("seconds", "compute", "wire", "calibrated")
+_STEP_SECONDS: Final = ("total", "forward", "backward", "optimizer")
 _SENT: Final = ("id", "source", "rank", "node", *schema.LedgerRow.model_fields, "padding", "headers")
 _SPANS: Final = ("id", "rank", "lane", "name", "begin", "end", "seconds", "before")
 _INTERFACES: Final = ("id", "header_bytes", *schema.InterfaceCounters.model_fields)
@@ -113,7 +114,8 @@ class Frames:
         self.failures = pd.DataFrame(failures, columns=[*columns, *schema.Failure.model_fields])
         # Per rank and optimizer step of training, per rank and decoded token, and of computation by itself,
         # per rank and sample: seconds of one micro-batch, and of a step.
-        self.steps = _parts(trained, schema.Step, "steps", "rank")
+        self.untimed = {name for name, trial in self.trial_of.items() if not trial.measures_time}
+        self.steps = self._without_seconds(_parts(trained, schema.Step, "steps", "rank"), *_STEP_SECONDS)
         self.tokens = _parts(ended, schema.Token, "tokens", "rank")
         self.alone = _parts(trained, schema.Alone, "alone", "rank")
         # Sent over the timed steps; source: ledger or predicted.  ``padding`` of the bytes are of padding; a
@@ -122,13 +124,23 @@ class Frames:
         self.interfaces = pd.DataFrame(_interface_rows(trained), columns=_INTERFACES)
         # Source: engine, formula or process; of a step, copied and copied_formula.
         self.memory = pd.DataFrame(_memory_rows(trained), columns=["id", "rank", "source", "part", "bytes"])
-        self.validations = _parts(trained, schema.Validation, "validations")
+        validations = _parts(trained, schema.Validation, "validations")
+        self.validations = self._without_seconds(validations, "train_seconds")
         self.quantisation = _parts(trained, schema.QuantisationError, "quantisation")  # of codecs tried
         self.communication_errors = _parts(trained, schema.CommunicationError, "communication_errors")
         self.chosen_codecs = _parts(trained, schema.ChosenCodec, "chosen_codecs")  # by a budget
         self.traces = pd.DataFrame(_span_rows(shown), columns=_SPANS)  # seconds of it and of the step before
         self.links = _links_frame(ended)  # a row per measurement
         self.facts = _facts_frame(records)  # a row per pool and distinct value
+
+    def _without_seconds(self, table: pd.DataFrame, *columns: str) -> pd.DataFrame:
+        """Return a table whose ``columns`` are NaN for trials whose ranks were threads, which take turns."""
+        untimed = table["id"].isin(self.untimed)
+        return (
+            table.assign(**{name: table[name].where(~untimed) for name in columns})
+            if untimed.any()
+            else table
+        )
 
     def geometries(self, identity: str) -> list[UnitGeometry]:
         """Return the geometry of each unit of a trial; the geometries list no parameters."""
@@ -475,6 +487,8 @@ def _check_measured(record: Record, trial: Trial) -> None:
         if trial.workload != "generate":
             timed = [step.total for step in rank.steps if not step.warmup]
         faults["no timed step"] = faults.get("no timed step", False) or not timed
+        if not trial.measures_time:
+            continue
         faults["a step of 0 s"] = faults.get("a step of 0 s", False) or 0 in timed
         faults["a step of less than 0 s"] = (
             faults.get("a step of less than 0 s", False) or min(timed, default=0) < 0

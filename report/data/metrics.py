@@ -80,7 +80,7 @@ def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
 
 def slowest_steps(frames: Frames) -> pd.DataFrame:
     """For each timed step of each trial, the slowest rank's row, with ``exposed`` seconds in all."""
-    timed = best_step.timed(frames.steps)
+    timed = best_step.timed(frames.steps).dropna(subset=["total"])
     slowest = timed.loc[timed.groupby(["id", "index"])["total"].idxmax()]
     exposed = pd.to_numeric(slowest["exposed_forward"]) + pd.to_numeric(slowest["exposed_backward"])
     exposed += best_step.before_training(slowest, "exposed_generate", "exposed_score")

@@ -242,7 +242,7 @@ def check(
 ) -> None:
     """Assert that three steps on four thread ranks change the weights as one process does; with shm, on one node."""
     topology = Topology(2, 2) if transport == "backend" else Topology(1, 4)
-    got = on_threads(topology, _weights, base, loss_of, policy, transport)
+    got = on_threads(topology, _weights, base, loss_of, policy, transport, backend="threaded")
     wanted = copy.deepcopy(base)
     single(wanted, 4, 3, optimize=sgd, loss_of=of_data(loss_of))
     for state in got:
@@ -311,7 +311,7 @@ class _Looks(Layer):
 
 
 @pytest.mark.parametrize("transport", ["backend", "shm"])
-@each_rank(1, 2)
+@each_rank(1, 2, backend="threaded")
 def test_a_view_that_somebody_holds_never_shows_another_units_weights(mesh: Mesh, transport: Any) -> None:
     """Memory of resharded weights is reused, but not while somebody holds a view of it."""
     base, net = (model(Stack, layer=_Looks, depth=4) for _ in range(2))

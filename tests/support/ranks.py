@@ -1,7 +1,8 @@
 """Ranks for tests: threads of one process for speed, processes where it matters.
 
-Thread ranks use torch's internal ``multi_threaded_pg``, the only use of internals in the project;
-they run 4 ranks in well under a second and have no send and receive.
+Thread ranks are those of :mod:`impl.simulate`.  Where torch.distributed itself is tested, they are torch's own thread
+ranks (its internal ``multi_threaded_pg``, the only use of internals in the tests), with backend ``threaded``, which has
+no send and receive, or ``nccl_rules`` (:mod:`tests.support.nccl_rules`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pickle
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -27,16 +28,25 @@ from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
+from impl.simulate import simulate
 from tests.support import nccl_rules
 
 
 def on_threads(
-    topology: Topology, body: Callable[..., Any], *args: Any, backend: str = "threaded", seconds: float = 120
+    topology: Topology, body: Callable[..., Any], *args: Any, backend: str = "threads", seconds: float = 120
 ) -> list[Any]:
     """Run ``body(mesh, *args)`` on every rank, as threads; returns the results in rank order.
 
-    Backend ``nccl_rules`` is :mod:`tests.support.nccl_rules`, in which a call waits ``seconds`` for others.
+    ``seconds`` is how long a rank may run without a message or, with torch's backends, wait for one.
     """
+    if backend == "threads":
+        return simulate(topology.nodes, topology.ranks_per_node, timeout=seconds)(body, *args)
+    return _on_torch_threads(topology, body, args, backend, seconds)
+
+
+def _on_torch_threads(
+    topology: Topology, body: Callable[..., Any], args: Sequence[Any], backend: str, seconds: float
+) -> list[Any]:
     nccl_rules.register()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # each thread has its own groups
     excepthook = sys.excepthook  # init_process_group puts the rank before every traceback line
@@ -75,7 +85,7 @@ def on_threads(
 
 
 def each_rank(
-    nodes: int = 0, ranks: int = 0, *, processes: bool = False
+    nodes: int = 0, ranks: int = 0, *, processes: bool = False, backend: str = "threads"
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Runs a test, whose first parameter is the rank's mesh, on every rank: threads, unless processes.
 
@@ -88,7 +98,7 @@ def each_rank(
             if processes:  # where the test's name is this function
                 on_processes(topology, _unwrapped, run, arguments)
             else:
-                on_threads(topology, functools.partial(test, **arguments))
+                on_threads(topology, functools.partial(test, **arguments), backend=backend)
 
         functools.update_wrapper(run, test)
         parameters = list(inspect.signature(test).parameters.values())[1:]

@@ -126,7 +126,7 @@ def test_candidates_take_turns(candidates: int, most: int, seconds: float) -> No
         runs = [partial(contend, number) for number in range(candidates)]
         return interleaved(ALONE, runs, "", (min(2, most), most), seconds=seconds)
 
-    (results,) = on_threads(Topology(1, 1), body)
+    (results,) = on_threads(Topology(1, 1), body, backend="threaded")
     done = len(results[0])
     assert min(2, most) <= done <= most
     assert calls == [(i + turn) % candidates for i in range(done + 1) for turn in range(candidates)]

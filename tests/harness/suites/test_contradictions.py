@@ -11,6 +11,7 @@ from harness.suites.trial import Cluster, Trial
 
 _ADAPTERS: Final = {"device": "cuda", "transport": "nccl", "link": "real"}
 _SHAPED: Final = {"link": "shaped", "rate": "1 Gbit/s"}
+_THREADS: Final = {"ranks": "threads"}
 _STAGED: Final[dict[str, Any]] = {"cluster": {"device": "cuda", "transport": "staged"}}
 _GENERATE: Final[dict[str, Any]] = {"workload": "generate"}
 _RLHF: Final[dict[str, Any]] = {
@@ -41,6 +42,21 @@ _ONE_NODE: Final = {"nodes": 1, "ranks_per_node": 4}
         ),
         ({"hosts": ["a", "a"]}, "lists a host twice"),
         ({"link": "real", "hcas": 2}, "cluster.hcas = 2: needs cluster.transport = 'nccl'"),
+        (
+            _THREADS | {"rate": "50 Mbit/s"},
+            "cluster.rate = 50.0: cluster.ranks = 'threads' has no link between",
+        ),
+        (_THREADS | {"latency": "2 ms"}, "cluster.latency = 2.0: cluster.ranks = 'threads' has no link"),
+        (
+            _THREADS | {"slow": 0.5},
+            "cluster.slow = 0.5: .* remove cluster.slow, or set cluster.ranks = 'processes'",
+        ),
+        (_THREADS | {"transport": "gloo"}, "cluster.transport = 'gloo': .* runs all ranks in one process"),
+        (
+            _THREADS | {"launcher": "torchrun"},
+            "cluster.launcher = 'torchrun': .* runs all ranks in one process",
+        ),
+        (_THREADS | {"link": "namespaces"}, "cluster.link = 'namespaces': .* no link between nodes"),
         (_ADAPTERS | _SHAPED | {"hcas": ["mlx5_0"]}, r"cluster.hcas = \[.mlx5_0.\]: .*'real'; set both"),
     ],
 )
@@ -54,6 +70,12 @@ def test_a_link_or_transport_that_cannot_be_is_refused(cluster: dict[str, Any], 
     ("fields", "message"),
     [
         ({"tokens_per_rank": 100}, "tokens_per_rank = 100: expected a multiple of sequence = 128"),
+        (
+            {"cluster": _THREADS, "strategy": "ddp"},
+            "strategy = 'ddp': cluster.ranks = 'threads' has no process groups",
+        ),
+        (_GENERATE | {"cluster": _THREADS}, "workload = 'generate': .* its quantity is tokens per second"),
+        (_FSDP2 | {"cluster": _THREADS}, "strategy = 'fsdp2.qgz': .* leave the strategy out"),
         (_STAGED | {"strategy": "fsdp2"}, "strategy 'fsdp2' sends its own messages, .* set 'nccl'"),
         (_STAGED | {"measure_quantisation": True}, "'staged': cannot measure the errors of messages"),
         ({"optimizer": {"schedule": {"warmup": 99}}}, "warmup = 99: the trial has 10 steps in all"),

@@ -40,6 +40,21 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         f'[defaults]\nworkload = "generate"\ngenerate.prompt = 4\n{TWO}',
         ("its quantity is tokens",),
     ),
+    "steps of threads": (
+        'answer = "step"',
+        f'[defaults]\ncluster.ranks = "threads"\n{TWO}',
+        ("answer = \"step\": cluster.ranks = 'threads' measures no seconds", "'processes'"),
+    ),
+    "steps of threads, unasked": (
+        "",
+        f'[defaults]\ncluster.ranks = "threads"\n{TWO}',
+        ("the suite's answer would be 'step'", 'set answer to one of "loss"'),
+    ),
+    "repeats by the seconds of threads": (
+        'answer = "bytes"\nrepeats = "until 2 %"',
+        f'[defaults]\ncluster.ranks = "threads"\n{TWO}',
+        ("repeats: until intervals are narrow, but cluster.ranks = 'threads' measures no seconds",),
+    ),
     "a margin of no loss": ("margin = 3", TWO, ("margin = 3", "no validation", "remove margin")),
     "a margin of one late loss": (
         "margin = 3",

@@ -143,7 +143,7 @@ def test_groups_side_by_side_do_what_they_do_alone(
 ) -> None:
     """Two groups in one job, of any ranks and sizes, have the losses and ledgers that they have alone."""
     world = Topology(1, sum(map(len, groups)))
-    found = on_threads(world, _in_groups, groups, topologies, names)
+    found = on_threads(world, _in_groups, groups, topologies, names, backend="threaded")
     for ranks, topology in zip(groups, topologies, strict=True):
         assert [found[rank] for rank in ranks] == on_threads(topology, _all, names)
 

@@ -95,7 +95,7 @@ class _Slow:
         return self.release
 
 
-@each_rank(3, 2)
+@each_rank(3, 2, backend="threaded")
 def test_a_modelled_link_carries_only_what_crosses_nodes(mesh: Mesh) -> None:
     """Only bytes to other nodes are booked with the pacer, and their messages do not complete before its time."""
     pacer = _Slow()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from impl.comm.exchanges import InMemory
 from impl.comm.mesh import Mesh
-from impl.comm.wire import Wire
 from impl.parameters.gathered import GatheredParameters
 from impl.plan.policy import Stage
 from impl.plan.topology import Topology
@@ -69,7 +68,7 @@ def test_an_interrupted_reduction_is_never_taken_for_a_finished_one() -> None:
 
     @each_rank(1, 2)
     def interrupts(mesh: Mesh) -> None:
-        zero = shard(net := model(), mesh=mesh, policy=EXACT, wire=Wire(mesh, transport="shm"))
+        zero = shard(net := model(), mesh=mesh, policy=EXACT)
         net(batch(0, 0)).backward()
         wanted = zero.grad_norm()
         net.zero_grad()

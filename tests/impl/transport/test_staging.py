@@ -87,7 +87,10 @@ def test_training_is_the_same_to_the_bit_and_the_byte(
     (net, width), policy = case, data.draw(policies(topology))
     if data.draw(st.booleans()):
         policy = replace(policy.without_secondary(), stage=3, weights=FP32)
-    backend, shared = (on_threads(topology, _trained, net, policy, way, width) for way in ("backend", "shm"))
+    rest = _trained, net, policy
+    backend, shared = (
+        on_threads(topology, *rest, way, width, backend="threaded") for way in ("backend", "shm")
+    )
     for (losses, state, ledger), expected in zip(shared, backend, strict=True):
         assert (losses, ledger) == (expected[0], expected[2])
         assert all(torch.equal(value, expected[1][name]) for name, value in state.items())

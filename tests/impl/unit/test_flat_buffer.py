@@ -25,6 +25,7 @@ from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import EXACT, ROOMY
 from tests.support.training import batch, model, sgd, update
 
+PAIR = Topology(1, 2)
 TRANSPORTS = pytest.mark.parametrize("transport", ["backend", "shm"])
 
 
@@ -66,7 +67,7 @@ def interrupted(kind: Any, purpose: str | None = None) -> Iterator[threading.loc
 def test_a_gather_that_was_interrupted_is_not_there(waits: int, transport: Any) -> None:
     """The weights of an interrupted gather are never computed with: the next pass gathers them again."""
 
-    @each_rank(1, 2)
+    @each_rank(1, 2, backend="threaded")
     def interrupts(mesh: Mesh) -> None:
         zero = _engine(mesh, net := model(depth=3), transport=transport)
         left.waits = waits
@@ -96,7 +97,8 @@ def test_a_parameter_that_one_rank_does_not_use_delays_no_other() -> None:
             assert not zero.units[0].gathered
         return losses
 
-    assert on_threads(Topology(1, 2), body, "shm") == on_threads(Topology(1, 2), body, "backend")
+    shared, backend = (on_threads(PAIR, body, way, backend="threaded") for way in ("shm", "backend"))
+    assert shared == backend
 
 
 class _Writes(nn.Module):
@@ -129,7 +131,7 @@ WRITES = {
 @TRANSPORTS
 @pytest.mark.parametrize("where", ["block", "block alone", "root"])
 @pytest.mark.parametrize("how", WRITES)
-@each_rank(1, 2)
+@each_rank(1, 2, backend="threaded")
 def test_a_pass_in_which_weights_were_written_has_ended(
     mesh: Mesh, how: str, where: str, transport: Any
 ) -> None:
@@ -149,7 +151,7 @@ def test_a_pass_in_which_weights_were_written_has_ended(
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("how", WRITES)
-@each_rank(1, 2)
+@each_rank(1, 2, backend="threaded")
 def test_weights_that_stay_gathered_are_not_written_either(mesh: Mesh, how: str, stage: Any) -> None:
     """Below stage 3 a write is refused too; the next pass has the weights from before it."""
     written = model(_Writes, write=WRITES[how])
@@ -186,7 +188,7 @@ class _ClampsAll(nn.Module):
         (6, "values: ('blocks.[0-5].weight'(, )?){4} and 2 more; write"),
     ],
 )
-@each_rank(1, 2)
+@each_rank(1, 2, backend="threaded")
 def test_all_weights_that_were_written_are_named(mesh: Mesh, blocks: int, named: str, transport: Any) -> None:
     """One error for several units names up to four weights, and counts the others."""
     kept = replace(EXACT, memory=replace(EXACT.memory, max_reuse=10**9, max_live=10**9))
@@ -198,7 +200,7 @@ def test_all_weights_that_were_written_are_named(mesh: Mesh, blocks: int, named:
 
 
 @TRANSPORTS
-@each_rank(1, 2)
+@each_rank(1, 2, backend="threaded")
 def test_reading_a_weight_between_passes_is_no_write(mesh: Mesh, transport: Any) -> None:
     """Showing a parameter whole is no write to it, also where units stay gathered for backward."""
     net = model(_half)
@@ -239,4 +241,6 @@ def test_a_backward_pass_in_which_weights_were_written_has_ended(transport: Any)
             update(optimizer, loss)
         return losses
 
-    assert on_threads(Topology(1, 2), body, True) == on_threads(Topology(1, 2), body, False)
+    assert on_threads(PAIR, body, True, backend="threaded") == on_threads(
+        PAIR, body, False, backend="threaded"
+    )

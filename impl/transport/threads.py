@@ -1,0 +1,465 @@
+"""Runs ranks as threads of one process, one rank at a time, and hands their messages over in memory.
+
+[Note: one rank at a time]
+A rank runs until it has to wait for a message that another rank has not sent yet.  Then it passes the turn to a
+rank that can go on.  This has four consequences:
+
+* Ranks do not compete for processors or for Python's global lock, so that 128 ranks take 128 times as long as one.
+* What torch keeps once for the whole process can be exchanged with the turn.  Each rank has its own state of
+  torch's random generators, so that dropout and initial weights are those of a rank that is a process.
+* A rank can read what others have written without locks: nobody else runs.
+* If no rank can go on, ranks have parted or one has ended early.  This is known at once, and no wait has a time
+  limit: while one rank waits, up to 127 others compute one after the other.
+
+A message is not copied.  The ranks of a group that take part in an exchange share one tensor with a row for each
+rank; a rank encodes straight into its own row, and the others read it in place (:class:`Arena`).  The tensor is used
+again once all of them have read it.  On a GPU all ranks share one device.  If they enqueue work on different streams,
+a stream waits for the work of the others before it reads what they wrote.
+
+torch.distributed has no part in this: thread ranks have no process groups.  :class:`ThreadStore` takes the place of
+the rendezvous' store.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+import traceback
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+
+from impl.plan.topology import ranks_in_words
+
+_GRACE_SECONDS: Final = 5.0  # how long threads that are to end may take to do so
+_LOOK_SECONDS: Final = 0.5  # between two looks at how long a rank has had its turn
+_STACK_LINES: Final = 3  # innermost frames in the error about a rank that does not pass its turn
+T = TypeVar("T")
+_here = threading.local()  # ``rank``: the ThreadRank that runs in this thread
+
+
+class ThreadRankError(RuntimeError):
+    """Ranks that are threads cannot go on; the message names the rank and what it does."""
+
+
+class Stopped(BaseException):  # no error of the rank, and not to be caught as one
+    """Ends a rank whose turn will not come again, because another rank has failed or the caller was interrupted."""
+
+
+def current() -> ThreadRank | None:
+    """Return the rank that runs in this thread; None in a thread that is no rank."""
+    return getattr(_here, "rank", None)
+
+
+class Event:
+    """Something for which ranks wait, such as the last message of an exchange; it happens once."""
+
+    __slots__ = ("happened", "waiting")
+
+    def __init__(self) -> None:
+        self.happened = False
+        self.waiting: list[ThreadRank] = []  # ranks that may go on once it has happened
+
+
+class ThreadRank:
+    """One rank as a thread: passes the turn to other ranks while it waits.  Made by :class:`ThreadWorld`."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.turn = threading.Lock()  # released to give this rank the turn
+        self.turn.acquire()
+        self.patience = 0.0  # seconds that a process would wait at most; of its present wait
+        self.generators: list[Tensor] = []  # states of torch's generators while other ranks run
+        self.arenas: Counter[tuple[int, ...]] = (
+            Counter()
+        )  # how many arenas it has made, by the ranks of the group
+        self.shared = 0  # how often it has called share()
+
+    def wait(self, event: Event, patience: float = math.inf) -> bool:
+        """Pass the turn on until ``event`` has happened.
+
+        Returns False if no rank can go on, so that it never will.  If several ranks wait then, those with the most
+        ``patience`` give up first, because others may have given up already and wait for their reports.
+        """
+        self.world.check()
+        if not event.happened:
+            event.waiting.append(self)
+            self.patience = patience
+            self.world.pass_turn(self)
+            if not event.happened:
+                event.waiting.remove(self)
+        return event.happened
+
+    def share(self, value: T) -> list[T]:
+        """Return the values that all ranks have given, in rank order; all ranks must call it, in one order.
+
+        The values are handed over as they are: nobody may change them afterwards.
+
+        Raises:
+            ThreadRankError: if another rank never calls it.
+        """
+        number = self.shared = self.shared + 1
+        gathered = self.world.shares.setdefault(number, _Shared())
+        gathered.values[self.rank] = value
+        if len(gathered.values) == self.world.size:
+            del self.world.shares[number]
+            self.world.happen(gathered.event)
+        if not self.wait(gathered.event):
+            missing = [rank for rank in range(self.world.size) if rank not in gathered.values]
+            raise ThreadRankError(
+                f"rank {self.rank} waits for {ranks_in_words(missing)} outside of the wire, and no rank can go on"
+            )
+        return [gathered.values[rank] for rank in range(self.world.size)]
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """What ranks have given to one call of :meth:`ThreadRank.share`."""
+
+    values: dict[int, Any] = field(default_factory=dict)
+    event: Event = field(default_factory=Event)
+
+
+class ThreadWorld:
+    """All ranks of one process that run as threads; used for one :meth:`run`.
+
+    Args:
+        size: number of ranks.
+        device: the device of all ranks: the CPU or one GPU.
+        timeout: seconds that a rank may run without waiting for a message.
+    """
+
+    def __init__(self, size: int, device: torch.device, timeout: float) -> None:
+        self.size, self.device, self._timeout = size, device, timeout
+        self.ranks = [ThreadRank(self, rank) for rank in range(size)]
+        self.store = ThreadStore(self)
+        self.shares: dict[int, _Shared] = {}  # by number of the call, what share() has gathered so far
+        self.arenas: dict[tuple[tuple[int, ...], int], _Rounds] = {}  # by ranks of the group, and number
+        self.free: dict[int, list[_Round]] = defaultdict(list)  # by bytes, exchanges whose tensors are free
+        self._ready = deque(self.ranks)  # ranks that can go on, the one that waited longest first
+        self._waiting: dict[
+            ThreadRank, None
+        ] = {}  # ranks that cannot go on, in the order in which they stopped
+        self._running: ThreadRank | None = None
+        self._since = 0.0  # time.monotonic() when the running rank got its turn
+        self._left = size  # number of ranks that have not ended
+        self._ended = threading.Event()  # whether all ranks have ended, or are to end
+        self._failure: BaseException | None = None
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index])
+
+    def run(self, body: Callable[[ThreadRank], T]) -> list[T]:
+        """Run ``body(rank)`` on every rank, and return the results in rank order.
+
+        Every rank begins with the state of torch's random generators that the caller has.
+
+        Raises:
+            ThreadRankError: if a rank runs for longer than the timeout without waiting for a message.
+            BaseException: what the first rank that failed has raised, with a note that names the rank.
+        """
+        results: list[Any] = [None] * self.size
+        before = self._states()
+
+        def main(rank: ThreadRank) -> None:
+            _here.rank = rank
+            rank.turn.acquire()
+            try:
+                self.check()
+                self._restore(rank.generators)
+                results[rank.rank] = body(rank)
+            except Stopped:
+                pass
+            except BaseException as error:  # raised again by the thread that called run()
+                if self._failure is None:
+                    error.add_note(f"raised on rank {rank.rank} of {self.size} ranks that are threads")
+                self.stop(error)
+            finally:
+                self._end()
+
+        threads = [
+            threading.Thread(target=main, args=(rank,), name=f"rank {rank.rank}", daemon=True)
+            for rank in self.ranks
+        ]
+        for rank, thread in zip(self.ranks, threads, strict=True):
+            rank.generators = before
+            thread.start()
+        self._give_turn()
+        try:
+            while not self._ended.wait(_LOOK_SECONDS):
+                self._look(threads)
+        except BaseException as error:  # Ctrl-C
+            self.stop(error)
+        deadline = time.monotonic() + _GRACE_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._restore(before)
+        if self._failure is not None:
+            raise self._failure
+        return results
+
+    def check(self) -> None:
+        """Raise :class:`Stopped` if ranks are to end."""
+        if self._failure is not None:
+            raise Stopped
+
+    def stop(self, error: BaseException) -> None:
+        """End all ranks: those that wait at once, the running one when it next waits or sends."""
+        if self._failure is None:
+            self._failure = error
+        self._ended.set()
+        for rank in self.ranks:
+            with suppress(RuntimeError):  # raised if it has its turn already
+                rank.turn.release()
+
+    def happen(self, event: Event) -> None:
+        """Let the ranks that wait for ``event`` go on, each when its turn comes."""
+        event.happened = True
+        for rank in event.waiting:
+            if rank in self._waiting:  # otherwise it has given up, and its turn has still to come
+                del self._waiting[rank]
+                self._ready.append(rank)
+        event.waiting.clear()
+
+    def pass_turn(self, rank: ThreadRank) -> None:
+        """Let other ranks run until ``rank`` can go on, or never will; raises :class:`Stopped` if ranks are to end."""
+        rank.generators = self._states()
+        self._waiting[rank] = None
+        self._give_turn()
+        rank.turn.acquire()
+        self.check()
+        self._restore(rank.generators)
+
+    def _give_turn(self) -> None:
+        """Give the turn to the next rank that can go on; if there is none, to those that have to give up."""
+        if not self._ready:
+            most = max(rank.patience for rank in self._waiting)
+            self._ready.extend(rank for rank in self._waiting if rank.patience == most)
+            for rank in self._ready:
+                del self._waiting[rank]
+        self._running, self._since = self._ready.popleft(), time.monotonic()
+        with suppress(RuntimeError):  # raised if all ranks were stopped meanwhile
+            self._running.turn.release()
+
+    def _end(self) -> None:
+        """Note that the running rank has ended, and give the turn to another one."""
+        self._left -= 1
+        self._running = None
+        if self._failure is None and self._left:
+            self._give_turn()
+        else:
+            self._ended.set()
+
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _restore(self, states: Sequence[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+    def _look(self, threads: Sequence[threading.Thread]) -> None:
+        """End all ranks if one has had its turn for longer than the timeout."""
+        rank, seconds = self._running, time.monotonic() - self._since
+        if rank is None or seconds < self._timeout:
+            return
+        frame = sys._current_frames().get(threads[rank.rank].ident or 0)  # noqa: SLF001  # as faulthandler shows
+        frames = traceback.extract_stack(frame)[-_STACK_LINES:] if frame is not None else []
+        where = ", called from ".join(f"{each.name} ({each.filename}:{each.lineno})" for each in frames[::-1])
+        self.stop(
+            ThreadRankError(
+                f"rank {rank.rank} has run for {seconds:.3g} s without waiting for a message, in {where or '?'}; other "
+                "ranks run only while it waits: raise timeout= if it computes that long"
+            )
+        )
+
+
+@dataclass(slots=True, eq=False)
+class ThreadStore:
+    """The keys and values that the ranks of one process share, with the methods of torch's ``Store`` that we use.
+
+    While a rank waits for a key, other ranks run.
+    """
+
+    world: ThreadWorld
+    prefix: str = ""  # the beginning of all keys
+    _values: dict[str, bytes] = field(default_factory=dict)
+    _awaited: dict[str, list[_Awaited]] = field(default_factory=lambda: defaultdict(list))
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set the value of ``key``."""
+        self.world.check()
+        self._set(self.prefix + key, value.encode() if isinstance(value, str) else value)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of ``key``, once it is there; raises a RuntimeError if it never will be."""
+        self.wait([key])
+        return self._values[self.prefix + key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add ``amount`` to the number under ``key``, 0 at first, and return the sum."""
+        total = int(self._values.get(self.prefix + key, b"0")) + amount
+        self._set(self.prefix + key, str(total).encode())
+        return total
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set ``key`` to ``desired`` if its value is ``expected``, or missing if that is empty; returns its value."""
+        found = self._values.get(self.prefix + key, b"")
+        if found == expected.encode():
+            self._set(self.prefix + key, found := desired.encode())
+        return found
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all ``keys`` are there."""
+        return all(self.prefix + key in self._values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        """Delete ``key``; returns whether it was there."""
+        return self._values.pop(self.prefix + key, None) is not None
+
+    def wait(self, keys: Sequence[str], timeout: timedelta = timedelta.max) -> None:
+        """Wait until all ``keys`` are there; raises a RuntimeError if they never will be.
+
+        A rank that is waiting for others gives up only if no rank can go on; ``timeout`` says who gives up first.
+        """
+        missing = {self.prefix + key for key in keys} - self._values.keys()
+        if not missing:
+            return
+        awaited, rank = _Awaited(missing), current()
+        for key in missing:
+            self._awaited[key].append(awaited)
+        if rank is None or not rank.wait(awaited.event, timeout.total_seconds()):
+            raise RuntimeError(f"no rank has set {', '.join(sorted(missing))}")
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        for awaited in self._awaited.pop(key, ()):
+            awaited.missing.discard(key)
+            if not awaited.missing:
+                self.world.happen(awaited.event)
+
+
+@dataclass(slots=True, eq=False)
+class _Awaited:
+    """The keys for which a rank waits, without those that are there."""
+
+    missing: set[str]
+    event: Event = field(default_factory=Event)
+
+
+def under(store: Store | ThreadStore, prefix: str) -> Store | ThreadStore:
+    """Return a view of ``store`` in which all keys begin with ``prefix``."""
+    if isinstance(store, ThreadStore):
+        return replace(store, prefix=f"{store.prefix}{prefix}/")
+    return PrefixStore(prefix, store)
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    """One exchange of a group: the tensor with all ranks' messages, and how far the ranks are.
+
+    On a GPU, events mark where the ranks' streams are after a use of the tensor.
+    """
+
+    whole: Tensor  # (ranks, bytes) uint8
+    size: int  # number of ranks
+    marks: dict[int, int] = field(default_factory=dict)  # by index in the group, of ranks that have posted
+    event: Event = field(default_factory=Event)  # happens when all have posted
+    done: int = 0  # number of ranks that have read
+    before: list[torch.cuda.Event] = field(default_factory=list)  # when the exchange before it had been read
+    written: list[torch.cuda.Event] = field(default_factory=list)
+    read: list[torch.cuda.Event] = field(default_factory=list)
+
+
+_Rounds = dict[int, _Round]  # by number of the exchange in its arena
+
+
+class Arena:
+    """The exchanges of one group, as one of its ranks sees them; all ranks of the group make it, in one order.
+
+    Args:
+        rank: this rank.
+        ranks: the ranks of the group, ascending.
+        index: the index of this rank among them.
+    """
+
+    row_bytes: Final = sys.maxsize  # a message may have any size
+
+    def __init__(self, rank: ThreadRank, ranks: tuple[int, ...], index: int) -> None:
+        rank.arenas[ranks] += 1
+        self._rank, self._world, self._ranks, self._index = rank, rank.world, ranks, index
+        self._rounds = rank.world.arenas.setdefault((ranks, rank.arenas[ranks]), {})
+        self._count = 0
+        self._cuda = rank.world.device.type == "cuda"
+
+    def claim(self) -> int:
+        """Return the number of the next exchange."""
+        self._world.check()
+        self._count += 1
+        return self._count
+
+    def row(self, number: int, nbytes: int) -> Tensor:
+        """Return this rank's row (nbytes,) uint8 of exchange ``number``."""
+        if (found := self._rounds.get(number)) is None:
+            found = self._rounds[number] = self._fresh(nbytes)
+        if found.whole.shape[1] != nbytes:  # ranks have opened different exchanges, which agree() finds
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._world.device)
+        for event in found.before:
+            event.wait()
+        return found.whole[self._index]
+
+    def post(self, number: int, mark: int) -> None:
+        """Announce that this rank's row is written, with a 64-bit ``mark`` that identifies the exchange."""
+        self._world.check()
+        found = self._rounds[number]
+        found.marks[self._index] = mark
+        if self._cuda:
+            found.written.append(torch.cuda.current_stream(self._world.device).record_event())
+        if len(found.marks) == found.size:
+            self._world.happen(found.event)
+
+    def wait(self, number: int) -> Tensor:
+        """Wait until all ranks have posted; returns their rows (ranks, bytes), valid until :meth:`done`.
+
+        Raises:
+            TimeoutError: if some rank never posts, because no rank can go on.
+        """
+        found = self._rounds[number]
+        if not self._rank.wait(found.event):
+            late = [rank for index, rank in enumerate(self._ranks) if index not in found.marks]
+            raise TimeoutError(f"no rank can go on: {ranks_in_words(late)} did not send")
+        for event in found.written:
+            event.wait()
+        return found.whole
+
+    def agree(self, number: int, mark: int) -> bool:
+        """Return whether all ranks have posted the same ``mark``; to be called after :meth:`wait`."""
+        return all(other == mark for other in self._rounds[number].marks.values())
+
+    def done(self, number: int) -> None:
+        """Announce that this rank has read the rows of exchange ``number``."""
+        found = self._rounds[number]
+        found.done += 1
+        if self._cuda:
+            found.read.append(torch.cuda.current_stream(self._world.device).record_event())
+        if found.done == found.size:
+            del self._rounds[number]
+            self._world.free[found.whole.numel()].append(found)
+
+    def _fresh(self, nbytes: int) -> _Round:
+        """Return a new exchange; its tensor is one that all ranks have finished with, if there is one."""
+        size = len(self._ranks)
+        if free := self._world.free[size * nbytes]:
+            last = free.pop()
+            return _Round(last.whole.view(size, nbytes), size, before=last.read)
+        with torch.inference_mode(mode=False):  # the tensor will outlive a pass in inference mode
+            whole = torch.empty(size, nbytes, dtype=torch.uint8, device=self._world.device)
+        return _Round(whole, size)
