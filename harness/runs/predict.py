@@ -22,6 +22,7 @@ from impl.adapters.traffic import GroupGeometry, predict_hosted
 from impl.errors import raised
 from impl.plan import traffic
 from impl.plan.bit_budget import at_most
+from impl.plan.own_method import Declared
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import FROZEN, UnitGeometry
 from impl.plan.step_time import Machine, Step, StepTime, Work, step_of, step_time
@@ -84,6 +85,7 @@ def per_node_bytes(
     trial: Trial,
     *,
     judges: bool = False,
+    methods: Declared | None = None,
 ) -> tuple[int, int]:
     """Return the mean bytes that the ranks of one node send in a timed step, to other nodes and inside the node.
 
@@ -95,6 +97,7 @@ def per_node_bytes(
         units: Units of the model that trains or decodes, or FSDP2's groups; with ``judges``, the units of the judges.
         trial: The trial.
         judges: Whether ``units`` are those of the frozen models that score in workload ``rlhf``.
+        methods: By unit, the messages of each reduction that a user's own method declares.
 
     Returns:
         (bytes to other nodes, bytes inside the node).
@@ -108,7 +111,7 @@ def per_node_bytes(
 
     def nbytes(rank: int, events: list[Event]) -> dict[LedgerKey, int]:
         if trial.host is None:
-            ledger = traffic.predict(policy, topology, zero_units, rank, events).sent
+            ledger = traffic.predict(policy, topology, zero_units, rank, events, methods=methods).sent
         else:
             ledger = predict_hosted(trial.host, policy, topology, units, rank=rank, events=events)
         return {key: sent.bytes for key, sent in ledger.items()}
@@ -203,9 +206,13 @@ def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
 
 
 def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) -> Step | None:
-    """Return the work of a trial's step; None if our own engine does not train the trial's model."""
+    """Return the work of a trial's step; None if it is not known.
+
+    It is known where our own engine trains the trial's model, and reduces its gradients in hops.
+    """
     policy = trial.resolved_policy()
-    if policy is None or trial.host is not None or trial.workload != "train":
+    own = policy is not None and policy.own_reduce is not None
+    if policy is None or own or trial.host is not None or trial.workload != "train":
         return None
     rate = trial.slowest_mbit if trial.cluster.nodes > 1 else None
     return Step(

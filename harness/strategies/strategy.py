@@ -37,9 +37,10 @@ from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire
 from impl.engine.engine import describe
 from impl.engine.masters import Stepped
 from impl.plan.memory import memory, with_state
+from impl.plan.own_method import Declared
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry
-from impl.plan.traffic import CopyKey, Decision, Event, LedgerKey, Sent, predict
+from impl.plan.traffic import CopyKey, Decision, Event, LedgerKey, Purpose, Sent, predict
 from impl.zero import Zero, shard
 
 # What one rank sent through our wire (None if it sends outside), and the bytes it copied between host and device.
@@ -179,6 +180,11 @@ class Strategy:
         """Predict the :meth:`books` after the passes and steps in ``events``; empty for peers."""
         return None, {}
 
+    @property
+    def unpredicted(self) -> Sequence[Purpose]:
+        """Purposes of messages that are measured and not predicted, because a method declares no bytes."""
+        return ()
+
     def exposed_seconds(self) -> float | None:
         """Return the seconds that this rank, or its GPU stream, has waited for messages so far; None for peers."""
         return None if self.wire is None else self.wire.exposed_seconds
@@ -317,8 +323,27 @@ class Sharded(Strategy):
         """See :meth:`Strategy.predicted`; computed by ``impl.plan.traffic``."""
         policy, mesh = self.zero.policy, self.zero.wire.mesh
         kept: dict[str, Any] = {"buffer_bytes": self.zero.buffers.nbytes, "decisions": self.decisions}
+        kept["methods"] = self._declared()
         book = predict(policy, mesh.topology, self.units, mesh.rank, events, **kept)
         return book.sent, book.copied
+
+    def _declared(self) -> Declared:
+        """Return the messages of a reduction that users' own methods declare, by unit."""
+        topology = self.zero.wire.mesh.topology
+        owns = {unit.geometry.name: unit.reduction.own for unit in self.zero.units}
+        return {name: own.messages(topology) for name, own in owns.items() if own is not None}
+
+    @property
+    def unpredicted(self) -> Sequence[Purpose]:
+        """See :attr:`Strategy.unpredicted`."""
+        return ("gradients",) if None in self._declared().values() else ()
+
+    def close(self) -> None:
+        """Receive what users' own methods have sent, and free shared memory."""
+        for unit in self.zero.units:
+            if unit.reduction.own is not None:
+                unit.reduction.own.drain()
+        self.zero.wire.close()
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
         """See :meth:`Strategy.memory`; the prediction for a frozen model is that of forward passes only."""

@@ -48,6 +48,7 @@ from impl.transport.side_stream import Arrival
 from impl.unit.context import UnitContext
 from impl.unit.flat_buffer import Member
 from impl.unit.master_shard import MasterShard
+from impl.unit.own_reduction import OwnReduction
 
 
 class GradientReduction:
@@ -83,6 +84,8 @@ class GradientReduction:
         self._together = context.wire.streams and not geometry.outer
         self._arrival: Arrival | None = None  # on a GPU, the end of the hops after the first
         self._errors: Errors | None = None  # the gradient codecs' carried errors, from the first reduction on
+        self.own: OwnReduction | None = None  # the user's own reduction, if the policy names one
+        self.collective: Reduction | OwnReduction
         self.follow(context.policy)
 
     def follow(self, policy: Policy) -> None:
@@ -90,6 +93,13 @@ class GradientReduction:
         self._policy = policy
         geometry, wire = self._geometry, self._wire
         topology, rank = wire.mesh.topology, wire.mesh.rank
+        if policy.own_reduce is not None and geometry.trainable:
+            if self.own is None:  # otherwise its state would be lost
+                self.own = OwnReduction(policy.own_reduce, geometry, wire)
+            self.collective = self.own
+            self._collects = self._draws = False
+            self._pads = geometry.pads(rank)
+            return
         hops, (replicas, codec) = policy.reduce_axes(topology), policy.replica_axes(topology)
         wire.make_groups([*(axis for axis, _ in hops), *replicas])
         kind = Ring if policy.reduce == "ring" else Reduction
@@ -276,7 +286,9 @@ class GradientReduction:
         )
         self._forget()
         stream, self._arrival = self._wire.reductions, None
-        if stream is not None and reduction.mean is None and self._wire.observer is None:
+        # A user's method allocates memory that another stream must not use.
+        beside = stream is not None and self.own is None
+        if beside and reduction.mean is None and self._wire.observer is None:
             with self._wire.beside(stream, posted=True) as self._arrival:
                 self._take(reduction.finish())
         self.progress = Progress.REDUCING
@@ -334,7 +346,9 @@ class GradientReduction:
         self.missing.clear()
         if self.progress < Progress.REDUCING:
             self.progress = Progress.COLLECTING
-        self.clear_feedback()
+        # Other ranks may not have dropped gradients, and a method's state is often the same on all of them.
+        if self._errors is not None:
+            self._errors.clear()
 
     def feedback(self) -> Errors | None:
         """Return the carried errors that this step's reduction adds; None without feedback or if the unit is frozen."""
@@ -347,10 +361,20 @@ class GradientReduction:
         self._errors.begin(self._clock.step)
         return self._errors
 
+    @property
+    def remembers(self) -> bool:
+        """Whether a user's own reduction has a state, on which its next mean depends."""
+        return self.own is not None and bool(self.own.state())
+
     def clear_feedback(self) -> None:
-        """Forget the carried errors, because the gradients that they come from are not used."""
+        """Forget carried errors, because the gradients that they come from are not used; all ranks must do so.
+
+        A user's method begins anew.
+        """
         if self._errors is not None:
             self._errors.clear()
+        if self.own is not None:
+            self.own.reset()
 
 
 def _keeps_zeros(codec: Codec) -> bool:

@@ -54,6 +54,9 @@ _OF_EXECUTION: Final = {  # left out of names where all policies share them
 }  # fmt: skip
 
 
+_MODULE: Final = re.compile(r"^[\w.]+:")  # of a user's own class
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Printed names of a suite's baseline, and of the configurations that are compared with it."""
@@ -153,7 +156,7 @@ def differences_of(trial: Trial, base: Trial) -> str:
 def _changed_text(field: str, value: str) -> str:
     if field == "secondary":
         return f"hpZ {value}" if value != "0" else "no hpZ"
-    return f"no {field}" if value == "none" else f"{field} {value}"
+    return f"no {field}" if value == "none" else f"{field} {_without_module(field, value)}"
 
 
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
@@ -163,6 +166,7 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
         name: value
         for name, value in next(iter(of_policies), {}).items()
         if name in _OF_EXECUTION and all(changes.get(name) == value for changes in of_policies)
+        and not (name == "reduce" and _MODULE.match(value))  # a method is no matter of execution
     }
 
 
@@ -202,7 +206,12 @@ def field_text(field: str, value: str) -> str:
     """Short text of a policy field: ``g int4:64``, ``groups of 2``, ``prefetch 0``."""
     if field == "secondary" and value == "0":
         return "no hpZ copy"
-    return f"{_SHORT.get(field, field)} {value}"
+    return f"{_SHORT.get(field, field)} {_without_module(field, value)}"
+
+
+def _without_module(field: str, value: str) -> str:
+    """The value of a field; of a user's own reduction its class and arguments, without the module."""
+    return _MODULE.sub("", value) if field == "reduce" else value
 
 
 def spelled(name: str) -> str:
