@@ -6,7 +6,7 @@ from impl.unit.own_reduction import ReductionMethod
 
 
 class PowerSGD(ReductionMethod):
-    """Sends P (n, r) and Q (m, r) of each matrix M (n, m); a vector is a matrix with one column, and arrives exactly."""
+    """Sends P (n, r) and Q (m, r) of a matrix M (n, m); a vector is a matrix with one column, and arrives exactly."""
 
     laws = ("same_on_all_ranks", "zero", "exact_at_full_rank")
 

@@ -8,7 +8,7 @@ from impl.unit.own_reduction import ReductionMethod
 
 
 class TopK(ReductionMethod):
-    """Sends the ``share`` of a unit's elements with the largest magnitudes; what is left is added to the next step's."""
+    """Sends the ``share`` of a unit's elements with the largest magnitudes; what is left is added to the next step."""
 
     laws = ("same_on_all_ranks", "zero", "bound", "exact_at_full_rank")
 

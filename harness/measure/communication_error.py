@@ -247,8 +247,8 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
 
     Two rules are checked on whole reductions and gathers.  First, an error grows at most :data:`GROWTH` times after the
     first measured step.  Second, the error of hpZ's copy is at most the error of the copied weights, plus the copy's
-    own rounding.  The first rule does not apply to gradients with error feedback or a user's own reduction, to codecs that a budget changes, and
-    to the first step of differences, since these errors may grow.
+    own rounding.  The first rule does not apply to gradients with error feedback or a user's own reduction, to codecs
+    that a budget changes, and to the first step of differences, since these errors may grow.
     """
     rounding = BF16_VNMSE if policy.copy_codec not in (policy.weights, policy.inside) else 0.0
     ends = [

@@ -123,7 +123,9 @@ def _layout(geometry: UnitGeometry | GroupGeometry, policy: Policy | None, topol
     if policy is None:
         return Layout(geometry, 0.0, _WINDOW)
     if policy.own_reduce is not None and isinstance(geometry, UnitGeometry):
-        bounds = (policy.own_reduce.error_bound(MethodUnit.of(geometry, rank)) for rank in range(topology.world))
+        bounds = (
+            policy.own_reduce.error_bound(MethodUnit.of(geometry, rank)) for rank in range(topology.world)
+        )
         return Layout(geometry, max(bounds), geometry.piece)
     codecs = [codec for _, codec in policy.reduce_axes(topology)]
     if policy.reduce == "ring":

@@ -47,7 +47,8 @@ def ledger_mismatch(record: Record) -> str | None:
         return f"{len(predicted)} ledgers are predicted for {len(record.ranks)} ranks"
     for rank, ledger in zip(record.ranks, predicted, strict=True):
         booked, expected = (
-            _by_key([row for row in rows if row.purpose not in measured]) for rows in (rank.ledger or [], ledger)
+            _by_key([row for row in rows if row.purpose not in measured])
+            for rows in (rank.ledger or [], ledger)
         )
         for key in sorted(booked.keys() | expected.keys()):
             sent, wanted = booked.get(key, (0, 0)), expected.get(key, (0, 0))
@@ -56,7 +57,9 @@ def ledger_mismatch(record: Record) -> str | None:
                 prediction = f"predicted are {wanted[0]} bytes in {wanted[1]} messages"
                 return f"rank {rank.rank} sent {row}; {prediction}"
     if measured and record.predicted.equal is not None:
-        return f"the record states that its ledgers equal predictions of {measured[0]}, which were not predicted"
+        return (
+            f"the record states that its ledgers equal predictions of {measured[0]}, which were not predicted"
+        )
     stated = record.predicted.equal or bool(measured)
     return None if stated else "the record states that its ledgers differ from its predictions"
 

@@ -46,7 +46,7 @@ from impl.deepspeed.config_to_policy import Finding, laid_out
 from impl.errors import ZeroError
 from impl.plan import memory as held
 from impl.plan import unit_plan
-from impl.plan.own_method import Declared, MethodError, planned
+from impl.plan.own_method import Declared, MethodError
 from impl.plan.policy import Policy, PolicyError
 from impl.plan.shard_layout import GeometryError, PaddingError, UnitGeometry, padding_share
 from impl.plan.step_time import Step

@@ -87,7 +87,11 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     "policy.gradients": lambda trial: (
         _with_policy(trial)
         or _trains(trial)
-        or (None if trial.own_method is None else f"policy.reduce = {trial.policy.reduce!r}, which sends no codecs")
+        or (
+            None
+            if trial.own_method is None
+            else f"policy.reduce = {trial.policy.reduce!r}, which sends no codecs"
+        )
     ),
     "method": lambda trial: (
         None

@@ -24,7 +24,9 @@ from impl.plan.traffic import Tag
 class Sent:
     """A message under way.  :meth:`wait` returns what this rank has received."""
 
-    def __init__(self, wire: MethodWire, exchange: Exchange | None, shape: tuple[int, ...], like: Tensor) -> None:
+    def __init__(
+        self, wire: MethodWire, exchange: Exchange | None, shape: tuple[int, ...], like: Tensor
+    ) -> None:
         self._wire, self._exchange, self._shape, self._like = wire, exchange, shape, like
         self._received: Tensor | None = None if exchange is not None else like.new_zeros(shape)
 
@@ -120,7 +122,11 @@ class MethodWire:
         flat = rows.contiguous().view(-1).view(torch.uint8).view(len(rows), -1)  # (n, bytes)
         nbytes = flat.shape[1]
         along, padded = axis_of(self.topology, axis), padded_bytes(nbytes)
-        operation = {"all_gather": self._wire.all_gather, "all_to_all": self._wire.all_to_all, "shift": self._wire.shift}
+        operation = {
+            "all_gather": self._wire.all_gather,
+            "all_to_all": self._wire.all_to_all,
+            "shift": self._wire.shift,
+        }
         exchange = operation[kind](along, padded, self._tag)
         send = exchange.send.view(len(rows), padded)
         send[:, :nbytes].copy_(flat)

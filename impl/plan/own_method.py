@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 from impl.codecs.codec import padded_bytes
+from impl.errors import raising
 from impl.named_object import NamedObjectError, allowed, import_object, is_name
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Axis, Topology
@@ -38,7 +39,9 @@ class MethodLaw(enum.Enum):
     SAME_ON_ALL_RANKS = "every rank finds the same mean, bit by bit, however it is sharded"
     ZERO = "a new method turns gradients of zeros into a mean of zeros"
     EXACT = "a new method returns the mean, up to rounding in fp32"
-    EXACT_AT_FULL_RANK = "with the arguments of full_rank(), a new method returns the mean, up to rounding in fp32"
+    EXACT_AT_FULL_RANK = (
+        "with the arguments of full_rank(), a new method returns the mean, up to rounding in fp32"
+    )
     BOUND = "the error of each element of a new method's result is within error_bound"
     UNBIASED = "the mean of repeated results for the same gradients is their mean"
 
@@ -123,7 +126,10 @@ class OwnMethod:
     kind: type | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
-        texts = (f"{name}={value!r}" if isinstance(value, str) else f"{name}={value}" for name, value in self.arguments)
+        texts = (
+            f"{name}={value!r}" if isinstance(value, str) else f"{name}={value}"
+            for name, value in self.arguments
+        )
         return f"{self.name}({', '.join(texts)})" if self.arguments else self.name
 
     @property
@@ -156,7 +162,11 @@ class OwnMethod:
         laws = self.laws
         if MethodLaw.EXACT in laws:
             return 0.0
-        return float(self.definition.error_bound(unit, **dict(self.arguments))) if MethodLaw.BOUND in laws else math.inf
+        return (
+            float(self.definition.error_bound(unit, **dict(self.arguments)))
+            if MethodLaw.BOUND in laws
+            else math.inf
+        )
 
 
 def method(source: type[Any] | str, **arguments: Argument) -> OwnMethod:
@@ -164,7 +174,9 @@ def method(source: type[Any] | str, **arguments: Argument) -> OwnMethod:
 
     Raises MethodError: if a class lacks what a method must have, or an argument is neither a number nor a text.
     """
-    values = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in arguments.items())
+    values = tuple(
+        (name, tuple(value) if isinstance(value, list) else value) for name, value in arguments.items()
+    )
     for name, value in values:
         if not isinstance(value, bool | int | float | str | tuple):
             raise MethodError(f"{name}={value!r}: an argument of a method is a number, a text, true or false")
@@ -197,7 +209,9 @@ def checked(name: str, kind: Any) -> type[Any]:
     if missing := sorted(getattr(kind, "__abstractmethods__", ())):
         raise MethodError(f"{name}: has no method {missing[0]!r}")
     if callable(getattr(kind, "state", None)) != callable(getattr(kind, "load", None)):
-        raise MethodError(f"{name}: has only one of the methods 'state' and 'load'; a method with a state needs both")
+        raise MethodError(
+            f"{name}: has only one of the methods 'state' and 'load'; a method with a state needs both"
+        )
     laws = getattr(kind, "laws", ())
     if isinstance(laws, str) or not isinstance(laws, Iterable):
         raise MethodError(f"{name}: laws = {laws!r}: expected a list with some of {', '.join(LAWS)}")
@@ -209,12 +223,16 @@ def checked(name: str, kind: Any) -> type[Any]:
     return kind
 
 
+def _axes(topology: Topology) -> tuple[Axis, ...]:
+    return topology.world_axis, topology.node_axis, topology.local_axis
+
+
 def axis_of(topology: Topology, name: str) -> Axis:
     """Returns the axis that a method names.
 
     Raises MethodError: for any name but ``world``, ``node`` and ``local``.
     """
-    axes = {axis.name: axis for axis in (topology.world_axis, topology.node_axis, topology.local_axis)}
+    axes = {axis.name: axis for axis in _axes(topology)}
     if name not in axes:
         raise MethodError(f"axis {name!r}: expected one of {', '.join(axes)}")
     return axes[name]
@@ -240,7 +258,9 @@ class PlannedWire:
     all_gather = all_to_all = shift = _refuse
 
 
-def declared(own: OwnMethod, instance: Any, unit: MethodUnit, topology: Topology) -> tuple[MethodMessage, ...] | None:
+def declared(
+    own: OwnMethod, instance: Any, unit: MethodUnit, topology: Topology
+) -> tuple[MethodMessage, ...] | None:
     """Returns the messages that a method's ``bytes()`` declares for each reduction; None if it declares none.
 
     Raises MethodError: if ``bytes()`` raises, or returns anything but tuples of kind, axis and bytes.
@@ -248,17 +268,15 @@ def declared(own: OwnMethod, instance: Any, unit: MethodUnit, topology: Topology
     count: Callable[..., Any] | None = getattr(instance, "bytes", None)
     if count is None:
         return None
-    try:
+    with raising(MethodError, f"{own}: bytes() raised"):
         rows = [MethodMessage(*row) for row in count(unit, topology)]
-        for row in rows:
-            axis_of(topology, row.axis)
-            if row.kind not in get_args(MessageKind) or not isinstance(row.nbytes, int) or row.nbytes < 0:
-                raise MethodError(f"bytes() has {tuple(row)}: expected (kind, axis, bytes) with a kind of "
-                                  f"{', '.join(get_args(MessageKind))}")  # fmt: skip
-    except MethodError as error:
-        raise MethodError(f"{own}: {error}") from error
-    except Exception as error:
-        raise MethodError(f"{own}: bytes() raised {type(error).__name__}: {error}") from error
+    axes = tuple(axis.name for axis in _axes(topology))
+    for row in rows:
+        if row.axis not in axes or row.kind not in get_args(MessageKind) or not isinstance(row.nbytes, int):
+            raise MethodError(
+                f"{own}: bytes() has {tuple(row)}: expected (kind, axis, bytes) with a kind of "
+                f"{', '.join(get_args(MessageKind))}, and an axis of {', '.join(axes)}"
+            )
     return tuple(row._replace(nbytes=padded_bytes(row.nbytes)) for row in rows)
 
 
@@ -281,6 +299,8 @@ def planned(own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry]) -
             try:
                 instance = own.make(unit, PlannedWire(topology))
             except Exception as error:
-                raise MethodError(f"{own}, unit {geometry.name!r}: {type(error).__name__}: {error}") from error
+                raise MethodError(
+                    f"{own}, unit {geometry.name!r}: {type(error).__name__}: {error}"
+                ) from error
             messages[geometry.name] = declared(own, instance, unit, topology)
     return messages

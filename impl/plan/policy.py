@@ -401,7 +401,9 @@ class Policy:
             object.__setattr__(self, "reduce", method(self.reduce))
         elif not isinstance(self.reduce, OwnMethod) and self.reduce not in get_args(Reduce):
             known = ", ".join(get_args(Reduce))
-            raise PolicyError(f"reduce = {self.reduce!r}: expected one of {known}, 'module:Class' or method(Class, ...)")
+            raise PolicyError(
+                f"reduce = {self.reduce!r}: expected one of {known}, 'module:Class' or method(Class, ...)"
+            )
 
     @property
     def own_reduce(self) -> OwnMethod | None:
@@ -416,7 +418,11 @@ class Policy:
             "chunks": (self.chunks, 1, "cuts messages that are made of codecs"),
             "sums": (self.sums, "fp32", "is a type of sums of decoded messages"),
             "feedback": (self.feedback, None, "carries errors of codecs, while a method keeps its own"),
-            "loss_scale": (self.loss_scale, None, "needs overflows to reach the mean, and a method may drop them"),
+            "loss_scale": (
+                self.loss_scale,
+                None,
+                "needs overflows to reach the mean, and a method may drop them",
+            ),
             "offload": (self.offload, Offload(), "keeps mean gradients on the host"),
         }
         for name, (value, needed, why) in usual.items():

@@ -124,10 +124,12 @@ class Book:
     def method_message(self, unit: str, message: MethodMessage) -> None:
         """Count a message of a user's own reduction."""
         axis, shift = axis_of(self.topology, message.axis), message.kind == "shift"
-        for link, count in destinations(self.topology, axis, self.rank, ring=shift).items():
+        for link, others in destinations(self.topology, axis, self.rank, ring=shift).items():
+            count = (
+                1 if shift else others
+            )  # a shift is one step of a ring, and destinations() counts all steps
             key = LedgerKey("backward", "gradients", unit, axis.name, link)
             nbytes, messages = self.sent.get(key, (0, 0))
-            count = 1 if shift else count  # a shift is one step of a ring, and destinations() counts all steps
             self.sent[key] = Sent(nbytes + count * message.nbytes, messages + count)
 
     def control(self, size: int, purpose: Purpose = "control") -> None:

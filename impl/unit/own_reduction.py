@@ -1,9 +1,9 @@
 """Runs a user's own reduction of gradients: a class that a policy names, such as ``reduce = "mine:PowerSGD"``.
 
 :class:`ReductionMethod` documents what such a class has.  The engine makes one object of it for each trained unit on
-each rank, and drives it as it drives its own reductions: ``start()`` when the unit's gradient is complete, ``advance()``
-at the events at which all ranks post further messages, and ``finish()`` when the mean is needed.  Thus messages overlap
-with the computation of other units.
+each rank, and drives it as it drives its own reductions: ``start()`` when the unit's gradient is complete,
+``advance()`` at the events at which all ranks post further messages, and ``finish()`` when the mean is needed.  Thus
+messages overlap with the computation of other units.
 
 :class:`OwnReduction` stands between engine and class.  It checks what the class returns, and puts class, rank and unit
 into every error.
@@ -59,7 +59,7 @@ class ReductionMethod(abc.ABC):
         The tensor belongs to the method, which may keep and change it.  Padding is zero.
         """
 
-    def advance(self) -> None:
+    def advance(self) -> None:  # noqa: B027  # most methods have nothing to post
         """Post the next messages, if there are any.  A message that was posted before has usually arrived."""
 
     @abc.abstractmethod
@@ -136,10 +136,17 @@ class OwnReduction:
             self._call("advance")
 
     def finish(self) -> Tensor:
-        """Return the mean (S,) fp32 after checking its type, shape and values."""
+        """Return the mean (S,) fp32, in memory of the engine's."""
+        mean = self.mean_of_method()
+        return mean.clone() if self._out is None else self._out.copy_(mean)
+
+    def mean_of_method(self) -> Tensor:
+        """Return the method's own tensor (S,) fp32 with the mean, after checking its type, shape and values."""
         mean = self._call("finish")
         if not isinstance(mean, Tensor):
-            raise self._error(f"finish() returned {type(mean).__name__}, expected a tensor ({self.unit.shard},) fp32")
+            raise self._error(
+                f"finish() returned {type(mean).__name__}, expected a tensor ({self.unit.shard},) fp32"
+            )
         expected = (self.unit.shard,), torch.float32
         if (tuple(mean.shape), mean.dtype) != expected:
             raise self._error(
@@ -152,7 +159,7 @@ class OwnReduction:
                 "finish() returned NaN or infinity, although this rank's gradient is finite: correct the method, or "
                 "look for a rank whose gradient is not finite"
             )
-        return mean.detach().clone() if self._out is None else self._out.copy_(mean.detach())
+        return mean.detach()
 
     def close(self) -> None:
         """Drop the memory for the mean."""
@@ -216,4 +223,3 @@ class OwnReduction:
 
     def _error(self, what: str) -> ZeroError:
         return ZeroError(f"method {self.method} {self._where}: {what}")
-
