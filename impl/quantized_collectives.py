@@ -25,13 +25,12 @@ from impl import ops
 from impl.codecs.codec import Codec, common_grain, parse
 from impl.codecs.reference import NAMES
 from impl.codecs.rounding_noise import Key, Noise, shard_stride
-from impl.comm.all_gather import FrameGather, are_elements, by_axes
+from impl.comm.all_gather import FrameGather, by_axes
 from impl.comm.mesh import Mesh
-from impl.comm.reduce_scatter import Reduction, Ring
+from impl.comm.reduce_scatter import reduction_of
 from impl.comm.wire import Wire, wire_of
+from impl.plan.hops import Hop, gather_hops
 from impl.plan.policy import Gather, Policy, Reduce
-from impl.plan.shard_layout import chunked
-from impl.plan.topology import Axis
 from impl.plan.traffic import Tag
 
 CodecOrText = Codec | str
@@ -70,7 +69,7 @@ def quantized_all_gather(
     mesh = Mesh.of(mesh)
     flat, numel, world = _flat(x, mesh), x.numel(), mesh.topology.world
     (codec,) = _checked([codec], key)
-    axes, _ = Policy(weights=codec, gather=gather).gather_axes(mesh.topology)
+    hops = gather_hops(Policy(weights=codec, gather=gather), mesh.topology, numel)
     wire = wire_of(mesh, wire)
     if out is None:
         out = flat.new_empty((world, *x.shape))
@@ -93,7 +92,7 @@ def quantized_all_gather(
     noise = key.noise(mesh.rank * shard_stride(numel)) if key is not None and codec.stochastic else None
     whole, tag = out.detach().view(-1), Tag("forward", "weights")
     with wire.calling("quantized_all_gather()"):
-        Gathering(wire, codec, axes, flat, whole, tag=tag, ring=gather == "flat", noise=noise).finish()
+        Gathering(wire, hops, flat, whole, tag=tag, noise=noise).finish()
     return out
 
 
@@ -102,41 +101,36 @@ class Gathering:
 
     Args:
         wire: sends the messages.
-        codec: encodes the shard.
-        axes: the axes of the hops, first hop first.
+        hops: the hops of a gather of weights, without hpZ's copy (:func:`impl.plan.hops.gather_hops`).
         shard: (S,) this rank's values.
         whole: (ranks * S,) receives all shards, in rank order.
         tag: the purpose under which the ledger books the messages.
-        ring: whether the backend's own all-gather over all ranks is used.
         noise: the random bits of a stochastic codec.
     """
 
     def __init__(
         self,
         wire: Wire,
-        codec: Codec,
-        axes: Sequence[Axis],
+        hops: Sequence[Hop],
         shard: Tensor,
         whole: Tensor,
         *,
         tag: Tag,
-        ring: bool,
         noise: Noise | None = None,
     ) -> None:
-        numel = shard.numel()
-        self._codec = codec
-        self._into = whole.view(torch.uint8) if are_elements(codec, whole.dtype, numel) else None
-        self._target = by_axes(whole, axes[::-1], numel)
-        self._hops = FrameGather(wire, axes, codec.frame_bytes(numel), ring=ring)
-        ops.encode(codec, shard, self._hops.open(tag, self._into), noise=noise)
-        self._hops.post()
+        self._codec = hops[0].codec
+        self._into = whole.view(torch.uint8) if hops[0].sends_elements(NAMES.get(whole.dtype)) else None
+        self._target = by_axes(whole, [hop.axis for hop in hops[::-1]], shard.numel())
+        self._gather = FrameGather(wire, hops)
+        ops.encode(self._codec, shard, self._gather.open(tag, self._into), noise=noise)
+        self._gather.post()
 
     def finish(self) -> None:
         """Wait for all shards and decode them into ``whole``."""
-        frames = self._hops.finish()
+        frames = self._gather.finish()
         if self._into is None or frames.data_ptr() != self._into.data_ptr():
-            ops.decode(self._codec, frames, self._target)
-        self._hops.close()
+            ops.decode(self._codec, frames.view(*self._target.shape[:-1], -1), self._target)
+        self._gather.close()
 
 
 def quantized_reduce_scatter(
@@ -187,14 +181,8 @@ def quantized_reduce_scatter(
     shard = math.prod(shape)
     if shard == 0:
         return torch.zeros(shape, device=flat.device)
-    kind, wire = Ring if reduce == "ring" else Reduction, wire_of(mesh, wire)
-    reduction = kind(
-        wire=wire,
-        hops=policy.reduce_axes(mesh.topology),
-        tag=Tag("backward", "gradients"),
-        piece=shard,
-        chunks=chunked(shard, chunks, common_grain(*policy.gradients)),
-    )
+    wire, tag = wire_of(mesh, wire), Tag("backward", "gradients")
+    reduction = reduction_of(policy, wire, tag, shard, common_grain(*policy.gradients))
     key = None if key is None else dataclasses.replace(key, source=mesh.rank)
     with wire.calling("quantized_reduce_scatter()"):
         reduction.start(flat, key=key)

@@ -35,7 +35,6 @@ from impl.parameters.initial_weights import check_same_start
 from impl.parameters.presharded import drawn_numbers, take_over
 from impl.plan.policy import Offload, Policy
 from impl.plan.prefetch_schedule import Schedule
-from impl.plan.reduction_queue import ReductionQueue
 from impl.plan.traffic import placements_of
 from impl.plan.unit_plan import geometries_of
 from impl.unit.context import MEMORY, HostMemory, Meter, Passes, Reserve, UnitContext
@@ -117,14 +116,13 @@ def shard(
     host = HostMemory(mesh.device, meter)
     context = UnitContext(wire, policy, meter, Clock(seed), gradients, weights, host, passes)
     casts = any(p.dtype != DTYPES[policy.compute] for draft in drafts for p in draft.parameters)
-    external, queue = list(external_to(model)), ReductionQueue(policy.memory.reduce_bucket)
-    units: list[Unit] = []
+    external, units = list(external_to(model)), list[Unit]()
     placements = placements_of(policy.offload, geometries)
     for draft, geometry, placement in zip(drafts, geometries, placements, strict=True):
         cut = take_over(geometry, draft.parameters, wire)
         arguments = geometry, draft.parameters, draft.holders, context, placement
-        units.append(Unit(*arguments, siblings=units, queue=queue, cut=cut))
-    hooks = Hooks(model, units, [draft.module for draft in drafts], context, queue, casts_inputs=casts)
+        units.append(Unit(*arguments, siblings=units, cut=cut))
+    hooks = Hooks(model, units, [draft.module for draft in drafts], context, casts_inputs=casts)
     zero = Zero(model, units, context, hooks)
     unit_of = {id(p): unit for draft, unit in zip(drafts, units, strict=True) for p in draft.parameters}
     for module, parameter in external:

@@ -23,7 +23,7 @@ from harness.workloads.dataset import draw
 from impl import ops
 from impl.codecs.codec import OwnCodec, Raw
 from impl.codecs.reference import REFERENCE
-from impl.comm.wire import Hop, Observer
+from impl.comm.wire import EncodedHop, Observer
 from impl.plan.policy import Policy
 from impl.unit.unit import Unit
 from impl.zero import Zero
@@ -64,7 +64,7 @@ class ReductionObserver(Observer):
 
     def __init__(self, unit: str | None = None) -> None:
         self._unit = unit
-        self.hops: dict[tuple[str, Hop], Any] = defaultdict(float)  # Sums by unit and hop
+        self.hops: dict[tuple[str, EncodedHop], Any] = defaultdict(float)  # Sums by unit and hop
         self.gradients: dict[str, Tensor] = {}  # by unit: (P,) fp32 local gradient, summed over reductions
         # By unit: number of the first element of this rank's part, and the (n,) fp32 mean, summed over reductions.
         self.means: dict[str, tuple[int, Tensor]] = {}
@@ -78,7 +78,7 @@ class ReductionObserver(Observer):
         total = gradient.detach().to(torch.float32, copy=True)
         self.gradients[unit] = total.add_(self.gradients[unit]) if unit in self.gradients else total
 
-    def encoded(self, unit: str, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
+    def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
         """See :class:`~impl.comm.wire.Observer`."""
         if self._unit not in (None, unit):
             return
@@ -99,7 +99,7 @@ class ReductionObserver(Observer):
         self.means[unit] = (start, total.add_(self.means[unit][1]) if unit in self.means else total)
 
 
-def _unlike_reference(unit: str, hop: Hop, values: Tensor, frames: Tensor) -> str | None:
+def _unlike_reference(unit: str, hop: EncodedHop, values: Tensor, frames: Tensor) -> str | None:
     """Return how a message differs from what the reference backend encodes; None if it is equal or may differ."""
     codec = hop.codec
     if codec.stochastic or isinstance(codec, OwnCodec):

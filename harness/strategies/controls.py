@@ -5,7 +5,6 @@ A comparison of losses that cannot tell a spoilt engine from a correct one has n
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from torch import Tensor
@@ -34,8 +33,10 @@ def spoil(zero: Zero, control: str | None) -> None:
             _keep_old(unit.weight_gather.secondary, forever=control == "stale_secondary")
         elif control == "unordered":
             right = unit.reduction.collective
-            strides = [math.prod(right.sizes[hop + 1 :]) for hop in range(len(right.sizes))]
-            unit.reduction.collective = replace(right, strides=strides)
+            hops = [
+                replace(hop, stride=hop.frames) if hop.kind == "all_to_all" else hop for hop in right.hops
+            ]
+            unit.reduction.collective = replace(right, hops=hops)
 
 
 def _keep_old(secondary: SecondaryShard, *, forever: bool) -> None:

@@ -26,6 +26,7 @@ from impl.adapters.joined import Joined, fsdp2_groups
 from impl.adapters.traffic import GroupGeometry, HostError
 from impl.codecs.reference import NAMES
 from impl.comm.wire import Wire
+from impl.plan.hops import gather_hops
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import ROOT
 from impl.plan.traffic import Phase, Tag
@@ -159,10 +160,8 @@ class _Gather(_OfGroup, AllGather):
         joined, name = self._joined, self._group.name
         joined.check(self._group, "gathers", input_tensor.numel(), input_tensor.dtype, group.size())
         wire, policy, tag = joined.wire, joined.policy, Tag(joined.phase, "weights", name)
-        axes, ring = policy.gather_axes(wire.mesh.topology)[0], policy.gather == "flat"
-        return _Pending(
-            Gathering(wire, policy.weights, axes, input_tensor, output_tensor, tag=tag, ring=ring)
-        )
+        hops = gather_hops(policy, wire.mesh.topology, input_tensor.numel())
+        return _Pending(Gathering(wire, hops, input_tensor, output_tensor, tag=tag))
 
 
 class _Scatter(_OfGroup, ReduceScatter):

@@ -16,11 +16,11 @@ from torch import nn
 from impl import ops
 from impl.adapters.traffic import GroupGeometry, Host, HostError, check_host, predict_hosted
 from impl.codecs.codec import common_grain
-from impl.comm.reduce_scatter import Reduction, Ring
+from impl.comm.reduce_scatter import Reduction, reduction_of
 from impl.comm.wire import Wire
 from impl.engine.unit_planning import find_blocks, plan_units
 from impl.plan.policy import Policy
-from impl.plan.shard_layout import ROOT, ParameterSpec, UnitGeometry, chunked
+from impl.plan.shard_layout import ROOT, ParameterSpec, UnitGeometry
 from impl.plan.topology import Topology
 from impl.plan.traffic import Event, LedgerKey, Sent, Tag
 
@@ -73,17 +73,8 @@ class Joined:
 
         After the reduction a rank inside FSDP2 has a piece of the mean, and a rank inside DDP has the whole mean.
         """
-        policy, topology = self.policy, self.wire.mesh.topology
-        kind, (axes, codec) = Ring if policy.reduce == "ring" else Reduction, policy.replica_axes(topology)
-        return kind(
-            wire=self.wire,
-            hops=policy.reduce_axes(topology),
-            tag=Tag("backward", "gradients", name),
-            piece=piece,
-            chunks=chunked(piece, policy.chunks, common_grain(*policy.gradients)),
-            replicas=[(axis, axis.stride) for axis in axes],
-            replica_codec=codec,
-        )
+        tag, grain = Tag("backward", "gradients", name), common_grain(*self.policy.gradients)
+        return reduction_of(self.policy, self.wire, tag, piece, grain)
 
 
 def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topology) -> list[GroupGeometry]:

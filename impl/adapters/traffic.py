@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal
 
 from impl.codecs.codec import FP32, OwnCodec, common_grain
+from impl.plan.hops import gather_hops, reduction_hops
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
 from impl.plan.shard_layout import ROOT, ParameterSpec, UnitGeometry
 from impl.plan.topology import Topology
@@ -153,8 +154,7 @@ def predict_hosted(
         unaligned = replace(policy, align=1, order_every=0)
         return predict(unaligned, topology, ddp_units, rank, ["backward"] * _reduced_steps(events)).sent
     book = Book(topology, rank)
-    axes, _ = policy.gather_axes(topology)
-    ring, root_gathered = policy.gather == "flat", False
+    root_gathered = False
     for event in events:
         if event == "norm":
             book.control(NORM_BYTES)
@@ -165,10 +165,10 @@ def predict_hosted(
         phase: Phase = "backward" if event == "accumulate" else event
         for group in units:
             if group.shard and not (root_gathered and group.name == ROOT):
-                frame = policy.weights.frame_bytes(group.shard)
-                book.gather(Tag(phase, "weights", group.name), axes, frame, ring=ring)
+                book.send(Tag(phase, "weights", group.name), gather_hops(policy, topology, group.shard))
             if phase == "backward" and group.piece:
-                book.reduction(policy, group.name, group.piece, common_grain(*policy.gradients))
+                hops = reduction_hops(policy, topology, group.piece, common_grain(*policy.gradients))
+                book.send(Tag("backward", "gradients", group.name), hops)
         root_gathered = phase != "backward"
     return book.sent
 

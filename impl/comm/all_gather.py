@@ -7,43 +7,58 @@ the frames that the hop before has received, without decoding them, so all ranks
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import Codec, Raw
-from impl.codecs.reference import DTYPES
 from impl.comm.exchanges import Exchange
 from impl.comm.wire import Wire
+from impl.plan.hops import Hop
 from impl.plan.topology import Axis
 from impl.plan.traffic import Tag
 
 
+def forward(_: Hop, message: Tensor, received: Tensor) -> None:
+    """Write to the ``message`` of a hop the frames that the hop before has ``received``."""
+    message.view(received.shape).copy_(received)
+
+
 class FrameGather:
-    """All-gathers frames of ``nbytes`` along ``axes``, one hop after the other; used for one gather at a time.
+    """Runs the ``hops`` of a gather, one after the other; used for one gather at a time.
 
     :meth:`open` returns the first hop's message, which the caller fills.  :meth:`post` sends it.  :meth:`finish`
     waits for it, then runs the remaining hops.  ``left`` is the number of hops that are not posted yet.
+
+    Args:
+        wire: sends the messages.
+        hops: the hops, of at least one axis.
+        write: writes a further hop's message, given the hop, the message (bytes,) uint8 and what the hop before has
+            received, (ranks along its axis, bytes) uint8.
+        keep: called with a hop that keeps something and what it has received, before the next hop is opened.
     """
 
-    def __init__(self, wire: Wire, axes: Sequence[Axis], nbytes: int, *, ring: bool = False) -> None:
-        self._wire, self._nbytes, self._ring = wire, nbytes, ring
-        self._hops = [axis for axis in axes if axis.size > 1] or axes[:1]  # a hop of one rank would only copy
-        self.sends = self._hops[0].size > 1  # whether the first hop has other ranks
-        self._shape = (*(axis.size for axis in reversed(axes)), nbytes)
-        self._tag, self.left = Tag("step", "state"), len(self._hops)
+    def __init__(
+        self,
+        wire: Wire,
+        hops: Sequence[Hop],
+        write: Callable[[Hop, Tensor, Tensor], None] = forward,
+        keep: Callable[[Hop, Tensor], None] | None = None,
+    ) -> None:
+        self.hops, self.left = hops, len(hops)
+        self._wire, self._write, self._keep = wire, write, keep
+        self._tag = Tag("step", "state")
         self._exchange: Exchange  # the hop under way, from open() to close()
 
     def open(self, tag: Tag, into: Tensor | None = None) -> Tensor:
-        """Return the first hop's message, (nbytes,) uint8, to be written before :meth:`post`.
+        """Return the first hop's message, (bytes,) uint8, to be written before :meth:`post`.
 
-        If the gather has a single hop, all frames may arrive in ``into``, (ranks * nbytes,) uint8; otherwise
-        ``into`` is not used.
+        If the gather has a single hop, all messages may arrive in ``into``, (ranks * bytes,) uint8; otherwise ``into``
+        is not used.
         """
-        self._tag, self.left = tag, len(self._hops)
+        self._tag, self.left, hop = tag, len(self.hops), self.hops[0]
         to = into if self.left == 1 else None
-        self._exchange = self._wire.all_gather(self._hops[0], self._nbytes, tag, ring=self._ring, into=to)
+        self._exchange = self._wire.all_gather(hop.axis, hop.nbytes, tag, ring=hop.ring, into=to)
         return self._exchange.send
 
     def post(self) -> None:
@@ -52,35 +67,32 @@ class FrameGather:
         self.left -= 1
 
     def post_next_hop(self) -> None:
-        """Wait for the hop under way, and forward its frames along the next axis."""
-        before, hop = self._exchange, len(self._hops) - self.left
-        rows = before.wait()
-        exchange = self._wire.all_gather(self._hops[hop], rows.numel(), self._tag, ring=self._ring)
-        exchange.send.view(rows.shape).copy_(rows)
+        """Wait for the hop under way, and post the next one."""
+        before, last, hop = self._exchange, self.hops[-self.left - 1], self.hops[-self.left]
+        received = before.wait()
+        if self._keep is not None and last.keeps != "nothing":
+            self._keep(last, received)
+        exchange = self._wire.all_gather(hop.axis, hop.nbytes, self._tag, ring=hop.ring)
+        self._write(hop, exchange.send, received)
         before.close()
         self._exchange = exchange
         exchange.post()
         self.left -= 1
 
     def finish(self) -> Tensor:
-        """Finish all hops and return the frames, valid until :meth:`close`.
+        """Finish all hops; returns what the last one has received, valid until :meth:`close`.
 
-        Returns uint8 of shape (size of the last axis, ..., size of the first axis, nbytes).
+        The result is (ranks along the last axis, bytes) uint8, and each row has the frames of the earlier axes' ranks,
+        the first axis' ranks innermost.
         """
         while self.left:
             self.post_next_hop()
-        return self._exchange.wait().view(self._shape)
+        return self._exchange.wait()
 
     def close(self) -> None:
         """Give the last hop's buffers back."""
         self._exchange.close()
         del self._exchange
-
-
-def are_elements(codec: Codec, dtype: torch.dtype, shard: int) -> bool:
-    """Return whether a frame of ``shard`` elements of ``dtype`` is just these elements, bit by bit."""
-    same = isinstance(codec, Raw) and DTYPES[codec.dtype] == dtype
-    return same and codec.frame_bytes(shard) == codec.code_bytes(shard)
 
 
 def by_axes(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[int] | None = None) -> Tensor:
@@ -98,11 +110,17 @@ def gather_whole(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Te
     numel, ranks = part.numel(), math.prod(axis.size for axis in axes)
     whole = torch.empty(ranks * numel, device=part.device)
     if numel:
-        gather = FrameGather(wire, axes, part.nbytes)
-        gather.open(tag).view(torch.float32).copy_(part)
-        gather.post()
-        by_axes(whole, axes[::-1], numel).copy_(gather.finish().view(torch.float32))
-        gather.close()
+        rows, under_way = part, list[Exchange]()
+        for axis in [axis for axis in axes if axis.size > 1]:
+            exchange = wire.all_gather(axis, rows.nbytes, tag)
+            exchange.send.view(torch.float32).view(rows.shape).copy_(rows)
+            exchange.post()
+            rows = exchange.wait().view(torch.float32)
+            under_way.append(exchange)
+        target = by_axes(whole, axes[::-1], numel)
+        target.copy_(rows.view(target.shape))
+        for exchange in under_way:
+            exchange.close()
     return whole.view(ranks, numel)
 
 

@@ -8,31 +8,29 @@ whose gradients are not used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from impl.codecs.reference import DTYPES, Carried
-from impl.plan.policy import Policy
-from impl.plan.topology import Topology
+from impl.plan.hops import Hop
+from impl.plan.policy import Feedback
 
 
 class Errors:
-    """The carried errors of one unit on one rank, ``nbytes`` in all.
+    """The carried errors of one unit on one rank for the ``hops`` of its reduction, ``nbytes`` in all."""
 
-    ``piece`` is the number of elements with which each rank ends a reduction.
-    """
-
-    def __init__(self, policy: Policy, topology: Topology, piece: int, device: torch.device) -> None:
-        assert policy.feedback is not None  # noqa: S101  # the caller checks it
-        self.feedback, dtype = policy.feedback, DTYPES[policy.feedback.state]
-        sizes = [axis.size for axis, _ in policy.reduce_axes(topology)]
+    def __init__(self, feedback: Feedback, hops: Sequence[Hop], device: torch.device) -> None:
+        self.feedback, dtype = feedback, DTYPES[feedback.state]
+        sums = [hop for hop in hops if hop.kind == "all_to_all"]
         # for each hop that keeps errors: (ranks along its axis, ranks along each later axis..., piece)
         self._errors = {
-            hop: torch.zeros(*sizes[hop:], piece, dtype=dtype, device=device)
-            for hop, kept in enumerate(policy.feedback_hops(topology))
-            if kept
+            number: torch.zeros(
+                *(later.axis.size for later in sums[number:]), hop.numel, dtype=dtype, device=device
+            )
+            for number, hop in enumerate(sums)
+            if hop.keeps == "errors"
         }
         self.nbytes = sum(error.nbytes for error in self._errors.values())
         self._since = 0  # the optimizer step of the last reset

@@ -47,7 +47,7 @@ Transport = Literal["backend", "shm", "staged"]
 _OF_PASSES: Final = ("weights", "persistent", "gradients")  # purposes of the messages in every pass
 
 
-class Hop(NamedTuple):
+class EncodedHop(NamedTuple):
     """A hop of a reduction that encodes what it sends."""
 
     number: int  # from 0; in a ring each step is a hop
@@ -67,7 +67,7 @@ class Observer:
         ``gradient`` (world * S,) is this rank's gradient, without carried errors.
         """
 
-    def encoded(self, unit: str, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
+    def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
         """Called before a hop's message is sent.
 
         ``values`` (..., S) with carried errors were encoded as ``frames`` (..., F) uint8.  ``frames`` is None if

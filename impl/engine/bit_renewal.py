@@ -18,7 +18,7 @@ from torch import Tensor
 from impl import ops
 from impl.codecs.codec import Codec
 from impl.codecs.rounding_noise import Key, shard_stride
-from impl.comm.wire import Hop, Observer
+from impl.comm.wire import EncodedHop, Observer
 from impl.plan.bit_budget import Share, shares_of
 from impl.plan.policy import BitBudget
 from impl.plan.traffic import Decision
@@ -66,7 +66,7 @@ class Renewal(Observer):
             self._wire.observer = self if due and gradients else None
         self._measuring = due
 
-    def encoded(self, unit: str, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
+    def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
         """Add up the squared errors of every candidate on the ``values`` that the hop between nodes encodes."""
         del frames
         for choice in self._choices:

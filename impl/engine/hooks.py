@@ -47,7 +47,6 @@ class Hooks:
         units: the model's units: the root's first, then the blocks' in model order.
         modules: for each unit, the module for whose passes the unit is gathered.
         context: what the units share.
-        reductions: the queue of the units' gradient reductions.
         casts_inputs: whether floating-point inputs of the hooked modules are cast to the compute type.
     """
 
@@ -57,11 +56,11 @@ class Hooks:
         units: Sequence[Unit],
         modules: Sequence[nn.Module],
         context: UnitContext,
-        reductions: ReductionQueue,
         *,
         casts_inputs: bool,
     ) -> None:
-        self._model, self._units, self._context, self._reductions = model, units, context, reductions
+        self._model, self._units, self._context = model, units, context
+        self.reductions = ReductionQueue(context.policy.memory.reduce_bucket)
         self._passes = passes = context.passes
         self._check_every, self.finished = context.policy.order_every, 0
         self._warned = False  # whether a warning of autocast was given
@@ -289,7 +288,7 @@ class Hooks:
     def _follow_order(self) -> None:
         """Tell the queue to reduce gradients in the schedule's order."""
         order = self._passes.schedule.reduction_order
-        self._reductions.order = [self._units[index].reduction for index in order]
+        self.reductions.follow([self._units[index].reduction for index in order])
 
     # Backward
 
@@ -343,11 +342,19 @@ class Hooks:
             unit.pre_backward()
 
     def collect_gradient(self, index: int, number: int) -> None:
-        """Collect the gradient that has arrived at parameter ``number`` of unit ``index``."""
+        """Collect the gradient that has arrived at parameter ``number`` of unit ``index``.
+
+        A block's first gradient posts the next hops of reductions, and a unit's last one starts those that are ready.
+        """
         if not self._passes.in_backward:
             self._begin_backward()
-        if self._units[index].reduction.collect(number):
-            self._units[index].post_backward()
+        unit, reductions = self._units[index], self.reductions
+        if unit.reduction.begin():
+            reductions.post_next_hops()
+        if unit.reduction.collect(number, is_next=reductions.next is unit.reduction):
+            unit.post_backward()
+            if not self._passes.accumulating:
+                reductions.start_ready()
 
     def collect_outside(self, index: int, number: int) -> None:
         """Collect the gradient that has arrived at the placeholder of parameter ``number`` of unit ``index``.
@@ -366,7 +373,7 @@ class Hooks:
                 f"backward() reached parameter {name!r} under GatheredParameters, whose gradient no optimizer "
                 "would see: compute a loss with weights inside zero.unsharded(), or use torch.no_grad()"
             )
-        unit.reduction.collect_outside(number)
+        unit.reduction.collect_outside(number, is_next=self.reductions.next is unit.reduction)
         if not self._passes.in_backward:
             self._begin_backward()
 
@@ -395,7 +402,7 @@ class Hooks:
         Autograd calls this after the pass.
         """
         passes, context = self._passes, self._context
-        self._reductions.finish(start=not passes.accumulating)
+        self.reductions.finish(start=not passes.accumulating)
         for unit in self._units:
             if unit.in_use:
                 unit.end_use()
@@ -466,7 +473,7 @@ class Hooks:
         self._passes.running = 0
         self._passes.written.clear()
         self.saved.leave_all()
-        self._reductions.drop_failed()
+        self.reductions.drop_failed()
         for unit in self._units:
             unit.drop_gradients()
 

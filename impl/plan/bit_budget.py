@@ -91,8 +91,7 @@ def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry])
     Raises PolicyError: if the policy's own codecs, with which training begins, take more than the budget, or
     if no unit is left to choose for.
     """
-    kept, spared = kept_units(policy, units), policy.gather_axes(topology)[1]
-    shares = []
+    kept, shares = kept_units(policy, units), []
     for purpose, codecs in policy.candidates.items():
         names, sizes, elements = [], [], 0
         for index, unit in enumerate(units):
@@ -101,7 +100,7 @@ def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry])
             times, pieces = 1, [unit.shard]
             if purpose == "gradients":
                 pieces = [end - start for start, end in chunked(unit.piece, policy.chunks, policy.grain)]
-            elif policy.stage == 3 and not spared and index not in kept:
+            elif policy.stage == 3 and policy.secondary == 0 and index not in kept:
                 times = 2  # forward and backward
             names.append(unit.name)
             sizes.append(tuple(times * sum(map(codec.frame_bytes, pieces)) for codec in codecs))

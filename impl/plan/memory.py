@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from impl.codecs.codec import BF16, ITEM_BYTES
+from impl.plan.hops import copy_bytes, reduction_hops
 from impl.plan.messages import message_bytes
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import kept_units
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Topology
-from impl.plan.traffic import MASTER_BYTES, placements_of, reduction_hops, secondary_bytes
+from impl.plan.traffic import MASTER_BYTES, placements_of
 
 ADAM_BYTES: Final = 8  # two fp32 moments per element
 STAGED: Final = 2  # most mean gradients that are being copied to the host at once
@@ -82,7 +83,7 @@ def memory(
         add("frozen" if coded else "masters", frame if coded else fp32, host=placement.shard)
         codecs = unit_policy.candidates.get("weights", (unit_policy.weights,))
         choices = [unit_policy.with_choice("weights", codec) for codec in codecs]
-        add("secondary", max(secondary_bytes(p, topology, unit) for p in choices), host=placement.frames)
+        add("secondary", max(copy_bytes(p, topology, unit.shard) for p in choices), host=placement.frames)
         if placement.shard and not coded:
             parts["host_frames"] += frame
             parts["frames"] += 0 if placement.frames else frame
@@ -91,9 +92,8 @@ def memory(
             add("optimizer", ADAM_BYTES * unit.shard, host=placement.shard)
             if (feedback := unit_policy.feedback) is not None:
                 hops = reduction_hops(unit_policy, topology, unit.piece, unit_policy.grain)
-                pairs = zip(hops, unit_policy.feedback_hops(topology), strict=True)
-                rows = sum(axis.size * slices for (axis, _, slices, _), keeps in pairs if keeps)
-                parts["feedback"] += ITEM_BYTES[feedback.state] * rows * unit.piece
+                kept = sum(hop.axis.size * hop.elements for hop in hops if hop.keeps == "errors")
+                parts["feedback"] += ITEM_BYTES[feedback.state] * kept
             if placement.shard:
                 parts["staging"] = max(parts["staging"], STAGED * fp32)
     parts["gathered"] = item * _gathered(policy, units, backward=backward)
@@ -140,5 +140,5 @@ def secondary_either_way(
     if policy.secondary == 0:
         return None
     pairs = [(policy.for_unit(unit), unit) for unit in units]
-    frames = sum(secondary_bytes(rules, topology, unit, rules.weights) for rules, unit in pairs)
-    return frames, sum(secondary_bytes(rules, topology, unit, BF16) for rules, unit in pairs)
+    frames = sum(copy_bytes(rules, topology, unit.shard, rules.weights) for rules, unit in pairs)
+    return frames, sum(copy_bytes(rules, topology, unit.shard, BF16) for rules, unit in pairs)

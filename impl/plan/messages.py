@@ -15,12 +15,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from impl.codecs.codec import Codec, Raw
+from impl.plan.hops import Hop, Sends, casts_alone, gather_hops, in_turns, reduction_hops
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import kept_units
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Topology
-from impl.plan.traffic import gather_hops, reduction_hops
 
 SPARE: Final = 1  # free buffers of a class that are not reused, so that a user seldom waits for the last one
 _SMALLEST: Final = 512  # bytes of the smallest class, as in torch's allocator
@@ -68,53 +67,34 @@ def _gathers(
     policy: Policy, topology: Topology, unit: UnitGeometry, *, again: bool
 ) -> Iterator[Sequence[int]]:
     """Yield the bytes of the buffers in use at each moment of a unit's gathers; ``again`` from hpZ's copy too."""
-    spared = policy.gather_axes(topology)[1]
-    ways = [(codec, False) for codec in {policy.weights, policy.differences or policy.weights}]
-    ways += [(policy.copy_codec, True)] if again and spared else []
-    for codec, from_copy in ways:
-        hops = [(hop[0].size, hop[3]) for hop in gather_hops(policy, topology, unit, codec, again=from_copy)]
-        between = 0 if from_copy else spared
-        # Axes of one rank are left out.  If the hops on one side of hpZ's copy have no others, an exchange of the
-        # rank with itself copies their message.
-        parts = [part for part in (hops[:between], hops[between:]) if part]
-        sending = [[hop for hop in part if hop[0] > 1] or part[:1] for part in parts]
-        if not spared and sending == [hops[:1]] and hops[0][0] == 1 and _are_elements(codec, policy):
-            continue  # one rank casts its masters straight into the gathered weights
-        yield from _forwarded([size * nbytes for part in sending for size, nbytes in part])
+    every: tuple[Sends, ...] = ("weights", "differences", "copy") if again else ("weights", "differences")
+    for sends in every:
+        hops = gather_hops(policy, topology, unit.shard, sends)
+        if not casts_alone(hops, policy.compute):
+            yield from _forwarded(hops)
 
 
 def _reduction(policy: Policy, topology: Topology, unit: UnitGeometry) -> Iterator[Sequence[int]]:
     """Yield the bytes of the buffers in use at each moment of the reduction of a unit's gradient."""
-    hops = [
-        (axis, [axis.size * size for size in sizes])
-        for axis, _, _, sizes in reduction_hops(policy, topology, unit.piece, policy.grain)
-    ]
-    if policy.reduce == "ring":  # each step ends before the next one begins
-        yield from ([size // axis.size] * 2 for axis, sizes in hops for size in sizes)
-    elif hops:
-        # By chunk, the message of its present hop, which takes as much room as what the rank receives.
-        chunks, under_way = len(hops[0][1]), dict[int, int]()
-        for turn in range(chunks + len(hops) - 1):
-            for hop in range(len(hops)):
-                if 0 <= (chunk := turn - hop) < chunks:
-                    size = hops[hop][1][chunk]
-                    yield [*under_way.values(), size] * 2
-                    under_way[chunk] = size
-    axes, codec = policy.replica_axes(topology)
-    sizes = itertools.accumulate(
-        (axis.size for axis in axes), int.__mul__, initial=codec.frame_bytes(unit.piece)
-    )
-    yield from _forwarded(list(sizes)[1:])
+    every = reduction_hops(policy, topology, unit.piece, policy.grain)
+    hops = [hop for hop in every if hop.kind == "all_to_all"]
+    yield from (
+        [hop.nbytes] * 2 for hop in every if hop.kind == "shift"
+    )  # each step ends before the next one begins
+    under_way = dict[
+        int, int
+    ]()  # by chunk, the message of its present hop, as large as what the rank receives
+    for number, chunk in itertools.chain(*in_turns(len(hops), len(hops[0].chunks) if hops else 0)):
+        size = hops[number].axis.size * hops[number].sizes[chunk]
+        yield [*under_way.values(), size] * 2
+        under_way[chunk] = size
+    yield from _forwarded([hop for hop in every if hop.kind == "all_gather"])
 
 
-def _forwarded(sizes: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Yield the buffers in use at each hop of a gather; ``sizes`` are the bytes that each hop receives.
+def _forwarded(hops: Sequence[Hop]) -> Iterator[Sequence[int]]:
+    """Yield the bytes of the buffers in use at each hop of a gather.
 
     A hop's own message lies in what it receives, and is copied from what the hop before has received.
     """
-    yield from (sizes[max(0, hop - 1) : hop + 1] for hop in range(len(sizes)))
-
-
-def _are_elements(codec: Codec, policy: Policy) -> bool:
-    """Returns whether a frame of ``codec`` is the elements of the gathered weights, bit by bit."""
-    return isinstance(codec, Raw) and codec.dtype == policy.compute
+    sizes = [hop.axis.size * hop.nbytes for hop in hops]
+    yield from (sizes[max(0, number - 1) : number + 1] for number in range(len(sizes)))

@@ -719,13 +719,6 @@ class Policy:
         between = tuple(axis for axis in axes[:outside] if axis.size > 1)
         return between, self.gradients[any(map(topology.crosses, between))]
 
-    def feedback_hops(self, topology: Topology) -> tuple[bool, ...]:
-        """Returns for each hop of a reduction, first hop first, whether its encoding errors are kept."""
-        last, feedback = len(self.reduce_axes(topology)) - 1, self.feedback
-        if feedback is None:
-            return (False,) * (last + 1)
-        return tuple(feedback.hops == "all" or hop == last for hop in range(last + 1))
-
     def reduce_axes(self, topology: Topology) -> tuple[tuple[Axis, Codec], ...]:
         """Returns the hops of a gradient reduction with their codecs, first hop first, without hops of one rank.
 

@@ -47,32 +47,34 @@ class ReductionQueue:
     """
 
     def __init__(self, bucket: float) -> None:
-        self.order: Sequence[Reducing] = ()  # the reductions of all trained units, in one order on all ranks
+        self._order: Sequence[Reducing] = ()  # the reductions of all trained units
         self._bucket = bucket
-        self._position = 0  # in ``order``, of the next reduction to start
+        self._started = 0  # how many reductions have started in this pass
+        self.next: Reducing | None = None  # the next reduction to start; None once all have started
         self._under_way: list[Reducing] = []  # the started reductions that have not ended, in order
         self._behind = False  # whether a reduction was started since those under way last posted a message
 
-    def is_next(self, reduction: Reducing) -> bool:
-        """Returns whether ``reduction`` is the next to start."""
-        return self._position < len(self.order) and self.order[self._position] is reduction
+    def follow(self, order: Sequence[Reducing]) -> None:
+        """Start reductions in this ``order``, which is the same on all ranks, from the next pass on."""
+        self._order, self.next = order, order[0] if order else None
 
     def start_ready(self) -> None:
         """Start the next reductions in order, as long as all their gradients have arrived."""
-        while self._position < len(self.order) and self.order[self._position].progress is Progress.READY:
-            self._start()
+        while self.next is not None and self.next.progress is Progress.READY:
+            self._start(self.next)
 
     def finish(self, *, start: bool) -> None:
         """Wait for all reductions under way, and prepare the next pass.
 
         With ``start`` all reductions that have not started are started first, even if gradients are missing.
         """
-        while start and self._position < len(self.order):
-            self._start()
+        while start and self.next is not None:
+            self._start(self.next)
         for reduction in self._under_way:
             reduction.post_next_hop(finish=True)
         self._under_way.clear()
-        self._position, self._behind = 0, False
+        self._started, self._behind = 0, False
+        self.next = self._order[0] if self._order else None
 
     def post_next_hops(self) -> None:
         """Let every reduction under way post its next hop, at most once after each start of a reduction.
@@ -94,15 +96,15 @@ class ReductionQueue:
         """The number of elements of all gradients that are being reduced."""
         return sum(r.elements for r in self._under_way if r.progress is Progress.REDUCING)
 
-    def _start(self) -> None:
+    def _start(self, reduction: Reducing) -> None:
         """Start the next reduction, after those under way have posted a hop and enough of them have ended to fit it."""
         self.post_next_hops()
-        reduction = self.order[self._position]
         for earlier in self._under_way:
             if self.elements_under_way + reduction.elements <= self._bucket:
                 break
             earlier.post_next_hop(finish=True)
         self._under_way = [r for r in self._under_way if r.progress is not Progress.REDUCED]
         self._under_way.append(reduction)
-        self._position, self._behind = self._position + 1, True
+        self._started, self._behind = self._started + 1, True
+        self.next = self._order[self._started] if self._started < len(self._order) else None
         reduction.start()

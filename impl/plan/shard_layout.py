@@ -121,14 +121,6 @@ class UnitGeometry:
         """Number of elements of the mean gradient that one rank receives, which are a part of its shard."""
         return self.padded // self.world
 
-    def piece_stride(self, stride: int) -> int:
-        """Returns the distance, in pieces, between the pieces of two ranks whose numbers differ by ``stride``.
-
-        ``stride`` is the stride of an axis.  The pieces of a shard are consecutive: rank ``k * group + i`` has piece
-        number ``i * (world / group) + k`` of the unit.
-        """
-        return stride * (self.world // self.shards) if stride < self.shards else stride // self.shards
-
     def bounds(self, rank: int) -> tuple[int, int]:
         """Returns (start, end) of ``rank``'s shard in the unit."""
         index = rank % self.shards

@@ -23,12 +23,13 @@ from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 
 from impl.codecs.codec import Codec
+from impl.plan.hops import Hop, gather_hops, reduction_hops
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import Schedule
-from impl.plan.shard_layout import UnitGeometry, chunked
-from impl.plan.timeline import Collective, Hop, Load, Pass, in_chunks, pass_time
-from impl.plan.topology import Axis, Topology
-from impl.plan.traffic import destinations, gather_hops, reduction_hops
+from impl.plan.shard_layout import UnitGeometry
+from impl.plan.timeline import Collective, Load, Pass, TimedHop, in_chunks, pass_time
+from impl.plan.topology import Topology
+from impl.plan.traffic import destinations
 
 BACKWARD: Final = 2.0  # ratio of a backward pass's operations to those of a forward pass
 FLOPS_PER_TOKEN: Final = 8  # per parameter: forward 2, repeated for activation checkpointing 2, backward 4
@@ -270,7 +271,7 @@ def _computing(machine: Machine, step: Step) -> tuple[float, float]:
 
 
 class _Seconds:
-    """Turns the collectives of a policy into seconds on one machine."""
+    """Gives the hops of a policy's gathers and reductions (:mod:`impl.plan.hops`) their seconds on one machine."""
 
     def __init__(self, machine: Machine, topology: Topology, rate: float) -> None:
         self._machine, self._topology, self._rate = machine, topology, rate
@@ -278,82 +279,67 @@ class _Seconds:
 
     def gather(self, policy: Policy, unit: UnitGeometry, *, again: bool) -> Collective:
         """Returns the gather of a unit's weights; with ``again``, from hpZ's copy if there is one."""
-        copied = policy.gather_axes(self._topology)[1]  # hops before hpZ's copy
-        again = again and copied > 0
         # A policy with differences sends the weights themselves only in the first step; any other step is modelled.
-        codec = policy.copy_codec if again else policy.differences or policy.weights
-        before = 0.0 if again else policy.planes * self._coding(codec, unit.shard, "encode")
-        hops, ring = list[Hop](), policy.gather == "flat"
-        spared = copied if policy.differences and not again else None
-        sends = gather_hops(policy, self._topology, unit, codec, again=again)
-        for index, (axis, sent, elements, size) in enumerate(sends):
+        hops = gather_hops(policy, self._topology, unit.shard, "copy" if again else "differences")
+        previous, timed, before = hops[0], list[TimedHop](), 0.0
+        if previous.source != "copy":
+            before = previous.planes * self._coding(previous.codec, unit.shard, "encode")
+        for hop in hops:
             # Differences are decoded even if the copy has their codec, since they are added to the copy.
-            if sent != codec or index == spared:
-                before, codec = self._coding(codec, elements, "decode"), sent
-            if axis.size > 1:
-                hops.append(self._hop(axis, size, ring=ring, before=before))
+            if hop.codec != previous.codec or (hop.source == "copy" and previous.keeps == "sum"):
+                before = self._coding(previous.codec, hop.elements, "decode")
+            # A rank's exchange with itself takes time only where hpZ's copy is made.
+            if hop.axis.size > 1 or hop.keeps != "nothing":
+                timed.append(self._timed(hop, hop.nbytes, before))
                 before = 0.0
-            elif (
-                not (again or hops) and index + 1 == copied
-            ):  # on one node: hpZ's copy is made here, and nothing is sent
-                hops.append(Hop(adapter=0.0, before=before, sends=False))
-                before = 0.0
-        return Collective(hops=tuple(hops), after=self._coding(codec, unit.padded, "decode"))
+            previous = hop
+        return Collective(hops=tuple(timed), after=self._coding(previous.codec, unit.padded, "decode"))
 
     def reduction(self, policy: Policy, unit: UnitGeometry) -> Collective:
         """Returns the reduction of a unit's gradient, followed by the gather of the mean between groups."""
-        if policy.reduce == "ring":
-            hops, after = self._ring(policy, unit)
-        else:
-            hops, after = self._chunked_hops(policy, unit)
-        axes, codec = policy.replica_axes(self._topology)
-        size = codec.frame_bytes(unit.piece)
-        for axis in axes:
-            hops.append(self._hop(axis, size, before=after))
-            after, size = 0.0, size * axis.size
-        crosses = [*(axis for axis, _ in policy.reduce_axes(self._topology)), *axes][-1:]
-        return Collective(hops=tuple(hops), after=after, crosses=any(map(self._topology.crosses, crosses)))
-
-    def _chunked_hops(self, policy: Policy, unit: UnitGeometry) -> tuple[list[Hop], float]:
-        """Returns the hops in the order in which they are posted, and the seconds to decode the last one."""
-        lengths = [end - start for start, end in chunked(unit.piece, policy.chunks, policy.grain)]
-        by_hop, summed = list[list[Hop]](), 0.0  # ``summed``: seconds to decode the hop before
-        for axis, codec, slices, sizes in reduction_hops(policy, self._topology, unit.piece, policy.grain):
-            elements = slices * axis.size * unit.piece
-            before = summed + self._coding(codec, elements, "encode")
-            chunks = zip(lengths, sizes, strict=True)
-            by_hop.append([
-                self._hop(axis, size, before=before * length / unit.piece) for length, size in chunks
-            ])  # fmt: skip
-            summed = self._coding(codec, elements, "decode")
-        return list(in_chunks(by_hop)), summed
-
-    def _ring(self, policy: Policy, unit: UnitGeometry) -> tuple[list[Hop], float]:
-        """Returns the steps of a ring, each of which first decodes the partial sum of the step before."""
-        ring = reduction_hops(policy, self._topology, unit.piece, policy.grain)
-        hops, after = list[Hop](), 0.0
-        for axis, codec, _, sizes in ring:
-            encode, decode = (self._coding(codec, unit.piece, way) for way in ("encode", "decode"))
-            steps = [encode] + [decode + encode] * (axis.size - 2)
-            hops += [self._hop(axis, sum(sizes), ring=True, step=True, before=before) for before in steps]
+        hops = reduction_hops(policy, self._topology, unit.piece, policy.grain)
+        chunked, timed, after = (
+            list[list[TimedHop]](),
+            list[TimedHop](),
+            0.0,
+        )  # ``after``: to decode the hop before
+        for hop in hops:
+            if hop.kind == "all_gather":
+                timed.append(self._timed(hop, hop.nbytes, after))
+                after = 0.0
+                continue
+            elements = hop.numel if hop.kind == "shift" else hop.axis.size * hop.elements
+            encode, decode = (self._coding(hop.codec, elements, way) for way in ("encode", "decode"))
+            if hop.kind == "shift":  # each step of the ring first decodes the partial sum of the step before
+                steps = [encode] + [decode + encode] * (hop.axis.size - 2)
+                timed += [self._timed(hop, hop.nbytes, before) for before in steps]
+            else:
+                chunks = zip(hop.chunks, hop.sizes, strict=True)
+                before = after + encode
+                chunked.append([
+                    self._timed(hop, size, before * (end - start) / hop.numel) for (start, end), size in chunks
+                ])  # fmt: skip
             after = decode
-        return hops, after
+        crosses = bool(hops) and hops[-1].crosses
+        return Collective(hops=(*in_chunks(chunked), *timed), after=after, crosses=crosses)
 
-    def _hop(self, axis: Axis, size: int, *, before: float, ring: bool = False, step: bool = False) -> Hop:
-        """Returns the hop in which a rank sends ``size`` bytes to every other rank along ``axis``.
+    def _timed(self, hop: Hop, size: int, before: float) -> TimedHop:
+        """Returns the seconds of an exchange in which a rank sends ``size`` bytes to every other rank along the axis.
 
-        In a ``ring`` all these messages go to the next rank.  With ``step`` the hop is one step of the ring, which
-        sends only one of these messages.
+        In a ring all these messages go to the next rank.  A step of a ring that reduces is one of these messages.
+        ``before`` are the seconds of encoding and decoding before the exchange.
         """
+        if hop.axis.size == 1:
+            return TimedHop(adapter=0.0, before=before, sends=False)
         # The ranks of node 0 stand for those of every node, which send the same.
         machine, ranks = self._machine, range(self._topology.ranks_per_node)
-        counts = [destinations(self._topology, axis, rank, ring=ring) for rank in ranks]
-        if step:
-            counts = [{link: count // (axis.size - 1) for link, count in by.items()} for by in counts]
+        counts = [destinations(self._topology, hop.axis, rank, ring=hop.ring) for rank in ranks]
+        if hop.kind == "shift":
+            counts = [{link: count // (hop.axis.size - 1) for link, count in by.items()} for by in counts]
         between = [size * count.get("inter", 0) for count in counts]
         inside = max(size * count.get("intra", 0) for count in counts)
         posting = max(sum(count.values()) for count in counts) * machine.message + max(between) * machine.sent
-        return Hop(
+        return TimedHop(
             adapter=sum(between) / (self._rate * machine.efficiency),
             inside=inside / machine.inside if machine.inside else 0.0,
             latency=machine.latency,

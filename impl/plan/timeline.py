@@ -23,6 +23,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from impl.plan.hops import in_turns
 from impl.plan.prefetch_schedule import MOST_AHEAD, Schedule
 from impl.plan.reduction_queue import Progress, ReductionQueue
 
@@ -31,7 +32,7 @@ FIRST_GRADIENT: Final = 1 / 3  # share of a unit's backward pass that has run wh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hop:
+class TimedHop:
     """One exchange of a collective; times are in seconds."""
 
     adapter: float  # time of all messages of a node on its adapter
@@ -47,35 +48,24 @@ class Hop:
 class Collective:
     """One gather or reduction of a unit."""
 
-    hops: tuple[Hop, ...] = ()  # in the order in which they are posted
+    hops: tuple[TimedHop, ...] = ()  # in the order in which they are posted
     after: float = 0.0  # seconds of the processor after the last hop, to decode
     # Whether the last hop crosses nodes.  If so, a reduction waits for its last hop only when the bucket is full or
     # the pass ends; if not, at the next event.
     crosses: bool = True
 
 
-def in_chunks(hops: Sequence[Sequence[Hop]]) -> tuple[Hop, ...]:
-    """Returns the hops of a reduction's chunks, which are given as (hop, chunk), in the order of posting.
+def in_chunks(hops: Sequence[Sequence[TimedHop]]) -> tuple[TimedHop, ...]:
+    """Returns the hops of a reduction's chunks, given as (hop, chunk), in the order in which they are posted.
 
-    Chunk i is posted on hop h + 1 right after chunk i + 1 has been posted on hop h, as in
-    :class:`impl.comm.reduce_scatter.Reduction`.
+    The order is that of :func:`impl.plan.hops.in_turns`.
     """
-    chunks = len(hops[0]) if hops else 0
-    posted, places = list[Hop](), dict[tuple[int, int], int]()
-
-    def post(hop: int, chunk: int, *, at_once: bool) -> None:
-        place = places[hop, chunk] = len(posted)
-        follows = place - places[hop - 1, chunk] if hop else 0
-        posted.append(replace(hops[hop][chunk], follows=follows, at_once=at_once))
-
-    for turn in range(chunks + len(hops) - 1):
-        if turn < chunks:
-            post(0, turn, at_once=turn > 0)
-        first = turn >= chunks  # whether the next post is the first of this event
-        for hop in range(1, len(hops)):
-            if 0 <= turn - hop < chunks:
-                post(hop, turn - hop, at_once=not first)
-                first = False
+    posted, places = list[TimedHop](), dict[tuple[int, int], int]()
+    for turn in in_turns(len(hops), len(hops[0]) if hops else 0):
+        for number, (hop, chunk) in enumerate(turn):
+            place = places[hop, chunk] = len(posted)
+            follows = place - places[hop - 1, chunk] if hop else 0
+            posted.append(replace(hops[hop][chunk], follows=follows, at_once=number > 0))
     return tuple(posted)
 
 
@@ -224,7 +214,7 @@ class Pass:
             for unit in schedule.reduction_order
         }
         self._queue = ReductionQueue(bucket)
-        self._queue.order = list(self._reductions.values())
+        self._queue.follow(list(self._reductions.values()))
 
     def compute(self, seconds: Seconds) -> None:
         """Let the processor work for ``seconds``."""
@@ -306,7 +296,7 @@ class Pass:
         while under_way.left and hops[len(arrivals)].at_once:
             self._post(under_way, hops[len(arrivals)])
 
-    def _post(self, under_way: _UnderWay, hop: Hop) -> None:
+    def _post(self, under_way: _UnderWay, hop: TimedHop) -> None:
         if 0 < hop.follows <= len(under_way.arrivals):
             self._wait(under_way.arrivals[-hop.follows])
         self.compute(hop.before)

@@ -1,7 +1,8 @@
 """Predicts the bytes and messages that a policy sends, from the policy and the units' layout alone.
 
-Tests check that the engine's ledger equals :func:`predict` to the byte.  A message counts once for each
-destination other than the sender.  In a ring, all messages of a rank go to its neighbour.
+It counts the hops (:mod:`impl.plan.hops`) that the engine sends.  Tests check that the engine's ledger equals
+:func:`predict` to the byte.  A message counts once for each destination other than the sender.  In a ring, all
+messages of a rank go to its neighbour.
 
 Pure: no torch.
 """
@@ -10,17 +11,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from impl.codecs.codec import Codec
+from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, reduction_hops
 from impl.plan.own_method import Declared, MethodMessage, axis_of
 from impl.plan.policy import Budgeted, Offload, Policy
 from impl.plan.prefetch_schedule import kept_units
-from impl.plan.shard_layout import UnitGeometry, chunked
+from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Axis, Topology
 
 Phase = Literal["forward", "backward", "evaluate", "step"]
@@ -136,65 +137,11 @@ class Book:
         """Count one message of ``size`` to every other rank."""
         self.exchange(Tag("step", purpose), self.topology.world_axis, size)
 
-    def gather(self, tag: Tag, axes: Iterable[Axis], size: int, *, ring: bool = False) -> None:
-        """Count a gather of messages of ``size`` in hops along ``axes``.
-
-        Each hop sends all that the hops before it have gathered.
-        """
-        for axis in axes:
-            self.exchange(tag, axis, size, ring=ring)
-            size *= axis.size
-
-    def reduction(self, policy: Policy, unit: str, piece: int, grain: int) -> None:
-        """Count a reduction to ``piece`` elements a rank, and the gather of the mean between groups.
-
-        Chunks start on multiples of ``grain`` elements.
-        """
-        tag = Tag("backward", "gradients", unit)
-        for axis, _, _, sizes in reduction_hops(policy, self.topology, piece, grain):
-            for size in sizes:
-                self.exchange(tag, axis, size, ring=policy.reduce == "ring")
-        axes, codec = policy.replica_axes(self.topology)
-        self.gather(tag, axes, codec.frame_bytes(piece))
-
-
-def gather_hops(
-    policy: Policy, topology: Topology, unit: UnitGeometry, codec: Codec, *, again: bool
-) -> Iterator[tuple[Axis, Codec, int, int]]:
-    """Yield (axis, codec, elements, bytes) for each hop of a unit's weight gather.
-
-    Elements and bytes are those of the message that one rank sends to another.
-
-    Args:
-        policy: the unit's own policy (:meth:`Policy.for_unit`).
-        topology: nodes and ranks.
-        unit: the unit that is gathered.
-        codec: the codec of the hops that come before the hops inside an hpZ group.
-        again: whether the gather starts from hpZ's copy, so that only the hops inside the group are left.
-    """
-    axes, spared = policy.gather_axes(topology)
-    frames = 1
-    for index, axis in enumerate(axes):
-        if spared == index > 0 and (again or policy.sends_copy):
-            codec = policy.copy_codec
-        if index >= spared or not again:
-            yield axis, codec, frames * unit.shard, frames * policy.planes * codec.frame_bytes(unit.shard)
-        frames *= axis.size
-
-
-def reduction_hops(
-    policy: Policy, topology: Topology, piece: int, grain: int
-) -> Iterator[tuple[Axis, Codec, int, list[int]]]:
-    """Yield (axis, codec, pieces, bytes) of each hop of a reduction to ``piece`` elements a rank.
-
-    ``pieces`` is how many pieces one rank sends to another in this hop, and ``bytes`` lists the bytes of that
-    message for each chunk.  Chunks start on multiples of ``grain`` elements.
-    """
-    slices = topology.world
-    lengths = [end - start for start, end in chunked(piece, policy.chunks, grain)]
-    for axis, codec in policy.reduce_axes(topology):
-        slices //= axis.size
-        yield axis, codec, slices, [slices * codec.frame_bytes(length) for length in lengths]
+    def send(self, tag: Tag, hops: Iterable[Hop]) -> None:
+        """Count the messages of a gather or of a reduction."""
+        for hop in hops:
+            for size in hop.sizes:
+                self.exchange(tag, hop.axis, size, ring=hop.ring)
 
 
 def predict(
@@ -343,42 +290,32 @@ class _Sender:
         """
         policy, book, placement, unit = self.policy, self.book, self.placement, self.unit
         if not self.gathered:
+            hops = gather_hops(policy, book.topology, unit.shard, self._sends())
             if placement.shard and not self.current and (placement.frames or not self.uploaded):
-                frames = policy.planes * policy.weights.frame_bytes(unit.shard)
-                book.copied[CopyKey("to_device", "weights", unit.name)] += frames
+                book.copied[CopyKey("to_device", "weights", unit.name)] += hops[0].nbytes
                 self.uploaded = True
-            if placement.frames and (secondary := secondary_bytes(policy, book.topology, unit)):
+            if placement.frames and (secondary := copy_bytes(policy, book.topology, unit.shard)):
                 direction: Direction = "to_device" if self.current else "to_host"
                 book.copied[CopyKey(direction, "secondary", unit.name)] += secondary
-            tag = Tag(phase, "persistent" if unit.persistent else "weights", unit.name)
-            hops = gather_hops(policy, book.topology, unit, self._sent(), again=self.current)
-            for axis, _, _, size in hops:
-                book.exchange(tag, axis, size, ring=policy.gather == "flat")
-            self.current = policy.gather_axes(book.topology)[1] > 0
+            book.send(Tag(phase, "persistent" if unit.persistent else "weights", unit.name), hops)
+            self.current = policy.secondary != 0
         self.gathered = keep or policy.stage < 3
 
-    def _sent(self) -> Codec:
-        """Returns the codec of the hops before an hpZ group, which send weights or differences from hpZ's copy."""
-        policy = self.policy
-        if policy.differences is not None and not self.current:
-            if self.steps is not None and not (policy.refresh and self.steps >= policy.refresh):
-                return policy.differences
+    def _sends(self) -> Sends:
+        """Returns what the next gather sends."""
+        if self.current:
+            return "copy"
+        if self.policy.differences is not None:
+            refresh = self.policy.refresh
+            if self.steps is not None and not (refresh and self.steps >= refresh):
+                return "differences"
             self.steps = 0
-        return policy.weights
+        return "weights"
 
     def reduce(self) -> None:
         """Count the reduction of a trained unit's gradient."""
         policy, unit, book = self.policy, self.unit, self.book
         if self.placement.shard:
             book.copied[CopyKey("to_host", "gradients", unit.name)] += MASTER_BYTES * unit.shard
-        book.reduction(policy, unit.name, unit.piece, policy.grain)
-
-
-def secondary_bytes(policy: Policy, topology: Topology, unit: UnitGeometry, kept: Codec | None = None) -> int:
-    """Returns the bytes of hpZ's copy of a unit on one rank; 0 without hpZ.
-
-    ``policy`` is the unit's own.  ``kept`` is the codec of the copy, by default the policy's.
-    """
-    axes, spared = policy.gather_axes(topology)
-    copies = math.prod(axis.size for axis in axes[:spared]) if spared else 0
-    return copies * (kept or policy.copy_codec).frame_bytes(unit.shard)
+        hops = reduction_hops(policy, book.topology, unit.piece, policy.grain)
+        book.send(Tag("backward", "gradients", unit.name), hops)

@@ -38,11 +38,11 @@ from impl.codecs.codec import Blocked, Codec, Raw
 from impl.codecs.reference import DTYPES
 from impl.comm.error_feedback import Errors
 from impl.comm.exchanges import Exchange
-from impl.comm.reduce_scatter import Reduction, Ring
+from impl.comm.reduce_scatter import Reduction, reduction_of
 from impl.errors import ZeroError
 from impl.plan.policy import Policy
-from impl.plan.reduction_queue import Progress, ReductionQueue
-from impl.plan.shard_layout import UnitGeometry, chunked
+from impl.plan.reduction_queue import Progress
+from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Tag
 from impl.transport.side_stream import Arrival
 from impl.unit.context import UnitContext
@@ -52,10 +52,10 @@ from impl.unit.own_reduction import OwnReduction
 
 
 class GradientReduction:
-    """Collects the gradients of one unit on one rank, and reduces them when the ``queue`` says so.
+    """Collects the gradients of one unit on one rank, and reduces them.
 
-    ``collective`` is the object that reduces, hop by hop.  The queue drives this class through the methods of
-    :class:`~impl.plan.reduction_queue.Reducing`.
+    ``collective`` is the object that reduces, hop by hop.  The model's hooks bring the gradients, and
+    :class:`~impl.plan.reduction_queue.ReductionQueue` says when the reduction starts, posts its hops and ends.
     """
 
     def __init__(
@@ -64,13 +64,12 @@ class GradientReduction:
         context: UnitContext,
         master_shard: MasterShard,
         members: Sequence[Member],
-        queue: ReductionQueue,
     ) -> None:
         self._geometry, self._wire, self._passes = geometry, context.wire, context.passes
         self._reserve, self._meter, self._clock = context.gradients, context.meter, context.clock
         self._master_shard, self._members, self.elements = master_shard, members, geometry.padded
         self._dtype, self._gaps, self._outer = DTYPES[context.policy.compute], geometry.gaps, geometry.outer
-        self.progress, self.queue = Progress.COLLECTING, queue
+        self.progress = Progress.COLLECTING
         # The members whose gradient has not arrived in this pass; empty before the unit's first gradient.
         self.missing = set[int]()
         self.local: Tensor | None = None  # (P,) the local gradients, while any wait to be reduced
@@ -90,69 +89,32 @@ class GradientReduction:
 
     def follow(self, policy: Policy) -> None:
         """Reduce according to ``policy`` from here on; carried errors are kept."""
-        self._policy = policy
-        geometry, wire = self._geometry, self._wire
-        topology, rank = wire.mesh.topology, wire.mesh.rank
+        geometry, wire, self._feedback = self._geometry, self._wire, policy.feedback
         if policy.own_reduce is not None and geometry.trainable:
             if self.own is None:  # otherwise its state would be lost
                 self.own = OwnReduction(policy.own_reduce, geometry, wire)
-            self.collective = self.own
-            self._collects = self._draws = False
-            self._pads = geometry.pads(rank)
+            self.collective, self._collects, self._draws = self.own, False, False
+            self._pads = geometry.pads(wire.mesh.rank)
             return
-        hops, (replicas, codec) = policy.reduce_axes(topology), policy.replica_axes(topology)
-        wire.make_groups([*(axis for axis, _ in hops), *replicas])
-        kind = Ring if policy.reduce == "ring" else Reduction
-        self.collective = kind(
-            wire=wire,
-            hops=hops,
-            tag=Tag("backward", "gradients", geometry.name),
-            piece=geometry.piece,
-            strides=[geometry.piece_stride(axis.stride) for axis, _ in hops],
-            chunks=chunked(geometry.piece, policy.chunks, policy.grain),
-            replicas=[(axis, geometry.piece_stride(axis.stride)) for axis in replicas],
-            replica_codec=codec,
-            sums=policy.sums,
-        )
-        plain = policy.reduce != "ring" and policy.feedback is None and geometry.trainable
-        self._collects = plain and self.collective.collects(DTYPES[policy.compute])
-        self._draws = any(codec.stochastic for codec in policy.gradients)
+        tag = Tag("backward", "gradients", geometry.name)
+        reduction = self.collective = reduction_of(policy, wire, tag, geometry.piece, policy.grain)
+        hops = reduction.hops
+        wire.make_groups(hop.axis for hop in hops)
+        self._collects = reduction.collects(self._dtype)
+        self._draws = any(hop.codec.stochastic for hop in hops)
         # A codec with offsets or a rotation may decode the zeros in padding to other values.  These are set to
         # zero again in the mean, since padding must not count in norms or change weights.
-        self._pads = () if all(map(_keeps_zeros, policy.gradients)) else geometry.pads(rank)
+        self._pads = () if all(_keeps_zeros(hop.codec) for hop in hops) else geometry.pads(wire.mesh.rank)
 
     # Collecting
 
-    def collect(self, number: int) -> bool:
-        """Take the gradient that has just arrived at member ``number``.
+    def begin(self) -> bool:
+        """Begin to collect this pass's gradients, unless that was done.
 
-        Returns whether all gradients of the unit have now arrived.
-        """
-        if not self.missing:
-            self._begin()
-        # A block's first gradient is the event at which all ranks post the next hops.  The gradients of outer
-        # units (the root's and the persistent ones) are no such event: they arrive at any point of the pass, and a
-        # gradient that arrives just after a reduction has started would make this rank wait for that reduction's
-        # first hop at once.
-        if len(self.missing) == len(self._members) and not self._outer:
-            self.queue.post_next_hops()
-        self._add(number, self._members[number].parameter)
-        self.missing.discard(number)
-        if not self.missing:
-            self.progress = Progress.READY
-        return not self.missing
-
-    def collect_outside(self, number: int) -> None:
-        """Take the gradient that an ``autograd.Function`` brought to the placeholder of member ``number``.
-
-        The member still counts as missing, since its parameter may get a gradient, too.  If the parameter gets none,
-        the end of the pass starts the reduction.
-        """
-        self._begin()
-        self._add(number, self._members[number].placeholder)
-
-    def _begin(self) -> None:
-        """Begin to collect this pass's gradients, unless that was done; refuse gradients after the reduction's start.
+        Returns whether this is the event at which all ranks post the next hops of the reductions under way: a block's
+        first gradient.  The gradients of outer units (the root's and the persistent ones) are no such event: they
+        arrive at any point of the pass, and a gradient that arrives just after a reduction has started would make
+        this rank wait for that reduction's first hop at once.
 
         Raises:
             ZeroError: if the unit's reduction has started in this pass.
@@ -165,13 +127,35 @@ class GradientReduction:
             )
         if self.progress is Progress.COLLECTING and not self.missing:
             self.missing = set(range(len(self._members)))
+        return len(self.missing) == len(self._members) and not self._outer
 
-    def _add(self, number: int, leaf: nn.Parameter) -> None:
+    def collect(self, number: int, *, is_next: bool) -> bool:
+        """Take the gradient that has just arrived at member ``number``, after :meth:`begin`.
+
+        ``is_next`` says whether this reduction is the next to start, so that the first hop's message may be opened.
+        Returns whether all gradients of the unit have now arrived.
+        """
+        self._add(number, self._members[number].parameter, is_next=is_next)
+        self.missing.discard(number)
+        if not self.missing:
+            self.progress = Progress.READY
+        return not self.missing
+
+    def collect_outside(self, number: int, *, is_next: bool) -> None:
+        """Take the gradient that an ``autograd.Function`` brought to the placeholder of member ``number``.
+
+        The member still counts as missing, since its parameter may get a gradient, too.  If the parameter gets none,
+        the end of the pass starts the reduction.
+        """
+        self.begin()
+        self._add(number, self._members[number].placeholder, is_next=is_next)
+
+    def _add(self, number: int, leaf: nn.Parameter, *, is_next: bool) -> None:
         """Add the gradient of ``leaf`` to the part of member ``number`` in ``local``, and clear it at the leaf.
 
         The first gradient in a part overwrites what the memory held.
         """
-        flat = self._open() if self.local is None else self.local
+        flat = self._open(is_next=is_next) if self.local is None else self.local
         shape, strides, offset = self._members[number].view
         part = flat.as_strided(shape, strides, flat.storage_offset() + offset)
         # The leaf may be a placeholder, whose values are not needed here.
@@ -199,16 +183,16 @@ class GradientReduction:
         self._places.clear()
         self._arrived.clear()
 
-    def _open(self) -> Tensor:
+    def _open(self, *, is_next: bool) -> Tensor:
         """Choose and return the memory (P,) to collect gradients in.
 
         On one rank, this is the memory of the masters' gradients, since the local gradient is the mean.  Otherwise
         it is the message of hop 1, where that is possible, or a buffer of the reserve.
         """
         reduces = not self._passes.accumulating
-        if reduces and not self.collective.hops and self._in_place:
+        if reduces and self.own is None and not self.collective.hops and self._in_place:
             self.local = self._master_shard.gradient()
-        elif reduces and self._collects and self.queue.is_next(self):
+        elif reduces and self._collects and is_next:
             self._opened = self.collective.open_message()
             self.local = self._opened.send.view(-1).view(self._dtype)
             self._meter.add("local_gradients", self.local.nbytes)
@@ -224,7 +208,7 @@ class GradientReduction:
 
         Members without a gradient take part in the reduction, since other ranks may have gradients for them.
         """
-        flat = self._open() if self.local is None else self.local
+        flat = self._open(is_next=False) if self.local is None else self.local
         if self._places:
             self._copy_arrived()
         empty = []
@@ -267,7 +251,7 @@ class GradientReduction:
     def _in_place(self) -> bool:
         """Whether the mean may be written straight to the memory of the masters' gradients."""
         shard = self._master_shard
-        return not self.collective.replicas and not shard.placement.shard and shard.fresh
+        return not shard.placement.shard and shard.fresh
 
     def start(self) -> None:
         """Start the reduction with the gradients that have arrived, and post its first hop.
@@ -352,11 +336,10 @@ class GradientReduction:
 
     def feedback(self) -> Errors | None:
         """Return the carried errors that this step's reduction adds; None without feedback or if the unit is frozen."""
-        if self._policy.feedback is None or not self._geometry.trainable:
+        if self._feedback is None or not self._geometry.trainable:
             return None
         if self._errors is None:
-            mesh = self._wire.mesh
-            self._errors = Errors(self._policy, mesh.topology, self._geometry.piece, mesh.device)
+            self._errors = Errors(self._feedback, self.collective.hops, self._wire.mesh.device)
             self._meter.add("feedback", self._errors.nbytes)
         self._errors.begin(self._clock.step)
         return self._errors

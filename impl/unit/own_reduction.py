@@ -23,6 +23,7 @@ from impl.comm.method_wire import MethodWire
 from impl.comm.watchdog import WireError
 from impl.comm.wire import Wire
 from impl.errors import ZeroError, raised
+from impl.plan.hops import Hop
 from impl.plan.own_method import MethodError, MethodMessage, MethodUnit, OwnMethod, declared
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Topology
@@ -95,8 +96,7 @@ class OwnReduction:
         ZeroError: if the class cannot be made; here and later, naming class, rank and unit.
     """
 
-    hops: ClassVar[tuple[None]] = (None,)  # not empty: the local gradient is not yet the mean
-    replicas: ClassVar[tuple[()]] = ()
+    hops: ClassVar[tuple[Hop, ...]] = ()  # the plan knows none
     mean: ClassVar[None] = None  # the mean is never taken before finish()
 
     def __init__(self, method: OwnMethod, geometry: UnitGeometry, wire: Wire) -> None:

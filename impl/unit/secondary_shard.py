@@ -4,7 +4,7 @@
 The frames (node, F) that arrive from the hops between nodes are this rank's secondary copy of the weights.
 They are kept as they arrived, or in another codec, such as bf16 (paper section 3.2).  They are CURRENT until the
 weights change: by an optimizer step, by a load, or by a user's write to masters or under GatheredParameters.
-:meth:`SecondaryShard.holds` detects a change by comparing versions.  After a change the frames are STALE and
+:meth:`SecondaryShard.sends` detects a change by comparing versions.  After a change the frames are STALE and
 never used as weights again.  This file alone decides whether frames are current.  DeepSpeed decides it in many
 places, and has trained on stale copies, for example after a checkpoint was loaded (its issue 7606).
 
@@ -28,8 +28,8 @@ from torch import Tensor
 from impl import ops
 from impl.codecs.codec import Raw
 from impl.codecs.reference import DTYPES
+from impl.plan.hops import Hop, Sends
 from impl.plan.shard_layout import UnitGeometry
-from impl.plan.topology import Axis
 from impl.unit.context import UnitContext
 from impl.unit.master_shard import Version
 
@@ -40,26 +40,26 @@ Change = Literal["stepped", "loaded", "unchanged"]
 class SecondaryShard:
     """One unit's secondary shard on one rank.
 
-    While it is current, gathers skip the hops along ``axes``, which cross between nodes.  Below, F is the number
+    While it is current, gathers skip ``hops``, which cross between nodes.  Below, F is the number
     of bytes in a frame as it arrives, and K the number in a frame as it is kept, in ``codec``.
 
     Args:
         geometry: the unit's layout.
         context: its policy is the unit's own.
-        axes: the axes of the hops that the secondary shard makes unnecessary.
+        hops: the hops that the secondary shard makes unnecessary; none without hpZ.
         offloaded: whether it is kept in host memory.
     """
 
     def __init__(
-        self, geometry: UnitGeometry, context: UnitContext, axes: Sequence[Axis], *, offloaded: bool
+        self, geometry: UnitGeometry, context: UnitContext, hops: Sequence[Hop], *, offloaded: bool
     ) -> None:
         self._policy, self.codec = context.policy, context.policy.copy_codec
         self._unit, self._numel, self._offloaded = geometry.name, geometry.shard, offloaded
         self._host, self._meter = context.host, context.meter
         self.copies, self._index = 1, 0  # how many shards it holds, and which of them is this rank's own
-        for axis in axes:
-            self._index += axis.digit(context.wire.mesh.rank) * self.copies
-            self.copies *= axis.size
+        for hop in hops:
+            self._index += hop.axis.digit(context.wire.mesh.rank) * self.copies
+            self.copies *= hop.axis.size
         self._frames: Tensor | None = None  # (copies * K,) uint8
         self._version: Version | None = None  # the version of the weights in the frames, while CURRENT
         # The optimizer step at the last gather of the weights themselves; None if the next gather must send the
@@ -67,9 +67,17 @@ class SecondaryShard:
         self.begun: int | None = None
         self._settled: int | None = None  # torch's version of the master whose values the copies have
 
-    def holds(self, version: Version) -> bool:
-        """Return whether the frames hold this ``version`` of the weights; no version occurs twice."""
-        return self._version == version
+    def sends(self, version: Version, step: int) -> Sends:
+        """Return what a gather of this ``version`` of the weights sends, after ``step`` optimizer steps.
+
+        The copy is sent while it holds this version; no version occurs twice.  The answer is equal on all ranks.
+        """
+        if self._version == version:
+            return "copy"
+        refresh = self._policy.refresh
+        if self._policy.differences is None or self.begun is None or 0 < refresh <= step - self.begun:
+            return "weights"
+        return "differences"
 
     def end(self, change: Change) -> None:
         """Make the frames stale because of ``change``."""
@@ -134,13 +142,6 @@ class SecondaryShard:
 
     # Differences ([Note: differences])
 
-    def sends_difference(self, step: int) -> bool:
-        """Return whether a gather after ``step`` optimizer steps sends differences; equal on all ranks."""
-        refresh = self._policy.refresh
-        if self._policy.differences is None or self.begun is None:
-            return False
-        return not refresh or step - self.begun < refresh
-
     def settled(self, version: Version) -> bool:
         """Return whether the copies already have the master's values, so that the difference is zero.
 
@@ -159,14 +160,14 @@ class SecondaryShard:
         return self._values()[self._index]
 
     def add(self, received: Tensor, version: Version) -> None:
-        """Add the encoded differences (copies, D) uint8, which the hops between nodes brought, to the copies.
+        """Add the encoded differences (..., D) uint8, which the hops between nodes brought, to the copies.
 
         Afterwards the copies hold this ``version`` of the weights.
         """
         assert self._policy.differences is not None  # noqa: S101  # differences were sent
         kept = self._values()
         sums = torch.empty(kept.shape, device=kept.device)
-        ops.decode(self._policy.differences, received.view(self.copies, -1), sums)
+        ops.decode(self._policy.differences, received, sums.view(*received.shape[:-1], -1))
         kept.copy_(sums.add_(kept))
         self._version, self._settled = version, version[1]
 

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from impl.errors import WrittenError, ZeroError
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import MOST_AHEAD
-from impl.plan.reduction_queue import ReductionQueue
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import ON_DEVICE, Phase, Placement
 from impl.unit.context import MEMORY, UnitContext, recomputing
@@ -57,7 +56,6 @@ class Unit:
         context: what the units of the engine share, with the model's policy.
         placement: which of the unit's states are in host memory.
         siblings: the list of the model's units in order, to which the caller will append this unit.
-        queue: the queue of the model's gradient reductions.
         cut: (S,) fp32 this rank's shard, if Init has cut the originals, so that they have no values.
     """
 
@@ -70,7 +68,6 @@ class Unit:
         placement: Placement = ON_DEVICE,
         *,
         siblings: Sequence[Unit],
-        queue: ReductionQueue,
         cut: Tensor | None = None,
     ) -> None:
         self.index, self._siblings, self._passes = len(siblings), siblings, context.passes
@@ -85,11 +82,11 @@ class Unit:
         self.flat.used_outside = self._used_outside
         self.members: Sequence[Member] = self.flat.members  # the unit's parameters, in slot order
         self.weight_gather = WeightGather(geometry, context, self.master_shard, self.flat)
-        self.reduction = GradientReduction(geometry, context, self.master_shard, self.members, queue)
+        self.reduction = GradientReduction(geometry, context, self.master_shard, self.members)
         self.state = State.SHARDED
         self._persists = self.policy.stage < 3  # whether weights stay gathered until they change
         # Whether a pass may compute with a copy of the weights that an earlier pass made.
-        self._keeps_copies = self.master_shard.crosses or self.weight_gather.spared > 0
+        self._keeps_copies = self.master_shard.crosses or self.weight_gather.keeps_copy
 
     @property
     def visible(self) -> list[nn.Parameter]:
@@ -129,10 +126,8 @@ class Unit:
         self.all_gather("backward", self._passes.schedule.ahead_in_backward[self.index])
 
     def post_backward(self) -> None:
-        """Reshard the weights once all gradients of the unit have arrived, and start reductions that are ready."""
+        """Reshard the weights once all gradients of the unit have arrived."""
         self.reshard()
-        if not self._passes.accumulating:
-            self.reduction.queue.start_ready()
 
     # Weights
 
@@ -292,7 +287,7 @@ class Unit:
     def weights_changed(self, change: Change = "loaded") -> None:
         """Make all copies of the weights stale, because the masters have new values."""
         self.master_shard.changes += 1
-        if self.weight_gather.spared:
+        if self.weight_gather.keeps_copy:
             self.weight_gather.secondary.end(change)
         if self.state is State.GATHERING:
             self.wait()

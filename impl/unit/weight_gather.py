@@ -30,8 +30,9 @@ A frame is one encoded shard, codes and scales, and has F bytes.
 :meth:`impl.unit.unit.Unit.all_gather` starts this sequence, starts the gathers of units that run next, as
 :mod:`impl.plan.prefetch_schedule` says, and waits.  docs/design/engine.md has a table of a parameter's states.
 
-What is sent along which hops is one of several *paths*, and each path is a class below: its ``start`` posts
-the first hop, and its ``finish`` does the rest.
+What is sent along which hops is compiled by :mod:`impl.plan.hops`, once for each of three gathers: of the weights,
+of differences, and from the secondary shard.  :class:`~impl.comm.all_gather.FrameGather` runs the hops;
+:class:`WeightGather` chooses the gather, writes the messages by their ``source``, keeps what the hops say, and decodes.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ import torch
 from torch import Tensor
 
 from impl import ops
-from impl.codecs.codec import Blocked, Codec
+from impl.codecs.codec import Blocked
 from impl.codecs.planes import turn
-from impl.codecs.reference import DTYPES
-from impl.comm.all_gather import FrameGather, are_elements
-from impl.plan.shard_layout import UnitGeometry
+from impl.comm.all_gather import FrameGather, forward
+from impl.plan.hops import Hop, Sends, casts_alone, gather_hops
+from impl.plan.shard_layout import Band, UnitGeometry
 from impl.plan.traffic import Phase, Purpose, Tag
 from impl.transport.side_stream import Arrival
 from impl.unit.context import UnitContext
@@ -67,37 +68,37 @@ class WeightGather:
         policy, wire, shard = context.policy, context.wire, geometry.shard
         self.geometry, self.wire, self.clock = geometry, wire, context.clock
         self.master_shard, self.flat = master_shard, flat
-        # The axes of all hops, first hop first, and how many of the first hops a gather skips while the secondary
-        # shard is current.
-        self.axes, self.spared = policy.gather_axes(wire.mesh.topology)
-        wire.make_groups(self.axes)
-        sizes, strides = zip(*((axis.size, axis.stride * shard) for axis in self.axes[::-1]), strict=True)
+        self._gathers = {
+            sends: FrameGather(
+                wire, gather_hops(policy, wire.mesh.topology, shard, sends), self._write, self._keep
+            )
+            for sends in get_args(Sends)
+        }
+        hops = self._gathers["weights"].hops
+        wire.make_groups(hop.axis for hop in hops)
         # The shape and the strides of the view of the flat buffer that has a dimension for each axis, last hop
         # first, and one for the elements of a shard.
+        sizes, strides = zip(*((hop.axis.size, hop.stride * shard) for hop in hops[::-1]), strict=True)
         self.target = ((*sizes, shard), (*strides, 1))
-        between, offloaded = self.axes[: self.spared], master_shard.placement.frames
+        self.keeps_copy = policy.secondary != 0
+        between = hops[: len(hops) - len(self._gathers["copy"].hops)]
+        offloaded = master_shard.placement.frames
         self.secondary = SecondaryShard(geometry, context, between, offloaded=offloaded)
         self.version: Version = (-1, -1)  # the version of the weights that are gathered
         purpose: Purpose = "persistent" if geometry.persistent else "weights"
         self._tags = {phase: Tag(phase, purpose, geometry.name) for phase in get_args(Phase)}
-        plain = are_elements(policy.weights, DTYPES[policy.compute], shard) and not between
-        sending = [axis for axis in self.axes if axis.size > 1]
-        self._alone = plain and not sending
+        self._alone = casts_alone(hops, policy.compute)
         # Messages may arrive in the flat buffer, unless the wire keeps a reference to its memory afterwards, which
         # FlatBuffer would take for a view that autograd holds.
-        in_place = plain and len(sending) == 1 and wire.lets_go(sending[0])
-        frames = _Frames(self, policy.weights, in_place=in_place)
-        self._weights: _Frames | _Between = frames
-        self._copy: _Copy | None = None
-        self._differences: _Differences | None = None
+        plain = len(hops) == 1 and hops[0].sends_elements(policy.compute)
+        self._in_place = plain and not self._alone and wire.lets_go(hops[0].axis)
+        # With two planes: the number of rows in a band, and the bands of each shard.
+        self._rows, self._bands = 0, list[tuple[Band, ...]]()
         if policy.planes > 1 and isinstance(policy.weights, Blocked):
-            self._weights = _Planes(self, policy.weights)
-        if between:
-            self._copy = copy = _Copy(self, policy.copy_codec)
-            self._weights = _Between(self, policy.weights, copy if policy.sends_copy else frames)
-            if policy.differences is not None:
-                self._differences = _Differences(self, policy.differences, copy)
-        self._path: _Frames | _Between | None = None  # the path of the gather under way
+            self._rows = policy.weights.block_size(shard)
+            self._bands = [geometry.bands(index, self._rows) for index in range(geometry.shards)]
+        self._columns = False  # whether the gather under way decodes the plane of columns
+        self._under_way: FrameGather | None = None
         self._arrival: Arrival | None = None  # on a GPU, the end of the hops after the first
 
     def start(self, phase: Phase) -> None:
@@ -105,21 +106,20 @@ class WeightGather:
 
         These are steps 1, 2 and 7 of the list above.  On a GPU, all later hops are enqueued on a side stream.
         """
-        self._path = self._arrival = None  # an interrupted gather may have left them
+        self._under_way = self._arrival = None  # an interrupted gather may have left them
         self.version = self.master_shard.version
         if self._alone:
             self.master_shard.write_frame(self.flat.attach().view(torch.uint8))
             return
-        path = self._weights
-        if self._copy is not None and self.secondary.holds(self.version):
-            path = self._copy
-        elif self._differences is not None and self.secondary.sends_difference(self.clock.step):
-            path = self._differences
-        self._path = path
-        path.start(self._tags[phase])
+        sends = self.secondary.sends(self.version, self.clock.step) if self.keeps_copy else "weights"
+        gather = self._under_way = self._gathers[sends]
+        self._columns = bool(self._bands) and phase == "backward"
+        into = self.flat.attach().view(torch.uint8) if self._in_place else None
+        self._write(gather.hops[0], gather.open(self._tags[phase], into))
+        gather.post()
         if (stream := self.wire.gathers) is not None:
             self.flat.attach()  # here, since the memory belongs to the stream of the computation
-            with self.wire.beside(stream, posted=path.sends) as arrival:
+            with self.wire.beside(stream, posted=gather.hops[0].axis.size > 1) as arrival:
                 self.finish()
             self._arrival = arrival
 
@@ -131,124 +131,54 @@ class WeightGather:
         if self._arrival is not None:
             self.wire.join(self._arrival)
             self._arrival = None
-        if self._path is not None:  # None with one rank, and if the side stream has finished the path
-            self._path.finish()
-            self._path = None
+        if (gather := self._under_way) is not None:  # None with one rank, and if the side stream has finished
+            frames = gather.finish()
+            if not self._in_place:
+                self._decode(gather.hops[-1], frames)
+            gather.close()
+            self._under_way = None
 
+    def _write(self, hop: Hop, message: Tensor, received: Tensor | None = None) -> None:
+        """Write the ``message`` (bytes,) uint8 of a hop; ``received`` is what the hop before has received."""
+        match hop.source:
+            case "master" if hop.planes == 1:
+                self.master_shard.write_frame(message)
+            case "master":
+                self._write_planes(hop, message)
+            case "difference":
+                master = self.master_shard.master
+                settled = self.secondary.settled(self.version)
+                difference = torch.zeros_like(master) if settled else master - self.secondary.copy_of_shard()
+                ops.encode(hop.codec, difference, message, noise=self.master_shard.noise(hop.codec))
+            case "copy":
+                self.secondary.write(message)
+            case _:
+                assert received is not None  # noqa: S101  # no first hop has another source
+                forward(hop, message, received)
 
-class _Frames:
-    """The path of the masters' frames over all hops, or over the hops inside a node after :class:`_Between`."""
+    def _keep(self, hop: Hop, received: Tensor) -> None:
+        """Keep hpZ's copy of what the last ``hop`` between nodes has ``received``, or add it to the copy."""
+        frames = received.view(len(received), -1, hop.frame_bytes[0])
+        if hop.keeps == "sum":
+            self.secondary.add(frames, self.version)
+        else:
+            self.secondary.keep(frames, self.version, step=self.clock.step)
 
-    def __init__(
-        self, gather: WeightGather, codec: Codec, *, planes: int = 1, in_place: bool = False
-    ) -> None:
-        self._gather, self._codec, self._in_place = gather, codec, in_place
-        nbytes = planes * codec.frame_bytes(gather.geometry.shard)
-        ring = gather.axes == (gather.wire.mesh.topology.world_axis,)
-        axes, copies = gather.axes[gather.spared :], gather.secondary.copies
-        self._hops = FrameGather(gather.wire, axes, copies * nbytes, ring=ring)
-        self.sends = self._hops.sends
-        self._shape = (*gather.target[0][:-1], nbytes)
-
-    def start(self, tag: Tag) -> None:
-        into = self._gather.flat.attach().view(torch.uint8) if self._in_place else None
-        self._gather.master_shard.write_frame(self._hops.open(tag, into))
-        self._hops.post()
-
-    def pass_on(self, tag: Tag, frames: Tensor) -> None:
-        self._hops.open(tag).view(frames.shape).copy_(frames)
-        self._hops.post()
-
-    def finish(self) -> None:
-        frames = self._hops.finish()
-        if not self._in_place:
-            flat = self._gather.flat.attach()
-            ops.decode(self._codec, frames.view(self._shape), flat.as_strided(*self._gather.target))
-        self._hops.close()
-
-
-class _Planes(_Frames):
-    """The path of two planes (``planes=2``): the weights are sent twice, quantised once along rows, once along columns.
-
-    The forward pass decodes the plane of rows, the backward pass the plane of columns.
-    """
-
-    def __init__(self, gather: WeightGather, codec: Blocked) -> None:
-        super().__init__(gather, codec, planes=2)
-        self._rows = codec.block_size(gather.geometry.shard)  # the number of rows in a band
-        # the bands of each shard
-        self._bands = [gather.geometry.bands(index, self._rows) for index in range(gather.geometry.shards)]
-
-    def start(self, tag: Tag) -> None:
-        self._columns, rank = tag.phase == "backward", self._gather.wire.mesh.rank
-        planes = self._gather.master_shard.master.expand(2, -1).clone()  # (2, S)
-        turn(planes[1], self._bands[rank % len(self._bands)], self._rows)
-        ops.encode(self._codec, planes, self._hops.open(tag).view(2, -1))
-        self._hops.post()
-
-    def finish(self) -> None:
-        rows, columns = self._hops.finish().view(self._shape).chunk(2, -1)
-        flat = self._gather.flat.attach()
-        ops.decode(self._codec, columns if self._columns else rows, flat.as_strided(*self._gather.target))
+    def _decode(self, hop: Hop, received: Tensor) -> None:
+        """Decode what the last ``hop`` has ``received`` into the flat buffer."""
+        frames, flat = received.view(*self.target[0][:-1], -1), self.flat.attach()
+        if hop.planes > 1:
+            frames = frames.chunk(2, -1)[self._columns]
+        ops.decode(hop.codec, frames, flat.as_strided(*self.target))
         if self._columns:
             for shard, bands in zip(flat.view(len(self._bands), -1), self._bands, strict=True):
                 turn(shard, bands, self._rows, back=True)
-        self._hops.close()
 
+    def _write_planes(self, hop: Hop, message: Tensor) -> None:
+        """Encode the master twice (``planes=2``): with blocks along rows, and with blocks along columns.
 
-class _Copy(_Frames):
-    """The path of hpZ's copies over the hops inside a node."""
-
-    def start(self, tag: Tag) -> None:
-        self._gather.secondary.write(self._hops.open(tag))
-        self._hops.post()
-
-    def pass_on(self, tag: Tag, frames: Tensor) -> None:
-        self.start(tag)  # sends the copies that were kept, not the frames that arrived
-
-
-class _Between:
-    """The path of the masters' frames over the hops between nodes, after which hpZ's copy of them is kept.
-
-    ``onward`` is the path that then sends the frames, or their copies, over the hops inside the node.
-    """
-
-    def __init__(self, gather: WeightGather, codec: Codec, onward: _Frames) -> None:
-        self._gather, self._codec, self._onward = gather, codec, onward
-        nbytes = codec.frame_bytes(gather.geometry.shard)
-        self._hops = FrameGather(gather.wire, gather.axes[: gather.spared], nbytes)
-        self.sends = self._hops.sends
-
-    def start(self, tag: Tag) -> None:
-        self._tag = tag
-        self._write(self._hops.open(tag))
-        self._hops.post()
-
-    def finish(self) -> None:
-        frames = self._hops.finish()  # (node, F)
-        self._keep(frames)
-        self._onward.pass_on(self._tag, frames)
-        self._hops.close()
-        self._onward.finish()
-
-    def _write(self, message: Tensor) -> None:
-        self._gather.master_shard.write_frame(message)
-
-    def _keep(self, frames: Tensor) -> None:
-        self._gather.secondary.keep(frames, self._gather.version, step=self._gather.clock.step)
-
-
-class _Differences(_Between):
-    """The path of differences between masters and copies over the hops between nodes.
-
-    See [Note: differences] in :mod:`impl.unit.secondary_shard`.
-    """
-
-    def _write(self, message: Tensor) -> None:
-        gather, master = self._gather, self._gather.master_shard.master
-        settled = gather.secondary.settled(gather.version)
-        difference = torch.zeros_like(master) if settled else master - gather.secondary.copy_of_shard()
-        ops.encode(self._codec, difference, message, noise=gather.master_shard.noise(self._codec))
-
-    def _keep(self, frames: Tensor) -> None:
-        self._gather.secondary.add(frames, self._gather.version)
+        The forward pass decodes the plane of rows, the backward pass the plane of columns.
+        """
+        rank, planes = self.wire.mesh.rank, self.master_shard.master.expand(2, -1).clone()  # (2, S)
+        turn(planes[1], self._bands[rank % len(self._bands)], self._rows)
+        ops.encode(hop.codec, planes, message.view(2, -1))

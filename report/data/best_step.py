@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from impl.plan.prefetch_schedule import Schedule
 from impl.plan.shard_layout import UnitGeometry, chunked
-from impl.plan.timeline import Collective, Hop, Load, in_chunks, least_pass_seconds
+from impl.plan.timeline import Collective, Load, TimedHop, in_chunks, least_pass_seconds
 from report.data.frames import Frames
 
 BITS_PER_MBIT: Final = 1e6
@@ -118,17 +118,17 @@ def _bound(
         return 8 * nbytes / passes / rate if nbytes else 0.0
 
     def gather(unit: UnitGeometry, phase: str) -> Collective:
-        return Collective(hops=(Hop(adapter=seconds_of(unit, phase, "weights", "persistent")),))
+        return Collective(hops=(TimedHop(adapter=seconds_of(unit, phase, "weights", "persistent")),))
 
     def reduce(unit: UnitGeometry) -> Collective:
         """In the steps of the ring, or in chunks, behind the hop inside the node if there is one."""
         adapter = seconds_of(unit, "backward", "gradients")
         if policy.reduce == "ring":
             steps = max(1, topology.world - 1)
-            return Collective(hops=(Hop(adapter=adapter / steps),) * steps)
+            return Collective(hops=(TimedHop(adapter=adapter / steps),) * steps)
         lengths = [end - start for start, end in chunked(unit.piece, policy.chunks, grain)]
-        hops = [[Hop(adapter=adapter * length / unit.piece) for length in lengths]]
-        return Collective(hops=in_chunks([[Hop(adapter=0.0) for _ in lengths]] * between + hops))
+        hops = [[TimedHop(adapter=adapter * length / unit.piece) for length in lengths]]
+        return Collective(hops=in_chunks([[TimedHop(adapter=0.0) for _ in lengths]] * between + hops))
 
     loads = [
         Load(

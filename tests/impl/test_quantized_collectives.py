@@ -16,7 +16,7 @@ from impl.codecs.reference import random_bits
 from impl.codecs.rounding_noise import Clock, Key, Noise, shard_stride
 from impl.comm import reduce_scatter
 from impl.comm.mesh import Mesh
-from impl.comm.reduce_scatter import Reduction
+from impl.comm.reduce_scatter import reduction_of
 from impl.comm.wire import Wire
 from impl.plan.policy import Policy, PolicyError
 from impl.plan.topology import Topology
@@ -103,14 +103,10 @@ def test_raw_tensors_arrive_exactly(mesh: Mesh, topology: Topology, transport: s
 def test_noise_follows_the_number_of_the_element(mesh: Mesh, hop: int, start: int) -> None:
     """Random bits depend on hop, source and the element's number in the unit, whatever rows a hop encodes."""
     codec, stride = parse("int4:8:stochastic"), 24  # a shard of 20 elements takes whole octets
-    reduction = Reduction(
-        wire=Wire(mesh),
-        hops=Policy(gradients=(codec, codec)).reduce_axes(mesh.topology),
-        tag=Tag("backward", "gradients"),
-        piece=20,
-    )
+    policy, tag = Policy(gradients=(codec, codec)), Tag("backward", "gradients")
+    reduction = reduction_of(policy, Wire(mesh), tag, 20, policy.grain)
     noise = reduction.noise(replace(KEY, source=mesh.rank), hop, start)
-    sizes = torch.Size([axis.size for axis, _ in reduction.hops[hop:]])
+    sizes = torch.Size([each.axis.size for each in reduction.hops[hop:]])
     rows = random_bits(noise, sizes, 8, mesh.device).flatten(0, -2).tolist()
     whole = replace(KEY, hop=hop, source=mesh.rank).noise()
     targets = [d for d in range(6) if hop == 0 or d % 2 == mesh.rank % 2]

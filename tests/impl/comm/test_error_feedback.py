@@ -16,6 +16,7 @@ from impl.codecs.codec import parse
 from impl.codecs.reference import Carried
 from impl.comm.error_feedback import Errors
 from impl.comm.mesh import Mesh
+from impl.plan.hops import reduction_hops
 from impl.plan.policy import Feedback, MemoryLimits, Policy, preset
 from impl.plan.topology import Topology
 from impl.zero import Zero, ZeroError, shard
@@ -60,7 +61,8 @@ def _accumulated(mesh: Mesh, policy: Policy, seed: int) -> tuple[Tensor, list[Te
     """Return this rank's constant gradient (world * S,), and the running sums of its shard of the mean."""
     generator = torch.Generator().manual_seed(seed + mesh.rank)
     gradient = torch.rand(mesh.topology.world * policy.grain, generator=generator) + 0.2
-    errors = policy.feedback and Errors(policy, mesh.topology, policy.grain, mesh.device)
+    hops = reduction_hops(policy, mesh.topology, policy.grain, policy.grain)
+    errors = policy.feedback and Errors(policy.feedback, hops, mesh.device)
     total, sums = torch.zeros(policy.grain, dtype=torch.float64), []
     for _ in range(STEPS):
         total += reduced(mesh, policy, gradient.clone(), errors=errors).double()

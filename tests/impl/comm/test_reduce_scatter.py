@@ -15,10 +15,9 @@ from impl.codecs.codec import BF16, FP32, Codec, parse
 from impl.codecs.rounding_noise import Clock
 from impl.comm.error_feedback import Errors
 from impl.comm.mesh import Mesh
-from impl.comm.reduce_scatter import Reduction, Ring
+from impl.comm.reduce_scatter import reduction_of
 from impl.comm.wire import Wire
 from impl.plan.policy import Policy
-from impl.plan.shard_layout import chunked
 from impl.plan.topology import Axis, Topology
 from impl.plan.traffic import Tag
 from tests.support.params import nightly
@@ -33,14 +32,7 @@ def reduced(
 ) -> torch.Tensor:
     """Return this rank's shard of the mean."""
     shard = gradient.numel() // mesh.topology.world
-    reduction = (Ring if policy.reduce == "ring" else Reduction)(
-        wire=wire or Wire(mesh),
-        hops=policy.reduce_axes(mesh.topology),
-        tag=GRADIENTS,
-        piece=shard,
-        chunks=chunked(shard, policy.chunks, policy.grain),
-        sums=policy.sums,
-    )
+    reduction = reduction_of(policy, wire or Wire(mesh), GRADIENTS, shard, policy.grain)
     key = Clock(7).gradients("u", mesh.rank)
     reduction.start(gradient, key=key, errors=errors)
     return reduction.finish()
@@ -149,13 +141,7 @@ def test_a_chunk_goes_on_while_later_ones_are_encoded(mesh: Mesh, chunks: int, b
         return all_to_all(axis, *rest, **named)
 
     wire.all_to_all = noted  # type: ignore[method-assign]
-    under_way = Reduction(
-        wire=wire,
-        hops=Policy(gradients=codecs).reduce_axes(mesh.topology),
-        tag=GRADIENTS,
-        piece=8 * 64,
-        chunks=chunked(8 * 64, chunks, 64),
-    )
+    under_way = reduction_of(Policy(gradients=codecs, chunks=chunks), wire, GRADIENTS, 8 * 64, 64)
     under_way.start(gradient)
     assert len(opened) == before
     gradient.fill_(math.nan)

@@ -16,6 +16,7 @@ from impl.comm.wire import Wire
 from impl.plan.memory import ADAM_BYTES
 from impl.plan.memory import memory as formula_of
 from impl.plan.policy import Feedback, MemoryLimits, Offload, Policy, Stage, preset
+from impl.plan.reduction_queue import Reducing
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, shard
 from tests.support.history import history_of
@@ -170,11 +171,11 @@ def _under_way(mesh: Mesh, bucket: int) -> tuple[int, int]:
     """Most elements of gradients under way at once, and the elements of the largest unit."""
     policy = replace(EXACT, memory=replace(ROOMY, reduce_bucket=bucket))
     zero, seen = shard(model(depth=4), mesh=mesh, policy=policy), [0]
-    reductions = zero.units[0].reduction.queue
+    reductions = zero.hooks.reductions
     start = reductions._start
 
-    def watched() -> None:
-        start()
+    def watched(reduction: Reducing) -> None:
+        start(reduction)
         seen.append(reductions.elements_under_way)
 
     reductions._start = watched  # type: ignore[method-assign]

@@ -45,7 +45,7 @@ def _watched() -> Iterator[dict[int, Events]]:
         return mock.patch.object(owner, name, noted)
 
     def of_gather(gather: Any) -> tuple[int, tuple[str, str]] | None:
-        if gather._hops[len(gather._hops) - gather.left - 1].size == 1:
+        if gather.hops[-gather.left - 1].axis.size == 1:
             return None  # alone: nothing is sent
         purpose = "gradients" if gather._tag.purpose == "gradients" else "weights"
         return gather._wire.mesh.rank, (purpose, gather._tag.unit)
@@ -61,7 +61,7 @@ def _watched() -> Iterator[dict[int, Events]]:
         noting(FrameGather, "post_next_hop", of_gather),
         noting(Reduction, "_send_first", of_reduction),
         noting(Reduction, "_send_on", of_reduction),
-        noting(Ring, "_post", of_reduction),
+        noting(Ring, "_send_step", of_reduction),
         noting(GradientReduction, "_take", of_mean),
     ):
         yield log

@@ -15,13 +15,13 @@ from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import Schedule
 from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.step_time import CodecCost, Machine, Step, step_of
-from impl.plan.timeline import Collective, Hop, Load, in_chunks, least_pass_seconds, pass_time
+from impl.plan.timeline import Collective, Load, TimedHop, in_chunks, least_pass_seconds, pass_time
 from impl.plan.topology import Topology
 from impl.plan.traffic import passes, predict
 from tests.support.strategies import policies, topologies
 
 SECONDS = st.floats(0, 10)
-HOPS = st.builds(Hop, adapter=SECONDS, inside=SECONDS, latency=SECONDS, before=SECONDS)
+HOPS = st.builds(TimedHop, adapter=SECONDS, inside=SECONDS, latency=SECONDS, before=SECONDS)
 COLLECTIVES = st.builds(Collective, hops=st.lists(HOPS, max_size=3).map(tuple), after=SECONDS)
 LOAD = st.builds(
     Load,
@@ -42,7 +42,7 @@ def _schedule(units: int, prefetch: int = 1 << 40) -> Schedule:
 
 def _bare(collective: Collective) -> Collective:
     """The same loads, but only the adapter takes time."""
-    return Collective(hops=tuple(Hop(adapter=hop.adapter) for hop in collective.hops))
+    return Collective(hops=tuple(TimedHop(adapter=hop.adapter) for hop in collective.hops))
 
 
 @given(LOADS, AHEAD, st.frozensets(st.integers(0, 6)), st.integers(0, 4), st.integers(1, 3))
@@ -82,7 +82,7 @@ def test_a_pass_takes_its_longest_resource_at_least_and_all_in_a_row_at_most(
 
 def test_a_pass_by_hand() -> None:
     """Two blocks in which everything takes a second: gathers, computation, and backward with reductions, by hand."""
-    second = Collective(hops=(Hop(adapter=1),))
+    second = Collective(hops=(TimedHop(adapter=1),))
     block = Load(forward=1, backward=1, gather=second, reduce=second)
     # forward: gathered at 1 and 2, computed until 3; backward: until 5, reduced at 5 and 6
     loads = [Load(forward=0, backward=0), block, block]
@@ -92,7 +92,7 @@ def test_a_pass_by_hand() -> None:
 
 def test_the_second_hop_of_a_reduction_waits_for_the_next_gradient() -> None:
     """It is posted after a third of the next unit's backward pass; the last unit's is posted at once, at the end."""
-    two = Collective(hops=(Hop(adapter=0), Hop(adapter=1)))
+    two = Collective(hops=(TimedHop(adapter=0), TimedHop(adapter=1)))
     loads = [Load(forward=0, backward=0), *[Load(forward=0, backward=3, reduce=two)] * 2]
     # computed until 3; posted at 4, gone at 5; computed until 6, gone at 7
     run = pass_time(_schedule(3), loads)
@@ -125,7 +125,7 @@ def test_frozen_units_take_no_place_among_the_reductions() -> None:
 
 def test_a_full_bucket_waits_for_the_first_of_its_reductions() -> None:
     """With three blocks and room for one in the bucket, each reduction starts after the one before has ended."""
-    second = Collective(hops=(Hop(adapter=1),), after=1)
+    second = Collective(hops=(TimedHop(adapter=1),), after=1)
     loads = [Load(forward=0, backward=0), *[Load(forward=0, backward=0, reduce=second)] * 3]
     # sent until 1, decoded until 2, three times over; else sent until 3, the last one decoded until 4
     assert pass_time(_schedule(4), loads, bucket=1).seconds == pytest.approx(6)
@@ -134,13 +134,13 @@ def test_a_full_bucket_waits_for_the_first_of_its_reductions() -> None:
 
 def test_a_pass_that_accumulates_reduces_nothing() -> None:
     """A pass that only accumulates gradients takes just its computation."""
-    loads = [Load(forward=1, backward=1, reduce=Collective(hops=(Hop(adapter=9),)))] * 3
+    loads = [Load(forward=1, backward=1, reduce=Collective(hops=(TimedHop(adapter=9),)))] * 3
     assert pass_time(_schedule(3), loads, reduces=False).seconds == pytest.approx(6)
 
 
 def test_chunks_are_sent_on_both_hops_at_once() -> None:
     """A chunk is sent between nodes once the next chunk was posted inside the node; the last one at the next event."""
-    inside, between = Hop(adapter=0, inside=1), Hop(adapter=1)
+    inside, between = TimedHop(adapter=0, inside=1), TimedHop(adapter=1)
     hops = in_chunks([[inside] * 3, [between] * 3])
     assert [hop.adapter for hop in hops] == [0, 0, 1, 0, 1, 1]
     assert [hop.follows for hop in hops] == [0, 0, 2, 0, 3, 2]

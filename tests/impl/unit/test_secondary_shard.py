@@ -83,7 +83,7 @@ def test_a_stale_secondary_is_never_used(mesh: Mesh, change: str) -> None:
 
     def look() -> tuple[set[bool], float]:
         held = [(unit.weight_gather.secondary, unit.master_shard.version) for unit in history.zero.units]
-        current = {secondary.holds(version) for secondary, version in held}
+        current = {secondary.sends(version, step=0) == "copy" for secondary, version in held}
         with torch.no_grad():
             return current, history.net(batch(0, 0)).item()
 

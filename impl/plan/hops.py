@@ -1,0 +1,224 @@
+"""Compiles a policy into hops: the messages of a unit's weight gather and of its gradient reduction, as data.
+
+A gather or a reduction is a tuple of :class:`Hop`, in the order in which every rank posts its messages.  No other
+module decides which codec crosses which link.  The same tuples have four readers:
+
+* the engine sends them: :mod:`impl.comm.all_gather` and :mod:`impl.unit.weight_gather` run gathers,
+  :mod:`impl.comm.reduce_scatter` and :mod:`impl.unit.gradient_reduction` run reductions;
+* :mod:`impl.plan.traffic` counts their bytes;
+* :mod:`impl.plan.step_time` gives them seconds;
+* :mod:`impl.plan.memory` and :mod:`impl.plan.messages` size hpZ's copy, carried errors and buffers.
+
+These are the hops of ZeRO++ on two nodes of two ranks.  A frame is one encoded shard or piece:
+
+=====================  =====  =====  ========  ======  =======
+collective             axis   codec  source    frames  keeps
+=====================  =====  =====  ========  ======  =======
+gather for forward     node   int8   master    1       copy
+then                   local  int8   received  2       nothing
+gather for backward    local  int8   copy      2       nothing
+reduction              local  int4   gradient  2       nothing
+then                   node   int4   sum       1       nothing
+=====================  =====  =====  ========  ======  =======
+
+Pure: no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from impl.codecs.codec import Codec, Raw
+from impl.plan.policy import Policy
+from impl.plan.shard_layout import chunked
+from impl.plan.topology import Axis, Topology
+
+Kind = Literal["all_gather", "all_to_all", "shift"]
+"""How ranks along an axis exchange messages: each sends all others the same message, each sends every other rank a
+message of its own, or each sends the next rank a message in every step of a ring."""
+
+Sends = Literal["weights", "differences", "copy"]
+"""What the first hop of a gather sends: the masters' values, how they differ from hpZ's copy, or hpZ's copy."""
+
+Source = Literal["master", "difference", "copy", "received", "gradient", "sum", "mean"]
+"""What a rank sends in a hop:
+
+- in gathers ``master``, its encoded master shard; ``difference``, the encoded difference between this shard and
+  hpZ's copy of it; ``copy``, the frames of hpZ's copy;
+- in reductions ``gradient``, its local gradient; ``sum``, the sum of what the hop before has received, encoded again;
+  ``mean``, the mean of its piece, encoded again;
+- in both ``received``, the frames that the hop before has received, as they are.
+"""
+
+Keeps = Literal["nothing", "copy", "sum", "errors"]
+"""What a hop leaves on the rank, apart from what the next hop sends:
+
+- ``copy``: the received frames become hpZ's copy of the weights;
+- ``sum``: the received differences are added to hpZ's copy;
+- ``errors``: the errors of encoding the message are carried to the next step (error feedback).
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """One exchange of a gather or of a reduction, in which all ranks along ``axis`` take part."""
+
+    kind: Kind
+    axis: Axis
+    codec: Codec
+    source: Source
+    frames: int  # encoded shards, or in a reduction encoded pieces, in the message to each other rank
+    # (start, end) of the parts into which each shard or piece is cut.  Each part is encoded and sent by itself.
+    chunks: tuple[tuple[int, int], ...]
+    crosses: bool  # whether ranks on several nodes take part
+    keeps: Keeps = "nothing"
+    planes: int = 1  # how often each shard is sent, each time with blocks along another dimension
+    ring: bool = False  # whether all messages of a rank go to the next rank of the axis
+    stride: int = 1  # distance, in shards or pieces of the unit, between those of neighbours along the axis
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of a shard or piece."""
+        return self.chunks[-1][1]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements that the message to each other rank stands for."""
+        return self.frames * self.numel
+
+    @functools.cached_property
+    def frame_bytes(self) -> tuple[int, ...]:
+        """Bytes of a shard or piece as it is sent, with all its planes, for each chunk."""
+        return tuple(self.planes * self.codec.frame_bytes(end - start) for start, end in self.chunks)
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the message to each other rank, for each chunk."""
+        return tuple(self.frames * nbytes for nbytes in self.frame_bytes)
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of the messages of all chunks to each other rank."""
+        return sum(self.sizes)
+
+    def sends_elements(self, dtype: str | None) -> bool:
+        """Returns whether a message is just the elements of its shards, in the type ``dtype``, bit by bit."""
+        codec = self.codec
+        same = isinstance(codec, Raw) and codec.dtype == dtype
+        return same and self.frame_bytes == tuple(codec.code_bytes(end - start) for start, end in self.chunks)
+
+
+def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "weights") -> tuple[Hop, ...]:
+    """Returns the hops of a gather of shards of ``shard`` elements.
+
+    ``policy`` is the unit's own (:meth:`Policy.for_unit`).  A policy without differences, or without hpZ's copy, sends
+    weights whatever ``sends`` says.
+
+    Axes of one rank are left out, since a rank need not send itself a message.  One such axis stays if the hops up
+    to hpZ's copy, or the hops from there on, have no other: then the rank copies the message to itself.
+    """
+    axes, outside = policy.gather_axes(topology)
+    hops, frames = list[Hop](), 1
+
+    def add(part: Sequence[Axis], codec: Codec, source: Source, keeps: Keeps) -> None:
+        nonlocal frames
+        sending = [axis for axis in part if axis.size > 1] or part[:1]
+        for number, axis in enumerate(sending, 1):
+            hop = Hop(
+                kind="all_gather",
+                axis=axis,
+                codec=codec,
+                source=source if number == 1 else "received",
+                frames=frames,
+                chunks=((0, shard),),
+                crosses=topology.crosses(axis),
+                keeps=keeps if number == len(sending) else "nothing",
+                planes=policy.planes,
+                ring=policy.gather == "flat",
+                stride=axis.stride,
+            )
+            hops.append(hop)
+            frames *= axis.size
+
+    if sends == "differences" and policy.differences is not None:
+        add(axes[:outside], policy.differences, "difference", "sum")
+    elif outside:
+        add(axes[:outside], policy.weights, "master", "copy")
+    spared = len(hops) if sends == "copy" else 0
+    if outside and (sends == "copy" or policy.sends_copy):
+        add(axes[outside:], policy.copy_codec, "copy", "nothing")
+    else:
+        add(axes[outside:], policy.weights, "received" if outside else "master", "nothing")
+    return tuple(hops[spared:])
+
+
+def casts_alone(hops: Sequence[Hop], dtype: str) -> bool:
+    """Returns whether one rank gathers from itself by a cast to ``dtype``, the type of gathered weights."""
+    hop = hops[-1]
+    return hop.source == "master" and hop.axis.size == 1 and hop.sends_elements(dtype)
+
+
+def copy_bytes(policy: Policy, topology: Topology, shard: int, kept: Codec | None = None) -> int:
+    """Returns the bytes of hpZ's copy of a unit on one rank; 0 without hpZ.
+
+    ``policy`` is the unit's own, and ``kept`` is the codec of the copy, by default the policy's.
+    """
+    first = gather_hops(policy, topology, shard, "copy")[0]
+    return first.frames * (kept or first.codec).frame_bytes(shard) if first.source == "copy" else 0
+
+
+def reduction_hops(policy: Policy, topology: Topology, piece: int, grain: int) -> tuple[Hop, ...]:
+    """Returns the hops of a reduction after which each rank has the mean of ``piece`` elements.
+
+    If several groups of ranks hold copies of a shard, further hops gather the pieces of the shard from these groups.
+    Chunks start on multiples of ``grain`` elements.  One rank has no hops.
+    """
+    group, sums = policy.group_ranks(topology), policy.reduce_axes(topology)
+    kind: Kind = "shift" if policy.reduce == "ring" else "all_to_all"
+    chunks = chunked(piece, policy.chunks, grain)
+
+    def hop(axis: Axis, codec: Codec, source: Source, frames: int, keeps: Keeps = "nothing") -> Hop:
+        gathers = source in ("mean", "received")
+        # The pieces of a shard are consecutive: rank ``k * group + i`` has the piece ``i * (world / group) + k``.
+        inside = axis.stride < group
+        return Hop(
+            kind="all_gather" if gathers else kind,
+            axis=axis,
+            codec=codec,
+            source=source,
+            frames=frames,
+            chunks=((0, piece),) if gathers else chunks,
+            crosses=topology.crosses(axis),
+            keeps=keeps,
+            ring=kind == "shift" and not gathers,
+            stride=axis.stride * (topology.world // group) if inside else axis.stride // group,
+        )
+
+    hops, frames = list[Hop](), topology.world
+    for number, (axis, codec) in enumerate(sums, 1):
+        frames //= axis.size
+        carries = policy.feedback is not None and (policy.feedback.hops == "all" or number == len(sums))
+        source: Source = "gradient" if number == 1 else "sum"
+        hops.append(hop(axis, codec, source, frames, "errors" if carries else "nothing"))
+    axes, codec = policy.replica_axes(topology)
+    for axis in axes:
+        hops.append(hop(axis, codec, "mean" if frames == 1 else "received", frames))
+        frames *= axis.size
+    return tuple(hops)
+
+
+def in_turns(hops: int, chunks: int) -> list[list[tuple[int, int]]]:
+    """Returns for each event of a reduction in so many ``hops`` the messages that are posted then, as (hop, chunk).
+
+    The first event is the reduction's start.  A chunk is posted on its next hop as soon as the following chunk has been
+    posted on the present one.  Thus all links are in use while most of the gradient is still to be encoded.
+    """
+    turns = [
+        [(hop, turn - hop) for hop in range(hops) if 0 <= turn - hop < chunks]
+        for turn in range(chunks + hops - 1)
+    ]
+    return [list(itertools.chain(*turns[:chunks])), *turns[chunks:]]
