@@ -14,7 +14,7 @@ class TopK(ReductionMethod):
 
     def __init__(self, unit, wire, share=0.01):
         super().__init__(unit, wire)
-        self.k = max(1, math.ceil(share * unit.numel))
+        self.k = max(1, math.ceil(share * unit.elements))
         self.kept["left"] = torch.zeros(unit.numel, device=wire.device)
 
     def start(self, gradient):

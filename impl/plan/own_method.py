@@ -91,6 +91,11 @@ class MethodUnit:
         return cls(geometry.name, tuple(slots), geometry.padded, *geometry.bounds(rank))
 
     @property
+    def elements(self) -> int:
+        """Elements of the parameters, without padding."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
     def shard(self) -> int:
         """S, elements of this rank's shard."""
         return self.end - self.start
