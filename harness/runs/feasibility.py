@@ -46,7 +46,7 @@ from impl.deepspeed.config_to_policy import Finding, laid_out
 from impl.errors import ZeroError
 from impl.plan import memory as held
 from impl.plan import unit_plan
-from impl.plan.own_method import Declared, MethodError
+from impl.plan.own_method import Declared, MethodError, planned_messages
 from impl.plan.policy import Policy, PolicyError
 from impl.plan.shard_layout import GeometryError, PaddingError, UnitGeometry, padding_share
 from impl.plan.step_time import Step
@@ -247,7 +247,7 @@ def _plan(
     methods: Declared | None = None
     if (own := trial.own_method) is not None:
         zero_units = [unit for unit in units if isinstance(unit, UnitGeometry)]
-        methods = None if "method" in prediction.unread else planned(own, topology, zero_units)
+        methods = None if "method" in prediction.unread else planned_messages(own, topology, zero_units)
         if methods is None or None in methods.values():  # measured, not predicted
             prediction.padded = sum(unit.padded for unit in units)
             return memory

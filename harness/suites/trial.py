@@ -369,6 +369,12 @@ class Trial(_Frozen):
         """Turn ``"none"``, which a suite writes in an axis, into None."""
         return None if value == "none" else value
 
+    @field_validator("method")
+    @classmethod
+    def _given(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Leave out arguments that are ``"none"``, which a suite writes for classes that do not take them."""
+        return {name: argument for name, argument in value.items() if argument != "none"}
+
     def canonical(self) -> dict[str, Any]:
         """Return the trial as JSON-ready data, with rates in Mbit/s, ``latency`` in ms and ``memory_limit`` in bytes.
 

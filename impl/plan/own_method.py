@@ -289,7 +289,7 @@ Declared = Mapping[str, tuple[MethodMessage, ...] | None]
 """By unit, the messages of each reduction as a method declares them; None if it declares none."""
 
 
-def planned(own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry]) -> Declared:
+def planned_messages(own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry]) -> Declared:
     """Returns the declared messages of the trained units that ``own`` reduces, before anything runs.
 
     Raises MethodError: if the class cannot be imported or constructed, or its ``bytes()`` is wrong.
