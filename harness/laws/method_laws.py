@@ -32,8 +32,8 @@ from impl.simulate import simulate
 from impl.unit.own_reduction import OwnReduction
 
 FEWER: Final = 10  # UNBIASED is tried on examples / FEWER cases, since each takes many reductions
-_REPEATED: Final = 64  # reductions of the same gradients for UNBIASED
-_SIGMAS: Final = 8.0  # a mean further away than so many standard errors is a bias
+_REPEATED: Final = 128  # reductions of the same gradients for UNBIASED
+_SIGMAS: Final = 6.0  # a mean further away than so many standard errors is a bias
 _ROUNDING: Final = (
     1e-4  # differences of a mean in fp32 that rounding explains, relative to the largest magnitude
 )

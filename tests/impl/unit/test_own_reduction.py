@@ -32,41 +32,10 @@ from impl.plan.topology import Topology
 from impl.plan.traffic import Sent, passes, predict
 from impl.simulate import simulate
 from impl.unit.own_reduction import ReductionMethod
+from tests.support.methods import Hops, Mean
 from tests.support.training import Training, model, single
 
 EXACT = Policy(weights=FP32, gradients=(FP32, FP32))
-
-
-class Mean(ReductionMethod):
-    """The mean, by sending everything."""
-
-    laws = ("exact", "same_on_all_ranks", "zero")
-
-    def start(self, gradient: Tensor) -> None:
-        self.sent = self.wire.all_to_all(self.unit.rows(gradient, self.wire.size()))
-
-    def finish(self) -> Tensor:
-        return self.sent.wait().mean(0)
-
-    def bytes(self, unit: Any, topology: Any) -> Any:
-        return [("all_to_all", "world", 4 * unit.shard)]
-
-
-class Hops(Mean):
-    """The mean of a node's ranks, then of the nodes', around rings."""
-
-    def start(self, gradient: Tensor) -> None:
-        self.sums = gradient
-        for axis in ("local", "node"):
-            part = self.sums.clone()
-            for _ in range(self.wire.size(axis) - 1):
-                part = self.wire.shift(part, axis).wait()
-                self.sums = self.sums + part
-
-    def finish(self) -> Tensor:
-        return self.sums[self.unit.own] / self.wire.size()
-
-    bytes = None
 
 
 @pytest.mark.parametrize("kind", [Mean, Hops])
