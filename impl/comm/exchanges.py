@@ -94,7 +94,7 @@ def point_to_point(group: Group, kind: Kind, received: Tensor, sent: Tensor, tag
     queues behind our data, and the link idles: it carries 24 to 30 of 50 Mbit/s.  Here all receives are
     announced before any send, and the link carries 48 Mbit/s.
     """
-    size, me, handle = len(group.ranks), group.index, group.process_group
+    size, me, handle = len(group.ranks), group.index, group.handle() or group.process_group
     # Each rank starts with the rank after it, so that not all ranks send to the same rank first.
     after, before = group.others, group.others[::-1]
     if kind == "shift":

@@ -33,7 +33,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from impl.plan.topology import Axis, Topology, ranks_in_words
-from impl.transport.group import Group, MeshError
+from impl.transport.group import Group, MeshError, no_group
 from impl.transport.threads import ThreadRank, ThreadStore, current
 
 # The usual names of device mesh dimensions along which ranks hold different parts of the model.
@@ -200,7 +200,7 @@ class Mesh:
         if axis not in self._groups:
             ranks = axis.group(self.rank)
             same_node = len({self.topology.node_of(rank) for rank in ranks}) == 1
-            handle = None if self.thread else weakref.ref(self._process_group(axis, ranks, timeout))
+            handle = no_group if self.thread else weakref.ref(self._process_group(axis, ranks, timeout))
             self._groups[axis] = Group(axis, ranks, ranks.index(self.rank), same_node, handle, self.counting)
         return self._groups[axis]
 

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from impl.engine.elementwise_probe import ELEMENTWISE, why_not
 from impl.errors import ZeroError
-from impl.transport.threads import ThreadRank, current
+from impl.transport.threads import ThreadRank, current, here
 from impl.unit.placeholder import Placeholder
 
 # engines in order of creation; of thread ranks, those of each rank apart: 128 ranks do not search each other's
@@ -62,8 +62,8 @@ def engines() -> list[Any]:
     On a rank that is a thread, these are the rank's own.
     """
     with _lock:
-        if (rank := current()) is not None:
-            return list(_engines[rank].values())
+        if (rank := getattr(here, "rank", None)) is not None:  # current() would be another call in every step
+            return list(_engines[rank].values()) if rank in _engines else []
         return [engine for each in list(_engines.values()) for engine in each.values()]
 
 
@@ -127,7 +127,7 @@ def _release() -> None:
     the guard.  Without engines, a guard passes all calls on to torch.
     """
     with _lock:
-        for rank in [rank for rank, each in _engines.items() if not each]:
+        for rank in [rank for rank, each in _engines.items() if not list(each.values())]:
             del _engines[rank]
         if _engines or _stepping():
             return

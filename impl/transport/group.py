@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -15,6 +14,10 @@ class MeshError(RuntimeError):
     """A process group does not fit the topology, or has been destroyed; the message names sizes or ranks."""
 
 
+def no_group() -> None:
+    """Return None in place of torch's process group, which ranks that are threads do not have."""
+
+
 @dataclass(slots=True, eq=False)
 class Group:
     """The group along one axis to which this rank belongs."""
@@ -23,8 +26,8 @@ class Group:
     ranks: tuple[int, ...]  # the ranks of the group as the mesh counts them, ascending
     index: int  # the index of this rank among them
     same_node: bool  # whether all ranks of the group are on this rank's node
-    # returns torch's group; a weak reference, so that torch alone holds it; None if the ranks are threads
-    handle: weakref.ref[dist.ProcessGroup] | None
+    # returns torch's group; a weak reference, so that torch alone holds it, or no_group() if the ranks are threads
+    handle: Callable[[], dist.ProcessGroup | None]
     counting: str = ""  # added to errors that name ranks: says how the mesh counts ranks
     others: Sequence[int] = field(init=False)  # indices of the other ranks, from the next on, wrapping around
 
@@ -38,7 +41,7 @@ class Group:
         Raises:
             MeshError: after ``destroy_process_group()``, and if the ranks are threads.
         """
-        if self.handle is None:
+        if self.handle is no_group:
             raise MeshError(
                 "ranks that are threads have no process groups: use the wire, or run the ranks as processes"
             )
@@ -51,7 +54,7 @@ class Group:
 
     def backend(self, device_type: str) -> str:
         """Return the name of the backend that carries tensors of a type of device, such as ``cpu``."""
-        if self.handle is None:
+        if self.handle is no_group:
             return "threads"
         name = str(dist.get_backend(self.process_group))  # "cpu:gloo,cuda:nccl" if it has one for each type
         if ":" not in name:

@@ -44,7 +44,7 @@ _GRACE_SECONDS: Final = 5.0  # how long threads that are to end may take to do s
 _LOOK_SECONDS: Final = 0.5  # between two looks at how long a rank has had its turn
 _STACK_LINES: Final = 3  # innermost frames in the error about a rank that does not pass its turn
 T = TypeVar("T")
-_here = threading.local()  # ``rank``: the ThreadRank that runs in this thread
+here = threading.local()  # its attribute ``rank`` is the ThreadRank that runs in this thread
 
 
 class ThreadRankError(RuntimeError):
@@ -57,7 +57,7 @@ class Stopped(BaseException):  # no error of the rank, and not to be caught as o
 
 def current() -> ThreadRank | None:
     """Return the rank that runs in this thread; None in a thread that is no rank."""
-    return getattr(_here, "rank", None)
+    return getattr(here, "rank", None)
 
 
 class Event:
@@ -171,7 +171,7 @@ class ThreadWorld:
         before = self._states()
 
         def main(rank: ThreadRank) -> None:
-            _here.rank = rank
+            here.rank = rank
             rank.turn.acquire()
             try:
                 self.check()

@@ -19,6 +19,7 @@ from harness.records.confidence_intervals import (
 from report.data.configuration import PROPOSED, is_baseline, is_preset, with_baseline
 
 RATES_AGREE_WITHIN: Final = 0.10  # relative spread up to which the links of a setting have one rate
+UNTIMED: Final = Interval(math.nan, math.nan, math.nan, 0)  # of seconds that no trial measured
 PAIR: Final = ("setting", "sweep", "seed", "repeat")  # trials that ran under the same conditions
 
 
@@ -60,9 +61,11 @@ def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "
     """Geometric mean of the ratio of two columns of seconds over undisturbed pairs, with its interval.
 
     The interval includes the spread between occasions.  For :func:`pairs` of one configuration in one setting it is
-    the speed-up.
+    the speed-up.  Trials of thread ranks, which have no seconds, are left out.
     """
-    kept = undisturbed(group)
+    kept = undisturbed(group).dropna(subset=[above, below])
+    if kept.empty:
+        return UNTIMED
     keys = list(zip(kept["seed"], kept["repeat"], strict=True))  # of a trial run again, the last counts
     over, under, occasion = (dict(zip(keys, kept[name], strict=True)) for name in (above, below, "occasion"))
     return _with_disturbance(paired_ratio_interval(over, under, occasion, len(group) - len(kept)), kept)
@@ -117,7 +120,9 @@ def geometric(values: pd.Series[float]) -> float:
 
 def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval:
     """Geometric mean of ``column`` over the undisturbed trials, with its interval; pages print step times so."""
-    kept = undisturbed(group)
+    kept = undisturbed(group).dropna(subset=[column])
+    if kept.empty:
+        return UNTIMED
     of_group = geometric_interval(list(kept[column]), list(kept["occasion"]), len(group) - len(kept))
     return _with_disturbance(of_group, kept)
 

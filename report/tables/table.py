@@ -232,6 +232,11 @@ def markdown(value: str) -> str:
     return escaped.replace("<", "&lt;").replace(">", "&gt;")
 
 
+def has_value(cell: Any) -> bool:
+    """Return whether a cell holds a number or text, or an estimate that is one."""
+    return not pd.isna(getattr(cell, "estimate", cell))
+
+
 def table_of(
     name: str,
     title: str,
@@ -247,7 +252,7 @@ def table_of(
     become columns on the left.
     """
     data = pd.DataFrame(rows)
-    shown = [column for column in columns if column.key in data and data[column.key].notna().any()]
+    shown = [column for column in columns if column.key in data and data[column.key].map(has_value).any()]
     footnotes = [notes]
     if any(getattr(value, "known", False) for column in shown if column.ends for value in data[column.key]):
         footnotes.append(

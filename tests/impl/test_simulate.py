@@ -26,6 +26,7 @@ from impl.zero import shard
 from tests.golden import record
 from tests.support.params import long
 from tests.support.ranks import on_processes
+from tests.support.strategies import ROOMY
 from tests.support.training import Training, model
 
 TAG = Tag("forward", "weights", "u")
@@ -64,7 +65,7 @@ def _with_dropout(mesh: Mesh) -> list[Any]:
     """Losses of a model with dropout, and what the generator gives afterwards; each rank has its own seed."""
     torch.set_num_threads(1)
     torch.manual_seed(5)
-    zero = shard(net := _noisy(), mesh=mesh, policy=preset("zeropp", max_padding=99.0))
+    zero = shard(net := _noisy(), mesh=mesh, policy=preset("zeropp", memory=ROOMY))
     optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
     torch.manual_seed(100 + mesh.rank)
     losses = []
@@ -155,7 +156,7 @@ def _parts(mesh: Mesh) -> None:
 
 
 def _skips_a_call(mesh: Mesh) -> None:
-    zero = shard(model(), mesh=mesh, policy=preset("exact", max_padding=9.0))
+    zero = shard(model(), mesh=mesh, policy=preset("exact", memory=ROOMY))
     if mesh.rank != 1:
         zero.grad_norm()
 
@@ -285,7 +286,7 @@ def _trained_on(mesh: Mesh) -> list[float]:
     torch.manual_seed(5)
     with mesh.device:
         net = _noisy()
-    zero = shard(net, mesh=mesh, policy=preset("zeropp", max_padding=99.0))
+    zero = shard(net, mesh=mesh, policy=preset("zeropp", memory=ROOMY))
     optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
     torch.manual_seed(100 + mesh.rank)
     losses = []

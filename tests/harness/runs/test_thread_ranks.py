@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from harness.cluster.rank_processes import LaunchError, run_ranks
 from harness.records.trial_record import read_all, slowest_seconds
@@ -28,6 +29,12 @@ FIELDS: dict[str, Any] = {"validate_every": 2, "measure_quantisation": True, "cl
 
 def _learns(strategy: str, **cluster: Any) -> Trial:
     return trial("stdlib", strategy, cluster={**THREADS, **cluster}, **FIELDS)
+
+
+def _near(part: BaseModel, relative: float) -> dict[str, Any]:
+    """The fields of a part of a record, with floating-point numbers that compare as equal to near ones."""
+    fields = part.model_dump().items()
+    return {k: pytest.approx(v, rel=relative) if isinstance(v, float) else v for k, v in fields}
 
 
 def test_a_record_is_that_of_processes_without_seconds(tmp_path: Path) -> None:
@@ -58,9 +65,9 @@ def test_a_record_is_that_of_processes_without_seconds(tmp_path: Path) -> None:
     assert threads.predicted.equal
     assert threads.reference_loss == processes.reference_loss
     for error, other in zip(threads.communication_errors, processes.communication_errors, strict=True):
-        assert error.model_dump() == pytest.approx(other.model_dump())
+        assert _near(error, 1e-6) == other.model_dump()
     for tried, other in zip(threads.quantisation, processes.quantisation, strict=True):
-        assert tried.model_dump() == pytest.approx(other.model_dump(), rel=1e-4)
+        assert _near(tried, 1e-4) == other.model_dump()
     assert slowest_seconds(threads) == []
     assert "done" in shown
 
@@ -100,8 +107,9 @@ def failing(sequence: int) -> Any:
 
 def test_a_failure_on_one_rank_is_recorded_with_its_number(tmp_path: Path) -> None:
     """The record names the rank whose error ended the trial, and the log has its traceback."""
-    model = {"name": "tests.harness.runs.test_thread_ranks:failing", "arguments": {"sequence": 16}}
-    outcome, _ = sweep([trial("stdlib", "zeropp", cluster=THREADS, model=model)], tmp_path)
+    model = {"name": "tests.harness.runs.test_thread_ranks:failing"}
+    policy = {"max_padding": 9.0}
+    outcome, _ = sweep([trial("stdlib", "zeropp", cluster=THREADS, model=model, policy=policy)], tmp_path)
     assert outcome.failed == 1
     (record,) = read_all(tmp_path)
     assert record.failure is not None
@@ -115,10 +123,11 @@ def sleeps(_: Any, __: None) -> None:
     threading.Event().wait(60)
 
 
+@pytest.mark.long
 def test_ranks_that_do_not_end_are_killed_with_their_stacks(tmp_path: Path) -> None:
     """After the time-out the process of the thread ranks is killed, and the log has what each thread did."""
-    launch = replace(local(Topology(1, 2), tmp_path / "log", seconds=3), threads_on="cpu")
-    with pytest.raises(LaunchError, match="no result from the thread ranks after 3 s") as caught:
+    launch = replace(local(Topology(1, 2), tmp_path / "log", seconds=12), threads_on="cpu")
+    with pytest.raises(LaunchError, match="no result from the thread ranks after 12 s") as caught:
         run_ranks(sleeps, None, launch)
     assert caught.value.log is not None
     assert "in sleeps" in caught.value.log.read_text()

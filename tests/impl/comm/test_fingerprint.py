@@ -76,7 +76,7 @@ def _play(wire: Wire, plan: Plan) -> None:
         arrive(exchange)
 
 
-@each_rank(1, 2)
+@each_rank(1, 2, backend="threaded")
 def test_thread_ranks_that_differ_are_told_apart_by_their_fingerprints(mesh: Mesh) -> None:
     """Without a store for reports, the error still names the ranks that differ."""
     wire = Wire(mesh)

@@ -45,7 +45,7 @@ def _hang(mesh: Mesh) -> str:
 def test_a_message_that_never_arrives_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of each rank says which exchange is the oldest that has not completed, in which call."""
     monkeypatch.setattr(exchanges, "collective", lambda *_: [Never()])
-    for rank, error in enumerate(on_threads(Topology(1, 2), _hang)):
+    for rank, error in enumerate(on_threads(Topology(1, 2), _hang, backend="threaded")):
         assert f"rank {rank} could not finish exchange 1, all_gather of 32 B" in error
         assert "forward weights blocks.3 in save(): no exchange has completed for" in error
 

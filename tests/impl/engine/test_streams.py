@@ -69,9 +69,9 @@ def _together(mesh: Mesh, transport: str) -> dict[str, list[str]]:
 @pytest.mark.long
 def test_poisoned_memory_changes_nothing() -> None:
     """On CPUs, 2x2: no rank reads memory that was given back, however late it is."""
-    calm = on_threads(Topology(2, 2), _together, "backend")
+    calm = on_threads(Topology(2, 2), _together, "backend", backend="threaded")
     with shaken(torch.device("cpu"), 1) as late:
-        assert on_threads(Topology(2, 2), _together, "backend") == calm
+        assert on_threads(Topology(2, 2), _together, "backend", backend="threaded") == calm
     assert late.delays > 100
     assert all(len(losses) == LOSSES for losses in calm[0].values())
 
@@ -87,10 +87,10 @@ def test_poison_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         self._taken = []
         return rows
 
-    calm = on_threads(Topology(2, 2), _trained, "backend", POLICIES["zeropp"])
+    calm = on_threads(Topology(2, 2), _trained, "backend", POLICIES["zeropp"], backend="threaded")
     monkeypatch.setattr(Distributed, "wait", too_early)
     with shaken(torch.device("cpu"), 1):
-        assert on_threads(Topology(2, 2), _trained, "backend", POLICIES["zeropp"]) != calm
+        assert on_threads(Topology(2, 2), _trained, "backend", POLICIES["zeropp"], backend="threaded") != calm
 
 
 CUDA = pytest.param("cuda:0", marks=pytest.mark.gpu)

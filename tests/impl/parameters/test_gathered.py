@@ -466,7 +466,7 @@ def test_a_tied_weight_is_written_under_any_of_its_names(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("stage", [3, 1])
-@each_rank(1, 2)
+@each_rank(1, 2, backend="threaded")
 def test_lists_in_another_order_are_refused(mesh: Mesh, stage: int) -> None:
     """All ranks refuse lists that differ between ranks, also in the order of parameters of equal size."""
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
