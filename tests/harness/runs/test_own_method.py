@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ def _records(trials: list[Trial], folder: Path) -> dict[str, Record]:
 
 
 def _text(folder: Path) -> str:
-    return re.sub(r"\s+", " ", re.sub("<[^>]+>", " ", build(folder).read_text(encoding="utf-8")))
+    text = re.sub("<[^>]+>", " ", build(folder).read_text(encoding="utf-8"))
+    return re.sub(r"\s+", " ", html.unescape(text))
 
 
 def test_records_say_what_was_predicted_and_compared(tmp_path: Path) -> None:
@@ -64,9 +66,7 @@ def test_records_say_what_was_predicted_and_compared(tmp_path: Path) -> None:
     )
     assert low_rank.first_gradients == []
     assert low_rank.ran["method"]["class"] == "examples.powersgd:PowerSGD(rank=1)"
-    assert {"method", "corpus"} <= mean.inputs.keys() or digests(Trial.from_canonical(mean.trial)).keys() >= {
-        "method"
-    }
+    assert "method" in digests(Trial.from_canonical(mean.trial))
     page = _text(tmp_path)
     assert "measured, not predicted" in page
     assert f"The bytes of {HOPS}'s gradients were measured, not predicted: the class declares none." in page

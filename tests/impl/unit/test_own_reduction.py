@@ -32,7 +32,9 @@ from impl.plan.topology import Topology
 from impl.plan.traffic import Sent, passes, predict
 from impl.simulate import simulate
 from impl.unit.own_reduction import ReductionMethod
+from impl.zero import shard
 from tests.support.methods import Hops, Mean
+from tests.support.ranks import on_processes
 from tests.support.training import Training, model, single
 
 EXACT = Policy(weights=FP32, gradients=(FP32, FP32))
@@ -309,3 +311,46 @@ def test_examples_equal_a_reference_of_one_process(name: str) -> None:
     for step, mean in enumerate(expected):
         whole = torch.cat([rank[step] for rank in ranks])[: mean.numel()]
         torch.testing.assert_close(whole.view(mean.shape), mean, rtol=1e-4, atol=1e-5)
+
+
+def _powersgd_by_ddp(mesh: Mesh, rank: int) -> tuple[float, float]:
+    """Train beside DDP's PowerSGD hook; the errors of both mean gradients, in a step whose matrices have low rank."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    weights = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
+    left = torch.randn(8, rank, generator=torch.Generator().manual_seed(2))
+    right = torch.randn(rank, 12, generator=torch.Generator().manual_seed(3 + mesh.rank))
+    gradient = left @ right  # of all ranks' matrices together, the rank is ``rank``
+    net = nn.Linear(12, 8, bias=False)
+    with torch.no_grad():
+        net.weight.copy_(weights)
+    ddp = nn.parallel.DistributedDataParallel(net)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for _ in range(4):
+        net.weight.grad = None
+        (ddp(torch.eye(12)) * gradient.T).sum().backward()
+    assert net.weight.grad is not None
+    theirs = net.weight.grad
+    zero = shard(
+        own := nn.Sequential(nn.Linear(12, 8, bias=False)),
+        mesh=mesh,
+        policy=_roomy(method(PowerSGD, rank=rank)),
+    )
+    (own(torch.eye(12)) * gradient.T).sum().backward()
+    mine = torch.cat([m.grad.flatten() for m in zero.masters if m.grad is not None])
+    ours = zero.wire.all_gather_small(mine).flatten()[: theirs.numel()].view_as(theirs)
+    exact = zero.wire.all_gather_small(gradient.flatten()).mean(0).view_as(theirs)
+    return float((ours - exact).abs().max()), float((theirs - exact).abs().max())
+
+
+def _roomy(own: Any) -> Policy:
+    return Policy(weights=FP32, reduce=own, memory=MemoryLimits(max_padding=9.0))
+
+
+@pytest.mark.long
+def test_powersgd_is_as_exact_as_ddps_hook() -> None:
+    """For gradients of rank 2, PowerSGD of rank 2 and DDP's hook find the exact mean, over gloo."""
+    for ours, theirs in on_processes(Topology(1, 2), _powersgd_by_ddp, 2):
+        assert ours < 1e-4
+        assert theirs < 1e-4
