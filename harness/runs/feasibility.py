@@ -137,6 +137,7 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
         _refusal(partial(_check_own_codecs, trial.cluster.device, codecs)) if codecs else None,
         optimizer if isinstance(optimizer, str) else None,
         None if own is None else _refusal(lambda: own.definition),
+        _refusal(partial(_check_strategy, trial.strategy)) if trial.own_strategy and not unread else None,
     ]
     if isinstance(model, Refusal):
         problems.append(str(model))
@@ -183,6 +184,7 @@ def _unread(trial: Trial) -> dict[str, str]:
     codecs = () if policy is None else (codec for codec in policy.own_codecs if not codec.readable)
     names = {"model": trial.model.name, "optimizer": trial.optimizer.name, "tokenizer": trial.tokenizer or ""}
     names |= {} if trial.own_method is None else {"method": trial.own_method.name}
+    names |= {"strategy": trial.strategy} if trial.own_strategy else {}
     names |= {f"codec {number}": str(codec) for number, codec in enumerate(codecs)}
     if named_object.is_name(trial.corpus) and not suite_folder.path_of(trial.corpus).exists():
         names["corpus"] = trial.corpus
@@ -196,6 +198,13 @@ def _check_own_codecs(device: str, codecs: Sequence[Codec]) -> None:
     from impl.ops import check_devices
 
     check_devices(torch.device(device), codecs)
+
+
+def _check_strategy(name: str) -> None:
+    """Refuse a strategy of a user's own that cannot be imported, or is no subclass of ours."""
+    from harness.strategies.own_strategy import strategy_class
+
+    strategy_class(name)
 
 
 def _check_blocks(model: nn.Module) -> None:
@@ -248,9 +257,10 @@ def _plan(
     if (own := trial.own_method) is not None:
         zero_units = [unit for unit in units if isinstance(unit, UnitGeometry)]
         methods = None if "method" in prediction.unread else planned_messages(own, topology, zero_units)
-        if methods is None or None in methods.values():  # measured, not predicted
-            prediction.padded = sum(unit.padded for unit in units)
-            return memory
+    known = methods is not None and None not in methods.values() if own is not None else True
+    if trial.own_strategy or not known:  # measured, not predicted
+        prediction.padded, prediction.step = sum(unit.padded for unit in units), None
+        return memory
     inter, intra = per_node_bytes(policy, topology, units, trial, methods=methods)
     if judges:
         judged = per_node_bytes(policy, topology, judges, trial, judges=True)

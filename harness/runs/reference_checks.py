@@ -132,6 +132,8 @@ class Comparison:
         # The check needs messages outside of the wire, and transport "staged" carries none.  In workload rlhf, the
         # model itself generates the batch.
         checks = trial.workload == "train" and trial.cluster.transport != "staged"
+        # A strategy of the user's own may have other weights on each node.
+        checks = checks and not trial.own_strategy
         self.drawn = drawn if checks and drawn not in self.steps else None
         self.events: list[Event] = []  # passes before training, for ``impl.plan.traffic``
 

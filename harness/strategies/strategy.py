@@ -3,7 +3,8 @@
 - :class:`Sharded`: a policy, run by our own engine;
 - :class:`Hosted`: a policy inside FSDP2 or DDP (``fsdp2+qgz``), which communicate through our collectives;
 - :class:`Strategy`: DDP, FSDP2 and a single process as peers (``harness.suites.peers``);
-- :class:`ByDeepSpeed`: DeepSpeed as a peer.
+- :class:`ByDeepSpeed`: DeepSpeed as a peer;
+- :class:`~harness.strategies.own_strategy.OwnStrategy`: a class of the user's own, with our engine.
 
 Messages through our wire are booked in a ledger, which can be compared with a prediction.  Peers send outside the wire,
 so they have neither a ledger nor a prediction.  :func:`prepare` makes the strategy of a trial.
@@ -382,6 +383,10 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
         libraries = {"deepspeed": deepspeed.version(), "deepspeed_config": config}
         return ByDeepSpeed(engine, lambda: libraries, None, (), stepping=optimizer)
     wire = wire_of(trial, rank, device)
+    if trial.own_strategy:
+        from harness.strategies.own_strategy import own_strategy  # which is made of this module's classes
+
+        return own_strategy(trial, model, wire, policy)
     if host is None:
         return shard_model(trial, model, wire, policy)
     joined: InFSDP2 | InDDP

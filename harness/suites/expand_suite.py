@@ -297,7 +297,7 @@ def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
             if trial.strategy in PEERS
             else {
                 "policy": trial.policy.model_copy(update={"align": grain}),
-                "method": {} if trial.own_method is None else trial.method,
+                "method": {} if trial.own_method is None and not trial.own_strategy else trial.method,
                 "peer": PeerSettings(),
             }
         )
@@ -334,7 +334,7 @@ def _run_key(trial: Trial) -> str:
                 reduce_every="micro_batch" if policy.reduces_each_micro_batch else "step",
             )
         )
-        data["strategy"] = trial.host
+        data["strategy"] = trial.strategy if trial.own_strategy else trial.host
         data.pop(_CONFIGURATION, None)
     return json.dumps(data, sort_keys=True)
 

@@ -95,8 +95,8 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     ),
     "method": lambda trial: (
         None
-        if trial.own_method is not None
-        else "no class of your own: name one in policy.reduce, such as 'mine:Class'"
+        if trial.own_method is not None or trial.own_strategy
+        else "no class of your own: name one in policy.reduce or strategy, such as 'mine:Class'"
     ),
     "policy.chunks": lambda trial: _with_policy(trial) or _joined(trial),
     "policy.prefetch": _of_stage_3,

@@ -49,6 +49,7 @@ from impl.adapters.traffic import HOSTED, Host
 from impl.codecs.codec import Codec, parse
 from impl.deepspeed.config_to_policy import Recipe, recipe
 from impl.deepspeed.keys import load as load_configuration
+from impl.named_object import is_name
 from impl.plan import policy as policies
 from impl.plan.learning_rate import Schedule
 from impl.plan.own_method import OwnMethod, method
@@ -359,8 +360,9 @@ class Trial(_Frozen):
     @field_validator("strategy")
     @classmethod
     def _known(cls, value: str) -> str:
-        if value not in STRATEGIES:
-            raise ValueError(f"expected one of {', '.join(STRATEGIES)}{suggestion(value, STRATEGIES)}")
+        if value not in STRATEGIES and not is_name(value):
+            known = f"{', '.join(STRATEGIES)}, or 'module:Class'"
+            raise ValueError(f"expected one of {known}{suggestion(value, STRATEGIES)}")
         return value
 
     @field_validator("control", "tokenizer", mode="before")
@@ -430,6 +432,8 @@ class Trial(_Frozen):
             return None
         if self.strategy == RECIPE:
             return self.recipe().policy
+        if self.own_strategy:  # its policy is ZeRO-3's with the suite's changes
+            return PRESETS["zero3"]
         return HOSTED[self.strategy][1] if self.strategy in HOSTED else PRESETS[self.strategy]
 
     def recipe(self) -> Recipe:
@@ -460,9 +464,18 @@ class Trial(_Frozen):
 
     @property
     def own_method(self) -> OwnMethod | None:
-        """The class of a user's own that reduces gradients, with its arguments; None without one."""
+        """The class of a user's own that reduces gradients, with its arguments; None without one.
+
+        With a strategy of one's own, that strategy gets the arguments, and the class none.
+        """
         named = self.policy.reduce if self.strategy not in PEERS else None
-        return method(named, **self.method) if named is not None and ":" in named else None
+        arguments = {} if self.own_strategy else self.method
+        return method(named, **arguments) if named is not None and ":" in named else None
+
+    @property
+    def own_strategy(self) -> bool:
+        """Whether the strategy is a class of a user's own, ``module:Class``."""
+        return ":" in self.strategy
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -476,4 +489,4 @@ class Trial(_Frozen):
             PolicyError: If no topology could run the policy.
         """
         base = self.base_policy()
-        return None if base is None else self.policy.applied(base, self.method)
+        return None if base is None else self.policy.applied(base, {} if self.own_strategy else self.method)

@@ -188,7 +188,7 @@ def labels_of(
 
 def label_of(trial: Trial, shared: Mapping[str, str], also: Mapping[str, Any] = {}) -> str:
     """``ZeRO++``, or ``ZeRO++ (w int8:64)`` where a change, or a further field, distinguishes it."""
-    name, changes = NAMES[trial.strategy], changes_of(trial)
+    name, changes = name_of(trial.strategy), changes_of(trial)
     if trial.strategy == RECIPE:  # its name has the stage, and its policy's changes from the bare stage
         stage = trial.recipe().policy.stage
         bare = recipe({"zero_optimization": {"stage": stage}}, topology=trial.topology()).policy
@@ -201,6 +201,11 @@ def label_of(trial: Trial, shared: Mapping[str, str], also: Mapping[str, Any] = 
     if trial.control is not None:
         texts.append(f"control: {trial.control.replace('_', ' ')}")
     return f"{name} ({', '.join(texts)})" if texts else name
+
+
+def name_of(strategy: str) -> str:
+    """Printed name of a strategy; of a user's own, its class."""
+    return NAMES.get(strategy) or strategy.rpartition(":")[2]
 
 
 def field_text(field: str, value: str) -> str:

@@ -343,7 +343,7 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
         **{name: getattr(trial, name) for name in of_trial},
         **{name: getattr(topology, name) for name in ("nodes", "ranks_per_node", "world")},
         "configuration": configuration,
-        "place": list(NAMES).index(trial.strategy),
+        "place": [*NAMES, trial.strategy].index(trial.strategy),
         "processes": len(record.ranks),
         "model": trial.model.name,
         "rate_mbit": trial.cluster.rate,

@@ -190,3 +190,81 @@ def test_plans_do_not_import_the_class() -> None:
     assert hops.inter is None
     missing, *_ = forecast([_trial("nowhere:Class")], any_host())
     assert "nowhere:Class: cannot import 'nowhere'" in missing.problems[0]
+
+
+# Strategies of one's own
+
+LOCAL = "examples.local_steps:LocalSteps"
+
+
+def _local(policy: dict[str, Any], strategy: str = LOCAL, **changes: Any) -> Trial:
+    policy = {"max_padding": 9.0, **policy}
+    return trial("stdlib", strategy, cluster=THREADS, policy=policy, steps=6, warmup=0, **changes)
+
+
+def test_local_steps_train_with_fewer_bytes(tmp_path: Path) -> None:
+    """Nodes that meet every third step send gradients inside nodes only, and the messages of their meetings are
+    booked as state, which is measured and not predicted.
+    """
+    apart = {"group": "node", "reduce": "examples.local_steps:NodeMean"}
+    trials = [_local(apart, method={"every": 3}, validate_every=3), _local({}, "zero3", validate_every=3)]
+    outcome, shown = sweep(trials, tmp_path)
+    assert outcome.failed == 0, shown
+    own = next(record for record in read_all(tmp_path) if record.trial["strategy"] == LOCAL)
+    assert own.predicted is not None
+    assert (own.predicted.equal, own.predicted.unpredicted) == (None, ["state"])
+    rows = own.ranks[0].ledger or []
+    between = {row.purpose for row in rows if row.link == "inter"}
+    assert "gradients" not in between
+    assert "weights" not in between
+    (state,) = (row for row in rows if row.purpose == "state" and row.link == "inter")
+    assert state.messages == 2  # in 6 steps
+    losses = [step.loss for step in own.ranks[0].steps]
+    assert losses[-1] < losses[0]
+    assert "LocalSteps" in _text(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"strategy": "nowhere:Class"}, "strategy nowhere:Class: cannot import 'nowhere'"),
+        ({"strategy": "examples.top_k:TopK"}, "expected a subclass of harness.strategies.Strategy"),
+        ({"method": {"often": 3}}, "configure() raised TypeError:"),
+    ],
+)
+def test_strategies_that_cannot_be_made_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    """A class that cannot be imported, is no strategy, or refuses its arguments is named in one line."""
+    own = _local({}, **changes)
+    (plan,) = forecast([own], any_host())
+    if plan.problems:
+        assert message in plan.problems[0]
+        return
+    outcome, _ = sweep([own], tmp_path)
+    assert outcome.failed == 1
+    (record,) = read_all(tmp_path)
+    assert record.failure is not None
+    assert message in record.failure.message
+
+
+def test_plans_do_not_import_a_strategy() -> None:
+    """Without imports, a plan of a strategy of one's own has memory, and neither bytes nor time."""
+    with named_object.forbidden():
+        (plan,) = forecast([_local({}, "nowhere:Class")], any_host())
+    assert plan.inter is None
+    assert plan.unread == {"strategy": "nowhere:Class"}
+    assert not plan.problems
+
+
+def test_a_strategy_of_ones_own_keeps_the_suites_policy_and_arguments() -> None:
+    """All ``policy.*`` of a suite apply to a strategy of one's own, which gets ``method.*`` instead of the method."""
+    suite = _suite(
+        matrix={"strategy": ["zero3", "zeropp", "mine:Own"], "policy.group": ["node"], "method.every": [2, 4]}
+    )
+    own = [t for t in suite.combinations if t.own_strategy]
+    assert [(t.method, t.policy.group) for t in own] == [({"every": 2}, "node"), ({"every": 4}, "node")]
+    with pytest.raises(
+        SuiteError, match="measure_quantisation: errors are not measured with strategy = 'mine:Own'"
+    ):
+        _suite(defaults={"strategy": "mine:Own", "measure_quantisation": True})
