@@ -174,7 +174,7 @@ class OwnMethod:
         )
 
 
-def method(source: type[Any] | str, **arguments: Argument) -> OwnMethod:
+def method(source: type[Any] | str, **arguments: Any) -> OwnMethod:
     """Makes a policy's ``reduce`` of a user's class or its name, and of the class's arguments.
 
     Raises MethodError: if a class lacks what a method must have, or an argument is neither a number nor a text.
@@ -208,9 +208,9 @@ def checked(name: str, kind: Any) -> type[Any]:
     """
     if not isinstance(kind, type):
         raise MethodError(f"{name}: is a {type(kind).__name__}, expected a class")
-    for needed in ("start", "finish"):
-        if not callable(getattr(kind, needed, None)):
-            raise MethodError(f"{name}: has no method {needed!r}")
+    for member in ("start", "finish"):
+        if not callable(getattr(kind, member, None)):
+            raise MethodError(f"{name}: has no method {member!r}")
     if missing := sorted(getattr(kind, "__abstractmethods__", ())):
         raise MethodError(f"{name}: has no method {missing[0]!r}")
     if callable(getattr(kind, "state", None)) != callable(getattr(kind, "load", None)):
@@ -294,7 +294,7 @@ def planned_messages(own: OwnMethod, topology: Topology, units: Iterable[UnitGeo
 
     Raises MethodError: if the class cannot be imported or constructed, or its ``bytes()`` is wrong.
     """
-    messages = {}
+    messages: dict[str, tuple[MethodMessage, ...] | None] = {}
     for geometry in units:
         if geometry.trainable and not geometry.persistent:
             unit = MethodUnit.of(geometry, 0)

@@ -270,9 +270,9 @@ class GradientReduction:
         )
         self._forget()
         stream, self._arrival = self._wire.reductions, None
-        # A user's method allocates memory that another stream must not use.
-        beside = stream is not None and self.own is None
-        if beside and reduction.mean is None and self._wire.observer is None:
+        # A user's method stays on the computation's stream, since it allocates memory that no other stream may use.
+        aside = self.own is None and reduction.mean is None and self._wire.observer is None
+        if stream is not None and aside:
             with self._wire.beside(stream, posted=True) as self._arrival:
                 self._take(reduction.finish())
         self.progress = Progress.REDUCING

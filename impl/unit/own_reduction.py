@@ -18,6 +18,8 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
+from impl.codecs.rounding_noise import Key
+from impl.comm.error_feedback import Errors
 from impl.comm.exchanges import Exchange
 from impl.comm.method_wire import MethodWire
 from impl.comm.watchdog import WireError
@@ -113,12 +115,16 @@ class OwnReduction:
         """Return that gradients cannot be collected in a message: the method makes its own."""
         return False
 
+    def open_message(self) -> Exchange:
+        """Raise an error, since :meth:`collects` is False."""
+        raise self._error("gradients cannot be collected in a message")
+
     def start(
         self,
         gradient: Tensor,
         *,
-        key: None = None,
-        errors: None = None,
+        key: Key | None = None,
+        errors: Errors | None = None,
         opened: Exchange | None = None,
         out: Tensor | None = None,
     ) -> None:
