@@ -122,8 +122,9 @@ class Gathering:
         self._into = whole.view(torch.uint8) if hops[0].sends_elements(NAMES.get(whole.dtype)) else None
         self._target = by_axes(whole, [hop.axis for hop in hops[::-1]], shard.numel())
         self._gather = FrameGather(wire, hops)
-        ops.encode(self._codec, shard, self._gather.open(tag, self._into), noise=noise)
-        self._gather.post()
+        self._gather.start(
+            tag, lambda hop, message: ops.encode(hop.codec, shard, message, noise=noise), self._into
+        )
 
     def finish(self) -> None:
         """Wait for all shards and decode them into ``whole``."""

@@ -27,8 +27,8 @@ def forward(_: Hop, message: Tensor, received: Tensor) -> None:
 class FrameGather:
     """Runs the ``hops`` of a gather, one after the other; used for one gather at a time.
 
-    :meth:`open` returns the first hop's message, which the caller fills.  :meth:`post` sends it.  :meth:`finish`
-    waits for it, then runs the remaining hops.  ``left`` is the number of hops that are not posted yet.
+    :meth:`start` posts the first hop, :meth:`finish` runs the remaining ones.  ``left`` is the number of hops that are
+    not posted yet.
 
     Args:
         wire: sends the messages.
@@ -48,23 +48,19 @@ class FrameGather:
         self.hops, self.left = hops, len(hops)
         self._wire, self._write, self._keep = wire, write, keep
         self._tag = Tag("step", "state")
-        self._exchange: Exchange  # the hop under way, from open() to close()
+        self._exchange: Exchange  # the hop under way, from start() to close()
 
-    def open(self, tag: Tag, into: Tensor | None = None) -> Tensor:
-        """Return the first hop's message, (bytes,) uint8, to be written before :meth:`post`.
+    def start(self, tag: Tag, first: Callable[[Hop, Tensor], None], into: Tensor | None = None) -> None:
+        """Post the first hop, whose message (bytes,) uint8 is written by ``first``.
 
         If the gather has a single hop, all messages may arrive in ``into``, (ranks * bytes,) uint8; otherwise ``into``
         is not used.
         """
-        self._tag, self.left, hop = tag, len(self.hops), self.hops[0]
-        to = into if self.left == 1 else None
-        self._exchange = self._wire.all_gather(hop.axis, hop.nbytes, tag, ring=hop.ring, into=to)
-        return self._exchange.send
-
-    def post(self) -> None:
-        """Send the first hop's message."""
-        self._exchange.post()
-        self.left -= 1
+        self._tag, self.left, hop = tag, len(self.hops) - 1, self.hops[0]
+        to = None if self.left else into
+        exchange = self._exchange = self._wire.all_gather(hop.axis, hop.nbytes, tag, ring=hop.ring, into=to)
+        first(hop, exchange.send)
+        exchange.post()
 
     def post_next_hop(self) -> None:
         """Wait for the hop under way, and post the next one."""

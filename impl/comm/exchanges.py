@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Final, Literal, Protocol
+from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,11 @@ from impl.comm.fingerprint import Fields, Step, label
 from impl.comm.hang_monitor import HangMonitor
 from impl.comm.ledger import BETWEEN, INSIDE
 from impl.comm.watchdog import DIFFER, Watchdog
+from impl.plan.hops import Kind
 from impl.plan.messages import SPARE, size_class
 from impl.plan.traffic import LedgerKey
 from impl.transport.group import Group
 from impl.transport.side_stream import Arrival
-
-Kind = Literal["all_gather", "all_to_all", "shift"]
 
 _IDLE: Final = Arrival(joined=True)  # of a buffer that nothing uses
 _TAGS: Final = 1 << 30  # gloo's messages have tags below this number

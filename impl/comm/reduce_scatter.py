@@ -193,7 +193,7 @@ class Reduction:
             case "sum":
                 self._under_way[part] = self._send_on(number, part)
             case "mean":
-                self._encode_mean(number)
+                self._gather_mean(number)
             case _:
                 self._gather.post_next_hop()
 
@@ -260,15 +260,19 @@ class Reduction:
 
     # Hops that gather means
 
-    def _encode_mean(self, number: int) -> None:
+    def _gather_mean(self, number: int) -> None:
         """Encode the mean of this rank's piece, and start to gather the pieces of all copies of the shard."""
-        hops, mean = self._gather.hops, self._summed(None)
-        message = self._gather.open(self.tag)
-        ops.encode(hops[0].codec, mean, message, noise=self.noise(self._key, number))
-        if self._observer is not None:
-            encoded = EncodedHop(number, "+".join(hop.axis.name for hop in hops), hops[0].codec)
-            self._observer.encoded(self.tag.unit, encoded, mean, message)
-        self._gather.post()
+        mean = self._summed(None)
+
+        def encode(hop: Hop, message: Tensor) -> None:
+            ops.encode(hop.codec, mean, message, noise=self.noise(self._key, number))
+            if self._observer is not None:
+                encoded = EncodedHop(
+                    number, "+".join(each.axis.name for each in self._gather.hops), hop.codec
+                )
+                self._observer.encoded(self.tag.unit, encoded, mean, message)
+
+        self._gather.start(self.tag, encode)
 
     def _gathered(self) -> Tensor:
         """Wait for the pieces of all copies of the shard, and return the shard's mean."""

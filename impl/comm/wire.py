@@ -27,11 +27,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from impl.codecs.codec import Codec
 from impl.comm import exchanges
-from impl.comm.exchanges import Exchange, Kind, Pacer
+from impl.comm.exchanges import Exchange, Pacer
 from impl.comm.hang_monitor import HangMonitor, OnHang, end_process
 from impl.comm.ledger import Ledger, Timeline
 from impl.comm.mesh import Mesh
 from impl.comm.watchdog import DIFFER, ORDER_CHECK, Watchdog, WireError
+from impl.plan.hops import Kind
 from impl.plan.topology import Axis, ranks_in_words
 from impl.plan.traffic import LedgerKey, Purpose, Tag, destinations
 from impl.transport import shared_memory, threads

@@ -6,7 +6,7 @@ The hooks are installed once, when the model is sharded.  In a step they run in 
 2. *After a module has run* (``_post_forward``), reshard its units, and register hooks on its outputs.
 3. *When the gradient of an output arrives* (:meth:`Hooks.pre_backward`), gather the module's units again.
 4. *When the gradient of a parameter arrives* (:meth:`Hooks.collect_gradient`), hand it to the unit's reduction;
-   after the last one, reshard the unit.
+   after the last one, reshard the unit, and start the reductions that are ready.
 5. *When autograd has finished* (``_end_backward``), finish all reductions.
 
 Hooks that autograd keeps hold the engine weakly, because Python's garbage collector cannot see them: a strong

@@ -1,7 +1,8 @@
 """Compiles a policy into hops: the messages of a unit's weight gather and of its gradient reduction, as data.
 
-A gather or a reduction is a tuple of :class:`Hop`, in the order in which every rank posts its messages.  No other
-module decides which codec crosses which link.  The same tuples have four readers:
+A gather or a reduction is a tuple of :class:`Hop`, in the order in which every rank posts its messages.  The policy
+names axes and codecs; this module alone decides what each hop sends, in which codec, and what it keeps.  The same
+tuples have four readers:
 
 * the engine sends them: :mod:`impl.comm.all_gather` and :mod:`impl.unit.weight_gather` run gathers,
   :mod:`impl.comm.reduce_scatter` and :mod:`impl.unit.gradient_reduction` run reductions;

@@ -115,8 +115,7 @@ class WeightGather:
         gather = self._under_way = self._gathers[sends]
         self._columns = bool(self._bands) and phase == "backward"
         into = self.flat.attach().view(torch.uint8) if self._in_place else None
-        self._write(gather.hops[0], gather.open(self._tags[phase], into))
-        gather.post()
+        gather.start(self._tags[phase], self._write, into)
         if (stream := self.wire.gathers) is not None:
             self.flat.attach()  # here, since the memory belongs to the stream of the computation
             with self.wire.beside(stream, posted=gather.hops[0].axis.size > 1) as arrival:

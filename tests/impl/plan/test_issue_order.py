@@ -57,7 +57,7 @@ def _watched() -> Iterator[dict[int, Events]]:
         return reduction._wire.mesh.rank, ("mean", reduction._geometry.name)
 
     with (
-        noting(FrameGather, "post", of_gather),
+        noting(FrameGather, "start", of_gather),
         noting(FrameGather, "post_next_hop", of_gather),
         noting(Reduction, "_send_first", of_reduction),
         noting(Reduction, "_send_on", of_reduction),

@@ -40,6 +40,7 @@ POLICIES = {
     "bf16 copy": preset("zeropp", memory=ROOMY, **SMALL, secondary_format="bf16"),
     "differences": preset("sdp4bit", memory=ROOMY, differences=parse("int4:32:stochastic")),
     "feedback": preset("loco", memory=ROOMY),
+    "mics": preset("mics", memory=ROOMY),
 }
 
 
