@@ -82,12 +82,12 @@ def _trial_seconds(forecast: Forecast, flops: float) -> float:
     if trial.workload == "rlhf":  # the actor decodes, then it and two frozen models read the result
         micro_batches += _FORWARD * (3 + trial.generate.tokens / trial.sequence)
     sent, rate = forecast.egress, trial.slowest_mbit
-    # A peer's bytes are not predicted.  Assume rings: DDP's all-reduce is two of them, FSDP2 needs two
-    # all-gathers and a reduce-scatter for each micro-batch.
+    # Bytes of peers, and of some methods of a user's own, are not predicted.  Assume rings: DDP's all-reduce is two of
+    # them, FSDP2 and our engine need two all-gathers and a reduce-scatter for each micro-batch.
     if sent is None and ranks > 1:
-        peer = PEERS[trial.strategy]
-        rings = 2 if peer.family == "ddp" else 3 * trial.accumulation
-        dtype: Compute = "bf16" if peer.wire(trial.peer.compute) == "bf16" else "fp32"
+        peer = PEERS.get(trial.strategy)
+        rings = 2 if peer is not None and peer.family == "ddp" else 3 * trial.accumulation
+        dtype: Compute = "bf16" if peer is None or peer.wire(trial.peer.compute) == "bf16" else "fp32"
         sent = rings * (forecast.parameters or 0) * ITEM_BYTES[dtype]
     wire = sent * 8 / (rate * 1e6) if sent and rate and trial.cluster.nodes > 1 else 0.0
     steps = trial.warmup + trial.steps

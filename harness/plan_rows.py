@@ -79,6 +79,8 @@ _MISSING: Final = {  # by role of a suite's own object, the numbers that are unk
     "optimizer": "memory",
     "corpus": "whether the data fit",
     "tokenizer": "whether the data fit",
+    "method": "bytes and time",
+    "strategy": "bytes and time",
     "codec": "padding, bytes, memory, time and trial ids",
 }
 

@@ -197,6 +197,13 @@ def losses_text(losses: Sequence[float]) -> str:
     return ", ".join(texts if len(texts) <= 2 * _ENDS else [*texts[:_ENDS], "...", *texts[-_ENDS:]])
 
 
+def _as_predicted(record: Record) -> bool | str | None:
+    """Return whether the ledger equals its prediction, or what of it was not predicted; None for peers."""
+    if record.predicted is not None and record.predicted.unpredicted:
+        return f"{', '.join(record.predicted.unpredicted)}: measured, not predicted"
+    return None if record.predicted is None else record.predicted.equal
+
+
 def single_record(record: Record, out: Console, folder: Path) -> None:
     """Print one record of a results folder, a line for each value.
 
@@ -218,7 +225,7 @@ def single_record(record: Record, out: Console, folder: Path) -> None:
         **{f"memory, {part.replace('_', ' ')}": gib(size) for part, size in sizes.items() if size},
         "failure.losses": losses_text([] if record.failure is None else record.failure.losses),
         "validations": ", ".join(f"{v.loss:.4f} after {v.step} steps" for v in validations),
-        "ledger equals prediction": None if record.predicted is None else record.predicted.equal,
+        "ledger equals prediction": _as_predicted(record),
         "outcome": outcome(record),
     }
     for name, value in lines.items():

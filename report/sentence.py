@@ -18,7 +18,7 @@ from harness.records.confidence_intervals import FEWEST, FEWEST_UNDISTURBED, WIT
 from harness.suites.answering_quantity import Quantity
 from harness.suites.peers import PEERS
 from report.data import break_even, effects, loss_verdicts, metrics, speedups
-from report.data.configuration import NAMES, spelled
+from report.data.configuration import name_of, spelled
 from report.data.effects import MOST_NEEDED, Effect, Key, Verdict
 from report.data.metrics import Derived
 from report.data.text import counted, listed, number
@@ -259,7 +259,7 @@ def _differences(
         Difference(
             found[key], spelled(key[1]), spelled(next(iter(bases.get(key, overall)), "")),
             f"within {key[0]} without activations, " if asked == "size" else places.get(key[0], ""), notes[key],
-            preset=key[1] == NAMES[trials[key[1]].strategy] or trials[key[1]].control is not None,
+            preset=key[1] == name_of(trials[key[1]].strategy) or trials[key[1]].control is not None,
         )
         for key in keys
     ]  # fmt: skip

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 from impl import __version__ as __version__
 
 if TYPE_CHECKING:
+    from harness.audit.inside import audit as audit
     from impl import zero as zero
+    from impl.adapters.inside_fsdp2 import fsdp2 as fsdp2
     from impl.checkpoint import save_load as _save_load
     from impl.checkpoint.full_state import consolidated as consolidated
     from impl.checkpoint.full_state import export as export
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from impl.plan.topology import Topology as Topology
     from impl.quantized_collectives import quantized_all_gather as quantized_all_gather
     from impl.quantized_collectives import quantized_reduce_scatter as quantized_reduce_scatter
+    from impl.simulate import simulate as simulate
     from impl.transport.group import MeshError as MeshError
     from impl.zero import GatheredParameters as GatheredParameters
     from impl.zero import Init as Init
@@ -108,8 +111,9 @@ _HOME: Final = {  # for each name, where it is defined: "module", or "module:nam
     "Key": "impl.codecs.rounding_noise:Key",
     "quantized_all_gather": "impl.quantized_collectives:quantized_all_gather",
     "quantized_reduce_scatter": "impl.quantized_collectives:quantized_reduce_scatter",
-    # records
+    # records, and what a program sends
     "load": "report:load",
+    "audit": "harness.audit.inside:audit",
     # errors
     "ZeroError": "impl.zero:ZeroError",
     "PolicyError": "impl.plan.policy:PolicyError",

@@ -51,8 +51,9 @@ _VALUES: Final = {
     "answer": "quantity of the page's first sentence: `loss`, `step`, `bytes`, `error`, `memory`, or `trials` "
     "(how many finished); "
     "empty: [the axes decide](#quantity-that-a-page-begins-with)",
-    "strategy": "[ours](#strategies-of-our-engine), `recipe`, [a peer](#strategies-that-are-peers), or ours "
-    "[inside FSDP2 or DDP](#collectives-inside-fsdp2-and-ddp)",
+    "strategy": "[ours](#strategies-of-our-engine), `recipe`, [a peer](#strategies-that-are-peers), ours "
+    "[inside FSDP2 or DDP](#collectives-inside-fsdp2-and-ddp), or `module:Class`, "
+    "[your own](own_method.md#a-strategy-of-your-own)",
     "peer.compute": "`fp32`, `bf16`: type that peers compute in; policies have `policy.compute`",
     "peer.reduce_dtype": "`compute`, `fp32`: type in which FSDP2 reduces gradients",
     "peer.group": "`all`, `node`: ranks that share one copy of FSDP2's states; with `node`, nodes are replicas (HSDP)",
@@ -66,7 +67,9 @@ _VALUES: Final = {
     "policy.secondary_format": "hpZ's copy: `frames` keeps the codes that were received, `bf16`, `fp16` or "
     "`fp32` casts the weights",
     "policy.gather": "`flat`: one ring over all ranks; `hierarchical`: between nodes first, then inside nodes",
-    "policy.reduce": "`ring`; `one_hop`: one all-to-all over all ranks; `two_hop`: inside nodes, then between",
+    "policy.reduce": "`ring`; `one_hop`: one all-to-all over all ranks; `two_hop`: inside nodes, then between; or "
+    "`module:Class`, [a method of your own](own_method.md)",
+    "method": "table: arguments of [a method or strategy of your own](own_method.md); `none` gives no argument",
     "policy.chunks": "whole number: parts in which a shard is reduced, so that hops overlap",
     "policy.reduce_every": "`micro_batch` reduces after each micro-batch and adds up in shards; `step` adds up "
     "locally and reduces once; `stage`: as the stage implies",

@@ -1,13 +1,15 @@
-"""``zeropp check codecs``: tests the laws that codecs declare, both ours and users'.
+"""``zeropp check``: tests the laws that codecs (``codecs``) and a user's own reductions (``method``) declare.
 
 The exit status is 0 if all laws hold, 1 if one does not, and 2 if something cannot be tried.  ``zeropp run`` calls
-:func:`check_laws` for the user codecs of a suite.  torch and Hypothesis are imported only when a check runs.
+:func:`check_laws` for the user codecs and methods of a suite.  torch and Hypothesis are imported only when a check
+runs.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich import box
@@ -21,6 +23,8 @@ from harness.laws import ELEMENTS
 from harness.suites.labels import NONE
 from harness.suites.trial import Trial
 from impl.codecs.codec import Codec, Law
+from impl.plan import own_method
+from impl.plan.own_method import OwnMethod
 
 if TYPE_CHECKING:
     from harness.laws.adversarial_rows import Outcome
@@ -31,13 +35,16 @@ EXAMPLES: Final = 40
 _BEFORE_A_RUN: Final = 50  # examples of each claim when zeropp run checks a suite's user codecs
 _MOST_SHOWN: Final = 64  # elements or bytes of a violation that are printed
 
-app = typer.Typer(help="Check that codecs keep the laws that they declare.", rich_markup_mode=None)
+_METHODS_BEFORE_A_RUN: Final = 8  # examples of each claim when zeropp run checks a suite's methods
+
+app = typer.Typer(
+    help="Check that codecs and methods keep the laws that they declare.", rich_markup_mode=None
+)
 
 
 @app.callback()
 def _entry() -> None:
-    """Check that codecs keep the laws that they declare."""
-    # This callback makes typer keep `codecs` as a subcommand; a group of one command would otherwise be flattened.
+    """Check that codecs and methods keep the laws that they declare."""
 
 
 @app.command()
@@ -97,12 +104,91 @@ def codecs(
         raise typer.Exit(VIOLATED)
 
 
+@app.command()
+def method(
+    name: Annotated[
+        str, typer.Argument(help="Your class, as module:Class of the working folder.", metavar="MODULE:CLASS")
+    ],
+    argument: Annotated[
+        list[str] | None,
+        typer.Option(help="Argument of the class, as NAME=VALUE; may be given several times."),
+    ] = None,
+    examples: Annotated[int, typer.Option(min=1, help="Number of random cases of each law.")] = EXAMPLES,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the random cases; an equal seed gives equal cases.")
+    ] = 0,
+) -> None:
+    """Try every law that a reduction of your own declares, on ranks that are threads, and print the smallest case
+    that breaks one.
+    """
+    from harness.laws.method_laws import claims_of, falsify
+
+    interrupts.take_over()
+    own = _method(name, argument or [])
+    out = terminal_table.console()
+    table, broken = Table("claim", "outcome", "meaning", box=box.SIMPLE_HEAD), list[str]()
+    for claim in claims_of(own):
+        outcome = falsify(own, claim, examples=examples, seed=seed)
+        title = claim.name.lower()
+        if outcome.case is not None:
+            broken.append(f"{own} breaks {title}: {outcome.violation}")
+            broken.append(f"  smallest case found: {outcome.case}")
+        result = "[bold red]FAILS[/]" if outcome.case is not None else f"holds {outcome.cases}"
+        table.add_row(title, result, claim.value)
+    out.print(table)
+    for line in broken:
+        out.print(escape(line), soft_wrap=True)
+    if broken:
+        raise typer.Exit(VIOLATED)
+
+
+def _method(name: str, arguments: Sequence[str]) -> OwnMethod:
+    """Return the method that the command line names; raises a Refusal if it cannot be imported."""
+    values: dict[str, Any] = {}
+    for text in arguments:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise Refusal(f"--argument {text}: expected NAME=VALUE, such as rank=4")
+        try:
+            values[key] = json.loads(value)
+        except ValueError:
+            values[key] = value  # a text
+    try:
+        own = own_method.method(name, **values)
+        _ = own.definition
+    except own_method.MethodError as error:
+        raise Refusal(str(error)) from error
+    return own
+
+
 def check_laws(trials: Sequence[Trial]) -> list[str]:
-    """Check the laws of a suite's user codecs before its first trial, and return the codecs' names.
+    """Check the laws of a suite's user codecs and methods before its first trial, and return their names.
 
     Raises:
-        Refusal: if a law is broken, or a codec cannot be tried.
+        Refusal: if a law is broken, or a codec or method cannot be tried.
     """
+    return [*_check_codecs(trials), *_check_methods(trials)]
+
+
+def _check_methods(trials: Sequence[Trial]) -> list[str]:
+    methods = {str(own): own for trial in trials if (own := trial.own_method) is not None}
+    if not methods:
+        return []
+    from harness.laws.method_laws import claims_of, falsify
+
+    for text, own in sorted(methods.items()):
+        for claim in claims_of(own):
+            outcome = falsify(own, claim, examples=_METHODS_BEFORE_A_RUN, seed=0)
+            if outcome.case is not None:
+                options = "".join(f" --argument {key}={json.dumps(value)}" for key, value in own.arguments)
+                raise Refusal(
+                    f"{text} breaks {claim.name.lower()}: {outcome.violation}; run `zeropp check method {own.name}"
+                    f"{options}` to see the case"
+                )
+    return sorted(methods)
+
+
+def _check_codecs(trials: Sequence[Trial]) -> list[str]:
     codecs = {
         codec
         for trial in trials

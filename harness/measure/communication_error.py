@@ -247,8 +247,8 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
 
     Two rules are checked on whole reductions and gathers.  First, an error grows at most :data:`GROWTH` times after the
     first measured step.  Second, the error of hpZ's copy is at most the error of the copied weights, plus the copy's
-    own rounding.  The first rule does not apply to gradients with error feedback, to codecs that a budget changes, and
-    to the first step of differences, since these errors may grow.
+    own rounding.  The first rule does not apply to gradients with error feedback or a user's own reduction, to codecs
+    that a budget changes, and to the first step of differences, since these errors may grow.
     """
     rounding = BF16_VNMSE if policy.copy_codec not in (policy.weights, policy.inside) else 0.0
     ends = [
@@ -269,7 +269,8 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
         gradients = error.purpose == "gradients"
         budgeted = ("gradients" if gradients else "weights") in policy.candidates
         differs = policy.differences is not None and error.step == 0
-        if budgeted or (policy.feedback is not None if gradients else differs):
+        carries = policy.feedback is not None or policy.own_reduce is not None
+        if budgeted or (carries if gradients else differs):
             continue
         allowed = GROWTH * max(first.setdefault((error.purpose, error.unit, error.codec), vnmse), BF16_VNMSE)
         if vnmse > allowed:
@@ -300,11 +301,14 @@ def mean_cosine(products: NDArray[np.float64]) -> float | None:
 
 
 def outcomes_differ(policy: Policy) -> bool:
-    """Return whether two reductions of the same gradients may differ, because of error feedback or random rounding.
+    """Return whether two reductions of the same gradients may differ.
 
+    They may because of error feedback, of random rounding, or of the state of a user's own reduction.
     If so, the error of the mean of :data:`REPEATED` reductions is measured too.
     """
     codecs = (*policy.gradients, *policy.candidates.get("gradients", ()))
+    if policy.own_reduce is not None:
+        return True
     return policy.feedback is not None or any(codec.stochastic for codec in codecs)
 
 

@@ -23,6 +23,7 @@ from harness.cluster import all_ranks
 from harness.measure.unsharded_loss import packed, padded
 from impl.adapters.traffic import GroupGeometry
 from impl.codecs.codec import Codec, Dtype, common_grain
+from impl.plan.own_method import MethodUnit
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
@@ -98,7 +99,7 @@ def layouts_of(
         policy: Its codecs set the bounds; None stands for an engine that reduces in fp32.
         topology: Nodes and ranks, which decide the hops.
 
-    Layouts with a codec that promises no bound are left out.
+    Layouts with a codec, or with a user's own reduction, that promises no bound are left out.
     """
     layouts = []
     for unit in units:
@@ -121,6 +122,11 @@ def model_layouts(model: nn.Module) -> list[Layout]:
 def _layout(geometry: UnitGeometry | GroupGeometry, policy: Policy | None, topology: Topology) -> Layout:
     if policy is None:
         return Layout(geometry, 0.0, _WINDOW)
+    if policy.own_reduce is not None and isinstance(geometry, UnitGeometry):
+        bounds = (
+            policy.own_reduce.error_bound(MethodUnit.of(geometry, rank)) for rank in range(topology.world)
+        )
+        return Layout(geometry, max(bounds), geometry.piece)
     codecs = [codec for _, codec in policy.reduce_axes(topology)]
     if policy.reduce == "ring":
         codecs *= topology.world - 1

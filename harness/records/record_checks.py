@@ -42,20 +42,26 @@ def ledger_mismatch(record: Record) -> str | None:
     """Return how the recorded ledgers differ from the recorded predictions; None if they are equal or missing."""
     if record.predicted is None:
         return None
-    predicted = record.predicted.ledgers
+    predicted, measured = record.predicted.ledgers, record.predicted.unpredicted
     if len(predicted) != len(record.ranks):
         return f"{len(predicted)} ledgers are predicted for {len(record.ranks)} ranks"
     for rank, ledger in zip(record.ranks, predicted, strict=True):
-        booked, expected = _by_key(rank.ledger or []), _by_key(ledger)
+        booked, expected = (
+            _by_key([row for row in rows if row.purpose not in measured])
+            for rows in (rank.ledger or [], ledger)
+        )
         for key in sorted(booked.keys() | expected.keys()):
             sent, wanted = booked.get(key, (0, 0)), expected.get(key, (0, 0))
             if sent != wanted:
                 row = f"{sent[0]} bytes in {sent[1]} messages for {', '.join(filter(None, key))}"
                 prediction = f"predicted are {wanted[0]} bytes in {wanted[1]} messages"
                 return f"rank {rank.rank} sent {row}; {prediction}"
-    return (
-        None if record.predicted.equal else "the record states that its ledgers differ from its predictions"
-    )
+    if measured and record.predicted.equal is not None:
+        return (
+            f"the record states that its ledgers equal predictions of {measured[0]}, which were not predicted"
+        )
+    stated = record.predicted.equal or bool(measured)
+    return None if stated else "the record states that its ledgers differ from its predictions"
 
 
 def _by_key(ledger: Sequence[LedgerRow]) -> dict[tuple[str, ...], tuple[int, int]]:

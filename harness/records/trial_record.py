@@ -275,7 +275,11 @@ class Predicted(_Part):
     """Messages that :mod:`impl.plan.traffic` predicts."""
 
     ledgers: list[list[LedgerRow]]  # by rank
-    equal: bool  # whether all ranks' ledgers equal the predicted ones exactly
+    # Whether all ranks' ledgers equal the predicted ones exactly; None if messages were measured and not predicted.
+    equal: bool | None
+    # Purposes of messages that were measured and not predicted, because a method of the user's own declares no bytes.
+    # All other rows equal their predictions.
+    unpredicted: list[str] = []
 
 
 PASSING: Final = ("interrupted", "refused", "link", "killed", "disk", "lost")

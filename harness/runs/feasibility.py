@@ -46,6 +46,7 @@ from impl.deepspeed.config_to_policy import Finding, laid_out
 from impl.errors import ZeroError
 from impl.plan import memory as held
 from impl.plan import unit_plan
+from impl.plan.own_method import Declared, MethodError, planned_messages
 from impl.plan.policy import Policy, PolicyError
 from impl.plan.shard_layout import GeometryError, PaddingError, UnitGeometry, padding_share
 from impl.plan.step_time import Step
@@ -128,12 +129,15 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
     optimizer = None if "optimizer" in unread else _check_optimizer(trial)
     codecs = () if policy is None or not policy.readable else policy.own_codecs
     model = None if "model" in unread else model_to_plan(trial, models)
+    own = None if "method" in unread else trial.own_method
     problems = [
         next(_rank_problems(trial, host), None),
         None if {"corpus", "tokenizer"} & unread.keys() else _refusal(lambda: trial_dataset.check(trial)),
         next(_link_problems(trial, host), None),
         _refusal(partial(_check_own_codecs, trial.cluster.device, codecs)) if codecs else None,
         optimizer if isinstance(optimizer, str) else None,
+        None if own is None else _refusal(lambda: own.definition),
+        _refusal(partial(_check_strategy, trial.strategy)) if trial.own_strategy and not unread else None,
     ]
     if isinstance(model, Refusal):
         problems.append(str(model))
@@ -158,7 +162,7 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
     if policy is not None:
         try:
             memory = _plan(prediction, policy, model, state) or memory
-        except (CodecError, GeometryError, HostError, PolicyError, ZeroError) as error:
+        except (CodecError, GeometryError, HostError, MethodError, PolicyError, ZeroError) as error:
             prediction.problems += (_layout_problem(trial, error),)
             return prediction
     if not isinstance(optimizer, int):  # refused or not imported, so that the size of its state is unknown
@@ -179,6 +183,8 @@ def _unread(trial: Trial) -> dict[str, str]:
     policy = trial.resolved_policy()
     codecs = () if policy is None else (codec for codec in policy.own_codecs if not codec.readable)
     names = {"model": trial.model.name, "optimizer": trial.optimizer.name, "tokenizer": trial.tokenizer or ""}
+    names |= {} if trial.own_method is None else {"method": trial.own_method.name}
+    names |= {"strategy": trial.strategy} if trial.own_strategy else {}
     names |= {f"codec {number}": str(codec) for number, codec in enumerate(codecs)}
     if named_object.is_name(trial.corpus) and not suite_folder.path_of(trial.corpus).exists():
         names["corpus"] = trial.corpus
@@ -192,6 +198,13 @@ def _check_own_codecs(device: str, codecs: Sequence[Codec]) -> None:
     from impl.ops import check_devices
 
     check_devices(torch.device(device), codecs)
+
+
+def _check_strategy(name: str) -> None:
+    """Refuse a strategy of a user's own that cannot be imported, or is no subclass of ours."""
+    from harness.strategies.own_strategy import strategy_class
+
+    strategy_class(name)
 
 
 def _check_blocks(model: nn.Module) -> None:
@@ -240,7 +253,15 @@ def _plan(
         prediction.step = step_of_trial(trial, planned, prediction.parameters or 0)
         if trial.strategy == RECIPE:
             prediction.findings = laid_out(replace(trial.recipe(), policy=policy), planned).findings
-    inter, intra = per_node_bytes(policy, topology, units, trial)
+    methods: Declared | None = None
+    if (own := trial.own_method) is not None:
+        zero_units = [unit for unit in units if isinstance(unit, UnitGeometry)]
+        methods = None if "method" in prediction.unread else planned_messages(own, topology, zero_units)
+    known = methods is not None and None not in methods.values() if own is not None else True
+    if trial.own_strategy or not known:  # measured, not predicted
+        prediction.padded, prediction.step = sum(unit.padded for unit in units), None
+        return memory
+    inter, intra = per_node_bytes(policy, topology, units, trial, methods=methods)
     if judges:
         judged = per_node_bytes(policy, topology, judges, trial, judges=True)
         inter, intra = inter + judged[0], intra + judged[1]
@@ -471,7 +492,7 @@ def _link_problems(trial: Trial, host: Host) -> Iterator[str]:
         yield f"cluster.hosts has {count} names; expected one for each of {nodes} nodes"
 
 
-def _refusal(check: Callable[[], None]) -> str | None:
+def _refusal(check: Callable[[], object]) -> str | None:
     """Return the message of a check's refusal; None if it passes."""
     try:
         check()

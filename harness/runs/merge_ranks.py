@@ -45,8 +45,9 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     predicted, processor_use = None, spent[0]
     trained = blank.trial.get("workload", "train") == "train"
     if first.predicted is not None:
-        ledgers = [outcome.predicted or [] for outcome in outcomes]
-        predicted = Predicted(ledgers=ledgers, equal=[rank.ledger for rank in ranks] == ledgers)
+        ledgers, unpredicted = [outcome.predicted or [] for outcome in outcomes], list(first.unpredicted)
+        equal = None if unpredicted else [rank.ledger for rank in ranks] == ledgers
+        predicted = Predicted(ledgers=ledgers, equal=equal, unpredicted=unpredicted)
     if processor_use is not None:
         seconds = math.fsum(use.ranks for use in spent if use is not None)
         processor_use = processor_use.model_copy(update={"ranks": seconds})

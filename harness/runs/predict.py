@@ -21,6 +21,7 @@ from impl.adapters.traffic import GroupGeometry, predict_hosted
 from impl.errors import raised
 from impl.plan import traffic
 from impl.plan.bit_budget import at_most
+from impl.plan.own_method import Declared
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import FROZEN, UnitGeometry
 from impl.plan.topology import Topology
@@ -81,6 +82,7 @@ def per_node_bytes(
     trial: Trial,
     *,
     judges: bool = False,
+    methods: Declared | None = None,
 ) -> tuple[int, int]:
     """Return the mean bytes that the ranks of one node send in a timed step, to other nodes and inside the node.
 
@@ -92,6 +94,7 @@ def per_node_bytes(
         units: Units of the model that trains or decodes, or FSDP2's groups; with ``judges``, the units of the judges.
         trial: The trial.
         judges: Whether ``units`` are those of the frozen models that score in workload ``rlhf``.
+        methods: By unit, the messages of each reduction that a user's own method declares.
 
     Returns:
         (bytes to other nodes, bytes inside the node).
@@ -105,7 +108,7 @@ def per_node_bytes(
 
     def nbytes(rank: int, events: list[Event]) -> dict[LedgerKey, int]:
         if trial.host is None:
-            ledger = traffic.predict(policy, topology, zero_units, rank, events).sent
+            ledger = traffic.predict(policy, topology, zero_units, rank, events, methods=methods).sent
         else:
             ledger = predict_hosted(trial.host, policy, topology, units, rank=rank, events=events)
         return {key: sent.bytes for key, sent in ledger.items()}

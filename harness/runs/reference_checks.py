@@ -132,6 +132,8 @@ class Comparison:
         # The check needs messages outside of the wire, and transport "staged" carries none.  In workload rlhf, the
         # model itself generates the batch.
         checks = trial.workload == "train" and trial.cluster.transport != "staged"
+        # A strategy of the user's own may have other weights on each node.
+        checks = checks and not trial.own_strategy
         self.drawn = drawn if checks and drawn not in self.steps else None
         self.events: list[Event] = []  # passes before training, for ``impl.plan.traffic``
 
@@ -231,7 +233,9 @@ class Comparison:
         expected, gradient = self._single_process(model, index, clock, data, unit)
         with evaluating(strategy.model):
             passes = run_passes(self.trial, strategy, data, index)
-        if gradient is not None and zero.policy.feedback is None:
+        # Errors that were carried from earlier steps are in the reduced gradient, and not in the single process's.
+        carries = zero.policy.feedback is not None or any(unit.reduction.remembers for unit in zero.units)
+        if gradient is not None and not carries:
             self.compared.gradient_errors += _gradient_errors(gradient, strategy)
         self.compared.losses.append(replace(expected, sharded=passes.mean))
         return expected

@@ -15,9 +15,13 @@ BYTES_PER_MBIT: Final = 1e6 / 8
 
 
 def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) -> Step | None:
-    """Return the work of a trial's step; None if our own engine does not train it."""
+    """Return the work of a trial's step; None if it is not known.
+
+    It is known if our own engine trains the trial's model, and reduces its gradients in hops.
+    """
     policy = trial.resolved_policy()
-    if policy is None or trial.host is not None or trial.workload != "train":
+    own = policy is not None and policy.own_reduce is not None
+    if policy is None or own or trial.host is not None or trial.workload != "train":
         return None
     rate = trial.slowest_mbit if trial.cluster.nodes > 1 else None
     return Step(

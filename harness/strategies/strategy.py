@@ -3,7 +3,8 @@
 - :class:`Sharded`: a policy, run by our own engine;
 - :class:`Hosted`: a policy inside FSDP2 or DDP (``fsdp2+qgz``), which communicate through our collectives;
 - :class:`Strategy`: DDP, FSDP2 and a single process as peers (``harness.suites.peers``);
-- :class:`ByDeepSpeed`: DeepSpeed as a peer.
+- :class:`ByDeepSpeed`: DeepSpeed as a peer;
+- :class:`~harness.strategies.own_strategy.OwnStrategy`: a class of the user's own, with our engine.
 
 Messages through our wire are booked in a ledger, which can be compared with a prediction.  Peers send outside the wire,
 so they have neither a ledger nor a prediction.  :func:`prepare` makes the strategy of a trial.
@@ -37,9 +38,10 @@ from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire
 from impl.engine.engine import describe
 from impl.engine.masters import Stepped
 from impl.plan.memory import memory, with_state
+from impl.plan.own_method import Declared
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry
-from impl.plan.traffic import CopyKey, Decision, Event, LedgerKey, Sent, predict
+from impl.plan.traffic import CopyKey, Decision, Event, LedgerKey, Purpose, Sent, predict
 from impl.zero import Zero, shard
 
 # What one rank sent through our wire (None if it sends outside), and the bytes it copied between host and device.
@@ -178,6 +180,11 @@ class Strategy:
     def predicted(self, events: Sequence[Event]) -> Books:
         """Predict the :meth:`books` after the passes and steps in ``events``; empty for peers."""
         return None, {}
+
+    @property
+    def unpredicted(self) -> Sequence[Purpose]:
+        """Purposes of messages that are measured and not predicted, because a method declares no bytes."""
+        return ()
 
     def exposed_seconds(self) -> float | None:
         """Return the seconds that this rank, or its GPU stream, has waited for messages so far; None for peers."""
@@ -327,8 +334,27 @@ class Sharded(Strategy):
         """See :meth:`Strategy.predicted`; computed by ``impl.plan.traffic``."""
         policy, mesh = self.zero.policy, self.zero.wire.mesh
         kept: dict[str, Any] = {"buffer_bytes": self.zero.buffers.nbytes, "decisions": self.decisions}
+        kept["methods"] = self._declared()
         book = predict(policy, mesh.topology, self.units, mesh.rank, events, **kept)
         return book.sent, book.copied
+
+    def _declared(self) -> Declared:
+        """Return the messages of a reduction that users' own methods declare, by unit."""
+        topology = self.zero.wire.mesh.topology
+        owns = {unit.geometry.name: unit.reduction.own for unit in self.zero.units}
+        return {name: own.messages(topology) for name, own in owns.items() if own is not None}
+
+    @property
+    def unpredicted(self) -> Sequence[Purpose]:
+        """See :attr:`Strategy.unpredicted`."""
+        return ("gradients",) if None in self._declared().values() else ()
+
+    def close(self) -> None:
+        """Receive what users' own methods have sent, and free shared memory."""
+        for unit in self.zero.units:
+            if unit.reduction.own is not None:
+                unit.reduction.own.drain()
+        self.zero.wire.close()
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
         """See :meth:`Strategy.memory`; the prediction for a frozen model is that of forward passes only."""
@@ -367,6 +393,10 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
         libraries = {"deepspeed": deepspeed.version(), "deepspeed_config": config}
         return ByDeepSpeed(engine, lambda: libraries, None, (), stepping=optimizer)
     wire = wire_of(trial, rank, device)
+    if trial.own_strategy:
+        from harness.strategies.own_strategy import own_strategy  # which is made of this module's classes
+
+        return own_strategy(trial, model, wire, policy)
     if host is None:
         return shard_model(trial, model, wire, policy)
     joined: InFSDP2 | InDDP

@@ -55,7 +55,7 @@ def check(trial: Trial) -> None:
             f"{every}: the trial has {total} steps in all; choose at most {total}, or 0 to validate only after the last"
         )
     trial.schedule()  # raises if the warm-up is longer than the trial
-    for rules in (_configured, _threads, _cluster, _workload, _control):
+    for rules in (_configured, _threads, _cluster, _own_strategy, _workload, _control):
         if (why := next(rules(trial), None)) is not None:
             raise ValueError(why)
     policy = trial.resolved_policy()
@@ -142,6 +142,19 @@ def _cluster(trial: Trial) -> Iterator[str]:
         yield f"{transport}: a backend of your own needs cluster.link = 'none' or 'paced', and device 'cpu'"
     if len(set(cluster.hosts)) < len(cluster.hosts):
         yield f"cluster.hosts = {list(cluster.hosts)}: lists a host twice; list each host once"
+
+
+def _own_strategy(trial: Trial) -> Iterator[str]:
+    """Yield what a strategy of the user's own does not allow."""
+    if not trial.own_strategy:
+        return
+    own = f"strategy = {trial.strategy!r} of your own"
+    if trial.workload != "train":
+        yield f"workload = {trial.workload!r}: {own} can only train; set workload = 'train'"
+    if trial.measure_quantisation:
+        yield f"measure_quantisation: errors are not measured with {own}; remove measure_quantisation"
+    if trial.control is not None:
+        yield f"control = {trial.control!r}: {own} has no controls; remove control"
 
 
 def _workload(trial: Trial) -> Iterator[str]:

@@ -279,7 +279,8 @@ def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
     Policies with a codec whose block may not be read (:attr:`impl.plan.policy.Policy.readable`) do not count.
 
     Fields that a trial does not use are reset, so that they do not change its id: the policy of a peer and the
-    ``peer`` fields of other libraries, and the ``peer`` fields of all other trials.
+    ``peer`` fields of other libraries, the ``peer`` fields of all other trials, and ``method`` without a class of one's
+    own.
     """
     try:
         policies = [trial.resolved_policy() for trial in trials if _readable(trial)]
@@ -290,10 +291,15 @@ def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
         trial.model_copy(
             update={
                 "policy": PolicyChanges(),
+                "method": {},
                 "peer": trial.peer.read_by(PEERS[trial.strategy].family),
             }
             if trial.strategy in PEERS
-            else {"policy": trial.policy.model_copy(update={"align": grain}), "peer": PeerSettings()}
+            else {
+                "policy": trial.policy.model_copy(update={"align": grain}),
+                "method": {} if trial.own_method is None and not trial.own_strategy else trial.method,
+                "peer": PeerSettings(),
+            }
         )
         for trial in trials
     ]
@@ -328,7 +334,7 @@ def _run_key(trial: Trial) -> str:
                 reduce_every="micro_batch" if policy.reduces_each_micro_batch else "step",
             )
         )
-        data["strategy"] = trial.host
+        data["strategy"] = trial.strategy if trial.own_strategy else trial.host
         data.pop(_CONFIGURATION, None)
     return json.dumps(data, sort_keys=True)
 

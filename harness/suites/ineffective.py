@@ -81,8 +81,22 @@ def _read_by(*families: Family) -> Callable[[Trial], str | None]:
 _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     # Each key is the beginning of a path.  The first key that fits decides, so longer keys come first.
     **dict.fromkeys(
-        ("policy.gradients", "policy.feedback", "policy.sums", "policy.reduce_every", "policy.loss_scale"),
+        ("policy.feedback", "policy.sums", "policy.reduce_every", "policy.loss_scale", "policy.reduce"),
         lambda trial: _with_policy(trial) or _trains(trial),
+    ),
+    "policy.gradients": lambda trial: (
+        _with_policy(trial)
+        or _trains(trial)
+        or (
+            None
+            if trial.own_method is None
+            else f"policy.reduce = {trial.policy.reduce!r}, which sends no codecs"
+        )
+    ),
+    "method": lambda trial: (
+        None
+        if trial.own_method is not None or trial.own_strategy
+        else "no class of your own: name one in policy.reduce or strategy, such as 'mine:Class'"
     ),
     "policy.chunks": lambda trial: _with_policy(trial) or _joined(trial),
     "policy.prefetch": _of_stage_3,

@@ -24,6 +24,8 @@ def unfitting_changes(trial: Trial) -> dict[str, str]:
         base = None
     if base is None:
         return {}
+    if trial.own_strategy:  # the suite's policy is the strategy's
+        return {}
     changes, host = trial.policy, trial.host
     raw_weights, raw_gradients = _raw((base.weights,)), _raw(base.gradients)
     exact = trial.strategy.endswith("exact")

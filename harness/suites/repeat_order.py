@@ -26,6 +26,7 @@ MOST: Final = 20  # largest number of repeats, unless the suite gives one
 CONFIGURATION: Final = (
     "strategy",
     "policy",
+    "method",
     "peer",
     "deepspeed_config",
     "control",

@@ -49,8 +49,10 @@ from impl.adapters.traffic import HOSTED, Host
 from impl.codecs.codec import Codec, parse
 from impl.deepspeed.config_to_policy import Recipe, recipe
 from impl.deepspeed.keys import load as load_configuration
+from impl.named_object import is_name
 from impl.plan import policy as policies
 from impl.plan.learning_rate import Schedule
+from impl.plan.own_method import OwnMethod, method
 from impl.plan.policy import PRESETS, Policy
 from impl.plan.topology import Topology
 
@@ -170,6 +172,10 @@ class Optimizer(_Frozen):
         return value
 
 
+# A user's own class, which is not imported here.
+OwnClass = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
+
+
 def _parse_or_none(text: str) -> Codec | None:
     return None if text == "none" else parse(text)
 
@@ -192,7 +198,7 @@ class PolicyChanges(_Frozen):
     weights: str | tuple[str, str] | None = None
     gradients: str | tuple[str, str] | None = None
     gather: Literal["flat", "hierarchical"] | None = None
-    reduce: Literal["ring", "one_hop", "two_hop"] | None = None
+    reduce: Literal["ring", "one_hop", "two_hop"] | OwnClass | None = None
     chunks: int | None = Field(None, ge=1, le=policies.MOST_CHUNKS)
     secondary: int | Literal["node"] | None = None
     secondary_format: Literal["frames", "fp32", "bf16", "fp16"] | None = None
@@ -233,9 +239,14 @@ class PolicyChanges(_Frozen):
         """Turn the default ``frames`` into None, so that a trial that sets it has the id of one that does not."""
         return None if value == "frames" else value
 
-    def applied(self, base: Policy) -> Policy:
-        """Return ``base`` with these fields in place of its own; raises a PolicyError if no topology could run it."""
+    def applied(self, base: Policy, arguments: Mapping[str, Any] | None = None) -> Policy:
+        """Return ``base`` with these fields in place of its own; raises a PolicyError if no topology could run it.
+
+        A class that ``reduce`` names gets the ``arguments``.
+        """
         changes = {name: value for name, value in self if value is not None}
+        if ":" in (self.reduce or ""):
+            changes["reduce"] = method(str(self.reduce), **(arguments or {}))
         limits = {field.name for field in dataclasses.fields(policies.MemoryLimits)}
         memory = {name: changes.pop(name) for name in limits & changes.keys()}
         shares = [name for name in changes if name.startswith("offload_")]
@@ -321,6 +332,7 @@ class Trial(_Frozen):
     rlhf: Reinforcement = Reinforcement()
     strategy: str = "zeropp"
     policy: PolicyChanges = PolicyChanges()
+    method: dict[str, bool | int | float | str | list[bool | int | float | str]] = {}
     peer: PeerSettings = PeerSettings()
     deepspeed_config: Annotated[str | None, BeforeValidator(configuration_text)] = None
     cluster: Cluster = Cluster()
@@ -348,8 +360,9 @@ class Trial(_Frozen):
     @field_validator("strategy")
     @classmethod
     def _known(cls, value: str) -> str:
-        if value not in STRATEGIES:
-            raise ValueError(f"expected one of {', '.join(STRATEGIES)}{suggestion(value, STRATEGIES)}")
+        if value not in STRATEGIES and not is_name(value):
+            known = f"{', '.join(STRATEGIES)}, or 'module:Class'"
+            raise ValueError(f"expected one of {known}{suggestion(value, STRATEGIES)}")
         return value
 
     @field_validator("control", "tokenizer", mode="before")
@@ -357,6 +370,12 @@ class Trial(_Frozen):
     def _none(cls, value: object) -> object:
         """Turn ``"none"``, which a suite writes in an axis, into None."""
         return None if value == "none" else value
+
+    @field_validator("method")
+    @classmethod
+    def _given(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Leave out arguments that are ``"none"``, which a suite writes for classes that do not take them."""
+        return {name: argument for name, argument in value.items() if argument != "none"}
 
     def canonical(self) -> dict[str, Any]:
         """Return the trial as JSON-ready data, with rates in Mbit/s, ``latency`` in ms and ``memory_limit`` in bytes.
@@ -413,6 +432,8 @@ class Trial(_Frozen):
             return None
         if self.strategy == RECIPE:
             return self.recipe().policy
+        if self.own_strategy:  # its policy is ZeRO-3's with the suite's changes
+            return PRESETS["zero3"]
         return HOSTED[self.strategy][1] if self.strategy in HOSTED else PRESETS[self.strategy]
 
     def recipe(self) -> Recipe:
@@ -442,6 +463,21 @@ class Trial(_Frozen):
         return configuration(PEERS[self.strategy], self.cluster.ranks_per_node, table)
 
     @property
+    def own_method(self) -> OwnMethod | None:
+        """The class of a user's own that reduces gradients, with its arguments; None without one.
+
+        With a strategy of one's own, that strategy gets the arguments, and the class none.
+        """
+        named = self.policy.reduce if self.strategy not in PEERS else None
+        arguments = {} if self.own_strategy else self.method
+        return method(named, **arguments) if named is not None and ":" in named else None
+
+    @property
+    def own_strategy(self) -> bool:
+        """Whether the strategy is a class of a user's own, ``module:Class``."""
+        return ":" in self.strategy
+
+    @property
     def changes(self) -> dict[str, Any]:
         """The policy fields that the trial changes, with their values."""
         return self.policy.model_dump(exclude_defaults=True)
@@ -453,4 +489,4 @@ class Trial(_Frozen):
             PolicyError: If no topology could run the policy.
         """
         base = self.base_policy()
-        return None if base is None else self.policy.applied(base)
+        return None if base is None else self.policy.applied(base, {} if self.own_strategy else self.method)

@@ -60,7 +60,8 @@ class OptimizerWitness:
         # DeepSpeed has an implementation of its own.
         adamw = trial.optimizer.name == "AdamW" and self._settings.keys() == _SETTINGS.keys()
         self._masters: list[Any] = []
-        if adamw and family_of(trial.strategy) != "deepspeed":
+        own = trial.own_strategy  # which may step the masters in another way
+        if adamw and family_of(trial.strategy) != "deepspeed" and not own:
             self._masters = [p for p in parameters if local(p).numel() and p.dtype is torch.float32]
         self._kept = self._masters[:: max(1, -(-len(self._masters) // _KEPT_TENSORS))]
         self._taken = [0] * len(self._masters)  # steps that each master has taken

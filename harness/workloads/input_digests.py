@@ -29,7 +29,8 @@ def digests(trial: Trial) -> dict[str, str]:
     Names are:
 
     - ``corpus``, of all its tokens;
-    - ``model``, ``optimizer``, ``tokenizer``, ``transport`` or ``codec <text>``: the file of a user's module;
+    - ``model``, ``optimizer``, ``tokenizer``, ``method``, ``strategy``, ``transport`` or ``codec <text>``: the file
+      of a user's module;
     - ``module helper``: a module ``helper`` that these modules import.  For a package of several files it is the
       digest of the list of their digests;
     - ``file words.txt of mine``: a file that the source of module ``mine`` names.
@@ -66,9 +67,11 @@ def _joint_digest(files: dict[str, str | None]) -> str | None:
 
 
 def own_objects(trial: Trial) -> dict[str, str]:
-    """Return every ``module:object`` of the trial by its role: model, optimizer, tokenizer or codec."""
+    """Return every ``module:object`` of the trial by its role, such as model, optimizer or method."""
     named = {"model": trial.model.name, "optimizer": trial.optimizer.name, "tokenizer": trial.tokenizer or ""}
     policy = trial.resolved_policy()
+    named |= {} if trial.own_method is None else {"method": trial.own_method.name}
+    named |= {"strategy": trial.strategy} if trial.own_strategy else {}
     named |= {f"codec {codec}": str(codec) for codec in (() if policy is None else policy.own_codecs)}
     return {name: text for name, text in named.items() if ":" in text}
 

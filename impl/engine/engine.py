@@ -533,11 +533,11 @@ def _joint_norm(call: str, together: Sequence[Zero], norm_type: float) -> Tensor
 def describe(zero: Zero) -> dict[str, Any]:
     """Return the algorithms, transports and kernels that an engine has used, for a trial's record."""
     policy, device, units = zero.policy, zero.wire.mesh.device, zero.units
-    facts = {
+    facts: dict[str, Any] = {
         "stage": policy.stage,
         "group": policy.group_ranks(zero.wire.mesh.topology),
         "gather": policy.gather,
-        "reduce": policy.reduce,
+        "reduce": str(policy.reduce),
         "transports": zero.wire.describe(),
         "kernels": ops.backend_of(device),
     }
@@ -547,6 +547,14 @@ def describe(zero: Zero) -> dict[str, Any]:
         facts["offload"] = {"memory": units[0].host.nature}
     if policy.loss_scale is not None:
         facts["loss_scale"] = zero.scaler.state_dict()
+    if (own := policy.own_reduce) is not None:
+        topology = zero.wire.mesh.topology
+        known = [unit.reduction.own.messages(topology) for unit in units if unit.reduction.own is not None]
+        facts["method"] = {
+            "class": str(own),
+            "laws": sorted(law.name.lower() for law in own.laws),
+            "bytes": "measured, not predicted" if None in known else "declared",
+        }
     return facts
 
 

@@ -36,6 +36,8 @@ from impl.codecs.codec import (
     common_grain,
     parse,
 )
+from impl.named_object import is_name
+from impl.plan.own_method import OwnMethod, method
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Axis, Topology
 
@@ -330,7 +332,8 @@ class Policy:
     gather: Gather = "hierarchical"
     # ``two_hop``: inside nodes, then between them; ``one_hop``: one all-to-all over all ranks; ``ring``: over
     # all ranks, where each of ``world - 1`` steps encodes the partial sum again (the paper's counter-example).
-    reduce: Reduce = "two_hop"
+    # Or a reduction of your own: ``method(PowerSGD, rank=4)``, or ``mine:PowerSGD`` (:mod:`impl.plan.own_method`).
+    reduce: Reduce | OwnMethod = "two_hop"
     chunks: int = 1  # parts of a unit's reduction: one is sent between nodes while the next is sent inside
     secondary: int | Literal["node"] = 0  # ranks that share one secondary copy of weights (hpZ); 0: no copy
     # Type in which hpZ's copy is kept, and sent inside its group.  ``frames``: the messages as they arrived;
@@ -387,8 +390,49 @@ class Policy:
                     f"codec {codec!r} is a {kind}: expected a codec, such as codec.parse() returns"
                 )
         _check_literals(self)
-        for reason in itertools.chain(self._contradictions(), self._copy_errors(), self._budget_errors()):
+        self._read_reduce()
+        errors = self._method_errors(), self._contradictions(), self._copy_errors(), self._budget_errors()
+        for reason in itertools.chain.from_iterable(errors):
             raise PolicyError(reason)
+
+    def _read_reduce(self) -> None:
+        """Make a method of a ``reduce`` that names a class."""
+        if isinstance(self.reduce, str) and is_name(self.reduce):
+            object.__setattr__(self, "reduce", method(self.reduce))
+        elif not isinstance(self.reduce, OwnMethod) and self.reduce not in get_args(Reduce):
+            known = ", ".join(get_args(Reduce))
+            raise PolicyError(
+                f"reduce = {self.reduce!r}: expected one of {known}, 'module:Class' or method(Class, ...)"
+            )
+
+    @property
+    def own_reduce(self) -> OwnMethod | None:
+        """The reduction of a user's own; None if gradients are reduced in hops."""
+        return self.reduce if isinstance(self.reduce, OwnMethod) else None
+
+    def _method_errors(self) -> Iterator[str]:
+        """Yield an error for each field that a reduction of a user's own does not allow."""
+        if (own := self.own_reduce) is None:
+            return
+        usual = {
+            "chunks": (self.chunks, 1, "cuts messages that are made of codecs"),
+            "sums": (self.sums, "fp32", "is a type of sums of decoded messages"),
+            "feedback": (self.feedback, None, "carries errors of codecs, while a method keeps its own"),
+            "loss_scale": (
+                self.loss_scale,
+                None,
+                "needs overflows to reach the mean, and a method may drop them",
+            ),
+            "offload": (self.offload, Offload(), "keeps mean gradients on the host"),
+        }
+        for name, (value, needed, why) in usual.items():
+            if value != needed:
+                way_out = f"remove {name}, or set reduce='two_hop'"
+                shown = "" if name == "offload" else f"={str(value)!r}"
+                yield f"reduce='{own}' does not allow {name}{shown}, which {why}: {way_out}"
+        if self.budget is not None and self.budget.gradients is not None:
+            chooses = "chooses codecs of gradients, and a method has none"
+            yield f"reduce='{own}' does not allow budget '{self.budget}', which {chooses}: remove gradients from it"
 
     def _contradictions(self) -> Iterator[str]:
         """Yield an error for each combination of fields that cannot be carried out."""
@@ -399,7 +443,7 @@ class Policy:
         if self.stage < 2 and self.reduce_every == "micro_batch":
             sharded = "needs the sharded gradients of stage 2 or 3"
             yield f"reduce_every='micro_batch' {sharded}; here stage {self.stage}: set reduce_every='stage'"
-        one_hop = self.reduce != "two_hop"
+        one_hop = self.reduce in ("ring", "one_hop")
         if self.group != 0 and (self.stage == 0 or self.gather == "flat" or one_hop):
             needs = "needs stage 1 to 3, gather='hierarchical' and reduce='two_hop'"
             values = f"here stage {self.stage}, gather={self.gather!r}, reduce={self.reduce!r}"
@@ -471,7 +515,7 @@ class Policy:
                 f"{text} needs stage 1 to 3, group=0, blocks='codec' and planes=1; here {values}: change these, or "
                 "remove budget"
             )
-        if budget.gradients is not None and self.reduce != "two_hop":
+        if budget.gradients is not None and self.reduce in ("ring", "one_hop"):
             chooses = "chooses the codec of the reductions' hop between nodes"
             yield f"{text} {chooses}, and reduce={self.reduce!r} has one hop: set reduce='two_hop'"
         if budget.weights is not None and (self.differences is not None or self.offload != Offload()):
@@ -567,6 +611,7 @@ class Policy:
             changes = _NO_COPY | {"feedback": None, "sums": "fp32", "planes": 1, "budget": None}
             changes["stage"], changes["weights"] = min(self.stage, 2), self._unquantised(self.weights)
             changes["gradients"] = tuple(map(self._unquantised, self.gradients))
+            changes |= {} if self.own_reduce is None else {"reduce": "two_hop"}
         if not trainable:  # frozen weights do not change, so there are no differences to send
             changes |= {"differences": None, "refresh": 0, "budget": None}
             changes |= {} if self.frozen is None else {"planes": 1, "weights": self.frozen}
@@ -664,13 +709,23 @@ class Policy:
         return topology.gather_axes(self.secondary_ranks(topology))
 
     def replica_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], Codec]:
-        """Returns the hops that gather a mean gradient between groups, and their codec; no hops for one group."""
+        """Returns the hops that gather a mean gradient between groups, and their codec.
+
+        There are none for one group, nor for a user's own reduction, after which every group has the mean.
+        """
+        if self.own_reduce is not None:
+            return (), self.gradients[0]
         axes, outside = topology.gather_axes(self.group_ranks(topology))
         between = tuple(axis for axis in axes[:outside] if axis.size > 1)
         return between, self.gradients[any(map(topology.crosses, between))]
 
     def reduce_axes(self, topology: Topology) -> tuple[tuple[Axis, Codec], ...]:
-        """Returns the hops of a gradient reduction with their codecs, first hop first, without hops of one rank."""
+        """Returns the hops of a gradient reduction with their codecs, first hop first, without hops of one rank.
+
+        There are none for a user's own reduction, whose messages are not known here.
+        """
+        if self.own_reduce is not None:
+            return ()
         axes: tuple[Axis, ...] = (topology.world_axis,)
         if self.reduce == "two_hop":
             axes = (topology.local_axis, topology.node_axis)

@@ -18,6 +18,7 @@ from typing import Final, Literal, NamedTuple
 
 from impl.codecs.codec import Codec
 from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, reduction_hops
+from impl.plan.own_method import Declared, MethodMessage, axis_of
 from impl.plan.policy import Budgeted, Offload, Policy
 from impl.plan.prefetch_schedule import kept_units
 from impl.plan.shard_layout import UnitGeometry
@@ -121,6 +122,17 @@ class Book:
             nbytes, messages = self.sent.get(key, (0, 0))
             self.sent[key] = Sent(nbytes + count * size, messages + count)
 
+    def method_message(self, unit: str, message: MethodMessage) -> None:
+        """Count a message of a user's own reduction."""
+        axis, shift = axis_of(self.topology, message.axis), message.kind == "shift"
+        for link, others in destinations(self.topology, axis, self.rank, ring=shift).items():
+            count = (
+                1 if shift else others
+            )  # a shift is one step of a ring, and destinations() counts all steps
+            key = LedgerKey("backward", "gradients", unit, axis.name, link)
+            nbytes, messages = self.sent.get(key, (0, 0))
+            self.sent[key] = Sent(nbytes + count * message.nbytes, messages + count)
+
     def control(self, size: int, purpose: Purpose = "control") -> None:
         """Count one message of ``size`` to every other rank."""
         self.exchange(Tag("step", purpose), self.topology.world_axis, size)
@@ -141,6 +153,7 @@ def predict(
     *,
     buffer_bytes: int = 0,
     decisions: Collection[Decision] = (),
+    methods: Declared | None = None,
 ) -> Book:
     """Predicts everything that ``rank`` sends in ``events``, and its copies between host and device.
 
@@ -164,6 +177,8 @@ def predict(
         events: passes and changes, in order (:func:`passes`).
         buffer_bytes: bytes of the model's persistent buffers.
         decisions: the choices of the policy's budget.
+        methods: by unit, the messages that a user's own reduction declares; the messages of a reduction that declares
+            none are not counted.
 
     Raises:
         PolicyError: if the policy does not fit the topology.
@@ -208,6 +223,8 @@ def predict(
                     sender.gather("backward", keep=False)
                     if event == "backward" and sender.unit.trainable:
                         sender.reduce()
+                        for message in (methods or {}).get(sender.unit.name) or ():
+                            book.method_message(sender.unit.name, message)
                 passes += 1
                 if policy.order_every and passes % policy.order_every == 0:
                     book.control(ORDER_BYTES)

@@ -38,7 +38,7 @@ from impl.codecs.codec import Blocked, Codec, Raw
 from impl.codecs.reference import DTYPES
 from impl.comm.error_feedback import Errors
 from impl.comm.exchanges import Exchange
-from impl.comm.reduce_scatter import reduction_of
+from impl.comm.reduce_scatter import Reduction, reduction_of
 from impl.errors import ZeroError
 from impl.plan.policy import Policy
 from impl.plan.reduction_queue import Progress
@@ -48,6 +48,7 @@ from impl.transport.side_stream import Arrival
 from impl.unit.context import UnitContext
 from impl.unit.flat_buffer import Member
 from impl.unit.master_shard import MasterShard
+from impl.unit.own_reduction import OwnReduction
 
 
 class GradientReduction:
@@ -82,16 +83,24 @@ class GradientReduction:
         self._together = context.wire.streams and not geometry.outer
         self._arrival: Arrival | None = None  # on a GPU, the end of the hops after the first
         self._errors: Errors | None = None  # the gradient codecs' carried errors, from the first reduction on
+        self.own: OwnReduction | None = None  # the user's own reduction, if the policy names one
+        self.collective: Reduction | OwnReduction
         self.follow(context.policy)
 
     def follow(self, policy: Policy) -> None:
         """Reduce according to ``policy`` from here on; carried errors are kept."""
         geometry, wire, self._feedback = self._geometry, self._wire, policy.feedback
+        if policy.own_reduce is not None and geometry.trainable:
+            if self.own is None:  # otherwise its state would be lost
+                self.own = OwnReduction(policy.own_reduce, geometry, wire)
+            self.collective, self._collects, self._draws = self.own, False, False
+            self._pads = geometry.pads(wire.mesh.rank)
+            return
         tag = Tag("backward", "gradients", geometry.name)
-        self.collective = reduction_of(policy, wire, tag, geometry.piece, policy.grain)
-        hops = self.collective.hops
+        reduction = self.collective = reduction_of(policy, wire, tag, geometry.piece, policy.grain)
+        hops = reduction.hops
         wire.make_groups(hop.axis for hop in hops)
-        self._collects = self.collective.collects(self._dtype)
+        self._collects = reduction.collects(self._dtype)
         self._draws = any(hop.codec.stochastic for hop in hops)
         # A codec with offsets or a rotation may decode the zeros in padding to other values.  These are set to
         # zero again in the mean, since padding must not count in norms or change weights.
@@ -181,7 +190,7 @@ class GradientReduction:
         it is the message of hop 1, where that is possible, or a buffer of the reserve.
         """
         reduces = not self._passes.accumulating
-        if reduces and not self.collective.hops and self._in_place:
+        if reduces and self.own is None and not self.collective.hops and self._in_place:
             self.local = self._master_shard.gradient()
         elif reduces and self._collects and is_next:
             self._opened = self.collective.open_message()
@@ -261,7 +270,9 @@ class GradientReduction:
         )
         self._forget()
         stream, self._arrival = self._wire.reductions, None
-        if stream is not None and reduction.mean is None and self._wire.observer is None:
+        # A user's method stays on the computation's stream, since it allocates memory that no other stream may use.
+        aside = self.own is None and reduction.mean is None and self._wire.observer is None
+        if stream is not None and aside:
             with self._wire.beside(stream, posted=True) as self._arrival:
                 self._take(reduction.finish())
         self.progress = Progress.REDUCING
@@ -319,7 +330,9 @@ class GradientReduction:
         self.missing.clear()
         if self.progress < Progress.REDUCING:
             self.progress = Progress.COLLECTING
-        self.clear_feedback()
+        # Other ranks may not have dropped gradients, and a method's state is often the same on all of them.
+        if self._errors is not None:
+            self._errors.clear()
 
     def feedback(self) -> Errors | None:
         """Return the carried errors that this step's reduction adds; None without feedback or if the unit is frozen."""
@@ -331,10 +344,20 @@ class GradientReduction:
         self._errors.begin(self._clock.step)
         return self._errors
 
+    @property
+    def remembers(self) -> bool:
+        """Whether a user's own reduction has a state, on which its next mean depends."""
+        return self.own is not None and bool(self.own.state())
+
     def clear_feedback(self) -> None:
-        """Forget the carried errors, because the gradients that they come from are not used."""
+        """Forget carried errors, because the gradients that they come from are not used; all ranks must do so.
+
+        A user's method begins anew.
+        """
         if self._errors is not None:
             self._errors.clear()
+        if self.own is not None:
+            self.own.reset()
 
 
 def _keeps_zeros(codec: Codec) -> bool:

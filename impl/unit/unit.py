@@ -331,6 +331,8 @@ class Unit:
             self.master_shard.check_unwritten()
         errors = self.reduction.feedback()
         copies = self.weight_gather.secondary.state(self.master_shard.version)
+        if self.reduction.own is not None:
+            copies = copies | self.reduction.own.state()
         return copies if errors is None else copies | errors.state()
 
     def check_communication_state(self, state: Mapping[str, Tensor]) -> None:
@@ -349,6 +351,8 @@ class Unit:
         """Take over a state that :meth:`check_communication_state` has accepted."""
         if (errors := self.reduction.feedback()) is not None:
             errors.load(state)
+        if self.reduction.own is not None:
+            self.reduction.own.load(state)
         self.weight_gather.secondary.load(state, self.master_shard.version)
 
     # Refusals

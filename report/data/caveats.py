@@ -125,6 +125,21 @@ def warnings(derived: Derived) -> list[str]:
             f"{listed(names)} encoded and decoded with a Python function of the suite, so the seconds of these "
             "configurations measure Python, not a kernel."
         )
+    for (name, bounded, unbiased), group in groups(
+        trials[trials["method"] != ""], ["method", "bounded", "unbiased"]
+    ):
+        if not bounded:
+            promise = (
+                "unbiased gradients, which one step cannot show" if unbiased else "no bound of its error"
+            )
+            sentences.append(
+                f"The reduced gradients of {name} were not compared with those of a single process, since the class "
+                f"promises {promise}; `zeropp check method` tests what it promises."
+            )
+        if group["measured_only"].any():
+            sentences.append(
+                f"The bytes of {name}'s gradients were measured, not predicted: the class declares none."
+            )
     if (pools := len(frames.pools)) > 1:
         sentences.append(f"The records are sweeps of {pools} machines (see Environment).")
     if frames.left_out:

@@ -56,6 +56,9 @@ _OF_EXECUTION: Final = {  # left out of names where all policies share them
 }  # fmt: skip
 
 
+_MODULE: Final = re.compile(r"^[\w.]+:")  # of a user's own class
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Printed names of a suite's baseline, and of the configurations that are compared with it."""
@@ -161,7 +164,7 @@ def differences_of(trial: Trial, base: Trial) -> str:
 def _changed_text(field: str, value: str) -> str:
     if field == "secondary":
         return f"hpZ {value}" if value != "0" else "no hpZ"
-    return f"no {field}" if value == "none" else f"{field} {value}"
+    return f"no {field}" if value == "none" else f"{field} {_without_module(field, value)}"
 
 
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
@@ -170,7 +173,9 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
     return {
         name: value
         for name, value in next(iter(of_policies), {}).items()
-        if name in _OF_EXECUTION and all(changes.get(name) == value for changes in of_policies)
+        if name in _OF_EXECUTION
+        and all(changes.get(name) == value for changes in of_policies)
+        and not (name == "reduce" and _MODULE.match(value))  # a method is no matter of execution
     }
 
 
@@ -191,7 +196,7 @@ def labels_of(
 
 def label_of(trial: Trial, shared: Mapping[str, str], also: Mapping[str, Any] = {}) -> str:
     """Name a configuration: ``ZeRO++``, or ``ZeRO++ (w int8:64)`` if it has changes or the further fields ``also``."""
-    name, changes = NAMES[trial.strategy], changes_of(trial)
+    name, changes = name_of(trial.strategy), changes_of(trial)
     if (
         trial.strategy == RECIPE
     ):  # the name has the stage, and the policy's changes from a recipe of the stage alone
@@ -208,11 +213,21 @@ def label_of(trial: Trial, shared: Mapping[str, str], also: Mapping[str, Any] = 
     return f"{name} ({', '.join(texts)})" if texts else name
 
 
+def name_of(strategy: str) -> str:
+    """Printed name of a strategy; of a user's own, its class."""
+    return NAMES.get(strategy) or strategy.rpartition(":")[2]
+
+
 def field_text(field: str, value: str) -> str:
     """Short text of a policy field: ``g int4:64``, ``groups of 2``, ``prefetch 0``."""
     if field == "secondary" and value == "0":
         return "no hpZ copy"
-    return f"{_SHORT.get(field, field)} {value}"
+    return f"{_SHORT.get(field, field)} {_without_module(field, value)}"
+
+
+def _without_module(field: str, value: str) -> str:
+    """The value of a field; of a user's own reduction its class and arguments, without the module."""
+    return _MODULE.sub("", value) if field == "reduce" else value
 
 
 def spelled(name: str) -> str:

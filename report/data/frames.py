@@ -369,7 +369,7 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
         **{name: getattr(trial, name) for name in of_trial},
         **{name: getattr(topology, name) for name in ("nodes", "ranks_per_node", "world")},
         "configuration": configuration,
-        "place": list(NAMES).index(trial.strategy),
+        "place": [*NAMES, trial.strategy].index(trial.strategy),
         "processes": len(record.ranks),
         "model": trial.model.name,
         "rate_mbit": trial.cluster.rate,
@@ -378,7 +378,8 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
         "units": len(record.units),
         "numel": sum(numel for _, numel, _ in record.units) or record.parameters,
         "padding_share": record.padding,
-        "predicted_equal": record_checks.ledger_mismatch(record) is None if record.predicted else None,
+        "predicted_equal": _as_predicted(record),
+        **_method(record),
         "miscounted": record_checks.interface_mismatch(record) or "",
         "off_rate": record_checks.rate_mismatch(record) or "",
         "crossed": record_checks.secondary_mismatch(record) or "",
@@ -396,6 +397,28 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
         **(taken := _taken(record)),
         "disturbed": taken["taken_share"] > OTHERS_WITHIN,
         **_gpus(record, trial),
+    }
+
+
+def _as_predicted(record: Record) -> bool | None:
+    """Whether the ledger is as predicted; None if some of its messages were measured and not predicted."""
+    if record.predicted is None:
+        return None
+    if record_checks.ledger_mismatch(record) is not None:
+        return False
+    return None if record.predicted.unpredicted else True
+
+
+def _method(record: Record) -> dict[str, Any]:
+    """The user's own class that reduced gradients, whether its messages were predicted, and what it promises."""
+    facts = record.ran.get("method")
+    facts = facts if isinstance(facts, dict) else {}
+    laws = facts.get("laws")
+    return {
+        "method": plain(facts.get("class", ""), 100),
+        "measured_only": bool(record.predicted and record.predicted.unpredicted),
+        "bounded": isinstance(laws, list) and not {"bound", "exact"}.isdisjoint(map(str, laws)),
+        "unbiased": isinstance(laws, list) and "unbiased" in laws,
     }
 
 
@@ -438,7 +461,8 @@ def _sent_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
     """Rows of ledger and prediction; the share of padding in a message is that of its unit."""
     for record in records:
         pads = {name: 1 - numel / padded for name, numel, padded in record.units if padded}
-        predicted = record.predicted.ledgers if record.predicted else []
+        whole = record.predicted is not None and not record.predicted.unpredicted
+        predicted = record.predicted.ledgers if record.predicted is not None and whole else []
         ledgers = [("ledger", rank, rank.ledger or []) for rank in record.ranks]
         ledgers += [("predicted", *pair) for pair in zip(record.ranks, predicted, strict=False)]
         for source, rank, ledger in ledgers:

@@ -22,7 +22,6 @@ HEAVY = (
     "pydantic",
     "typer",
 )  # only reports, GPUs and the command line need these
-NOT_YET = {"fsdp2", "simulate"}  # their modules may be absent
 
 
 def in_python(code: str, *, arguments: tuple[str | Path, ...] = ("-c",)) -> str:
@@ -34,7 +33,7 @@ def in_python(code: str, *, arguments: tuple[str | Path, ...] = ("-c",)) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("name", sorted({*zeropp.__all__} - NOT_YET))
+@pytest.mark.parametrize("name", sorted(zeropp.__all__))
 def test_every_name_is_the_object_where_it_is_defined(name: str) -> None:
     """A name of zeropp is the same object as in the module that defines it, so old imports go on working."""
     home, _, attribute = zeropp._HOME[name].partition(":")
@@ -54,7 +53,7 @@ def test_type_checkers_see_the_same_names() -> None:
         else:
             assert isinstance(node, ast.Assign)
             seen |= {name.id for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)}
-    assert {name for name in seen if not name.startswith("_")} == {*zeropp.__all__} - NOT_YET
+    assert {name for name in seen if not name.startswith("_")} == {*zeropp.__all__}
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error(

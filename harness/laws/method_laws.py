@@ -1,0 +1,458 @@
+"""The laws of a user's own reduction, tried on ranks that are threads, with topologies and gradients drawn at random.
+
+Every method has the duties of :class:`MethodDuty`; a class promises laws of :class:`~impl.plan.own_method.MethodLaw`
+besides.  Each is tried by real reductions: real units, the engine's own wire, and its ledger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, Final, Literal, NamedTuple, get_args
+
+import hypothesis
+import torch
+from hypothesis import Phase, Verbosity
+from hypothesis import strategies as st
+from hypothesis.errors import Flaky, NoSuchExample
+from torch import Tensor
+
+from impl.comm.mesh import Mesh
+from impl.comm.wire import Wire
+from impl.errors import raised
+from impl.plan.own_method import MethodLaw, MethodUnit, OwnMethod
+from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
+from impl.plan.topology import Topology
+from impl.plan.traffic import Book, LedgerKey, Sent
+from impl.simulate import simulate
+from impl.unit.own_reduction import OwnReduction
+
+FEWER: Final = 10  # UNBIASED is tried on examples / FEWER cases, since each takes many reductions
+_REPEATED: Final = 128  # reductions of the same gradients for UNBIASED
+_SIGMAS: Final = 6.0  # a mean further away than so many standard errors is a bias
+_ROUNDING: Final = (
+    1e-4  # differences of a mean in fp32 that rounding explains, relative to the largest magnitude
+)
+_SECONDS: Final = 30.0  # that a rank may compute without waiting for a message
+
+Gradients = Literal["normal", "equal", "sparse", "one_rank", "small", "large", "zero"]
+Shared = Literal["all", "node", "none"]
+
+
+class MethodDuty(enum.Enum):
+    """A property that every method must have."""
+
+    MEAN = "finish() returns finite elements (S,) fp32, whatever the topology, the shapes and the gradients"
+    ADVANCE = "the mean does not depend on how often advance() is called"
+    RESUME = "a new object that loads the state goes on as the old one would have, bit by bit"
+    APART = "the mean of a unit does not depend on other units"
+    KEEP = "later reductions do not change a mean, so that those of micro-batches can be added up"
+    UNSTARTED = "finish() without start() raises an error"
+    BYTES = "the ledger has the messages that bytes() declares"
+
+
+Claim = MethodDuty | MethodLaw
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Ranks, a unit and gradients on which a claim is tried."""
+
+    topology: Topology
+    shapes: tuple[tuple[int, ...], ...]  # of the unit's parameters
+    shared: Shared  # the ranks that share one copy: all, those of a node, or none, so that every rank has the whole
+    grain: int  # parameters and shards start on multiples of so many elements
+    gradients: Gradients
+    seed: int
+    advances: int  # calls of advance() in a reduction
+
+    def __str__(self) -> str:
+        shapes = ", ".join("x".join(map(str, shape)) or "scalar" for shape in self.shapes)
+        copies = {"all": "one copy", "node": "a copy in each node", "none": "a copy on each rank"}[
+            self.shared
+        ]
+        return (
+            f"{self.topology} ranks with {copies}, parameters {shapes} on multiples of {self.grain}, {self.gradients} "
+            f"gradients of seed {self.seed}, {self.advances} calls of advance()"
+        )
+
+    def geometry(self, name: str = "unit") -> UnitGeometry:
+        """Return the layout of the unit."""
+        specs = [ParameterSpec(f"{name}.{i}", shape) for i, shape in enumerate(self.shapes)]
+        group = {"all": 0, "node": self.topology.ranks_per_node, "none": 1}[self.shared]
+        world = self.topology.world
+        return lay_out(name, specs, grain=self.grain, world=world, max_padding=math.inf, group=group)
+
+    def gradient(self, geometry: UnitGeometry, step: int, rank: int) -> Tensor:
+        """Return the gradient (P,) of one rank in one step, with zeros in padding."""
+        whole = torch.zeros(geometry.padded)
+        source = 0 if self.gradients == "equal" else rank
+        draw = torch.Generator().manual_seed(hash((self.seed, step, source, len(geometry.name))) % 2**31)
+        for slot in geometry.slots:
+            values = torch.randn(slot.spec.numel, generator=draw)
+            if self.gradients == "sparse":
+                values *= torch.rand(slot.spec.numel, generator=draw) < 0.1
+            whole[slot.offset : slot.end] = values
+        factor = {"small": 1e-8, "large": 1e6, "zero": 0.0}.get(self.gradients, 1.0)
+        return whole * (factor if self.gradients != "one_rank" or rank == 0 else 0.0)
+
+    def mean(self, geometry: UnitGeometry, step: int) -> Tensor:
+        """Return the exact mean (P,) fp64 of all ranks' gradients."""
+        world = range(self.topology.world)
+        return torch.stack([self.gradient(geometry, step, rank) for rank in world]).double().mean(0)
+
+
+topologies = st.builds(Topology, st.integers(1, 3), st.integers(1, 3))
+_shapes = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
+cases = st.builds(
+    Case,
+    topology=topologies,
+    shapes=st.lists(_shapes, min_size=1, max_size=3).map(tuple),
+    shared=st.sampled_from(get_args(Shared)),
+    grain=st.sampled_from([1, 4, 16]),
+    gradients=st.sampled_from(get_args(Gradients)),
+    seed=st.integers(0, 999),
+    advances=st.integers(0, 3),
+)
+
+
+class Violation(Exception):  # noqa: N818  # what it is; raised where a claim does not hold
+    """A claim does not hold; the message says where and by how much."""
+
+
+class Outcome(NamedTuple):
+    """How many cases were tried, and the smallest on which the claim does not hold, with what went wrong."""
+
+    cases: int
+    case: Case | None
+    violation: str = ""
+
+
+def claims_of(own: OwnMethod) -> list[Claim]:
+    """Return the duties and promised laws of a method."""
+    counts = callable(getattr(own.definition, "bytes", None))
+    duties = [duty for duty in MethodDuty if duty is not MethodDuty.BYTES or counts]
+    return [*duties, *(law for law in MethodLaw if law in own.laws)]
+
+
+def falsify(own: OwnMethod, claim: Claim, *, examples: int, seed: int) -> Outcome:
+    """Try a claim on drawn cases, and look for the smallest case on which it does not hold.
+
+    Args:
+        own: The method.
+        claim: The property to try.
+        examples: Number of drawn cases; ``UNBIASED`` gets a tenth.
+        seed: Decides which cases are drawn.
+    """
+    tried, broken = 0, list[tuple[Case, str]]()
+
+    def breaks(case: Case) -> bool:
+        nonlocal tried
+        tried += 1
+        violated = violation_of(own, claim, case)
+        if violated is not None:
+            broken.append((case, violated))
+        return violated is not None
+
+    costly = claim is MethodLaw.UNBIASED
+    settings = hypothesis.settings(
+        max_examples=max(2, examples // FEWER) if costly else examples,
+        database=None,
+        deadline=None,
+        derandomize=False,
+        phases=[Phase.generate] if costly else [Phase.generate, Phase.shrink],
+        verbosity=Verbosity.quiet,
+    )
+    with contextlib.suppress(NoSuchExample, Flaky):
+        hypothesis.find(cases, breaks, settings=settings, random=Random(seed))
+    return Outcome(tried, *broken[-1]) if broken else Outcome(tried, None)
+
+
+def violation_of(own: OwnMethod, claim: Claim, case: Case) -> str | None:
+    """Try a claim on one case; returns what is wrong, or None if the claim holds."""
+    try:
+        _TRIALS[claim](own, case)
+    except Violation as violation:
+        return str(violation)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return f"raised {raised(error)}"
+    return None
+
+
+# Reductions on all ranks
+
+Body = Callable[[Mesh, Wire], Any]
+
+
+def _on_ranks(case: Case, body: Body) -> list[Any]:
+    """Return what ``body(mesh, wire)`` returns on each rank."""
+
+    def rank_main(mesh: Mesh) -> Any:
+        wire = Wire(mesh)
+        try:
+            return body(mesh, wire)
+        finally:
+            wire.close()
+
+    topology = case.topology
+    return simulate(topology.nodes, topology.ranks_per_node, timeout=_SECONDS)(rank_main)
+
+
+def _reduce(reduction: OwnReduction, gradient: Tensor, advances: int) -> Tensor:
+    reduction.start(gradient)
+    for _ in range(advances):
+        reduction.post_next_hop()
+    return reduction.finish()
+
+
+def _means(
+    own: OwnMethod, case: Case, steps: int, *, advances: int | None = None, resumed: int | None = None
+) -> list[list[Tensor]]:
+    """Return by rank the means (S,) of some steps.
+
+    Before step ``resumed`` a new object takes the place of the old one, and loads its state.
+    """
+    geometry = case.geometry()
+
+    def body(mesh: Mesh, wire: Wire) -> list[Tensor]:
+        reduction, means = OwnReduction(own, geometry, wire), list[Tensor]()
+        for step in range(steps):
+            if step == resumed:
+                state = reduction.state()
+                reduction.drain()
+                reduction = OwnReduction(own, geometry, wire)
+                reduction.load(state)
+            gradient = case.gradient(geometry, step, mesh.rank)
+            means.append(_reduce(reduction, gradient, case.advances if advances is None else advances))
+        reduction.drain()
+        return means
+
+    return _on_ranks(case, body)
+
+
+def _same(found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]], what: str) -> None:
+    for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        for step, (mean, other) in enumerate(zip(mine, theirs, strict=True)):
+            if not torch.equal(mean, other):
+                at = int((mean != other).nonzero()[0])
+                raise Violation(
+                    f"on rank {rank} element {at} of the mean of step {step} is {mean[at]:.9g} {what}, and "
+                    f"{other[at]:.9g} otherwise"
+                )
+
+
+# Claims
+
+
+def _mean(own: OwnMethod, case: Case) -> None:
+    _means(own, case, 3)  # the adapter checks types, shapes and values
+
+
+def _advance(own: OwnMethod, case: Case) -> None:
+    others = (case.advances + 1) % 4
+    what = f"after {others} calls of advance() in each step"
+    _same(_means(own, case, 3, advances=others), _means(own, case, 3), what)
+
+
+def _resume(own: OwnMethod, case: Case) -> None:
+    resumed = 1 + case.seed % 2
+    _same(
+        _means(own, case, 4, resumed=resumed),
+        _means(own, case, 4),
+        f"if step {resumed} is resumed from a state",
+    )
+
+
+def _apart(own: OwnMethod, case: Case) -> None:
+    """Reduce two units at once, in the order in which the engine would, and one of them alone."""
+    geometry, other = case.geometry(), case.geometry("another")
+
+    def body(mesh: Mesh, wire: Wire) -> list[Tensor]:
+        first, second, means = (
+            OwnReduction(own, geometry, wire),
+            OwnReduction(own, other, wire),
+            list[Tensor](),
+        )
+        for step in range(3):
+            first.start(case.gradient(geometry, step, mesh.rank))
+            first.post_next_hop()
+            second.start(case.gradient(other, step, mesh.rank))
+            first.post_next_hop()
+            second.post_next_hop()
+            means.append(first.finish())
+            second.finish()
+        first.drain()
+        second.drain()
+        return means
+
+    _same(_on_ranks(case, body), _means(own, case, 3, advances=2), "beside another unit")
+
+
+def _keep(own: OwnMethod, case: Case) -> None:
+    """Compare means that were copied at once with the method's own tensors after later reductions."""
+    geometry = case.geometry()
+
+    def body(mesh: Mesh, wire: Wire) -> tuple[list[Tensor], list[Tensor]]:
+        reduction, kept, copies = OwnReduction(own, geometry, wire), list[Tensor](), list[Tensor]()
+        for step in range(3):
+            reduction.start(case.gradient(geometry, step, mesh.rank))
+            mean = reduction.mean_of_method()
+            kept.append(mean)
+            copies.append(mean.clone())
+        reduction.drain()
+        return kept, copies
+
+    pairs = _on_ranks(case, body)
+    _same([kept for kept, _ in pairs], [copies for _, copies in pairs], "after later reductions")
+
+
+def _unstarted(own: OwnMethod, case: Case) -> None:
+    geometry = case.geometry()
+
+    def body(_: Mesh, wire: Wire) -> bool:
+        reduction = OwnReduction(own, geometry, wire)
+        try:
+            reduction.mean_of_method()
+        except Exception:
+            return True
+        return False
+
+    if not all(_on_ranks(case, body)):
+        raise Violation("finish() of a new object returned a mean, although nothing was started")
+
+
+def _bytes(own: OwnMethod, case: Case) -> None:
+    geometry = case.geometry()
+
+    def body(mesh: Mesh, wire: Wire) -> tuple[dict[LedgerKey, Sent], dict[LedgerKey, Sent]]:
+        reduction, book = OwnReduction(own, geometry, wire), Book(case.topology, mesh.rank)
+        for step in range(2):
+            _reduce(reduction, case.gradient(geometry, step, mesh.rank), case.advances)
+            for message in reduction.messages(case.topology) or ():
+                book.method_message(geometry.name, message)
+        reduction.drain()
+        return wire.ledger.rows(), book.sent
+
+    for rank, (sent, declared) in enumerate(_on_ranks(case, body)):
+        for key in sent.keys() | declared.keys():
+            found, expected = sent.get(key, Sent(0, 0)), declared.get(key, Sent(0, 0))
+            if key.purpose == "gradients" and found != expected:
+                raise Violation(
+                    f"in 2 reductions rank {rank} sent {found.bytes} bytes in {found.messages} messages along "
+                    f"{key.hop!r}, and bytes() declares {expected.bytes} in {expected.messages}"
+                )
+
+
+def _same_on_all_ranks(own: OwnMethod, case: Case) -> None:
+    """Compare ranks that keep the whole mean with each other, and with ranks that keep shards of it."""
+    geometry, every = case.geometry(), _means(own, replace(case, shared="none"), 2)
+    for rank, means in enumerate(_means(own, case, 2)):
+        start, _ = geometry.bounds(rank)
+        for step, mean in enumerate(means):
+            for name, other in (
+                ("rank 0", every[0][step]),
+                ("it if it keeps the whole mean", every[rank][step]),
+            ):
+                for low, high in (geometry.part(slot, rank) for slot in geometry.slots):
+                    theirs = other[start + low : start + high]
+                    if not torch.equal(mean[low:high], theirs):
+                        at = int((mean[low:high] != theirs).nonzero()[0])
+                        raise Violation(
+                            f"in step {step} rank {rank} finds {mean[low + at]:.9g} for element {start + low + at} of "
+                            f"the unit, and {name} finds {theirs[at]:.9g}"
+                        )
+
+
+def _zero(own: OwnMethod, case: Case) -> None:
+    for rank, (mean,) in enumerate(_means(own, replace(case, gradients="zero"), 1)):
+        if bool(mean.any()):
+            raise Violation(f"on rank {rank} the mean of zeros has {mean[mean.nonzero()[0]].item():.9g}")
+
+
+def _exact(own: OwnMethod, case: Case) -> None:
+    _within(own, case, lambda _: 0.0, per_piece=False)
+
+
+def _exact_at_full_rank(own: OwnMethod, case: Case) -> None:
+    unit = MethodUnit.of(case.geometry(), 0)
+    arguments = dict(own.arguments)
+    arguments |= own.definition.full_rank(unit, **arguments)
+    _exact(replace(own, arguments=tuple(arguments.items())), case)
+
+
+def _bound(own: OwnMethod, case: Case) -> None:
+    _within(own, case, own.error_bound, per_piece=True)
+
+
+def _within(own: OwnMethod, case: Case, bound_of: Callable[[MethodUnit], float], *, per_piece: bool) -> None:
+    """Compare the first mean with the exact one.
+
+    The allowed error is relative to the mean over ranks of the largest magnitude in the piece of P / ranks elements,
+    or in the unit.
+    """
+    geometry = case.geometry()
+    exact, world = case.mean(geometry, 0), case.topology.world
+    gradients = torch.stack([case.gradient(geometry, 0, rank) for rank in range(world)]).double()
+    parts = gradients.abs().view(world, world if per_piece else 1, -1).amax(2).mean(0)
+    largest = parts.repeat_interleave(geometry.padded // len(parts))
+    for rank, (mean,) in enumerate(_means(own, case, 1)):
+        start, end = geometry.bounds(rank)
+        unit = MethodUnit.of(geometry, rank)
+        allowed = (bound_of(unit) + _ROUNDING) * largest[start:end] + 1e-30
+        for low, high in (geometry.part(slot, rank) for slot in geometry.slots):
+            error = (mean.double() - exact[start:end]).abs()[low:high]
+            if bool((wrong := error > allowed[low:high]).any()):
+                at = low + int(wrong.nonzero()[0])
+                raise Violation(
+                    f"on rank {rank} element {at} is {mean[at]:.9g}, and the mean is {exact[start + at]:.9g}: they "
+                    f"differ by more than {allowed[at]:.3g}"
+                )
+
+
+def _unbiased(own: OwnMethod, case: Case) -> None:
+    geometry, exact = case.geometry(), case.mean(case.geometry(), 0)
+
+    def body(mesh: Mesh, wire: Wire) -> Tensor:
+        reduction, gradient = OwnReduction(own, geometry, wire), case.gradient(geometry, 0, mesh.rank)
+        means = [_reduce(reduction, gradient.clone(), case.advances) for _ in range(_REPEATED)]
+        reduction.drain()
+        return torch.stack(means).double()
+
+    for rank, means in enumerate(_on_ranks(case, body)):
+        start, end = geometry.bounds(rank)
+        deviation = means.std(0) / math.sqrt(_REPEATED)
+        largest = float(exact.abs().max())
+        allowed = _SIGMAS * deviation + _ROUNDING * largest + 1e-30
+        used = torch.zeros(end - start, dtype=torch.bool)
+        for low, high in (geometry.part(slot, rank) for slot in geometry.slots):
+            used[low:high] = True
+        wrong = ((means.mean(0) - exact[start:end]).abs() > allowed) & used
+        if bool(wrong.any()):
+            at = int(wrong.nonzero()[0])
+            raise Violation(
+                f"on rank {rank} element {at} is {means[:, at].mean():.9g} on average over {_REPEATED} reductions, and "
+                f"the mean is {exact[start + at]:.9g}"
+            )
+
+
+_TRIALS: Final[dict[Claim, Callable[[OwnMethod, Case], None]]] = {
+    MethodDuty.MEAN: _mean,
+    MethodDuty.ADVANCE: _advance,
+    MethodDuty.RESUME: _resume,
+    MethodDuty.APART: _apart,
+    MethodDuty.KEEP: _keep,
+    MethodDuty.UNSTARTED: _unstarted,
+    MethodDuty.BYTES: _bytes,
+    MethodLaw.SAME_ON_ALL_RANKS: _same_on_all_ranks,
+    MethodLaw.ZERO: _zero,
+    MethodLaw.EXACT: _exact,
+    MethodLaw.EXACT_AT_FULL_RANK: _exact_at_full_rank,
+    MethodLaw.BOUND: _bound,
+    MethodLaw.UNBIASED: _unbiased,
+}

@@ -1,0 +1,311 @@
+"""Names a user's own reduction of gradients in a policy, and describes what such a class gets and declares.
+
+A *method* reduces a unit's gradient in a way of its own: in low rank, with an exchange of indices, by a vote of signs,
+or a step late.  ``Policy(reduce=method(PowerSGD, rank=4))`` uses it, and so does ``policy.reduce = "mine:PowerSGD"`` in
+a suite.  :mod:`impl.unit.own_reduction` runs it, and documents the class that a user writes.
+
+Pure: no torch.  The module of a user's class is imported on first use, so that records and plans that name the class
+can be read where its module is missing.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple, get_args
+
+from impl.codecs.codec import padded_bytes
+from impl.errors import raising
+from impl.named_object import NamedObjectError, allowed, import_object, is_name
+from impl.plan.shard_layout import UnitGeometry
+from impl.plan.topology import Axis, Topology
+
+Argument = bool | int | float | str | tuple[Any, ...]
+MessageKind = Literal["all_gather", "all_to_all", "shift"]
+"""How the ranks of an axis exchange tensors: each sends all others the same tensor, each sends every other rank a row
+of its own, or each sends the next rank a tensor."""
+
+
+class MethodError(ValueError):
+    """A method is not what it must be, or has failed; the message names the class and says what is wrong."""
+
+
+class MethodLaw(enum.Enum):
+    """A property that a method can promise; ``zeropp check method`` tests exactly the promised ones."""
+
+    SAME_ON_ALL_RANKS = "every rank finds the same mean, bit by bit, however it is sharded"
+    ZERO = "a new method turns gradients of zeros into a mean of zeros"
+    EXACT = "a new method returns the mean, up to rounding in fp32"
+    EXACT_AT_FULL_RANK = (
+        "with the arguments of full_rank(), a new method returns the mean, up to rounding in fp32"
+    )
+    BOUND = "the error of each element of a new method's result is within error_bound"
+    UNBIASED = "the mean of repeated results for the same gradients is their mean"
+
+
+LAWS: Final = {law.name.lower(): law for law in MethodLaw}
+_NEEDS: Final = {MethodLaw.EXACT_AT_FULL_RANK: "full_rank", MethodLaw.BOUND: "error_bound"}
+
+
+class MethodSlot(NamedTuple):
+    """The place of a parameter: elements [offset, offset + numel) of its unit's gradient."""
+
+    name: str  # qualified, as in ``named_parameters()``
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """One past the parameter's last element."""
+        return self.offset + self.numel
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of the parameter as a matrix, whose rows are its first dimension."""
+        rows = self.shape[0] if self.shape else 1
+        return rows, self.numel // rows
+
+
+@dataclass(frozen=True, slots=True)
+class MethodUnit:
+    """The unit that a method reduces, as one rank sees it: P elements, of which this rank keeps S."""
+
+    name: str
+    slots: tuple[MethodSlot, ...]  # the parameters; elements outside of all slots are padding
+    numel: int  # P, elements of the gradient, padding included
+    start: int  # first element of this rank's shard
+    end: int  # one past its last element
+
+    @classmethod
+    def of(cls, geometry: UnitGeometry, rank: int) -> MethodUnit:
+        """Returns a laid-out unit as ``rank`` sees it."""
+        slots = (MethodSlot(slot.spec.name, slot.spec.shape, slot.offset) for slot in geometry.slots)
+        return cls(geometry.name, tuple(slots), geometry.padded, *geometry.bounds(rank))
+
+    @property
+    def elements(self) -> int:
+        """Elements of the parameters, without padding."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def shard(self) -> int:
+        """S, elements of this rank's shard."""
+        return self.end - self.start
+
+    def rows(self, whole: Any, ranks: int) -> Any:
+        """Returns ``whole`` (P,) as (ranks, S): row ``i`` is the shard that rank ``i`` of all ``ranks`` keeps."""
+        shards = self.numel // self.shard
+        return whole.view(shards, -1).repeat(ranks // shards, 1)
+
+    @property
+    def own(self) -> slice:
+        """This rank's shard in the gradient: ``whole[unit.own]``."""
+        return slice(self.start, self.end)
+
+
+class MethodMessage(NamedTuple):
+    """A message that every rank sends in each reduction, as a method's ``bytes()`` declares it."""
+
+    kind: MessageKind
+    axis: str  # ``world``, ``node`` or ``local``
+    nbytes: int  # to each other rank of the axis, without the padding to a multiple of 16
+
+
+@dataclass(frozen=True, slots=True)
+class OwnMethod:
+    """A user's class, which reduces gradients, and the arguments that it gets.
+
+    ``name`` is ``module:Class``.  If ``kind`` is given, nothing is imported, and ``name`` is only a label.
+    """
+
+    name: str
+    arguments: tuple[tuple[str, Argument], ...] = ()
+    kind: type | None = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        texts = (
+            f"{name}={value!r}" if isinstance(value, str) else f"{name}={value}"
+            for name, value in self.arguments
+        )
+        return f"{self.name}({', '.join(texts)})" if self.arguments else self.name
+
+    @property
+    def readable(self) -> bool:
+        """Whether the class may be imported (:func:`impl.named_object.forbidden`)."""
+        return self.kind is not None or allowed()
+
+    @property
+    def definition(self) -> type[Any]:
+        """The class, which is imported if necessary.
+
+        Raises MethodError: if the class cannot be imported, or lacks what a method must have.
+        """
+        return self.kind or _imported(self.name)
+
+    @property
+    def laws(self) -> frozenset[MethodLaw]:
+        """The laws that the class promises."""
+        return frozenset(LAWS[name] for name in getattr(self.definition, "laws", ()))
+
+    def make(self, unit: MethodUnit, wire: Any) -> Any:
+        """Returns a new object of the class, for one unit on one rank."""
+        return self.definition(unit, wire, **dict(self.arguments))
+
+    def error_bound(self, unit: MethodUnit) -> float:
+        """Returns the largest error of an element that the class promises; infinity if it promises none.
+
+        The error is relative to the mean over ranks of the largest magnitude that a rank's gradient has in the shard.
+        """
+        laws = self.laws
+        if MethodLaw.EXACT in laws:
+            return 0.0
+        return (
+            float(self.definition.error_bound(unit, **dict(self.arguments)))
+            if MethodLaw.BOUND in laws
+            else math.inf
+        )
+
+
+def method(source: type[Any] | str, **arguments: Any) -> OwnMethod:
+    """Makes a policy's ``reduce`` of a user's class or its name, and of the class's arguments.
+
+    Raises MethodError: if a class lacks what a method must have, or an argument is neither a number nor a text.
+    """
+    values = tuple(
+        (name, tuple(value) if isinstance(value, list) else value) for name, value in arguments.items()
+    )
+    for name, value in values:
+        if not isinstance(value, bool | int | float | str | tuple):
+            raise MethodError(f"{name}={value!r}: an argument of a method is a number, a text, true or false")
+    if isinstance(source, str):
+        if not is_name(source):
+            raise MethodError(f"{source!r}: expected 'module:Class'")
+        return OwnMethod(source, values)
+    name = f"{source.__module__}:{source.__qualname__}"
+    return OwnMethod(name, values, checked(name, source))
+
+
+@functools.cache
+def _imported(name: str) -> type[Any]:
+    try:
+        return checked(name, import_object(name))
+    except NamedObjectError as error:
+        raise MethodError(str(error)) from error
+
+
+def checked(name: str, kind: Any) -> type[Any]:
+    """Returns ``kind`` if it can be a method.
+
+    Raises MethodError: naming what is missing or wrong.
+    """
+    if not isinstance(kind, type):
+        raise MethodError(f"{name}: is a {type(kind).__name__}, expected a class")
+    for member in ("start", "finish"):
+        if not callable(getattr(kind, member, None)):
+            raise MethodError(f"{name}: has no method {member!r}")
+    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise MethodError(f"{name}: has no method {missing[0]!r}")
+    if callable(getattr(kind, "state", None)) != callable(getattr(kind, "load", None)):
+        raise MethodError(
+            f"{name}: has only one of the methods 'state' and 'load'; a method with a state needs both"
+        )
+    laws = getattr(kind, "laws", ())
+    if isinstance(laws, str) or not isinstance(laws, Iterable):
+        raise MethodError(f"{name}: laws = {laws!r}: expected a list with some of {', '.join(LAWS)}")
+    for law in laws:
+        if law not in LAWS:
+            raise MethodError(f"{name}: unknown law {law!r}: expected some of {', '.join(LAWS)}")
+        if (needed := _NEEDS.get(LAWS[law])) is not None and not callable(getattr(kind, needed, None)):
+            raise MethodError(f"{name}: has no method {needed!r}, which the law {law!r} needs")
+    return kind
+
+
+def _axes(topology: Topology) -> tuple[Axis, ...]:
+    return topology.world_axis, topology.node_axis, topology.local_axis
+
+
+def axis_of(topology: Topology, name: str) -> Axis:
+    """Returns the axis that a method names.
+
+    Raises MethodError: for any name but ``world``, ``node`` and ``local``.
+    """
+    axes = {axis.name: axis for axis in _axes(topology)}
+    if name not in axes:
+        raise MethodError(f"axis {name!r}: expected one of {', '.join(axes)}")
+    return axes[name]
+
+
+class PlannedWire:
+    """Stands for a wire where nothing is sent, so that a method can be asked for its ``bytes()``."""
+
+    def __init__(self, topology: Topology, rank: int = 0) -> None:
+        self.topology, self.rank, self.device = topology, rank, "cpu"
+
+    def size(self, axis: str = "world") -> int:
+        """Returns the number of ranks along ``axis``."""
+        return axis_of(self.topology, axis).size
+
+    def index(self, axis: str = "world") -> int:
+        """Returns this rank's number among the ranks along ``axis``."""
+        return axis_of(self.topology, axis).digit(self.rank)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise MethodError("sends in its constructor: send in start(), advance() and finish() only")
+
+    all_gather = all_to_all = shift = _refuse
+
+
+def declared(
+    own: OwnMethod, instance: Any, unit: MethodUnit, topology: Topology
+) -> tuple[MethodMessage, ...] | None:
+    """Returns the messages that a method's ``bytes()`` declares for each reduction; None if it declares none.
+
+    Raises MethodError: if ``bytes()`` raises, or returns anything but tuples of kind, axis and bytes.
+    """
+    count: Callable[..., Any] | None = getattr(instance, "bytes", None)
+    if count is None:
+        return None
+    with raising(MethodError, f"{own}: bytes() raised"):
+        rows = [MethodMessage(*row) for row in count(unit, topology)]
+    axes = tuple(axis.name for axis in _axes(topology))
+    for row in rows:
+        if row.axis not in axes or row.kind not in get_args(MessageKind) or not isinstance(row.nbytes, int):
+            raise MethodError(
+                f"{own}: bytes() has {tuple(row)}: expected (kind, axis, bytes) with a kind of "
+                f"{', '.join(get_args(MessageKind))}, and an axis of {', '.join(axes)}"
+            )
+    return tuple(row._replace(nbytes=padded_bytes(row.nbytes)) for row in rows)
+
+
+Declared = Mapping[str, tuple[MethodMessage, ...] | None]
+"""By unit, the messages of each reduction as a method declares them; None if it declares none."""
+
+
+def planned_messages(own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry]) -> Declared:
+    """Returns the declared messages of the trained units that ``own`` reduces, before anything runs.
+
+    Raises MethodError: if the class cannot be imported or constructed, or its ``bytes()`` is wrong.
+    """
+    messages: dict[str, tuple[MethodMessage, ...] | None] = {}
+    for geometry in units:
+        if geometry.trainable and not geometry.persistent:
+            unit = MethodUnit.of(geometry, 0)
+            if not callable(getattr(own.definition, "bytes", None)):
+                messages[geometry.name] = None
+                continue
+            try:
+                instance = own.make(unit, PlannedWire(topology))
+            except Exception as error:
+                raise MethodError(
+                    f"{own}, unit {geometry.name!r}: {type(error).__name__}: {error}"
+                ) from error
+            messages[geometry.name] = declared(own, instance, unit, topology)
+    return messages
