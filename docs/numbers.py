@@ -711,7 +711,7 @@ def outcomes(rows: Sequence[Beside]) -> str:
     text = f"faster in {'all' if faster == len(rows) else f'{faster} of'} {len(rows)} comparisons"
     text += f" and slower in {slower}" if slower else ""
     rest = len(rows) - faster - slower
-    return f"{text}; in {rest} the difference is not significant" if rest else text
+    return f"{text}; in {rest} it is not known which is faster" if rest else text
 
 
 def not_beside(suite: str, at: str = "") -> str:

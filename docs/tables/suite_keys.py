@@ -82,7 +82,7 @@ _VALUES: Final = {
     "policy.prefetch": "elements that are gathered ahead of their use. The next unit is gathered ahead even if it is "
     "larger; 0: no unit is",
     "policy.max_live": "most elements that are gathered at the same time: beyond this number no further unit is "
-    "gathered ahead or kept. If this key is not given, there is one exception: the next unit is always gathered ahead",
+    "gathered ahead or kept. Not given: 1,000,000,000, and the next unit is gathered ahead even beyond this number",
     "policy.max_reuse": "a unit stays gathered until backward if fewer elements than this run in between; 0: never",
     "policy.persist_below": "parameters with fewer elements stay gathered and are never quantised; 0: none",
     "policy.persist_most": "most elements that stay gathered because of `persist_below`; in model "

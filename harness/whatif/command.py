@@ -128,10 +128,12 @@ def _rate(option: str, text: str) -> float:
     """Return a rate in bytes a second."""
     try:
         mbit = parse_rate(text)
-    except ValueError as error:
-        raise Refusal(f"{option} {text!r}: {error}") from None
+    except ValueError:
+        mbit = None
     if mbit is None:
-        raise Refusal(f"{option} {text!r}: expected a rate, such as '100 Gbit/s'")
+        raise Refusal(
+            f"{option} {text!r}: expected a rate from 1 kbit/s to 100,000 Gbit/s, such as '100 Gbit/s'"
+        )
     return mbit * 1.25e5
 
 

@@ -151,7 +151,8 @@ def _check(traces: Sequence[Trace], world: int, ranks_per_node: int) -> None:
     for trace in traces[1:]:
         if trace.world != world:
             raise Refusal(
-                f"{trace.path}: of a run with {trace.world} ranks, and {first.path} of one with {world}"
+                f"{trace.path}: its run had {trace.world} ranks, but the run of {first.path} had {world}: give traces "
+                "of one run"
             )
     if len(traces) > 1 and ranks != list(range(world)):
         twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)

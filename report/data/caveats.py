@@ -162,7 +162,10 @@ def warnings(derived: Derived) -> list[str]:
         sentences.append(f"{differs}; do not rely on their bytes.")
     for column, fault in _FAULTS.items():
         if len(wrong := trials[trials[column].ne("")]):
-            sentences.append(f"{fault} in {which(wrong)}. In {' '.join(wrong.iloc[0][['id', column]])}.")
+            first = "For example, trial" if len(wrong) > 1 else "Trial"
+            sentences.append(
+                f"{fault} in {which(wrong)}. {first} {': '.join(wrong.iloc[0][['id', column]])}."
+            )
     contents = trials[trials["corpus_sha256"] != ""].groupby(["corpus", "setting"])["corpus_sha256"].nunique()
     sentences += [
         f"Corpus {corpus} changed between trials, so that their losses are not comparable (see Setting)."

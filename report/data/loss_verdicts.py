@@ -165,10 +165,11 @@ def _verdict(difference: Interval, margin: float, steps: int) -> str:
 
 
 def power(difference: Interval, margin: float) -> float:
-    """Return the probability that the interval of two equal configurations ends below ``margin``.
+    """Return the power of a test: how probably it would find a configuration with equal losses not inferior.
 
-    The interval is as wide as that of ``difference``; NaN if the latter is not known.  The probability is that of the
-    noncentral t distribution.
+    This is the probability, from the noncentral t distribution, that the interval of the difference ends below
+    ``margin`` if the true difference is 0 and the losses vary between seeds as much as those behind ``difference``.
+    The power is NaN if ``difference`` has no interval.
     """
     if not difference.known:
         return math.nan

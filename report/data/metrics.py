@@ -155,7 +155,10 @@ def _losses(frames: Frames) -> pd.DataFrame:
 
 
 def records_of(derived: Derived, row: pd.Series) -> list[str]:
-    """Ids of the trials behind a table's row: those of its configuration and setting; none for published rows."""
+    """Return the ids of the trials behind a table's row, which are those of its configuration and setting.
+
+    The list is empty for a row that no trial is behind, such as a row of numbers from the papers.
+    """
     if isinstance(ids := row.get("records"), str):
         return ids.split()
     if not {"configuration", "where"} <= set(row.index):

@@ -38,8 +38,9 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
         return ""
     left, whole = (sum(numbers) for numbers in zip(*counts, strict=True))
     return (
-        f"Seconds and speed-ups leave out {left} of {whole} trials or pairs (in {counted(len(counts), 'row')}), "
-        f"because other programs or the machine's host took more than {OTHERS_WITHIN:.0%} of the processors' time."
+        "Left out of seconds (disturbed trials) and of speed-ups (pairs with a disturbed trial): "
+        f"{left} of {whole}, in {counted(len(counts), 'row')}. A trial is disturbed if other programs and the "
+        f"machine's host took more than {OTHERS_WITHIN:.0%} of the processors' time."
     )
 
 
@@ -102,8 +103,9 @@ def listed(parts: Sequence[str]) -> str:
 
 
 def sentence(clause: str) -> str:
-    """A clause with a capital letter at its beginning and a full stop at its end."""
-    return f"{clause[:1].upper()}{clause[1:]}."
+    """A clause with a capital letter at its beginning and a full stop at its end; vNMSE keeps its small letter."""
+    first = clause if clause.startswith("vNMSE") else f"{clause[:1].upper()}{clause[1:]}"
+    return f"{first}."
 
 
 def with_interval(interval: Interval, format_number: Callable[[float], str]) -> str:

@@ -40,7 +40,7 @@ def _share(group: pd.DataFrame) -> Interval:
 
 _SHARE: Final = Measure(
     "share", "best possible step / measured step",
-    "at 1 a step cannot be shorter, and a value above 1 shows that the best possible step was estimated too high",
+    "1 means that the step cannot be shorter, and a value above 1 that the best possible step was estimated too high",
     _share, form=caveats.share, line=1, stroke="schedule_share", stroke_label="scheduled step / measured step",
 )  # fmt: skip
 _TOKENS: Final = Measure(

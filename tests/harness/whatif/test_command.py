@@ -55,7 +55,7 @@ def test_json_and_csv_hold_the_same(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--rate", "fast"], "--rate 'fast': expected a number above 0 with a unit"),
+        (["--rate", "fast"], "--rate 'fast': expected a rate from 1 kbit/s to 100,000 Gbit/s, such as"),
         (["--rate", "unshaped"], "--rate 'unshaped': expected a rate"),
         (["--policy", "zero++"], "did you mean 'zeropp'"),
         (["--traced-ranks-per-node", "3"], "does not divide the 2 ranks"),

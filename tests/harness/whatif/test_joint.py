@@ -77,7 +77,7 @@ def test_clocks_of_hosts_are_aligned(tmp_path: Path, clock: float) -> None:
         ([ddp(Writer(0)), ddp(Writer(1), steps=3)], "has steps 3 to 5"),
         ([ddp(Writer(0, world=3)), ddp(Writer(1, world=3))], "2 traces of a run with 3 ranks, and no trace of rank 2"),
         ([ddp(Writer(0)), fsdp(Writer(1))], "ranks 0 and 1 issued different collectives"),
-        ([ddp(Writer(0)), ddp(Writer(1, world=4))], "of a run with 4 ranks, and .* of one with 2"),
+        ([ddp(Writer(0)), ddp(Writer(1, world=4))], "its run had 4 ranks, but the run of .* had 2: give"),
         ([ddp(Writer(0, world=1))], "of a run with one rank"),
         ([ddp(Writer(0, groups=[[0, 1], [0], [0, 1, 2, 3]]))], "has 2 process groups"),
     ],

@@ -52,7 +52,7 @@ def test_a_warning_names_six_trials_and_counts_the_others() -> None:
     records = [on_link(record_of(Trial(cluster=cluster, repeat=repeat)), 50) for repeat in range(8)]
     (warning,) = [text for text in caveats.warnings(derive(frames_of(records))) if "requested rate" in text]
     named = ", ".join(sorted(record.id for record in records)[:6])
-    assert f" in 8 trials: {named} and 2 more. In " in warning
+    assert f" in 8 trials: {named} and 2 more. For example, trial " in warning
     (few,) = [text for text in caveats.warnings(derive(frames_of(records[:6]))) if "requested rate" in text]
     assert f" in 6 trials: {', '.join(sorted(r.id for r in records[:6])[:5])} and " in few
-    assert "more. In" not in few
+    assert "more. For" not in few

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from harness.records.confidence_intervals import Interval
-from report.data.text import left_out_in_words, occasions_in_words
+from report.data.text import left_out_in_words, occasions_in_words, sentence
 
 
 def test_captions_say_how_many_occasions_intervals_are_over() -> None:
@@ -21,4 +21,10 @@ def test_trials_that_were_left_out_are_counted_over_all_rows() -> None:
         Interval(1.0, math.nan, math.nan, n, left_out=left) for n, left in ((6, 0), (4, 2), (5, 1))
     )
     assert left_out_in_words([kept]) == ""
-    assert "leave out 3 of 12 trials or pairs (in 2 rows)" in left_out_in_words([kept, some, more])
+    assert "(pairs with a disturbed trial): 3 of 12, in 2 rows." in left_out_in_words([kept, some, more])
+
+
+def test_a_sentence_begins_with_a_capital_letter_but_for_vnmse() -> None:
+    """A clause gets a capital letter and a full stop; the name vNMSE stays as glossary and tables write it."""
+    assert sentence("bytes of a step") == "Bytes of a step."
+    assert sentence("vNMSE of each hop") == "vNMSE of each hop."
