@@ -19,6 +19,7 @@ from impl import __version__ as __version__
 
 if TYPE_CHECKING:
     from harness.audit.inside import audit as audit
+    from harness.strategies import Strategy as Strategy
     from impl import zero as zero
     from impl.adapters.inside_fsdp2 import fsdp2 as fsdp2
     from impl.checkpoint import save_load as _save_load
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from impl.parameters.access import Weights as Weights
     from impl.parameters.external import register_external_parameter as register_external_parameter
     from impl.parameters.external import register_forward_method as register_forward_method
+    from impl.plan.own_method import MethodError as MethodError
+    from impl.plan.own_method import method as method
     from impl.plan.policy import BitBudget as BitBudget
     from impl.plan.policy import Feedback as Feedback
     from impl.plan.policy import LossScale as LossScale
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
     from impl.quantized_collectives import quantized_reduce_scatter as quantized_reduce_scatter
     from impl.simulate import simulate as simulate
     from impl.transport.group import MeshError as MeshError
+    from impl.unit.own_reduction import ReductionMethod as ReductionMethod
     from impl.zero import GatheredParameters as GatheredParameters
     from impl.zero import Init as Init
     from impl.zero import Zero as Zero
@@ -111,12 +115,17 @@ _HOME: Final = {  # for each name, where it is defined: "module", or "module:nam
     "Key": "impl.codecs.rounding_noise:Key",
     "quantized_all_gather": "impl.quantized_collectives:quantized_all_gather",
     "quantized_reduce_scatter": "impl.quantized_collectives:quantized_reduce_scatter",
+    # methods and strategies of a user's own
+    "ReductionMethod": "impl.unit.own_reduction:ReductionMethod",
+    "method": "impl.plan.own_method:method",
+    "Strategy": "harness.strategies:Strategy",
     # records, and what a program sends
     "load": "report:load",
     "audit": "harness.audit.inside:audit",
     # errors
     "ZeroError": "impl.zero:ZeroError",
     "PolicyError": "impl.plan.policy:PolicyError",
+    "MethodError": "impl.plan.own_method:MethodError",
     "MeshError": "impl.transport.group:MeshError",
     "WireError": "impl.comm.watchdog:WireError",
     "CodecError": "impl.codecs.codec:CodecError",
