@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from impl.codecs.codec import padded_bytes
-from impl.comm.exchanges import Exchange, Kind
+from impl.comm.exchanges import Exchange
 from impl.comm.wire import Wire
+from impl.plan.hops import Kind
 from impl.plan.own_method import axis_of
 from impl.plan.topology import Topology
 from impl.plan.traffic import Tag
