@@ -202,7 +202,7 @@ def _check_own_codecs(device: str, codecs: Sequence[Codec]) -> None:
 
 def _check_strategy(name: str) -> None:
     """Refuse a strategy of a user's own that cannot be imported, or is no subclass of ours."""
-    from harness.strategies.own_strategy import strategy_class
+    from harness.strategies.strategy import strategy_class
 
     strategy_class(name)
 

@@ -19,7 +19,6 @@ from impl.comm.method_wire import MethodWire
 from impl.comm.wire import Wire
 from impl.engine.masters import Stepped
 from impl.errors import raised
-from impl.named_object import NamedObjectError, import_object
 from impl.plan.policy import Policy
 from impl.plan.traffic import Purpose, Tag
 
@@ -39,11 +38,20 @@ class OwnStrategy(Sharded):
     messages: MethodWire
 
     @classmethod
-    def of(cls, sharded: Sharded) -> Self:
-        """Make a strategy of a model that is sharded already."""
-        zero, wire = sharded.zero, sharded.zero.wire
-        made = cls(sharded.model, sharded.describe, wire, sharded.units, zero)
+    def make(cls, trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Self:
+        """Shard ``model`` and make the trial's strategy of it; all ranks must call this.
+
+        Raises:
+            Refusal: if :meth:`configure` raises an exception.
+        """
+        sharded = shard_model(trial, model, wire, policy)
+        made = cls(model, sharded.describe, wire, sharded.units, sharded.zero)
         made.messages = MethodWire(wire, Tag("step", "state"))
+        try:
+            made.configure(**trial.method)
+        except Exception as error:
+            where = f"on rank {wire.mesh.rank}: configure() raised"
+            raise Refusal(f"strategy {trial.strategy} {where} {raised(error)}") from error
         return made
 
     def configure(self, **arguments: Any) -> None:
@@ -80,34 +88,3 @@ class OwnStrategy(Sharded):
         """Receive what was sent through :attr:`messages`, and free shared memory."""
         self.messages.drain()
         super().close()
-
-
-def strategy_class(name: str) -> type[OwnStrategy]:
-    """Import the class that a trial's ``strategy`` names.
-
-    Raises:
-        Refusal: if it cannot be imported, or is no subclass of :class:`OwnStrategy`.
-    """
-    try:
-        kind = import_object(name)
-    except NamedObjectError as error:
-        raise Refusal(f"strategy {error}") from error
-    if not (isinstance(kind, type) and issubclass(kind, OwnStrategy)):
-        raise Refusal(f"strategy {name}: expected a subclass of harness.strategies.Strategy")
-    return kind
-
-
-def own_strategy(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> OwnStrategy:
-    """Shard ``model`` and make the trial's strategy of it; all ranks must call this.
-
-    Raises:
-        Refusal: if the class cannot be imported, or refuses its arguments.
-    """
-    kind = strategy_class(trial.strategy)
-    made = kind.of(shard_model(trial, model, wire, policy))
-    try:
-        made.configure(**trial.method)
-    except Exception as error:
-        where = f"on rank {wire.mesh.rank}: configure() raised"
-        raise Refusal(f"strategy {trial.strategy} {where} {raised(error)}") from error
-    return made

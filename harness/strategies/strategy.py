@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from harness.cluster.rank import Rank
+from harness.errors import Refusal
 from harness.measure.gradient_bounds import Layout
 from harness.strategies import deepspeed, optimizers, torch_peers
 from harness.strategies.controls import spoil
@@ -37,6 +38,7 @@ from impl.comm.mesh import Mesh
 from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire
 from impl.engine.engine import describe
 from impl.engine.masters import Stepped
+from impl.named_object import NamedObjectError, import_object
 from impl.plan.memory import memory, with_state
 from impl.plan.own_method import Declared
 from impl.plan.policy import Policy
@@ -394,9 +396,8 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
         return ByDeepSpeed(engine, lambda: libraries, None, (), stepping=optimizer)
     wire = wire_of(trial, rank, device)
     if trial.own_strategy:
-        from harness.strategies.own_strategy import own_strategy  # which is made of this module's classes
-
-        return own_strategy(trial, model, wire, policy)
+        own: Strategy = strategy_class(trial.strategy).make(trial, model, wire, policy)
+        return own
     if host is None:
         return shard_model(trial, model, wire, policy)
     joined: InFSDP2 | InDDP
@@ -407,6 +408,21 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
         wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
         joined = InDDP(wrapped, wire, policy)
     return Hosted(wrapped, joined.describe, wire, joined.units, joined=joined)
+
+
+def strategy_class(name: str) -> Any:
+    """Import the subclass of :class:`~harness.strategies.own_strategy.OwnStrategy` that a trial's ``strategy`` names.
+
+    Raises:
+        Refusal: if it cannot be imported, or is no such class.
+    """
+    try:
+        kind = import_object(name)
+    except NamedObjectError as error:
+        raise Refusal(f"strategy {error}") from error
+    if not (isinstance(kind, type) and issubclass(kind, Sharded) and hasattr(kind, "configure")):
+        raise Refusal(f"strategy {name}: expected a subclass of harness.strategies.Strategy")
+    return kind
 
 
 def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:

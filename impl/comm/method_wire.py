@@ -16,8 +16,7 @@ from torch import Tensor
 from impl.codecs.codec import padded_bytes
 from impl.comm.exchanges import Exchange
 from impl.comm.wire import Wire
-from impl.plan.hops import Kind
-from impl.plan.own_method import axis_of
+from impl.plan.own_method import MessageKind, axis_of
 from impl.plan.topology import Topology
 from impl.plan.traffic import Tag
 
@@ -114,7 +113,7 @@ class MethodWire:
             sent.wait()
 
     def _post(
-        self, kind: Kind, axis: str, rows: Tensor, received: tuple[int, ...], handle: type[Sent] = Sent
+        self, kind: MessageKind, axis: str, rows: Tensor, received: tuple[int, ...], handle: type[Sent] = Sent
     ) -> Sent:
         """Post ``rows`` (n, ...), one message each; ``received`` is the shape of what arrives."""
         rows = rows.detach()
