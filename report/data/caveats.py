@@ -34,7 +34,7 @@ _FAULTS: Final = {  # by the column that describes one
     "miscounted": "The interfaces did not count the bytes that the ledger holds",
     "crossed": "Backward passes gathered weights from other nodes, although hpZ keeps a copy of them in each node",
     "flat": "The training loss did not fall",
-    "off_rate": "The link's rate after the trial differs by more than 5 % from the requested rate",
+    "off_rate": "The link's rate, measured after the trial, differs by more than 5 % from the requested rate",
 }
 _NODES: Final = {  # by the kind of their link
     "open": "nodes are network namespaces of one machine, and the link between them is not limited to a rate",
@@ -147,7 +147,9 @@ def warnings(derived: Derived) -> list[str]:
         sentences.append(f"{differs}; do not rely on their bytes.")
     for column, fault in _FAULTS.items():
         if len(wrong := trials[trials[column].ne("")]):
-            sentences.append(f"{fault} in {which(wrong)}. In {' '.join(wrong.iloc[0][['id', column]])}.")
+            sentences.append(
+                f"{fault} in {which(wrong)}. In trial {', '.join(wrong.iloc[0][['id', column]])}."
+            )
     contents = trials[trials["corpus_sha256"] != ""].groupby(["corpus", "setting"])["corpus_sha256"].nunique()
     sentences += [
         f"Corpus {corpus} changed between trials, so that their losses are not comparable (see Setting)."

@@ -38,7 +38,7 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
         return ""
     left, whole = (sum(numbers) for numbers in zip(*counts, strict=True))
     return (
-        f"Seconds and speed-ups leave out {left} of {whole} trials or pairs (in {counted(len(counts), 'row')}), "
+        f"In {counted(len(counts), 'row')}, seconds and speed-ups leave out {left} of {whole} trials or pairs, "
         f"because other programs or the machine's host took more than {OTHERS_WITHIN:.0%} of the processors' time."
     )
 
