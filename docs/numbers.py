@@ -710,8 +710,13 @@ def outcomes(rows: Sequence[Beside]) -> str:
     faster, slower = sum(row.faster for row in rows), sum(row.slower for row in rows)
     text = f"faster in {'all' if faster == len(rows) else f'{faster} of'} {len(rows)} comparisons"
     text += f" and slower in {slower}" if slower else ""
-    rest = len(rows) - faster - slower
-    return f"{text}; in {rest} it is not known which is faster" if rest else text
+    # With fewer than six pairs there is no interval, so that a difference cannot be significant.
+    for known, why in ((True, "the difference is not significant"), (False, "the pairs disagree")):
+        if rest := sum(
+            not (row.faster or row.slower) and row.speedup.interval.known is known for row in rows
+        ):
+            text += f"; in {rest} {why}"
+    return text
 
 
 def not_beside(suite: str, at: str = "") -> str:

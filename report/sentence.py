@@ -323,11 +323,10 @@ def _at_size(found: break_even.BreakEven, high_mbit: float) -> str:
             return f"it is faster at every measured rate, {highest}"
         case "costs":
             return f"it is faster at no measured rate, {highest}"
-    return (
-        ""
-        if found.few
-        else f"no break-even was found {highest}: the difference is {break_even.unclear_in_words(found)}"
-    )
+    if found.few:
+        return ""
+    unclear = break_even.unclear_in_words(found)
+    return f"no break-even is determined {highest}: by interpolation, the difference is {unclear}"
 
 
 def _on_trials(derived: Derived) -> str:

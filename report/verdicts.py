@@ -202,7 +202,9 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
             f"Net speed-up: to the baseline's final loss, with seconds of steps from {sources(derived)}."
         )
     if one_value:
-        notes.append("An error without a mark is one value and has no verdict.")
+        notes.append(
+            "Errors without a mark were measured in one trial only, so they have no interval and no verdict."
+        )
     return [*notes, caveats.modelled_in_words(derived).strip()]
 
 

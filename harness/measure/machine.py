@@ -143,7 +143,7 @@ def hcas(devices: Path = INFINIBAND) -> list[str]:
 
 
 def hca_sent_bytes(only: Sequence[str] = (), devices: Path = INFINIBAND) -> dict[str, int]:
-    """Return the bytes that each active port of InfiniBand and RoCE adapters has sent so far, as ``mlx5_0/1``.
+    """Return the bytes that each active port of InfiniBand and RoCE adapters has sent so far, by name (``mlx5_0/1``).
 
     The bytes come from the ports' counters ``port_xmit_data``, which are in units of 4 bytes (Linux,
     sysfs-class-infiniband).  Ports without a readable counter are left out.  ``only`` names the adapters to read; if it

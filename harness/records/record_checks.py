@@ -189,4 +189,4 @@ def rate_mismatch(record: Record, *, above: bool = False) -> str | None:
     share = statistics.median(link.probed_mbit) / link.requested_mbit
     if share <= RATE_WITHIN[1] and (above or share >= RATE_WITHIN[0]):
         return None
-    return f"its link carried {share:.1%} of {link.requested_mbit:g} Mbit/s"
+    return f"the link carried {share:.1%} of {link.requested_mbit:g} Mbit/s"

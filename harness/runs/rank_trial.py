@@ -463,7 +463,7 @@ class TrialRun:
         return machine.hca_sent_bytes([name for name in self.rank.port.hcas.split(",") if name])
 
     def _counted_training(self) -> NDArray[np.int64]:
-        """Return :meth:`_count` of training so far."""
+        """Return what :meth:`_count` has counted in training so far, without setup, checks and evaluations."""
         return self._count() - self.counted_untimed
 
     def _moved(self) -> NDArray[np.int64]:

@@ -486,5 +486,5 @@ def built_in(text: str) -> BuiltIn:
 
 
 def common_grain(*codecs: Codec) -> int:
-    """Returns a number of elements: shards that have a multiple of this number suit all ``codecs``."""
+    """Returns a grain that suits all ``codecs``: a number of elements of which each shard has a multiple."""
     return math.lcm(32, *(codec.grain for codec in codecs))  # 32 codes of 4 bits fill a 16-byte vector

@@ -34,7 +34,7 @@ _FAULTS: Final = {  # by the column that describes one
     "miscounted": "The interfaces did not count the bytes that the ledger holds",
     "crossed": "Backward passes gathered weights from other nodes, although hpZ keeps a copy of them in each node",
     "flat": "The training loss did not fall",
-    "off_rate": "The link's rate after the trial differs by more than 5 % from the requested rate",
+    "off_rate": "The link's rate, measured after the trial, differs by more than 5 % from the requested rate",
 }
 _NODES: Final = {  # by the kind of their link
     "open": "nodes are network namespaces of one machine, and the link between them is not limited to a rate",

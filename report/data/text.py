@@ -38,9 +38,9 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
         return ""
     left, whole = (sum(numbers) for numbers in zip(*counts, strict=True))
     return (
-        "Left out of seconds (disturbed trials) and of speed-ups (pairs with a disturbed trial): "
-        f"{left} of {whole}, in {counted(len(counts), 'row')}. A trial is disturbed if other programs and the "
-        f"machine's host took more than {OTHERS_WITHIN:.0%} of the processors' time."
+        f"Disturbed trials, during which other programs and the machine's host took more than {OTHERS_WITHIN:.0%} of "
+        "the processors' time, are left out of seconds, and their pairs out of speed-ups: "
+        f"{left} of {whole}, in {counted(len(counts), 'row')}."
     )
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -236,6 +237,10 @@ def test_ours_is_compared_with_each_librarys_fastest_setting_of_equal_types(
     ]  # fmt: skip
     assert numbers.outcomes(rows) == "faster in 6 of 7 comparisons and slower in 1"
     assert numbers.outcomes(rows[:3]) == "faster in all 3 comparisons"
+    neither = replace(rows[0], faster=False)
+    assert (
+        numbers.outcomes([neither]) == "faster in 0 of 1 comparisons; in 1 the difference is not significant"
+    )
     assert numbers.not_beside(suite) == "DeepSpeed in fp32, DeepSpeed in bf16"
     assert numbers.settings_tried(suite) == 6
     with pytest.raises(DocumentError, match=r"^made: no records of DeepSpeed in bf16 at ''$"):

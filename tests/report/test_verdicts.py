@@ -405,7 +405,7 @@ def test_disturbed_pairs_are_left_out_counted_and_kept_in_the_csv() -> None:
     assert re.fullmatch(r"(1\.9|2\.0)\d .*▲", row["Speed-up"])
     assert row["n"] == "4"
     assert raw.loc["ZeRO++", "speedup_left_out"] == 2
-    assert "(pairs with a disturbed trial): 2 of 6, in 1 row." in head.table.footnotes
+    assert "and their pairs out of speed-ups: 2 of 6, in 1 row." in head.table.footnotes
     assert re.search(r"n = 4, 2 disturbed left out\)\.", head.sentence)
     assert len(derive(frames_of(slow)).trials) == 12
     all_taken = head_of([taken_by_others(record, 0.3) for record in quiet])
@@ -419,7 +419,10 @@ def test_one_error_has_no_verdict_and_no_mark() -> None:
     head = head_of(erring({"int4:256": 0.02, "int8:256": 0.0002}, seeds=1), answer="step")
     assert re.fullmatch(r"0\.0\d+", rows_of(head)["qgZ (g int8:256)"]["Error (vNMSE)"])
     assert csv_of(head).set_index("configuration").loc["qgZ (g int8:256)", "vnmse_verdict"] == "one value"
-    assert "An error without a mark is one value and has no verdict." in head.table.footnotes
+    assert (
+        "Errors without a mark were measured in one trial only, so they have no interval and no verdict."
+        in head.table.footnotes
+    )
 
 
 def test_the_memory_of_a_library_is_not_compared() -> None:

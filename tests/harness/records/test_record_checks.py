@@ -91,7 +91,7 @@ def test_a_link_of_another_rate_is_marked(share: float) -> None:
     if 0.951 < share < 1.049:
         assert mismatch is None
     elif not 0.949 < share < 1.051:
-        assert mismatch == f"its link carried {share:.1%} of 100 Mbit/s"
+        assert mismatch == f"the link carried {share:.1%} of 100 Mbit/s"
 
 
 def test_weights_that_cross_nodes_in_backward_are_named_by_hpz_s_law() -> None:
