@@ -2,7 +2,7 @@
 
 import torch
 
-from impl.unit.own_reduction import ReductionMethod
+from zeropp import ReductionMethod
 
 
 class Delayed(ReductionMethod):

@@ -6,8 +6,7 @@ states, and ``policy.reduce = "examples.local_steps:NodeMean"``, so that gradien
 
 import torch
 
-from harness.strategies import Strategy
-from impl.unit.own_reduction import ReductionMethod
+from zeropp import ReductionMethod, Strategy
 
 
 class NodeMean(ReductionMethod):

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import pad
 
-from impl.unit.own_reduction import ReductionMethod
+from zeropp import ReductionMethod
 
 
 class SignVote(ReductionMethod):

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from impl.unit.own_reduction import ReductionMethod
+from zeropp import ReductionMethod
 
 
 class TopK(ReductionMethod):
