@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from harness.records.confidence_intervals import FEWEST, FEWEST_UNDISTURBED, WITHIN_START
 from harness.suites.answering_quantity import Quantity
@@ -50,40 +50,50 @@ class Difference:
     notes: str = ""  # after the claim
     preset: bool = True  # whether the configuration is a strategy without changes, or a control
 
+    @property
+    def known(self) -> bool:
+        """Whether the effect has an interval, and nothing makes its verdict inconclusive."""
+        return self.effect.change.known and not self.effect.why
+
+
+class Sentence(NamedTuple):
+    """The sentence of a page's head, and the effect that it is about, if it is about one of those compared."""
+
+    text: str
+    effect: Effect | None = None
+
 
 def sentence(
     derived: Derived, asked: Quantity, kind: str, found: Mapping[Key, Effect], compared: Sequence[Key]
-) -> str:
+) -> Sentence:
     """The sentence on effects ``found`` of ``kind``; ``compared`` are the keys of those compared with a baseline."""
     if derived.finished.empty:
-        return _nothing_finished(derived)
+        return Sentence(_nothing_finished(derived))
     if asked == "trials":
-        return _on_trials(derived)
+        return Sentence(_on_trials(derived))
     differences = _of_nodes(derived) if asked == "nodes" else []
     if differences:
-        return on_largest(asked, differences)
+        return Sentence(on_largest(asked, differences))
     differences = _differences(derived, asked, found, compared)
     shown = "tokens" if asked == "tokens" else kind
     left_out = [found[key] for key in compared if all(found[key] is not each.effect for each in differences)]
+    if not differences:
+        return Sentence(_nothing_compared(derived))
     text = on_largest(shown, differences, controls=[effect.verdict for effect in left_out])
-    return text or _nothing_compared(derived)
+    return Sentence(text, _foremost(shown, differences).effect)
 
 
 def on_largest(kind: str, differences: Sequence[Difference], *, controls: Sequence[Verdict] = ()) -> str:
     """The sentence on the largest significant difference, else on the largest that was measured; or none.
 
-    ``controls`` has the verdicts of the compared controls that are not among ``differences``.
+    ``differences`` has one or more; ``controls`` has the verdicts of the compared controls that are not among them.
     """
-    if not differences:
-        return ""
     count = len(differences)
     of_all = f", the largest of {count} differences" if count > 1 else ""
-    known = [each for each in differences if each.effect.change.known and not each.effect.why]
-    significant = [each for each in known if each.effect.significant]
-    top = _foremost(kind, significant or known or differences)
+    top, known = _foremost(kind, differences), any(each.known for each in differences)
     claim, evidence = _claim(kind, top)
     claim = top.place + claim
-    if significant:
+    if top.known and top.effect.significant:
         text = claim + evidence + top.notes + _counts(kind, differences, controls)
         return f"{text[0].upper()}{text[1:]}."
     if not known:
@@ -102,10 +112,13 @@ def on_largest(kind: str, differences: Sequence[Difference], *, controls: Sequen
 
 
 def _foremost(kind: str, differences: Sequence[Difference]) -> Difference:
-    """The largest difference, among strategies without changes for speeds and losses, and among gains for speeds.
+    """The largest significant difference, else the largest that is known, else the largest.
 
-    If there are no such strategies, or no gains, this restriction does not apply.
+    For speeds and losses only strategies without changes are considered, and for speeds only gains.  If there are no
+    such strategies, or no gains, this restriction does not apply.
     """
+    known = [each for each in differences if each.known]
+    differences = [each for each in known if each.effect.significant] or known or differences
     presets = [each for each in differences if each.preset and kind in (*_SPEEDS, "loss")] or differences
     gains = [each for each in presets if each.effect.verdict == "better"] if kind in _SPEEDS else []
     return max(gains or presets, key=lambda each: each.effect.size)

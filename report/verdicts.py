@@ -114,9 +114,9 @@ def verdicts(derived: Derived) -> Verdicts:
     kind = asked if compared.get(asked) else "step"
     table = _table(derived, asked, kind, found) if any(compared.values()) else _NONE
     ranked = {key: found[kind][key] for key in compared.get(kind, ())}
-    text = sentence(derived, asked, kind, found.get(kind, {}), compared.get(kind, ()))
+    text, effect = sentence(derived, asked, kind, found.get(kind, {}), compared.get(kind, ()))
     figure = "frontier" if asked == "loss" and _has_front(derived) else _FIGURES[asked]
-    return Verdicts(asked, text, caveat(derived), figure, table, _open_rows(table, ranked))
+    return Verdicts(asked, text, caveat(derived), figure, table, _open_rows(table, ranked, effect))
 
 
 _NONE: Final = Table("verdicts", "Verdicts", "", pd.DataFrame(), ())
@@ -333,15 +333,19 @@ def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -
     return f"{first} {peers_note(derived.finished)}".rstrip()
 
 
-def _open_rows(table: Table, ranked: Mapping[Key, Effect]) -> tuple[int, ...]:
-    """Numbers of the rows with the largest significant effects, each with the baseline of its setting."""
+def _open_rows(table: Table, ranked: Mapping[Key, Effect], first: Effect | None) -> tuple[int, ...]:
+    """Numbers of the rows of effect ``first`` and the largest significant effects, each with its setting's baseline."""
     rows = table.data.to_dict("records")
     if len(rows) <= MOST_OPEN:
         return tuple(range(len(rows)))
     numbers = {(row["_setting"], row["configuration"]): number for number, row in enumerate(rows)}
     bases = {row["_setting"]: number for number, row in enumerate(rows) if row["change"] == _BASELINE}
     shown = set[int]()
-    for key in sorted(ranked, key=lambda key: (ranked[key].significant, ranked[key].size), reverse=True):
+
+    def rank(key: Key) -> tuple[bool, bool, float]:
+        return ranked[key] is first, ranked[key].significant, ranked[key].size
+
+    for key in sorted(ranked, key=rank, reverse=True):
         more = shown | {numbers[key], bases.get(key[0], numbers[key])}
         shown = more if len(more) <= MOST_OPEN else shown
     return tuple(sorted(shown))
