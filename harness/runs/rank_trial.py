@@ -89,7 +89,7 @@ class Outcome:
     record: RankRecord
     validations: list[Validation]
     predicted: list[LedgerRow] | None  # messages of the timed steps by ``impl.plan.traffic``; None for peers
-    unpredicted: Sequence[str]  # purposes of messages that are measured and not predicted
+    unpredicted: list[str]  # purposes of messages that are measured and not predicted
     # What the node's interface sent in the timed steps, without evaluations; only the node's first rank has it.
     sent: InterfaceCounters | None
     # What the node's InfiniBand adapters sent in the timed steps; only the node's first rank has it.
@@ -284,7 +284,7 @@ class TrialRun:
             ),
             validations=self.validations,
             predicted=predicted,
-            unpredicted=self.strategy.unpredicted,
+            unpredicted=list(self.strategy.unpredicted),
             sent=sent if self.own_interface and self.rank.first_of_node else None,
             adapters=adapters if self.ports and self.rank.first_of_node else None,
             probed=probed,

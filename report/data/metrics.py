@@ -74,7 +74,7 @@ def trials(frames: Frames) -> pd.DataFrame:
     table.loc[table["workload"] != "train", ["m_bytes", "first_loss"]] = np.nan
     rows = zip(table["id"], table["step_seconds"], table["processes"], strict=True)
     table["tflops"] = [_tflops(frames.trial_of[name], seconds, ranks) for name, seconds, ranks in rows]
-    return table
+    return table.copy()  # one block of memory a type: pandas warns of tables that grew by a hundred columns
 
 
 def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
