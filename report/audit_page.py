@@ -14,13 +14,12 @@ from harness.errors import visible
 from harness.terminal_table import Column, filled
 from report.page import render_template
 
-PAGE: Final = "audit.html"
 _STEPS_SHOWN: Final = 4  # kinds of steps with a table of their own
 
 
 def write(report: Report, folder: Path, command: Sequence[str]) -> Path:
     """Write the page into ``folder`` and return its path."""
-    path = folder / PAGE
+    path = folder / tables.PAGE
     path.write_text(page(report, command), encoding="utf-8")
     return path
 

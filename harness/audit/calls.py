@@ -79,6 +79,7 @@ class Rank:
     ended: str = ""  # how; empty if the process was killed
     reading: float = 0.0  # share of the time that reading the recorder took
     notes: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)  # notes after which calls may be missing
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Add one event of the witness."""
@@ -106,12 +107,12 @@ class Rank:
             case "counters":
                 self.counters[event["step"]] = event["sent"]
             case "lost":
-                self.notes.append(
+                self.missed.append(
                     f"the recorder overflowed: {event['entries']} calls of steps {event['first']} to {event['last']} "
                     "are lost"
                 )
             case "fault":
-                self.notes.append(f"the audit failed inside the program: {' | '.join(event['text'])}")
+                self.missed.append(f"the audit failed inside the program: {' | '.join(event['text'])}")
             case "end":
                 self.ended, self.steps = event["how"], event["steps"]
                 self.reading = event["reading"] / event["lasted"] if event.get("lasted") else 0.0
@@ -207,7 +208,7 @@ def combine(
     for place, rank in enumerate(kept):
         if rank.number < 0:
             rank.number = place
-        notes += [f"rank {rank.number}: {note}" for note in rank.notes]
+        notes += [f"rank {rank.number}: {note}" for note in (*rank.missed, *rank.notes)]
         if not rank.ended:
             lost = rank.steps - rank.whole
             after = f"; the calls of its last {lost} steps were not read" if lost > 0 else ""

@@ -143,26 +143,27 @@ def read_file(path: Path) -> list[Expectation]:
         raise Refusal(f"{path}: {error}") from error
 
 
-def needs_model(expectations: Sequence[Expectation]) -> bool:
-    """Return whether an expectation is in multiples of the parameters."""
-    return any(expectation.unit == "m" for expectation in expectations)
-
-
 def broken(
     expectations: Sequence[Expectation], calls: Calls, steps: Sequence[int], model: Model | None
 ) -> list[str]:
     """Return a line for each expectation that does not hold, with the first rank or node and step where it does not.
 
-    Raises:
-        Refusal: if an expectation is in M and the number of parameters is not known.
+    An expectation that cannot be checked does not hold: one in M if the number of parameters is not known, and any if
+    the audit has missed calls.
     """
-    if needs_model(expectations) and model is None:
-        raise Refusal(
-            "an expectation is in M, but no optimizer with parameters was seen: give --model module:function, or "
-            "write it in MB"
-        )
-    made = []
+    made = [
+        f"not known to hold: rank {rank.number}: {missed}"
+        for rank in calls.ranks
+        for missed in rank.missed
+        if expectations
+    ]
     for expectation in expectations:
+        if expectation.unit == "m" and model is None:
+            made.append(
+                f"not checked: {expectation.text}: no optimizer with parameters was seen: give --model "
+                "module:function, or write it in MB"
+            )
+            continue
         bound = expectation.number * {
             **_UNITS, "calls": 1.0, "m": BYTES_OF_M * (model.elements if model else 0),
         }[expectation.unit]  # fmt: skip

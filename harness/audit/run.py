@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from harness.audit import witness
+from harness.audit.tables import CSV, PAGE
 from harness.errors import Refusal
 
 MARK: Final = "audit.json"  # the file by which a folder is known to hold an audit
@@ -35,6 +36,11 @@ def prepare(folder: Path, options: Mapping[str, Any]) -> None:
             raise Refusal(f"--out {folder}: the folder holds files that are no audit; name another folder")
         for name in (RANKS, _SITE):
             shutil.rmtree(folder / name, ignore_errors=True)
+        for name in (
+            CSV,
+            PAGE,
+        ):  # if this audit has nothing to report, the former one's must not look like its own
+            (folder / name).unlink(missing_ok=True)
     for name in (RANKS, _SITE):
         (folder / name).mkdir(parents=True)
     here = Path(witness.__file__).parent
@@ -63,9 +69,11 @@ def run(command: Sequence[str], folder: Path) -> int:
         Refusal: if it cannot be started.
     """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN), signal.getsignal(signal.SIGTERM)
+    # Where the shell has a background command ignore Ctrl-C, the program ignores it too.
+    at_start = None if before[0] is signal.SIG_IGN else _default_interrupt
     try:
         process = subprocess.Popen(
-            command, env={**os.environ, **environment(folder)}, preexec_fn=_default_interrupt  # noqa: PLW1509
+            command, env={**os.environ, **environment(folder)}, preexec_fn=at_start  # noqa: PLW1509
         )  # fmt: skip
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         status = process.wait()

@@ -49,6 +49,7 @@ COUNTER_COLUMNS: Final = (
     Column("difference", "", "+.2%"),
 )
 CSV: Final = "calls.csv"  # the file with all steps
+PAGE: Final = "audit.html"
 _WHERE: Final = {"inside": "inside a node", "between": "between nodes", "across": "inside and between nodes"}
 
 

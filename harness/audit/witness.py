@@ -212,8 +212,10 @@ class Witness:
         exits = os._exit
 
         def exit_now(status: int) -> Any:
-            self.end("os._exit")
-            exits(status)
+            try:
+                self.end("os._exit")
+            finally:  # whatever happens, the program ends here
+                exits(status)
 
         os._exit = exit_now
         if hasattr(os, "register_at_fork"):
@@ -237,8 +239,9 @@ class Witness:
         """Write all that is left."""
         if os.getpid() == self.pid and not self.over:
             self.read(final=True)
-            if self.used:
-                self.write(event="end", how=how, steps=self.steps, **self.seconds())
+            with contextlib.suppress(OSError):  # a full disk is not the program's concern
+                if self.used:
+                    self.write(event="end", how=how, steps=self.steps, **self.seconds())
 
     def seconds(self) -> dict[str, float]:
         """Return how long reading took after the first step, and the time since then."""
@@ -623,7 +626,10 @@ class Witness:
 
 
 class _AfterImport:
-    """Finds modules as the other finders do, and calls a function after each has been imported."""
+    """Finds modules as the other finders do, and calls a function after each has been imported.
+
+    A program may look for a module without importing it, as ``importlib.util.find_spec()`` does, and import it later.
+    """
 
     def __init__(self, wanted: dict[str, Callable[[Any], None]]) -> None:
         self.wanted = wanted
@@ -639,11 +645,17 @@ class _AfterImport:
             if spec is None:
                 continue
             if hasattr(spec.loader, "exec_module"):
-                spec.loader = _Loader(spec.loader, self.wanted.pop(name))
-                if not self.wanted and self in sys.meta_path:
-                    sys.meta_path.remove(self)
+                spec.loader = _Loader(spec.loader, functools.partial(self.imported, name))
             return spec
         return None
+
+    def imported(self, name: str, module: Any) -> None:
+        """Call the function for a module that has been imported; finds nothing any more once all have been."""
+        after = self.wanted.pop(name, None)
+        if not self.wanted and self in sys.meta_path:
+            sys.meta_path.remove(self)
+        if after is not None:
+            after(module)
 
 
 class _Loader:

@@ -37,6 +37,7 @@ _ITEM_BYTES: Final = {
     "long int": 8, "bool": 1, "bfloat16": 2, "half": 2, "byte": 1, "char": 1, "long": 8,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "c10::float8_e4m3fn": 1, "c10::float8_e5m2": 1,
 }  # fmt: skip
+_MOST: Final = 1 << 50  # elements of a collective
 _GLOO_THREADS: Final = 2  # threads on which a gloo process group runs collectives
 _UNIT: Final = re.compile(r"FSDP::\S.* \((.*)\)$")
 _WINDOW: Final = re.compile(r"FSDP::(pre_forward|post_forward|pre_backward) \((.*)\)$")
@@ -135,9 +136,15 @@ def find(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
     Raises:
         Refusal: if the trace lacks what names a collective, or has messages between two ranks.
     """
-    if any("nccl" in event.name.lower() for event in step.device):
-        return _nccl(trace, step, marks)
-    return _gloo(trace, step, marks)
+    on_gpu = any("nccl" in event.name.lower() for event in step.device)
+    found = _nccl(trace, step, marks) if on_gpu else _gloo(trace, step, marks)
+    for collective in found:
+        if not 0 <= collective.elements < _MOST:
+            raise Refusal(
+                f"{trace.path}: step {step.number}: {collective.kind} of an impossible number of elements: write the "
+                "trace again"
+            )
+    return found
 
 
 def _kind(trace: Trace, name: str) -> Kind | None:

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple, TypeGuard
 
 from harness.errors import Refusal
 from impl import regular_file
@@ -31,6 +31,10 @@ _KEPT: Final = frozenset((*HOST, *DEVICE, *LAUNCHES))
 _COLLECTIVE: Final = ("c10d::", "gloo:", "record_param_comms", "nccl:")
 _CHUNK: Final = 4 << 20  # characters that are read at once
 _LARGEST: Final = 16 << 20  # most characters of one event, or of the facts before or behind the events
+_LATEST: Final = 1e18  # microseconds before and after 1970 in which all times are
+_MOST_RANKS: Final = 1 << 20
+_LISTS: Final = ("Input Dims", "Input type", "Concrete Inputs")  # arguments of collectives
+_NUMBERS: Final = ("correlation", "stream")  # arguments of launches and kernels
 _BETWEEN: Final = re.compile(r"[\s,]*")
 _EVENTS: Final = re.compile(r'"traceEvents"\s*:\s*\[')
 _NOT_OURS: Final = (
@@ -99,11 +103,12 @@ def read(path: Path) -> Trace:
             f"{path}: has no distributedInfo: profile after torch.distributed.init_process_group(), on every rank"
         )
     groups: dict[str, Sequence[int]] = {}
-    for group in about.get("pg_config") or []:
+    configured = about.get("pg_config")
+    for group in configured if isinstance(configured, list) else []:
         if isinstance(group, dict) and isinstance(group.get("ranks"), list):
             groups[str(group.get("pg_name"))] = [rank for rank in group["ranks"] if isinstance(rank, int)]
     rank, world = about["rank"], about.get("world_size")
-    if not isinstance(world, int) or not 0 <= rank < world:
+    if not isinstance(world, int) or not 0 <= rank < world <= _MOST_RANKS:
         raise Refusal(f"{path}: distributedInfo says rank {rank} of {world}: write the trace again")
     return Trace(
         path=path,
@@ -112,7 +117,7 @@ def read(path: Path) -> Trace:
         host=str(facts.get("host_name", "")),
         backend=str(about.get("backend", "")),
         groups=groups,
-        base=base if isinstance(base, int) else 0,
+        base=base if isinstance(base, int) and abs(base) < 1e3 * _LATEST else 0,
         steps=_steps(path, events),
     )
 
@@ -170,18 +175,17 @@ def _event(path: Path, raw: Any) -> Event | None:
     if not isinstance(raw, dict):
         raise Refusal(f"{path}: {_NOT_OURS}; an event is {str(raw)[:40]!r}")
     category = raw.get("cat")
-    if raw.get("ph") != "X" or category not in _KEPT:
+    if raw.get("ph") != "X" or not isinstance(category, str) or category not in _KEPT:
         return None
     name, begin, duration = raw.get("name"), raw.get("ts"), raw.get("dur", 0)
-    if (
-        not isinstance(name, str)
-        or not isinstance(begin, int | float)
-        or not isinstance(duration, int | float)
-    ):
+    if not (isinstance(name, str) and _is_time(begin) and _is_time(duration)):
         raise Refusal(f"{path}: {_NOT_OURS}; an event lacks its name or its times: {str(raw)[:60]}")
     arguments = raw.get("args")
     if not isinstance(arguments, dict) or (category in HOST and not name.startswith(_COLLECTIVE)):
         arguments = {}
+    for key, kind in (*((key, list) for key in _LISTS), *((key, int) for key in _NUMBERS)):
+        if not isinstance(arguments.get(key, kind()), kind):
+            raise Refusal(f"{path}: {_NOT_OURS}; {key!r} of {name[:40]!r} is {str(arguments[key])[:40]}")
     thread = raw.get("tid")
     return Event(
         name,
@@ -191,6 +195,10 @@ def _event(path: Path, raw: Any) -> Event | None:
         (begin + max(0.0, duration)) / 1e6,
         arguments,
     )
+
+
+def _is_time(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and abs(value) < _LATEST
 
 
 def _steps(path: Path, events: Sequence[Event]) -> list[Step]:

@@ -49,6 +49,11 @@ def check_replay(traced: Traced) -> list[float]:
     Raises:
         Refusal: if the median of their sizes is above :data:`CLOSE`.
     """
+    for step in traced.steps:
+        if step.seconds <= 0:
+            raise Refusal(
+                "on all ranks together a traced step takes no time: give traces of one run, whose steps overlap"
+            )
     errors = [joint.replay(step, joint.as_traced(step)).seconds / step.seconds - 1 for step in traced.steps]
     if (median := statistics.median(map(abs, errors))) > CLOSE:
         raise Refusal(
@@ -183,7 +188,7 @@ def about(traced: Traced, errors: Sequence[float]) -> list[str]:
         lines.append(
             f"{len(seconds)} steps are few: trace {_FEW} or more, so that one disturbed step changes little."
         )
-    if traced.rate_given is False and not traced.steps[0].collectives[0].between:
+    if not traced.rate_given and not any(one.between for step in traced.steps for one in step.collectives):
         lines.append(
             "All ranks are on one node; --traced-ranks-per-node says how many ranks a node of the run had."
         )

@@ -39,6 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,7 @@ from impl.plan.traffic import Event, LedgerKey, Phase, Sent, Tag
 from impl.quantized_collectives import Gathering
 
 _TINY: Final = 1e-6  # added to a norm before dividing by it, as in torch.nn.utils.clip_grad_norm_
+_adapted: Final[WeakSet[nn.Module]] = WeakSet()  # models that fsdp2() was called with
 
 
 def fsdp2(
@@ -95,8 +97,15 @@ def fsdp2(
         device_mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
         if device_mesh is None:
             raise _not_sharded(model)
+        if model in _adapted:
+            raise HostError(
+                f"fsdp2() was called before with this {type(model).__name__}, and the ledger of that call would stay "
+                "empty: keep what the first call returned"
+            )
         mesh = Mesh.of(device_mesh) if mesh is None else Mesh.create(mesh, group=device_mesh)
-    return InFSDP2(model, Wire(mesh), policy)
+    adapter = InFSDP2(model, Wire(mesh), policy)
+    _adapted.add(model)
+    return adapter
 
 
 class InFSDP2(Joined):

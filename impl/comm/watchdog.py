@@ -156,7 +156,11 @@ class Watchdog:
         return messages
 
     def meet(self, purpose: str, timeout: float) -> None:
-        """Wait until all ranks have called this for ``purpose``; raises a WireError after ``timeout`` seconds."""
+        """Wait until all ranks have called this for ``purpose``.
+
+        Raises:
+            WireError: after ``timeout`` seconds, or at once if ranks are threads and none can go on.
+        """
         if (store := self._store) is None:
             return
         number = self._met[purpose] = self._met[purpose] + 1
@@ -173,6 +177,8 @@ class Watchdog:
             except RuntimeError as lost:  # the process that hosts the store has exited
                 raise self.error(f"could not finish {purpose}", lost, purpose) from error
             cause = f"waited {timeout:g} s for {ranks_in_words(missing)}"
+            if isinstance(store, ThreadStore):  # whose waits have no time limit
+                cause = f"waits for {ranks_in_words(missing)}, and no rank can go on"
             raise self.error(f"could not finish {purpose}", cause, purpose) from error
 
     def error(self, failure: str, cause: object, waiting: Step | str | None = None) -> WireError:
@@ -242,6 +248,8 @@ class Watchdog:
         if check:
             yield check
         silent = f"did not report within {_PATIENCE_SECONDS:.0f} s: computing, exited, or lost"
+        if isinstance(store, ThreadStore):
+            silent = "did not report: it has ended, or waits for something else"
         alike = defaultdict[str, list[int]](list)  # status -> the ranks that report it
         for rank in self._ranks:
             alike[reports[rank][0] if rank in reports else silent].append(rank)

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import pandas as pd
 
 from harness.records.confidence_intervals import Interval, mean_interval
@@ -50,8 +51,8 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
         base: Those of the baseline.
 
     Returns:
-        The comparison.  There is no ratio if the two share no seed, if a seed has no loss after the last step, or if a
-        curve has one validation or begins below the loss.
+        The comparison.  There is no ratio if the two share no seed, if a seed has no loss after the last step, if a
+        loss is infinite, or if a curve has one validation or begins below the loss.
     """
     tables = [each.pivot_table(index="seed", columns="step", values="loss") for each in (own, base)]
     seeds = tables[0].index.intersection(tables[1].index)
@@ -64,6 +65,8 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
     if any(len(curve.columns) < 2 for curve in curves):
         return EqualLoss(why="one validation; a curve needs two")
     steps = [curve.columns.to_numpy(dtype=float) for curve in curves]
+    if not all(np.isfinite(curve.to_numpy()).all() for curve in curves):
+        return EqualLoss(why="an infinite loss")
     losses = [curve.mean().to_numpy() for curve in curves]
 
     def to_equal(difference: float) -> tuple[float, float]:

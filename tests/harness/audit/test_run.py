@@ -14,6 +14,7 @@ import torch
 
 from harness.audit import run
 from harness.audit.calls import Calls, read
+from harness.audit.tables import CSV, PAGE
 from harness.errors import Refusal
 
 ALONE = """
@@ -207,6 +208,37 @@ def test_a_full_recorder_is_reported(tmp_path: Path) -> None:
     assert "the recorder overflowed: 50 calls of steps 1 to 1 are lost" in calls.notes[0]
 
 
+def test_a_program_that_looks_for_torch_first_is_recorded(tmp_path: Path) -> None:
+    """Looking for a module, as many libraries do for optional ones, does not use up the hook on its import."""
+    calls = audited(
+        tmp_path, "import importlib.util\nimportlib.util.find_spec('torch')\n" + ALONE + "step(3)\n"
+    )
+    assert elements(calls)[1] == 3
+
+
+@pytest.mark.parametrize("leave", ["os._exit(5)", "sys.exit(5)"])
+def test_a_full_disk_changes_no_exit_status(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], leave: str
+) -> None:
+    """Files may not grow any more when the program ends; it ends as it wants, and prints nothing."""
+    full = "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    full += "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
+    calls = audited(tmp_path, f"{ALONE}step(3)\n{full}{leave}\n", status=5)
+    assert elements(calls) == {1: 3}
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_ctrl_c_stays_ignored(tmp_path: Path) -> None:
+    """A shell has its background commands ignore Ctrl-C, which the audited program inherits."""
+    run.prepare(folder := tmp_path / "audit", {})
+    program = "import signal; raise SystemExit(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert run.run([sys.executable, "-c", program], folder) == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_folder_with_other_files_is_not_used(tmp_path: Path) -> None:
     """An audit replaces only a former audit."""
     (tmp_path / "mine").write_text("")
@@ -217,11 +249,13 @@ def test_a_folder_with_other_files_is_not_used(tmp_path: Path) -> None:
 
 
 def test_a_former_audit_is_replaced(tmp_path: Path) -> None:
-    """Its ranks' files go."""
+    """Its ranks' files go, and its page and CSV, which a program that sends nothing does not replace."""
     run.prepare(tmp_path, {})
-    (tmp_path / run.RANKS / "old-1.jsonl").write_text("")
+    for path in (tmp_path / run.RANKS / "old-1.jsonl", tmp_path / CSV, tmp_path / PAGE):
+        path.write_text("")
     run.prepare(tmp_path, {})
     assert read(tmp_path / run.RANKS).processes == 0
+    assert not [path.name for path in (tmp_path / CSV, tmp_path / PAGE) if path.exists()]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,37 @@ def test_unknown_events_do_not_matter(tmp_path: Path) -> None:
     path = tmp_path / "rank0.json"
     path.write_text(json.dumps(whole))
     assert kineto.read(path) == known
+
+
+def _changed(folder: Path, place: int, **changes: Any) -> Path:
+    """Write the trace of DDP with changes of one event; ``args__`` begins the name of an argument's change."""
+    whole = ddp(Writer(0)).whole()
+    event = whole["traceEvents"][place]
+    for name, value in changes.items():
+        (event["args"] if name.startswith("args__") else event)[name.removeprefix("args__")] = value
+    (path := folder / "rank0.json").write_text(json.dumps(whole))
+    return path
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e300, 10**400])
+@pytest.mark.parametrize("name", ["ts", "dur"])
+def test_times_that_are_none_are_refused(tmp_path: Path, name: str, value: float) -> None:
+    """Python's JSON has NaN, infinity and numbers of any size; as times they would give a prediction of nonsense."""
+    with pytest.raises(Refusal, match="lacks its name or its times"):
+        kineto.read(_changed(tmp_path, 2, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("correlation", []), ("stream", {}), ("Input type", 5), ("Concrete Inputs", True)]
+)
+def test_arguments_of_another_type_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    """The line names the argument."""
+    with pytest.raises(Refusal, match=f"'{name}' of 'c10d::allreduce_' is"):
+        kineto.read(_changed(tmp_path, 4, **{f"args__{name}": value}))
+
+
+def test_facts_of_another_type_do_not_matter(tmp_path: Path) -> None:
+    """A category that is no text is an unknown one, and groups that are no list are none."""
+    path = _changed(tmp_path, 2, cat=[])
+    path.write_text(path.read_text().replace('"pg_config": [', '"pg_config": true, "other": ['))
+    assert not kineto.read(path).groups

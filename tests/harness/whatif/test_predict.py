@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -262,3 +263,37 @@ def test_collectives_inside_nodes_keep_their_time(tmp_path: Path) -> None:
     assert 1e3 * slow.seconds == pytest.approx(40 + 2 * 20, rel=1e-2)
     with pytest.raises(Refusal, match="only a program whose collectives have all ranks"):
         predict(traced, Target("same", 1e8, Topology(4, 2)))
+
+
+def test_a_step_without_collectives_does_not_matter(tmp_path: Path) -> None:
+    """Steps that only accumulate gradients send nothing; the first one may be such a step."""
+    writers = [ddp(Writer(rank)) for rank in (0, 1)]
+    for writer in writers:
+        second = next(i for i, event in enumerate(writer.events) if event["name"] == "ProfilerStep#4")
+        kept = [
+            event
+            for event in writer.events[:second]
+            if "allreduce" not in event["args"] and ":" not in event["name"]
+        ]
+        writer.events[:second] = kept
+    traced = joined(tmp_path, *writers)
+    assert not traced.steps[0].collectives
+    assert about(traced, [0.0])
+
+
+def test_steps_that_do_not_overlap_are_refused(tmp_path: Path) -> None:
+    """A step that ends on one rank before it begins on another has no duration."""
+    traced = joined(tmp_path, ddp(Writer(0)), ddp(Writer(1)), rate=RATE * 1e3)
+    none = replace(traced, steps=[replace(step, seconds=0.0) for step in traced.steps])
+    with pytest.raises(Refusal, match="takes no time"):
+        check_replay(none)
+
+
+def test_a_collective_of_any_number_of_elements_is_refused(tmp_path: Path) -> None:
+    """JSON's integers have any size, and bytes are floats."""
+    writer = ddp(Writer(0))
+    for event in writer.events:
+        if "Input Dims" in event["args"]:
+            event["args"]["Input Dims"] = [[10**400]]
+    with pytest.raises(Refusal, match="an impossible number of elements"):
+        joined(tmp_path, writer)

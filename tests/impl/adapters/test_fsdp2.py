@@ -291,3 +291,16 @@ def test_a_topology_of_other_ranks_is_refused(mesh: Mesh) -> None:
     model = sharded(mesh.topology.world, Setup())
     with pytest.raises(MeshError, match="needs 4 ranks, the process group has 2"):
         fsdp2(model, mesh=Topology(2, 2))
+
+
+@each_rank(1, 2, processes=True)
+def test_a_second_call_with_one_model_is_refused(mesh: Mesh) -> None:
+    """It would leave the first call's ledger empty without a word."""
+    model = sharded(mesh.topology.world, Setup())
+    first = fsdp2(model, POLICY)
+    with pytest.raises(
+        HostError, match=r"\Afsdp2\(\) was called before with this FSDPMatrices, and the ledger [^\n]*\Z"
+    ):
+        fsdp2(model, POLICY)
+    model(batch(0, mesh.rank)).backward()
+    assert first.ledger.rows()

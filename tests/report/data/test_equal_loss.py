@@ -196,3 +196,16 @@ def test_intervals_hold_the_true_ratio_as_often_as_they_say(seeds: int) -> None:
         )
         hits += equal_loss(own, base).ratio.contains(truth)
     assert 0.92 < hits / 300 < 0.98
+
+
+@pytest.mark.parametrize("place", [1, 3])
+def test_infinite_losses_give_no_ratio(place: int) -> None:
+    """A configuration whose loss overflowed has no ratio, and neither a warning nor a number that a page could show."""
+    losses = [4.0, 3.0, 2.5, 2.0]
+    falling = dict.fromkeys(range(2), losses)
+    overflowed = {**falling, 1: [math.inf if i == place else loss for i, loss in enumerate(losses)]}
+    for pair in ((overflowed, falling), (falling, overflowed)):
+        found = equal_loss(*map(curves, pair))
+        assert found.why == "an infinite loss"
+        assert found.reached
+        assert math.isnan(found.ratio.estimate)
