@@ -80,7 +80,7 @@ def on_largest(kind: str, differences: Sequence[Difference], *, controls: Sequen
     of_all = f", the largest of {count} differences" if count > 1 else ""
     known = [each for each in differences if each.effect.change.known and not each.effect.why]
     significant = [each for each in known if each.effect.significant]
-    top = _foremost(kind, significant or known or differences)
+    top = _foremost(kind, significant) if significant else _largest(known or differences)
     claim, evidence = _claim(kind, top)
     claim = top.place + claim
     if significant:
@@ -101,6 +101,11 @@ def on_largest(kind: str, differences: Sequence[Difference], *, controls: Sequen
     return f"{subject} ({pairs}); {bound}{needed} {noun}s would show a difference {largest}."
 
 
+def _largest(differences: Sequence[Difference]) -> Difference:
+    """The largest of all differences, whatever its configuration: a sentence says "the largest of 4 differences"."""
+    return max(differences, key=lambda each: each.effect.size)
+
+
 def _foremost(kind: str, differences: Sequence[Difference]) -> Difference:
     """The largest difference, among strategies without changes for speeds and losses, and among gains for speeds.
 
@@ -108,7 +113,7 @@ def _foremost(kind: str, differences: Sequence[Difference]) -> Difference:
     """
     presets = [each for each in differences if each.preset and kind in (*_SPEEDS, "loss")] or differences
     gains = [each for each in presets if each.effect.verdict == "better"] if kind in _SPEEDS else []
-    return max(gains or presets, key=lambda each: each.effect.size)
+    return _largest(gains or presets)
 
 
 def _counts(kind: str, differences: Sequence[Difference], controls: Sequence[Verdict] = ()) -> str:
