@@ -382,7 +382,7 @@ def _same_on_all_ranks(own: OwnMethod, case: Case) -> None:
                         at = int((mean[low:high] != theirs).nonzero()[0])
                         raise Violation(
                             f"in step {step} rank {rank} finds {mean[low + at]:.9g} for element {start + low + at} of "
-                            f"the unit, and {otherwise.format(f'{theirs[at]:.9g}')}: how the mean is sharded changes it"
+                            f"the unit, and {otherwise.format(f'{theirs[at]:.9g}')}"
                         )
 
 
